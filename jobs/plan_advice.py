@@ -31,7 +31,10 @@ def advice(path: Path | None, overrides: Sequence[str], plan: Plan) -> list[str]
     larger = next((name for name in _larger(plan) if not _on(plan, name).excess), "")
     if larger:
         lines.append(f"[bold]fits as it is[/] on {larger} (--gpu {larger})")
-    return lines or ["no setting makes it fit; a smaller model or more workers would"]
+    lines = lines or ["no setting makes it fit; a smaller model or more workers would"]
+    if not plan.setting.hardware.is_gpu:
+        lines.append("this is a plan for this machine's CPU; `--gpu h100` plans for GPUs")
+    return lines
 
 
 def _mode_line(path: Path | None, overrides: Sequence[str], plan: Plan) -> list[str]:

@@ -74,7 +74,8 @@ def show_plan(
 
 def _heading(plan: Plan, nodes: int, gpus_per_node: int) -> str:
     layout, chosen = plan.layout, plan.setting.hardware
-    where = f"{_num(nodes, 'node')} x {gpus_per_node} {chosen.name}" if chosen.is_gpu else "this machine's CPU"
+    gpus = min(gpus_per_node, layout.ranks)
+    where = f"{_num(nodes, 'node')} x {gpus} {chosen.name}" if chosen.is_gpu else "this machine's CPU"
     return (
         f"{plan.job.name}: {_num(layout.ranks, 'worker')} on {where}, ZeRO {layout.zero_stage},"
         f" {'bf16' if layout.is_bf16 else 'fp32'}"

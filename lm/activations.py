@@ -19,7 +19,7 @@ class Pass:
     """A forward pass of `rows` rows of `seq_len` tokens under gradients.
 
     `compute_bytes` per number is 2 in bf16 and 4 in fp32; `stream_bytes` is that of the residual stream, which autocast
-    leaves in fp32. `is_fused`: attention is one kernel, as on a GPU; `is_tiled`: Heed's, on a CPU that multiplies bf16.
+    leaves in fp32. `is_fused`: attention is one kernel, as on a GPU; `is_tiled`: Heed's on a CPU.
     """
 
     rows: int

@@ -85,8 +85,8 @@ def check_fit(adapter: AdapterFolder, model: nn.Module, new: Set[str]) -> None:
             wrong.append(f"{name}: expected {expected[name]}, found {adapter.shapes[name]}")
     if wrong:
         raise ValueError(
-            f"{adapter.weights}: {len(wrong)} tensors do not fit {ADAPTER_CONFIG} and a {type(model).__name__}:"
-            f" {'; '.join(wrong[:8])}"
+            f"{adapter.weights}: {len(wrong)} tensors do not fit the base model (a {type(model).__name__};"
+            f" {ADAPTER_CONFIG} names {adapter.config.base_model_name_or_path}): {'; '.join(wrong[:3])}"
         )
     if not layers:
         raise ValueError(f"{adapter.weights}: no adapter; tensors named *{A} and *{B} were expected")

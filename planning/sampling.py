@@ -1,10 +1,13 @@
 """Memory for sampling: the key-value cache, one step's logits, and the prefill of prompts."""
 
+import torch
+
 from lm.activations import Pass, forward_bytes
 from lm.config import ModelConfig
 from lm.graphs import PROMPT_TOKENS, rows_in
 from lm.inspection import cache_bytes_per_token
 from lm.logprobs import LOGITS_AT_ONCE
+from lm.native.decoder import what_a_decoder_misses
 from lm.padding import MAX_ROWS, MAX_TOKENS
 from planning.memory import MAX_LIVE, Counts, Layout, casts_of, forward_pass
 
@@ -40,8 +43,8 @@ def sampling_phase(
     """Returns the bytes for generating `rows` responses at once.
 
     The cache is allocated once. Prefill (on a GPU a few thousand tokens at a time, on a CPU all of them) and drawing
-    (logits and fp32 probabilities) do not overlap, so the larger counts. On a CPU in bf16 the weights are there a
-    second time, in the layout of its kernels.
+    (logits and fp32 probabilities) do not overlap, so the larger counts. On a CPU the weights are there a second time,
+    in the layout of its kernels, unless they are in fp32 and of a shape that these do not take.
     """
     c, prompts = layout.compute_bytes, rows
     if layout.is_gpu:
@@ -52,8 +55,8 @@ def sampling_phase(
         "key-value cache": cache_bytes_per_token(config, c) * rows * (prompt_tokens + response_tokens),
         "prompts being read, or logits": max(prompt_pass, drawing),
     }
-    if layout.is_bf16 and not layout.is_gpu:
-        held["weights as the CPU reads them"] = 2 * num_parameters
+    if not layout.is_gpu and (layout.is_bf16 or not what_a_decoder_misses(config, torch.float32)):
+        held["weights as the CPU reads them"] = c * num_parameters
     return held
 
 

@@ -49,6 +49,6 @@ LORA_FINDINGS = (
         _accuracy,
         lambda of: {name: of.best_of_n(name) for name in ("reward-lora", "reward-full")},
     ),
-    _finding("lora-ppo", "PPO by adapters is as good as PPO of all weights", SOURCE, "lora"),
-    _finding("shared-body", "PPO on one shared body is as good as PPO with four models", "Heed", "shared"),
+    _finding("lora-ppo", "PPO by adapters against PPO of all weights", SOURCE, "lora"),
+    _finding("shared-body", "PPO on one shared body against PPO with four models", "Heed", "shared"),
 )

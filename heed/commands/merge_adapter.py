@@ -54,6 +54,8 @@ def merge_adapter(
     output.parent.mkdir(parents=True, exist_ok=True)
     with console.status(f"writing {output}"), atomic_folder(output) as temporary:
         save_model(temporary, plain, merged(network, source.tensors()), tokenizer)
+    if base and named and base != named:
+        console.print(f"warning: {adapter} names {named} as its model, not {base}", soft_wrap=True)
     results_console().print(f"{output}: {base or named} with the adapter {adapter}", soft_wrap=True)
 
 

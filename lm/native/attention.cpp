@@ -1,4 +1,4 @@
-// Attention of whole sequences and its gradient on a CPU that multiplies bf16: softmax(scale · Q Kᵀ) V, one
+// Attention of whole sequences and its gradient on a CPU, in bf16 or fp32: softmax(scale · Q Kᵀ) V, one
 // panel of queries at a time, so that scores never leave a core's caches. lm/native/kernels.py says what the functions compute.
 //
 // The gradient recomputes the weights from the scores and each query's ln Σ exp (arXiv 2205.14135, appendix B.2):
@@ -6,16 +6,10 @@
 //
 // Shape letters: B rows, T queries, S keys, N heads, G key-value heads, H head dim.
 
-#include <cstdint>
-
-#ifdef __AVX512BF16__
-
-#include <cmath>
 #include <limits>
 #include <vector>
 
 #include "pack.h"
-#include "tiles.h"
 
 namespace {
 
@@ -32,10 +26,14 @@ struct Attention {
     // Which of 32 keys a query attends to, one bit each.
     uint32_t seen(int64_t b, int64_t t, int64_t key) const {
         if (t >= T) return 0;
-        const uint32_t real = first((mask ? S : t + 1 + S - T) - key);
-        if (!mask) return real;
-        const __m256i bytes = _mm256_maskz_loadu_epi8(real, mask + b * mask_stride + t * S + key);
-        return _mm256_test_epi8_mask(bytes, bytes);
+        const int64_t count = std::clamp<int64_t>((mask ? S : t + 1 + S - T) - key, 0, PANEL);
+        const uint32_t real = count == PANEL ? ~0u : (1u << count) - 1;
+        if (!mask || !real) return real;
+        bool flags[PANEL] = {};
+        std::memcpy(flags, mask + b * mask_stride + t * S + key, count);
+        uint32_t bits = 0;
+        for (int64_t i = 0; i < PANEL; ++i) bits |= static_cast<uint32_t>(flags[i]) << i;
+        return bits;
     }
 
     // Whether any query of a panel attends to any key of another panel.
@@ -46,43 +44,31 @@ struct Attention {
     }
 };
 
-// e^x for x <= 0 or slightly above, with a relative error below 3e-6.
-inline __m512 exponential(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-100.0f));
-    const __m512 n = _mm512_roundscale_ps(x * _mm512_set1_ps(1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 r = (x - n * _mm512_set1_ps(0.693359375f)) + n * _mm512_set1_ps(2.12194440e-4f);
-    __m512 series = _mm512_set1_ps(1.0f / 120);
-    for (const float coefficient : {1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-        series = series * r + _mm512_set1_ps(coefficient);
-    return _mm512_scalef_ps(series, n);
-}
-inline Wide exponential(Wide x) { return {exponential(x.low), exponential(x.high)}; }
-inline Wide only(uint32_t bits, Wide x) {
-    return {_mm512_maskz_mov_ps(static_cast<__mmask16>(bits), x.low),
-            _mm512_maskz_mov_ps(static_cast<__mmask16>(bits >> TILE_ROWS), x.high)};
-}
-
 // Packs the transpose of a matrix [count, H] as B.
-void pack_transposed(const Attention& a, const uint16_t* from, int64_t count, char* rows, char* panels) {
+template <class Number>
+void pack_transposed(const Attention& a, const Number* from, int64_t count, char* rows, char* panels) {
     pack_a(from, a.H, count, a.H, rows);
-    transpose_tiles(rows, ceil_div(count, PANEL) * a.depth() * 2, panels);
+    a_to_b<Number>(rows, ceil_div(count, PANEL) * a.depth() * 2, panels);
 }
 
+template <class Number>
 class Forward {
+    static constexpr int64_t STEP = PANEL_STEP<Number>;
+
   public:
     explicit Forward(const Attention& attention)
-        : a(attention), depth(a.depth()), keys(a.key_panels()), rows(buffer(std::max(a.query_panels(), keys) * depth * PANEL_STEP)),
-          key_columns(buffer(keys * depth * PANEL_STEP)), values(buffer(keys * depth * PANEL_STEP)), weights(buffer(keys * PANEL_STEP)),
+        : a(attention), depth(a.depth()), keys(a.key_panels()), rows(buffer(std::max(a.query_panels(), keys) * depth * STEP)),
+          key_columns(buffer(keys * depth * STEP)), values(buffer(keys * depth * STEP)), weights(buffer(keys * STEP)),
           scores(buffer(keys * PANEL * PANEL * sizeof(float))), is_seen(keys) {}
 
     // Sets the keys and values [S, H] of the heads that follow.
-    void take(const uint16_t* k, const uint16_t* v) {
+    void take(const Number* k, const Number* v) {
         pack_transposed(a, k, a.S, rows.get(), key_columns.get());
         pack_b(v, a.H, a.S, a.H, values.get());
     }
 
     // y [T, ., H] of one head, whose rows lie N H numbers apart.
-    void run(int64_t b, const uint16_t* q, uint16_t* y, float* totals) {
+    void run(int64_t b, const Number* q, Number* y, float* totals) {
         pack_a(q, a.H, a.T, a.H, rows.get());
         for (int64_t query = 0; query < a.T; query += PANEL) {
             const int64_t num_rows = std::min(PANEL, a.T - query);
@@ -91,7 +77,7 @@ class Forward {
             float inverse[PANEL];
             for (int64_t r = 0; r < num_rows; ++r) inverse[r] = weigh(b, query, r, end, totals);
             for (int64_t p = 0; p < depth; ++p) {
-                gemm_microkernel(weights.get(), values.get() + p * keys * PANEL_STEP, end, sums, nullptr);
+                gemm_microkernel<Number>(weights.get(), values.get() + p * keys * STEP, std::min(a.S, end * PANEL), false, sums, nullptr, NR, num_rows, a.H - p * PANEL);
                 for (int64_t r = 0; r < num_rows; ++r)
                     store_some(y + (query + r) * a.N * a.H + p * PANEL, load(sums + r * PANEL) * all(inverse[r]),
                                a.H - p * PANEL);
@@ -107,8 +93,8 @@ class Forward {
             is_seen[j] = a.any(b, query, j * PANEL);
             if (!is_seen[j]) continue;
             end = j + 1;
-            gemm_microkernel(rows.get() + query / PANEL * depth * PANEL_STEP, key_columns.get() + j * depth * PANEL_STEP, depth,
-                     scores_of(0) + j * PANEL, nullptr, keys * PANEL);
+            gemm_microkernel<Number>(rows.get() + query / PANEL * depth * STEP, key_columns.get() + j * depth * STEP, a.H, false,
+                                     scores_of(0) + j * PANEL, nullptr, keys * PANEL, std::min(PANEL, a.T - query));
         }
         return end;
     }
@@ -116,19 +102,18 @@ class Forward {
     // A query's weights, not yet divided by their sum; returns 1 / sum.
     float weigh(int64_t b, int64_t query, int64_t r, int64_t end, float* totals) {
         const float* own = scores_of(r);
-        Wide top = all(-std::numeric_limits<float>::infinity()), total = all(0);
+        constexpr float lowest = -std::numeric_limits<float>::infinity();
+        Wide top = all(lowest), total = all(0);
         for (int64_t j = 0; j < end; ++j) {
             const uint32_t bits = is_seen[j] ? a.seen(b, query + r, j * PANEL) : 0;
-            const Wide x = load(own + j * PANEL);
-            top.low = _mm512_mask_max_ps(top.low, static_cast<__mmask16>(bits), top.low, x.low);
-            top.high = _mm512_mask_max_ps(top.high, static_cast<__mmask16>(bits >> TILE_ROWS), top.high, x.high);
+            if (bits) top = largest(top, chosen(bits, load(own + j * PANEL), lowest));
         }
-        const float highest = _mm512_reduce_max_ps(_mm512_max_ps(top.low, top.high));
+        const float highest = largest(top);
         for (int64_t j = 0; j < end; ++j) {
             const uint32_t bits = is_seen[j] ? a.seen(b, query + r, j * PANEL) : 0;
-            const Wide weight = only(bits, exponential((load(own + j * PANEL) - all(highest)) * all(a.scale)));
+            const Wide weight = chosen(bits, exponential((load(own + j * PANEL) - all(highest)) * all(a.scale)), 0);
             total = total + weight;
-            store(packed_at(weights.get(), keys * PANEL, r, j * PANEL), weight);
+            store(packed_at<Number>(weights.get(), keys * PANEL, r, j * PANEL), weight);
         }
         totals[query + r] = highest * a.scale + std::log(sum(total));
         return 1 / sum(total);
@@ -142,17 +127,20 @@ class Forward {
     std::vector<char> is_seen;
 };
 
+template <class Number>
 class Backward {
+    static constexpr int64_t STEP = PANEL_STEP<Number>;
+
   public:
     explicit Backward(const Attention& attention)
         : a(attention), depth(a.depth()), keys(a.key_panels()), queries(a.query_panels()),
-          rows(buffer(std::max(queries, keys) * depth * PANEL_STEP)), key_columns(buffer(keys * depth * PANEL_STEP)),
-          value_columns(buffer(keys * depth * PANEL_STEP)), key_rows(buffer(keys * depth * PANEL_STEP)),
-          query_columns(buffer(queries * depth * PANEL_STEP)), gradient_rows(buffer(queries * depth * PANEL_STEP)),
-          gradient_columns(buffer(queries * depth * PANEL_STEP)), slopes(buffer(keys * PANEL_STEP)),
+          rows(buffer(std::max(queries, keys) * depth * STEP)), key_columns(buffer(keys * depth * STEP)),
+          value_columns(buffer(keys * depth * STEP)), key_rows(buffer(keys * depth * STEP)),
+          query_columns(buffer(queries * depth * STEP)), gradient_rows(buffer(queries * depth * STEP)),
+          gradient_columns(buffer(queries * depth * STEP)), slopes(buffer(keys * STEP)),
           key_sums(keys * PANEL * depth * PANEL), value_sums(keys * PANEL * depth * PANEL) {}
 
-    void take(const uint16_t* k, const uint16_t* v) {
+    void take(const Number* k, const Number* v) {
         pack_transposed(a, k, a.S, rows.get(), key_columns.get());
         pack_transposed(a, v, a.S, rows.get(), value_columns.get());
         pack_b(k, a.H, a.S, a.H, key_rows.get());
@@ -161,8 +149,8 @@ class Backward {
     }
 
     // The queries' gradient of one head; its part of the keys' and values' gradients is added to their sums.
-    void run(int64_t b, const uint16_t* q, const uint16_t* y, const uint16_t* y_gradient, const float* totals,
-             uint16_t* q_gradient) {
+    void run(int64_t b, const Number* q, const Number* y, const Number* y_gradient, const float* totals,
+             Number* q_gradient) {
         pack_a(q, a.H, a.T, a.H, rows.get());
         pack_b(q, a.H, a.T, a.H, query_columns.get());
         pack_a(y_gradient, a.N * a.H, a.T, a.H, gradient_rows.get());
@@ -179,7 +167,7 @@ class Backward {
             int64_t end = 0;
             for (int64_t j = 0; j < keys; ++j) {
                 if (!a.any(b, query, j * PANEL)) {
-                    std::fill_n(slopes.get() + j * PANEL_STEP, PANEL_STEP, 0);
+                    std::fill_n(slopes.get() + j * STEP, STEP, 0);
                     continue;
                 }
                 end = j + 1;
@@ -187,14 +175,14 @@ class Backward {
             }
             alignas(CACHE_LINE) float sums[PANEL * PANEL];
             for (int64_t p = 0; p < depth; ++p) {
-                gemm_microkernel(slopes.get(), key_rows.get() + p * keys * PANEL_STEP, end, sums, nullptr);
+                gemm_microkernel<Number>(slopes.get(), key_rows.get() + p * keys * STEP, std::min(a.S, end * PANEL), false, sums, nullptr, NR, num_rows, a.H - p * PANEL);
                 for (int64_t r = 0; r < num_rows; ++r)
                     store_some(q_gradient + (query + r) * a.H + p * PANEL, load(sums + r * PANEL), a.H - p * PANEL);
             }
         }
     }
 
-    void give(uint16_t* k_gradient, uint16_t* v_gradient) {
+    void give(Number* k_gradient, Number* v_gradient) {
         for (int64_t s = 0; s < a.S; ++s)
             for (int64_t h = 0; h < a.H; h += PANEL) {
                 store_some(k_gradient + s * a.H + h, load(key_sums.data() + s * depth * PANEL + h), a.H - h);
@@ -206,29 +194,30 @@ class Backward {
     // 32 queries with 32 keys.
     void block(int64_t b, int64_t query, int64_t j, const float* means, const float* totals) {
         alignas(CACHE_LINE) float scores[PANEL * PANEL], products[PANEL * PANEL];
-        alignas(CACHE_LINE) uint16_t weights[PANEL * PANEL], own_slopes[PANEL * PANEL];
+        alignas(CACHE_LINE) Number weights[PANEL * PANEL], own_slopes[PANEL * PANEL];
         const int64_t i = query / PANEL;
-        gemm_microkernel(rows.get() + i * depth * PANEL_STEP, key_columns.get() + j * depth * PANEL_STEP, depth, scores, nullptr);
-        gemm_microkernel(gradient_rows.get() + i * depth * PANEL_STEP, value_columns.get() + j * depth * PANEL_STEP, depth, products, nullptr);
+        gemm_microkernel<Number>(rows.get() + i * depth * STEP, key_columns.get() + j * depth * STEP, a.H, false, scores);
+        gemm_microkernel<Number>(gradient_rows.get() + i * depth * STEP, value_columns.get() + j * depth * STEP, a.H, false, products);
         for (int64_t r = 0; r < PANEL; ++r) {
             const uint32_t bits = a.seen(b, query + r, j * PANEL);
-            const Wide weight = only(bits, exponential(load(scores + r * PANEL) * all(a.scale) - all(totals[r])));
+            const Wide weight = chosen(bits, exponential(load(scores + r * PANEL) * all(a.scale) - all(totals[r])), 0);
             const Wide slope = weight * (load(products + r * PANEL) - all(means[r])) * all(a.scale);
             store(weights + r * PANEL, weight);
             store(own_slopes + r * PANEL, slope);
-            store(packed_at(slopes.get(), keys * PANEL, r, j * PANEL), slope);
+            store(packed_at<Number>(slopes.get(), keys * PANEL, r, j * PANEL), slope);
         }
-        add(weights, gradient_columns.get() + i * PANEL_STEP, value_sums.data() + j * PANEL * depth * PANEL);
-        add(own_slopes, query_columns.get() + i * PANEL_STEP, key_sums.data() + j * PANEL * depth * PANEL);
+        add(weights, gradient_columns.get() + i * STEP, value_sums.data() + j * PANEL * depth * PANEL);
+        add(own_slopes, query_columns.get() + i * STEP, key_sums.data() + j * PANEL * depth * PANEL);
     }
 
     // sums [32 keys, H] += the transpose of [32 queries, 32 keys] times columns [32 queries, H].
-    void add(const uint16_t* numbers, const char* columns, float* sums) {
-        alignas(CACHE_LINE) char pairs[PANEL_STEP], turned[PANEL_STEP];
+    void add(const Number* numbers, const char* columns, float* sums) {
+        alignas(CACHE_LINE) char pairs[STEP], turned[STEP];
         pack_b(numbers, PANEL, PANEL, PANEL, pairs);
-        transpose_tiles(pairs, 2, turned);
+        b_to_a<Number>(pairs, 2, turned);
         for (int64_t p = 0; p < depth; ++p)
-            gemm_microkernel<1>(turned, columns + p * queries * PANEL_STEP, 1, sums + p * PANEL, nullptr, depth * PANEL);
+            gemm_microkernel<Number>(turned, columns + p * queries * STEP, KC, true, sums + p * PANEL, nullptr,
+                                     depth * PANEL, MR, a.H - p * PANEL);
     }
 
     const Attention& a;
@@ -252,27 +241,22 @@ void by_group(const Attention& a, F f) {
     }
 }
 
-}  // namespace
-
-extern "C" {
-
-void attend(const uint16_t* q_BNTH, const uint16_t* k_BGSH, const uint16_t* v_BGSH, const bool* mask, int64_t mask_stride,
-            uint16_t* y_BTNH, float* totals_BNT, int64_t B, int64_t T, int64_t S, int64_t N, int64_t G, int64_t H,
-            float scale) {
-    const Attention a{B, T, S, N, G, H, mask, mask_stride, scale};
-    by_group<Forward>(a, [&](Forward& forward, int64_t b, int64_t bg, int64_t begin, int64_t end) {
+template <class Number>
+void run(const Attention& a, const Number* q_BNTH, const Number* k_BGSH, const Number* v_BGSH, Number* y_BTNH, float* totals_BNT) {
+    const int64_t T = a.T, S = a.S, N = a.N, H = a.H;
+    by_group<Forward<Number>>(a, [&](Forward<Number>& forward, int64_t b, int64_t bg, int64_t begin, int64_t end) {
         forward.take(k_BGSH + bg * S * H, v_BGSH + bg * S * H);
         for (int64_t n = begin; n < end; ++n)
             forward.run(b, q_BNTH + (b * N + n) * T * H, y_BTNH + (b * T * N + n) * H, totals_BNT + (b * N + n) * T);
     });
 }
 
-void attend_backward(const uint16_t* y_gradient_BTNH, const uint16_t* q_BNTH, const uint16_t* k_BGSH,
-                     const uint16_t* v_BGSH, const uint16_t* y_BTNH, const float* totals_BNT, const bool* mask,
-                     int64_t mask_stride, uint16_t* q_gradient, uint16_t* k_gradient, uint16_t* v_gradient, int64_t B,
-                     int64_t T, int64_t S, int64_t N, int64_t G, int64_t H, float scale) {
-    const Attention a{B, T, S, N, G, H, mask, mask_stride, scale};
-    by_group<Backward>(a, [&](Backward& backward, int64_t b, int64_t bg, int64_t begin, int64_t end) {
+template <class Number>
+void run_backward(const Attention& a, const Number* y_gradient_BTNH, const Number* q_BNTH, const Number* k_BGSH,
+                  const Number* v_BGSH, const Number* y_BTNH, const float* totals_BNT, Number* q_gradient,
+                  Number* k_gradient, Number* v_gradient) {
+    const int64_t T = a.T, S = a.S, N = a.N, H = a.H;
+    by_group<Backward<Number>>(a, [&](Backward<Number>& backward, int64_t b, int64_t bg, int64_t begin, int64_t end) {
         backward.take(k_BGSH + bg * S * H, v_BGSH + bg * S * H);
         for (int64_t n = begin; n < end; ++n) {
             const int64_t at = (b * N + n) * T * H, rows = (b * T * N + n) * H;
@@ -283,6 +267,37 @@ void attend_backward(const uint16_t* y_gradient_BTNH, const uint16_t* q_BNTH, co
     });
 }
 
-}  // extern "C"
+template <class Number>
+const Number* cast(const void* data) { return static_cast<const Number*>(data); }
+template <class Number>
+Number* cast(void* data) { return static_cast<Number*>(data); }
 
-#endif
+// Calls f with a function that casts pointers to the numbers' type.
+void by_type(bool is_bf16, auto f) {
+    is_bf16 ? f([](auto* data) { return cast<bf16>(data); }) : f([](auto* data) { return cast<float>(data); });
+}
+
+}  // namespace
+
+extern "C" {
+
+void attend(const void* q_BNTH, bool is_bf16, const void* k_BGSH, const void* v_BGSH, const bool* mask, int64_t mask_stride,
+            void* y_BTNH, float* totals_BNT, int64_t B, int64_t T, int64_t S, int64_t N, int64_t G, int64_t H, float scale) {
+    const Attention a{B, T, S, N, G, H, mask, mask_stride, scale};
+    by_type(is_bf16, [&](auto typed) {
+        run(a, typed(q_BNTH), typed(k_BGSH), typed(v_BGSH), typed(y_BTNH), totals_BNT);
+    });
+}
+
+void attend_backward(const void* y_gradient_BTNH, bool is_bf16, const void* q_BNTH, const void* k_BGSH, const void* v_BGSH,
+                     const void* y_BTNH, const float* totals_BNT, const bool* mask, int64_t mask_stride, void* q_gradient,
+                     void* k_gradient, void* v_gradient, int64_t B, int64_t T, int64_t S, int64_t N, int64_t G, int64_t H,
+                     float scale) {
+    const Attention a{B, T, S, N, G, H, mask, mask_stride, scale};
+    by_type(is_bf16, [&](auto typed) {
+        run_backward(a, typed(y_gradient_BTNH), typed(q_BNTH), typed(k_BGSH), typed(v_BGSH), typed(y_BTNH), totals_BNT,
+                     typed(q_gradient), typed(k_gradient), typed(v_gradient));
+    });
+}
+
+}  // extern "C"

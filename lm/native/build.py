@@ -13,15 +13,17 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
 SOURCES = tuple(FOLDER / f"{name}.cpp" for name in ("kernels", "attention", "weight_gradient", "decoder"))
-HEADERS = tuple(FOLDER / f"{name}.h" for name in ("numbers", "tiles", "pack", "decoder", "decode_attention"))
+HEADERS = tuple(FOLDER / f"{name}.h" for name in ("numbers", "vectors", "tiles", "pack", "decoder", "decode_attention"))
 # Sums may be taken in vectors only where the source says so; nothing is assumed about infinities and NaN.
 FLAGS = (
     "-std=c++20", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
-    "-fPIC", "-shared", *(["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []),
+    "-fPIC", *(["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []),
 )  # fmt: skip
 COMPILERS = ("c++", "g++", "clang++")
 
@@ -39,8 +41,8 @@ def library() -> ctypes.CDLL | None:
 
 @functools.cache
 def multiplies_bf16() -> bool:
-    """Whether the kernels that multiply bf16 run here: on a CPU with AVX-512 BF16, by its matrix unit (AMX) if it has
-    one that the system permits to use."""
+    """Whether the kernels multiply bf16 here: on a CPU with AVX-512 BF16, by its matrix unit (AMX) if it has one that
+    the system permits to use. Elsewhere they multiply fp32 only."""
     loaded = library()
     if loaded is None:
         return False
@@ -74,11 +76,17 @@ def compiled(folder: Path) -> Path:
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as own:
+            objects = [Path(own) / f"{source.stem}.o" for source in SOURCES]
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda source, made: _compile([*flags, "-c", str(source)], made), SOURCES, objects))
             made = Path(own) / target.name
-            command = [_compiler(), *flags, *map(str, SOURCES), "-o", str(made)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
+            _compile([*flags, "-shared", *map(str, objects)], made)
             made.replace(target)
     return target
+
+
+def _compile(arguments: Sequence[str], made: Path) -> None:
+    subprocess.run([_compiler(), *arguments, "-o", str(made)], check=True, capture_output=True, text=True)
 
 
 def _compiler() -> str:

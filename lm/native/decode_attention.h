@@ -2,132 +2,174 @@
 
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include <limits>
 #include <vector>
 
 #include "decoder.h"
-#include "numbers.h"
 #include "tiles.h"
 
 namespace {
 
+// A line as `plus_products` reads it.
+#ifdef __AVX512BF16__
+struct PairLine {
+    __m512bh pairs;
+};
+template <class Number>
+using QueryLine = std::conditional_t<std::is_same_v<Number, float>, Wide, PairLine>;
+inline PairLine query_line(const bf16* from) { return {reinterpret_cast<__m512bh>(_mm512_loadu_si512(from))}; }
+inline Floats plus_products(Floats sums, PairLine query, const bf16* key, int64_t real) {
+    const __m512i numbers = _mm512_maskz_loadu_epi16(first(real), key);
+    return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(numbers), query.pairs);
+}
+#else
+template <class Number>
+using QueryLine = Wide;
+inline Wide query_line(const bf16* from) { return load(from); }
+#endif
+inline Wide query_line(const float* from) { return load(from); }
+
+// sums + the products of a query's line and a key's, of which `real` exist.
+template <class Number>
+[[gnu::always_inline]] inline Floats plus_products(Floats sums, const Wide& query, const Number* key, int64_t real) {
+    const Wide numbers = load_some(key, real);
+    unrolled<PARTS>([&](auto i) { sums += query.part[i] * numbers.part[i]; });
+    return sums;
+}
+
 // A query or key [H]: normed if there is a weight, rotated if there are tables.
-void norm_and_rotate(const Decoder& model, const uint16_t* from, const float* weight, const uint16_t* cos, const uint16_t* sin,
-          uint16_t* to) {
+template <class Number>
+void norm_and_rotate(const Decoder& model, const Number* from, const float* weight, const Number* cos, const Number* sin,
+                     Number* to) {
     const int64_t H = model.H, half = H / 2;
     float scale = 1;
     if (weight) {
         Wide squares = all(0);
-        for (int64_t i = 0; i < H; i += PANEL) squares = squares + load(from + i) * load(from + i);
+        for (int64_t i = 0; i < H; i += LINE) squares = squares + load_some(from + i, H - i) * load_some(from + i, H - i);
         scale = 1 / std::sqrt(sum(squares) / static_cast<float>(H) + static_cast<float>(model.eps));
     }
-    const auto normed = [&](int64_t i) {
-        const __m512 x = load16(from + i);
-        return weight ? round16(x * _mm512_set1_ps(scale) * _mm512_loadu_ps(weight + i)) : x;
+    const auto normed = [&](int64_t i, int64_t real) {
+        Wide x = load_some(from + i, real);
+        if (!weight) return x;
+        alignas(CACHE_LINE) Number rounded[LINE];  // as PyTorch's norm rounds
+        store(rounded, x * all(scale) * load_some(weight + i, real));
+        return load(rounded);
     };
-    for (int64_t i = 0; i < half; i += TILE_ROWS) {
-        const __m512 low = normed(i), high = normed(i + half);
-        store16(to + i, cos ? low * load16(cos + i) + high * load16(sin + i) : low);
-        store16(to + i + half, cos ? high * load16(cos + i + half) + low * load16(sin + i + half) : high);
+    if (!cos) {
+        for (int64_t i = 0; i < H; i += LINE) store_some(to + i, normed(i, H - i), H - i);
+        return;
+    }
+    const auto table = [&](const Number* numbers, int64_t i, int64_t real) { return load_some(numbers + i, real); };
+    for (int64_t i = 0; i < half; i += LINE) {
+        const int64_t real = half - i;
+        const Wide low = normed(i, real), high = normed(i + half, real);
+        store_some(to + i, low * table(cos, i, real) + high * table(sin, i, real), real);
+        store_some(to + i + half, high * table(cos, i + half, real) + low * table(sin, i + half, real), real);
     }
 }
 
-// The sums of 16 vectors, as one vector.
-inline __m512 sums_of(__m512 v[16]) {
-    for (int i = 0; i < 16; i += 2) v[i] = _mm512_unpacklo_ps(v[i], v[i + 1]) + _mm512_unpackhi_ps(v[i], v[i + 1]);
-    for (int i = 0; i < 16; i += 4) {
-        const __m512d a = _mm512_castps_pd(v[i]), b = _mm512_castps_pd(v[i + 2]);
-        v[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)) + _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
-    }
-    const auto fold = [](__m512 a, __m512 b) {
-        return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
-    };
-    return fold(fold(v[0], v[4]), fold(v[8], v[12]));
+template <class Number>
+inline void prefetch_row(const Number* row, int64_t H) {
+    for (int64_t i = 0; i < H; i += CACHE_LINE / static_cast<int64_t>(sizeof(Number))) __builtin_prefetch(row + i);
 }
 
-inline void prefetch_row(const uint16_t* row, int64_t H) {
-    for (int64_t i = 0; i < H; i += CACHE_LINE / 2) _mm_prefetch(row + i, _MM_HINT_T0);
-}
-
-// softmax(q Kᵀ / √H) V of one query over `count` keys, into `to` [H]. Values are prefetched while keys are read, and
-// `next`, the keys that the thread reads after these, while values are. `scores` has room for 16 more than `count`.
-template <int LINES>
-void attend(const uint16_t* q, const uint16_t* keys, const uint16_t* values, int64_t count, const uint16_t* next,
+// softmax(q Kᵀ / √H) V of one query over `count` keys, into `to` [H]; q is padded with zeros to whole lines. Values are
+// prefetched while keys are read, and `next`, the keys that the thread reads after these, while values are. `scores` has
+// room for LANES more than `count`.
+template <class Number, int LINES, bool WHOLE>
+void attend(const Number* q, const Number* keys, const Number* values, int64_t H, int64_t count, const Number* next,
             float* scores, Wide to[LINES]) {
-    constexpr int64_t H = LINES * 32;
-    const auto numbers = [](const uint16_t* from) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(from)); };
-    __m512bh query[LINES];
-    for (int i = 0; i < LINES; ++i) query[i] = numbers(q + 32 * i);
-    const __m512 scale = _mm512_set1_ps(1 / std::sqrt(static_cast<float>(H)));
-    const __m512 lowest = _mm512_set1_ps(std::numeric_limits<float>::lowest());
-    __m512 tops = lowest;
-    for (int64_t s = 0; s < count; s += 16) {
-        __m512 dots[16];
-        for (int64_t j = 0; j < 16; ++j) {
+    const auto real = [&](int64_t i) { return WHOLE ? LINE : H - i * LINE; };
+    QueryLine<Number> query[LINES];
+    unrolled<LINES>([&](auto i) { query[i] = query_line(q + LINE * i); });
+    const float scale = 1 / std::sqrt(static_cast<float>(H));
+    const Floats lowest = all_lanes(std::numeric_limits<float>::lowest());
+    Floats tops = lowest;
+    for (int64_t s = 0; s < count; s += LANES) {
+        Floats dots[LANES];
+        unrolled<LANES>([&](auto j) {
             const int64_t key = std::min(s + j, count - 1);
-            dots[j] = _mm512_setzero_ps();
-            for (int i = 0; i < LINES; ++i)
-                dots[j] = _mm512_dpbf16_ps(dots[j], numbers(keys + key * H + 32 * i), query[i]);
+            dots[j] = Floats{};
+            unrolled<LINES>([&](auto i) { dots[j] = plus_products(dots[j], query[i], keys + key * H + LINE * i, real(i)); });
             prefetch_row(values + key * H, H);
+        });
+        const Floats some = lane_numbers() < static_cast<int32_t>(std::min(count - s, LANES)) ? sums_of(dots) * scale : lowest;
+        store_lanes(scores + s, some);
+        tops = tops > some ? tops : some;
+    }
+    const float top = largest(tops);
+    Floats totals{};
+    for (int64_t s = 0; s < count; s += LANES) {
+        const Floats weights = exponential(load_lanes(scores + s) - top);  // 0 beyond the last
+        store_lanes(scores + s, weights);
+        totals += weights;
+    }
+    const Wide inverse = all(1 / sum(totals));
+    constexpr int TOGETHER = LANES == 16 ? LINES : std::min(LINES, 2);  // lines whose sums fit the registers
+    for (int64_t begin = 0; begin < LINES; begin += TOGETHER) {
+        Wide sums[TOGETHER];
+        unrolled<TOGETHER>([&](auto i) { sums[i] = all(0); });
+        for (int64_t s = 0; s < count; ++s) {
+            if (begin == 0) prefetch_row(next + s * H, H);
+            const Wide weight = all(scores[s]);
+            unrolled<TOGETHER>([&](auto i) {
+                if (begin + i < LINES)
+                    sums[i] = sums[i] + weight * load_some(values + s * H + (begin + i) * LINE, real(begin + i));
+            });
         }
-        const __mmask16 real = count - s >= 16 ? 0xffff : static_cast<__mmask16>((1u << (count - s)) - 1);
-        const __m512 some = _mm512_mask_mov_ps(lowest, real, sums_of(dots) * scale);
-        _mm512_storeu_ps(scores + s, some);
-        tops = _mm512_max_ps(tops, some);
+        unrolled<TOGETHER>([&](auto i) {
+            if (begin + i < LINES) to[begin + i] = sums[i] * inverse;
+        });
     }
-    const float top = _mm512_reduce_max_ps(tops);
-    float total = 0;
-#pragma omp simd reduction(+ : total)
-    for (int64_t s = 0; s < count; ++s) total += scores[s] = exponential(scores[s] - top);
-    for (int i = 0; i < LINES; ++i) to[i] = all(0);
-    for (int64_t s = 0; s < count; ++s) {
-        prefetch_row(next + s * H, H);
-        const Wide weight = all(scores[s]);
-        for (int i = 0; i < LINES; ++i) to[i] = to[i] + weight * load(values + s * H + 32 * i);
-    }
-    for (int i = 0; i < LINES; ++i) to[i] = to[i] * all(1 / total);
 }
 
 // Attention of the key-value heads in `pairs` (b · G + g): new keys and values enter the cache; the query heads' results
-// are packed into panels of N · H columns.
-template <int LINES>
-void attend_pairs(const Decoder& model, const Step& step, const Layer& layer, int64_t number, const uint16_t* qkv,
-                  Share pairs, std::vector<float>& scores, char* panels) {
+// go to `attended`, panels of N · H columns.
+template <class Number, int LINES, bool WHOLE>
+void attend_pairs(const Decoder& model, const Step& step, const Layer& layer, int64_t number, const Number* qkv,
+                  Share pairs, std::vector<float>& scores, char* attended) {
     const int64_t N = model.N, G = model.G, H = model.H, C = step.C, group = N / G, E = (N + 2 * G) * H;
-    alignas(CACHE_LINE) uint16_t q[LINES * 32];
+    alignas(CACHE_LINE) Number q[LINES * LINE] = {};
     for (int64_t pair = pairs.begin; pair < pairs.end; ++pair) {
         const int64_t b = pair / G, g = pair % G;
-        const uint16_t* token = qkv + b * E;
-        const uint16_t* cos = step.cos ? step.cos + b * H : nullptr;
-        const uint16_t* sin = step.cos ? step.sin + b * H : nullptr;
+        const Number* token = qkv + b * E;
+        const Number* cos = step.cos ? static_cast<const Number*>(step.cos) + b * H : nullptr;
+        const Number* sin = step.cos ? static_cast<const Number*>(step.sin) + b * H : nullptr;
         const int64_t start = ((number * step.slots + b) * G + g) * C, column = step.columns_B[b];
-        const int64_t first = layer.window ? std::max<int64_t>(0, column + 1 - layer.window) : 0, count = column + 1 - first;
-        uint16_t* keys = step.keys + start * H;
-        uint16_t* values = step.values + start * H;
+        const int64_t begin = layer.window ? std::max<int64_t>(0, column + 1 - layer.window) : 0, count = column + 1 - begin;
+        Number* keys = static_cast<Number*>(step.keys) + start * H;
+        Number* values = static_cast<Number*>(step.values) + start * H;
         norm_and_rotate(model, token + (N + g) * H, layer.key_norm, cos, sin, keys + column * H);
         std::copy_n(token + (N + G + g) * H, H, values + column * H);
         for (int64_t n = g * group; n < (g + 1) * group; ++n) {
             norm_and_rotate(model, token + n * H, layer.query_norm, cos, sin, q);
             Wide result[LINES];
-            const uint16_t* next = n + 1 < (g + 1) * group ? keys : keys + C * H;
-            attend<LINES>(q, keys + first * H, values + first * H, count, next + first * H, scores.data(), result);
-            for (int i = 0; i < LINES; ++i) store(packed_at(panels, N * H, b, n * H + 32 * i), result[i]);
+            const Number* next = n + 1 < (g + 1) * group ? keys : keys + C * H;
+            attend<Number, LINES, WHOLE>(q, keys + begin * H, values + begin * H, H, count, next + begin * H, scores.data(), result);
+            // A head may begin and end within a panel's step.
+            alignas(CACHE_LINE) Number numbers[LINES * LINE];
+            for (int i = 0; i < LINES; ++i) store(numbers + LINE * i, result[i]);
+            for (int64_t h = 0; h < H;) {
+                const int64_t at = n * H + h, some = std::min(PANEL - at % PANEL, H - h);
+                std::copy_n(numbers + h, some, packed_at<Number>(attended, N * H, b, at));
+                h += some;
+            }
         }
     }
 }
 
-using AttendPairs = decltype(&attend_pairs<1>);
+template <class Number>
+using AttendPairs = decltype(&attend_pairs<Number, 1, true>);
 
-AttendPairs attend_pairs_of(int64_t head_dim) {
-    switch (head_dim) {
-        case 32: return attend_pairs<1>;
-        case 64: return attend_pairs<2>;
-        case 96: return attend_pairs<3>;
-        case 128: return attend_pairs<4>;
-        case 256: return attend_pairs<8>;
-        default: return nullptr;
+// Heads of up to 256 numbers.
+template <class Number, int LINES = 1>
+AttendPairs<Number> attend_pairs_of(int64_t H) {
+    if constexpr (LINES > 8) {
+        return nullptr;
+    } else {
+        if (H == LINES * LINE) return attend_pairs<Number, LINES, true>;
+        if (H < LINES * LINE) return attend_pairs<Number, LINES, false>;
+        return attend_pairs_of<Number, LINES == 4 ? 8 : LINES + 1>(H);
     }
 }
 

@@ -24,7 +24,7 @@ struct Layer {
 enum Activation : int64_t { SWIGLU, RELU2, GELU_TANH, RELU };
 
 struct Decoder {
-    int64_t D, N, G, H, M, V, num_layers, activation, norm_is_rms;
+    int64_t D, N, G, H, M, V, num_layers, activation, norm_is_rms, is_bf16;
     double eps;
     const Layer* layers;
     const float *norm, *norm_bias;
@@ -33,11 +33,11 @@ struct Decoder {
 
 // x [B, D] is what the blocks begin with, and is written over; cos and sin [B, H] turn queries and keys, or are null.
 // keys and values [layers, slots, G, C, H]: sequence b is in slot b; the step writes its column columns_B[b] and reads
-// all columns up to that.
+// all columns up to that. Numbers are bf16 or fp32, as the decoder says.
 struct Step {
     int64_t B, slots, C;
     const int64_t* columns_B;
-    uint16_t *x, *keys, *values, *logits;
-    const uint16_t *cos, *sin;
+    void *x, *keys, *values, *logits;
+    const void *cos, *sin;
     char* scratch;
 };

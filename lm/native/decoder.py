@@ -1,9 +1,9 @@
-"""Decoding steps on a CPU that multiplies bf16: a whole step is one call (decoder.cpp).
+"""Decoding steps on a CPU: a whole step is one call (decoder.cpp).
 
 Shape letters: B sequences, D model width, F outputs of a product, C columns of the cache, H head dim, V vocabulary.
 """
 
-from ctypes import CDLL, POINTER, Structure, byref, c_double, c_int64, c_void_p, sizeof
+from ctypes import CDLL, POINTER, Structure, byref, c_bool, c_double, c_int64, c_void_p, sizeof
 from functools import cache
 from typing import Any
 
@@ -12,28 +12,39 @@ from torch import Tensor, nn
 
 from lm.block import Block
 from lm.cache import KVCache
+from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.native.build import library, multiplies_bf16
+from lm.native.operators import TYPES
 
-HEAD_DIMS = (32, 64, 96, 128, 256)
+LARGEST_HEAD = 256
 ACTIVATIONS = {"swiglu": 0, "relu2": 1, "gelu_tanh": 2, "relu": 3}  # decoder.cpp's `Activation`
 LEAVE_BELOW = 0.8  # finished rows leave when no more than this share still runs: others move into their slots
-KC = 32  # bf16 numbers that a step of the kernel's sums reads: widths are multiples of it
+KC = 32  # numbers that a step of the kernel's sums reads: widths are multiples of it
 
 
 def what_native_steps_miss(model: nn.Module) -> str:
     """What the native step needs and this model lacks; empty where it computes what the model's modules would."""
     if not isinstance(model, LanguageModel):
         return "a decoder"
-    config, weight = model.config, model.head.weight
-    if not weight.is_cpu or weight.dtype != torch.bfloat16 or torch.is_autocast_enabled("cpu"):
-        return "bf16 weights on a CPU"
+    weight = model.head.weight
+    if not weight.is_cpu or torch.is_autocast_enabled("cpu"):
+        return "weights on a CPU, without autocast"
+    return what_a_decoder_misses(model.config, weight.dtype)
+
+
+def what_a_decoder_misses(config: ModelConfig, dtype: torch.dtype) -> str:
+    """`what_native_steps_miss` of a decoder with weights of this type on this CPU."""
+    if dtype not in TYPES:
+        return "weights in fp32 or bf16"
     sums_over = (config.hidden_size, config.num_attention_heads * config.head_dim, config.intermediate_size)
-    if config.head_dim not in HEAD_DIMS or any(width % KC for width in sums_over):
-        return f"head_dim of {HEAD_DIMS} and widths that are multiples of {KC}"
+    if config.head_dim > LARGEST_HEAD or config.head_dim % 2 or any(width % KC for width in sums_over):
+        return f"an even head_dim of at most {LARGEST_HEAD}, and widths that are multiples of {KC}"
     if config.norm_place != "pre" or config.mlp not in ACTIVATIONS:
         return f'norm_place "pre" and mlp of {list(ACTIVATIONS)}'
-    return "" if _functions() is not None else "a compiler and a CPU with AVX-512 BF16"
+    if dtype == torch.bfloat16 and not multiplies_bf16():
+        return "a compiler and, for weights in bf16, a CPU with AVX-512 BF16"
+    return "" if _functions() is not None else "a compiler"
 
 
 class _Layer(Structure):
@@ -52,7 +63,7 @@ class _Decoder(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("width", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "vocab_size")),
-        *((name, c_int64) for name in ("num_layers", "activation", "norm_is_rms")),
+        *((name, c_int64) for name in ("num_layers", "activation", "norm_is_rms", "is_bf16")),
         ("eps", c_double),
         ("layers", POINTER(_Layer)),
         *((name, c_void_p) for name in ("norm", "norm_bias", "head")),
@@ -70,13 +81,13 @@ class _Step(Structure):
 
 @cache
 def _functions() -> Any:
-    """decoder.cpp's functions with their types; None where it is not compiled or this CPU does not multiply bf16."""
+    """decoder.cpp's functions with their types; None where it is not compiled."""
     loaded = library()
-    if loaded is None or not multiplies_bf16():
+    if loaded is None:
         return None
     check_layouts(loaded)
-    _typed(loaded.packed_bytes, c_int64, c_int64, c_int64)
-    _typed(loaded.pack_weight, None, c_void_p, c_int64, c_int64, c_void_p)
+    _typed(loaded.packed_bytes, c_int64, c_int64, c_int64, c_bool)
+    _typed(loaded.pack_weight, None, c_void_p, c_int64, c_int64, c_bool, c_void_p)
     _typed(loaded.scratch_bytes, c_int64, POINTER(_Decoder), c_int64)
     _typed(loaded.decode, None, POINTER(_Decoder), POINTER(_Step))
     return loaded
@@ -101,13 +112,15 @@ def _typed(function: Any, result: Any, *arguments: Any) -> None:
 class NativeSteps:
     """Steps of a decoder, from a copy of its weights packed for the CPU's products.
 
-    The weights must not change afterwards. Numbers are rounded to bf16 where the model's own modules round them.
+    The weights must not change afterwards. Numbers in bf16 are rounded where the model's own modules round them.
     """
 
     leave_below = LEAVE_BELOW
 
     def __init__(self, model: LanguageModel) -> None:
         self._library, self._transformer, self._config = _functions(), model.decoder, model.config
+        self._dtype = model.head.weight.dtype
+        self._is_bf16 = self._dtype == torch.bfloat16
         self._kept: list[Tensor] = []  # what the structs point to
         config = model.config
         blocks = [block for block in model.decoder.blocks if isinstance(block, Block)]
@@ -116,7 +129,7 @@ class NativeSteps:
         self._decoder = _Decoder(
             config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
             config.intermediate_size, config.vocab_size,
-            config.num_hidden_layers, ACTIVATIONS[config.mlp], config.norm == "rms", config.norm_eps,
+            config.num_hidden_layers, ACTIVATIONS[config.mlp], config.norm == "rms", self._is_bf16, config.norm_eps,
             (_Layer * len(layers))(*layers), norm, norm_bias, self._weight(model.head),
         )  # fmt: skip
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -146,7 +159,7 @@ class NativeSteps:
     def _tables_for(self, capacity: int) -> list[Tensor]:
         """cos and sin [C, H] of every position that the cache has room for; none without rotary positions."""
         if not self._tables or len(self._tables[0]) < capacity:
-            tables = self._transformer.rotary(torch.arange(capacity)[None], torch.bfloat16)
+            tables = self._transformer.rotary(torch.arange(capacity)[None], self._dtype)
             self._tables = [table[0, :, 0] for table in tables or ()]
         return self._tables
 
@@ -175,8 +188,8 @@ class NativeSteps:
     def _weight(self, linear: nn.Linear) -> int:
         """The weight [F, D], packed."""
         weight = linear.weight.detach().contiguous()
-        packed = torch.empty(self._library.packed_bytes(*weight.shape), dtype=torch.uint8)
-        self._library.pack_weight(weight.data_ptr(), *weight.shape, packed.data_ptr())
+        packed = torch.empty(self._library.packed_bytes(*weight.shape, self._is_bf16), dtype=torch.uint8)
+        self._library.pack_weight(weight.data_ptr(), *weight.shape, self._is_bf16, packed.data_ptr())
         return self._keep(packed)
 
     def _keep(self, tensor: Tensor) -> int:

@@ -15,9 +15,11 @@ from lm.native import fused, operators
 from lm.native.operators import TYPES, is_available, is_bf16_available, runs
 from lm.positions import Rotary
 
-# At fp32, MKL, PyTorch's default, uses no AVX-512 on AMD: .11 TFLOP/s of a core instead of .24 (docs/log.md).
+# At fp32, MKL, PyTorch's default, uses no AVX-512 on AMD: .11 TFLOP/s of a core instead of .24. Without AVX-512 MKL is
+# the faster one (docs/log.md).
 ONEDNN_IS_FASTER = (
     str(torch.cpu.get_capabilities().get("cpu_name", "")).startswith("AMD")
+    and bool(torch.cpu.get_capabilities().get("avx512_f"))
     and torch.backends.mkl.is_available()
     and torch.backends.mkldnn.is_available()
 )
@@ -60,9 +62,11 @@ def _split_heads(
 
 
 def takes_attention(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> bool:
-    """Whether the attention kernel takes these: bf16, values as wide as keys."""
-    is_bf16 = all(x.is_cpu and x.dtype == torch.bfloat16 for x in (q_BNTH, k_BGSH, v_BGSH))
-    return is_bf16 and k_BGSH.shape == v_BGSH.shape and is_bf16_available()
+    """Whether the attention kernel takes these: fp32, or bf16 where the CPU multiplies it; values as wide as keys."""
+    dtype = q_BNTH.dtype
+    if not all(x.is_cpu and x.dtype == dtype for x in (q_BNTH, k_BGSH, v_BGSH)) or k_BGSH.shape != v_BGSH.shape:
+        return False
+    return is_available() if dtype == torch.float32 else dtype == torch.bfloat16 and is_bf16_available()
 
 
 def _attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:

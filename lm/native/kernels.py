@@ -29,8 +29,8 @@ ARGUMENTS = {
     "sample": "pbpfppii",
     "weight_gradient": "pppiii",
     "dropout": "pbppiiif",
-    "attend": "ppppippiiiiiif",
-    "attend_backward": "pppppppipppiiiiiif",
+    "attend": "pbpppippiiiiiif",
+    "attend_backward": "pbppppppipppiiiiiif",
 }
 _KINDS = {"p": c_void_p, "b": c_bool, "i": c_int64, "f": c_float}
 
@@ -192,8 +192,8 @@ def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | No
     B, N, T, H = q_BNTH.shape
     y_BTNH, totals_BNT = q_BNTH.new_empty(B, T, N, H), torch.empty(B, N, T)
     _call(
-        "attend", q_BNTH.data_ptr(), k_BGSH.data_ptr(), v_BGSH.data_ptr(), *_mask(mask_BTS), y_BTNH.data_ptr(),
-        totals_BNT.data_ptr(), *_attention_sizes(q_BNTH, k_BGSH),
+        "attend", q_BNTH.data_ptr(), _is_bf16(q_BNTH), k_BGSH.data_ptr(), v_BGSH.data_ptr(), *_mask(mask_BTS),
+        y_BTNH.data_ptr(), totals_BNT.data_ptr(), *_attention_sizes(q_BNTH, k_BGSH),
     )  # fmt: skip
     return y_BTNH, totals_BNT
 
@@ -210,9 +210,9 @@ def attend_backward(
     """The gradients of q, k and v, with the same layouts."""
     gradients = torch.empty_like(q_BNTH), torch.empty_like(k_BGSH), torch.empty_like(v_BGSH)
     _call(
-        "attend_backward", gradient_BTNH.data_ptr(), q_BNTH.data_ptr(), k_BGSH.data_ptr(), v_BGSH.data_ptr(),
-        y_BTNH.data_ptr(), totals_BNT.data_ptr(), *_mask(mask_BTS), *(x.data_ptr() for x in gradients),
-        *_attention_sizes(q_BNTH, k_BGSH),
+        "attend_backward", gradient_BTNH.data_ptr(), _is_bf16(q_BNTH), q_BNTH.data_ptr(), k_BGSH.data_ptr(),
+        v_BGSH.data_ptr(), y_BTNH.data_ptr(), totals_BNT.data_ptr(), *_mask(mask_BTS),
+        *(x.data_ptr() for x in gradients), *_attention_sizes(q_BNTH, k_BGSH),
     )  # fmt: skip
     return gradients
 

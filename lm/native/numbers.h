@@ -4,6 +4,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <type_traits>
 
 struct bf16 {
     uint16_t bits;
@@ -20,15 +21,18 @@ inline void put(bf16& to, float x) {  // to the nearest, ties to even
 }
 
 // e^x with an error of at most 2 units in the last place, without branches, so that loops vectorise; 0 below the smallest
-// normal number. x = n ln 2 + r with |r| <= ln(2) / 2, and e^r by its series.
-inline float exponential(float x) {
+// normal number. x = n ln 2 + r with |r| <= ln(2) / 2, and e^r by its series. Of a number, or of a vector of them.
+template <class X>
+inline X exponential(X x) {
+    using Whole = decltype(x < x);  // a vector of int32, or bool
     constexpr float LOWEST = -87.3f, HIGHEST = 88.3f, LOG2_E = 1.44269504f;
     constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;  // n times the first is exact
     constexpr float TO_INTEGER = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    const float clamped = x < LOWEST ? LOWEST : x > HIGHEST ? HIGHEST : x;  // NaN stays
-    const float n = (clamped * LOG2_E + TO_INTEGER) - TO_INTEGER;
-    const float r = (clamped - n * LN2_HIGH) - n * LN2_LOW;
-    float series = 1.0f / 5040;
+    const X zero = X{}, lowest = zero + LOWEST, highest = zero + HIGHEST;
+    const X clamped = x < lowest ? lowest : x > highest ? highest : x;  // NaN stays
+    const X n = (clamped * LOG2_E + TO_INTEGER) - TO_INTEGER;
+    const X r = (clamped - n * LN2_HIGH) - n * LN2_LOW;
+    X series = zero + 1.0f / 5040;
     series = series * r + 1.0f / 720;
     series = series * r + 1.0f / 120;
     series = series * r + 1.0f / 24;
@@ -36,6 +40,11 @@ inline float exponential(float x) {
     series = series * r + 0.5f;
     series = series * r + 1.0f;
     series = series * r + 1.0f;
-    const float power = std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
-    return x < LOWEST ? 0.0f : series * power;
+    if constexpr (std::is_same_v<X, float>) {
+        const float power = std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
+        return x < lowest ? zero : series * power;
+    } else {
+        const X power = reinterpret_cast<X>((__builtin_convertvector(n, Whole) + 127) << 23);
+        return x < lowest ? zero : series * power;
+    }
 }

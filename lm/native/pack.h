@@ -1,4 +1,5 @@
-// Packing: matrices in bf16, rearranged into the order in which the matrix unit reads them; tiles.h multiplies them.
+// Packing: matrices in bf16 or fp32, rearranged into the order in which products read them; tiles.h multiplies them. The
+// drawing is of bf16. A tile of fp32 has the same 16 rows (or columns) and 32 k, in 2 KiB, and its units are single numbers.
 //
 // A, row-major [M, K], becomes panels of MR = 32 rows. A panel is a sequence of steps of KC = 32 along k; a step is two
 // tiles of 1 KiB, one for the panel's upper 16 rows and one for its lower 16. Rows and columns beyond the matrix are 0.
@@ -22,7 +23,7 @@
 //                  row 15:  b[30][0] b[31][0]       ...               b[30][15] b[31][15]
 //
 // A weight W [N, K] is B = Wᵀ. Its packed form is that of A = W with each tile transposed in units of pairs
-// (`transpose_tiles`), which is how a matrix is packed across its rows without reading it across them.
+// (`a_to_b`), which is how a matrix is packed across its rows without reading it across them.
 
 #pragma once
 
@@ -37,60 +38,57 @@ struct Aligned {
 using Buffer = std::unique_ptr<char[], Aligned>;
 inline Buffer buffer(int64_t bytes) { return Buffer(static_cast<char*>(::operator new[](bytes, std::align_val_t(CACHE_LINE)))); }
 
+// 32 numbers, of which the first `real` are copied and the others 0.
+template <class Number>
+inline void copy_line(const Number* from, int64_t real, Number* to) {
+    real = std::clamp<int64_t>(real, 0, LINE);
+    if (real == LINE) {
+        std::memcpy(to, from, LINE * sizeof(Number));
+        return;
+    }
+    std::fill_n(to, LINE, Number{});
+    std::copy_n(from, real, to);
+}
+
 // Pack A [count, width], whose rows lie `lda` numbers apart.
-inline void pack_a(const uint16_t* from, int64_t lda, int64_t count, int64_t width, char* panels) {
+template <class Number>
+inline void pack_a(const Number* from, int64_t lda, int64_t count, int64_t width, char* panels) {
     const int64_t steps = ceil_div(width, PANEL);
     for (int64_t r = 0; r < ceil_div(count, PANEL) * PANEL; ++r)
-        for (int64_t s = 0; s < steps; ++s) {
-            const __mmask32 real = r < count ? first(width - s * PANEL) : 0;
-            const __m512i numbers = _mm512_maskz_loadu_epi16(real, from + r * lda + s * PANEL);
-            _mm512_store_si512(packed_at(panels, steps * PANEL, r, s * PANEL), numbers);
-        }
+        for (int64_t s = 0; s < steps; ++s)
+            copy_line(from + r * lda + s * PANEL, r < count ? width - s * PANEL : 0,
+                      packed_at<Number>(panels, steps * PANEL, r, s * PANEL));
 }
 
 // Pack B [count, width], whose rows lie `ldb` numbers apart.
-inline void pack_b(const uint16_t* from, int64_t ldb, int64_t count, int64_t width, char* panels) {
-    alignas(CACHE_LINE) static constexpr uint16_t EVEN_ODD[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                            8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    const __m512i low = _mm512_load_si512(EVEN_ODD), high = _mm512_add_epi16(low, _mm512_set1_epi16(TILE_ROWS));
+template <class Number>
+inline void pack_b(const Number* from, int64_t ldb, int64_t count, int64_t width, char* panels) {
+    constexpr int64_t EACH = UNIT_BYTES / static_cast<int64_t>(sizeof(Number));  // rows of B in a unit
     const int64_t steps = ceil_div(count, PANEL);
-    for (int64_t r = 0; r < steps * PANEL; r += 2)
+    alignas(CACHE_LINE) Number lines[EACH][LINE];
+    for (int64_t r = 0; r < steps * PANEL; r += EACH)
         for (int64_t p = 0; p < ceil_div(width, PANEL); ++p) {
-            const __mmask32 real = first(width - p * PANEL);
-            const uint16_t* at = from + r * ldb + p * PANEL;
-            const __m512i even = _mm512_maskz_loadu_epi16(r < count ? real : 0, at);
-            const __m512i odd = _mm512_maskz_loadu_epi16(r + 1 < count ? real : 0, at + ldb);
-            char* line = panels + (p * steps + r / PANEL) * PANEL_STEP + r % PANEL / 2 * CACHE_LINE;
-            _mm512_store_si512(line, _mm512_permutex2var_epi16(even, low, odd));
-            _mm512_store_si512(line + TILE_BYTES, _mm512_permutex2var_epi16(even, high, odd));
+            for (int64_t i = 0; i < EACH; ++i)
+                copy_line(from + (r + i) * ldb + p * PANEL, r + i < count ? width - p * PANEL : 0, lines[i]);
+            char* at = panels + (p * steps + r / PANEL) * PANEL_STEP<Number> + r % PANEL / EACH * UNIT_ROW_BYTES;
+            for (int64_t half = 0; half < 2; ++half) {
+                Number* units = reinterpret_cast<Number*>(at + half * TILE_BYTES<Number>);
+                for (int64_t j = 0; j < TILE_ROWS; ++j)
+                    for (int64_t i = 0; i < EACH; ++i) units[EACH * j + i] = lines[i][half * TILE_ROWS + j];
+            }
         }
 }
 
-// Transpose tiles of 16 x 16 pairs: packed A becomes its transpose packed as B, and back.
-inline void transpose_tiles(const char* from, int64_t count, char* to) {
-    for (int64_t tile = 0; tile < count; ++tile, from += TILE_BYTES, to += TILE_BYTES) {
-        __m512i v[16], t[16];
-        for (int i = 0; i < 16; ++i) v[i] = _mm512_load_si512(from + i * CACHE_LINE);
-        for (int i = 0; i < 16; i += 2) {
-            t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-            t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-        }
-        for (int i = 0; i < 16; i += 4)
-            for (int j = 0; j < 2; ++j) {
-                v[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-                v[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-            }
-        for (int j = 0; j < 4; ++j) {
-            t[j] = _mm512_shuffle_i32x4(v[j], v[j + 4], 0x88);
-            t[j + 4] = _mm512_shuffle_i32x4(v[j], v[j + 4], 0xdd);
-            t[j + 8] = _mm512_shuffle_i32x4(v[j + 8], v[j + 12], 0x88);
-            t[j + 12] = _mm512_shuffle_i32x4(v[j + 8], v[j + 12], 0xdd);
-        }
-        for (int j = 0; j < 4; ++j) {
-            _mm512_store_si512(to + j * CACHE_LINE, _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88));
-            _mm512_store_si512(to + (j + 4) * CACHE_LINE, _mm512_shuffle_i32x4(t[j + 4], t[j + 12], 0x88));
-            _mm512_store_si512(to + (j + 8) * CACHE_LINE, _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd));
-            _mm512_store_si512(to + (j + 12) * CACHE_LINE, _mm512_shuffle_i32x4(t[j + 4], t[j + 12], 0xdd));
-        }
-    }
+// Transpose tiles in units: packed A becomes its transpose packed as B, and the other way round.
+template <class Number>
+inline void a_to_b(const char* from, int64_t num_tiles, char* to) {
+    for (int64_t tile = 0; tile < num_tiles; ++tile, from += TILE_BYTES<Number>, to += TILE_BYTES<Number>)
+        for (int64_t u = 0; u < NUM_UNITS<Number>; u += 16)
+            transpose_16x16(from + u * UNIT_BYTES, ROW_BYTES<Number>, to + u * UNIT_ROW_BYTES, UNIT_ROW_BYTES);
+}
+template <class Number>
+inline void b_to_a(const char* from, int64_t num_tiles, char* to) {
+    for (int64_t tile = 0; tile < num_tiles; ++tile, from += TILE_BYTES<Number>, to += TILE_BYTES<Number>)
+        for (int64_t u = 0; u < NUM_UNITS<Number>; u += 16)
+            transpose_16x16(from + u * UNIT_ROW_BYTES, UNIT_ROW_BYTES, to + u * UNIT_BYTES, ROW_BYTES<Number>);
 }

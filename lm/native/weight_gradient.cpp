@@ -8,14 +8,13 @@
 
 #include <cstdint>
 
-#ifdef __AVX512BF16__
-
 #include <omp.h>
 
 #include "pack.h"
 
 namespace {
 
+constexpr int64_t STEP = PANEL_STEP<bf16>;
 constexpr int64_t DEPTH = 256;    // tokens
 constexpr int64_t BLOCK = 8;      // panels of W's rows
 constexpr int64_t COLUMNS = 512;  // of X
@@ -24,12 +23,11 @@ constexpr int64_t COLUMNS = 512;  // of X
 void gemm_block(const char* a_panel, const char* b_panel, int64_t num_steps, bool beta, float* c, int64_t ldc,
                 int64_t num_rows, int64_t num_columns) {
     if (num_rows >= MR && num_columns >= NR) {
-        beta ? gemm_microkernel<1>(a_panel, b_panel, num_steps, c, nullptr, ldc)
-             : gemm_microkernel(a_panel, b_panel, num_steps, c, nullptr, ldc);
+        gemm_microkernel<bf16>(a_panel, b_panel, num_steps * KC, beta, c, nullptr, ldc);
         return;
     }
     alignas(CACHE_LINE) float sums[MR * NR];
-    gemm_microkernel(a_panel, b_panel, num_steps, sums, nullptr);
+    gemm_microkernel<bf16>(a_panel, b_panel, num_steps * KC, false, sums);
     for (int64_t i = 0; i < std::min(MR, num_rows); ++i)
         for (int64_t j = 0; j < std::min(NR, num_columns); ++j)
             c[i * ldc + j] = (beta ? c[i * ldc + j] : 0) + sums[i * NR + j];
@@ -39,9 +37,9 @@ void gemm_block(const char* a_panel, const char* b_panel, int64_t num_steps, boo
 
 extern "C" {
 
-void weight_gradient(const uint16_t* gradient_RF, const uint16_t* x_RD, float* out_FD, int64_t R, int64_t F, int64_t D) {
+void weight_gradient(const bf16* gradient_RF, const bf16* x_RD, float* out_FD, int64_t R, int64_t F, int64_t D) {
     const int64_t steps = ceil_div(R, PANEL), panels = ceil_div(F, PANEL);
-    const Buffer columns = buffer(steps * ceil_div(std::min(COLUMNS, D), PANEL) * PANEL_STEP);
+    const Buffer columns = buffer(steps * ceil_div(std::min(COLUMNS, D), PANEL) * STEP);
 #pragma omp parallel
     {
         configure();
@@ -52,7 +50,7 @@ void weight_gradient(const uint16_t* gradient_RF, const uint16_t* x_RD, float* o
 #pragma omp for
             for (int64_t p = 0; p < num_columns; ++p) {
                 const int64_t column = d + p * PANEL;
-                pack_b(x_RD + column, D, R, std::min(PANEL, D - column), columns.get() + p * steps * PANEL_STEP);
+                pack_b(x_RD + column, D, R, std::min(PANEL, D - column), columns.get() + p * steps * STEP);
             }
             for (int64_t begin = own.begin; begin < own.end; begin += BLOCK)
                 for (int64_t r = 0; r < R; r += DEPTH) {
@@ -60,12 +58,12 @@ void weight_gradient(const uint16_t* gradient_RF, const uint16_t* x_RD, float* o
                     const int64_t count = std::min(DEPTH, R - r), deep = ceil_div(count, PANEL);
                     const int64_t width = std::min(F, end * PANEL) - begin * PANEL;
                     pack_b(gradient_RF + r * F + begin * PANEL, F, count, width, across.get());
-                    transpose_tiles(across.get(), (end - begin) * deep * 2, rows.get());
+                    b_to_a<bf16>(across.get(), (end - begin) * deep * 2, rows.get());
                     for (int64_t panel = begin; panel < end; ++panel)
                         for (int64_t p = 0; p < num_columns; ++p) {
                             const int64_t f = panel * PANEL, column = d + p * PANEL;
-                            gemm_block(rows.get() + (panel - begin) * deep * PANEL_STEP,
-                                       columns.get() + (p * steps + r / PANEL) * PANEL_STEP, deep, r > 0,
+                            gemm_block(rows.get() + (panel - begin) * deep * STEP,
+                                       columns.get() + (p * steps + r / PANEL) * STEP, deep, r > 0,
                                        out_FD + f * D + column, D, F - f, D - column);
                         }
                 }
@@ -76,5 +74,3 @@ void weight_gradient(const uint16_t* gradient_RF, const uint16_t* x_RD, float* o
 }
 
 }  // extern "C"
-
-#endif

@@ -16,7 +16,7 @@ from lm.dropout import sequence_keys
 from lm.encoder_decoder import EncoderDecoder
 from lm.model import LanguageModel, init_weights
 from lm.native import operators
-from lm.native.build import multiplies_bf16
+from lm.native.build import library, multiplies_bf16
 
 ROWS, TOKENS = 3, 40
 BASE: dict[str, Any] = {
@@ -80,7 +80,7 @@ def test_the_count_is_what_autograd_saves(changes: dict[str, Any], kind: str) ->
     model = model.to(torch.bfloat16 if kind == "bf16" else torch.float32)
     tokens_BT = torch.randint(0, 64, (ROWS, TOKENS))
     c, s = (4 if kind in ("fp32", "dropout") else 2), (2 if kind == "bf16" else 4)
-    is_tiled = c == 2 and multiplies_bf16()
+    is_tiled = multiplies_bf16() if c == 2 else library() is not None
     of = Pass(ROWS, TOKENS, c, s, is_fused=False, has_dropout=kind == "dropout", is_tiled=is_tiled)
     keys = sequence_keys(0, np.arange(ROWS)[:, None], tokens_BT.device)
     found = kept_bytes(model, tokens_BT, autocast=kind == "autocast", sequence_keys_BT=keys)
@@ -105,7 +105,7 @@ def test_an_encoder_decoder_keeps_both_stacks() -> None:
     model = EncoderDecoder(config)
     init_weights(model, seed=0)
     tokens_BT = torch.randint(0, 64, (ROWS, TOKENS))
-    of = Pass(ROWS, TOKENS, 4, 4, is_fused=False, has_dropout=False)
+    of = Pass(ROWS, TOKENS, 4, 4, is_fused=False, has_dropout=False, is_tiled=library() is not None)
     decoder = config.num_hidden_layers * block_bytes(config, of, cross_attention=True)
     encoder = config.num_encoder_layers * block_bytes(config, of)
     found = kept_bytes(model, tokens_BT, tokens_BT.clone())

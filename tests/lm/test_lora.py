@@ -118,7 +118,7 @@ def test_merged_weights_give_the_same_logits_and_have_the_names_of_the_base() ->
     found = dict(merged(model, model.named_parameters()))
     assert list(found) == [name for name, _ in plain.named_parameters()]
     plain.load_state_dict(found, strict=False)
-    torch.testing.assert_close(plain(TOKENS), model(TOKENS), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(plain(TOKENS), model(TOKENS), atol=3e-5, rtol=1e-5)
     untouched = dict(merged(plain, plain.named_parameters()))
     assert all(torch.equal(untouched[name], found[name]) for name in found)
 
