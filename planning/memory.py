@@ -11,7 +11,7 @@ from lm.config import ModelConfig
 from lm.linear import rounded_weights
 from lm.lora import LoRAConfig, adapted_maps, add_adapters
 from lm.model import ScalarModel, freeze_all_but_last
-from lm.native.build import library, multiplies_bf16
+from lm.native.build import library
 from lm.source import on_meta
 from lm.weights import PRETRAINED
 from training.config import OptimizerConfig
@@ -154,6 +154,5 @@ def forward_pass(layout: Layout, rows: int, seq_len: int, *, dropout: float = 0.
 
     On a GPU, attention is fused for every layout of rows (`lm.gpu_attention`).
     """
-    has_kernel = multiplies_bf16() if layout.is_bf16 else library() is not None  # assumes the same CPU as this one
-    is_tiled = has_kernel and not layout.is_gpu
+    is_tiled = not layout.is_gpu and library() is not None  # assumes that the ranks have a compiler if this machine has
     return Pass(rows, seq_len, layout.compute_bytes, layout.weight_bytes, layout.is_gpu, dropout > 0, is_tiled)

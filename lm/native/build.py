@@ -39,17 +39,6 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-@functools.cache
-def multiplies_bf16() -> bool:
-    """Whether the kernels multiply bf16 here: on a CPU with AVX-512 BF16, by its matrix unit (AMX) if it has one that
-    the system permits to use. Elsewhere they multiply fp32 only."""
-    loaded = library()
-    if loaded is None:
-        return False
-    loaded.multiplies_bf16.restype = ctypes.c_bool
-    return bool(loaded.multiplies_bf16())
-
-
 def cache_folder() -> Path:
     """Where compiled kernels are cached: $XDG_CACHE_HOME/heed, by default ~/.cache/heed.
 

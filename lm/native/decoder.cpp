@@ -225,15 +225,6 @@ void pack(const Number* weight, int64_t columns, int64_t K, char* panels) {
 
 extern "C" {
 
-// Whether the kernels in bf16 are worth taking: by the CPU's own instructions, or in tests.
-bool multiplies_bf16() {
-#if defined(__AVX512BF16__) || defined(HEED_TESTS_BF16)
-    return true;
-#else
-    return false;
-#endif
-}
-
 // Bytes of a packed weight [columns, K]; K is a multiple of KC.
 int64_t packed_bytes(int64_t columns, int64_t K, bool is_bf16) {
     return is_bf16 ? packed_bytes_of<bf16>(columns, K) : packed_bytes_of<float>(columns, K);

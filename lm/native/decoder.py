@@ -14,7 +14,7 @@ from lm.block import Block
 from lm.cache import KVCache
 from lm.config import ModelConfig
 from lm.model import LanguageModel
-from lm.native.build import library, multiplies_bf16
+from lm.native.build import library
 from lm.native.operators import TYPES
 
 LARGEST_HEAD = 256
@@ -42,8 +42,6 @@ def what_a_decoder_misses(config: ModelConfig, dtype: torch.dtype) -> str:
         return f"an even head_dim of at most {LARGEST_HEAD}, and widths that are multiples of {KC}"
     if config.norm_place != "pre" or config.mlp not in ACTIVATIONS:
         return f'norm_place "pre" and mlp of {list(ACTIVATIONS)}'
-    if dtype == torch.bfloat16 and not multiplies_bf16():
-        return "a compiler and, for weights in bf16, a CPU with AVX-512 BF16"
     return "" if _functions() is not None else "a compiler"
 
 

@@ -12,7 +12,7 @@ from torch.autograd.function import FunctionCtx
 
 from lm import attention, block, dropout, linear, logprobs, mlp, norms, sampling
 from lm.native import fused, operators
-from lm.native.operators import TYPES, is_available, is_bf16_available, runs
+from lm.native.operators import TYPES, is_available, runs
 from lm.positions import Rotary
 
 # At fp32, MKL, PyTorch's default, uses no AVX-512 on AMD: .11 TFLOP/s of a core instead of .24. Without AVX-512 MKL is
@@ -23,6 +23,9 @@ ONEDNN_IS_FASTER = (
     and torch.backends.mkl.is_available()
     and torch.backends.mkldnn.is_available()
 )
+
+# Without such instructions PyTorch multiplies bf16 at a ninth of the speed of fp32 (docs/log.md).
+MULTIPLIES_BF16 = torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _takes_rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> bool:
@@ -62,11 +65,9 @@ def _split_heads(
 
 
 def takes_attention(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> bool:
-    """Whether the attention kernel takes these: fp32, or bf16 where the CPU multiplies it; values as wide as keys."""
-    dtype = q_BNTH.dtype
-    if not all(x.is_cpu and x.dtype == dtype for x in (q_BNTH, k_BGSH, v_BGSH)) or k_BGSH.shape != v_BGSH.shape:
-        return False
-    return is_available() if dtype == torch.float32 else dtype == torch.bfloat16 and is_bf16_available()
+    """Whether the attention kernel takes these: all fp32 or all bf16, values as wide as keys."""
+    is_one_type = all(x.is_cpu and x.dtype == q_BNTH.dtype for x in (q_BNTH, k_BGSH, v_BGSH))
+    return is_one_type and q_BNTH.dtype in TYPES and k_BGSH.shape == v_BGSH.shape and is_available()
 
 
 def _attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
@@ -92,13 +93,17 @@ def _sample(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[
 
 
 def takes_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernel computes the weight's gradient: under bf16 autocast, for fp32 weights that learn."""
-    learns = torch.is_grad_enabled() and weight.requires_grad
-    return learns and _is_autocast(x) and weight.dtype == torch.float32 and is_bf16_available()
+    """Whether `_Linear` computes this: bf16 on a CPU, for the sake of a weight's gradient that is not rounded, or where
+    PyTorch's products in bf16 are slow.
+    """
+    if not x.is_cpu or not (_is_autocast() or x.dtype == weight.dtype == torch.bfloat16):
+        return False
+    learns = torch.is_grad_enabled() and weight.requires_grad and weight.dtype == torch.float32
+    return not MULTIPLIES_BF16 or (learns and is_available())
 
 
-def _is_autocast(x: Tensor) -> bool:
-    return x.is_cpu and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+def _is_autocast() -> bool:
+    return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -106,23 +111,43 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """x Wᵀ + b in bf16. dX = dY W, dW = dYᵀ X, db = Σ dY; dW and db are summed in fp32 and not rounded."""
+    """x Wᵀ + b in bf16. dX = dY W, dW = dYᵀ X, db = Σ dY; dW and db are summed in fp32, and not rounded for weights in
+    fp32.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         narrow, narrow_weight = x.bfloat16(), linear.cast(weight)
         ctx.save_for_backward(narrow, narrow_weight)
-        ctx.x_dtype = x.dtype  # type: ignore[attr-defined]
-        return F.linear(narrow, narrow_weight, None if bias is None else linear.cast(bias))
+        ctx.dtypes = x.dtype, weight.dtype  # type: ignore[attr-defined]
+        return _product(narrow, narrow_weight, None if bias is None else linear.cast(bias))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        needs_x, _, needs_bias = ctx.needs_input_grad
+        x_dtype, dtype = ctx.dtypes
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         gradient_RF, x_RD = gradient.reshape(-1, gradient.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1])
-        x_gradient = (gradient @ weight).to(ctx.x_dtype) if needs_x else None
-        bias_gradient = gradient_RF.sum(dim=0, dtype=torch.float32) if needs_bias else None
-        return x_gradient, operators.weight_gradient(gradient_RF, x_RD.contiguous()), bias_gradient
+        return (
+            _product(gradient, weight.T, None).to(x_dtype) if needs_x else None,
+            _weight_gradient(gradient_RF, x_RD.contiguous()).to(dtype) if needs_weight else None,
+            gradient_RF.sum(dim=0, dtype=torch.float32).to(dtype) if needs_bias else None,
+        )
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + b of bf16 with fp32 sums, rounded to bf16."""
+    if MULTIPLIES_BF16:
+        return F.linear(x, weight, bias)
+    with torch.autocast("cpu", enabled=False):
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).bfloat16()
+
+
+def _weight_gradient(gradient_RF: Tensor, x_RD: Tensor) -> Tensor:
+    if MULTIPLIES_BF16:
+        return operators.weight_gradient(gradient_RF, x_RD)
+    with torch.autocast("cpu", enabled=False):
+        return gradient_RF.float().T @ x_RD.float()
 
 
 def takes_fp32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

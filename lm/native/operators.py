@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lm.native import kernels
-from lm.native.build import library, multiplies_bf16
+from lm.native.build import library
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,18 +28,12 @@ def is_available() -> bool:
     return library() is not None
 
 
-def is_bf16_available() -> bool:
-    """Whether the kernels that multiply bf16 are compiled and run on this CPU."""
-    return multiplies_bf16()
-
-
 def prepare_for_compile() -> None:
-    """To be called before `torch.compile`: neither answer changes within a process, so a compiled graph need not ask.
+    """To be called before `torch.compile`: the answer does not change in a process, so a compiled graph need not ask.
 
     Not done at import, because it brings TorchDynamo, which takes a second or two of every process.
     """
-    for question in (is_available, is_bf16_available):
-        torch.compiler.assume_constant_result(question)
+    torch.compiler.assume_constant_result(is_available)
 
 
 def runs(*tensors: Tensor) -> bool:

@@ -16,7 +16,7 @@ from lm.dropout import sequence_keys
 from lm.encoder_decoder import EncoderDecoder
 from lm.model import LanguageModel, init_weights
 from lm.native import operators
-from lm.native.build import library, multiplies_bf16
+from lm.native.build import library
 
 ROWS, TOKENS = 3, 40
 BASE: dict[str, Any] = {
@@ -80,7 +80,7 @@ def test_the_count_is_what_autograd_saves(changes: dict[str, Any], kind: str) ->
     model = model.to(torch.bfloat16 if kind == "bf16" else torch.float32)
     tokens_BT = torch.randint(0, 64, (ROWS, TOKENS))
     c, s = (4 if kind in ("fp32", "dropout") else 2), (2 if kind == "bf16" else 4)
-    is_tiled = multiplies_bf16() if c == 2 else library() is not None
+    is_tiled = library() is not None
     of = Pass(ROWS, TOKENS, c, s, is_fused=False, has_dropout=kind == "dropout", is_tiled=is_tiled)
     keys = sequence_keys(0, np.arange(ROWS)[:, None], tokens_BT.device)
     found = kept_bytes(model, tokens_BT, autocast=kind == "autocast", sequence_keys_BT=keys)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from lm.attention import attend, attention_mask
 from lm.native import install
-from lm.native.build import library, multiplies_bf16
+from lm.native.build import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="needs a compiler")
 
-TYPES = [torch.float32, *([torch.bfloat16] if multiplies_bf16() else [])]  # that the kernel takes here
+TYPES = [torch.float32, torch.bfloat16]
 CLOSE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 
 SEGMENTS = torch.tensor([[1] * 40 + [2] * 27 + [0] * 3, [1] * 3 + [2] * 1 + [3] * 66])

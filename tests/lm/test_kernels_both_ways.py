@@ -1,7 +1,7 @@
 """Runs the kernels' tests once more in each other way that the compiler can be made to take on this CPU.
 
-`native/emulated_tiles.h` emulates a matrix unit, and HEED_TESTS_BF16 multiplies bf16 where the CPU has no instruction
-for it. Narrower vectors are those of lesser CPUs: AVX2, and 128 bits as SSE and NEON have them.
+`native/emulated_tiles.h` emulates a matrix unit. Narrower vectors are those of lesser CPUs: AVX2, and 128 bits as SSE
+and NEON have them.
 """
 
 import os
@@ -13,26 +13,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.native.build import library, multiplies_bf16
+from lm.native.build import library
 
 HERE = Path(__file__).parent
 TESTS = ("test_attention_kernel.py", "test_linear.py", "test_decoding.py")
-CAPABILITIES = torch.cpu.get_capabilities()
-BF16 = "-DHEED_TESTS_BF16"
 EMULATED = f"-include {HERE / 'native' / 'emulated_tiles.h'}"
-NO_AVX512 = "-mno-avx512f"  # takes everything that needs it along
 NO_AMX = "-mno-amx-tile -mno-amx-bf16 -mno-amx-int8"
 
 
 def other_ways() -> dict[str, str]:
     """The compiler's flags for each way but the one that this CPU takes."""
     if platform.machine() not in ("x86_64", "AMD64"):
-        return {"bf16 without an instruction": BF16}
-    ways = {"128 bits": f"{NO_AMX} -mno-avx {BF16}"}
-    if not multiplies_bf16():
-        return ways | {"bf16 without an instruction": BF16, "a matrix unit": f"{BF16} {EMULATED}"}
-    unit = {"no matrix unit": NO_AMX} if CAPABILITIES.get("amx_bf16") else {"a matrix unit": EMULATED}
-    return ways | unit | {"AVX2": f"{NO_AMX} {NO_AVX512} {BF16}"}
+        return {}
+    found = torch.cpu.get_capabilities()
+    ways = {"128 bits": f"{NO_AMX} -mno-avx"}
+    if found.get("avx512_f"):
+        ways["AVX2"] = f"{NO_AMX} -mno-avx512f"  # takes everything that needs it along
+    return ways | ({"no matrix unit": NO_AMX} if found.get("amx_bf16") else {"a matrix unit": EMULATED})
 
 
 @pytest.mark.long

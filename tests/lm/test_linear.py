@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from lm.linear import Linear, cache_weight_casts
-from lm.native import kernels
-from lm.native.build import multiplies_bf16
+from lm.native import install, kernels
+from lm.native.build import library
 
-pytestmark = pytest.mark.skipif(not multiplies_bf16(), reason="needs a compiler and a CPU with AVX-512 BF16")
+pytestmark = pytest.mark.skipif(library() is None, reason="needs a compiler")
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -52,8 +52,10 @@ def test_it_is_a_linear_map_under_autocast(bias: bool, dtype: torch.dtype) -> No
         inputs.append(x.grad)
         results.append(y)
         assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in module.parameters())
-    assert torch.equal(*results)
-    assert torch.equal(*inputs)
+    for mine, other in (results, inputs):
+        if install.MULTIPLIES_BF16:  # the same kernel of PyTorch's
+            assert torch.equal(mine, other)
+        torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-2)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-2, atol=2e-2)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
