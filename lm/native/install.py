@@ -24,6 +24,7 @@ ONEDNN_IS_FASTER = (
     and torch.backends.mkldnn.is_available()
 )
 
+BLOCK, DEPTH = 128, 512  # rows or outputs, and inputs, that are multiplied at a time
 # Without such instructions PyTorch multiplies bf16 at a ninth of the speed of fp32 (docs/log.md).
 MULTIPLIES_BF16 = torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -99,7 +100,7 @@ def takes_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if not x.is_cpu or not (_is_autocast() or x.dtype == weight.dtype == torch.bfloat16):
         return False
     learns = torch.is_grad_enabled() and weight.requires_grad and weight.dtype == torch.float32
-    return not MULTIPLIES_BF16 or (learns and is_available())
+    return (learns or not MULTIPLIES_BF16) and is_available()
 
 
 def _is_autocast() -> bool:
@@ -118,7 +119,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         narrow, narrow_weight = x.bfloat16(), linear.cast(weight)
-        ctx.save_for_backward(narrow, narrow_weight)
+        needs_x, needs_weight, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
+        ctx.save_for_backward(narrow if needs_weight else None, narrow_weight if needs_x else None)
         ctx.dtypes = x.dtype, weight.dtype  # type: ignore[attr-defined]
         return _product(narrow, narrow_weight, None if bias is None else linear.cast(bias))
 
@@ -127,27 +129,30 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         x_dtype, dtype = ctx.dtypes
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        gradient_RF, x_RD = gradient.reshape(-1, gradient.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1])
+        gradient_RF = gradient.reshape(-1, gradient.shape[-1]).contiguous()
         return (
             _product(gradient, weight.T, None).to(x_dtype) if needs_x else None,
-            _weight_gradient(gradient_RF, x_RD.contiguous()).to(dtype) if needs_weight else None,
+            operators.weight_gradient(gradient_RF, x.flatten(0, -2).contiguous()).to(dtype) if needs_weight else None,
             gradient_RF.sum(dim=0, dtype=torch.float32).to(dtype) if needs_bias else None,
         )
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x Wᵀ + b of bf16 with fp32 sums, rounded to bf16."""
-    if MULTIPLIES_BF16:
-        return F.linear(x, weight, bias)
-    with torch.autocast("cpu", enabled=False):
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).bfloat16()
+    return F.linear(x, weight, bias) if MULTIPLIES_BF16 else _product_by_blocks(x, weight, bias)
 
 
-def _weight_gradient(gradient_RF: Tensor, x_RD: Tensor) -> Tensor:
-    if MULTIPLIES_BF16:
-        return operators.weight_gradient(gradient_RF, x_RD)
+def _product_by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In fp32, a block of rows, outputs and inputs after the other, so that copies in fp32 take little memory."""
+    y = x.new_empty(*x.shape[:-1], len(weight))
+    rows, outputs = zip(x.flatten(0, -2).split(BLOCK), y.flatten(0, -2).split(BLOCK), strict=True), weight.split(BLOCK)
     with torch.autocast("cpu", enabled=False):
-        return gradient_RF.float().T @ x_RD.float()
+        for x_RD, y_RF in rows:
+            for number, (weight_FD, part) in enumerate(zip(outputs, y_RF.split(BLOCK, dim=1), strict=True)):
+                offset = 0.0 if bias is None else bias[BLOCK * number : BLOCK * (number + 1)].float()
+                parts = zip(x_RD.split(DEPTH, dim=1), weight_FD.split(DEPTH, dim=1), strict=True)
+                part.copy_(sum((F.linear(a.float(), b.float()) for a, b in parts), offset))
+    return y
 
 
 def takes_fp32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

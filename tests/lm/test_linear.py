@@ -98,7 +98,7 @@ def test_weights_that_do_not_change_are_rounded_once() -> None:
 
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with hooks, torch.autocast("cpu", torch.bfloat16):
-            module(drawn(3, 32))
+            module(drawn(3, 32).requires_grad_())
         return next(tensor for tensor in kept if tensor.shape == (32, 32))
 
     with cache_weight_casts():
