@@ -1,5 +1,5 @@
 """How generation takes its steps, one token per sequence: by the model's modules, as a recorded graph on a GPU
-(`lm.graphs`), or in one call on a CPU that multiplies bf16 (`lm.native.decoder`).
+(`lm.graphs`), or in one call on a CPU (`lm.native.decoder`).
 
 Shape letters: B sequences, V vocabulary.
 """

@@ -1,4 +1,4 @@
-// The gradient of a linear map's weight, dW = dYᵀ X, on a CPU that multiplies bf16. Both operands are bf16 and
+// The gradient of a linear map's weight, dW = dYᵀ X, on a CPU. Both operands are bf16 and
 // row-major along the outer dimensions, not along the sum over tokens, which BLAS libraries are slow at. dW is fp32.
 //
 // Blocking: a packed panel of dYᵀ over DEPTH tokens fits the first cache and stays there while panels of X pass. The sums
