@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from training.config import OptimizerConfig
-from training.internals import full_shape
+from training.config import OptimizerConfig, cpu_multiplies_bf16
+from training.internals import full_shape, orthogonalise_in_fp32
 
 
 def make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.device) -> list[torch.optim.Optimizer]:
@@ -17,6 +17,8 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.dev
     outer = [p for name, p in parameters.items() if name not in inner]
     optimizers: list[torch.optim.Optimizer] = [_make_adamw(outer, config, device)]
     if inner:  # there are none if only what follows the blocks is trained
+        if device.type == "cpu" and not cpu_multiplies_bf16():
+            orthogonalise_in_fp32()
         muon = torch.optim.Muon(
             [parameters[name] for name in inner],
             lr=config.learning_rate,

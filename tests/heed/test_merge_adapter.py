@@ -64,6 +64,15 @@ def test_a_merged_adapter_is_a_model_like_any_other(made: Path, tmp_path: Path, 
     assert "exists already; the name of a new folder was expected" in output
 
 
+def test_another_base_than_the_one_that_the_adapter_names_is_told(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "base", tmp_path / "other")
+    code, output = run(made / "CAUSAL_LM", tmp_path / "model", "--base", tmp_path / "other")
+    assert code == 0, output
+    told = output.replace("\n", " ")
+    assert f"warning: {made / 'CAUSAL_LM'} names {made / 'base'} as its model, not {tmp_path / 'other'}" in told
+    assert "warning" not in run(made / "CAUSAL_LM", tmp_path / "again", "--base", made / "base")[1]
+
+
 def test_mistakes_are_named_and_leave_nothing(made: Path, tmp_path: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / name).write_bytes((made / "CAUSAL_LM" / name).read_bytes())
