@@ -118,32 +118,35 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        narrow, narrow_weight = x.bfloat16(), linear.cast(weight)
+        # Autocast keeps no copy of a frozen weight either.
+        narrow, narrow_weight = x.bfloat16(), linear.cast(weight) if weight.requires_grad else weight.bfloat16()
         needs_x, needs_weight, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
         ctx.save_for_backward(narrow if needs_weight else None, narrow_weight if needs_x else None)
         ctx.dtypes = x.dtype, weight.dtype  # type: ignore[attr-defined]
-        return _product(narrow, narrow_weight, None if bias is None else linear.cast(bias))
+        product = F.linear if MULTIPLIES_BF16 else _product_by_blocks
+        return product(narrow, narrow_weight, None if bias is None else linear.cast(bias))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         x_dtype, dtype = ctx.dtypes
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        x_gradient = None
+        if needs_x:
+            product = gradient @ weight if MULTIPLIES_BF16 else _product_by_blocks(gradient, weight.T, None)
+            x_gradient = product.to(x_dtype)
         gradient_RF = gradient.reshape(-1, gradient.shape[-1]).contiguous()
         return (
-            _product(gradient, weight.T, None).to(x_dtype) if needs_x else None,
+            x_gradient,
             operators.weight_gradient(gradient_RF, x.flatten(0, -2).contiguous()).to(dtype) if needs_weight else None,
             gradient_RF.sum(dim=0, dtype=torch.float32).to(dtype) if needs_bias else None,
         )
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x Wᵀ + b of bf16 with fp32 sums, rounded to bf16."""
-    return F.linear(x, weight, bias) if MULTIPLIES_BF16 else _product_by_blocks(x, weight, bias)
-
-
 def _product_by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """In fp32, a block of rows, outputs and inputs after the other, so that copies in fp32 take little memory."""
+    """x Wᵀ + b of bf16 with fp32 sums, rounded to bf16. Rows, outputs and inputs are multiplied in blocks, so that fp32
+    copies take little memory.
+    """
     y = x.new_empty(*x.shape[:-1], len(weight))
     rows, outputs = zip(x.flatten(0, -2).split(BLOCK), y.flatten(0, -2).split(BLOCK), strict=True), weight.split(BLOCK)
     with torch.autocast("cpu", enabled=False):
