@@ -121,7 +121,8 @@ class _Linear(torch.autograd.Function):
         # Autocast keeps no copy of a frozen weight either.
         narrow, narrow_weight = x.bfloat16(), linear.cast(weight) if weight.requires_grad else weight.bfloat16()
         needs_x, needs_weight, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
-        ctx.save_for_backward(narrow if needs_weight else None, narrow_weight if needs_x else None)
+        kept = narrow if needs_weight else None, narrow_weight if needs_x else None
+        ctx.save_for_backward(*kept)  # type: ignore[arg-type]
         ctx.dtypes = x.dtype, weight.dtype  # type: ignore[attr-defined]
         product = F.linear if MULTIPLIES_BF16 else _product_by_blocks
         return product(narrow, narrow_weight, None if bias is None else linear.cast(bias))
