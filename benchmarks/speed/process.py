@@ -14,6 +14,7 @@ from benchmarks.speed.environments import ROOT
 from cluster.environment import WORKER_ENVIRONMENT
 
 TIMEOUT_SECONDS = 1800.0  # per measuring process
+RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of this process, if it has an engine
 
 
 def run(
@@ -27,7 +28,8 @@ def run(
 
     `given` replaces the workers' environment; `variables` are added to it.
     """
-    inherited = {name: value for name, value in os.environ.items() if name not in WORKER_ENVIRONMENT}
+    own = {*WORKER_ENVIRONMENT, *RANK_NAMES}
+    inherited = {name: value for name, value in os.environ.items() if name not in own}
     environment = inherited | dict(given)
     environment |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     environment |= variables or {}

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.long
 # Workers cannot import this module, so its functions and classes are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-SOON = ClusterConfig(silence_seconds=3, stall_seconds=600, start_seconds=60, wait_for_nodes_seconds=60)
+SOON = ClusterConfig(silence_seconds=6, stall_seconds=600, start_seconds=60, wait_for_nodes_seconds=60)
 STALLS = SOON.model_copy(update={"silence_seconds": 30.0, "stall_seconds": 3.0})
 
 
@@ -77,9 +77,9 @@ def stop_rank_1_while_0_works(seconds: float) -> None:
 def test_a_stopped_rank_is_named_soon_and_its_process_ended(pair: WorkerGroup, opened: list[WorkerGroup]) -> None:
     pids = pair.run("pids", os.getpid)
     begun = time.monotonic()
-    with pytest.raises(WorkerLostError, match=r"^collect: sft: rank 1 of 2 was lost: no sign of life for 3 s") as lost:
+    with pytest.raises(WorkerLostError, match=r"^collect: sft: rank 1 of 2 was lost: no sign of life for 6 s") as lost:
         pair.run("collect: sft", stop_rank_1_while_0_works, 300.0)
-    assert 3 < time.monotonic() - begun < 20
+    assert 6 < time.monotonic() - begun < 30
     assert len(str(lost.value).splitlines()) == 1
     assert not pair.is_open
     # Its memory and its resources are released, although a stopped process ignores requests to end.
@@ -92,7 +92,7 @@ def test_a_stopped_rank_is_named_soon_and_its_process_ended(pair: WorkerGroup, o
 
 
 def test_a_rank_that_waits_long_is_not_taken_for_one_that_is_stopped(pair: WorkerGroup) -> None:
-    assert pair.run("compile", lambda: time.sleep(8) or "done") == ["done"] * 2
+    assert pair.run("compile", lambda: time.sleep(10) or "done") == ["done"] * 2
 
 
 def test_a_rank_stopped_between_two_calls_is_found_by_the_next(pair: WorkerGroup) -> None:
@@ -164,7 +164,7 @@ def test_a_rank_stopped_while_it_starts_is_named(opened: list[WorkerGroup]) -> N
     striking = threading.Thread(target=stop_first)
     striking.start()
     hasty = SOON.model_copy(update={"start_seconds": 15.0})
-    with pytest.raises(WorkerLostError, match=r"^start: rank \d(, \d)? of 2 was lost: no sign of life for (3|15) s"):
+    with pytest.raises(WorkerLostError, match=r"^start: rank \d(, \d)? of 2 was lost: no sign of life for (6|15) s"):
         WorkerGroup(2, hasty)
     striking.join()
     assert stopped
