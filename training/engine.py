@@ -26,6 +26,7 @@ from training.failures import RunError
 from training.gathering import Gatherer, whole_zero3_weight
 from training.internals import (
     do_not_broadcast_buffers,
+    expect_gradients,
     gradient_norm,
     is_deepspeed_engine,
     release_zero3,
@@ -149,8 +150,8 @@ class Engine(Generic[AnyModule]):
         """Add up the gradients of this rank's micro-batches, which are its part of one global batch; `step` follows.
 
         `loss` returns a micro-batch's share of the loss, and metrics. The share is the micro-batch's sum divided by the
-        count of the whole global batch, so shares add up over micro-batches and ranks however the batch is split.
-        Returns the metrics summed over this rank's micro-batches.
+        count of the whole global batch, so shares add up over micro-batches and ranks however the batch is split. Its
+        passes may have been run before, in `forward_ahead`. Returns the metrics summed over this rank's micro-batches.
         """
         self.offload.bring_back()  # DeepSpeed steps in the last backward
         sums: dict[str, Tensor] = {}
@@ -174,16 +175,44 @@ class Engine(Generic[AnyModule]):
         with cache_weight_casts(), torch.autocast(self.device.type, enabled=False):
             yield
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether passes may come before the `accumulate` that takes their gradients (`forward_ahead`).
+
+        DeepSpeed pairs each forward with the next backward; recomputed and compiled blocks decide in the forward what
+        the backward does.
+        """
+        config = self.config
+        return config.zero_stage == 0 and not (config.checkpoint_activations or config.compile_blocks)
+
+    @contextlib.contextmanager
+    def forward_ahead(self) -> Iterator[None]:
+        """Around passes whose outputs `accumulate` gets later from its `loss`, before any weight changes.
+
+        PyTorch refuses the backward if one did.
+        """
+        assert self.runs_ahead, f"passes ahead of their updates with {self.config}"
+        deterministic, reduced = (
+            deterministic_kernels(self.config.deterministic),
+            self._gradients_reduced(is_last=False),
+        )
+        with deterministic, self.cache_weight_casts(), torch.enable_grad(), reduced:
+            yield
+
     @contextlib.contextmanager
     def _gradients_reduced(self, is_last: bool) -> Iterator[None]:
         """Around the forward and backward of one micro-batch: ranks reduce their gradients in the last one only.
 
-        DDP decides in the forward whether the backward will reduce gradients, so the forward belongs inside.
+        DDP decides in the forward whether the backward will reduce gradients, so the forward belongs inside, unless it
+        was in `forward_ahead`.
         """
         set_gradient_sync(self._accelerator, is_last)
-        waits = not is_last and self.world_size > 1 and self.config.zero_stage == 0
-        with self._accelerator.no_sync(self.model) if waits else contextlib.nullcontext():
+        with self._accelerator.no_sync(self.model) if self._is_ddp and not is_last else contextlib.nullcontext():
             yield
+
+    @property
+    def _is_ddp(self) -> bool:
+        return self.world_size > 1 and self.config.zero_stage == 0
 
     def _backward(self, share: Tensor, is_last: bool) -> None:
         """Add a micro-batch's gradients. If any rank's loss is not finite, all ranks skip the step."""
@@ -191,6 +220,8 @@ class Engine(Generic[AnyModule]):
         self._loss_sum += share.detach()
         if is_last:  # the gradient may still be finite, and DeepSpeed steps inside the backward
             share = share * self._one_or_nan()
+            if self._is_ddp:
+                expect_gradients(self.model)
         self._accelerator.backward(share * self.world_size)  # backends average over ranks; the factor undoes that
 
     def step(self) -> tuple[float, float]:
