@@ -101,7 +101,7 @@ def timed_passes(roles: Roles, controller: PPOController) -> tuple[float, float]
         roles.scorers.start_scores,
         lambda rollout: roles.learners.start_policy_logprobs(rollout, whole),
         lambda rollout: roles.scorers.start_reference_logprobs(rollout, whole),
-        roles.learners.start_values,
+        lambda rollout: roles.learners.start_values(rollout, whole),
     )
     in_turn, together = list[float](), list[float]()
     for _ in range(PASS_ROUNDS):

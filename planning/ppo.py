@@ -6,6 +6,7 @@ from typing import Literal
 
 from lm.activations import Pass, forward_bytes
 from lm.config import ModelConfig
+from planning.kept import KEPT_BYTES, KeptPass, KeptPasses
 from planning.memory import Counts, Layout, Memory, casts_of
 from planning.sampling import GENERATION_ROWS, rows_at_once, sampling_phase, scoring_phase
 from planning.training import host_states, logit_bytes, states, training_phases, weights_to_save
@@ -52,6 +53,7 @@ class PPOWork:
     has_average: bool = True
     shares_body: bool = False  # ppo.shared_body
     gpu_bytes: int = 0  # memory of a GPU, which limits the rows sampled at once; 0 = no limit
+    keeps: tuple[str, ...] = ()  # the trained models that keep passes for the first update (`planning.kept`)
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
             logits = logit_bytes(work.num_logits, layout, with_gradient=False)
             head = casts_of(policy, layout) + logits  # of the frozen body, only the head's table is rounded in passes
             phases[REFERENCE] = {"a pass, or logits": max(forward_bytes(models.policy, work.policy_pass), head)}
+    phases |= _kept_phases(kept_passes(models, layout, work), work, phases)
     average = 4 * policy.trained // layout.ranks if work.has_average else 0
     (held if work.mode == "fast" or not layout.is_gpu else host)["moving average"] = average
     (host if layout.is_gpu else held)["copy of the average for checkpoints"] = average
@@ -102,6 +105,36 @@ def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
     digest = 16 * min(DIGESTED_AT_ONCE, policy.largest)
     phases[SYNC] = {"weights on their way": chunk + max(merging, digest)}
     return Role(held, phases, host, weights_to_save(policy, layout))
+
+
+def kept_passes(models: PPOModels, layout: Layout, work: PPOWork) -> dict[str, KeptPasses]:
+    """Returns the passes that the trained models keep for the first update: the policy's, then the value function's,
+    while there is room.
+    """
+    num_logits = work.critic_pass.rows * work.response_tokens * models.policy.vocab_size
+    shapes = {"policy": (models.policy, models.policy_counts, num_logits)}
+    if models.value_counts is not None:
+        shapes["value"] = (models.critic, models.value_counts, 0)
+    found, free = dict[str, KeptPasses](), KEPT_BYTES
+    for name in work.keeps:
+        config, counts, logits = shapes[name]
+        each = KeptPass(config, counts, layout, work.critic_pass, logits)
+        found[name] = KeptPasses(each, each.num_kept(work.num_micro_batches, free), work.num_micro_batches)
+        free -= found[name].num_kept * each.num_bytes
+    return found
+
+
+def _kept_phases(kept: Mapping[str, KeptPasses], work: PPOWork, phases: Mapping[str, Parts]) -> dict[str, Parts]:
+    """Returns what kept passes change: the first updates, and what a learner measures after them."""
+    if not kept:
+        return {}
+    others = kept["value"].num_bytes if "value" in kept else 0
+    found = kept["policy"].phases(work.policy_pass, work.num_logits, others)
+    new: dict[str, Parts] = {f"policy {phase}": parts for phase, parts in found.items()}
+    if "value" in kept:
+        new |= {f"value {phase}": parts for phase, parts in kept["value"].phases(work.critic_pass, 0, 0).items()}
+    measured = {VALUES: kept["policy"].num_bytes + others, REFERENCE: kept["policy"].num_bytes}
+    return new | {name: {**phases[name], "passes kept": size} for name, size in measured.items() if name in phases}
 
 
 def on_body(counts: Counts) -> Counts:
@@ -195,6 +228,9 @@ def ppo_memory(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
         models, layout, work, sum(size for part, size in other_roles.items() if not (is_away and _moves(part)))
     )
     phases = {**learning.phases, **sampling.phases, **scoring.phases}
+    if REFERENCE in scoring.phases and work.keeps:
+        kept = kept_passes(models, layout, work)["policy"].num_bytes
+        phases = _only_in(phases, {"passes kept": kept}, (REFERENCE,))
     held = {**learning.held, **sampling.held, **scoring.held}
     host = {**learning.host, **scoring.host}
     if work.mode != "fast":  # the generator holds weights from the sync until it has sampled

@@ -68,7 +68,8 @@ class PPOConfig(Config):
     )
     memory: Literal["fast", "balanced", "small"] = Field(
         default="fast",
-        description="What leaves the device while it is not needed. `fast`: nothing. `balanced`: reference and reward"
+        description="What leaves the device while it is not needed. `fast`: nothing; CPU ranks without ZeRO also keep"
+        " up to 4 GiB of activations from measuring samples until the first update. `balanced`: reference and reward"
         " model, which are sharded over the scorers' CPU memory and gathered to score, a colocated generator's weights"
         " while others work, and the moving average. `small`: reference and reward model are gathered layer by layer,"
         " and the optimizer states of colocated learners are in CPU memory while others work. The results are the same"

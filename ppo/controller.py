@@ -39,6 +39,9 @@ from training.seeds import derive_seed
 # On CPUs it is 0: both passes read the same rows. Kernels of a GPU may round otherwise where gradients are wanted; a
 # policy that really differs is far beyond this.
 MAX_FIRST_RATIO_ERROR = 0.05
+# The first update takes passes that are kept from measuring. In one iteration of so many, the first one of a run among
+# them, it computes them again: only so can the ratio show that passes with and without gradients disagree.
+REPEATED_EVERY = 16
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,8 @@ class PPOController:
             scores = self.roles.scorers.start_scores(rollout)
             if config.oversample > 1:  # what is not kept needs no further passes
                 rollout, scores, oversampling = self._keep_informative(rollout, scores())
-            measuring = self.roles.start_measuring(rollout, first_epoch)
+            keeps = iteration % REPEATED_EVERY > 0
+            measuring = self.roles.start_measuring(rollout, first_epoch, keeps=keeps)
             scores_BO, found = scores(), measuring()
             logprobs_BR, ref_logprobs_BR, values_BR = found.logprobs_BR, found.ref_logprobs_BR, found.values_BR
 

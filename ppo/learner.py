@@ -3,7 +3,7 @@
 Shape letters: B responses, R response tokens.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ppo.algorithm import policy_loss, response_kl_loss, value_loss
 from ppo.average import MovingAverage
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
+from ppo.kept_passes import NOT_REPEATED, KeptPasses, Repeated, Taken
 from ppo.packed import PackedRollout
 from ppo.rank import Rank
 from ppo.rollout import PolicyBatch, Rollout, Share, ValueBatch, joined, shares_by_update, shares_of
@@ -47,20 +48,39 @@ class Learners:
     def __init__(self, ranks: Handle["Learner"], batch: BatchConfig) -> None:
         self.ranks, self.batch = ranks, batch
 
-    def start_policy_logprobs(self, rollout: Rollout, minibatches: Sequence[Tensor]) -> Pending[Tensor]:
+    def start_policy_logprobs(
+        self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False
+    ) -> Pending[Tensor]:
         """Start log π of each response token [B, R], nats, at the sampling temperature; 0 where there is none.
 
-        Responses are packed as the updates on `minibatches`, row numbers of the rollout, will pack them.
+        Responses are packed as the updates on `minibatches`, row numbers of the rollout, will pack them. With `keeps`,
+        the first of those updates comes next, and takes passes that are kept for it (`ppo.kept_passes`).
         """
-        shares = shares_by_update(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, minibatches)
-        given = [(rollout.rows(share.rows), share.pass_sizes) for share in shares]
+        shares, repeated = self._by_update(rollout, minibatches, keeps=keeps)
+        given = [(rollout.rows(share.rows), share.pass_sizes, repeated) for share in shares]
         return joined(self.ranks.start_split(Learner.policy_logprobs, given), shares)
 
-    def start_values(self, rollout: Rollout) -> Pending[Tensor]:
-        """Start the value of the state before each response token [B, R]; 0 where there is no token."""
-        shares = shares_of(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, with_gradients=False)
-        given = [(rollout.rows(share.rows), share.pass_sizes) for share in shares]
+    def start_values(self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False) -> Pending[Tensor]:
+        """Start the value of the state before each response token [B, R]; 0 where there is no token.
+
+        Responses are packed as for log-probabilities, unless passes without gradients have a size of their own.
+        """
+        if self.batch.forward_tokens:
+            shares = shares_of(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, with_gradients=False)
+            repeated = NOT_REPEATED
+        else:
+            shares, repeated = self._by_update(rollout, minibatches, keeps=keeps)
+        given = [(rollout.rows(share.rows), share.pass_sizes, repeated) for share in shares]
         return joined(self.ranks.start_split(Learner.values, given), shares)
+
+    def _by_update(
+        self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool
+    ) -> tuple[list[Share], Repeated]:
+        shares = shares_by_update(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, minibatches)
+        if not keeps:
+            return shares, NOT_REPEATED
+        first, *_ = shares_by_update(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, minibatches[:1])
+        return shares, Repeated.of(rollout, shares, len(first.pass_sizes))
 
     def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> dict[str, float]:
         """One optimizer step. Returns metrics: means over the batch's counted tokens."""
@@ -136,6 +156,7 @@ class Learner(Rank):
             )
         self.average = MovingAverage(self.policy, config.ema_decay, on_cpu=config.memory != "fast")
         self.writer = self.policy.checkpoint_writer()
+        self.kept = KeptPasses.of(config, self.engines)
         self._sent_digests = dict[str, int]()
         stream = models.pretraining
         self.stream = CausalLMObjective(stream_rows(stream.path, stream.seq_len)) if stream else None
@@ -151,10 +172,30 @@ class Learner(Rank):
         assert "value" in self.engines, f"advantage {self.config.advantage!r} has no value function; 'gae' has one"
         return self.engines["value"]
 
-    @torch.no_grad()
-    def policy_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
-        with self.policy.cache_weight_casts():
-            return self._by_pass(lambda part: self._logprobs(self.policy.model, part), rollout, pass_sizes)
+    def policy_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int], repeated: Repeated = NOT_REPEATED) -> Tensor:
+        return self._measure(
+            "policy", lambda part: self._logprobs(self.policy.model, part), rollout, pass_sizes, repeated
+        )
+
+    def _measure(
+        self,
+        name: str,
+        measure: Callable[[Rollout], Tensor],
+        rollout: Rollout,
+        pass_sizes: Sequence[int],
+        repeated: Repeated,
+    ) -> Tensor:
+        """As `_by_pass`; passes for which there is room are kept for the next update."""
+        engine, parts = self.engines[name], rollout.parts(pass_sizes)
+        num_kept = self.kept.num_fitting(name, repeated)
+        found = list[Tensor]()
+        if num_kept:
+            with engine.forward_ahead():
+                found += map(measure, parts[:num_kept])
+            self.kept.put(name, parts[:num_kept], found)
+        with torch.no_grad(), engine.cache_weight_casts():
+            found += map(measure, parts[num_kept:])
+        return torch.cat([output.detach()[:size] for output, size in zip(found, pass_sizes, strict=True)]).cpu()
 
     @torch.no_grad()
     def reference_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
@@ -162,10 +203,8 @@ class Learner(Rank):
         with without_adapters(self.policy.module):
             return self.policy_logprobs(rollout, pass_sizes)
 
-    @torch.no_grad()
-    def values(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
-        with self.value.cache_weight_casts():
-            return self._by_pass(self._values, rollout, pass_sizes)
+    def values(self, rollout: Rollout, pass_sizes: Sequence[int], repeated: Repeated = NOT_REPEATED) -> Tensor:
+        return self._measure("value", self._values, rollout, pass_sizes, repeated)
 
     def _values(self, rollout: Rollout) -> Tensor:
         note_progress()
@@ -174,14 +213,17 @@ class Learner(Rank):
 
     def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
         self.policy.set_learning_rate(learning_rate)
-        shares = self.policy.accumulate(batch.parts(), lambda part: self._policy_loss(part, batch))
+        kept = self.kept.take("policy")
+        shares = self.policy.accumulate(batch.parts(), lambda part: self._policy_loss(part, batch, kept))
         _, norm = self.policy.step()
         self._say_skipped("policy", self.policy, update)
         return {**_floats(shares), "policy_gradient_norm": norm / self.num_workers}
 
-    def _policy_loss(self, part: PolicyBatch, whole: PolicyBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _policy_loss(self, part: PolicyBatch, whole: PolicyBatch, kept: Taken) -> tuple[Tensor, dict[str, Tensor]]:
         """The part's share of the whole minibatch's loss and metrics."""
-        config, logprobs_BR = self.config, self._logprobs(self.policy.model, part.rollout)
+        config, logprobs_BR = self.config, kept.next(part.rollout)
+        if logprobs_BR is None:
+            logprobs_BR = self._logprobs(self.policy.model, part.rollout)
         loss, sums = policy_loss(
             logprobs_BR,
             upload(part.logprobs_BR, self.device),
@@ -208,15 +250,17 @@ class Learner(Rank):
 
     def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> Mapping[str, float]:
         self.value.set_learning_rate(learning_rate)
-        shares = self.value.accumulate(batch.parts(), lambda part: self._value_loss(part, batch))
+        kept = self.kept.take("value")
+        shares = self.value.accumulate(batch.parts(), lambda part: self._value_loss(part, batch, kept))
         _, norm = self.value.step()
         self._say_skipped("value", self.value, update)
         return {**_floats(shares), "value_gradient_norm": norm / self.num_workers}
 
-    def _value_loss(self, part: ValueBatch, whole: ValueBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _value_loss(self, part: ValueBatch, whole: ValueBatch, kept: Taken) -> tuple[Tensor, dict[str, Tensor]]:
         """The part's share of the whole minibatch's loss and metrics."""
+        values_BR = kept.next(part.rollout)
         loss, sums = value_loss(
-            self._values(part.rollout),
+            self._values(part.rollout) if values_BR is None else values_BR,
             upload(part.values_BR, self.device),
             upload(part.returns_BR, self.device),
             upload(part.mask_BR, self.device),

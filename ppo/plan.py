@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from lm.config import ModelConfig
 from lm.lora import LoRAConfig
+from planning.kept import keeps_passes
 from planning.memory import Memory, count, forward_pass
-from planning.ppo import PPOModels, PPOWork, generator, learner, ppo_memory, scorer
+from planning.ppo import PPOModels, PPOWork, generator, kept_passes, learner, ppo_memory, scorer
 from ppo.config import PPOConfig
 from pretrain.stage import STAGE as PRETRAIN
 from reward.stage import STAGE as REWARD
@@ -38,7 +39,7 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
         "responses": config.num_iterations * config.rollout_batch_size,
         "tokens per iteration": config.rollout_batch_size * seq_len,
     }
-    learning = planner.times.compute_seconds(_flops(planner, config, models, seq_len))
+    learning = planner.times.compute_seconds(_flops(planner, config, models, work, seq_len))
     if config.placement == "disaggregated":
         planner.sizes.assume("the scorers' time is counted with the learners'")
     sampling = planner.times.sampling_seconds(
@@ -88,6 +89,10 @@ def _work(planner: Planner, config: PPOConfig, models: PPOModels, seq_len: int) 
     rows, micro_batches = rows_and_passes(batch, layout.ranks, width)
     ptx, ptx_tokens = math.ceil(config.ptx_rows / layout.ranks / micro_batches), _ptx_tokens(planner, config)
     num_generators = config.num_generators if config.placement == "disaggregated" else layout.ranks
+    can_keep = keeps_passes(layout, config.memory, has_ptx=config.ptx_rows > 0, shares_body=config.shared_body)
+    keeps = ["policy"] if can_keep else []
+    if can_keep and config.has_value_function and not batch.forward_tokens:
+        keeps.append("value")
     return PPOWork(
         forward_pass(layout, rows + ptx, max(width, ptx_tokens)),
         forward_pass(layout, rows, width),
@@ -101,6 +106,7 @@ def _work(planner: Planner, config: PPOConfig, models: PPOModels, seq_len: int) 
         has_average=config.ema_decay > 0,
         shares_body=config.shared_body,
         gpu_bytes=planner.times.hardware.memory_bytes if layout.is_gpu else 0,
+        keeps=tuple(keeps),
     )
 
 
@@ -127,10 +133,10 @@ def _ptx_tokens(planner: Planner, config: PPOConfig) -> int:
     return pretraining.seq_len if config.ptx_rows and pretraining is not None else 0
 
 
-def _flops(planner: Planner, config: PPOConfig, models: PPOModels, seq_len: int) -> float:
+def _flops(planner: Planner, config: PPOConfig, models: PPOModels, work: PPOWork, seq_len: int) -> float:
     """An iteration without sampling: one pass each of policy and reference, and of value function and reward model if
-    there are any, then the epochs' updates of policy and value function, and the pretraining rows. Heads read the
-    responses alone.
+    there are any, then the epochs' updates of policy and value function, without the passes that the first one finds
+    kept, and the pretraining rows. Heads read the responses alone.
     """
     tokens = config.rollout_batch_size * seq_len
     times, critic = planner.times, replace(planner.times, model=models.critic)
@@ -141,6 +147,9 @@ def _flops(planner: Planner, config: PPOConfig, models: PPOModels, seq_len: int)
     updates = times.passes(models.policy_counts) * with_head
     if models.value_counts is not None:
         updates += critic.passes(models.value_counts) * body
+    cost = {"policy": with_head, "value": body}
+    for name, kept in kept_passes(models, planner.layout, work).items():
+        looking -= cost[name] * kept.num_kept / kept.num_passes / config.num_minibatches
     ptx_tokens = _ptx_tokens(planner, config)
     ptx_flops = times.passes(models.policy_counts) * times.forward_flops(ptx_tokens or 1, 1.0)
     ptx = config.ptx_rows * config.updates_per_iteration * ptx_tokens * ptx_flops

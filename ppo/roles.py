@@ -93,10 +93,13 @@ class Roles:
         scorers = _scorers(config, models, conversations, learning, own or learning)
         return cls(config, Learners(learning, config.minibatch), Generators(sampling), scorers, direct, makes_room)
 
-    def start_measuring(self, rollout: Rollout, minibatches: Sequence[Tensor]) -> Pending[Measured]:
+    def start_measuring(
+        self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False
+    ) -> Pending[Measured]:
         """Start what the models say of a rollout, whose rows are packed as the updates on `minibatches` will pack them.
 
-        All are started together: on ranks of their own, scorers and learners work at the same time.
+        All are started together: on ranks of their own, scorers and learners work at the same time. With `keeps`,
+        learners keep passes that the first update would repeat.
         """
         learners = self.learners
         if self.config.shared_body:  # one pass serves all
@@ -105,9 +108,10 @@ class Roles:
             given = [(rollout.rows(share.rows), share.pass_sizes) for share in shares]
             found = joined(ranks.start_split(SharedBodyLearner.measure, given), shares)
             return lambda: Measured(*found().unbind(dim=1))
-        logprobs = learners.start_policy_logprobs(rollout, minibatches)
+        logprobs = learners.start_policy_logprobs(rollout, minibatches, keeps=keeps)
         ref_logprobs = self.scorers.start_reference_logprobs(rollout, minibatches)
-        values = learners.start_values(rollout) if self.config.has_value_function else None
+        has_values = self.config.has_value_function
+        values = learners.start_values(rollout, minibatches, keeps=keeps) if has_values else None
 
         def collect() -> Measured:
             logprobs_BR, ref_logprobs_BR = logprobs(), ref_logprobs()

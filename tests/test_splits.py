@@ -38,6 +38,7 @@ from ppo.algorithm import token_weights
 from ppo.config import PPOConfig
 from ppo.generator import Generator
 from ppo.initial_models import InitialModels, ScoreScale, TokenStream
+from ppo.kept_passes import Repeated
 from ppo.learner import Learner
 from ppo.rollout import PolicyBatch, ResponseKL, Rollout, ValueBatch, shares_by_update, shares_of
 from ppo.scorer import Scorer
@@ -526,13 +527,15 @@ def train_ppo(split: Split, folder: Path, rank: int) -> dict[str, Any]:
     shares = shares_of(lengths_B, split.num_ranks, config.minibatch, with_gradients=True)
     policy = policy_batch(config).shares(shares)[rank]
     value = ValueBatch(ROLLOUT, OLD_VALUES_BR, RETURNS_BR, SCORED_BR, NUM_RESPONSE_TOKENS).shares(shares)[rank]
-    mine = shares_by_update(lengths_B, split.num_ranks, config.minibatch, everything)[rank]
+    by_update = shares_by_update(lengths_B, split.num_ranks, config.minibatch, everything)
+    mine = by_update[rank]
+    repeated = Repeated.of(ROLLOUT, by_update, len(mine.pass_sizes))  # the first update takes the passes, without ZeRO
     mine_alone, prompts = ROLLOUT.rows(mine.rows), [PROMPTS[row] for row in mine.rows.tolist()]
     passes = {
         "generate": lambda: generator.generate(mine.rows.tolist(), prompts, range(len(prompts))),
         "scores": lambda: scorer.scores(mine_alone, []),
         "reference_logprobs": lambda: scorer.reference_logprobs(mine_alone, mine.pass_sizes),
-        "policy_logprobs": lambda: learner.policy_logprobs(mine_alone, mine.pass_sizes),
+        "policy_logprobs": lambda: learner.policy_logprobs(mine_alone, mine.pass_sizes, repeated),
     }
     collectives = {name: num_collectives(run) for name, run in passes.items()}
     metrics = []

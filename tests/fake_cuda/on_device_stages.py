@@ -237,7 +237,7 @@ def test_phases_of_ppo_wait_for_the_device_a_stated_number_of_times(run: Path) -
         "scores": (1, lambda: roles.scorers.start_scores(rollout)()),
         "reference log-probs": (1, lambda: roles.scorers.start_reference_logprobs(rollout, whole)()),
         "log-probs": (1, lambda: roles.learners.start_policy_logprobs(rollout, whole)()),
-        "values": (1, lambda: roles.learners.start_values(rollout)()),
+        "values": (1, lambda: roles.learners.start_values(rollout, whole)()),
         "policy update": (2, lambda: roles.learners.update_policy(policy, 1e-4, 0)),
         "value update": (2, lambda: roles.learners.update_value(value, 1e-4, 0)),
     }

@@ -34,7 +34,8 @@ class OneRank:
         return self.roles.scorers.start_scores(rollout)()
 
     def values(self, rollout: Rollout) -> Tensor:
-        return self.roles.learners.start_values(rollout)()
+        """Packs the whole rollout as an update does."""
+        return self.roles.learners.start_values(rollout, [torch.arange(len(rollout))])()
 
     def policy_logprobs(self, rollout: Rollout) -> Tensor:
         """Packs the whole rollout as an update does."""

@@ -1,0 +1,128 @@
+"""Forward passes that an iteration's first update would repeat, kept from when its tokens were measured.
+
+Both read the same tokens, in the same rows, with the same weights. So the update takes outputs and activations as they
+are, and the results are the same bits. A rank keeps as many passes as `planning.kept.KEPT_BYTES` holds, and `heed plan`
+counts them.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from planning.kept import KEPT_BYTES, KeptPass, keeps_passes
+from planning.memory import Counts, Layout, count, forward_pass
+from ppo.config import PPOConfig
+from ppo.rollout import Rollout, Share, pass_slices
+from training.engine import Engine
+from training.passes import padded_tokens, row_width
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """The passes that the next update repeats, which come before all others.
+
+    All ranks have as many of them, and keep as many, so sizes are those of the largest pass of any rank.
+    """
+
+    num_passes: int = 0
+    padded_tokens: int = 0
+    row_width: int = 1  # tokens
+    response_tokens: int = 0
+
+    @classmethod
+    def of(cls, rollout: Rollout, shares: Sequence[Share], num_passes: int) -> Self:
+        """The first passes of each rank's share."""
+        passes = [share.rows[own] for share in shares for own in pass_slices(share.pass_sizes)[:num_passes]]
+        lengths = [rollout.num_tokens_B[rows] for rows in passes]
+        return cls(
+            num_passes,
+            max(padded_tokens(found.tolist()) for found in lengths),
+            max(row_width(found.numpy()) for found in lengths),
+            max(int(rollout.response_tokens_B[rows].sum()) for rows in passes),
+        )
+
+
+NOT_REPEATED = Repeated()  # no update follows with the same weights
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """What the size of a model's kept passes follows from. Only a policy has logits."""
+
+    engine: Engine[Any]
+    counts: Counts
+    layout: Layout
+    has_logits: bool
+
+    def largest_of(self, repeated: Repeated) -> KeptPass:
+        config = self.engine.module.config
+        num_logits = repeated.response_tokens * config.vocab_size if self.has_logits else 0
+        of = forward_pass(self.layout, -(-repeated.padded_tokens // repeated.row_width), repeated.row_width)
+        return KeptPass(config, self.counts, self.layout, of, num_logits)
+
+
+class KeptPasses:
+    """A rank's kept passes by model, until an update takes them."""
+
+    def __init__(self, models: Mapping[str, TrainedModel]) -> None:
+        """`models` are those that keep passes."""
+        self._models, self._bytes = models, dict[str, int]()
+        self._passes: dict[str, deque[tuple[Rollout, Tensor]]] = {}
+
+    @classmethod
+    def of(cls, config: PPOConfig, engines: Mapping[str, Engine[Any]]) -> Self:
+        """Of a rank's policy and value function, by these names; of neither unless passes can be kept."""
+        policy = engines["policy"]
+        layout = Layout(
+            policy.world_size,
+            policy.config.zero_stage,
+            is_bf16=policy.config.resolved_precision() == "bf16",
+            is_gpu=policy.device.type == "cuda",
+            recomputes=policy.config.checkpoint_activations,
+        )
+        can_keep = keeps_passes(layout, config.memory, has_ptx=config.ptx_rows > 0, shares_body=config.shared_body)
+        models = dict[str, TrainedModel]()
+        for name, engine in engines.items():
+            shape, is_value = engine.module.config, name == "value"
+            if can_keep and engine.runs_ahead:
+                counts = count(shape, engine.optimizer_config, num_scores=int(is_value), lora=config.lora)
+                models[name] = TrainedModel(engine, counts, layout, has_logits=not is_value)
+        return cls(models)
+
+    def num_fitting(self, model: str, repeated: Repeated) -> int:
+        """How many of the repeated passes the model may keep, next to what other models keep."""
+        if model not in self._models or not repeated.num_passes:
+            return 0
+        others = sum(size for name, size in self._bytes.items() if name != model)
+        largest = self._models[model].largest_of(repeated)
+        num_kept = largest.num_kept(repeated.num_passes, KEPT_BYTES - others)
+        self._bytes[model] = num_kept * largest.num_bytes
+        return num_kept
+
+    def put(self, model: str, parts: Sequence[Rollout], outputs: Sequence[Tensor]) -> None:
+        """Keep passes over `parts`; each output has its graph."""
+        self._passes[model] = deque(zip(parts, outputs, strict=True))
+
+    def take(self, model: str) -> "Taken":
+        """The model's passes, which are not kept any more."""
+        self._bytes.pop(model, None)
+        return Taken(self._passes.pop(model, deque()))
+
+
+class Taken:
+    """Kept passes in an update, which frees one after the other."""
+
+    def __init__(self, passes: deque[tuple[Rollout, Tensor]]) -> None:
+        self._passes = passes
+
+    def next(self, part: Rollout) -> Tensor | None:
+        """The output [B, R] of the kept pass over `part`; None once there is none left."""
+        if not self._passes:
+            return None
+        read, output = self._passes.popleft()
+        assert torch.equal(read.tokens_BT, part.tokens_BT), "an update reads other responses than were measured first"
+        return output
