@@ -192,11 +192,12 @@ class Engine(Generic[AnyModule]):
         PyTorch refuses the backward if one did.
         """
         assert self.runs_ahead, f"passes ahead of their updates with {self.config}"
-        deterministic, reduced = (
+        with (
             deterministic_kernels(self.config.deterministic),
+            self.cache_weight_casts(),
+            torch.enable_grad(),
             self._gradients_reduced(is_last=False),
-        )
-        with deterministic, self.cache_weight_casts(), torch.enable_grad(), reduced:
+        ):
             yield
 
     @contextlib.contextmanager
