@@ -93,8 +93,8 @@ class KeptPasses:
                 models[name] = TrainedModel(engine, counts, layout, has_logits=not is_value)
         return cls(models)
 
-    def num_fitting(self, model: str, repeated: Repeated) -> int:
-        """How many of the repeated passes the model may keep, next to what other models keep."""
+    def reserve(self, model: str, repeated: Repeated) -> int:
+        """Reserve memory for repeated passes, next to what other models keep. Returns how many the model may keep."""
         if model not in self._models or not repeated.num_passes:
             return 0
         others = sum(size for name, size in self._bytes.items() if name != model)

@@ -187,7 +187,7 @@ class Learner(Rank):
     ) -> Tensor:
         """As `_by_pass`; passes for which there is room are kept for the next update."""
         engine, parts = self.engines[name], rollout.parts(pass_sizes)
-        num_kept = self.kept.num_fitting(name, repeated)
+        num_kept = self.kept.reserve(name, repeated)
         found = list[Tensor]()
         if num_kept:
             with engine.forward_ahead():
@@ -195,7 +195,7 @@ class Learner(Rank):
             self.kept.put(name, parts[:num_kept], found)
         with torch.no_grad(), engine.cache_weight_casts():
             found += map(measure, parts[num_kept:])
-        return torch.cat([output.detach()[:size] for output, size in zip(found, pass_sizes, strict=True)]).cpu()
+        return self._joined(found, pass_sizes)
 
     @torch.no_grad()
     def reference_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:

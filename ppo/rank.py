@@ -3,7 +3,7 @@
 Shape letters: B responses, R response tokens, C counted positions, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -42,8 +42,12 @@ class Rank:
 
     def _by_pass(self, measure: Callable[[Rollout], Tensor], rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
         """What is measured of each response [B, R], pass by pass."""
-        found = [measure(part)[:size] for part, size in zip(rollout.parts(pass_sizes), pass_sizes, strict=True)]
-        return torch.cat(found).cpu()
+        return self._joined(map(measure, rollout.parts(pass_sizes)), pass_sizes)
+
+    @staticmethod
+    def _joined(outputs: Iterable[Tensor], pass_sizes: Sequence[int]) -> Tensor:
+        """The passes' outputs of all responses [B, R], without the rows that fill a pass up."""
+        return torch.cat([output.detach()[:size] for output, size in zip(outputs, pass_sizes, strict=True)]).cpu()
 
     def _logprobs(self, model: nn.Module, rollout: Rollout) -> Tensor:
         """log π of the response tokens [B, R] at the sampling temperature."""

@@ -146,11 +146,11 @@ def test_passes_are_kept_while_there_is_room(start: Start, monkeypatch: pytest.M
     policy, value = (kept._models[name].largest_of(repeated).num_bytes for name in ("policy", "value"))
     assert policy == value + 4 * 24 * 300  # the logits, in fp32
     monkeypatch.setattr(ppo.kept_passes, "KEPT_BYTES", 3 * policy + value)
-    assert [kept.num_fitting(name, repeated) for name in ("policy", "value")] == [3, 1]
-    assert kept.num_fitting("policy", NOT_REPEATED) == 0  # other measurements leave them where they are
+    assert [kept.reserve(name, repeated) for name in ("policy", "value")] == [3, 1]
+    assert kept.reserve("policy", NOT_REPEATED) == 0  # other measurements leave them where they are
     kept.take("policy")
-    assert kept.num_fitting("value", repeated) == 4
-    assert kept.num_fitting("policy", repeated) == 3 - -(-3 * value // policy)
+    assert kept.reserve("value", repeated) == 4
+    assert kept.reserve("policy", repeated) == 3 - -(-3 * value // policy)
 
 
 def test_the_rest_is_computed_twice(start: Start, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
