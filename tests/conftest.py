@@ -33,6 +33,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test checks a certificate, and reading all of a machine's takes each HTTP client 30 ms.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+# Otherwise each of the hundreds of processes that tests start compiles the tree again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 if Path("/dev/nvidia0").exists():
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are for CPUs; tests/gpu has its own command
 
