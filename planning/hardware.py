@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+import lm.native.install  # noqa: F401  # products as a model's layers compute them
+from lm.linear import linear
+
 GIB = 2**30
 
 
@@ -55,9 +58,9 @@ def hardware(name: str, ranks: int, precision: str) -> Hardware:
 
 
 def _product_rate(dtype: torch.dtype, size: int = 1024) -> float:
-    """Measures floating-point operations per second of square matrix products on all cores: the best of a few."""
-    a, b = torch.randn(2, size, size).to(dtype)
-    return 2 * size**3 / min(_seconds(lambda: a @ b) for _ in range(8))
+    """Measures floating-point operations per second of a square linear map on all cores: the best of a few."""
+    x, weight = torch.randn(2, size, size).to(dtype)
+    return 2 * size**3 / min(_seconds(lambda: linear(x, weight, None)) for _ in range(8))
 
 
 def _copy_rate(numbers: int = 16_000_000) -> float:

@@ -2,11 +2,14 @@
 
 import json
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
 from cluster.connection import connect, disconnect
@@ -305,6 +308,19 @@ def test_hardware() -> None:
     assert alone.flops > 1e9
     assert shared.memory_bytes <= alone.memory_bytes
     assert GPUS["h100"].memory_bytes < 80 * GIB
+
+
+def test_a_cpus_rate_is_that_of_the_layers_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own product in bf16 may be a tenth as fast, and no layer uses it then."""
+    dtypes = set[torch.dtype]()
+
+    def slow_linear(x: Tensor, weight: Tensor, _bias: None) -> None:
+        dtypes.update((x.dtype, weight.dtype))
+        time.sleep(0.01)
+
+    monkeypatch.setattr("planning.hardware.linear", slow_linear)
+    assert hardware("cpu", 2, "bf16").flops == pytest.approx(2 * 1024**3 / 0.01 / 2, rel=0.2)
+    assert dtypes == {torch.bfloat16}
 
 
 def test_the_command_prints_tables_and_says_what_does_not_fit() -> None:
