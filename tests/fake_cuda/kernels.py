@@ -265,6 +265,16 @@ def rms_norm_backward(
     return x_gradient.to(x.dtype), (wide * normed).flatten(0, -2).sum(dim=0).to(weight.dtype)
 
 
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+
+
+def product(operation: Any, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor:
+    """A matrix product with sums in fp32, as a GPU has them. CPUs without bf16 take long for one in bf16."""
+    dtype = args[-1].dtype
+    result = operation(*(part.float() if isinstance(part, Tensor) else part for part in args), **kwargs).to(dtype)
+    return result if out is None else out.copy_(result)
+
+
 _libraries: list[Any] = []
 
 
@@ -277,4 +287,5 @@ def register() -> None:
         packet, _, overload = name.partition(".")
         aten.impl(name, partial(run, getattr(getattr(torch.ops.aten, packet), overload or "default")), "CUDA")
     OWN["_fused_rms_norm_backward"] = rms_norm_backward
+    OWN.update({name: partial(product, getattr(torch.ops.aten, name).default) for name in PRODUCTS})
     _libraries.extend([everything, aten])
