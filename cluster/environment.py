@@ -19,7 +19,12 @@ WAITING = {
 # other; segments that grow serve all of them. It has no effect without a GPU.
 GPU_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
-# Ray starts an idle worker per core in advance, without the environment above: no rank can use one.
-NO_SPARE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
+# Ray runs workers at a niceness of 15. Next to other busy processes they hardly compute, and do not beat in time
+# (docs/log.md).
+NICENESS = {"RAY_worker_niceness": "0"}
 
-WORKER_ENVIRONMENT = ALLOCATOR | WAITING | GPU_ALLOCATOR
+WORKER_ENVIRONMENT = ALLOCATOR | WAITING | GPU_ALLOCATOR | NICENESS
+
+# For a Ray that Heed starts. Ray would start an idle worker per core in advance, without the environment above: no rank
+# can use one.
+RAY_ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0"} | NICENESS

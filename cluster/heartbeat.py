@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.environment import NICENESS
 from lm.progress import progress_noted
 
 BEATS_IN_LIMIT = 6  # so that a late beat is not taken for silence
@@ -48,7 +49,10 @@ def open_heartbeats() -> Any:
     if driver not in _open:
         _open.clear()  # leftovers belong to a cluster that this process has left
         here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False)
-        options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here, "enable_task_events": False}
+        options = {
+            "num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here, "enable_task_events": False,
+            "runtime_env": {"env_vars": NICENESS},
+        }  # fmt: skip
         _open[driver] = ray.remote(_Heartbeats).options(**options).remote()
     return _open[driver]
 

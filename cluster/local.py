@@ -20,7 +20,7 @@ from typing import Self
 
 import psutil
 
-from cluster.environment import NO_SPARE_WORKERS
+from cluster.environment import RAY_ENVIRONMENT
 from cluster.network import Network
 from endpoints.ports import free_port
 
@@ -165,7 +165,7 @@ class LocalCluster:
         return {
             MARK: f"{self.mark}/{name}",
             "RAY_AUTH_MODE": self._auth_mode,
-            **NO_SPARE_WORKERS,
+            **RAY_ENVIRONMENT,
         }
 
 

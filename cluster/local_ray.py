@@ -10,7 +10,7 @@ import os
 import threading
 from typing import Any
 
-from cluster.environment import NO_SPARE_WORKERS
+from cluster.environment import RAY_ENVIRONMENT
 
 UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")  # autoscaler, workers' output, dashboard
 
@@ -89,7 +89,7 @@ def _init() -> None:
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     # `cluster.connection` handles SIGTERM; Ray warns that a thread cannot.
     logging.getLogger("ray._private.worker").addFilter(lambda record: "SIGTERM handler" not in record.getMessage())
-    for name, value in NO_SPARE_WORKERS.items():
+    for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import ray
     from ray._private import node
