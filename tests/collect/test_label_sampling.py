@@ -111,7 +111,7 @@ def test_refusals(folder: Path, heed_label: Call) -> None:
 
 def test_prompts_that_are_left_out_are_counted(folder: Path, heed_label: Call) -> None:
     """A cold policy says the same again to some prompts, which then have too few responses for a task."""
-    cold = ("--responses", "4", "--samples", "2", "--temperature", "0.12")
+    cold = ("--responses", "4", "--samples", "2", "--temperature", "0.16")
     code, said, err = heed_label(*arguments(folder, *cold))
     assert code == 0, err
     num_tasks = int(said.split()[0])
