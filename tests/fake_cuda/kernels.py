@@ -269,9 +269,11 @@ PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 
 
 def product(operation: Any, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor:
-    """A matrix product with sums in fp32, as a GPU has them. CPUs without bf16 take long for one in bf16."""
+    """A matrix product, of bf16 with sums in fp32, as a GPU has them. CPUs without bf16 take long for one in bf16."""
     dtype = args[-1].dtype
-    result = operation(*(part.float() if isinstance(part, Tensor) else part for part in args), **kwargs).to(dtype)
+    if dtype == torch.bfloat16:
+        args = tuple(part.float() if isinstance(part, Tensor) else part for part in args)
+    result: Tensor = operation(*args, **kwargs).to(dtype)
     return result if out is None else out.copy_(result)
 
 
