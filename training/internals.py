@@ -19,7 +19,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW, Optimizer, _muon
+from torch.optim import AdamW, Optimizer
 
 from training.state import ParamShard
 
@@ -106,25 +106,6 @@ def _run_as_it_is(*owners: Any) -> None:
             if getattr(function, "__code__", None) is excluded.__code__:
                 wrapped.__dynamo_disable = wrapped
             function = wrapped
-
-
-def orthogonalise_in_fp32() -> None:
-    """Let Muon multiply in fp32 what PyTorch's Muon rounds to bf16, for CPUs on which bf16 is slow."""
-    setattr(_muon, "_zeropower_via_newtonschulz", _orthogonalised)  # noqa: B010 - as above
-
-
-def _orthogonalised(update: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """U S' Vᵀ with S' near 1 from U S Vᵀ, by the quintic Newton-Schulz iteration of Jordan et al. 2024 ("Muon: An
-    optimizer for hidden layers in neural networks"): X <- a X + (b A + c A²) X, A = X Xᵀ.
-    """
-    a, b, c = coefficients
-    is_tall = update.shape[0] > update.shape[1]
-    x = update.T if is_tall else update
-    x = x / x.norm().clamp(min=eps)  # no singular value is above 1
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
 
 
 def without_operators() -> None:

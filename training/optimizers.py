@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from training.config import OptimizerConfig, cpu_multiplies_bf16
-from training.internals import full_shape, orthogonalise_in_fp32
+from training.internals import full_shape
+from training.muon import Muon
 
 
 def make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.device) -> list[torch.optim.Optimizer]:
@@ -17,14 +18,9 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.dev
     outer = [p for name, p in parameters.items() if name not in inner]
     optimizers: list[torch.optim.Optimizer] = [_make_adamw(outer, config, device)]
     if inner:  # there are none if only what follows the blocks is trained
-        if device.type == "cpu" and not cpu_multiplies_bf16():
-            orthogonalise_in_fp32()
-        muon = torch.optim.Muon(
-            [parameters[name] for name in inner],
-            lr=config.learning_rate,
-            weight_decay=config.weight_decay,
-            adjust_lr_fn="match_rms_adamw",
-        )
+        is_bf16_slow = device.type == "cpu" and not cpu_multiplies_bf16()
+        dtype = torch.float32 if is_bf16_slow else torch.bfloat16
+        muon = Muon([parameters[name] for name in inner], config.learning_rate, config.weight_decay, dtype)
         optimizers.insert(0, muon)
     return optimizers
 
