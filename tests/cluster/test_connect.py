@@ -67,6 +67,7 @@ def test_only_what_is_used_is_started_and_no_port_is_waited_for() -> None:
     assert all(any(name in process for name in names) for process in processes), processes
     for name in names:
         assert any(name in process for process in processes), (name, processes)
+    assert any("/worker_setup.py" in process for process in processes), processes
 
 
 @pytest.mark.parametrize("wait", [0.0, 0.8])

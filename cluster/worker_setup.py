@@ -1,0 +1,37 @@
+"""Starts the Python of a Ray worker, with the environment variables that were asked for.
+
+Ray runs it in place of its own `setup_worker.py`, which imports all of Ray for that, and which still serves workers that
+need more: `worker_setup.py default_worker.py ... --language=PYTHON --serialized-runtime-env-context=JSON`.
+"""
+
+import sys
+
+del sys.path[0]  # this folder, whose modules are not to be found in place of the standard library's
+
+import json  # noqa: E402
+import os  # noqa: E402
+import re  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import NoReturn  # noqa: E402
+
+CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
+UNDERSTOOD = {"env_vars", "py_executable"}
+
+
+def start_worker(arguments: list[str]) -> NoReturn:
+    """Replace this process by the worker's."""
+    passed_on = [argument for argument in arguments if not argument.startswith((CONTEXT, LANGUAGE))]
+    context = next((argument.removeprefix(CONTEXT) for argument in arguments if argument.startswith(CONTEXT)), "{}")
+    wanted = {name: value for name, value in json.loads(context).items() if value}
+    if LANGUAGE + "PYTHON" not in arguments or wanted.keys() - UNDERSTOOD:
+        rays_own = Path(passed_on[0]).with_name("setup_worker.py")
+        os.execv(sys.executable, [sys.executable, str(rays_own), *arguments])
+    for name, value in wanted.get("env_vars", {}).items():
+        # As Ray does: ${NAME} is that variable's value, or nothing.
+        os.environ[name] = re.sub(r"\$\{[A-Z0-9_]+\}", "", os.path.expandvars(value))
+    python = wanted.get("py_executable", sys.executable)  # may be a command with arguments
+    os.execvp("bash", ["bash", "-c", f'exec {python} "$@"', "bash", *passed_on])
+
+
+if __name__ == "__main__":
+    start_worker(sys.argv[1:])
