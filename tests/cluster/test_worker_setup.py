@@ -29,7 +29,12 @@ def started(worker: Path, *options: str, **variables: str) -> str:
 
 
 def context(**values: Any) -> str:
-    nothing = {"command_prefix": [], "env_vars": {}, "override_worker_entrypoint": None, "java_jars": []}
+    nothing: dict[str, Any] = {
+        "command_prefix": [],
+        "env_vars": {},
+        "override_worker_entrypoint": None,
+        "java_jars": [],
+    }
     return "--serialized-runtime-env-context=" + json.dumps(nothing | {"py_executable": sys.executable} | values)
 
 
