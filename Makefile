@@ -64,10 +64,10 @@ demo: $(STAMP)  ## Run the whole chain on a laptop's CPU and write its report.
 	$(BIN)/heed run configs/jobs/demo.toml
 
 test: $(STAMP)  ## Run the tests but the long ones, a file at a time in each of three processes.
-	$(BIN)/pytest $(PARALLEL) -m "not long" --durations=20
+	$(BIN)/pytest $(PARALLEL) --durations=20
 
 test-all: $(STAMP)  ## Run all tests, as CI does.
-	$(BIN)/pytest $(PARALLEL) --durations=20
+	$(BIN)/pytest $(PARALLEL) --all --durations=20
 
 bench: $(STAMP)  ## Measure Heed beside its peers, which are installed into .bench/, and write benchmarks/README.md.
 	$(BIN)/python -m benchmarks.speed

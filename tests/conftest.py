@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests import examples
 from tests.serving import serving
 
 pytest_plugins = ["tests.databases"]
@@ -80,11 +81,29 @@ LONGEST = [
 ]  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also the long tests, and properties with all their examples")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    examples.takes_all = config.getoption("--all")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all") and not config.option.markexpr:
+        _leave_out_long_ones(config, items)
     here = Path(__file__).parent
     place = {here / name: number for number, name in enumerate(LONGEST)}
     assert all(path.exists() for path in place), [str(path) for path in place if not path.exists()]
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
+
+
+def _leave_out_long_ones(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """All but those whose file is named in the command."""
+    named = {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
+    long = [item for item in items if item.get_closest_marker("long") and item.path.resolve() not in named]
+    items[:] = [item for item in items if item not in set(long)]
+    config.hook.pytest_deselected(items=long)
 
 
 def pytest_collection_finish() -> None:

@@ -79,6 +79,7 @@ def test_a_process_prints_its_result_last(task: Callable[[str], Task]) -> None:
     assert "KeyError" in run(command(sys.executable, OWN_MODULE, replace(task("generate"), kind="none")), 1)["failed"]
 
 
+@pytest.mark.long
 def test_a_second_round_trains_again(task: Callable[[str], Task]) -> None:
     """And does not go on from what the first one saved."""
     own = task("train")
@@ -106,6 +107,7 @@ def test_steps_of_the_warm_up_are_left_out(monkeypatch: pytest.MonkeyPatch, task
     assert (found["work"], found["seconds"], found["cpu_seconds"]) == (14, 5.0, 2.5)
 
 
+@pytest.mark.long
 def test_a_peer_that_cannot_be_installed_says_why(tmp_path: Path) -> None:
     requirements = tmp_path / "requirements.txt"
     requirements.write_text("")

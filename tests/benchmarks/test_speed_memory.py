@@ -11,6 +11,8 @@ import pytest
 from benchmarks.speed.environments import ROOT
 from benchmarks.speed.memory import job_of, markdown, planned
 
+pytestmark = pytest.mark.long
+
 TINY = ("model.vocab_size=2048", "model.hidden_size=128", "model.num_hidden_layers=2", "model.num_attention_heads=2",
 "model.num_key_value_heads=2",
         "model.intermediate_size=256", "pretrain.seq_len=32", "sft.seq_len=32",

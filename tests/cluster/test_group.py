@@ -97,6 +97,7 @@ def size_of(large: Large) -> int:
     return len(large.content)
 
 
+@pytest.mark.long
 def test_what_all_ranks_get_is_pickled_and_stored_once(pair: WorkerGroup) -> None:
     large = Large(bytes(3_000_000))
     Large.num_pickled = 0
@@ -179,6 +180,7 @@ def test_put_call_and_close(pair: WorkerGroup) -> None:
         counters.call_split(Counter.add, [(1,), (2,)])
 
 
+@pytest.mark.long
 def test_calls_of_a_rank_run_in_the_order_they_were_started(pair: WorkerGroup) -> None:
     counters = pair.put("count", Counter, 0)
     started = [counters.start_all(Counter.add, amount) for amount in range(10)]
@@ -244,6 +246,7 @@ def test_a_worker_killed_inside_a_collective_is_named(pair: WorkerGroup) -> None
         pair.run("ppo", die)
 
 
+@pytest.mark.long
 def test_a_worker_lost_while_a_peer_fails_is_the_cause_however_late_it_is_reported(pair: WorkerGroup) -> None:
     """Ray reports a lost node seconds after the connections to it broke."""
 
@@ -279,6 +282,7 @@ def test_a_rank_that_hangs_is_named_and_not_those_that_wait(pair: WorkerGroup, m
         pair.run("sft", wait)
 
 
+@pytest.mark.long
 def test_memory_that_ran_out_comes_with_advice(pair: WorkerGroup) -> None:
     def of_torch() -> None:
         import torch
@@ -299,6 +303,7 @@ def test_a_worker_that_ray_ended_for_its_memory_comes_with_advice() -> None:
     assert first_cause._advice(ray.exceptions.RayError("the worker was killed")) == ""
 
 
+@pytest.mark.long
 def test_the_value_of_rank_0_passes_to_every_rank_of_another_group(opened: list[WorkerGroup]) -> None:
     for group in opened:
         group.close()
@@ -321,6 +326,7 @@ def test_a_group_that_could_never_be_placed_is_refused_at_once(opened: list[Work
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.long
 def test_a_group_whose_place_stays_taken_is_refused(opened: list[WorkerGroup]) -> None:
     for group in opened:
         group.close()

@@ -33,6 +33,7 @@ def visible() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("three_gpus")
 def test_more_ranks_than_gpus_are_refused_unless_all_run_on_cpus() -> None:
     with pytest.raises(NoPlaceError, match=r"4 ranks, .* there are 3 GPUs; .* cluster.use_gpus = false"):
@@ -56,6 +57,7 @@ def test_places_of_all_groups_are_counted_together(tmp_path: Path) -> None:
     assert require_room(3, use_gpus=True) == ON_GPU
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("three_gpus")
 def test_what_ranks_run_on_is_decided_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a machine is lost, the cluster may show no GPU at all; the job waits for it and takes no CPUs."""

@@ -30,6 +30,7 @@ def drive(head: Any, *arguments: str) -> subprocess.Popen[bytes]:
     return process
 
 
+@pytest.mark.long
 def test_a_host_name_that_leads_to_127_0_1_1_keeps_no_ranks_apart(cluster: tuple[Any, Any]) -> None:
     """gloo offers its peers the address of its own host name: 127.0.1.1 on Debian, where peers find only themselves."""
     head, node = cluster

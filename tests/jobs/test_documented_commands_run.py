@@ -24,6 +24,7 @@ def is_run(words: list[str]) -> bool:
     return own and not any(word in ("JUDGE", "configs/models/*.toml") or "runs/mine" in word for word in words)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_they_run_as_written(
     finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -45,6 +45,7 @@ def _workers() -> Iterator[None]:
         disconnect()
 
 
+@pytest.mark.long
 def test_the_example_job_runs_without_labels_and_reward_model(tmp_path: Path) -> None:
     """With another function than its own, because the world's judge finds everything by so small a model worthless."""
     function = f"{tmp_path / 'rewards.py'}:vowels"
@@ -113,6 +114,7 @@ def ppo_job(tmp_path: Path, model_folder: Path, **changes: Any) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_server_that_was_asleep_stops_the_run_and_is_asked_again(
     tmp_path: Path, model_folder: Path, endpoint: Endpoint
 ) -> None:
@@ -140,8 +142,8 @@ def test_a_server_that_was_asleep_stops_the_run_and_is_asked_again(
     ("body", "said"),
     [
         ("    return [{}[text] for text in responses]\n", "raised KeyError: "),
-        ("    return [1.0]\n", "gave 1 values for 16 responses"),
-        ("    pass\n", "gave NoneType for 16 responses"),
+        pytest.param("    return [1.0]\n", "gave 1 values for 16 responses", marks=pytest.mark.long),
+        pytest.param("    pass\n", "gave NoneType for 16 responses", marks=pytest.mark.long),
     ],
 )
 def test_a_failing_function_is_reported_with_its_own_file_and_line(

@@ -167,6 +167,7 @@ def test_a_finished_run_is_left_as_it_is(rerun: Rerun, copied: Path) -> None:
     assert contents(copied) == before
 
 
+@pytest.mark.long
 def test_an_unfinished_stage_goes_on_with_another_number_of_workers(rerun: Rerun, copied: Path) -> None:
     (copied / "reward" / "lineage.json").unlink()
     before = (copied / "reward" / "metrics.jsonl").read_text().splitlines()
@@ -182,6 +183,7 @@ def test_an_unfinished_stage_goes_on_with_another_number_of_workers(rerun: Rerun
     assert not (copied / "replaced").exists()
 
 
+@pytest.mark.long
 def test_from_reward_runs_reward_and_all_after_it_and_gives_the_same(rerun: Rerun, copied: Path) -> None:
     before = contents(copied)
     assert rerun(first="reward") == ["reward", "dpo", "ppo", "compare"]
@@ -265,6 +267,7 @@ class Longest:
         return Answer(tuple(lengths.index(len(text)) + 1 for text in shown.responses), 5)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_ray_stays")
 def test_a_run_waits_for_the_people_who_judge(
     copied: Path, overrides: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -103,6 +103,7 @@ class Dying:
         raise WorkerLostError("sft: rank 1 of 2 was lost: killed")
 
 
+@pytest.mark.long
 def test_a_group_whose_folder_is_away_as_it_starts_gives_its_places_back(tmp_path: Path) -> None:
     cores = os.cpu_count() or 1
     folder = tmp_path / "run"

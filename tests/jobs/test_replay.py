@@ -39,6 +39,7 @@ def test_every_iteration_records_what_sampled_it(finished_run: Path) -> None:
     assert len({str(line["sampled_by"]) for line in lines}) == 3
 
 
+@pytest.mark.long
 def test_a_replayed_response_has_the_recorded_bits_from_the_start_and_from_a_checkpoint(run: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (run / "ppo").rglob("*") if path.is_file()}
     told: list[tuple[int, int]] = []
@@ -65,6 +66,7 @@ def test_a_replayed_response_has_the_recorded_bits_from_the_start_and_from_a_che
     assert all(len(link.sha256) == 64 for link in chain)
 
 
+@pytest.mark.long
 def test_the_command_says_what_differs_from_the_record(run: Path, heed: Callable[..., HeedCommand]) -> None:
     path = run / "ppo" / ROLLOUTS
     lines = records(run)
@@ -95,6 +97,7 @@ def test_mistakes_are_named(run: Path, stage: str, iteration: int, response: int
         replay_response(run, stage, iteration, response)
 
 
+@pytest.mark.long
 def test_a_run_whose_job_or_labels_have_changed_is_named(run: Path) -> None:
     rankings = run / "collect" / "rankings.jsonl"
     whole = rankings.read_text()

@@ -56,6 +56,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     disconnect()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("workers")
 def test_stages_run_alone_from_directories(tmp_path: Path, model_folder: Path, encoder_folder: Path) -> None:
     """SFT from a model, a reward model on an encoder from a file of rankings, and PPO from both."""
@@ -104,6 +105,7 @@ def test_stages_run_alone_from_directories(tmp_path: Path, model_folder: Path, e
     assert {str(run / "sft" / "model"), str(judged / "reward" / "model")} <= set(lineage["data"])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("workers")
 def test_published_rankings_do_not_set_the_scale_of_scores(tmp_path: Path, model_folder: Path) -> None:
     """PPO's scores are in units of the starting policy's own samples, whatever a published file says."""

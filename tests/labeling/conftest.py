@@ -32,6 +32,12 @@ PROGRAM = Path(__file__).parent / "server.py"
 READY_SECONDS = 90.0
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Pages and API do not know which database they serve; the store's own tests use both."""
+    if "[postgresql" in item.name:
+        item.add_marker(pytest.mark.long)
+
+
 @pytest.fixture(autouse=True)
 def _cheap_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses argon2 with 1 MiB instead of 64, since hundreds of keys are made and checked here."""

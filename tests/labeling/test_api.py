@@ -3,7 +3,7 @@
 import pytest
 import schemathesis
 from fastapi.testclient import TestClient
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -12,6 +12,7 @@ from schemathesis.specs.openapi.checks import (
 
 from labeling.app import make_app
 from labeling.config import LabelingConfig
+from tests.examples import examples
 
 CONFIG = LabelingConfig(flags=("rude",), task_order="arrival")
 AS_DESCRIBED = (status_code_conformance, content_type_conformance, response_schema_conformance)
@@ -156,7 +157,7 @@ def test_a_fuzzer_finds_no_server_error(world, name):
         if operation.ok().path == "/api/session/end":
             continue  # it would end the session that all others use
 
-        @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+        @examples(15, derandomize=True, suppress_health_check=list(HealthCheck))
         @given(case=operation.ok().as_strategy())
         def check(case):
             answer = case.call(headers={"Authorization": f"Bearer {token}"})

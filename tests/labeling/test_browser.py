@@ -342,6 +342,7 @@ AROUND = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 def test_hostile_formulas_and_code_do_nothing(site):
     texts = ["\n\n".join(form.format(evil) for evil in EVIL) for form in AROUND]
     tasks = [Task(f"t{n}", (Message("user", text),), (text, text + "."), ("x", "y")) for n, text in enumerate(texts)]

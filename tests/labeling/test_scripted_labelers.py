@@ -60,6 +60,7 @@ def labeled(run_server, tmp_path_factory):
     return label_over_http(run_server, str(tmp_path_factory.mktemp("door") / "labels.db"), SIZE)
 
 
+@pytest.mark.long
 def test_the_lead_is_told_what_was_judged_over_http(labeled):
     """The API returns the same numbers as the report that the other tests check."""
     assert labeled.told == labeled.report.as_dict()
@@ -142,6 +143,7 @@ def test_in_process_and_simulated_labelers_say_the_same(labeled, tmp_path):
     assert len(shared[0]) > 300
 
 
+@pytest.mark.long
 def test_in_postgresql_it_is_the_same(run_server, postgres, postgres_tables):
     size = Size(num_ordinary=8, num_gold=4, num_repeats=4)
     labeled = label_over_http(run_server, postgres.new_database(postgres_tables), size)

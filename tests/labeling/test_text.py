@@ -4,11 +4,12 @@ import html
 import re
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from labeling.comparing import compared
 from labeling.text import MAX_FORMATTED_CHARACTERS, show
+from tests.examples import examples
 
 
 def visible(formatted):
@@ -96,7 +97,7 @@ PIECES = st.sampled_from(
 WORDS = st.integers(0, 99).map("word{}x".format)  # no digit last: the page may show a number right after a word
 
 
-@settings(max_examples=1_500, deadline=None)
+@examples(1_500)
 @given(st.lists(PIECES | WORDS, max_size=40), st.integers(0, 30))
 @example(pieces=["word0x", "```", "1. ", "```"], depth=0)
 def test_every_word_is_there_in_order_or_the_text_is_shown_exactly(pieces, depth):
@@ -110,7 +111,7 @@ def test_every_word_is_there_in_order_or_the_text_is_shown_exactly(pieces, depth
 
 
 @given(st.text(st.characters(categories=["L", "N", "S", "P", "Z"]), max_size=80))
-@settings(max_examples=500, deadline=None)
+@examples(500)
 def test_every_character_that_is_no_markup_is_there(text):
     found = show(text)
     if found.formatted:
@@ -186,7 +187,7 @@ TEX = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.lists(TEX, max_size=14))
 def test_no_formula_loses_what_stands_in_it(parts):
     found = show("\\(" + " ".join(parts) + " 5\\)")

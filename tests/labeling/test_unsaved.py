@@ -197,6 +197,7 @@ def test_an_error_of_the_server_loses_nothing_either(visit, monkeypatch, caplog)
     assert "t1 says u" in ann.post("/task/answer", data=fields).text
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_an_answer_outlives_an_outage_of_postgresql(postgres, postgres_tables, serve):
     """The database is killed and comes back while the server runs: pages say so, and the form is stored once."""

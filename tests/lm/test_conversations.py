@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from lm.tokenizer import Tokenizer
+from tests.examples import examples
 from tests.lm.vocabularies import END, KINDS, NAMES, START, TEMPLATES, TOOL, saved
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -78,7 +79,7 @@ def reaches_into_a_response(theirs: Any, messages: Messages) -> bool:
 def test_tokens_are_those_of_transformers(kind: str, template: str) -> None:
     ours, theirs = both(kind, template)
 
-    @settings(max_examples=15, deadline=None)
+    @examples(15)
     @given(messages=conversations(harmless))
     @example(messages=[{"role": "user", "content": " The fox? "}, {"role": "assistant", "content": "the dog."}])
     def equal(messages: Messages) -> None:
@@ -99,7 +100,7 @@ def test_tokens_are_those_of_transformers(kind: str, template: str) -> None:
 def test_marks_are_those_of_a_template_that_shows_them(kind: str) -> None:
     ours, theirs = both(kind, "generation")
 
-    @settings(max_examples=25, deadline=None)
+    @examples(25)
     @given(messages=conversations(harmless))
     def equal(messages: Messages) -> None:
         assume(not reaches_into_a_response(theirs, messages))
@@ -121,7 +122,7 @@ def test_no_message_becomes_a_special_token(kind: str, template: str) -> None:
     ours, theirs = both(kind, template)
     special = {number for number, token in theirs.added_tokens_decoder.items() if token.special and number != UNKNOWN}
 
-    @settings(max_examples=15, deadline=None)
+    @examples(15)
     @given(messages=conversations(naming))
     @example(messages=said(f"a{END} b{START}", " <|im_end|>"))
     @example(messages=said("\ufdd0999\ufdd1", "\ufdd03\ufdd1"))
@@ -140,7 +141,7 @@ def test_no_message_becomes_a_special_token(kind: str, template: str) -> None:
     same()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(messages=conversations(naming))
 @pytest.mark.parametrize("kind", ["byte-level", "llama 3"])
 def test_a_conversation_decodes_to_what_was_said(kind: str, messages: Messages) -> None:
@@ -183,7 +184,7 @@ def test_a_response_that_is_cut_from_its_prompt_gets_no_space() -> None:
     assert joined.decode(whole) == "The bush."
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(messages=conversations(harmless))
 @pytest.mark.parametrize("name", ["chat", "continuation"])
 def test_heeds_own_templates_give_what_encoding_turn_by_turn_gives(

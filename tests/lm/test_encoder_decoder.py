@@ -194,6 +194,7 @@ def test_a_source_that_is_empty_or_does_not_fit_is_refused(model: EncoderDecoder
         beam_search(model, [START], num_beams=2, max_new_tokens=2, end_id=END, source=[6] * length)
 
 
+@pytest.mark.long
 def test_it_learns_to_turn_a_sequence_around() -> None:
     """Teacher forcing on reversal, which is impossible without reading the source."""
     torch.manual_seed(0)

@@ -216,6 +216,7 @@ def test_other_types_and_layouts_take_pytorch_s_way() -> None:
     torch.testing.assert_close(norm_of_six(x.T.contiguous().T), norm_of_six(x))
 
 
+@pytest.mark.long
 def test_compiling_is_done_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXXFLAGS", "-O0")  # in a fifth of the time
     made = build.compiled(tmp_path / "kept")

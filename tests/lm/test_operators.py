@@ -94,7 +94,7 @@ def test_the_model_runs_on_fake_tensors() -> None:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.long), "aot_eager"])
 def test_the_compiled_model_is_the_model(name: str, backend: str) -> None:
     """One graph without breaks, and the same bits."""
     model = LanguageModel(DECODERS[name])

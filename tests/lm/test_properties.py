@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,14 +19,10 @@ from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import PURPOSES, load_model, save_model
+from tests.examples import examples
 
 CONTEXT = 24
-EXAMPLES = settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+EXAMPLES = examples(40, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 
 SCALINGS = [

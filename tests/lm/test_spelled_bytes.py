@@ -2,11 +2,12 @@
 
 import pytest
 import tokenizers
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from lm.tokenizer import END, PAD, Tokenizer
+from tests.examples import examples
 
 SPECIALS = [PAD, END, "<unk>"]
 
@@ -96,7 +97,7 @@ def test_a_byte_level_vocabulary_that_changes_the_text(composed: Tokenizer) -> N
 def test_the_tokens_of_any_text_stand_for_all_of_it(kind: str, request: pytest.FixtureRequest) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(kind)
 
-    @settings(max_examples=100, deadline=None)
+    @examples(100)
     @given(text=st.text(st.sampled_from("the dogüﬁ山\u0301\t\x00🙂▁<|end|>"), max_size=30) | st.text(max_size=30))
     @example(text="")
     @example(text=" \x00 ")

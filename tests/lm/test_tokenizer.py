@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from lm.tokenizer import CHAT_TEMPLATES, END, MASK, PAD, SPECIAL_TOKENS, Tokenizer, read_json
+from tests.examples import examples
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -30,7 +31,7 @@ TEMPLATES = [*CHAT_TEMPLATES, PLAIN]
 any_text = st.text(max_size=40).filter(lambda text: not any(token in text for token in SPECIAL_TOKENS))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(text=any_text)
 @example(text="")
 @example(text="\x00\x7f\u0080\uffff\U0010ffff e\u0301 \t\r\n  ")
@@ -106,7 +107,7 @@ def test_a_prompts_tokens_begin_its_conversation(tokenizer: Tokenizer, template:
         assert not is_response[len(prompt) - 1]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     turns=st.lists(st.tuples(st.sampled_from(["system", "user"]), any_text), min_size=1, max_size=3), answer=any_text
 )

@@ -391,6 +391,7 @@ def area_under_curve(scores: list[float], labels: list[bool]) -> float:
     return (rank_sum - num_positive * (num_positive + 1) / 2) / (num_positive * (len(labels) - num_positive))
 
 
+@pytest.mark.long
 def test_real_data_is_sound(real_world: ReviewsWorld, tmp_path: Path) -> None:
     real_world.write_data(tmp_path, seed=1)
     assert_data_is_sound(real_world, tmp_path)
@@ -404,6 +405,7 @@ def test_real_classifiers_agree_with_people(real_world: ReviewsWorld) -> None:
             assert 0.79 < area_under_curve(scores([""] * len(texts), texts), labels) < 0.86
 
 
+@pytest.mark.long
 def test_real_labelers_agree_with_each_other_as_people_do(real_world: ReviewsWorld) -> None:
     """Between two continuations of one opening: .73, as InstructGPT reports of its labelers (arXiv 2203.02155)."""
     sentences = [s.text for s in sentences_of(read_labeled(real_world.config.reviews, "reviews"), (8, 28))]

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from ppo.algorithm import (
     whiten,
 )
 from ppo.config import PPOConfig
+from tests.examples import examples
 
 
 def ragged_mask(lengths: list[int], width: int) -> Tensor:
@@ -46,7 +47,7 @@ def test_rewards_by_hand() -> None:
     kl_coef=st.floats(0, 3),
     seed=st.integers(0, 10_000),
 )
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_score_sits_on_the_last_token_and_the_kl_logged_is_the_kl_penalised(
     lengths: list[int], kl_coef: float, seed: int
 ) -> None:
@@ -77,7 +78,7 @@ def test_a_mask_whose_true_part_is_not_a_prefix_still_gets_one_score() -> None:
     gae_lambda=st.floats(0, 1),
     seed=st.integers(0, 10_000),
 )
-@settings(deadline=None, max_examples=80)
+@examples(80)
 def test_advantages_equal_the_double_loop(lengths: list[int], gamma: float, gae_lambda: float, seed: int) -> None:
     width = 9
     rewards = noise(len(lengths), width, seed=seed) * ragged_mask(lengths, width)
@@ -139,7 +140,7 @@ def test_policy_loss_by_hand() -> None:
     clip_range=st.floats(0.05, 0.9),
     seed=st.integers(0, 999),
 )
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_losses_equal_loops(lengths: list[int], clip_range: float, seed: int) -> None:
     shape = (len(lengths), 6)
     new, old, third = (noise(*shape, seed=seed + i) for i in range(3))
@@ -176,7 +177,7 @@ def test_importance_weights_by_hand() -> None:
     cap=st.floats(1, 4),
     seed=st.integers(0, 999),
 )
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_weighted_advantages_make_the_decoupled_objective(
     lengths: list[int], clip_range: float, cap: float, seed: int
 ) -> None:

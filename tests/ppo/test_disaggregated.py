@@ -30,6 +30,8 @@ from samplers import sent_weights
 from training.config import EngineConfig
 from training.packing import stream_rows
 
+pytestmark = pytest.mark.long
+
 ENGINE = EngineConfig(precision="fp32", trackers=())
 Trained = tuple[dict[str, Tensor], list[dict[str, float]]]
 Groups = tuple[WorkerGroup, WorkerGroup, WorkerGroup]

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from ppo.algorithm import policy_loss, response_kl_loss, token_rewards, token_weights
 from ppo.config import PPOConfig
 from ppo.groups import Advantages, group_advantages, informative_groups
+from tests.examples import examples
 
 YES = torch.ones(4, dtype=torch.bool)
 CRITIC_FREE = {"samples_per_prompt": 4, "value_optimizer": None}
@@ -87,7 +88,7 @@ def test_a_group_of_equal_rewards_has_no_advantage_for_rounding_to_blow_up(round
     scored=st.lists(st.booleans(), min_size=6, max_size=6),
     K=st.sampled_from([2, 3, 6]),
 )
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_advantages_equal_the_published_formulas(scores: list[float], scored: list[bool], K: int) -> None:
     """RLOO: r_i - 1/(n-1) Σ_{j≠i} r_j; GRPO: (r_i - mean) / std, with n - 1 as TRL and verl have it, but no ε."""
     returns, is_scored = torch.tensor(scores, dtype=torch.float64), torch.tensor(scored)
@@ -211,7 +212,7 @@ def test_a_wider_upper_clip_lets_a_likelier_token_grow_further() -> None:
 
 
 @given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4), seed=st.integers(0, 999))
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_the_ratio_of_a_response_is_its_tokens_geometric_mean(lengths: list[int], seed: int) -> None:
     """GSPO (arXiv 2507.18071): the mean over responses of min(s A, clip(s) A), s = exp(Σ_t log ρ_t / length)."""
     new, old = 0.3 * noise(len(lengths), 6, seed=seed), 0.3 * noise(len(lengths), 6, seed=seed + 1)

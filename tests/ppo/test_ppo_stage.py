@@ -65,7 +65,7 @@ def run(adapted: InitialModels, prompts: list[list[int]], ppo_config: Callable[.
     return build
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_killed_run_ends_like_an_uninterrupted_run(
     run: Callable[..., None], tmp_path: Path, max_staleness: int
 ) -> None:
@@ -109,7 +109,9 @@ def require_samples(samples: list[dict[str, Any]], log: list[dict[str, float]]) 
     assert all(isinstance(sample["score"], float) for sample in samples)
 
 
-@pytest.mark.parametrize(("killed", "resumed"), [("balanced", "small"), ("small", "fast")])
+@pytest.mark.parametrize(
+    ("killed", "resumed"), [("balanced", "small"), pytest.param("small", "fast", marks=pytest.mark.long)]
+)
 def test_a_run_killed_in_one_memory_mode_ends_in_another_like_an_uninterrupted_run(
     run: Callable[..., None], tmp_path: Path, killed: str, resumed: str
 ) -> None:
@@ -120,7 +122,7 @@ def test_a_run_killed_in_one_memory_mode_ends_in_another_like_an_uninterrupted_r
     same_weights_and_log(tmp_path / "whole", tmp_path / "killed")
 
 
-@pytest.mark.parametrize("shared_body", [False, True])
+@pytest.mark.parametrize("shared_body", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_killed_run_by_adapters_ends_like_an_uninterrupted_run(
     run: Callable[..., None], tmp_path: Path, *, shared_body: bool
 ) -> None:

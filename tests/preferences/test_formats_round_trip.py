@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from preferences.formats.exchange import export, store_found, write_rows
@@ -18,6 +18,7 @@ from preferences.formats.registry import FORMATS, format_to_read, format_to_writ
 from preferences.records import Judgment, Message, StoredTask, Task, dense_ranks
 from preferences.store import LabelStore
 from reading.rows import read_source
+from tests.examples import examples
 
 TEXT = st.text(max_size=12)
 NAME = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)  # of text columns
@@ -106,7 +107,7 @@ def whole(store: LabelStore) -> list[tuple[str, list[StoredTask], list[Judgment]
 def test_heed_loses_nothing(
     tmp_path_factory: pytest.TempPathFactory, new_store: Callable[[], LabelStore], suffix: str, num_examples: int
 ) -> None:
-    @settings(max_examples=num_examples, deadline=None)
+    @examples(num_examples)
     @given(contents())
     def there_and_back(content: list[tuple[Task, str, int, list[Judgment]]]) -> None:
         book, again = filled(new_store, content), new_store()
@@ -169,7 +170,7 @@ def preferences_of(content: list[tuple[Task, str, int, list[Judgment]]], turns: 
 def test_other_formats_keep_the_preferences_that_they_can_hold(name: str, new_store: Callable[[], LabelStore]) -> None:
     turns, ties = HOLDS[name]
 
-    @settings(max_examples=40, deadline=None)
+    @examples(40)
     @given(ranked())
     def there_and_back(content: list[tuple[Task, str, int, list[Judgment]]]) -> None:
         book, report = filled(new_store, content), Report()

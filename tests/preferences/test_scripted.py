@@ -60,7 +60,7 @@ def fill(path, num_tasks=400, num_labelers=2):
         store.add_tasks(tasks, batch="b", num_labelers=num_labelers)
 
 
-@pytest.mark.parametrize("share", [0.2, 0.7])
+@pytest.mark.parametrize("share", [0.2, pytest.param(0.7, marks=pytest.mark.long)])
 def test_a_killed_run_resumes_to_the_content_of_an_undisturbed_one(new_database, share):
     undisturbed, killed = new_database(), new_database()
     for url in (undisturbed, killed):
@@ -108,6 +108,7 @@ with LabelStore(sys.argv[1]) as store:
 OPENER = "import sys; from preferences.store import LabelStore; LabelStore(sys.argv[1]).close()"
 
 
+@pytest.mark.long
 def test_two_processes_never_hold_leases_beyond_the_quota(new_database):
     path = new_database()
     fill(path, num_tasks=300, num_labelers=1)

@@ -5,13 +5,14 @@ import sqlite3
 from itertools import permutations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from preferences.leases import LeaseLostError, display_order
 from preferences.records import Answer, Message, StoredTask, Task, dense_ranks
 from preferences.results import Coverage, Progress
 from preferences.store import LabelStore
+from tests.examples import examples
 
 HOW = {"client": "test", "instructions_version": "1"}
 
@@ -193,7 +194,7 @@ def test_every_order_is_shown_about_equally_often():
 # ---- answers ----
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(meant=st.lists(st.integers(1, 9), min_size=2, max_size=9), labeler=st.text(min_size=1, max_size=5))
 def test_ranks_are_stored_dense_in_canonical_order_ties_kept(tmp_path_factory, meant, labeler):
     with LabelStore(tmp_path_factory.mktemp("store") / "labels.db") as store:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import reading.lines
 from reading.rows import read_source
+from tests.examples import examples
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(max_size=20),
@@ -35,7 +36,7 @@ def read(path: Path) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_lines_come_back_whatever_ends_them(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    @settings(max_examples=100, deadline=None)
+    @examples(100)
     @given(
         rows=ROWS,
         end=st.sampled_from([b"\n", b"\r\n"]),
@@ -67,7 +68,7 @@ def test_lists_come_back_whatever_the_size_of_a_part(
 ) -> None:
     """The window that is parsed is smaller than a row here, so values are cut at every place."""
 
-    @settings(max_examples=150, deadline=None)
+    @examples(150)
     @given(
         rows=ROWS,
         indent=st.sampled_from([None, 0, 2]),
@@ -182,7 +183,8 @@ print((peak_kib() - before) // 1024)
         ("a.jsonl.gz", '{"a": "', b"a", "line 1: this line", 120),
         ("a.jsonl.gz", '{"a": [', b"[],", "line 1: this line", 120),
         ("a.json.gz", '[{"a": "', b"a", "row 1: this row", 200),
-        ("a.json.gz", '[{"a": [', b"[],", "row 1: this row", 1_000),  # an empty list takes twenty times its characters
+        # An empty list takes twenty times its characters.
+        pytest.param("a.json.gz", '[{"a": [', b"[],", "row 1: this row", 1_000, marks=pytest.mark.long),
     ],
 )
 def test_what_unpacks_to_hundreds_of_megabytes_is_refused_in_bounded_memory(

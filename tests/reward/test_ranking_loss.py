@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reward.loss import davidson_loss, ranking_loss, rating_loss
+from tests.examples import examples
 
 Loss = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -39,7 +40,7 @@ comparison = st.integers(2, 6).flatmap(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(comparisons=st.lists(comparison, min_size=1, max_size=5), padding=st.floats(-50, 50, width=32))
 def test_loss_and_accuracy_equal_a_double_loop(
     comparisons: list[tuple[list[float], list[int]]], padding: float
@@ -108,7 +109,7 @@ def davidson_looped(scores: list[float], ranks: list[int], nu: float) -> float:
     return sum(losses) / len(losses)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(comparisons=st.lists(comparison, min_size=1, max_size=4), log_nu=st.floats(-6, 4, width=32))
 def test_davidsons_loss_equals_a_double_loop(comparisons: list[tuple[list[float], list[int]]], log_nu: float) -> None:
     widest = max(len(ranks) for _, ranks in comparisons)

@@ -22,6 +22,8 @@ from tests.token_files import train_reward
 from training.config import EngineConfig
 from training.stage import StageContext
 
+pytestmark = pytest.mark.long
+
 ZERO_STAGES = (0, 3)  # in this order: Accelerate goes to DeepSpeed but not back
 SEED = 3
 

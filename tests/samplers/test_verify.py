@@ -24,8 +24,8 @@ def failed(found: Verification) -> dict[str, str]:
     return {check.name: check.found for check in found.checks if not check.passed}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", ["tied", "untied"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("model", ["tied", pytest.param("untied", marks=pytest.mark.long)])
 def test_heeds_sampler_passes_and_every_planted_fault_is_named(
     model: str, precision: Precision, request: pytest.FixtureRequest
 ) -> None:
@@ -118,6 +118,7 @@ def test_tokens_that_are_not_drawn_from_the_policy_are_found_though_their_logpro
     assert draws.startswith("tokens that are likelier than draws")
 
 
+@pytest.mark.long
 def test_an_engine_that_keeps_no_prompts_has_no_stale_cache(untied: Path) -> None:
     class Wrapped(Faulty):
         def unplant(self) -> None:
@@ -137,6 +138,7 @@ class _Unknown(HeedSampler):
         self.policy.decoder.norm.weight.data.mul_(1.5)
 
 
+@pytest.mark.long
 def test_a_fault_that_nobody_knows_is_found_too(untied: Path) -> None:
     found = failed(verify_sampler(_Unknown.load, untied))
     assert found["policy, after update 1"].startswith(UNEXPLAINED)
@@ -183,6 +185,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_the_command_tests_an_engine_of_ones_own(untied: Path, tmp_path: Path) -> None:
     engine = tmp_path / "engine.py"
     engine.write_text(
@@ -203,6 +206,7 @@ def test_the_command_tests_an_engine_of_ones_own(untied: Path, tmp_path: Path) -
     )
 
 
+@pytest.mark.long
 def test_an_engine_that_ends_the_process_does_not_pass(untied: Path, tmp_path: Path) -> None:
     engine = tmp_path / "engine.py"
     engine.write_text("import os\ndef load(folder, precision):\n    os._exit(0)\n")

@@ -206,6 +206,7 @@ STORED = [("measures", 5, name) for name in ("dpo-frontier", "ppo-over-dpo", "dr
 ]
 
 
+@pytest.mark.long
 def test_the_documented_results_come_from_the_stored_measures(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
     for folder, num_seeds, name in STORED:

@@ -20,6 +20,8 @@ from lm.source import RandomInit, on_meta
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
 
+pytestmark = pytest.mark.long
+
 CONFIG = ModelConfig(
     vocab_size=64, max_position_embeddings=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=2, intermediate_size=64,

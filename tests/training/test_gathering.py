@@ -25,6 +25,8 @@ from ppo.average import MovingAverage
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
 
+pytestmark = pytest.mark.long
+
 CONFIG = ModelConfig(
     vocab_size=129, max_position_embeddings=8, hidden_size=64, num_hidden_layers=12, num_attention_heads=2,
     num_key_value_heads=1, intermediate_size=127,

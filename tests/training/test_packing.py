@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from training.packing import Packed, Sampler, pack, stream_rows
 from training.tokens import Sequences
 
@@ -17,7 +18,7 @@ sequences_of = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(drawn=sequences_of, slack=st.integers(0, 9))
 def test_every_sequence_lies_whole_in_one_row_once(drawn: list[list[tuple[int, bool]]], slack: int) -> None:
     sequences = [([token for token, _ in pairs], [counts for _, counts in pairs]) for pairs in drawn]
@@ -44,7 +45,7 @@ def test_every_sequence_lies_whole_in_one_row_once(drawn: list[list[tuple[int, b
     assert len(rows) <= len(sequences)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=40), slack=st.integers(0, 9))
 def test_each_sequence_goes_where_least_room_is_left(lengths: list[int], slack: int) -> None:
     """Against a search over all rows, longest sequences first; among rows with equal space, the newest wins."""
@@ -73,7 +74,7 @@ def test_packing_by_hand() -> None:
     assert rows.counted.astype(int).tolist() == [[0, 1, 1, 1, 0], [0, 1, 0, 1, 0]]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(drawn=sequences_of, order=st.randoms(use_true_random=False))
 def test_rows_are_the_same_however_many_are_laid_out(drawn: list[list[tuple[int, bool]]], order: random.Random) -> None:
     sequences = [([token for token, _ in pairs], [counts for _, counts in pairs]) for pairs in drawn]

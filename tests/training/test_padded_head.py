@@ -21,6 +21,8 @@ from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.objectives import CausalLMObjective
 
+pytestmark = pytest.mark.long
+
 GPU = torch.device("cuda")  # only its name is used
 V = 500
 CONFIG = shape(vocab_size=V, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48)

@@ -5,9 +5,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from training.passes import bucket, packed_rows, padded_tokens, row_width, split_passes
 from training.tokens import Sequences
 
@@ -64,7 +65,7 @@ def test_equal_sequences_are_as_many_per_pass_as_rows_fit() -> None:
 units_of = st.lists(st.lists(st.integers(1, 90), min_size=1, max_size=4), min_size=1, max_size=40)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(units=units_of, num_ranks=st.integers(1, 5), max_tokens=st.integers(16, 600))
 def test_every_unit_is_in_one_pass_within_the_budget(units: list[list[int]], num_ranks: int, max_tokens: int) -> None:
     ranks = split_passes(units, num_ranks, max_tokens)

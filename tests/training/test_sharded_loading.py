@@ -23,6 +23,8 @@ from lm.weights import ModelFolder, save_model
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
 
+pytestmark = pytest.mark.long
+
 CONFIG = ModelConfig(
     vocab_size=512,
     max_position_embeddings=16,

@@ -24,6 +24,8 @@ from training.metrics import read_metrics
 from training.objectives import CausalLMObjective
 from training.packing import IntArray
 
+pytestmark = pytest.mark.long
+
 CONFIG = ModelConfig(
     vocab_size=32,
     max_position_embeddings=24,

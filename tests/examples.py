@@ -1,0 +1,12 @@
+"""How many examples a property is tried with."""
+
+from typing import Any
+
+import hypothesis
+
+takes_all = False  # set by tests/conftest.py before tests are imported
+
+
+def examples(number: int, **options: Any) -> hypothesis.settings:
+    """As a decorator: so many examples with `pytest --all`, and a quarter of them without."""
+    return hypothesis.settings(max_examples=number if takes_all else max(5, number // 4), deadline=None, **options)
