@@ -107,7 +107,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 }
 
 
-# One without and one with adapters, bf16 and rows of pretraining are enough while working.
+# Between them: with and without adapters, bf16 and rows of pretraining.
 SHORT = ("one update", "bf16, pretraining rows, adapters")
 
 

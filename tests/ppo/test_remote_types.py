@@ -17,8 +17,6 @@ from ppo.generator import Generator
 from ppo.learner import Learner
 from ppo.rollout import PolicyBatch, Share
 
-pytestmark = pytest.mark.long
-
 
 def call(
     learners: Remote[Learner], generators: Remote[Generator], batch: PolicyBatch, split: list[Share]
