@@ -6,7 +6,8 @@ Ray runs it in place of its own `setup_worker.py`, which imports all of Ray firs
 
 import sys
 
-del sys.path[0]  # this folder, whose modules are not to be found in place of the standard library's
+if __name__ == "__main__":
+    del sys.path[0]  # this folder, whose modules are not to be found in place of the standard library's
 
 import json  # noqa: E402
 import os  # noqa: E402
