@@ -9,11 +9,11 @@ import sys
 if __name__ == "__main__":
     del sys.path[0]  # this folder, whose modules are not to be found in place of the standard library's
 
-import json  # noqa: E402
-import os  # noqa: E402
-import re  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import NoReturn  # noqa: E402
+import json
+import os
+import re
+from pathlib import Path
+from typing import NoReturn
 
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
 UNDERSTOOD = {"env_vars", "py_executable"}
