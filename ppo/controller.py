@@ -25,7 +25,7 @@ from ppo.config import PPOConfig
 from ppo.groups import Advantages, informative_groups
 from ppo.initial_models import ScoreScale
 from ppo.phase_seconds import PhaseSeconds
-from ppo.roles import Roles
+from ppo.roles import Measured, Roles
 from ppo.rollout import PolicyBatch, ResponseKL, Rollout, ValueBatch
 from ppo.rollout_log import RolloutLog
 from ppo.sampler_proof import require_one_policy, sampler_agreement
@@ -50,6 +50,7 @@ class Lesson:
 
     rollout: Rollout
     scores_B: Tensor  # of the reward; NaN where it failed
+    kl_B: Tensor  # nats from the reference
     rewards_BR: Tensor  # the scaled score at the last token, less the KL penalty at each
     scored_BR: Tensor  # True = a token of a response with a score
     counted_BR: Tensor  # True = counted in the policy loss
@@ -95,74 +96,87 @@ class PPOController:
 
     def step(self, iteration: int) -> dict[str, float]:
         """One iteration of the algorithm, 0 .. num_iterations - 1. Returns its metrics."""
-        config = self.config
         followed = self._start_followed(iteration)
         with self.phases.of("sampling"):
             rollout = self._sampled(iteration)
-        minibatches = self.minibatches(iteration, config.rollout_batch_size)
-        first_epoch, oversampling = minibatches[: config.num_minibatches], dict[str, float]()
+        minibatches = self.minibatches(iteration, self.config.rollout_batch_size)
         with self.phases.of("scoring"):
-            scores = self.roles.scorers.start_scores(rollout)
-            if config.oversample > 1:  # what is not kept needs no further passes
-                rollout, scores, oversampling = self._keep_informative(rollout, scores())
-            keeps = iteration % REPEATED_EVERY > 0
-            measuring = self.roles.start_measuring(rollout, first_epoch, keeps=keeps)
-            scores_BO, found = scores(), measuring()
-            logprobs_BR, ref_logprobs_BR, values_BR = found.logprobs_BR, found.ref_logprobs_BR, found.values_BR
+            scored = self._measured(iteration, rollout, minibatches[: self.config.num_minibatches])
+        lesson, told = self._lesson(iteration, *scored)
+        if self.samples is not None:
+            self.samples.log_drawn(iteration, ScoredRollout(lesson.rollout, lesson.scores_B, lesson.kl_B))
+        if self.samples is not None and followed is not None:
+            self.samples.log_followed(iteration, self._scored(followed(), iteration))
+        if self.rollouts is not None:
+            self.rollouts.write(iteration, lesson.rollout, lesson.scores_B, self.sent_digests)
+        self.lesson = lesson
+        metrics = self._learn(iteration, minibatches, lesson) | told
+        self.kl.update(metrics["kl_nats"], len(lesson.rollout))
+        with self.phases.of("sync"):
+            self.roles.sync_weights()
+        return metrics
 
-        staleness = min(iteration, config.max_staleness)
+    def _measured(
+        self, iteration: int, rollout: Rollout, first_epoch: Sequence[Tensor]
+    ) -> tuple[Rollout, Tensor, Measured, dict[str, float]]:
+        """The responses to learn from, their scores [B, O], what the models say of them, and metrics of the choice."""
+        scores, oversampling = self.roles.scorers.start_scores(rollout), dict[str, float]()
+        if self.config.oversample > 1:  # what is not kept needs no further passes
+            rollout, scores, oversampling = self._keep_informative(rollout, scores())
+        keeps = iteration % REPEATED_EVERY > 0
+        measuring = self.roles.start_measuring(rollout, first_epoch, keeps=keeps)
+        return rollout, scores(), measuring(), oversampling
+
+    def _lesson(
+        self, iteration: int, rollout: Rollout, scores_BO: Tensor, found: Measured, oversampling: dict[str, float]
+    ) -> tuple[Lesson, dict[str, float]]:
+        """What the updates learn from, and metrics."""
+        config, staleness = self.config, min(iteration, self.config.max_staleness)
         if staleness:
-            agreement = sampler_agreement(logprobs_BR, rollout)
+            agreement = sampler_agreement(found.logprobs_BR, rollout)
         else:
-            agreement = require_one_policy(logprobs_BR, rollout, iteration, self.precision)
+            agreement = require_one_policy(found.logprobs_BR, rollout, iteration, self.precision)
         scores_B = (scores_BO * self.weights_O).sum(dim=1)
         # Oversampling has checked all that were sampled; the kept ones may be the ones that failed.
         scored_B = torch.isfinite(scores_B) if oversampling else self._require_scores(scores_B)
         mask_BR = rollout.response_mask_BR & scored_B[:, None]
-        terminal_rewards_B = self._terminal_rewards(rollout, scores_B)
-        kl_coef = self.kl.coef if config.kl_in == "reward" else 0.0
-        rewards_BR, kl_B = token_rewards(terminal_rewards_B, logprobs_BR, ref_logprobs_BR, mask_BR, kl_coef)
-        if self.samples is not None:
-            self.samples.log_drawn(iteration, ScoredRollout(rollout, scores_B, kl_B))
-        if self.samples is not None and followed is not None:
-            self.samples.log_followed(iteration, self._scored(followed(), iteration))
-        advantages, returns_BR = self._advantages(rewards_BR, values_BR, mask_BR)
-        advantages_BR = advantages.advantages_BR
+        rewards_BR, kl_B = token_rewards(
+            self._terminal_rewards(rollout, scores_B), found.logprobs_BR, found.ref_logprobs_BR, mask_BR,
+            self.kl.coef if config.kl_in == "reward" else 0.0,
+        )  # fmt: skip
+        advantages, returns_BR = self._advantages(rewards_BR, found.values_BR, mask_BR)
         importance_BR, importance_metrics = importance_weights(
-            logprobs_BR, rollout.behaviour_logprobs_BR, mask_BR, config.importance_cap, config.importance_floor,
+            found.logprobs_BR, rollout.behaviour_logprobs_BR, mask_BR, config.importance_cap, config.importance_floor,
             config.importance_beyond,
         )  # fmt: skip
+        advantages_BR = advantages.advantages_BR
         if staleness or config.generator != "heed":  # otherwise both are one policy, and differ by rounding
             advantages_BR = importance_BR * advantages_BR
-
         lesson = Lesson(
-            rollout, scores_B, rewards_BR, mask_BR, advantages.counted_BR, logprobs_BR, ref_logprobs_BR, advantages_BR,
-            values_BR, returns_BR, importance_BR,
+            rollout, scores_B, kl_B, rewards_BR, mask_BR, advantages.counted_BR, found.logprobs_BR,
+            found.ref_logprobs_BR, advantages_BR, found.values_BR, returns_BR, importance_BR,
         )  # fmt: skip
-        if self.rollouts is not None:
-            self.rollouts.write(iteration, rollout, scores_B, self.sent_digests)
-        self.lesson = lesson
-        metrics = self._learn(iteration, minibatches, lesson)
-        kl_nats = float(kl_B[scored_B].mean())
         means_O = scores_BO[scored_B].mean(dim=0).tolist()
-        metrics |= {f"score/{name}": mean for name, mean in zip(config.objective_weights, means_O, strict=False)}
-        metrics |= importance_metrics | advantages.metrics | oversampling
-        metrics |= {
+        by_objective = {f"score/{name}": mean for name, mean in zip(config.objective_weights, means_O, strict=False)}
+        own = self._metrics(lesson, scored_B) | {
             "staleness": float(staleness),
             "sampler_difference": agreement.difference,
+        }
+        return lesson, by_objective | importance_metrics | advantages.metrics | oversampling | own
+
+    def _metrics(self, lesson: Lesson, scored_B: Tensor) -> dict[str, float]:
+        """Of the responses that have a score, except where all count."""
+        rollout, scores_B = lesson.rollout, lesson.scores_B
+        return {
             "score": float(scores_B[scored_B].mean()),
             "scaled_score": float(self.scale.apply(scores_B)[scored_B].mean()),
-            "kl_nats": kl_nats,
+            "kl_nats": float(lesson.kl_B[scored_B].mean()),
             "kl_coef": self.kl.coef,
             "eos_rate": float(rollout.finished_B.float().mean()),
             "response_tokens": float(rollout.response_tokens_B.float().mean()),
-            "entropy_estimate": float(-logprobs_BR[mask_BR].mean()),
+            "entropy_estimate": float(-lesson.logprobs_BR[lesson.scored_BR].mean()),
             "failed_scores": float((~scored_B).sum()),
         }
-        self.kl.update(kl_nats, len(rollout))
-        with self.phases.of("sync"):
-            self.roles.sync_weights()
-        return metrics
 
     def _keep_informative(
         self, rollout: Rollout, scores_BO: Tensor
