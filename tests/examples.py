@@ -8,5 +8,6 @@ takes_all = False  # set by tests/conftest.py before tests are imported
 
 
 def examples(number: int, **options: Any) -> hypothesis.settings:
-    """As a decorator: so many examples with `pytest --all`, and a quarter of them without."""
-    return hypothesis.settings(max_examples=number if takes_all else max(5, number // 4), deadline=None, **options)
+    """As a decorator: so many examples with `pytest --all`, and a quarter of them (at least five) without."""
+    tried = number if takes_all else min(number, max(5, number // 4))
+    return hypothesis.settings(max_examples=tried, deadline=None, **options)

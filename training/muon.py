@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from training.config import cpu_multiplies_bf16
+
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, by Jordan et al.
 NUM_ITERATIONS = 5
@@ -25,7 +27,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, matrices: Iterable[nn.Parameter], lr: float, weight_decay: float, dtype: torch.dtype = torch.bfloat16
     ) -> None:
-        """`dtype` is that of orthogonalised updates and of the products which compute them."""
+        """`dtype` is that of orthogonalised updates and of the products which compute them; the same on all ranks."""
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
         self._dtype = dtype
 
@@ -71,6 +73,14 @@ class Muon(torch.optim.Optimizer):
 def _gradient(matrix: Tensor) -> Tensor:
     assert matrix.grad is not None
     return matrix.grad
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    """The type to orthogonalise in: bf16, or fp32 where any rank multiplies bf16 slowly; a collective call."""
+    is_fast = torch.tensor(float(device.type != "cpu" or cpu_multiplies_bf16()), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(is_fast, dist.ReduceOp.MIN)
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 def orthogonalised(matrix: Tensor, dtype: torch.dtype) -> Tensor:

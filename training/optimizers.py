@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from training.config import OptimizerConfig, cpu_multiplies_bf16
+from training.config import OptimizerConfig
 from training.internals import full_shape
-from training.muon import Muon
+from training.muon import Muon, dtype_on
 
 
 def make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.device) -> list[torch.optim.Optimizer]:
@@ -18,9 +18,8 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.dev
     outer = [p for name, p in parameters.items() if name not in inner]
     optimizers: list[torch.optim.Optimizer] = [_make_adamw(outer, config, device)]
     if inner:  # there are none if only what follows the blocks is trained
-        is_bf16_slow = device.type == "cpu" and not cpu_multiplies_bf16()
-        dtype = torch.float32 if is_bf16_slow else torch.bfloat16
-        muon = Muon([parameters[name] for name in inner], config.learning_rate, config.weight_decay, dtype)
+        matrices = [parameters[name] for name in inner]
+        muon = Muon(matrices, config.learning_rate, config.weight_decay, dtype_on(device))
         optimizers.insert(0, muon)
     return optimizers
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training import muon
-from training.muon import NUM_ITERATIONS, Muon, orthogonalised
+from training.muon import NUM_ITERATIONS, Muon, dtype_on, orthogonalised
 
 # Five with gradients, so that of three ranks one has no matrix in the last turn; the third has none.
 SHAPES = [(6, 4), (4, 12), (5, 5), (3, 4), (12, 4), (6, 6)]
@@ -52,7 +52,10 @@ def rank_program(folder: Path) -> None:
         return orthogonalised(matrix, dtype)
 
     muon.orthogonalised = counting
-    torch.save({"matrices": steps(of_heed), "computed": computed}, folder / f"rank-{dist.get_rank()}.pt")
+    matrices, slow_rank = steps(of_heed), 1
+    setattr(muon, "cpu_multiplies_bf16", lambda: dist.get_rank() != slow_rank)  # noqa: B010 - it is not exported
+    found = {"matrices": matrices, "computed": computed, "dtype": dtype_on(torch.device("cpu"))}
+    torch.save(found, folder / f"rank-{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 
@@ -73,6 +76,13 @@ def test_each_matrix_is_orthogonalised_by_one_rank(ranks: list[dict[str, Any]]) 
     assert [len(found["computed"]) for found in ranks] == [2 * NUM_STEPS, 2 * NUM_STEPS, NUM_STEPS]
     shapes = [shape for number, shape in enumerate(SHAPES) if number != FROZEN]
     assert sorted(shape for found in ranks for shape in found["computed"]) == sorted(NUM_STEPS * shapes)
+
+
+def test_ranks_on_different_cpus_agree_on_a_type(ranks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [found["dtype"] for found in ranks] == [torch.float32] * NUM_RANKS
+    for is_fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(muon, "cpu_multiplies_bf16", lambda answer=is_fast: answer)
+        assert dtype_on(torch.device("cpu")) == expected
 
 
 def test_one_process_alone_has_the_bits_of_pytorchs_muon() -> None:
