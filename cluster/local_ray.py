@@ -113,7 +113,7 @@ def _init() -> None:
 
 def _lean(whole: Any) -> Any:
     """Ray's node without the processes that nothing uses here: they take a CPU second, and Ray's start waits for them.
-    `cluster.worker_setup` saves most of another second per worker.
+    `cluster.worker_setup` saves .4 CPU seconds per worker.
 
     Ray's agent waits seconds for one fixed port where another Ray of this machine has it: it gets a free one.
     `tests/cluster/test_connect.py` shows where a new release of Ray has other names for these.

@@ -1,7 +1,8 @@
 """Starts the Python of a Ray worker, with the environment variables that were asked for.
 
-Ray runs it in place of its own `setup_worker.py`, which imports all of Ray first, and serves workers that need more:
+Ray runs it in place of its own `setup_worker.py`, which imports all of Ray first:
 `worker_setup.py default_worker.py ... --language=PYTHON --serialized-runtime-env-context=JSON`.
+Workers that need more than variables and a Python are left to Ray's own program.
 """
 
 import sys

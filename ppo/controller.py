@@ -101,8 +101,8 @@ class PPOController:
             rollout = self._sampled(iteration)
         minibatches = self.minibatches(iteration, self.config.rollout_batch_size)
         with self.phases.of("scoring"):
-            scored = self._measured(iteration, rollout, minibatches[: self.config.num_minibatches])
-        lesson, told = self._lesson(iteration, *scored)
+            measured = self._measured(iteration, rollout, minibatches[: self.config.num_minibatches])
+        lesson, told = self._lesson(iteration, *measured)
         if self.samples is not None:
             self.samples.log_drawn(iteration, ScoredRollout(lesson.rollout, lesson.scores_B, lesson.kl_B))
         if self.samples is not None and followed is not None:
@@ -136,7 +136,7 @@ class PPOController:
             agreement = sampler_agreement(found.logprobs_BR, rollout)
         else:
             agreement = require_one_policy(found.logprobs_BR, rollout, iteration, self.precision)
-        scores_B = (scores_BO * self.weights_O).sum(dim=1)
+        scores_B = self._weighted(scores_BO)
         # Oversampling has checked all that were sampled; the kept ones may be the ones that failed.
         scored_B = torch.isfinite(scores_B) if oversampling else self._require_scores(scores_B)
         mask_BR = rollout.response_mask_BR & scored_B[:, None]
@@ -165,7 +165,7 @@ class PPOController:
         return lesson, by_objective | importance_metrics | advantages.metrics | oversampling | own
 
     def _metrics(self, lesson: Lesson, scored_B: Tensor) -> dict[str, float]:
-        """Of the responses that have a score, except where all count."""
+        """Metrics of the rollout. Scores, KL and entropy are means over the responses that have a score."""
         rollout, scores_B = lesson.rollout, lesson.scores_B
         return {
             "score": float(scores_B[scored_B].mean()),
@@ -182,12 +182,16 @@ class PPOController:
         self, rollout: Rollout, scores_BO: Tensor
     ) -> tuple[Rollout, Pending[Tensor], dict[str, float]]:
         """The groups that an iteration learns from, out of those sampled, with their scores, and a metric."""
-        config, scores_B = self.config, (scores_BO * self.weights_O).sum(dim=1)
+        config, scores_B = self.config, self._weighted(scores_BO)
         scored_B = self._require_scores(scores_B)
         rows, informative_share = informative_groups(
             self._terminal_rewards(rollout, scores_B), scored_B, config.samples_per_prompt, config.num_prompts
         )
         return rollout.rows(rows), lambda: scores_BO[rows], {"sampled_informative_share": informative_share}
+
+    def _weighted(self, scores_BO: Tensor) -> Tensor:
+        """One score per response [B]: the objectives' scores by their weights."""
+        return (scores_BO * self.weights_O).sum(dim=1)
 
     def _terminal_rewards(self, rollout: Rollout, scores_B: Tensor) -> Tensor:
         """What the last tokens get; 0 where scoring failed."""
@@ -254,9 +258,7 @@ class PPOController:
         # The weights of this iteration sample these, however stale its own rollout is.
         require_one_policy(logprobs_BR, rollout, iteration, self.precision)
         ref_logprobs_BR = self.roles.scorers.start_reference_logprobs(rollout, whole)()
-        return ScoredRollout(
-            rollout, (scores_BO * self.weights_O).sum(dim=1), (logprobs_BR - ref_logprobs_BR).sum(dim=1)
-        )
+        return ScoredRollout(rollout, self._weighted(scores_BO), (logprobs_BR - ref_logprobs_BR).sum(dim=1))
 
     def stale_rollouts(self, iteration: int) -> dict[int, Rollout]:
         """Wait for the rollouts, for this and later iterations, that are sampled with older weights than this one's.

@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _leave_out_long_ones(config: pytest.Config, items: list[pytest.Item]) -> None:
     """All but those whose file is named in the command."""
     named = {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
-    is_left_out = {item: bool(item.get_closest_marker("long")) and item.path not in named for item in items}
+    is_left_out = {item: bool(item.get_closest_marker("long")) and item.path.resolve() not in named for item in items}
     items[:] = [item for item, is_out in is_left_out.items() if not is_out]
     config.hook.pytest_deselected(items=[item for item, is_out in is_left_out.items() if is_out])
 

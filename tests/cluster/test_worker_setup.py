@@ -17,7 +17,7 @@ RAYS_OWN = "import sys; print('left to Ray:', *sys.argv[1:])"
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Path:
-    """Stands for Ray's `default_worker.py`, with Ray's `setup_worker.py` beside it."""
+    """A program in place of Ray's `default_worker.py`. Its folder has one in place of Ray's `setup_worker.py`."""
     (tmp_path / "setup_worker.py").write_text(RAYS_OWN)
     (tmp_path / "default_worker.py").write_text(WORKER)
     return tmp_path / "default_worker.py"
@@ -29,13 +29,9 @@ def started(worker: Path, *options: str, **variables: str) -> str:
 
 
 def context(**values: Any) -> str:
-    nothing: dict[str, Any] = {
-        "command_prefix": [],
-        "env_vars": {},
-        "override_worker_entrypoint": None,
-        "java_jars": [],
-    }
-    return "--serialized-runtime-env-context=" + json.dumps(nothing | {"py_executable": sys.executable} | values)
+    nothing = {"command_prefix": [], "env_vars": {}, "override_worker_entrypoint": None, "java_jars": []}
+    wanted = {**nothing, "py_executable": sys.executable, **values}
+    return "--serialized-runtime-env-context=" + json.dumps(wanted)
 
 
 def test_a_worker_gets_its_variables_and_the_arguments_that_are_its_own(worker: Path) -> None:

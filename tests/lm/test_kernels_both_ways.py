@@ -37,16 +37,8 @@ def other_ways() -> dict[str, str]:
 @pytest.mark.parametrize("flags", other_ways().values(), ids=other_ways())
 def test_the_kernels_pass_their_tests_in_another_way(flags: str, tmp_path: Path) -> None:
     environment = {**os.environ, "CXXFLAGS": flags, "XDG_CACHE_HOME": str(tmp_path)}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--all",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *(str(HERE / name) for name in TESTS),
-    ]
+    files = [str(HERE / name) for name in TESTS]
+    command = [sys.executable, "-m", "pytest", "--all", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(
         command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=550, check=False
     )
