@@ -46,6 +46,7 @@ class Workers:
         self._group: WorkerGroup | None = None
         self._extra: dict[str, WorkerGroup] = {}
         self._begun: Future[WorkerGroup] | None = None
+        self._awaits_nodes = False  # after a loss: a node that left with it may come back
 
     def num_ranks(self) -> dict[str, int]:
         """Returns the number of ranks of each open group."""
@@ -56,7 +57,7 @@ class Workers:
         if self._group is None or not self._group.is_open:
             begun = self._take_begun()
             if begun is None:
-                self._group = self._placed(after_loss=self._group is not None)
+                self._group = self._placed()
             else:
                 begun.join()
                 self._group = self._checked(begun)
@@ -69,8 +70,7 @@ class Workers:
         """
         if name not in self._extra or not self._extra[name].is_open:
             host = self() if on_workers else None
-            lost = name in self._extra
-            self._extra[name] = self._started(size, self.config, after_loss=lost, python=python, host=host)
+            self._extra[name] = self._started(size, self.config, python=python, host=host)
         return self._extra[name]
 
     def check(self) -> Bundle:
@@ -119,31 +119,23 @@ class Workers:
             console.print(f"{self.sizes[0]} workers have a place again")
             self.abandon()
 
-    def _placed(self, *, after_loss: bool) -> WorkerGroup:
+    def _placed(self) -> WorkerGroup:
         config = self.config
         for size in self.sizes[:-1]:
             try:
-                return self._started(size, config, after_loss=after_loss)
+                return self._started(size, config)
             except NoPlaceError as error:
                 console.print(f"{error}; trying fewer")
                 # The wait is for the machines that are missing. Fewer workers have room now, or will not get it.
                 seconds = min(config.wait_for_nodes_seconds, FEWER_SECONDS)
                 config = config.model_copy(update={"wait_for_nodes_seconds": seconds})
-        return self._started(self.sizes[-1], config, after_loss=after_loss)
+        return self._started(self.sizes[-1], config)
 
     def _started(
-        self,
-        size: int,
-        config: ClusterConfig,
-        *,
-        after_loss: bool,
-        python: str = "",
-        host: WorkerGroup | None = None,
+        self, size: int, config: ClusterConfig, *, python: str = "", host: WorkerGroup | None = None
     ) -> WorkerGroup:
-        bundle = self._bundle or self.check()
-        return self._checked(
-            WorkerGroup(size, config, bundle=bundle, waits_for_nodes=after_loss, python=python, host=host)
-        )
+        bundle, waits = self._bundle or self.check(), self._awaits_nodes
+        return self._checked(WorkerGroup(size, config, bundle=bundle, waits_for_nodes=waits, python=python, host=host))
 
     def _checked(self, group: WorkerGroup) -> WorkerGroup:
         """The group, whose ranks all see the run's folder and have the models. Closes it if that fails."""
@@ -156,7 +148,11 @@ class Workers:
         return group
 
     def abandon(self) -> None:
-        """End all groups: after one group lost a rank, the others would wait for it in vain."""
+        """End all groups: after one group lost a rank, the others would wait for it in vain.
+
+        Groups that start later wait for nodes that are missing: a node that was lost may come back.
+        """
+        self._awaits_nodes = True
         for group in (*self._extra.values(), *([self._group] if self._group is not None else [])):
             group.close()
 
