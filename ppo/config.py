@@ -224,7 +224,7 @@ class PPOConfig(Config):
     )
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_sampling(self) -> Self:
         exact_div(self.rollout_batch_size, self.minibatch.batch_size, "rollout_batch_size over minibatch.batch_size")
         if self.placement == "disaggregated":
             for name in ("num_generators", "num_scorers"):
@@ -244,6 +244,15 @@ class PPOConfig(Config):
                 f'generator_python {self.generator_python} with generator "heed", which runs under the Python of the'
                 ' learner; generator "vllm" or no generator_python was expected'
             )
+        if self.max_staleness >= self.num_iterations:
+            raise ValueError(
+                f"max_staleness {self.max_staleness} with num_iterations {self.num_iterations}: no rollout would be"
+                " sampled by trained weights; less than num_iterations was expected"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_importance(self) -> Self:
         if self.importance_beyond != "cut" and not self.corrects_samples:
             raise ValueError(
                 f'importance_beyond "{self.importance_beyond}" with max_staleness 0 and generator "heed", whose samples'
@@ -259,11 +268,10 @@ class PPOConfig(Config):
                 f'importance_floor {self.importance_floor} with importance_beyond "cut", which has no lower limit;'
                 ' importance_beyond "drop_tokens" or "drop_responses" was expected'
             )
-        if self.max_staleness >= self.num_iterations:
-            raise ValueError(
-                f"max_staleness {self.max_staleness} with num_iterations {self.num_iterations}: no rollout would be"
-                " sampled by trained weights; less than num_iterations was expected"
-            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_reward(self) -> Self:
         given = [name for name in ("reward_from", "reward_function", "reward_url") if getattr(self, name)]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given; one source of the reward was expected")
@@ -272,6 +280,10 @@ class PPOConfig(Config):
                 f"objective_weights of {', '.join(self.objective_weights)} with {given[0]}, which gives one score; no"
                 " weights were expected"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_ptx(self) -> Self:
         if (self.ptx_coef > 0) != (self.ptx_rows > 0):
             raise ValueError(f"ptx_coef {self.ptx_coef} with ptx_rows {self.ptx_rows}: both or neither must be 0")
         return self
