@@ -3,7 +3,7 @@
     heed run configs/jobs/demo.toml && python -m benchmarks.figures runs/demo
 
 stores the demo's figures as `benchmarks/demo.json` and writes them, with those of `make bench`
-(`benchmarks/speed/with-amx.json` and `without-amx.json`), between the markers of README.md and docs/tutorials/demo.md.
+(`benchmarks/speed/peers-CPU.json`), between the markers of README.md and docs/tutorials/demo.md.
 Without a folder it only rewrites the documents from the stored files.
 `tests/benchmarks/test_figures.py` holds the documents to the stored files.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.speed.environments import ROOT
 from benchmarks.speed.machine import describe
-from benchmarks.speed.peers import RESULTS
+from benchmarks.speed.peers import stored_results
 from benchmarks.speed.rows import HEED
 from benchmarks.speed.table import rate, write_between_markers
 from files.atomic import write_text
@@ -72,25 +72,25 @@ def _sentences(demo: Mapping[str, Any]) -> str:
 
 
 def speed_text() -> str:
-    """Heed's rate divided by each peer's, median over rounds: a paragraph for each kind of CPU."""
-    stored_files = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS if path.exists()]
-    return "\n\n".join(_speed_paragraph(results) for results in stored_files)
-
-
-def _speed_paragraph(results: Mapping[str, Any]) -> str:
-    unit = "with" if results["machine"]["amx_bf16"] else "without"
-    found = [f"{name}: {_ratios(row, results['seconds'])}" for name, row in results["rows"].items()]
-    sentence = f"On {results['threads']} cores {unit} AMX, Heed's speed divided by a peer's: {'; '.join(found)}."
-    return textwrap.fill(sentence, width=120, break_on_hyphens=False)
+    """Heed's rate divided by each peer's, median over rounds: a column for each CPU."""
+    found = stored_results()
+    names = list(found[0]["rows"])
+    peers = {name: ", ".join(peer["name"] for peer in found[0]["rows"][name]["peers"]) for name in names}
+    heads = [f"{one['machine']['cpu']}, {_units(one['machine'])}" for one in found]
+    rows = [
+        [f"{name}: {peers[name]}", *(_ratios(one["rows"][name], one["seconds"]) for one in found)] for name in names
+    ]
+    lines = [["Heed's speed divided by a peer's, 2 cores", *heads], ["---"] * (len(found) + 1), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _ratios(row: Mapping[str, Any], seconds: str) -> str:
-    """Each peer and Heed's rate divided by its own."""
+    """Heed's rate divided by that of each peer."""
     found = []
     for peer in row["peers"]:
         pairs = [(runs[HEED], runs[peer["name"]]) for runs in row["runs"]]
         ratio = median(rate(own, seconds) / rate(other, seconds) for own, other in pairs)
-        found.append(f"{peer['name']} {ratio:.2f}")
+        found.append(f"{ratio:.2f}")
     return ", ".join(found)
 
 
@@ -109,8 +109,11 @@ def _minutes(seconds: float) -> str:
 
 
 def _described(measured_on: Mapping[str, Any]) -> str:
-    unit = "with" if measured_on["amx_bf16"] else "without"
-    return f"{measured_on['cores']} cores {unit} AMX ({measured_on['cpu']})"
+    return f"{measured_on['cores']} cores, {measured_on['cpu']}, {_units(measured_on)}"
+
+
+def _units(machine: Mapping[str, Any]) -> str:
+    return f"{'with' if machine['amx_bf16'] else 'without'} AMX"
 
 
 def write_pages() -> None:

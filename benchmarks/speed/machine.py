@@ -20,6 +20,29 @@ def describe() -> dict[str, str | int | bool]:
 
 def _cpu_model() -> str:
     path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(found, platform.processor() or platform.machine())
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return cpu_name(text) or platform.processor() or platform.machine()
+
+
+def cpu_name(cpuinfo: str) -> str:
+    """The first processor's name from Linux's /proc/cpuinfo, with AMD's generation: virtual machines hide the rest of
+    the name, and generations multiply bf16 at very different rates. "" where there is none.
+    """
+    fields: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    name = fields.get("model name", "")
+    if fields.get("vendor_id") != "AuthenticAMD":
+        return name
+    generation = _zen(int(fields["cpu family"]), int(fields["model"]))
+    return f"{name} ({generation})" if generation else name
+
+
+def _zen(family: int, model: int) -> str:
+    """AMD's generation, as Linux numbers it (arch/x86/kernel/cpu/amd.c, bsp_init_amd); "" for others."""
+    if family == 0x1A:
+        return "Zen 5"
+    if family != 0x19:
+        return ""
+    return "Zen 4" if model >> 4 in (0x1, 0x6, 0x7, 0xA) else "Zen 3"

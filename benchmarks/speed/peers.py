@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,7 @@ from benchmarks.speed.work import SHAPE, Sizes, write_work
 from cluster.environment import ALLOCATOR, WORKER_ENVIRONMENT
 
 LOADED = "other processes use the same cores: compare CPU seconds instead of wall time"
-# One file per kind of CPU: their ratios have little to do with each other.
-RESULTS = [ROOT / "benchmarks" / "speed" / f"{unit}-amx.json" for unit in ("with", "without")]
+RESULTS = ROOT / "benchmarks" / "speed"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -51,13 +51,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def tables() -> str:
-    """The table of each stored file."""
-    return "\n\n".join(markdown(json.loads(path.read_text(encoding="utf-8"))) for path in RESULTS if path.exists())
+    """A table for each CPU."""
+    return "\n\n".join(map(markdown, stored_results()))
 
 
-def results_file() -> Path:
-    """The file for CPUs of this kind."""
-    return RESULTS[0] if describe()["amx_bf16"] else RESULTS[1]
+def stored_results() -> list[dict[str, Any]]:
+    """What was measured on each CPU, the fastest in bf16 first. Their ratios have little to do with each other."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("peers-*.json")]
+    return sorted(found, key=lambda one: -float(one["ceiling"]["bf16_flops"]))
+
+
+def results_file(cpu: str) -> Path:
+    """The file for CPUs of this name."""
+    return RESULTS / f"peers-{re.sub('[^a-z0-9]+', '-', cpu.lower()).strip('-')}.json"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -67,7 +73,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", action="append", help="only rows whose names begin with this; can be repeated")
     parser.add_argument("--cache", type=Path, default=ROOT / ".bench", help="folder of the peers' environments")
     parser.add_argument(
-        "--results", type=Path, default=results_file(), help="file of figures, from which a table is made"
+        "--results",
+        type=Path,
+        default=results_file(str(describe()["cpu"])),
+        help="file of figures, from which a table is made",
     )
     parser.add_argument("--loaded", action="store_true", help=LOADED)
     return parser.parse_args(arguments)

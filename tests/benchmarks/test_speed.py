@@ -14,7 +14,8 @@ from benchmarks.speed import __main__ as speed
 from benchmarks.speed import own, protocol
 from benchmarks.speed.ceiling import Products
 from benchmarks.speed.environments import NotInstalledError, install
-from benchmarks.speed.peers import measure_ceiling
+from benchmarks.speed.machine import cpu_name
+from benchmarks.speed.peers import measure_ceiling, results_file
 from benchmarks.speed.process import run
 from benchmarks.speed.protocol import Clock, Task, command
 from benchmarks.speed.rows import OWN_MODULE, ROWS
@@ -105,6 +106,28 @@ def test_steps_of_the_warm_up_are_left_out(monkeypatch: pytest.MonkeyPatch, task
         clock.tick(amount)
     found = clock.result("x")
     assert (found["work"], found["seconds"], found["cpu_seconds"]) == (14, 5.0, 2.5)
+
+
+def test_ppo_measures_by_the_passes_of_its_update(task: Callable[[str], Task]) -> None:
+    """Reward model and reference score. Policy and value function learn, and their forward passes also measure."""
+    counts = Products(task("ppo")).of_row()
+    tokens = 4 * (8 + 8)
+    passes = {way: counts[way, tokens, 96, 32] // 2 for way in ("forward", "input", "weight")}  # two layers
+    assert passes == {"forward": 4, "input": 2, "weight": 2}
+
+
+def test_amds_generations_have_their_own_files() -> None:
+    info = "processor\t: 0\nvendor_id\t: {}\ncpu family\t: {}\nmodel\t\t: {}\nmodel name\t: {}\n\n"
+    second = info.format("AuthenticAMD", 26, 2, "another")
+    names = [
+        cpu_name(info.format("AuthenticAMD", family, model, "AMD EPYC") + second)
+        for family, model in ((25, 1), (25, 17), (26, 2), (23, 49))
+    ]
+    assert names == ["AMD EPYC (Zen 3)", "AMD EPYC (Zen 4)", "AMD EPYC (Zen 5)", "AMD EPYC"]
+    intel = cpu_name(info.format("GenuineIntel", 6, 143, "Intel(R) Xeon(R) Processor"))
+    assert results_file(intel).name == "peers-intel-r-xeon-r-processor.json"
+    assert results_file(names[1]).name == "peers-amd-epyc-zen-4.json"
+    assert cpu_name("") == cpu_name("Hardware\t: BCM2835\n") == ""
 
 
 @pytest.mark.long

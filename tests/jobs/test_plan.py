@@ -67,7 +67,7 @@ def test_a_cluster_job_fits_the_gpu_that_it_names(path: Path) -> None:
 def test_batches_by_hand() -> None:
     plan = plan_of(JOBS / "demo.toml")
     assert stage_of(plan, "pretrain").batch == {
-        "batch_size": 32, "micro_batch_size": 16, "ranks": 2, "micro-batches per rank and step": 1, "steps": 1200,
+        "batch_size": 32, "micro_batch_size": 16, "ranks": 2, "micro-batches per rank and step": 1, "steps": 1100,
         "tokens per step": 32 * 96,
     }  # fmt: skip
     # 8,000 demonstrations twice in batches of 32; 90% of 5,000 tasks with four responses in batches of 16.
