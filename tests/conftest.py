@@ -124,11 +124,10 @@ def _what_a_file_leaves_is_not_looked_at_again() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _no_ray_is_left_to_the_next_file() -> Iterator[None]:
     """A refused `heed run` leaves the Ray that it began, with this file's environment, to the end of the process."""
-    yield
-    if "cluster.local_ray" in sys.modules:
-        from cluster import local_ray
+    from cluster import local_ray
 
-        local_ray.close()
+    yield
+    local_ray.close()
 
 
 @pytest.fixture
