@@ -71,13 +71,17 @@ def listening(host: str, port: int) -> socket.socket:
     """Returns a listening socket. Raises: ValueError if it cannot listen there."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2_048)
+        listener = socket.create_server((host, port), family=family, backlog=2_048)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ValueError(
                 f"--port is {port}, on which another program already listens at {host}; a free port was expected"
             ) from error
         raise ValueError(f"--host is {host!r} and --port {port}: cannot listen there: {error.strerror}") from error
+    # Connections inherit it. Otherwise the kernel keeps an answer's body until the client has acknowledged its headers,
+    # which clients do after 40 ms; asyncio would set it only on sockets that were made with the protocol's number.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def _reached_at(config: ServerConfig, host: str, port: int) -> ServerConfig:

@@ -1,5 +1,6 @@
 """Databases for the label store: SQLite files, and PostgreSQL's own server, started here where it is installed."""
 
+import functools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +45,17 @@ def new_database(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[],
     source = request.getfixturevalue("sqlite_tables")
     paths = (tmp_path / f"labels{number}.db" for number in range(1_000))
     return lambda: f"sqlite:///{shutil.copy(source, next(paths))}"
+
+
+@pytest.fixture
+def cheap_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are hashed with 1 MiB instead of 64 and once instead of three times: tests make and check hundreds."""
+    import argon2
+
+    from preferences import keys
+
+    cheap = functools.partial(argon2.PasswordHasher, time_cost=1, memory_cost=1_024, parallelism=1)
+    monkeypatch.setattr(keys, "PasswordHasher", cheap)
 
 
 @pytest.fixture

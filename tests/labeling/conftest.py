@@ -1,6 +1,5 @@
 """A store with accounts, and the pages that it serves."""
 
-import functools
 import os
 import socket
 import subprocess
@@ -12,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import argon2
 import httpx
 import pytest
 import uvicorn
@@ -21,8 +19,7 @@ from fastapi.testclient import TestClient
 from labeling.app import make_app
 from labeling.client import LabelClient
 from labeling.config import LabelingConfig, ServerConfig
-from labeling.serve import server_settings
-from preferences import keys
+from labeling.serve import listening, server_settings
 from preferences.accounts import Accounts, Role
 from preferences.records import Answer, Labeler, ShownTask, Skip, Task
 from preferences.store import LabelStore
@@ -39,10 +36,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _cheap_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses argon2 with 1 MiB instead of 64, since hundreds of keys are made and checked here."""
-    cheap = functools.partial(argon2.PasswordHasher, time_cost=1, memory_cost=1_024, parallelism=1)
-    monkeypatch.setattr(keys, "PasswordHasher", cheap)
+def _cheap_hashes(cheap_hashes: None) -> None:
+    """In every test here."""
 
 
 @dataclass
@@ -222,7 +217,7 @@ def serve_app() -> Callable[[Any, ServerConfig], tuple[str, Callable[[], None]]]
     """Serves an application as `serve` does, in a thread of this process; returns its address and a stop function."""
 
     def run(app: Any, config: ServerConfig) -> tuple[str, Callable[[], None]]:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=2_048)
+        listener = listening("127.0.0.1", 0)
         server = uvicorn.Server(server_settings(app, config))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import socket
 import threading
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from sqlalchemy import event
 
 from labeling.app import make_app
 from labeling.config import LabelingConfig
+from labeling.serve import listening
 from labeling.site import COOKIE
 from preferences.accounts import Accounts
 from preferences.records import Answer, Message, Task
@@ -35,11 +35,11 @@ class Site:
     def __init__(self, url: str, config: LabelingConfig, browser: Browser) -> None:
         self.url, self.config, self.browser, self.pages = url, config, browser, []
         self.store, self.accounts = LabelStore(url), Accounts(url)
-        listening = socket.create_server(("127.0.0.1", 0))
-        self.address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        listener = listening("127.0.0.1", 0)
+        self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         app = make_app(self.store, self.accounts, config)
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-        self.thread = threading.Thread(target=self.server.run, args=([listening],), daemon=True)
+        self.thread = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
         self.thread.start()
 
     def close(self) -> None:

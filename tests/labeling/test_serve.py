@@ -4,10 +4,12 @@ import random
 import re
 import socket
 import sqlite3
+import time
 
 import httpx
 import pytest
 
+from labeling.app import make_app
 from labeling.config import LabelingConfig
 from labeling.serve import serve as serve_store
 from preferences.accounts import Accounts
@@ -174,6 +176,20 @@ def test_an_older_store_keeps_one_link_per_name_and_nothing_of_closed_accounts(e
         assert connection.exec_driver_sql("SELECT count(*) FROM sessions").scalar() == 0
         assert connection.exec_driver_sql("SELECT count(*) FROM places WHERE labeler IS NOT NULL").scalar() == 0
     accounts.close()
+
+
+def test_no_part_of_an_answer_waits_for_an_acknowledgement(world, serve_app):
+    """Clients acknowledge after 40 ms what they do not answer, and a page is sent in two parts."""
+    config = LabelingConfig()
+    address, stop = serve_app(make_app(world.store, world.accounts, config), config.server)
+    seconds = []
+    with httpx.Client(base_url=address) as client:
+        for _ in range(20):  # the kernel acknowledges a connection's first segments at once
+            began = time.monotonic()
+            assert client.get("/sign-in").status_code == 200
+            seconds.append(time.monotonic() - began)
+    stop()
+    assert min(seconds[-8:]) < 0.03, seconds
 
 
 def test_listening_comes_before_anything_is_announced(tmp_path):

@@ -1,5 +1,6 @@
 """Beam search against its naive twin and, if there are enough beams for all responses, against enumerating them."""
 
+import functools
 import itertools
 
 import pytest
@@ -12,8 +13,9 @@ from lm.model import LanguageModel, init_weights
 END = 3
 
 
+@functools.cache
 @torch.no_grad()
-def logprobs(model: LanguageModel, tokens: list[int]) -> list[float]:
+def logprobs(model: LanguageModel, tokens: tuple[int, ...]) -> list[float]:
     found: list[float] = torch.log_softmax(model(torch.tensor([tokens]))[0, -1].double(), dim=-1).tolist()
     return found
 
@@ -28,7 +30,7 @@ def naive(
         candidates = [
             (total + logprob, [*response, token])
             for total, response in running
-            for token, logprob in enumerate(logprobs(model, [*prompt, *response]))
+            for token, logprob in enumerate(logprobs(model, (*prompt, *response)))
         ]
         candidates = sorted(candidates, key=lambda c: -c[0])[: 2 * num_beams]
         ends = [c for c in candidates if c[1][-1] == END or step == max_new_tokens]
@@ -70,7 +72,7 @@ def test_with_beams_enough_it_finds_the_best_of_all_responses() -> None:
                 responses.append(list(tokens))
 
     def total(response: list[int]) -> float:
-        return sum(logprobs(model, [6, *response[:i]])[token] for i, token in enumerate(response))
+        return sum(logprobs(model, (6, *response[:i]))[token] for i, token in enumerate(response))
 
     best = sorted(responses, key=lambda response: -total(response) / len(response))[:4]
     found = beam_search(model, [6], num_beams=64, max_new_tokens=3, end_id=END)
@@ -82,7 +84,7 @@ def test_one_beam_without_length_penalty_is_greedy_until_it_ends(llama: Language
     (found,) = beam_search(llama, [5, 8], num_beams=1, max_new_tokens=8, end_id=-1, length_penalty=0)
     tokens = [5, 8]
     for _ in range(8):
-        ranked = logprobs(llama, tokens)
+        ranked = logprobs(llama, tuple(tokens))
         tokens.append(ranked.index(max(ranked)))
     assert found.response == tokens[2:]
     assert not found.finished

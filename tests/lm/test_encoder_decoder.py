@@ -1,6 +1,7 @@
 """The encoder-decoder's generation against naive twins, and learning. BART's logits are in `test_families.py`."""
 
 import bisect
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,9 @@ def test_a_target_token_changes_nothing_before_it(model: EncoderDecoder) -> None
     assert torch.equal(model(TEXTS, WRITTEN)[:, :2], model(TEXTS, changed)[:, :2])
 
 
+@functools.cache
 @torch.no_grad()
-def naive(model: EncoderDecoder, source: list[int], num_new: int, choice: Choice, seed: int) -> list[int]:
+def naive(model: EncoderDecoder, source: tuple[int, ...], num_new: int, choice: Choice, seed: int) -> list[int]:
     """One sequence; everything is recomputed for every token."""
     target = [START]
     for uniform in np.random.Generator(np.random.Philox(key=seed)).random(num_new, dtype=np.float32):
@@ -134,7 +136,7 @@ def test_generation_equals_its_naive_twin(model: EncoderDecoder, choice: Choice,
     found = generate(
         model, [[START]] * 5, max_new_tokens=12, end_id=END, choice=choice, seeds=seeds, max_rows=max_rows, sources=READ
     )
-    expected = [naive(model, source, 12, choice, seed) for source, seed in zip(READ, seeds, strict=True)]
+    expected = [naive(model, tuple(source), 12, choice, seed) for source, seed in zip(READ, seeds, strict=True)]
     assert found.responses == expected
 
 
@@ -148,7 +150,7 @@ def test_samples_of_one_source_share_its_reading(model: EncoderDecoder, max_rows
         sources=sources,
     )  # fmt: skip
     hook.remove()
-    expected = [naive(model, source, 12, Choice(), seed) for source, seed in zip(sources, seeds, strict=True)]
+    expected = [naive(model, tuple(source), 12, Choice(), seed) for source, seed in zip(sources, seeds, strict=True)]
     assert found.responses == expected
     assert num_read is None or sum(counts) == num_read
 

@@ -8,6 +8,9 @@ from preferences.database import open_engines
 from preferences.invitations import INVITATION_SECONDS
 
 
+pytestmark = pytest.mark.usefixtures("cheap_hashes")
+
+
 @pytest.fixture
 def url(new_database):
     return new_database()
@@ -87,10 +90,10 @@ def test_leads(accounts):
     assert not accounts.has_lead()
 
 
-@pytest.mark.parametrize("name", ["", " ann", "a\nb", "a\x00b", "\ud800", "x" * 65])
-def test_names_that_cannot_stand_on_a_page(accounts, name):
-    with pytest.raises(ValueError, match="name is"):
-        accounts.invite(name, "labeler")
+def test_names_that_cannot_stand_on_a_page(accounts):
+    for name in ("", " ann", "a\nb", "a\x00b", "\ud800", "x" * 65):
+        with pytest.raises(ValueError, match="name is"):
+            accounts.invite(name, "labeler")
 
 
 def test_nothing_that_opens_anything_is_in_the_database(accounts, url):

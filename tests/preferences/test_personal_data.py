@@ -1,15 +1,12 @@
 """Names are kept apart from judgments: pseudonyms in exports, what is held about a person, and erasing them."""
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
 
-import argon2
 import pytest
 import sqlalchemy
 
-from preferences import keys
 from preferences.accounts import Accounts
 from preferences.database import open_engines, store_file
 from preferences.formats.exchange import export, store_found
@@ -22,13 +19,8 @@ from reading.rows import read_source
 NAME, NOTE = "Zebulon Quibbleworth", "my neighbour Xanthippe says so"
 LEAD = "Persephone Oglethorpe"
 TASKS = [Task(f"t{n}", (Message("user", f"Say {n}"),), ("a", "b", "c"), ("x", "y", "z")) for n in range(4)]
+pytestmark = pytest.mark.usefixtures("cheap_hashes")
 TRAINING = ("rankings", "consensus", "trl", "hh", "demonstrations", "alpacaeval")
-
-
-@pytest.fixture(autouse=True)
-def _cheap_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    cheap = functools.partial(argon2.PasswordHasher, time_cost=1, memory_cost=1_024, parallelism=1)
-    monkeypatch.setattr(keys, "PasswordHasher", cheap)
 
 
 def fill(store: LabelStore, accounts: Accounts) -> None:

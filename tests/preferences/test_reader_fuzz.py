@@ -17,11 +17,12 @@ from preferences.formats.parts import Format, Report, Row
 from preferences.formats.registry import FORMATS, sniff
 from preferences.store import LabelStore
 from reading.rows import read_source
+from tests import examples
 
 ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "format_rows.json").read_text())
 ROWS["heed"]["repeat_of"] = ""  # the row that it repeats would have to exist
 READ = [form for form in FORMATS.values() if form.read is not None]
-NUM_ROWS = 400  # per format
+NUM_ROWS = 400 if examples.takes_all else 100  # per format
 
 # The text that replaces "@n@" in the file.
 RAW = [

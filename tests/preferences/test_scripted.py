@@ -51,7 +51,7 @@ def finish(process):
     assert process.wait(timeout=120) == 0
 
 
-def fill(path, num_tasks=400, num_labelers=2):
+def fill(path, num_tasks, num_labelers=2):
     tasks = [
         Task(f"t{i:04d}", (Message("user", f"Say {i}"),), (f"{i} a", f"{i} b", f"{i} c"), ("x", "y", "z"))
         for i in range(num_tasks)
@@ -64,16 +64,16 @@ def fill(path, num_tasks=400, num_labelers=2):
 def test_a_killed_run_resumes_to_the_content_of_an_undisturbed_one(new_database, share):
     undisturbed, killed = new_database(), new_database()
     for url in (undisturbed, killed):
-        fill(url)
+        fill(url, num_tasks=200)
     finish(start(undisturbed))
     process = start(killed, pause=0.002)
     with LabelStore(killed) as store:
-        while (before := store.progress("b").num_judgments) < share * 800:
+        while (before := store.progress("b").num_judgments) < share * 400:
             assert process.poll() is None, "finished before it could be killed"
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
-        assert before <= store.progress("b").num_judgments < 800
+        assert before <= store.progress("b").num_judgments < 400
         kept = {(r.task_id, r.labeler, r.ranks) for r in store.rankings("b")}
         finish(start(killed))
         assert kept <= {(r.task_id, r.labeler, r.ranks) for r in store.rankings("b")}
