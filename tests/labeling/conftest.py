@@ -1,6 +1,7 @@
 """A store with accounts, and the pages that it serves."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -61,8 +62,8 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path, clock: Any) -> Iterator[World]:
-    url = str(tmp_path / "labels.db")
+def world(sqlite_tables: Path, tmp_path: Path, clock: Any) -> Iterator[World]:
+    url = str(shutil.copy(sqlite_tables, tmp_path / "labels.db"))
     accounts = Accounts(url, clock=clock)
     with LabelStore(url, clock=clock) as store:
         made = World(url, clock, store, accounts)

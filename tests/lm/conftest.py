@@ -38,7 +38,14 @@ def small_decoder(config: ModelConfig) -> LanguageModel:
     return model.eval()
 
 
-@pytest.fixture(scope="session", params=DECODERS)
+# What is special about these, a table of angles, an activation and biases, concerns no step of generation.
+_PLAIN = ("llama 3", "arcee", "qwen2")
+
+
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(name, marks=pytest.mark.long) if name in _PLAIN else name for name in DECODERS],
+)
 def decoder(request: pytest.FixtureRequest) -> LanguageModel:
     """Each of them in turn, with random weights, a context of 40 tokens and a vocabulary of 12."""
     return small_decoder(DECODERS[request.param])

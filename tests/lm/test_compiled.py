@@ -55,7 +55,11 @@ def passed(model: LanguageModel, length: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "dropout", "recompute", "num_graphs"),
-    [("llama", 0.1, False, 2), pytest.param("mistral", 0.0, True, 2, marks=pytest.mark.long), ("gpt2", 0.1, True, 2)],
+    [
+        ("llama", 0.1, False, 2),
+        pytest.param("mistral", 0.0, True, 2, marks=pytest.mark.long),
+        pytest.param("gpt2", 0.1, True, 2, marks=pytest.mark.long),
+    ],
 )
 def test_compiled_blocks_give_the_same_bits_from_few_graphs(
     name: str, dropout: float, recompute: bool, num_graphs: int, counted: Counted

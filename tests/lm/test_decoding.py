@@ -80,7 +80,7 @@ def started(model: LanguageModel, num_rows: int) -> Batch:
 
 @needs_compiler
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize("num_rows", [1, 5, 40])
+@pytest.mark.parametrize("num_rows", [1, pytest.param(5, marks=pytest.mark.long), 40])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_steps_are_as_close_to_double_precision_as_the_modules_are(
     fields: dict[str, Any], num_rows: int, dtype: torch.dtype

@@ -87,7 +87,7 @@ def test_generation_equals_its_naive_twin(decoder: LanguageModel, choice: Choice
     assert found.finished == [finished for _, finished in expected]
 
 
-@pytest.mark.parametrize("max_rows", [1, 2, 3, 5])
+@pytest.mark.parametrize("max_rows", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_waiting_sequences_enter_and_get_what_they_would_alone(decoder: LanguageModel, max_rows: int) -> None:
     prompts, seeds = PROMPTS * 3, range(40, 58)
     found = sample(decoder, prompts, seeds, max_rows=max_rows)
@@ -308,10 +308,10 @@ def test_the_cache_is_allocated_once_and_holds_prompts_and_responses(
     """Rows leave and enter continually, and only their tokens take memory that grows with the cache."""
     monkeypatch.setattr(operators, "library", lambda: None)
     monkeypatch.setattr(graphs, "COLUMNS", 4)
-    config = DECODERS["llama"].model_copy(update={"num_hidden_layers": 8, "head_dim": 64, "num_key_value_heads": 4})
+    config = DECODERS["llama"].model_copy(update={"num_hidden_layers": 16, "head_dim": 32, "num_key_value_heads": 4})
     model = small_decoder(config)
     rng, longest, num_new, max_rows = random.Random(0), 16, 24, 16
-    prompts = [[rng.randrange(4, 12) for _ in range(rng.randrange(2, longest + 1))] for _ in range(5 * max_rows)]
+    prompts = [[rng.randrange(4, 12) for _ in range(rng.randrange(2, longest + 1))] for _ in range(3 * max_rows)]
     with LiveBytes() as live:
         found = generate(
             model, prompts, max_new_tokens=num_new, end_id=3, choice=Choice(), seeds=range(len(prompts)),

@@ -177,7 +177,7 @@ def sample(model: LanguageModel, steps: StepKind, max_rows: int) -> Generated:
 
 
 @pytest.mark.usefixtures("_recorder")
-@pytest.mark.parametrize("max_rows", [pytest.param(1, marks=pytest.mark.long), 5, 128])
+@pytest.mark.parametrize("max_rows", [*(pytest.param(rows, marks=pytest.mark.long) for rows in (1, 128)), 5])
 def test_generation_in_fixed_steps_gives_the_same_samples(
     decoder: LanguageModel, max_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

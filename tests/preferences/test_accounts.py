@@ -7,7 +7,6 @@ from preferences.accounts import SESSION_SECONDS, Accounts
 from preferences.database import open_engines
 from preferences.invitations import INVITATION_SECONDS
 
-
 pytestmark = pytest.mark.usefixtures("cheap_hashes")
 
 
