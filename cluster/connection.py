@@ -2,9 +2,6 @@
 
 import logging
 import os
-import signal
-import threading
-from types import FrameType
 
 import ray
 
@@ -19,6 +16,7 @@ from cluster.places import (
     require_machine,
     require_places,
 )
+from cluster.sigterm import end_by_sigterm, sigterm_kept
 from training.notices import say
 
 
@@ -28,28 +26,16 @@ def connect(num_workers: int) -> None:
     Raises:
         ValueError: this machine has fewer cores than workers.
     """
-    if local_ray.is_starting():
-        _start(num_workers)
-    elif ray.is_initialized():
+    is_starting = local_ray.is_starting()
+    if ray.is_initialized() and not is_starting:
         return
-    elif os.environ.get("RAY_ADDRESS"):
-        say("joining the Ray cluster")
-        ray.init(log_to_driver=False, logging_level=logging.WARNING)
-    else:
-        _start(num_workers)
     end_by_sigterm()
-
-
-def end_by_sigterm() -> None:
-    """Treat SIGTERM like Ctrl-C; nothing in other threads than the main one, which cannot."""
-    if threading.current_thread() is threading.main_thread():
-        # After Ray, whose own handler prints a stack trace of C++ and leaves the job's status as it is.
-        signal.signal(signal.SIGTERM, _interrupt)
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    """Treats SIGTERM, by which Slurm, systemd, containers and `heed jobs stop` end a process, like Ctrl-C."""
-    raise KeyboardInterrupt
+    if is_starting or not os.environ.get("RAY_ADDRESS"):
+        _start(num_workers)
+        return
+    say("joining the Ray cluster")
+    with sigterm_kept():
+        ray.init(log_to_driver=False, logging_level=logging.WARNING)
 
 
 def _start(num_workers: int) -> None:

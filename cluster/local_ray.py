@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.environment import RAY_ENVIRONMENT
+from cluster.sigterm import end_by_sigterm, sigterm_kept
 
 UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")  # autoscaler, workers' output, dashboard
 
@@ -56,6 +57,7 @@ def begin() -> None:
     """Start Ray, unless it was started, without waiting for it."""
     global _started
     if _started is None:
+        end_by_sigterm()
         _started = _LocalRay()
         _started.start()
 
@@ -88,7 +90,7 @@ def _init() -> None:
     # A local cluster uses a token by default, and Ray warns about it at each start. The setting that silences the
     # warning works only before Ray is imported, when nobody knows yet which cluster is meant.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    # `cluster.connection` handles SIGTERM; Ray warns that a thread cannot.
+    # `cluster.sigterm` handles SIGTERM; Ray warns that a thread cannot.
     logging.getLogger("ray._private.worker").addFilter(lambda record: "SIGTERM handler" not in record.getMessage())
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -100,13 +102,14 @@ def _init() -> None:
     node.Node = _lean(whole)  # type: ignore[misc]
     try:
         # "local": a head that somebody started on this machine is not joined unless RAY_ADDRESS names it.
-        ray.init(
-            "local",
-            num_cpus=os.cpu_count() or 1,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
+        with sigterm_kept():
+            ray.init(
+                "local",
+                num_cpus=os.cpu_count() or 1,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
     finally:
         node.Node = whole  # type: ignore[misc]
 

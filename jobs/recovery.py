@@ -7,11 +7,12 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from cluster.config import ClusterConfig
-from cluster.connection import disconnect, end_by_sigterm, has_room, require_room
+from cluster.connection import disconnect, has_room, require_room
 from cluster.failures import WorkerLostError
 from cluster.group import WorkerGroup
 from cluster.places import Bundle, NoPlaceError
 from cluster.shared_folder import require_shared
+from cluster.sigterm import end_by_sigterm
 from jobs.hub_models import fetch_models
 from jobs.storage import STORAGE_SECONDS, storage_trouble, wait_for_storage
 from stages.progress import console

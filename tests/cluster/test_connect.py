@@ -70,6 +70,24 @@ def test_only_what_is_used_is_started_and_no_port_is_waited_for() -> None:
     assert any("/worker_setup.py" in process for process in processes), processes
 
 
+ENDED = """
+import os, signal, time
+from cluster import local_ray
+try:
+    local_ray.begin()
+    local_ray.start()  # in the thread of a group that begins early
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("told")
+"""
+
+
+def test_sigterm_is_like_ctrl_c_whichever_thread_has_started_ray() -> None:
+    done = run(ENDED)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "told\n", "")
+
+
 @pytest.mark.parametrize("wait", [0.0, 0.8])
 def test_a_process_that_fails_while_ray_starts_ends_with_all_of_it(wait: float, tmp_path: Path) -> None:
     begin = "import time; from cluster import local_ray; local_ray.begin()"
