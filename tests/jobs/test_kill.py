@@ -67,17 +67,16 @@ save_every_iterations = 2
 """
 MODELS = ("rejection/model", "ppo/model", "ppo/model_ema")
 
-# Where the run is killed, in order; each point is reached after another restart.
+# Where the run is killed, in order; each point is reached after another restart. The other stages share pretraining's
+# loop, and are stopped in their middle by their own tests.
 KILLS: dict[str, Callable[[Path, NumSteps], bool]] = {
     "pretrain, two steps after a checkpoint": lambda folder, steps: steps(folder / "pretrain") >= 7,
     "collect, while labels arrive": lambda folder, _: (folder / "labels.sqlite").exists(),
-    "reward": lambda folder, steps: steps(folder / "reward") >= 5,
-    "dpo, in its middle": lambda folder, steps: steps(folder / "dpo") >= 3,
     "ppo": lambda folder, steps: steps(folder / "ppo") >= 2,
 }
 
 
-def test_a_run_killed_in_every_stage_ends_like_an_uninterrupted_run(
+def test_a_run_killed_in_every_kind_of_stage_ends_like_an_uninterrupted_run(
     started_run: tuple[Any, Path],
     run_debug: Callable[..., Any],
     hashes: Callable[[Path], dict[str, str]],
@@ -129,10 +128,10 @@ def test_a_killed_run_of_rejection_sampling_and_rloo_ends_like_an_uninterrupted_
 def test_a_killed_run_by_adapters_ends_like_an_uninterrupted_one(
     heed: Callable[..., Any], finished_run: Path, num_steps: NumSteps, tmp_path: Path
 ) -> None:
-    """Every stage trains adapters, and PPO's four roles share a body. Killed past checkpoints of a loop and of PPO."""
+    """Every stage trains adapters, and PPO's four roles share a body. Killed past checkpoints of DPO and of PPO."""
     job = tmp_path / "adapters.toml"
     job.write_text(BY_ADAPTERS.format(base=DEBUG_JOB, parents=finished_run), encoding="utf-8")
-    killed, whole = killed_and_whole(heed, job, ("reward", "ppo"), num_steps)
+    killed, whole = killed_and_whole(heed, job, ("dpo", "ppo"), num_steps)
     for stage in ("sft", "reward", "dpo", "ppo"):
         for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
             assert (killed / stage / name).read_bytes() == (whole / stage / name).read_bytes(), (stage, name)
