@@ -143,6 +143,7 @@ def _run_stages(run: Run, workers: Workers, status: StatusFile, first: str, only
                 work = partial(_run_stage, run.of(stage.name, progress), stage, inputs, begun)
                 run_to_end(stage.name, folder, work, workers.abandon, status.restarted)
         except KeyboardInterrupt:
+            status.stopped()  # here too: where Ray has ended by the same signal, its part of the end may not come
             console.print(f"{stage.name}: stopped{_last_step(folder)}; the same command continues")
             raise
         except WorkerError as error:

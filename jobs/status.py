@@ -42,7 +42,7 @@ class StatusFile:
         elif isinstance(error, StageWaitsError):
             self._change(state="waiting", message=str(error))
         elif isinstance(error, KeyboardInterrupt):
-            self._change(state="stopped")
+            self.stopped()
         else:
             self._change(state="failed", message=in_one_line(error) or str(error).split("\n")[0])
 
@@ -53,6 +53,10 @@ class StatusFile:
         self._change(stage=progress.stage, stage_started=time.time(), phase="", done=0, total=0)
         yield
         self._progress = None
+
+    def stopped(self) -> None:
+        """Somebody has ended the run."""
+        self._change(state="stopped")
 
     def restarted(self, why: str) -> None:
         """The stage continues after a loss."""

@@ -26,6 +26,7 @@ from rich.progress import (
 console = Console(stderr=True, highlight=False, soft_wrap=True)  # each message stays on one line at any width
 
 POLL_SECONDS = 0.5
+LAST_NOTICES_SECONDS = 2.0  # Ray answers at once, or not at all where its head has ended
 PIPE_COLUMNS = 1_000  # wide enough that no table in a file or a pipe is cut
 
 
@@ -92,7 +93,9 @@ def follow(stage: str, folder: Path) -> Iterator[StageProgress]:
             print_notice(notice)
 
     def poll() -> None:
-        while not stop.wait(POLL_SECONDS):
+        is_over = False
+        while not is_over:
+            is_over = stop.wait(POLL_SECONDS)
             pass_on()
             lines = read_metrics(folder / "metrics.jsonl")
             if lines:
@@ -104,8 +107,7 @@ def follow(stage: str, folder: Path) -> Iterator[StageProgress]:
         yield progress
     finally:
         stop.set()
-        thread.join()
-        pass_on()
+        thread.join(LAST_NOTICES_SECONDS)
         progress.close()
 
 
