@@ -372,7 +372,7 @@ RICH = "The root:\n\n$$x = \\frac{-b}{2a}$$\n\n```python\ndef f(x):  # why\n    
 DEEP = "> " * 25 + "far down"
 
 
-@pytest.mark.parametrize("has_scripts", [True, False])
+@pytest.mark.parametrize("has_scripts", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_the_exact_text_is_one_click_away(site, has_scripts):
     opened = site([Task("t1", (Message("user", RICH),), (DEEP, "  a\n\n\n  b\\_c"), ("x", "y"))])
     page = opened.visit("ann", java_script_enabled=has_scripts)
@@ -403,7 +403,7 @@ def test_texts_may_come_exactly_first(site):
     assert page.locator(".message.user math").first.is_visible()
 
 
-@pytest.mark.parametrize(("num_responses", "rows"), [(2, [2]), (3, [3]), (4, [2, 2])])
+@pytest.mark.parametrize(("num_responses", "rows"), [(2, [2]), pytest.param(3, [3], marks=pytest.mark.long), (4, [2, 2])])
 def test_four_responses_stand_two_by_two(site, num_responses, rows):
     page = site([make_task("t1", num_responses)]).visit("ann", viewport={"width": 1280, "height": 800})
     tops = [round(one.bounding_box()["y"]) for one in page.locator(".response").all()]

@@ -96,7 +96,7 @@ class Outcome:
     sizes: dict[str, list[int]]  # bytes of each model, or of its parts
 
 
-@pytest.fixture(scope="module", params=["fp32", "bf16"])
+@pytest.fixture(scope="module", params=["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 def outcomes(
     models: InitialModels,
     prompts: list[list[int]],

@@ -368,7 +368,7 @@ def test_the_last_weights_are_exported_with_the_sft_template(start: Start, promp
     assert tokenizer.chat_template == parent.chat_template
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 def test_save_and_load_continue_bit_for_bit(
     start: Start, controlled: Controlled, tmp_path: Path, precision: str
 ) -> None:
