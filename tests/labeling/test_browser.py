@@ -403,7 +403,9 @@ def test_texts_may_come_exactly_first(site):
     assert page.locator(".message.user math").first.is_visible()
 
 
-@pytest.mark.parametrize(("num_responses", "rows"), [(2, [2]), pytest.param(3, [3], marks=pytest.mark.long), (4, [2, 2])])
+@pytest.mark.parametrize(
+    ("num_responses", "rows"), [(2, [2]), pytest.param(3, [3], marks=pytest.mark.long), (4, [2, 2])]
+)
 def test_four_responses_stand_two_by_two(site, num_responses, rows):
     page = site([make_task("t1", num_responses)]).visit("ann", viewport={"width": 1280, "height": 800})
     tops = [round(one.bounding_box()["y"]) for one in page.locator(".response").all()]
