@@ -14,9 +14,6 @@ from typing import Any
 from cluster.environment import RAY_ENVIRONMENT
 from cluster.sigterm import end_by_sigterm, sigterm_kept
 
-# Seconds until a process gives up a head that has ended, by default 60. Slurm and systemd send SIGTERM to Ray's own
-# processes too, and this head does not come back.
-GIVE_UP = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
 UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")  # autoscaler, workers' output, dashboard
 
 
@@ -95,7 +92,7 @@ def _init() -> None:
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     # `cluster.sigterm` handles SIGTERM; Ray warns that a thread cannot.
     logging.getLogger("ray._private.worker").addFilter(lambda record: "SIGTERM handler" not in record.getMessage())
-    for name, value in (RAY_ENVIRONMENT | GIVE_UP).items():
+    for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import ray
     from ray._private import node

@@ -19,7 +19,7 @@ from stages.lineage import Inputs, finished_with
 from training.failures import RunError
 
 DEBUG_JOB = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
-SAVED = ("--set", "pretrain.save_every_steps=2", "--set", "pretrain.num_steps=4000")
+SAVED = ("--set", "pretrain.save_every_steps=2", "--set", "pretrain.num_steps=400")
 
 
 def wait_until(command: Any, is_reached: Callable[[], bool]) -> None:
@@ -35,21 +35,16 @@ def cut(checkpoint: Path) -> None:
 
 @pytest.fixture
 def interrupted(run_debug: Callable[..., Any], tmp_path: Path, num_steps: Callable[[Path], int]) -> Callable[..., str]:
-    """Runs the job until pretraining has done a number of steps, then presses Ctrl-C, or sends SIGTERM to all of its
-    processes, as Slurm and systemd do; returns the output.
+    """Runs the job until pretraining has done a number of steps, then presses Ctrl-C, or ends it by another signal;
+    returns the output.
     """
 
     def run(steps: int, arguments: Sequence[str] = (), by: signal.Signals = signal.SIGINT) -> str:
         command = run_debug(tmp_path, (*SAVED, *arguments))
         stage = tmp_path / "debug" / "pretrain"
         wait_until(command, lambda: "pretrain: " in command.output and num_steps(stage) >= steps)
-        if by == signal.SIGINT:
-            command.process.send_signal(by)
-            assert command.wait(60) == 130, command.output
-        else:
-            os.killpg(command.process.pid, by)  # Ray's head ends too, so the code may be Ray's
-            assert command.wait(30) != 0, command.output
-        assert json.loads((tmp_path / "debug" / "status.json").read_text())["state"] == "stopped"
+        command.process.send_signal(by)
+        assert command.wait(60) == 130, command.output
         output: str = command.output
         return output
 
@@ -61,7 +56,7 @@ def test_a_run_says_where_it_stopped_and_resumes_and_what_it_passed_over(
     interrupted: Callable[..., str], run_debug: Callable[..., Any], tmp_path: Path
 ) -> None:
     said = interrupted(5)
-    assert "pretrain: starts from step 0 of 4000 (no checkpoint yet)" in said
+    assert "pretrain: starts from step 0 of 400 (no checkpoint yet)" in said
     assert "pretrain: stopped at step " in said
     assert "; the same command continues" in said
     assert "Traceback" not in said
@@ -72,19 +67,37 @@ def test_a_run_says_where_it_stopped_and_resumes_and_what_it_passed_over(
     assert "; the same command continues" in said
     assert "SIGTERM" not in said  # Ray would print a stack trace of C++
     assert f"pretrain: checkpoint {newest.name} is damaged and passed over: files changed" in said
-    assert f"pretrain: resumes from step {int(older.name[5:])} of 4000 (checkpoints/{older.name})" in said
+    assert f"pretrain: resumes from step {int(older.name[5:])} of 400 (checkpoints/{older.name})" in said
     for checkpoint in checkpoints.glob("step-*"):
         cut(checkpoint)
     refused = run_debug(tmp_path, SAVED)
     assert refused.wait() == 2
     (line,) = [line for line in refused.output.splitlines() if "error:" in line]
     assert str(checkpoints) in line
-    assert "every checkpoint of pretrain is damaged (step-" in line
+    assert "every checkpoint of pretrain is damaged (step-0000" in line
     assert "run again with --from pretrain" in line
     assert "Traceback" not in refused.output
     said = interrupted(3, ("--from", "pretrain"))
-    assert "pretrain: starts from step 0 of 4000 (no checkpoint yet)" in said
+    assert "pretrain: starts from step 0 of 400 (no checkpoint yet)" in said
     assert (tmp_path / "debug" / "replaced" / "pretrain-1" / "checkpoints").is_dir()
+
+
+@pytest.mark.long
+def test_sigterm_to_all_of_a_runs_processes_is_told_at_once(
+    run_debug: Callable[..., Any], tmp_path: Path, num_steps: Callable[[Path], int]
+) -> None:
+    """Slurm and systemd end Ray's head with it, whose answers the run would wait for, and kill what is left later."""
+    command = run_debug(tmp_path, (*SAVED, "--set", "pretrain.num_steps=4000"))
+    wait_until(command, lambda: num_steps(tmp_path / "debug" / "pretrain") >= 3)
+    os.killpg(command.process.pid, signal.SIGTERM)
+    end = time.monotonic() + 30
+    while "; the same command continues" not in command.output:
+        assert time.monotonic() < end, command.output
+        time.sleep(0.1)
+    assert json.loads((tmp_path / "debug" / "status.json").read_text())["state"] == "stopped"
+    command.kill_everything()
+    assert "SIGTERM" not in command.output
+    assert command.wait_until_gone() == []
 
 
 def test_a_stage_waits_for_its_folder_and_does_not_begin_elsewhere(
