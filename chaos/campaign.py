@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 
 from chaos.disk import SmallDisk, small_disk, why_no_disk
 from chaos.driver import Driver
@@ -24,6 +23,7 @@ from chaos.round import Round, wait_for_nodes
 from chaos.schedule import Schedule
 from cluster.local import LocalCluster, host_names
 from cluster.network import Network, why_no_network
+from cluster.sigterm import end_by_sigterm
 from jobs.job import JobConfig
 from jobs.job_file import load_job
 from stages.lineage import LINEAGE
@@ -212,11 +212,8 @@ def _size_of(folder: Path) -> int:
 @contextmanager
 def _ends_when_terminated() -> Iterator[None]:
     """Treats SIGTERM like Ctrl-C, so that namespaces, mounts and processes are removed on it too."""
-
-    def end(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.getsignal(signal.SIGTERM)
+    end_by_sigterm()
     try:
         yield
     finally:

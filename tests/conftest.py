@@ -147,6 +147,33 @@ def heed_label(
     return call
 
 
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs `heed` with arguments that it must refuse; returns the one line that says why.
+
+    A job whose file is right says first what will run, in two lines.
+    """
+    from heed.cli import main
+
+    def call(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["heed", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert "Traceback" not in said.err
+        *before, line = said.err.strip().splitlines()
+        assert len(before) in (0, 2), said.err
+        assert line.startswith("error: ")
+        if before:
+            assert "; results in " in before[0]
+            assert before[1] == "checking the data"
+        return line
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> "Tokenizer":
     """A byte-level vocabulary of 280 tokens with the chat template."""

@@ -75,7 +75,7 @@ import os, signal, time
 from cluster import local_ray
 try:
     local_ray.begin()
-    local_ray.start()  # in the thread of a group that begins early
+    local_ray.start()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
 except KeyboardInterrupt:

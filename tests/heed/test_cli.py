@@ -30,32 +30,6 @@ DEBUG = str(ROOT / "configs" / "jobs" / "debug.toml")
 
 
 @pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs `heed` with arguments that it must refuse; returns the one line that says why.
-
-    A job whose file is right says first what will run, in two lines.
-    """
-
-    def call(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["heed", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        assert caught.value.code == 2
-        said = capsys.readouterr()
-        assert said.out == ""
-        assert "Traceback" not in said.err
-        *before, line = said.err.strip().splitlines()
-        assert len(before) in (0, 2), said.err
-        assert line.startswith("error: ")
-        if before:
-            assert "; results in " in before[0]
-            assert before[1] == "checking the data"
-        return line
-
-    return call
-
-
-@pytest.fixture
 def start_job(refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """`heed run` of the debug job with overrides that it must refuse before any training.
 

@@ -68,7 +68,7 @@ save_every_iterations = 2
 MODELS = ("rejection/model", "ppo/model", "ppo/model_ema")
 
 # Where the run is killed, in order; each point is reached after another restart. The other stages share pretraining's
-# loop, and are stopped in their middle by their own tests.
+# loop; test_recovery.py kills a worker in each.
 KILLS: dict[str, Callable[[Path, NumSteps], bool]] = {
     "pretrain, two steps after a checkpoint": lambda folder, steps: steps(folder / "pretrain") >= 7,
     "collect, while labels arrive": lambda folder, _: (folder / "labels.sqlite").exists(),
@@ -98,7 +98,7 @@ def test_a_run_killed_in_every_kind_of_stage_ends_like_an_uninterrupted_run(
     assert last.wait() == 0, last.output
     untouched = request.getfixturevalue("finished_run")
     assert hashes(folder) == hashes(untouched)
-    # The logs contain every step once, as if nothing had happened; each stage resumed, and none started from scratch.
+    # The logs contain every step once, as if nothing had happened; no stage started from scratch.
     for stage in ("pretrain", "sft", "reward", "dpo", "ppo"):
         logs = []
         for run in (folder, untouched):

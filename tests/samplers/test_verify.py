@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from heed.cli import main
 from lm.generation import Generated, generate
 from lm.sampling import Choice
 from samplers.engine import SamplingEngine
@@ -227,16 +226,6 @@ def test_an_engine_that_ends_the_process_does_not_pass(untied: Path, tmp_path: P
     ],
 )
 def test_mistakes_are_one_line(
-    untied: Path,
-    arguments: tuple[str, ...],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    untied: Path, arguments: tuple[str, ...], message: str, refused: Callable[..., str]
 ) -> None:
-    words = [str(untied) if word == "MODEL" else word for word in arguments]
-    monkeypatch.setattr(sys, "argv", ["heed", "verify-sampler", *words])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+    assert message in refused("verify-sampler", *(str(untied) if word == "MODEL" else word for word in arguments))
