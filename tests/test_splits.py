@@ -6,6 +6,7 @@ program, `python test_splits.py FOLDER`: one process imports everything and fork
 starting is what takes long.
 """
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -49,6 +50,7 @@ from reward.objective import RankingObjective
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.engine import Engine
+from training.internals import without_dynamo
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.metrics import read_metrics
 from training.objectives import CausalLMObjective, PackedObjective, PairsObjective
@@ -574,9 +576,15 @@ def rank_program(rank: int, num_ranks: int, port: int, folder: Path) -> None:
 
 
 def fork_groups(folder: Path) -> None:
-    import deepspeed  # noqa: F401 - once, for all ranks
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    with without_dynamo():  # once, for all ranks
+        import deepspeed.runtime.engine
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    import torch._dynamo  # noqa: F401 - recomputed activations ask it to stay away
 
     write_parents(folder)
+    gc.collect()
+    gc.freeze()  # or each engine that closes looks at all of it
     context = multiprocessing.get_context("fork")
     for num_ranks in (1, 2, 4):
         port = free_port()
