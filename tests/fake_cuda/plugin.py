@@ -1,5 +1,8 @@
 """`pytest -p tests.fake_cuda.plugin`: all tests of this process run on the fake device."""
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 
 from tests.fake_cuda import device
@@ -12,3 +15,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
     del config
     runtime.install()
+
+
+def pytest_collection_finish() -> None:
+    import torch._dynamo  # noqa: F401 - compiled blocks and recomputed activations would import it in a test
+
+    _spare_what_is_there()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_a_file_leaves_is_not_looked_at_again() -> Iterator[None]:
+    yield
+    _spare_what_is_there()
+
+
+def _spare_what_is_there() -> None:
+    """Engines collect garbage when they close, which would take a quarter of the time."""
+    gc.collect()
+    gc.freeze()

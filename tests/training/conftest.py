@@ -4,13 +4,16 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 from endpoints.ports import free_port
+from tests.training import rank_process
 
 # DeepSpeed's first run on a machine compiles its shared-memory operator, which takes two minutes.
 LIMIT_SECONDS = 480
@@ -21,30 +24,44 @@ LimitFileSize = Callable[[int], AbstractContextManager[None]]
 
 @pytest.fixture(scope="session")
 def start_two_ranks() -> StartRanks:
-    """Runs `python PROGRAM FOLDER` as two ranks (by default) until they end; a rank's output is in
-    FOLDER/rank-N.log."""
+    """Runs `python PROGRAM FOLDER` as two ranks (by default) until they end; a rank's output is in FOLDER/rank-N.log.
+
+    With `variables`, which libraries may read as they load, every rank is a new Python.
+    """
 
     def start(program: str, folder: Path, num_ranks: int = 2, **variables: str) -> None:
         shared = {
-            **os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()), **variables,
+            **os.environ, **rank_process.VARIABLES, "PYTHONPATH": str(Path(__file__).parents[2]),
+            "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **variables,
         }  # fmt: skip
-        processes = []
-        for rank in map(str, range(num_ranks)):
-            with (folder / f"rank-{rank}.log").open("w") as log:
-                command = [sys.executable, program, str(folder)]
-                environment = {**shared, "RANK": rank, "LOCAL_RANK": rank}
-                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        start_rank = _start_python if variables else rank_process.start
+        logs = [folder / f"rank-{rank}.log" for rank in range(num_ranks)]
+        ranks = [
+            start_rank(program, folder, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log)
+            for rank, log in enumerate(logs)
+        ]
+        end = time.monotonic() + LIMIT_SECONDS
         try:
-            codes = [process.wait(timeout=LIMIT_SECONDS) for process in processes]
+            while (codes := [_exit_code(rank) for rank in ranks]).count(None):
+                assert time.monotonic() < end, f"still running after {LIMIT_SECONDS} s: {codes}"
+                time.sleep(0.02)
         finally:
-            for process in processes:
-                process.kill()
-        logs = [(folder / f"rank-{rank}.log").read_text()[-3000:] for rank in range(num_ranks)]
-        assert codes == [0] * num_ranks, "\n".join(logs)
+            for rank in ranks:
+                rank.kill()
+        assert codes == [0] * num_ranks, "\n".join(log.read_text()[-3000:] for log in logs)
 
     return start
+
+
+def _start_python(program: str, folder: Path, environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("w") as output:
+        return subprocess.Popen(
+            [sys.executable, program, str(folder)], env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
+
+
+def _exit_code(process: subprocess.Popen[bytes] | BaseProcess) -> int | None:
+    return process.exitcode if isinstance(process, BaseProcess) else process.poll()
 
 
 @pytest.fixture
