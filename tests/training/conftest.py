@@ -56,8 +56,9 @@ def start_two_ranks() -> StartRanks:
 def _start_python(program: str, folder: Path, environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("w") as output:
         return subprocess.Popen(
-            [sys.executable, program, str(folder)], env=environment, stdout=output, stderr=subprocess.STDOUT
-        )
+            [sys.executable, "-m", rank_process.__name__, program, str(folder)],
+            env=environment, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
 
 
 def _exit_code(process: subprocess.Popen[bytes] | BaseProcess) -> int | None:

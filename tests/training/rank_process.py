@@ -30,6 +30,16 @@ def _run(program: str, folder: Path, environment: Mapping[str, str], log: Path) 
     os.dup2(output, 2)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = [program, str(folder)]
+    _run_program(program, str(folder))
+
+
+def _run_program(program: str, folder: str) -> None:
+    sys.argv = [program, folder]
     gc.enable()
     runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":  # a rank that is not forked, but whose imports cost the garbage collector nothing either
+    import tests.training.rank_process_imports  # noqa: F401
+
+    _run_program(*sys.argv[1:])
