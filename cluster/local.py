@@ -1,7 +1,8 @@
 """A Ray cluster of several nodes on this machine, which can be killed, cut off and replaced.
 
-Each node is a separate `ray start --block`, as a supervisor would run it. With a `Network` each is on a host with its
-own address; without one all share this machine's loopback.
+Each node is a separate `ray start --block`, as a supervisor would run it, without processes that Heed does not use
+(`cluster.lean_node`). With a `Network` each is on a host with its own address; without one all share this machine's
+loopback.
 """
 
 import os
@@ -26,7 +27,7 @@ from endpoints.ports import free_port
 
 MARK = "HEED_LOCAL_CLUSTER"
 HEAD = "head"
-RAY = (sys.executable, "-m", "ray.scripts.scripts")
+RAY = (sys.executable, "-P", "-m", "cluster.lean_node")
 START_SECONDS = 180.0
 STORE_BYTES = 150 * 1024 * 1024
 
@@ -53,8 +54,7 @@ class LocalCluster:
         self._port, self._nodes = 6379 if network else free_port(), dict[str, _Node]()
         self.nodes = tuple(host_names(num_nodes)[1:])
         try:
-            head = ["--head", f"--port={self._port}", "--num-cpus=0", "--include-dashboard=false", "--no-monitor"]
-            self._start(HEAD, head)
+            self._start(HEAD, ["--head", f"--port={self._port}", "--num-cpus=0", "--include-dashboard=false"])
             self.wait()
             self.fill()
             self.wait()
@@ -145,13 +145,9 @@ class LocalCluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self, name: str, options: Sequence[str]) -> None:
-        # On one host the nodes' agents would ask for one port.
-        port = 52365 if self.network else free_port()
         command = [
-            *RAY, "start", "--block", f"--temp-dir={self.folder / name}", *options,
-             f"--node-ip-address={self._address_of(name)}", f"--object-store-memory={STORE_BYTES}",
-            f"--dashboard-agent-listen-port={port}", "--disable-usage-stats",
-            "--include-log-monitor=false",
+            *RAY, "start", "--block", f"--temp-dir={self.folder / name}", *options, "--disable-usage-stats",
+            f"--node-ip-address={self._address_of(name)}", f"--object-store-memory={STORE_BYTES}",
         ]  # fmt: skip
         placed = self.network.command(name, command) if self.network else command
         self._nodes[name] = _Node(placed, {**os.environ, **self._environment(name)}, self.folder / f"{name}.log")

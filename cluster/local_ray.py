@@ -8,13 +8,10 @@ import atexit
 import logging
 import os
 import threading
-from pathlib import Path
-from typing import Any
 
 from cluster.environment import RAY_ENVIRONMENT
+from cluster.lean_node import lean_nodes
 from cluster.sigterm import end_by_sigterm, sigterm_kept
-
-UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")  # autoscaler, workers' output, dashboard
 
 
 class _LocalRay(threading.Thread):
@@ -95,53 +92,14 @@ def _init() -> None:
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import ray
-    from ray._private import node
 
     atexit.register(close)
-    whole = node.Node
-    node.Node = _lean(whole)  # type: ignore[misc]
-    try:
-        # "local": a head that somebody started on this machine is not joined unless RAY_ADDRESS names it.
-        with sigterm_kept():
-            ray.init(
-                "local",
-                num_cpus=os.cpu_count() or 1,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-            )
-    finally:
-        node.Node = whole  # type: ignore[misc]
-
-
-def _lean(whole: Any) -> Any:
-    """Ray's node without the processes that nothing uses here: they take two CPU seconds, and Ray's start waits for
-    them. `cluster.worker_setup` saves .4 CPU seconds per worker.
-
-    `tests/cluster/test_connect.py` shows where a new release of Ray has other names for these.
-    """
-
-    class Node(whole):  # type: ignore[misc]
-        def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:
-            ray_params.setup_worker_path = str(Path(__file__).with_name("worker_setup.py"))
-            super().__init__(ray_params, *args, **kwargs)
-
-        def start_raylet(self, *args: Any, **kwargs: Any) -> None:
-            from ray._private import services
-
-            start = services.start_ray_process
-
-            def start_with_idle_agent(command: list[str], *args: Any, **kwargs: Any) -> Any:
-                rays_own = str(Path(services.RAY_PATH, "dashboard", "agent.py"))
-                idle = str(Path(__file__).with_name("idle_agent.py"))
-                return start([part.replace(rays_own, idle) for part in command], *args, **kwargs)
-
-            services.start_ray_process = start_with_idle_agent
-            try:
-                super().start_raylet(*args, **kwargs)
-            finally:
-                services.start_ray_process = start
-
-    for name in UNUSED:
-        setattr(Node, name, lambda _self, **_options: None)
-    return Node
+    # "local": a head that somebody started on this machine is not joined unless RAY_ADDRESS names it.
+    with lean_nodes(), sigterm_kept():
+        ray.init(
+            "local",
+            num_cpus=os.cpu_count() or 1,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )

@@ -77,6 +77,14 @@ def test_a_driver_joins_and_finds_every_node(cluster: LocalCluster) -> None:
     assert done.stdout.split() == ["2", "3"]
 
 
+def test_nodes_have_no_process_that_heed_does_not_use(cluster: LocalCluster) -> None:
+    for name in (HEAD, *cluster.nodes):
+        commands = [" ".join(psutil.Process(pid).cmdline()) for pid in cluster.node_processes(name)]
+        assert any("/idle_agent.py" in command for command in commands), commands
+        for unused in ("DashboardAgent", "dashboard.py", "ray.util.client.server", "log_monitor"):
+            assert not any(unused in command for command in commands), commands
+
+
 def test_a_killed_node_is_gone_whole_and_comes_back_when_it_is_filled(cluster: LocalCluster) -> None:
     processes = {name: cluster.node_processes(name) for name in cluster.nodes}
     assert all(len(found) >= 2 for found in processes.values())  # `ray start` and the raylet

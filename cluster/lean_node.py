@@ -1,0 +1,51 @@
+"""Ray's node without the processes that Heed does not use: they take two CPU seconds, and Ray's start waits for them.
+
+`python -m cluster.lean_node start ...` is `ray start ...` with such a node. `tests/cluster/test_connect.py` shows where
+a new release of Ray has other names for what is replaced here.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# The autoscaler, workers' output on the console, the dashboard, and drivers that are not on the cluster.
+UNUSED = ("start_monitor", "start_log_monitor", "start_api_server", "start_ray_client_server")
+
+
+@contextmanager
+def lean_nodes() -> Iterator[None]:
+    """The nodes that this process starts meanwhile are lean.
+
+    Their workers start by `cluster.worker_setup`, which saves each .4 CPU seconds, and `cluster.idle_agent` stands in
+    for the dashboard's agent.
+    """
+    from ray._private import node, services
+
+    whole, start_process = node.Node, services.start_ray_process
+    rays_agent = str(Path(services.RAY_PATH, "dashboard", "agent.py"))
+    idle_agent = str(Path(__file__).with_name("idle_agent.py"))
+
+    class Node(whole):  # type: ignore[misc, valid-type]
+        def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:
+            ray_params.setup_worker_path = str(Path(__file__).with_name("worker_setup.py"))
+            super().__init__(ray_params, *args, **kwargs)
+
+    for name in UNUSED:
+        setattr(Node, name, lambda _self, *_args, **_options: None)
+
+    def start_with_idle_agent(command: list[str], *args: Any, **kwargs: Any) -> Any:
+        return start_process([part.replace(rays_agent, idle_agent) for part in command], *args, **kwargs)
+
+    node.Node, services.start_ray_process = Node, start_with_idle_agent  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        node.Node, services.start_ray_process = whole, start_process  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    from ray.scripts.scripts import main
+
+    with lean_nodes():
+        main()
