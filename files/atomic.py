@@ -70,6 +70,14 @@ def commit_folder(temporary: Path, path: Path) -> None:
     sync(path.parent)
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a folder. A kill in the middle leaves nothing under its name: the rest counts as unfinished."""
+    temporary = temporary_path(path)
+    _remove(temporary)
+    path.rename(temporary)
+    shutil.rmtree(temporary)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file, whole or not at all."""
     with atomic_file(path) as temporary:

@@ -6,12 +6,11 @@ Older ones are removed only after that.
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from files.atomic import PREFIX, commit_folder, remove_unfinished, sync
+from files.atomic import PREFIX, commit_folder, remove_folder, remove_unfinished, sync
 from files.hashes import file_hash, file_names
 from lm.progress import note_progress
 
@@ -65,7 +64,7 @@ def commit_checkpoint(writing: Path, step: int, hashes: Mapping[str, str], keep:
     newest_first = [folder for folder in step_folders(checkpoints) if step_of(folder) <= step]
     later = [folder for folder in step_folders(checkpoints) if step_of(folder) > step]
     for old in (*later, *newest_first[keep:]):
-        shutil.rmtree(old)
+        remove_folder(old)
     return final
 
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 
-from cluster.local import LocalCluster, host_names, is_alive, kill_process
+from cluster.local import HEAD, LocalCluster, host_names, is_alive, kill_process
 from cluster.network import Network, why_no_network
 
 pytestmark = pytest.mark.long

@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from files.atomic import atomic_file, atomic_folder, remove_unfinished, temporary_path, write_json, write_text
+from files.atomic import (
+    atomic_file,
+    atomic_folder,
+    remove_folder,
+    remove_unfinished,
+    temporary_path,
+    write_json,
+    write_text,
+)
 
 WRITE_FILE = """
 with atomic_file(target) as temporary, temporary.open("w") as file:
@@ -24,10 +32,16 @@ with atomic_folder(target) as temporary:
     (temporary / "first").write_text("half of it")
     wait()
 """
+REMOVE_FOLDER = """
+import shutil
+removes = shutil.rmtree  # with options, it removes what the first kill has left
+shutil.rmtree = lambda folder, **options: removes(folder, **options) if options else wait()
+remove_folder(target)
+"""
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from files.atomic import atomic_file, atomic_folder
+from files.atomic import atomic_file, atomic_folder, remove_folder
 target = Path(sys.argv[1])
 def wait():
     print("written", flush=True)
@@ -68,6 +82,18 @@ def test_a_kill_in_the_middle_leaves_the_old_folder(tmp_path: Path) -> None:
         (temporary / "third").write_text("whole")
     assert os.listdir(target) == ["third"]
     assert os.listdir(tmp_path) == ["model"]
+
+
+def test_a_kill_in_the_middle_of_a_removal_leaves_nothing_under_the_name(tmp_path: Path) -> None:
+    target = tmp_path / "step-000002"
+    for _ in range(2):  # the second finds what the first has left
+        target.mkdir()
+        (target / "weights").write_text("whole")
+        kill_in_the_middle(REMOVE_FOLDER, target)
+        assert os.listdir(tmp_path) == [".writing-step-000002"]
+    target.mkdir()
+    remove_folder(target)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("write", [WRITE_FILE, WRITE_FOLDER], ids=["file", "folder"])
