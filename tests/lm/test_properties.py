@@ -22,7 +22,7 @@ from lm.weights import PURPOSES, load_model, save_model
 from tests.examples import examples
 
 CONTEXT = 24
-EXAMPLES = examples(40, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = examples(24, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 
 SCALINGS = [
