@@ -17,6 +17,7 @@ from cluster.worker import usable_cores
 from jobs.job_file import load_job
 from jobs.pipeline import run_job
 from jobs.recovery import Workers
+from tests.rays import start_ray
 
 DEBUG = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
 ON_CPUS = ClusterConfig(use_gpus=False)
@@ -24,7 +25,7 @@ ON_CPUS = ClusterConfig(use_gpus=False)
 
 @pytest.fixture(scope="module")
 def three_gpus() -> Iterator[None]:
-    ray.init("local", num_cpus=6, num_gpus=3, include_dashboard=False, log_to_driver=False)
+    start_ray(num_cpus=6, num_gpus=3)
     yield
     disconnect()
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import ray
 
 from cluster.config import ClusterConfig
 from cluster.connection import disconnect
@@ -22,6 +21,7 @@ from ppo.roles import Roles
 from samplers.agreement import MAX_DIFFERENCE
 from samplers.faults import FAULTS
 from tests.jobs.conftest import DEBUG_JOB, HeedCommand
+from tests.rays import start_ray
 from tests.samplers.conftest import SENTENCE, small_shape
 from training.config import BatchConfig, EngineConfig, OptimizerConfig, Precision
 from training.data import DataConfig
@@ -57,7 +57,7 @@ def test_vllm_passes_and_every_planted_fault_is_named(
 @pytest.fixture(scope="module")
 def _room() -> Iterator[None]:
     """Lets Ray place more workers than this machine has cores."""
-    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    start_ray(num_cpus=8)
     yield
     disconnect()
 

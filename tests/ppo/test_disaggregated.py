@@ -27,6 +27,7 @@ from ppo.kept_passes import Repeated
 from ppo.roles import Roles
 from ppo.rollout import Rollout
 from samplers import sent_weights
+from tests.rays import start_ray
 from training.config import EngineConfig
 from training.packing import stream_rows
 
@@ -45,7 +46,7 @@ def group_of(num_ranks: int) -> WorkerGroup:
 @pytest.fixture(scope="module", autouse=True)
 def _room() -> Iterator[None]:
     """Lets Ray place more workers than this machine has cores."""
-    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    start_ray(num_cpus=8)
     yield
     disconnect()
 

@@ -1,0 +1,15 @@
+"""A Ray with as many places as a test needs, whatever this machine has."""
+
+import pytest
+import ray
+
+from cluster.environment import RAY_ENVIRONMENT
+from cluster.lean_node import lean_nodes
+
+
+def start_ray(num_cpus: int, num_gpus: int = 0) -> None:
+    """Start Ray for this process, as `heed run` does."""
+    with pytest.MonkeyPatch.context() as patch, lean_nodes():
+        for name, value in RAY_ENVIRONMENT.items():
+            patch.setenv(name, value)
+        ray.init("local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False)
