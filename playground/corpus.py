@@ -93,11 +93,12 @@ CHEER_RATE = 0.08  # share of passages that end with a cheerful sentence
 
 def write_text(rng: random.Random, min_words: int, max_words: int) -> str:
     """Joins passages until the text reaches a length drawn between the bounds. It exceeds it by at most a passage."""
-    num_words = rng.randint(min_words, max_words)
+    num_words, num_written = rng.randint(min_words, max_words), 0
     text = ""
-    while len(text.split()) < num_words:
+    while num_written < num_words:
         passage = rng.choices(list(PASSAGES), weights=list(PASSAGES.values()))[0](rng)
         if rng.random() < CHEER_RATE:
             passage = f"{passage}{'' if passage.endswith(chr(10)) else ' '}{rng.choice(PATTERNS['cheer'])}"
         text = f"{text}{'' if not text or text.endswith(chr(10)) else ' '}{passage}"
+        num_written += len(passage.split())
     return text.strip()
