@@ -20,9 +20,9 @@ def lean_nodes() -> Iterator[None]:
     Their workers start by `cluster.worker_setup`, which saves each .4 CPU seconds, and `cluster.idle_agent` stands in
     for the dashboard's agent.
     """
-    from ray._private import node, services
+    from ray._private import node, services, utils
 
-    whole, start_process = node.Node, services.start_ray_process
+    whole, start_process, dashboard_error = node.Node, services.start_ray_process, utils.get_dashboard_dependency_error
     rays_agent = str(Path(services.RAY_PATH, "dashboard", "agent.py"))
     idle_agent = str(Path(__file__).with_name("idle_agent.py"))
 
@@ -38,10 +38,13 @@ def lean_nodes() -> Iterator[None]:
         return start_process([part.replace(rays_agent, idle_agent) for part in command], *args, **kwargs)
 
     node.Node, services.start_ray_process = Node, start_with_idle_agent  # type: ignore[misc]
+    # Ray would find out by importing all that its dashboard needs, which takes a third of a CPU second.
+    utils.get_dashboard_dependency_error = lambda: ImportError("not asked")
     try:
         yield
     finally:
         node.Node, services.start_ray_process = whole, start_process  # type: ignore[misc]
+        utils.get_dashboard_dependency_error = dashboard_error
 
 
 if __name__ == "__main__":

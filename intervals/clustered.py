@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import scipy
+import scipy  # its parts are imported where they are first used: scipy.stats takes most of a second
 
 from intervals.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints, Share, Z
 from intervals.score import wilson

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import scipy  # its parts are imported where they are first used: scipy.stats takes most of a second
 
 LEVEL = 0.95
-Z = float(scipy.special.ndtri((1 + LEVEL) / 2))
+Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

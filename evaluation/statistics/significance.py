@@ -6,6 +6,7 @@ Shape letters: P prompts, M pairs (hypotheses), D draws, N sums, K pluses, X dis
 """
 
 import math
+from statistics import NormalDist
 
 import numpy as np
 import scipy
@@ -20,7 +21,7 @@ NUM_PERMUTATIONS = 10_000
 MAX_SUMS = 2**20  # to enumerate: those of 20 prompts, or of many more if preferences take few values
 MAX_ENUMERATED = 1_000  # prompts: 2^-1000 can still be represented
 
-_Z_ALPHA, _Z_BETA = float(scipy.special.ndtri(1 - ALPHA / 2)), float(scipy.special.ndtri(POWER))
+_Z_ALPHA, _Z_BETA = NormalDist().inv_cdf(1 - ALPHA / 2), NormalDist().inv_cdf(POWER)
 _DRAWS_PER_CHUNK = 1_000
 _ROUNDING = 1e-9
 
