@@ -60,6 +60,22 @@ def submitted(heed: Callable[..., Any], ray_head: Any, tmp_path_factory: pytest.
     return Submitted(runs, short, *(command.output.split()[-1] for command in (failing, endless)))
 
 
+def test_a_job_is_stopped(submitted: Submitted, output_of: Callable[..., str]) -> None:
+    """First, so that it does not train for longer than it must."""
+    metrics = submitted.runs / "endless" / "pretrain" / "metrics.jsonl"
+    end = time.monotonic() + 240
+    while not metrics.exists():
+        assert time.monotonic() < end, output_of("jobs", "logs", submitted.endless)
+        time.sleep(0.2)
+    assert output_of("jobs", "stop", submitted.endless) == f"{submitted.endless}: STOPPED\n"
+    assert output_of("jobs", "stop", submitted.endless) == f"{submitted.endless}: already over: STOPPED\n"
+    assert "STOPPED" in output_of("jobs", "status", submitted.endless)
+    assert f"{submitted.endless}: STOPPED" in output_of("jobs", "logs", "-f", submitted.endless, code=1)
+    size = metrics.stat().st_size
+    time.sleep(1.0)
+    assert metrics.stat().st_size == size  # its workers have ended too
+
+
 def test_a_submitted_job_is_a_run(submitted: Submitted, output_of: Callable[..., str]) -> None:
     assert submitted.short.wait() == 0, submitted.short.output
     said = submitted.short.output
@@ -86,21 +102,6 @@ def test_a_followed_job_ends_the_command_as_it_ends(submitted: Submitted, output
     said = output_of("jobs", "logs", submitted.failing, "-f", code=2)
     assert "error: ppo.prompts.source: /absent/prompts.jsonl: no such file" in said
     assert f"{submitted.failing}: FAILED after" in said
-
-
-def test_a_job_is_stopped(submitted: Submitted, output_of: Callable[..., str]) -> None:
-    metrics = submitted.runs / "endless" / "pretrain" / "metrics.jsonl"
-    end = time.monotonic() + 240
-    while not metrics.exists():
-        assert time.monotonic() < end, output_of("jobs", "logs", submitted.endless)
-        time.sleep(0.2)
-    assert output_of("jobs", "stop", submitted.endless) == f"{submitted.endless}: STOPPED\n"
-    assert output_of("jobs", "stop", submitted.endless) == f"{submitted.endless}: already over: STOPPED\n"
-    assert "STOPPED" in output_of("jobs", "status", submitted.endless)
-    assert f"{submitted.endless}: STOPPED" in output_of("jobs", "logs", "-f", submitted.endless, code=1)
-    size = metrics.stat().st_size
-    time.sleep(1.0)
-    assert metrics.stat().st_size == size  # its workers have ended too
 
 
 def test_an_unknown_job(output_of: Callable[..., str], ray_head: Any) -> None:
