@@ -4,8 +4,12 @@ Ray's raylet starts it as `idle_agent.py --session-dir=FOLDER --node-id=ID ...`,
 there, and ends if it ends. Standard library only.
 """
 
-import os
 import sys
+
+if __name__ == "__main__":
+    del sys.path[0]  # this folder, whose modules are not to be found in place of the standard library's
+
+import os
 import time
 from pathlib import Path
 

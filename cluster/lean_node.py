@@ -1,37 +1,43 @@
 """Ray's node without the processes that Heed does not use: they take two CPU seconds, and Ray's start waits for them.
 
-`python -m cluster.lean_node start ...` is `ray start ...` with such a node. `tests/cluster/test_connect.py` shows where
-a new release of Ray has other names for what is replaced here.
+`python lean_node.py start ...` is `ray start ...` with such a node; nothing of Heed is imported here.
+`tests/cluster/test_connect.py` shows where a new release of Ray has other names for what is replaced here.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import list2cmdline
 from typing import Any
 
 # The autoscaler, workers' output on the console, the dashboard, and drivers that are not on the cluster.
-UNUSED = ("start_monitor", "start_log_monitor", "start_api_server", "start_ray_client_server")
+UNUSED_STARTS = ("start_monitor", "start_log_monitor", "start_api_server", "start_ray_client_server")
 
 
 @contextmanager
 def lean_nodes() -> Iterator[None]:
-    """The nodes that this process starts meanwhile are lean.
+    """Make the Ray nodes that this process starts inside the block lean.
 
     Their workers start by `cluster.worker_setup`, which saves each .4 CPU seconds, and `cluster.idle_agent` stands in
     for the dashboard's agent.
     """
     from ray._private import node, services, utils
 
-    whole, start_process, dashboard_error = node.Node, services.start_ray_process, utils.get_dashboard_dependency_error
-    rays_agent = str(Path(services.RAY_PATH, "dashboard", "agent.py"))
-    idle_agent = str(Path(__file__).with_name("idle_agent.py"))
+    ray_node, start_process, dashboard_error = (
+        node.Node,
+        services.start_ray_process,
+        utils.get_dashboard_dependency_error,
+    )
+    # As they stand in the raylet's command, which holds the agent's: quoted where they have to be.
+    rays_agent = list2cmdline([str(Path(services.RAY_PATH, "dashboard", "agent.py"))])
+    idle_agent = list2cmdline([str(Path(__file__).with_name("idle_agent.py"))])
 
-    class Node(whole):  # type: ignore[misc, valid-type]
+    class Node(ray_node):  # type: ignore[misc, valid-type]
         def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:
             ray_params.setup_worker_path = str(Path(__file__).with_name("worker_setup.py"))
             super().__init__(ray_params, *args, **kwargs)
 
-    for name in UNUSED:
+    for name in UNUSED_STARTS:
         setattr(Node, name, lambda _self, *_args, **_options: None)
 
     def start_with_idle_agent(command: list[str], *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +49,7 @@ def lean_nodes() -> Iterator[None]:
     try:
         yield
     finally:
-        node.Node, services.start_ray_process = whole, start_process  # type: ignore[misc]
+        node.Node, services.start_ray_process = ray_node, start_process  # type: ignore[misc]
         utils.get_dashboard_dependency_error = dashboard_error
 
 

@@ -27,7 +27,7 @@ from endpoints.ports import free_port
 
 MARK = "HEED_LOCAL_CLUSTER"
 HEAD = "head"
-RAY = (sys.executable, "-P", "-m", "cluster.lean_node")
+RAY = (sys.executable, "-P", str(Path(__file__).with_name("lean_node.py")))
 START_SECONDS = 180.0
 STORE_BYTES = 150 * 1024 * 1024
 

@@ -1,11 +1,12 @@
 """SIGTERM, by which Slurm, systemd, containers and `heed jobs stop` end a process: treated like Ctrl-C."""
 
 import ctypes
+import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 SIGACTION_BYTES = 1024  # more than any platform's `struct sigaction` has
@@ -32,34 +33,57 @@ def sigterm_kept() -> Iterator[None]:
 
 
 @contextmanager
-def told_at_sigterm(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` in another thread as soon as SIGTERM comes. Does nothing outside the main thread.
+def call_on_sigterm(callback: Callable[[], None]) -> Iterator[None]:
+    """Call `callback` in another thread as soon as SIGTERM comes. Does nothing outside the main thread.
 
     A main thread that waits inside Ray hears of a signal up to a second later. Where the signal has ended Ray's own
     processes too, as Slurm's and systemd's do, Ray ends this one before that, without a word.
     """
+    global _wakeup_fd
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard, written = socket.socketpair()
-    written.setblocking(False)  # as `set_wakeup_fd` wants it
-    earlier = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
-    listener = threading.Thread(target=_listen, args=(heard, tell), name="SIGTERM", daemon=True)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)  # as `set_wakeup_fd` requires
+    earlier = signal.set_wakeup_fd(-1)
+    listener = threading.Thread(target=_listen, args=(reader, earlier, callback), name="SIGTERM", daemon=True)
     listener.start()
     try:
+        _wakeup_fd = writer.fileno()
+        signal.set_wakeup_fd(_wakeup_fd, warn_on_full_buffer=False)
         yield
     finally:
         signal.set_wakeup_fd(earlier)
-        written.close()  # ends the listener, after what it has to tell
+        _wakeup_fd = -1
+        writer.shutdown(socket.SHUT_WR)  # ends the listener, after what it has to report
         listener.join()
-        heard.close()
+        writer.close()
+        reader.close()
 
 
-def _listen(heard: socket.socket, tell: Callable[[], None]) -> None:
-    """Read the number of each signal, one byte each, until the other end is closed."""
-    while numbers := heard.recv(64):
+def _listen(reader: socket.socket, earlier: int, callback: Callable[[], None]) -> None:
+    """Read the number of each signal, one byte each, until the other end is shut down.
+
+    `earlier` is the file descriptor that heard of signals before, as an event loop's does; -1 for none.
+    """
+    while numbers := reader.recv(64):
+        if earlier != -1:
+            with suppress(OSError):
+                os.write(earlier, numbers)
         if signal.SIGTERM in numbers:
-            tell()
+            callback()
+
+
+_wakeup_fd = -1  # of the block that is active; -1 if none is
+
+
+def _hear_nothing() -> None:
+    """A forked child inherits the file descriptor, but its signals are its own."""
+    if _wakeup_fd != -1:
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_hear_nothing)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

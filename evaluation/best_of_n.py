@@ -67,7 +67,7 @@ def _chance_of_best(num_samples: int) -> Floats:
     i = np.arange(1, num_samples + 1)[None, :]
     rest = np.maximum(i - n, 0)
     # In logarithms: C(1000, 500) does not fit a float. (i-1)! / (i-n)! * n! (N-n)! / ((n-1)! N!), n!/(n-1)! = n.
-    log_factorial = scipy.special.gammaln  # of its argument less one
-    log_chance = log_factorial(i) - log_factorial(rest + 1) + np.log(n)
-    log_chance += log_factorial(num_samples - n + 1) - log_factorial(num_samples + 1)
+    log_gamma = scipy.special.gammaln
+    log_chance = log_gamma(i) - log_gamma(rest + 1) + np.log(n)
+    log_chance += log_gamma(num_samples - n + 1) - log_gamma(num_samples + 1)
     return np.asarray(np.where(i >= n, np.exp(log_chance), 0.0), dtype=np.float64)

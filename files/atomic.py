@@ -1,7 +1,7 @@
 """Files and folders that are whole or absent: written under a temporary name, synced, then renamed.
 
-The temporary name of `NAME` is `.writing-NAME`, in the same folder. A kill in the middle of a write leaves it behind;
-the next write of the same name replaces it, and `remove_unfinished` removes all of a folder.
+The temporary name of `NAME` is `.writing-NAME`, in the same folder. A kill in the middle of a write, or of a removal,
+leaves it behind; the next write of the same name replaces it, and `remove_unfinished` removes all of a folder.
 """
 
 import json
@@ -73,7 +73,8 @@ def commit_folder(temporary: Path, path: Path) -> None:
 def remove_folder(path: Path) -> None:
     """Remove a folder. A kill in the middle leaves nothing under its name: the rest counts as unfinished."""
     temporary = temporary_path(path)
-    _remove(temporary)
+    if temporary.exists():
+        shutil.rmtree(temporary)
     path.rename(temporary)
     shutil.rmtree(temporary)
 

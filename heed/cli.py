@@ -252,7 +252,7 @@ app.add_typer(inspect_app, name="inspect", rich_help_panel=LOOK)
 def main() -> None:
     """Entry point. Mistakes of the user, and failures with a known cause, become one line without a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    gc.set_threshold(10_000, 50, 100)  # less often than by default, among the objects of PyTorch and other libraries
+    gc.set_threshold(10_000, 50, 100)  # imports make many objects that stay: collect less often than by default
     atexit.register(gc.freeze)  # else a second goes by at the end, in a search for garbage in all that torch has made
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # each retry would be two lines; the last error says enough
     try:

@@ -2,11 +2,12 @@
 
 import os
 import shutil
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from cluster.code import send_by_value
 from cluster.connection import disconnect
 from cluster.failures import WorkerError
 from cluster.precision import resolve_precision
-from cluster.sigterm import told_at_sigterm
+from cluster.sigterm import call_on_sigterm
 from files.atomic import write_json, write_text
 from files.hashes import file_hash
 from files.lock import lock
@@ -139,10 +140,10 @@ def _run_stages(run: Run, workers: Workers, status: StatusFile, first: str, only
         _open_folder(run, stage, inputs, forced)
         begun = time.monotonic()
         workers.take_back()
-        say_stopped = cache(partial(_say_stopped, status, stage.name, folder))
+        say_stopped = _once(partial(_say_stopped, status, stage.name, folder))
         try:
             with (
-                told_at_sigterm(say_stopped),
+                call_on_sigterm(say_stopped),
                 follow(stage.name, folder) as progress,
                 status.stage(progress),
             ):
@@ -189,6 +190,18 @@ def _run_stage(run: StageRun, stage: AnyStage, inputs: Inputs, begun: float) -> 
 def _say_stopped(status: StatusFile, stage: str, folder: Path) -> None:
     console.print(f"{stage}: stopped{_last_step(folder)}; the same command continues")
     status.stopped()  # after the console's line: it waits for the disk, and Ray may end this process meanwhile
+
+
+def _once(call: Callable[[], None]) -> Callable[[], None]:
+    """Returns a function that calls `call` the first time only, whichever thread is first."""
+    lock, calls = threading.Lock(), [call]
+
+    def call_once() -> None:
+        with lock:
+            if calls:
+                calls.pop()()
+
+    return call_once
 
 
 def _last_step(folder: Path) -> str:

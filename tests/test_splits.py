@@ -580,7 +580,7 @@ def fork_groups(folder: Path) -> None:
     with without_dynamo():  # once, for all ranks
         import deepspeed.runtime.engine
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-    import torch._dynamo  # noqa: F401 - recomputed activations ask it to stay away
+    import torch._dynamo  # noqa: F401 - recomputed activations would import it in every rank
 
     write_parents(folder)
     gc.collect()

@@ -20,16 +20,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     import torch._dynamo  # noqa: F401 - compiled blocks and recomputed activations would import it in a test
 
-    _spare_what_is_there()
+    _freeze_garbage_collector()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _what_a_file_leaves_is_not_looked_at_again() -> Iterator[None]:
+def _freeze_after_each_file() -> Iterator[None]:
     yield
-    _spare_what_is_there()
+    _freeze_garbage_collector()
 
 
-def _spare_what_is_there() -> None:
+def _freeze_garbage_collector() -> None:
     """Engines collect garbage when they close, which would take a quarter of the time."""
     gc.collect()
     gc.freeze()

@@ -34,8 +34,8 @@ with atomic_folder(target) as temporary:
 """
 REMOVE_FOLDER = """
 import shutil
-removes = shutil.rmtree  # with options, it removes what the first kill has left
-shutil.rmtree = lambda folder, **options: removes(folder, **options) if options else wait()
+removes = shutil.rmtree  # while the target is there, it removes what the first kill has left
+shutil.rmtree = lambda folder: removes(folder) if target.exists() else wait()
 remove_folder(target)
 """
 PROGRAM = """

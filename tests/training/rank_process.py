@@ -16,7 +16,7 @@ VARIABLES = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR
 
 
 def start(program: str, folder: Path, environment: Mapping[str, str], log: Path) -> BaseProcess:
-    """Start `python PROGRAM FOLDER`, with its output in `log`."""
+    """Start `python PROGRAM FOLDER`, with its output in `log`; only what it registers with atexit is not run."""
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload([f"{__name__}_imports"])
     process = forks.Process(target=_run, args=(program, folder, dict(environment), log))
@@ -25,6 +25,7 @@ def start(program: str, folder: Path, environment: Mapping[str, str], log: Path)
 
 
 def _run(program: str, folder: Path, environment: Mapping[str, str], log: Path) -> None:
+    assert f"{__name__}_imports" in sys.modules, "nothing was imported before the fork"
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
