@@ -23,11 +23,8 @@ def lean_nodes() -> Iterator[None]:
     """
     from ray._private import node, services, utils
 
-    ray_node, start_process, dashboard_error = (
-        node.Node,
-        services.start_ray_process,
-        utils.get_dashboard_dependency_error,
-    )
+    ray_node, start_process = node.Node, services.start_ray_process
+    dashboard_error = utils.get_dashboard_dependency_error
     # As they stand in the raylet's command, which holds the agent's: quoted where they have to be.
     rays_agent = list2cmdline([str(Path(services.RAY_PATH, "dashboard", "agent.py"))])
     idle_agent = list2cmdline([str(Path(__file__).with_name("idle_agent.py"))])

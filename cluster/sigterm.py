@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 SIGACTION_BYTES = 1024  # more than any platform's `struct sigaction` has
+_wakeup_fd = -1  # of the `call_on_sigterm` that is active; -1 if none is
 
 
 def end_by_sigterm() -> None:
@@ -72,9 +73,6 @@ def _listen(reader: socket.socket, earlier: int, callback: Callable[[], None]) -
                 os.write(earlier, numbers)
         if signal.SIGTERM in numbers:
             callback()
-
-
-_wakeup_fd = -1  # of the block that is active; -1 if none is
 
 
 def _hear_nothing() -> None:

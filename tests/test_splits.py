@@ -50,7 +50,6 @@ from reward.objective import RankingObjective
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.engine import Engine
-from training.internals import without_dynamo
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.metrics import read_metrics
 from training.objectives import CausalLMObjective, PackedObjective, PairsObjective
@@ -576,13 +575,11 @@ def rank_program(rank: int, num_ranks: int, port: int, folder: Path) -> None:
 
 
 def fork_groups(folder: Path) -> None:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    with without_dynamo():  # once, for all ranks
-        import deepspeed.runtime.engine
-        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-    import torch._dynamo  # noqa: F401 - recomputed activations would import it in every rank
+    import tests.training.rank_process_imports  # noqa: F401 - once, for all ranks
 
     write_parents(folder)
+    import torch._dynamo  # noqa: F401 - recomputed activations would import it in every rank
+
     gc.collect()
     gc.freeze()  # or each engine that closes looks at all of it
     context = multiprocessing.get_context("fork")

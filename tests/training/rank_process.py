@@ -3,7 +3,6 @@
 Importing takes a rank three CPU seconds, longer than most of these programs run.
 """
 
-import gc
 import multiprocessing
 import os
 import runpy
@@ -36,7 +35,6 @@ def _run(program: str, folder: Path, environment: Mapping[str, str], log: Path) 
 
 def _run_program(program: str, folder: str) -> None:
     sys.argv = [program, folder]
-    gc.enable()
     runpy.run_path(program, run_name="__main__")
 
 
