@@ -149,6 +149,7 @@ def sample_for_labelers(
 ) -> None:
     """Sample policies and make labeling tasks, with --judge those that reward models are least certain about."""
     from collect.label_sampling import TaskSelection, sample_tasks
+    from reports.text import count_of
     from training.data import DataConfig, read_prompts
 
     read = read_prompts(DataConfig(source=prompts))
@@ -173,7 +174,8 @@ def sample_for_labelers(
     with open_store(store) as opened:
         opened.add_tasks(tasks, batch=batch, num_labelers=labelers)
     judged = len({task.prompt for task in tasks})
-    typer.echo(f"{len(tasks):,} tasks of {judged:,} prompts, selected by {method}; in batch {batch!r} of {store}")
+    made = f"{count_of(len(tasks), 'task')} of {count_of(judged, 'prompt')}"
+    typer.echo(f"{made}, selected by {method}; in batch {batch!r} of {store}")
     if judged < len(read):
         typer.echo(
             f"{len(read) - judged:,} of {len(read):,} prompts are left out: the policies gave fewer than {responses}"
@@ -199,6 +201,7 @@ def label_outputs(
     """Make labeling tasks of outputs that two or more models have left in files, one per prompt."""
     from collect.saved_outputs import tasks_of_files, tasks_of_rows
     from reading.rows import read_source
+    from reports.text import count_of
 
     if prompts and len(outputs) < 2:
         raise ValueError(f"{outputs[0]}: one model's outputs; NAME=FILE of two or more were expected with --prompts")
@@ -209,7 +212,8 @@ def label_outputs(
         raise ValueError(f"{prompts or outputs[0]}: no prompt has two different responses")
     with open_store(store) as opened:
         opened.add_tasks(tasks, batch=batch, num_labelers=labelers)
-    typer.echo(f"{len(tasks):,} tasks in batch {batch!r} of {store}, each for {labelers} labelers")
+    made = count_of(len(tasks), "task")
+    typer.echo(f"{made} in batch {batch!r} of {store}, each for {count_of(labelers, 'labeler')}")
     if num_same:
         typer.echo(f"{num_same:,} prompts are left out: all responses to them are the same, or the prompt came twice")
 

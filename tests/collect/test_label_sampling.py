@@ -109,11 +109,21 @@ def test_refusals(folder: Path, heed_label: Call) -> None:
         assert store.batches() == []
 
 
-def test_prompts_that_are_left_out_are_counted(folder: Path, heed_label: Call) -> None:
-    """A cold policy says the same again to some prompts, which then have too few responses for a task."""
-    cold = ("--responses", "4", "--samples", "2", "--temperature", "0.16")
-    code, said, err = heed_label(*arguments(folder, *cold))
+def test_prompts_that_are_left_out_are_counted(
+    folder: Path, heed_label: Call, tiny_config: ModelConfig, tokenizer: Tokenizer
+) -> None:
+    """Two policies that differ only in how they read "5" say the same to all prompts but one."""
+    model = LanguageModel(tiny_config.model_copy(update={"tie_word_embeddings": False}))
+    init_weights(model, seed=0)
+    a, b, five = (tokenizer.encode(text)[0] for text in "ab5")
+    with torch.no_grad():  # they say "a" or "b", whichever has all the probability
+        model.head.weight[a] *= 1000
+        model.head.weight[b] = -model.head.weight[a]
+    save_model(folder / "one", model, model.state_dict(), tokenizer)
+    with torch.no_grad():
+        model.decoder.embedding.weight[five] *= -1
+    save_model(folder / "two", model, model.state_dict(), tokenizer)
+    code, said, err = heed_label(*arguments(folder, "--responses", "2", "--samples", "1"))
     assert code == 0, err
-    num_tasks = int(said.split()[0])
-    assert (code, 0 < num_tasks < 6) == (0, True)
-    assert f"{6 - num_tasks} of 6 prompts are left out: the policies gave fewer than 4 different responses" in said
+    assert said.startswith("1 task of 1 prompt,"), said
+    assert "5 of 6 prompts are left out: the policies gave fewer than 2 different responses" in said
