@@ -68,16 +68,22 @@ TEXTS = (
 gc.disable()  # while tests are imported
 
 
-# The files that take longest, first: a long one that starts last would leave the other processes without work.
+# The files that take longest, first: a long one that starts last would leave the other processes without work. Three of
+# them mostly wait, for a network to come back or for a silence to be noticed: `test_chaos`, `test_two_hosts` and
+# `test_hangs`, which stand so that they follow one another, with busy ones beside them.
 LONGEST = [
-    "chaos/test_chaos.py", "jobs/test_kill.py", "ppo/test_disaggregated.py", "cluster/test_two_hosts.py",
-    "test_tutorials.py", "test_splits.py", "labeling/test_attacks.py", "cluster/test_hangs.py", "jobs/test_ahead.py",
-    "labeling/test_kills.py", "jobs/test_recovery.py", "jobs/test_custom_stage.py", "jobs/test_rounds.py",
-    "jobs/test_resuming.py", "fake_cuda/test_fake_cuda.py", "cluster/test_group.py", "labeling/test_browser.py",
-    "jobs/test_external_reward.py", "studies/test_study.py", "jobs/test_submit.py", "jobs/test_fewer_workers.py",
-    "cluster/test_local.py", "jobs/test_returning_nodes.py", "jobs/test_objectives.py", "jobs/test_pipeline.py",
-    "labeling/test_team_tutorial.py", "training/test_planned_memory.py", "jobs/test_stage_jobs.py",
-    "studies/test_study_algorithms.py", "ppo/test_memory_ranks.py",
+    "chaos/test_chaos.py", "jobs/test_kill.py", "test_tutorials.py", "test_splits.py", "lm/test_kernels_both_ways.py",
+    "fake_cuda/test_fake_cuda.py",
+    "cluster/test_two_hosts.py", "ppo/test_disaggregated.py", "cluster/test_group.py", "jobs/test_resuming.py",
+    "jobs/test_submit.py", "jobs/test_pipeline.py", "jobs/test_recovery.py", "ppo/test_planned_memory.py",
+    "jobs/test_ahead.py",
+    "cluster/test_hangs.py", "labeling/test_browser.py", "labeling/test_kills.py", "samplers/test_verify.py",
+    "preferences/test_scripted.py", "ppo/test_ppo_ranks.py", "jobs/test_custom_stage.py",
+    "jobs/test_returning_nodes.py", "labeling/test_attacks.py", "cluster/test_local.py", "jobs/test_fewer_workers.py",
+    "jobs/test_external_reward.py", "jobs/test_stage_jobs.py", "jobs/test_replay.py", "jobs/test_objectives.py",
+    "jobs/test_rounds.py", "studies/test_study.py", "studies/test_study_algorithms.py", "training/test_deadline.py",
+    "training/test_planned_memory.py", "training/test_sharding.py", "labeling/test_team_tutorial.py",
+    "ppo/test_memory_ranks.py", "benchmarks/test_speed.py", "benchmarks/test_gpu.py",
 ]  # fmt: skip
 
 

@@ -412,7 +412,7 @@ def test_four_responses_stand_two_by_two(site, num_responses, rows):
     assert [tops.count(top) for top in sorted(set(tops))] == rows
 
 
-@pytest.mark.parametrize("has_scripts", [True, False])
+@pytest.mark.parametrize("has_scripts", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_warning_is_read_before_the_task_by_keyboard(site, has_scripts):
     tasks = [replace(make_task(name), warning="Describes " + "violence " * 40) for name in ("t1", "t2")]
     opened = site(tasks)

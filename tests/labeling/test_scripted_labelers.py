@@ -1,8 +1,9 @@
 """Known labelers sign in to a running server and label over HTTP; the lead's page recovers their traits.
 
-The server is uvicorn on the loopback address. Its clock is the test's: judging takes the time that a labeler's answer
-says, and no longer. `benchmarks.label_coverage` and `tests/preferences/statistics/test_coverage.py` count how often
-intervals hold the truth; here they are read off the API, and the judgments shown to be those that are counted there.
+Without `--all`, they answer through the store in all tests but the last. The server is uvicorn on the loopback address.
+Its clock is the test's: judging takes the time that a labeler's answer says, and no longer. `benchmarks.label_coverage`
+and `tests/preferences/statistics/test_coverage.py` count how often intervals hold the truth; here they are read off the
+API, and the judgments shown to be those that are counted there.
 """
 
 from contextlib import ExitStack
@@ -32,7 +33,7 @@ LABELERS = [KnownLabeler(traits, WORLD) for traits in TRAITS]
 
 @dataclass(frozen=True)
 class Labeled:
-    """A batch that was labeled over HTTP: the stored judgments, and the lead's report."""
+    """A batch that was labeled: the stored judgments, the report, and the numbers that the lead is told."""
 
     tasks: list[Task]
     judgments: list
@@ -55,18 +56,40 @@ def label_over_http(run_server, url: str, size: Size) -> Labeled:
         return Labeled(tasks, judgments, summary(tasks, judgments, seed=SEED), running.get("eve", "/quality/main"))
 
 
+def label_in_process(url: str, size: Size) -> Labeled:
+    """Lets the labelers answer through the store, one after another."""
+    drawn = draw_tasks(size, WORLD)
+    tasks = [task for task, _ in drawn]
+    with LabelStore(url) as store:
+        store.add_tasks(tasks, batch="main", num_labelers=[quota for _, quota in drawn])
+        answer_all(store, LABELERS, batch="main", client="script", instructions_version="1")
+        judgments = store.judgments("main")
+    report = summary(tasks, judgments, seed=SEED)
+    return Labeled(tasks, judgments, report, report.as_dict())
+
+
 @pytest.fixture(scope="module")
-def labeled(run_server, tmp_path_factory):
+def in_process(tmp_path_factory):
+    return label_in_process(str(tmp_path_factory.mktemp("store") / "labels.db"), SIZE)
+
+
+@pytest.fixture(scope="module")
+def over_http(run_server, tmp_path_factory):
     return label_over_http(run_server, str(tmp_path_factory.mktemp("door") / "labels.db"), SIZE)
 
 
+@pytest.fixture(params=["in_process", pytest.param("over_http", marks=pytest.mark.long)])
+def labeled(request):
+    return request.getfixturevalue(request.param)
+
+
 @pytest.mark.long
-def test_the_lead_is_told_what_was_judged_over_http(labeled):
+def test_the_lead_is_told_what_was_judged_over_http(over_http):
     """The API returns the same numbers as the report that the other tests check."""
-    assert labeled.told == labeled.report.as_dict()
-    assert {judgment.client for judgment in labeled.judgments} == {"api"}
-    assert {judgment.instructions_version for judgment in labeled.judgments} == {CONFIG.version}
-    assert labeled.told["num_answers"] > 400
+    assert over_http.told == over_http.report.as_dict()
+    assert {judgment.client for judgment in over_http.judgments} == {"api"}
+    assert {judgment.instructions_version for judgment in over_http.judgments} == {CONFIG.version}
+    assert over_http.told["num_answers"] > 400
 
 
 def test_every_statistic_holds_the_truth(labeled):
@@ -125,21 +148,19 @@ def test_flags_skips_and_ties_are_counted_to_the_last(labeled):
     assert labeled.told["tie_share"] == pytest.approx(sum(one == other for one, other in pairs) / len(pairs))
 
 
-def test_in_process_and_simulated_labelers_say_the_same(labeled, tmp_path):
-    """Three ways to the same judgments: over HTTP, through the store, and as `benchmarks.label_coverage` draws them."""
-    drawn = draw_tasks(SIZE, WORLD)
-    for_all = {task.task_id for task, quota in drawn if quota == len(TRAITS)}
-    with LabelStore(tmp_path / "labels.db") as store:
-        store.add_tasks(labeled.tasks, batch="b", num_labelers=[quota for _, quota in drawn])
-        answer_all(store, LABELERS, batch="b", client="script", instructions_version="1")
-        in_process = store.judgments("b")
-    for judgments in (labeled.judgments, in_process):
-        assert said(judgments) == said(judged(labeled.tasks, LABELERS, asked_of(judgments)))
+def test_simulated_labelers_say_the_same(labeled):
+    """They judge as `benchmarks.label_coverage` draws them."""
+    assert said(labeled.judgments) == said(judged(labeled.tasks, LABELERS, asked_of(labeled.judgments)))
+
+
+@pytest.mark.long
+def test_over_http_and_through_the_store_they_say_the_same(over_http, in_process):
+    for_all = {task.task_id for task, quota in draw_tasks(SIZE, WORLD) if quota == len(TRAITS)}
     shared = [
-        [judgment for judgment in judgments if judgment.task_id in for_all]
-        for judgments in (labeled.judgments, in_process)
+        said(judgment for judgment in labeled.judgments if judgment.task_id in for_all)
+        for labeled in (over_http, in_process)
     ]
-    assert said(shared[0]) == said(shared[1])
+    assert shared[0] == shared[1]
     assert len(shared[0]) > 300
 
 
