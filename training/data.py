@@ -19,8 +19,8 @@ class SourceConfig(Config):
     """Where rows come from. A plain-text file gives one row per paragraph (separated by blank lines)."""
 
     source: str = Field(
-        description="A local file (JSONL, a JSON list, Parquet or plain text, also .gz), a data set's folder, a hub id,"
-        ' "world:NAME" for a file of the job\'s world, or "collect:rankings".'
+        description="A local file (JSONL, a JSON list, CSV, Parquet or plain text, also .gz), a data set's folder, a"
+        ' hub id, "world:NAME" for a file of the job\'s world, or "collect:rankings".'
     )
     split: str = Field(default="train", description="Split of a folder or hub data set.")
     subset: str = Field(default="", description="Subset (configuration) of a hub data set; empty = the default one.")
