@@ -8,7 +8,6 @@ import ray
 
 from cluster.failures import WorkerLostError
 from cluster.first_cause import result_of
-from cluster.heartbeat import close_heartbeats
 from cluster.ranks import Ranks
 from cluster.vigil import Vigil
 
@@ -47,7 +46,7 @@ def wait_all(*started: Calls[Result]) -> list[list[Result]]:
     places = {ref: (calls, rank) for calls in started for rank, ref in enumerate(calls.references)}
     names = {ref: calls.ranks.names[rank] for ref, (calls, rank) in places.items()}
     first = started[0].ranks
-    vigil = Vigil(first.heartbeats, first.limits, list(names.values()))
+    vigil = Vigil(first.limits, list(names.values()))
     results: dict[Any, Any] = {}
     pending = list(places)
     while pending:
@@ -76,8 +75,7 @@ def _require_life(vigil: Vigil, pending: Sequence[tuple[tuple[Calls[Any], int], 
     calls, _ = pending[0][0]
     ranks = [rank for (other, rank), _ in pending if other is calls]
     if vigil.is_deaf:
-        close_heartbeats()
-        why = "nothing can be heard of it, because the process that listens to all ranks is gone"
+        why = f"nothing can be heard of it, because Ray's head has not answered for {vigil.config.start_seconds:g} s"
         _give_up(calls, ranks, why, involved)
     if vigil.is_stalled:
         why = f"it hangs, without progress for {vigil.config.stall_seconds:g} s (cluster.stall_seconds)"

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import ClusterConfig
 from cluster.environment import WORKER_ENVIRONMENT
-from cluster.heartbeat import open_heartbeats
+from cluster.heartbeat import forget_beats
 from cluster.places import Bundle, hidden_gpus, most_ranks_per_node, nodes_of, place
 from cluster.worker import _Worker
 
@@ -22,10 +22,10 @@ from cluster.worker import _Worker
 class Ranks:
     """The processes of one group and what is needed to watch them."""
 
+    name: str  # of the group; those of its ranks begin with it
     actors: list[Any]  # by rank; empty once closed
     names: list[str]  # by rank, as heartbeats know them
     placement: PlacementGroup
-    heartbeats: Any
     limits: ClusterConfig  # how long they may be silent or stuck
     is_guest: bool = False  # whether the places are another group's
 
@@ -46,7 +46,7 @@ class Ranks:
         self.actors = []
         if not self.is_guest:
             remove_placement_group(self.placement)  # ends stopped processes, too
-        self.heartbeats.forget.remote(self.names)
+        forget_beats(self.name)
 
 
 def start_ranks(
@@ -64,7 +64,6 @@ def start_ranks(
     Raises:
         NoPlaceError: no place is free within `cluster.wait_for_nodes_seconds`.
     """
-    heartbeats = open_heartbeats()
     placement = host.placement if host else place(num_ranks, bundle, config.wait_for_nodes_seconds)
     group_name = secrets.token_hex(4)
     names = [f"{group_name}/{rank}" for rank in range(num_ranks)]
@@ -86,8 +85,8 @@ def start_ranks(
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index),
         )
         limit = config.beat_limit_seconds
-        actors.append(remote.remote(rank, num_ranks, per_node, heartbeats, names[rank], limit, config.cpu_threads))
-    return Ranks(actors, names, placement, heartbeats, limits, is_guest=host is not None)
+        actors.append(remote.remote(rank, num_ranks, per_node, names[rank], limit, config.cpu_threads))
+    return Ranks(group_name, actors, names, placement, limits, is_guest=host is not None)
 
 
 def _shown_gpus(gpus: str) -> dict[str, str]:

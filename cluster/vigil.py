@@ -3,11 +3,11 @@
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import ray
+from ray.exceptions import RayError
 
 from cluster.config import ClusterConfig
+from cluster.heartbeat import read_beats
 
 
 @dataclass
@@ -23,17 +23,15 @@ class _Clock:
 class Vigil:
     """The watch over the workers of a call, or of several calls that wait for each other.
 
-    Time counts only between two answers of the actor, so a driver that was suspended, or too busy to look, does not
+    Time counts only between two answers of the store, so a driver that was suspended, or too busy to look, does not
     blame its workers.
     """
 
-    heartbeats: Any
     config: ClusterConfig
     workers: Sequence[str]
     _clocks: dict[str, _Clock] = field(default_factory=dict)
     _stalled_seconds: float = 0.0
-    _question: Any = None
-    _deaf_since: float = 0.0  # when the unanswered question was asked; 0 = none is open
+    _unanswered_since: float = 0.0  # when the store was first asked in vain; 0 = it has answered
     _answered_at: float = 0.0
 
     @property
@@ -42,24 +40,17 @@ class Vigil:
         return min(1.0, self.config.beat_limit_seconds / 10)
 
     def look(self, pending: Collection[str]) -> None:
-        """Ask what has been heard, and add up silence and stalls of the workers that still have work to do.
+        """Read what has been heard, and add up silence and stalls of the workers that still have work to do.
 
-        Returns without waiting; call it every `poll_seconds`.
+        Call it every `poll_seconds`. Where Ray's head does not answer within `ANSWER_SECONDS`, nobody is blamed.
         """
-        now = time.monotonic()
-        if self._question is None:
-            self._question = self.heartbeats.read.remote(list(self.workers))
-            self._deaf_since = self._deaf_since or now
-            return  # the answer will be there at the next look
-        answered, _ = ray.wait([self._question], timeout=0)
-        if not answered:
-            return
-        question, self._question = self._question, None
+        asked = time.monotonic()
         try:
-            heard = ray.get(question)
-        except ray.exceptions.RayError:  # the actor died; Ray restarts it, and the next beats reach it
+            heard = read_beats(self.workers)
+        except RayError:
+            self._unanswered_since = self._unanswered_since or asked
             return
-        self._deaf_since = 0.0
+        now, self._unanswered_since = time.monotonic(), 0.0
         first = self._answered_at == 0.0
         # Time that the driver spent elsewhere is not the workers' silence.
         elapsed = 0.0 if first else min(now - self._answered_at, 3 * self.poll_seconds)
@@ -92,5 +83,6 @@ class Vigil:
 
     @property
     def is_deaf(self) -> bool:
-        """Whether the actor has not answered for so long that it must be dead."""
-        return self._deaf_since > 0 and time.monotonic() - self._deaf_since > self.config.start_seconds
+        """Whether Ray's head has not answered for so long that nothing will be heard again."""
+        since = self._unanswered_since
+        return since > 0 and time.monotonic() - since > self.config.start_seconds

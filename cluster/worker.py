@@ -22,12 +22,11 @@ class _Worker:
         rank: int,
         num_workers: int,
         ranks_per_node: int,
-        heartbeats: Any,
         name: str,
         limit_seconds: float,
         cpu_threads: int = 0,
     ) -> None:
-        send_beats(heartbeats, name, limit_seconds)
+        send_beats(name, limit_seconds)
         threads = cpu_threads or max(1, usable_cores() // ranks_per_node)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch loads
         interface = interface_of(ray.util.get_node_ip_address())

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-import ray
 from ray import cloudpickle
+from ray.experimental import internal_kv
 
 from cluster.calls import wait_all
 from cluster.config import ClusterConfig
@@ -172,25 +172,48 @@ def test_a_rank_stopped_while_it_starts_is_named(opened: list[WorkerGroup]) -> N
     assert opened[-1].run("ranks", rank) == [0, 1]
 
 
-def test_the_listener_may_die_and_hangs_are_found_still(pair: WorkerGroup) -> None:
-    killing = threading.Timer(1.0, lambda: ray.kill(pair.ranks.heartbeats, no_restart=False))
-    killing.start()
+def test_nobody_is_blamed_while_rays_head_does_not_answer(pair: WorkerGroup) -> None:
+    def outlast_the_silence() -> int:
+        time.sleep(3 * SOON.silence_seconds)
+        return rank()
+
+    head = ray_head()
+    os.kill(head, signal.SIGSTOP)
+    waking = threading.Timer(2 * SOON.silence_seconds, os.kill, (head, signal.SIGCONT))
+    waking.start()
+    assert pair.run("sft", outlast_the_silence) == [0, 1]
+    waking.join()
     with pytest.raises(WorkerLostError, match=r"^sft: rank 1 of 2 was lost: no sign of life"):
         pair.run("sft", stop_rank_1_while_0_works, 300.0)
-    killing.join()
 
 
 @pytest.mark.usefixtures("no_pair")
-def test_a_listener_that_is_stopped_is_replaced_with_the_group() -> None:
-    hasty = SOON.model_copy(update={"start_seconds": 12.0})
-    with WorkerGroup(1, hasty) as group:
+def test_a_head_that_never_answers_ends_the_call() -> None:
+    with WorkerGroup(1, SOON.model_copy(update={"start_seconds": 8.0})) as group:
         assert group.run("sft", rank) == [0]
-        listener = next(pid for pid in processes() if b"_Heartbeats" in command_of(pid))
-        os.kill(listener, signal.SIGSTOP)
-        with pytest.raises(WorkerLostError, match=r"^sft: rank 0 of 1 was lost: nothing can be heard of it"):
+        name, head = group.ranks.name, ray_head()
+        assert beats_of(name)
+        os.kill(head, signal.SIGSTOP)
+        waking = threading.Timer(15, os.kill, (head, signal.SIGCONT))
+        waking.start()
+        words = r"^sft: rank 0 of 1 was lost: nothing can be heard of it, because Ray's head has not answered for 8 s"
+        with pytest.raises(WorkerLostError, match=words):
             group.run("sft", lambda: time.sleep(300))
-    with WorkerGroup(1, SOON) as group, pytest.raises(WorkerLostError, match="no sign of life"):
-        group.run("sft", lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        waking.join()
+    with WorkerGroup(1, SOON) as group:
+        assert group.run("sft", rank) == [0]
+        name = group.ranks.name
+        assert beats_of(name)
+    assert not beats_of(name)
+
+
+def ray_head() -> int:
+    """Returns the process that keeps the heartbeats of this process's Ray."""
+    return next(pid for pid in processes() if b"gcs_server" in command_of(pid))
+
+
+def beats_of(group: str) -> list[bytes]:
+    return internal_kv._internal_kv_list(f"{group}/", namespace="heed-beats")
 
 
 def processes() -> list[int]:
