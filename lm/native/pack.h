@@ -60,6 +60,18 @@ inline void pack_a(const Number* from, int64_t lda, int64_t count, int64_t width
                       packed_at<Number>(panels, steps * PANEL, r, s * PANEL));
 }
 
+// Stores the units of LANES columns: a number of fp32 each, or two of bf16, the upper row's in the lower half.
+inline void store_units(const float (&lines)[1][LINE], int64_t column, char* to) {
+    std::memcpy(to, lines[0] + column, VECTOR_BYTES);
+}
+inline void store_units(const bf16 (&lines)[2][LINE], int64_t column, char* to) {
+    Halves upper, lower;
+    std::memcpy(&upper, lines[0] + column, sizeof upper);
+    std::memcpy(&lower, lines[1] + column, sizeof lower);
+    const Uints units = __builtin_convertvector(upper, Uints) | __builtin_convertvector(lower, Uints) << 16;
+    std::memcpy(to, &units, sizeof units);
+}
+
 // Pack B [count, width], whose rows lie `ldb` numbers apart.
 template <class Number>
 inline void pack_b(const Number* from, int64_t ldb, int64_t count, int64_t width, char* panels) {
@@ -71,11 +83,8 @@ inline void pack_b(const Number* from, int64_t ldb, int64_t count, int64_t width
             for (int64_t i = 0; i < EACH; ++i)
                 copy_line(from + (r + i) * ldb + p * PANEL, r + i < count ? width - p * PANEL : 0, lines[i]);
             char* at = panels + (p * steps + r / PANEL) * PANEL_STEP<Number> + r % PANEL / EACH * UNIT_ROW_BYTES;
-            for (int64_t half = 0; half < 2; ++half) {
-                Number* units = reinterpret_cast<Number*>(at + half * TILE_BYTES<Number>);
-                for (int64_t j = 0; j < TILE_ROWS; ++j)
-                    for (int64_t i = 0; i < EACH; ++i) units[EACH * j + i] = lines[i][half * TILE_ROWS + j];
-            }
+            for (int64_t j = 0; j < LINE; j += LANES)
+                store_units(lines, j, at + j / TILE_ROWS * TILE_BYTES<Number> + j % TILE_ROWS * UNIT_BYTES);
         }
 }
 
