@@ -68,9 +68,9 @@ TEXTS = (
 gc.disable()  # while tests are imported
 
 
-# The files that take longest, first: a long one that starts last would leave the other processes without work. Three of
-# them mostly wait, for a network to come back or for a silence to be noticed: `test_chaos`, `test_two_hosts` and
-# `test_hangs`, which stand so that they follow one another, with busy ones beside them.
+# The files that take longest, first: a long one that starts last would leave the other processes without work.
+# `test_chaos`, `test_two_hosts` and `test_hangs` mostly wait. They are far apart, so that one begins when another ends
+# and busy files run beside it.
 LONGEST = [
     "chaos/test_chaos.py", "jobs/test_kill.py", "test_tutorials.py", "test_splits.py", "lm/test_kernels_both_ways.py",
     "fake_cuda/test_fake_cuda.py",

@@ -56,9 +56,9 @@ def label_over_http(run_server, url: str, size: Size) -> Labeled:
         return Labeled(tasks, judgments, summary(tasks, judgments, seed=SEED), running.get("eve", "/quality/main"))
 
 
-def label_in_process(url: str, size: Size) -> Labeled:
+def label_in_process(url: str) -> Labeled:
     """Lets the labelers answer through the store, one after another."""
-    drawn = draw_tasks(size, WORLD)
+    drawn = draw_tasks(SIZE, WORLD)
     tasks = [task for task, _ in drawn]
     with LabelStore(url) as store:
         store.add_tasks(tasks, batch="main", num_labelers=[quota for _, quota in drawn])
@@ -70,7 +70,7 @@ def label_in_process(url: str, size: Size) -> Labeled:
 
 @pytest.fixture(scope="module")
 def in_process(tmp_path_factory):
-    return label_in_process(str(tmp_path_factory.mktemp("store") / "labels.db"), SIZE)
+    return label_in_process(str(tmp_path_factory.mktemp("store") / "labels.db"))
 
 
 @pytest.fixture(scope="module")
