@@ -60,32 +60,46 @@ inline void pack_a(const Number* from, int64_t lda, int64_t count, int64_t width
                       packed_at<Number>(panels, steps * PANEL, r, s * PANEL));
 }
 
-// Stores the units of LANES columns: a number of fp32 each, or two of bf16, the upper row's in the lower half.
-inline void store_units(const float (&lines)[1][LINE], int64_t column, char* to) {
-    std::memcpy(to, lines[0] + column, VECTOR_BYTES);
-}
-inline void store_units(const bf16 (&lines)[2][LINE], int64_t column, char* to) {
+// The units of LANES columns: a number of fp32 each, or two of bf16, the upper row's in the lower half.
+inline Ints units_of(const float* from, int64_t) { return reinterpret_cast<Ints>(load_lanes(from)); }
+inline Ints units_of(const bf16* from, int64_t ldb) {
     Halves upper, lower;
-    std::memcpy(&upper, lines[0] + column, sizeof upper);
-    std::memcpy(&lower, lines[1] + column, sizeof lower);
-    const Uints units = __builtin_convertvector(upper, Uints) | __builtin_convertvector(lower, Uints) << 16;
-    std::memcpy(to, &units, sizeof units);
+    std::memcpy(&upper, from, sizeof upper);
+    std::memcpy(&lower, from + ldb, sizeof lower);
+    return reinterpret_cast<Ints>(__builtin_convertvector(upper, Uints) | __builtin_convertvector(lower, Uints) << 16);
 }
 
-// Pack B [count, width], whose rows lie `ldb` numbers apart.
+// Pack a step of a panel of B: 32 x 32 numbers, whose rows lie `ldb` numbers apart.
+template <class Number>
+inline void pack_b_step(const Number* from, int64_t ldb, char* to) {
+    constexpr int64_t EACH = UNIT_BYTES / static_cast<int64_t>(sizeof(Number));  // rows of B in a unit
+    for (int64_t r = 0; r < PANEL; r += EACH, to += UNIT_ROW_BYTES)
+        for (int64_t j = 0; j < PANEL; j += LANES) {
+            const Ints units = units_of(from + r * ldb + j, ldb);
+            std::memcpy(to + j / TILE_ROWS * TILE_BYTES<Number> + j % TILE_ROWS * UNIT_BYTES, &units, sizeof units);
+        }
+}
+
+// Pack B [count, width], whose rows lie `ldb` numbers apart; its panels lie `panel_bytes` apart.
+template <class Number>
+inline void pack_b(const Number* from, int64_t ldb, int64_t count, int64_t width, char* panels, int64_t panel_bytes) {
+    for (int64_t r = 0; r < count; r += PANEL, panels += PANEL_STEP<Number>)
+        for (int64_t c = 0; c < width; c += PANEL) {
+            const Number* step = from + r * ldb + c;
+            char* to = panels + c / PANEL * panel_bytes;
+            if (count - r >= PANEL && width - c >= PANEL) {
+                pack_b_step(step, ldb, to);
+                continue;
+            }
+            alignas(CACHE_LINE) Number filled[PANEL * PANEL] = {};
+            for (int64_t i = 0; i < std::min(PANEL, count - r); ++i)
+                std::copy_n(step + i * ldb, std::min(PANEL, width - c), filled + i * PANEL);
+            pack_b_step(filled, PANEL, to);
+        }
+}
 template <class Number>
 inline void pack_b(const Number* from, int64_t ldb, int64_t count, int64_t width, char* panels) {
-    constexpr int64_t EACH = UNIT_BYTES / static_cast<int64_t>(sizeof(Number));  // rows of B in a unit
-    const int64_t steps = ceil_div(count, PANEL);
-    alignas(CACHE_LINE) Number lines[EACH][LINE];
-    for (int64_t r = 0; r < steps * PANEL; r += EACH)
-        for (int64_t p = 0; p < ceil_div(width, PANEL); ++p) {
-            for (int64_t i = 0; i < EACH; ++i)
-                copy_line(from + (r + i) * ldb + p * PANEL, r + i < count ? width - p * PANEL : 0, lines[i]);
-            char* at = panels + (p * steps + r / PANEL) * PANEL_STEP<Number> + r % PANEL / EACH * UNIT_ROW_BYTES;
-            for (int64_t j = 0; j < LINE; j += LANES)
-                store_units(lines, j, at + j / TILE_ROWS * TILE_BYTES<Number> + j % TILE_ROWS * UNIT_BYTES);
-        }
+    pack_b(from, ldb, count, width, panels, ceil_div(count, PANEL) * PANEL_STEP<Number>);
 }
 
 // Transpose tiles in units: packed A becomes its transpose packed as B, and the other way round.
@@ -100,4 +114,13 @@ inline void b_to_a(const char* from, int64_t num_tiles, char* to) {
     for (int64_t tile = 0; tile < num_tiles; ++tile, from += TILE_BYTES<Number>, to += TILE_BYTES<Number>)
         for (int64_t u = 0; u < NUM_UNITS<Number>; u += 16)
             transpose_16x16(from + u * UNIT_ROW_BYTES, UNIT_ROW_BYTES, to + u * UNIT_BYTES, ROW_BYTES<Number>);
+}
+
+// Panels of A for gemm_microkernel<Number, Order::COLUMNS>, from those of Aᵀ packed as B: these, or in `space` what the
+// matrix unit needs instead.
+template <class Number>
+inline const char* turned(const char* across, int64_t num_tiles, char* space) {
+    if (!std::is_same_v<Number, bf16> || !matrix_unit_runs()) return across;
+    b_to_a<Number>(across, num_tiles, space);
+    return space;
 }

@@ -71,12 +71,18 @@ inline Floats plus_product(Floats sums, Ints a, Ints b) {
 template <class Number>
 using Units = std::conditional_t<std::is_same_v<Number, float>, Floats, Ints>;
 
+// How a panel of A lies: as `pack_a` packs A, the units of a row side by side, or as `pack_b` packs Aᵀ, a unit of each of 16
+// rows side by side. Only vectors read the second (`turned` in pack.h).
+enum class Order { ROWS, COLUMNS };
+
 // ROWS rows of C, and two vectors of columns. Not inlined: a caller's variables would push sums out of the registers.
-template <class Number, int ROWS>
+template <class Number, Order ORDER, int ROWS>
 [[gnu::noinline]] void add_block(const char* a, const char* b, const char* second, int64_t num_units, const char* prefetch, float* c,
                       int64_t ldc, bool beta) {
     using Vector = Units<Number>;
     using Unit = std::conditional_t<std::is_same_v<Number, float>, float, int32_t>;
+    constexpr int64_t ROW_DISTANCE = ORDER == Order::ROWS ? ROW_BYTES<Number> : UNIT_BYTES;
+    constexpr int64_t UNIT_DISTANCE = ORDER == Order::ROWS ? UNIT_BYTES : UNIT_ROW_BYTES;
     Floats left[ROWS], right[ROWS];
     unrolled<ROWS>([&](auto r) {
         left[r] = beta ? load_lanes(c + r * ldc) : Floats{};
@@ -93,7 +99,7 @@ template <class Number, int ROWS>
             keep(b_right);
             unrolled<ROWS>([&](auto r) {
                 Unit unit;
-                std::memcpy(&unit, a + r * ROW_BYTES<Number> + k * UNIT_BYTES, sizeof unit);
+                std::memcpy(&unit, a + r * ROW_DISTANCE + k * UNIT_DISTANCE, sizeof unit);
                 const Vector a_everywhere = everywhere<Vector>(unit);
                 left[r] = plus_product(left[r], a_everywhere, b_left);
                 right[r] = plus_product(right[r], a_everywhere, b_right);
@@ -113,11 +119,15 @@ template <class Number, int ROWS>
 // `prefetch`, if any, is fetched into the second cache meanwhile.
 //
 // By vectors: as many sums are held in registers as hide an instruction's latency.
-template <class Number>
+template <class Number, Order ORDER>
 inline void gemm_by_vectors(const char* a_panel, const char* b_panel, int64_t K, bool beta, float* c, const char* prefetch,
                             int64_t ldc, int64_t num_rows, int64_t num_columns) {
     constexpr int64_t ROWS = LANES == 16 ? 8 : 4;
     constexpr int64_t STEPS = LANES == 16 ? 1 << 20 : 8;  // of B at a time, so that small first caches hold its part
+    const auto rows_at = [&](int64_t row) {
+        return a_panel + row / TILE_ROWS * TILE_BYTES<Number> +
+               row % TILE_ROWS * (ORDER == Order::ROWS ? ROW_BYTES<Number> : UNIT_BYTES);
+    };
     const auto columns_at = [&](int64_t column) {
         return b_panel + column / TILE_ROWS * TILE_BYTES<Number> + column % TILE_ROWS * UNIT_BYTES;
     };
@@ -126,10 +136,9 @@ inline void gemm_by_vectors(const char* a_panel, const char* b_panel, int64_t K,
         const int64_t at = k / KC * PANEL_STEP<Number>;
         for (int64_t column = 0; column < std::min(NR, num_columns); column += 2 * LANES)
             for (int64_t row = 0; row < std::min(MR, num_rows); row += ROWS)
-                add_block<Number, ROWS>(a_panel + at + row * ROW_BYTES<Number>, columns_at(column) + at,
-                                        columns_at(column + LANES) + at, num_units,
-                                        prefetch && row + column == 0 ? prefetch + at : nullptr, c + row * ldc + column,
-                                        ldc, beta || k > 0);
+                add_block<Number, ORDER, ROWS>(rows_at(row) + at, columns_at(column) + at, columns_at(column + LANES) + at,
+                                               num_units, prefetch && row + column == 0 ? prefetch + at : nullptr,
+                                               c + row * ldc + column, ldc, beta || k > 0);
     }
 }
 
@@ -203,7 +212,8 @@ inline void release() {}
 
 #endif
 
-template <class Number>
+// A panel in Order::COLUMNS comes from `turned`.
+template <class Number, Order ORDER = Order::ROWS>
 inline void gemm_microkernel(const char* a_panel, const char* b_panel, int64_t K, bool beta, float* c,
                              const char* prefetch = nullptr, int64_t ldc = NR, int64_t num_rows = MR,
                              int64_t num_columns = NR) {
@@ -211,7 +221,7 @@ inline void gemm_microkernel(const char* a_panel, const char* b_panel, int64_t K
     if constexpr (std::is_same_v<Number, bf16>)
         if (matrix_unit_runs()) return gemm_by_tiles(a_panel, b_panel, K, beta, c, prefetch, ldc);
 #endif
-    gemm_by_vectors<Number>(a_panel, b_panel, K, beta, c, prefetch, ldc, num_rows, num_columns);
+    gemm_by_vectors<Number, ORDER>(a_panel, b_panel, K, beta, c, prefetch, ldc, num_rows, num_columns);
 }
 
 // y = x Wᵀ + bias for this thread's panels of y's columns; x and W are packed, and put(row, column, numbers, count)

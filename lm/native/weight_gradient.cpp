@@ -1,8 +1,8 @@
 // The gradient of a linear map's weight, dW = dYᵀ X, on a CPU. Both operands are bf16 and
 // row-major along the outer dimensions, not along the sum over tokens, which BLAS libraries are slow at. dW is fp32.
 //
-// Blocking: a packed panel of dYᵀ over DEPTH tokens fits the first cache and stays there while panels of X pass. The sums
-// of BLOCK panels of W's rows stay in the second cache until all tokens have been added.
+// Blocking: BLOCK packed panels of dYᵀ over `depth` tokens stay in the second cache while panels of X pass. The matrix unit
+// wants one of them in the first cache; vectors gain more by loading and storing sums less often.
 //
 // Shape letters: R tokens, F rows of W (outputs), D columns of W (inputs).
 
@@ -15,19 +15,19 @@
 namespace {
 
 constexpr int64_t STEP = PANEL_STEP<bf16>;
-constexpr int64_t DEPTH = 256;    // tokens
-constexpr int64_t BLOCK = 8;      // panels of W's rows
-constexpr int64_t COLUMNS = 512;  // of X
+constexpr int64_t BLOCK = 8;       // panels of W's rows
+constexpr int64_t COLUMNS = 2048;  // of X
+constexpr int64_t TILE_DEPTH = 256, VECTOR_DEPTH = 1024;  // tokens, by the matrix unit and by vectors
 
 // C [MR, NR] = A B + beta C for one block of dW, of which `num_rows` and `num_columns` exist; beta is 0 or 1.
 void gemm_block(const char* a_panel, const char* b_panel, int64_t num_steps, bool beta, float* c, int64_t ldc,
                 int64_t num_rows, int64_t num_columns) {
     if (num_rows >= MR && num_columns >= NR) {
-        gemm_microkernel<bf16>(a_panel, b_panel, num_steps * KC, beta, c, nullptr, ldc);
+        gemm_microkernel<bf16, Order::COLUMNS>(a_panel, b_panel, num_steps * KC, beta, c, nullptr, ldc);
         return;
     }
     alignas(CACHE_LINE) float sums[MR * NR];
-    gemm_microkernel<bf16>(a_panel, b_panel, num_steps * KC, false, sums);
+    gemm_microkernel<bf16, Order::COLUMNS>(a_panel, b_panel, num_steps * KC, false, sums);
     for (int64_t i = 0; i < std::min(MR, num_rows); ++i)
         for (int64_t j = 0; j < std::min(NR, num_columns); ++j)
             c[i * ldc + j] = (beta ? c[i * ldc + j] : 0) + sums[i * NR + j];
@@ -38,32 +38,32 @@ void gemm_block(const char* a_panel, const char* b_panel, int64_t num_steps, boo
 extern "C" {
 
 void weight_gradient(const bf16* gradient_RF, const bf16* x_RD, float* out_FD, int64_t R, int64_t F, int64_t D) {
-    const int64_t steps = ceil_div(R, PANEL), panels = ceil_div(F, PANEL);
-    const Buffer columns = buffer(steps * ceil_div(std::min(COLUMNS, D), PANEL) * STEP);
+    const int64_t steps = ceil_div(R, PANEL), panels = ceil_div(F, PANEL), panel_bytes = steps * STEP;
+    const int64_t depth = std::min(steps * PANEL, matrix_unit_runs() ? TILE_DEPTH : VECTOR_DEPTH);
+    const Buffer columns = buffer(ceil_div(std::min(COLUMNS, D), PANEL) * panel_bytes);
 #pragma omp parallel
     {
         configure();
-        const Buffer across = buffer(BLOCK * DEPTH * PANEL * 2), rows = buffer(BLOCK * DEPTH * PANEL * 2);
+        const Buffer across = buffer(BLOCK * depth / PANEL * STEP), space = buffer(BLOCK * depth / PANEL * STEP);
         const Share own = share(panels, omp_get_thread_num(), omp_get_num_threads());
         for (int64_t d = 0; d < D; d += COLUMNS) {
-            const int64_t num_columns = ceil_div(std::min(COLUMNS, D - d), PANEL);
+            const int64_t width = std::min(COLUMNS, D - d);
 #pragma omp for
-            for (int64_t p = 0; p < num_columns; ++p) {
-                const int64_t column = d + p * PANEL;
-                pack_b(x_RD + column, D, R, std::min(PANEL, D - column), columns.get() + p * steps * STEP);
-            }
+            for (int64_t s = 0; s < steps; ++s)
+                pack_b(x_RD + s * PANEL * D + d, D, std::min(PANEL, R - s * PANEL), width, columns.get() + s * STEP,
+                       panel_bytes);
             for (int64_t begin = own.begin; begin < own.end; begin += BLOCK)
-                for (int64_t r = 0; r < R; r += DEPTH) {
+                for (int64_t r = 0; r < R; r += depth) {
                     const int64_t end = std::min(own.end, begin + BLOCK);
-                    const int64_t count = std::min(DEPTH, R - r), deep = ceil_div(count, PANEL);
-                    const int64_t width = std::min(F, end * PANEL) - begin * PANEL;
-                    pack_b(gradient_RF + r * F + begin * PANEL, F, count, width, across.get());
-                    b_to_a<bf16>(across.get(), (end - begin) * deep * 2, rows.get());
+                    const int64_t count = std::min(depth, R - r), deep = ceil_div(count, PANEL);
+                    pack_b(gradient_RF + r * F + begin * PANEL, F, count, std::min(F, end * PANEL) - begin * PANEL,
+                           across.get());
+                    const char* rows = turned<bf16>(across.get(), (end - begin) * deep * 2, space.get());
                     for (int64_t panel = begin; panel < end; ++panel)
-                        for (int64_t p = 0; p < num_columns; ++p) {
+                        for (int64_t p = 0; p < ceil_div(width, PANEL); ++p) {
                             const int64_t f = panel * PANEL, column = d + p * PANEL;
-                            gemm_block(rows.get() + (panel - begin) * deep * STEP,
-                                       columns.get() + (p * steps + r / PANEL) * STEP, deep, r > 0,
+                            gemm_block(rows + (panel - begin) * deep * STEP,
+                                       columns.get() + p * panel_bytes + r / PANEL * STEP, deep, r > 0,
                                        out_FD + f * D + column, D, F - f, D - column);
                         }
                 }
