@@ -130,6 +130,7 @@ class Forward {
 template <class Number>
 class Backward {
     static constexpr int64_t STEP = PANEL_STEP<Number>;
+    static constexpr int64_t CHUNK = 4;  // panels of queries whose parts of the keys' gradients are added in one product
 
   public:
     explicit Backward(const Attention& attention)
@@ -138,7 +139,8 @@ class Backward {
           value_columns(buffer(keys * depth * STEP)), key_rows(buffer(keys * depth * STEP)),
           query_columns(buffer(queries * depth * STEP)), gradient_rows(buffer(queries * depth * STEP)),
           gradient_columns(buffer(queries * depth * STEP)), slopes(buffer(keys * STEP)),
-          key_sums(keys * PANEL * depth * PANEL), value_sums(keys * PANEL * depth * PANEL) {}
+          weights_across(buffer(keys * CHUNK * STEP)), slopes_across(buffer(keys * CHUNK * STEP)),
+          turned_space(buffer(CHUNK * STEP)), key_sums(keys * PANEL * depth * PANEL), value_sums(keys * PANEL * depth * PANEL) {}
 
     void take(const Number* k, const Number* v) {
         pack_transposed(a, k, a.S, rows.get(), key_columns.get());
@@ -155,29 +157,13 @@ class Backward {
         pack_b(q, a.H, a.T, a.H, query_columns.get());
         pack_a(y_gradient, a.N * a.H, a.T, a.H, gradient_rows.get());
         pack_b(y_gradient, a.N * a.H, a.T, a.H, gradient_columns.get());
-        for (int64_t query = 0; query < a.T; query += PANEL) {
-            const int64_t num_rows = std::min(PANEL, a.T - query);
-            float means[PANEL] = {}, own_totals[PANEL] = {};
-            for (int64_t r = 0; r < num_rows; ++r) {
-                const int64_t at = (query + r) * a.N * a.H;
-                for (int64_t h = 0; h < a.H; h += PANEL)
-                    means[r] += sum(load_some(y + at + h, a.H - h) * load_some(y_gradient + at + h, a.H - h));
-                own_totals[r] = totals[query + r];
-            }
-            int64_t end = 0;
+        for (int64_t first = 0; first < queries; first += CHUNK) {
+            const int64_t end = std::min(queries, first + CHUNK);
+            std::vector<Share> seen(keys, Share{end, end});  // of the chunk's panels of queries, per panel of keys
+            for (int64_t i = first; i < end; ++i) run_panel(b, i, i - first, y, y_gradient, totals, q_gradient, seen);
             for (int64_t j = 0; j < keys; ++j) {
-                if (!a.any(b, query, j * PANEL)) {
-                    std::fill_n(slopes.get() + j * STEP, STEP, 0);
-                    continue;
-                }
-                end = j + 1;
-                block(b, query, j, means, own_totals);
-            }
-            alignas(CACHE_LINE) float sums[PANEL * PANEL];
-            for (int64_t p = 0; p < depth; ++p) {
-                gemm_microkernel<Number>(slopes.get(), key_rows.get() + p * keys * STEP, std::min(a.S, end * PANEL), false, sums, nullptr, NR, num_rows, a.H - p * PANEL);
-                for (int64_t r = 0; r < num_rows; ++r)
-                    store_some(q_gradient + (query + r) * a.H + p * PANEL, load(sums + r * PANEL), a.H - p * PANEL);
+                add(weights_across, j, first, seen[j], gradient_columns, value_sums);
+                add(slopes_across, j, first, seen[j], query_columns, key_sums);
             }
         }
     }
@@ -191,13 +177,47 @@ class Backward {
     }
 
   private:
-    // 32 queries with 32 keys.
-    void block(int64_t b, int64_t query, int64_t j, const float* means, const float* totals) {
+    // The gradient of a panel of queries, the `number`th of its chunk.
+    void run_panel(int64_t b, int64_t i, int64_t number, const Number* y, const Number* y_gradient, const float* totals,
+                   Number* q_gradient, std::vector<Share>& seen) {
+        const int64_t query = i * PANEL, num_rows = std::min(PANEL, a.T - query);
+        float means[PANEL] = {}, own_totals[PANEL] = {};
+        for (int64_t r = 0; r < num_rows; ++r) {
+            const int64_t at = (query + r) * a.N * a.H;
+            for (int64_t h = 0; h < a.H; h += PANEL)
+                means[r] += sum(load_some(y + at + h, a.H - h) * load_some(y_gradient + at + h, a.H - h));
+            own_totals[r] = totals[query + r];
+        }
+        int64_t end = 0;
+        for (int64_t j = 0; j < keys; ++j) {
+            const int64_t at = (j * CHUNK + number) * STEP;
+            if (a.any(b, query, j * PANEL)) {
+                end = j + 1;
+                seen[j] = {std::min(seen[j].begin, i), i + 1};
+                block(b, query, j, means, own_totals, weights_across.get() + at, slopes_across.get() + at);
+            } else {
+                for (char* zeros : {slopes.get() + j * STEP, weights_across.get() + at, slopes_across.get() + at})
+                    std::fill_n(zeros, STEP, 0);
+            }
+        }
+        alignas(CACHE_LINE) float sums[PANEL * PANEL];
+        for (int64_t p = 0; p < depth; ++p) {
+            gemm_microkernel<Number>(slopes.get(), key_rows.get() + p * keys * STEP, std::min(a.S, end * PANEL), false, sums,
+                                     nullptr, NR, num_rows, a.H - p * PANEL);
+            for (int64_t r = 0; r < num_rows; ++r)
+                store_some(q_gradient + (query + r) * a.H + p * PANEL, load(sums + r * PANEL), a.H - p * PANEL);
+        }
+    }
+
+    // 32 queries with 32 keys: their weights and slopes, packed across the queries.
+    void block(int64_t b, int64_t query, int64_t j, const float* means, const float* totals, char* weights_to,
+               char* slopes_to) {
         alignas(CACHE_LINE) float scores[PANEL * PANEL], products[PANEL * PANEL];
         alignas(CACHE_LINE) Number weights[PANEL * PANEL], own_slopes[PANEL * PANEL];
         const int64_t i = query / PANEL;
         gemm_microkernel<Number>(rows.get() + i * depth * STEP, key_columns.get() + j * depth * STEP, a.H, false, scores);
-        gemm_microkernel<Number>(gradient_rows.get() + i * depth * STEP, value_columns.get() + j * depth * STEP, a.H, false, products);
+        gemm_microkernel<Number>(gradient_rows.get() + i * depth * STEP, value_columns.get() + j * depth * STEP, a.H, false,
+                                 products);
         for (int64_t r = 0; r < PANEL; ++r) {
             const uint32_t bits = a.seen(b, query + r, j * PANEL);
             const Wide weight = chosen(bits, exponential(load(scores + r * PANEL) * all(a.scale) - all(totals[r])), 0);
@@ -206,23 +226,26 @@ class Backward {
             store(own_slopes + r * PANEL, slope);
             store(packed_at<Number>(slopes.get(), keys * PANEL, r, j * PANEL), slope);
         }
-        add(weights, gradient_columns.get() + i * STEP, value_sums.data() + j * PANEL * depth * PANEL);
-        add(own_slopes, query_columns.get() + i * STEP, key_sums.data() + j * PANEL * depth * PANEL);
+        pack_b_step(weights, PANEL, weights_to);
+        pack_b_step(own_slopes, PANEL, slopes_to);
     }
 
-    // sums [32 keys, H] += the transpose of [32 queries, 32 keys] times columns [32 queries, H].
-    void add(const Number* numbers, const char* columns, float* sums) {
-        alignas(CACHE_LINE) char pairs[STEP], turned[STEP];
-        pack_b(numbers, PANEL, PANEL, PANEL, pairs);
-        b_to_a<Number>(pairs, 2, turned);
+    // sums of 32 keys [32, H] += the transpose of a chunk's numbers [queries, 32 keys] times columns [queries, H].
+    void add(const Buffer& across, int64_t j, int64_t first, Share seen, const Buffer& columns, std::vector<float>& sums) {
+        const int64_t count = seen.end - seen.begin;
+        if (count <= 0) return;
+        const char* numbers = turned<Number>(across.get() + (j * CHUNK + seen.begin - first) * STEP, count * 2,
+                                             turned_space.get());
         for (int64_t p = 0; p < depth; ++p)
-            gemm_microkernel<Number>(turned, columns + p * queries * STEP, KC, true, sums + p * PANEL, nullptr,
-                                     depth * PANEL, MR, a.H - p * PANEL);
+            gemm_microkernel<Number, Order::COLUMNS>(
+                numbers, columns.get() + (p * queries + seen.begin) * STEP, count * KC, true,
+                sums.data() + (j * depth * PANEL + p) * PANEL, nullptr, depth * PANEL, MR, a.H - p * PANEL);
     }
 
     const Attention& a;
     const int64_t depth, keys, queries;
     Buffer rows, key_columns, value_columns, key_rows, query_columns, gradient_rows, gradient_columns, slopes;
+    Buffer weights_across, slopes_across, turned_space;
     std::vector<float> key_sums, value_sums;
 };
 
