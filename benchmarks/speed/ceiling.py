@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.speed.protocol import Task
+from lm.native.kernels import weight_gradient
+from lm.native.operators import is_available
 from lm.prepacked import PrepackedLinear, gains
 from lm.weights import load_language_model
 
@@ -76,13 +78,18 @@ class Products:
 
 
 def seconds_of(product: Product, dtype: torch.dtype, clock: Callable[[], float]) -> float:
-    """Returns the seconds of one product; for a forward product, the faster of plain and prepacked weights."""
+    """Returns the seconds of one product: the fastest of plain and prepacked weights for a forward product, of PyTorch and
+    Heed's kernel for a weight's gradient.
+    """
     way, M, N, K = product
     x_MK, weight_NK, gradient_MN = (torch.randn(shape).to(dtype) for shape in ((M, K), (N, K), (M, N)))
     if way == "input":
         return _mean_seconds(lambda: gradient_MN @ weight_NK, clock)
     if way == "weight":
-        return _mean_seconds(lambda: gradient_MN.T @ x_MK, clock)
+        plain = _mean_seconds(lambda: gradient_MN.T @ x_MK, clock)
+        if dtype != torch.bfloat16 or not is_available():
+            return plain
+        return min(plain, _mean_seconds(lambda: weight_gradient(gradient_MN, x_MK), clock))
     plain = _mean_seconds(lambda: F.linear(x_MK, weight_NK), clock)
     if not gains(weight_NK):
         return plain
