@@ -73,7 +73,7 @@ class Forward {
         for (int64_t query = 0; query < a.T; query += PANEL) {
             const int64_t num_rows = std::min(PANEL, a.T - query);
             const int64_t end = score(b, query);
-            alignas(CACHE_LINE) float sums[PANEL * PANEL];
+            alignas(CACHE_LINE) float sums[PANEL * PANEL] = {};
             float inverse[PANEL];
             for (int64_t r = 0; r < num_rows; ++r) inverse[r] = weigh(b, query, r, end, totals);
             for (int64_t p = 0; p < depth; ++p) {
@@ -140,7 +140,8 @@ class Backward {
           query_columns(buffer(queries * depth * STEP)), gradient_rows(buffer(queries * depth * STEP)),
           gradient_columns(buffer(queries * depth * STEP)), slopes(buffer(keys * STEP)),
           weights_across(buffer(keys * CHUNK * STEP)), slopes_across(buffer(keys * CHUNK * STEP)),
-          turned_space(buffer(CHUNK * STEP)), key_sums(keys * PANEL * depth * PANEL), value_sums(keys * PANEL * depth * PANEL) {}
+          space(buffer(turning_bytes<Number>(CHUNK * STEP))), viewers(keys), key_sums(keys * PANEL * depth * PANEL),
+          value_sums(keys * PANEL * depth * PANEL) {}
 
     void take(const Number* k, const Number* v) {
         pack_transposed(a, k, a.S, rows.get(), key_columns.get());
@@ -159,11 +160,11 @@ class Backward {
         pack_b(y_gradient, a.N * a.H, a.T, a.H, gradient_columns.get());
         for (int64_t first = 0; first < queries; first += CHUNK) {
             const int64_t end = std::min(queries, first + CHUNK);
-            std::vector<Share> seen(keys, Share{end, end});  // of the chunk's panels of queries, per panel of keys
-            for (int64_t i = first; i < end; ++i) run_panel(b, i, i - first, y, y_gradient, totals, q_gradient, seen);
+            std::fill(viewers.begin(), viewers.end(), Share{end, end});
+            for (int64_t i = first; i < end; ++i) run_panel(b, i, i - first, y, y_gradient, totals, q_gradient);
             for (int64_t j = 0; j < keys; ++j) {
-                add(weights_across, j, first, seen[j], gradient_columns, value_sums);
-                add(slopes_across, j, first, seen[j], query_columns, key_sums);
+                add(weights_across, j, first, gradient_columns, value_sums);
+                add(slopes_across, j, first, query_columns, key_sums);
             }
         }
     }
@@ -177,9 +178,9 @@ class Backward {
     }
 
   private:
-    // The gradient of a panel of queries, the `number`th of its chunk.
+    // The gradient of a panel of queries, which is number `number` of its chunk.
     void run_panel(int64_t b, int64_t i, int64_t number, const Number* y, const Number* y_gradient, const float* totals,
-                   Number* q_gradient, std::vector<Share>& seen) {
+                   Number* q_gradient) {
         const int64_t query = i * PANEL, num_rows = std::min(PANEL, a.T - query);
         float means[PANEL] = {}, own_totals[PANEL] = {};
         for (int64_t r = 0; r < num_rows; ++r) {
@@ -193,14 +194,17 @@ class Backward {
             const int64_t at = (j * CHUNK + number) * STEP;
             if (a.any(b, query, j * PANEL)) {
                 end = j + 1;
-                seen[j] = {std::min(seen[j].begin, i), i + 1};
+                viewers[j] = {std::min(viewers[j].begin, i), i + 1};
                 block(b, query, j, means, own_totals, weights_across.get() + at, slopes_across.get() + at);
-            } else {
-                for (char* zeros : {slopes.get() + j * STEP, weights_across.get() + at, slopes_across.get() + at})
-                    std::fill_n(zeros, STEP, 0);
+                continue;
+            }
+            std::fill_n(slopes.get() + j * STEP, STEP, 0);
+            if (viewers[j].begin < i) {  // a later panel of the chunk may attend to these keys again
+                std::fill_n(weights_across.get() + at, STEP, 0);
+                std::fill_n(slopes_across.get() + at, STEP, 0);
             }
         }
-        alignas(CACHE_LINE) float sums[PANEL * PANEL];
+        alignas(CACHE_LINE) float sums[PANEL * PANEL] = {};
         for (int64_t p = 0; p < depth; ++p) {
             gemm_microkernel<Number>(slopes.get(), key_rows.get() + p * keys * STEP, std::min(a.S, end * PANEL), false, sums,
                                      nullptr, NR, num_rows, a.H - p * PANEL);
@@ -231,21 +235,22 @@ class Backward {
     }
 
     // sums of 32 keys [32, H] += the transpose of a chunk's numbers [queries, 32 keys] times columns [queries, H].
-    void add(const Buffer& across, int64_t j, int64_t first, Share seen, const Buffer& columns, std::vector<float>& sums) {
-        const int64_t count = seen.end - seen.begin;
-        if (count <= 0) return;
-        const char* numbers = turned<Number>(across.get() + (j * CHUNK + seen.begin - first) * STEP, count * 2,
-                                             turned_space.get());
+    void add(const Buffer& across, int64_t j, int64_t first, const Buffer& columns, std::vector<float>& sums) {
+        const auto [begin, end] = viewers[j];
+        if (begin == end) return;
+        const char* numbers = turned<Number>(across.get() + (j * CHUNK + begin - first) * STEP, (end - begin) * 2, space.get());
         for (int64_t p = 0; p < depth; ++p)
-            gemm_microkernel<Number, Order::COLUMNS>(
-                numbers, columns.get() + (p * queries + seen.begin) * STEP, count * KC, true,
-                sums.data() + (j * depth * PANEL + p) * PANEL, nullptr, depth * PANEL, MR, a.H - p * PANEL);
+            gemm_microkernel<Number, Order::COLUMNS>(numbers, columns.get() + (p * queries + begin) * STEP,
+                                                     (end - begin) * KC, true,
+                                                     sums.data() + (j * depth * PANEL + p) * PANEL, nullptr,
+                                                     depth * PANEL, MR, a.H - p * PANEL);
     }
 
     const Attention& a;
     const int64_t depth, keys, queries;
     Buffer rows, key_columns, value_columns, key_rows, query_columns, gradient_rows, gradient_columns, slopes;
-    Buffer weights_across, slopes_across, turned_space;
+    Buffer weights_across, slopes_across, space;
+    std::vector<Share> viewers;  // the chunk's panels of queries from the first to the last that attend to a panel of keys
     std::vector<float> key_sums, value_sums;
 };
 

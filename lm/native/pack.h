@@ -116,11 +116,15 @@ inline void b_to_a(const char* from, int64_t num_tiles, char* to) {
             transpose_16x16(from + u * UNIT_ROW_BYTES, UNIT_ROW_BYTES, to + u * UNIT_BYTES, ROW_BYTES<Number>);
 }
 
-// Panels of A for gemm_microkernel<Number, Order::COLUMNS>, from those of Aᵀ packed as B: these, or in `space` what the
-// matrix unit needs instead.
+// Panels of A for gemm_microkernel<Number, Order::COLUMNS>, from those of Aᵀ packed as B. Vectors read these as they are;
+// for the matrix unit they are transposed into `space`, which takes `turning_bytes` of theirs.
+template <class Number>
+inline bool needs_turning() { return std::is_same_v<Number, bf16> && matrix_unit_runs(); }
+template <class Number>
+inline int64_t turning_bytes(int64_t bytes) { return needs_turning<Number>() ? bytes : 0; }
 template <class Number>
 inline const char* turned(const char* across, int64_t num_tiles, char* space) {
-    if (!std::is_same_v<Number, bf16> || !matrix_unit_runs()) return across;
+    if (!needs_turning<Number>()) return across;
     b_to_a<Number>(across, num_tiles, space);
     return space;
 }

@@ -84,11 +84,9 @@ template <class Number, Order ORDER, int ROWS>
     constexpr int64_t ROW_DISTANCE = ORDER == Order::ROWS ? ROW_BYTES<Number> : UNIT_BYTES;
     constexpr int64_t UNIT_DISTANCE = ORDER == Order::ROWS ? UNIT_BYTES : UNIT_ROW_BYTES;
     Floats left[ROWS], right[ROWS];
-    const float* from = c;
     unrolled<ROWS>([&](auto r) {
-        left[r] = beta ? load_lanes(from) : Floats{};
-        right[r] = beta ? load_lanes(from + LANES) : Floats{};
-        from += ldc;
+        left[r] = beta ? load_lanes(c + r * ldc) : Floats{};
+        right[r] = beta ? load_lanes(c + r * ldc + LANES) : Floats{};
     });
     for (; num_units > 0; num_units -= NUM_UNITS<Number>) {
         if (prefetch) prefetch_into_second_cache(prefetch, PANEL_STEP<Number>), prefetch += PANEL_STEP<Number>;
@@ -110,9 +108,8 @@ template <class Number, Order ORDER, int ROWS>
         a += PANEL_STEP<Number>, b += PANEL_STEP<Number>, second += PANEL_STEP<Number>;
     }
     unrolled<ROWS>([&](auto r) {
-        store_lanes(c, left[r]);
-        store_lanes(c + LANES, right[r]);
-        c += ldc;
+        store_lanes(c + r * ldc, left[r]);
+        store_lanes(c + r * ldc + LANES, right[r]);
     });
 }
 
@@ -215,7 +212,7 @@ inline void release() {}
 
 #endif
 
-// A panel in Order::COLUMNS comes from `turned`.
+// With Order::COLUMNS, A is what `turned` returned, which the matrix unit gets by rows even so.
 template <class Number, Order ORDER = Order::ROWS>
 inline void gemm_microkernel(const char* a_panel, const char* b_panel, int64_t K, bool beta, float* c,
                              const char* prefetch = nullptr, int64_t ldc = NR, int64_t num_rows = MR,

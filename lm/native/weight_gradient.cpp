@@ -1,8 +1,9 @@
 // The gradient of a linear map's weight, dW = dYᵀ X, on a CPU. Both operands are bf16 and
 // row-major along the outer dimensions, not along the sum over tokens, which BLAS libraries are slow at. dW is fp32.
 //
-// Blocking: BLOCK packed panels of dYᵀ over `depth` tokens stay in the second cache while panels of X pass. The matrix unit
-// wants one of them in the first cache; vectors gain more by loading and storing sums less often.
+// Blocking: BLOCK packed panels of dYᵀ over `depth` tokens stay in the second cache while those of X pass, each once. With
+// the matrix unit a panel fits the first cache, and the sums of BLOCK panels by `width` columns stay in the second. Vectors
+// gain more by loading and storing sums, and packing dY, less often.
 //
 // Shape letters: R tokens, F rows of W (outputs), D columns of W (inputs).
 
@@ -15,9 +16,9 @@
 namespace {
 
 constexpr int64_t STEP = PANEL_STEP<bf16>;
-constexpr int64_t BLOCK = 8;       // panels of W's rows
-constexpr int64_t COLUMNS = 2048;  // of X
-constexpr int64_t TILE_DEPTH = 256, VECTOR_DEPTH = 1024;  // tokens, by the matrix unit and by vectors
+constexpr int64_t BLOCK = 8;  // panels of W's rows
+// Tokens, and columns of X, by the matrix unit and by vectors.
+constexpr int64_t TILE_DEPTH = 256, VECTOR_DEPTH = 1024, TILE_WIDTH = 512, VECTOR_WIDTH = 2048;
 
 // C [MR, NR] = A B + beta C for one block of dW, of which `num_rows` and `num_columns` exist; beta is 0 or 1.
 void gemm_block(const char* a_panel, const char* b_panel, int64_t num_steps, bool beta, float* c, int64_t ldc,
@@ -40,17 +41,19 @@ extern "C" {
 void weight_gradient(const bf16* gradient_RF, const bf16* x_RD, float* out_FD, int64_t R, int64_t F, int64_t D) {
     const int64_t steps = ceil_div(R, PANEL), panels = ceil_div(F, PANEL), panel_bytes = steps * STEP;
     const int64_t depth = std::min(steps * PANEL, matrix_unit_runs() ? TILE_DEPTH : VECTOR_DEPTH);
-    const Buffer columns = buffer(ceil_div(std::min(COLUMNS, D), PANEL) * panel_bytes);
+    const int64_t width = matrix_unit_runs() ? TILE_WIDTH : VECTOR_WIDTH;
+    const Buffer columns = buffer(ceil_div(std::min(width, D), PANEL) * panel_bytes);
 #pragma omp parallel
     {
         configure();
-        const Buffer across = buffer(BLOCK * depth / PANEL * STEP), space = buffer(BLOCK * depth / PANEL * STEP);
+        const int64_t block_bytes = BLOCK * depth / PANEL * STEP;
+        const Buffer across = buffer(block_bytes), space = buffer(turning_bytes<bf16>(block_bytes));
         const Share own = share(panels, omp_get_thread_num(), omp_get_num_threads());
-        for (int64_t d = 0; d < D; d += COLUMNS) {
-            const int64_t width = std::min(COLUMNS, D - d);
+        for (int64_t d = 0; d < D; d += width) {
+            const int64_t num_columns = std::min(width, D - d);
 #pragma omp for
             for (int64_t s = 0; s < steps; ++s)
-                pack_b(x_RD + s * PANEL * D + d, D, std::min(PANEL, R - s * PANEL), width, columns.get() + s * STEP,
+                pack_b(x_RD + s * PANEL * D + d, D, std::min(PANEL, R - s * PANEL), num_columns, columns.get() + s * STEP,
                        panel_bytes);
             for (int64_t begin = own.begin; begin < own.end; begin += BLOCK)
                 for (int64_t r = 0; r < R; r += depth) {
@@ -59,8 +62,8 @@ void weight_gradient(const bf16* gradient_RF, const bf16* x_RD, float* out_FD, i
                     pack_b(gradient_RF + r * F + begin * PANEL, F, count, std::min(F, end * PANEL) - begin * PANEL,
                            across.get());
                     const char* rows = turned<bf16>(across.get(), (end - begin) * deep * 2, space.get());
-                    for (int64_t panel = begin; panel < end; ++panel)
-                        for (int64_t p = 0; p < ceil_div(width, PANEL); ++p) {
+                    for (int64_t p = 0; p < ceil_div(num_columns, PANEL); ++p)
+                        for (int64_t panel = begin; panel < end; ++panel) {
                             const int64_t f = panel * PANEL, column = d + p * PANEL;
                             gemm_block(rows + (panel - begin) * deep * STEP,
                                        columns.get() + p * panel_bytes + r / PANEL * STEP, deep, r > 0,

@@ -124,3 +124,13 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> N
     torch.set_num_threads(threads)
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_keys_that_some_panels_of_queries_skip(dtype: torch.dtype) -> None:
+    """The gradient takes panels of 32 queries in chunks of four: 0 to 3, 4 to 7, 8 and 9."""
+    mask_BTS = torch.rand((2, 290, 101), generator=torch.Generator().manual_seed(0)) < 0.3
+    mask_BTS[:, :, 5] = True
+    for panel in (1, 2, 5, 8):  # so panels 0 and 3; 4, 6 and 7; 9 attend to these
+        mask_BTS[:, 32 * panel : 32 * (panel + 1), 32:64] = False
+    mask_BTS[:, 128:256, 64:96] = False  # none of the second chunk
+    check(*drawn(dtype, 2, 290, 101, 4, 2, 40), mask_BTS)

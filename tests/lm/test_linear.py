@@ -16,7 +16,9 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 # Sizes below a panel of 32, with a remainder, and above the block sizes in tokens, rows and columns.
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (5, 33, 40), (70, 100, 31), (300, 64, 600), (530, 700, 520)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1), (5, 33, 40), (70, 100, 31), (300, 64, 600), (530, 700, 520), (1100, 290, 2100)]
+)
 def test_the_gradient_of_a_weight(sizes: tuple[int, int, int]) -> None:
     R, F, D = sizes
     gradient, x = drawn(R, F).bfloat16(), drawn(R, D, seed=1).bfloat16()
@@ -26,7 +28,7 @@ def test_the_gradient_of_a_weight(sizes: tuple[int, int, int]) -> None:
         found.append(kernels.weight_gradient(gradient, x))
     torch.set_num_threads(threads)
     assert all(torch.equal(other, found[0]) for other in found)
-    torch.testing.assert_close(found[0].double(), gradient.double().T @ x.double(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found[0].double(), gradient.double().T @ x.double(), rtol=1e-5, atol=1e-5 * R**0.5)
 
 
 def test_no_tokens_no_gradient() -> None:
