@@ -78,8 +78,10 @@ class Products:
 
 
 def seconds_of(product: Product, dtype: torch.dtype, clock: Callable[[], float]) -> float:
-    """Returns the seconds of one product: the fastest of plain and prepacked weights for a forward product, of PyTorch and
-    Heed's kernel for a weight's gradient.
+    """Returns the seconds of one product.
+
+    A forward product takes the faster of plain and prepacked weights, a weight's gradient the faster of PyTorch's and
+    Heed's kernels.
     """
     way, M, N, K = product
     x_MK, weight_NK, gradient_MN = (torch.randn(shape).to(dtype) for shape in ((M, K), (N, K), (M, N)))

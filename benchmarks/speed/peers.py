@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 found["rows"][row.name]["runs"].append(runs)
                 print(json.dumps({row.name: runs}), file=sys.stderr, flush=True)
                 options.results.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        found["ceiling"] = higher(found["ceiling"], measure_ceiling(tasks, seconds, options.threads))
+        found["ceiling"] = higher_ceiling(found["ceiling"], measure_ceiling(tasks, seconds, options.threads))
         options.results.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     write_between_markers(README, "table", tables())
     print(markdown(found))
@@ -118,7 +118,7 @@ def measure_ceiling(tasks: Mapping[str, Task], seconds: str, threads: int) -> di
     return found
 
 
-def higher(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """The higher of two ceilings, number by number: a shared machine may have been slow while one was measured."""
+def higher_ceiling(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the better of two ceilings, number by number: a shared machine may have been slow during one."""
     steps = {name: min(seconds, other["step_seconds"][name]) for name, seconds in one["step_seconds"].items()}
     return {name: max(one[name], other[name]) for name in one if name != "step_seconds"} | {"step_seconds": steps}

@@ -73,7 +73,7 @@ class Forward {
         for (int64_t query = 0; query < a.T; query += PANEL) {
             const int64_t num_rows = std::min(PANEL, a.T - query);
             const int64_t end = score(b, query);
-            alignas(CACHE_LINE) float sums[PANEL * PANEL] = {};
+            alignas(CACHE_LINE) float sums[PANEL * PANEL];
             float inverse[PANEL];
             for (int64_t r = 0; r < num_rows; ++r) inverse[r] = weigh(b, query, r, end, totals);
             for (int64_t p = 0; p < depth; ++p) {
@@ -140,7 +140,7 @@ class Backward {
           query_columns(buffer(queries * depth * STEP)), gradient_rows(buffer(queries * depth * STEP)),
           gradient_columns(buffer(queries * depth * STEP)), slopes(buffer(keys * STEP)),
           weights_across(buffer(keys * CHUNK * STEP)), slopes_across(buffer(keys * CHUNK * STEP)),
-          space(buffer(turning_bytes<Number>(CHUNK * STEP))), viewers(keys), key_sums(keys * PANEL * depth * PANEL),
+          space(buffer(transpose_bytes<Number>(CHUNK * STEP))), viewers(keys), key_sums(keys * PANEL * depth * PANEL),
           value_sums(keys * PANEL * depth * PANEL) {}
 
     void take(const Number* k, const Number* v) {
@@ -178,8 +178,8 @@ class Backward {
     }
 
   private:
-    // The gradient of a panel of queries, which is number `number` of its chunk.
-    void run_panel(int64_t b, int64_t i, int64_t number, const Number* y, const Number* y_gradient, const float* totals,
+    // The gradient of panel i of queries, which has the place `in_chunk` in its chunk.
+    void run_panel(int64_t b, int64_t i, int64_t in_chunk, const Number* y, const Number* y_gradient, const float* totals,
                    Number* q_gradient) {
         const int64_t query = i * PANEL, num_rows = std::min(PANEL, a.T - query);
         float means[PANEL] = {}, own_totals[PANEL] = {};
@@ -191,7 +191,7 @@ class Backward {
         }
         int64_t end = 0;
         for (int64_t j = 0; j < keys; ++j) {
-            const int64_t at = (j * CHUNK + number) * STEP;
+            const int64_t at = (j * CHUNK + in_chunk) * STEP;
             if (a.any(b, query, j * PANEL)) {
                 end = j + 1;
                 viewers[j] = {std::min(viewers[j].begin, i), i + 1};
@@ -204,7 +204,7 @@ class Backward {
                 std::fill_n(slopes_across.get() + at, STEP, 0);
             }
         }
-        alignas(CACHE_LINE) float sums[PANEL * PANEL] = {};
+        alignas(CACHE_LINE) float sums[PANEL * PANEL];
         for (int64_t p = 0; p < depth; ++p) {
             gemm_microkernel<Number>(slopes.get(), key_rows.get() + p * keys * STEP, std::min(a.S, end * PANEL), false, sums,
                                      nullptr, NR, num_rows, a.H - p * PANEL);
@@ -238,7 +238,7 @@ class Backward {
     void add(const Buffer& across, int64_t j, int64_t first, const Buffer& columns, std::vector<float>& sums) {
         const auto [begin, end] = viewers[j];
         if (begin == end) return;
-        const char* numbers = turned<Number>(across.get() + (j * CHUNK + begin - first) * STEP, (end - begin) * 2, space.get());
+        const char* numbers = left_operand<Number>(across.get() + (j * CHUNK + begin - first) * STEP, (end - begin) * 2, space.get());
         for (int64_t p = 0; p < depth; ++p)
             gemm_microkernel<Number, Order::COLUMNS>(numbers, columns.get() + (p * queries + begin) * STEP,
                                                      (end - begin) * KC, true,
@@ -250,7 +250,8 @@ class Backward {
     const int64_t depth, keys, queries;
     Buffer rows, key_columns, value_columns, key_rows, query_columns, gradient_rows, gradient_columns, slopes;
     Buffer weights_across, slopes_across, space;
-    std::vector<Share> viewers;  // the chunk's panels of queries from the first to the last that attend to a panel of keys
+    // Per panel of keys: the chunk's panels of queries from the first to the last that attend to it.
+    std::vector<Share> viewers;
     std::vector<float> key_sums, value_sums;
 };
 

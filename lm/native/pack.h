@@ -116,15 +116,17 @@ inline void b_to_a(const char* from, int64_t num_tiles, char* to) {
             transpose_16x16(from + u * UNIT_ROW_BYTES, UNIT_ROW_BYTES, to + u * UNIT_BYTES, ROW_BYTES<Number>);
 }
 
-// Panels of A for gemm_microkernel<Number, Order::COLUMNS>, from those of Aᵀ packed as B. Vectors read these as they are;
-// for the matrix unit they are transposed into `space`, which takes `turning_bytes` of theirs.
+// Whether products need tiles of A transposed that are packed across its rows.
 template <class Number>
-inline bool needs_turning() { return std::is_same_v<Number, bf16> && matrix_unit_runs(); }
+inline bool needs_transpose() { return std::is_same_v<Number, bf16> && matrix_unit_runs(); }
 template <class Number>
-inline int64_t turning_bytes(int64_t bytes) { return needs_turning<Number>() ? bytes : 0; }
+inline int64_t transpose_bytes(int64_t bytes) { return needs_transpose<Number>() ? bytes : 0; }
+
+// Panels of A for Order::COLUMNS, from Aᵀ packed as B. Vectors read those as they are. For the matrix unit they are transposed
+// into `space`, which has `transpose_bytes` of their length.
 template <class Number>
-inline const char* turned(const char* across, int64_t num_tiles, char* space) {
-    if (!needs_turning<Number>()) return across;
+inline const char* left_operand(const char* across, int64_t num_tiles, char* space) {
+    if (!needs_transpose<Number>()) return across;
     b_to_a<Number>(across, num_tiles, space);
     return space;
 }

@@ -45,7 +45,7 @@ inline Number* packed_at(char* panels, int64_t K, int64_t row, int64_t k) {
     return reinterpret_cast<Number*>(step + row % PANEL * ROW_BYTES<Number>) + k % PANEL;
 }
 
-// A thread's share of `count` items.
+// Some of a number of items: those of a thread, for example.
 struct Share {
     int64_t begin, end;
 };
@@ -72,7 +72,7 @@ template <class Number>
 using Units = std::conditional_t<std::is_same_v<Number, float>, Floats, Ints>;
 
 // How a panel of A lies: as `pack_a` packs A, the units of a row side by side, or as `pack_b` packs Aᵀ, a unit of each of 16
-// rows side by side. Only vectors read the second (`turned` in pack.h).
+// rows side by side. Only vectors read the second.
 enum class Order { ROWS, COLUMNS };
 
 // ROWS rows of C, and two vectors of columns. Not inlined: a caller's variables would push sums out of the registers.
@@ -131,7 +131,8 @@ inline void gemm_by_vectors(const char* a_panel, const char* b_panel, int64_t K,
     const auto columns_at = [&](int64_t column) {
         return b_panel + column / TILE_ROWS * TILE_BYTES<Number> + column % TILE_ROWS * UNIT_BYTES;
     };
-    for (int64_t k = 0; k < K; k += STEPS * KC) {
+    int64_t k = 0;
+    do {  // also once for K = 0, which without beta sets C to 0
         const int64_t num_units = ceil_div(std::min(K - k, STEPS * KC) * static_cast<int64_t>(sizeof(Number)), UNIT_BYTES);
         const int64_t at = k / KC * PANEL_STEP<Number>;
         for (int64_t column = 0; column < std::min(NR, num_columns); column += 2 * LANES)
@@ -139,7 +140,8 @@ inline void gemm_by_vectors(const char* a_panel, const char* b_panel, int64_t K,
                 add_block<Number, ORDER, ROWS>(rows_at(row) + at, columns_at(column) + at, columns_at(column + LANES) + at,
                                                num_units, prefetch && row + column == 0 ? prefetch + at : nullptr,
                                                c + row * ldc + column, ldc, beta || k > 0);
-    }
+        k += STEPS * KC;
+    } while (k < K);
 }
 
 #ifdef __AMX_BF16__
@@ -212,7 +214,7 @@ inline void release() {}
 
 #endif
 
-// With Order::COLUMNS, A is what `turned` returned, which the matrix unit gets by rows even so.
+// With Order::COLUMNS, pass what `left_operand` (pack.h) returned; for the matrix unit that is by rows.
 template <class Number, Order ORDER = Order::ROWS>
 inline void gemm_microkernel(const char* a_panel, const char* b_panel, int64_t K, bool beta, float* c,
                              const char* prefetch = nullptr, int64_t ldc = NR, int64_t num_rows = MR,

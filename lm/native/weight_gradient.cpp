@@ -1,9 +1,9 @@
 // The gradient of a linear map's weight, dW = dYᵀ X, on a CPU. Both operands are bf16 and
 // row-major along the outer dimensions, not along the sum over tokens, which BLAS libraries are slow at. dW is fp32.
 //
-// Blocking: BLOCK packed panels of dYᵀ over `depth` tokens stay in the second cache while those of X pass, each once. With
-// the matrix unit a panel fits the first cache, and the sums of BLOCK panels by `width` columns stay in the second. Vectors
-// gain more by loading and storing sums, and packing dY, less often.
+// Blocking: each panel of X is read once per BLOCK packed panels of dYᵀ over `depth` tokens. The sizes for the matrix unit keep
+// a panel in the first cache, and the sums of BLOCK panels by `width` columns in the second. Those for vectors are larger,
+// because loading and storing sums and packing dY again cost more than reading past a cache (Zen 5, 1 MiB of second cache).
 //
 // Shape letters: R tokens, F rows of W (outputs), D columns of W (inputs).
 
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t STEP = PANEL_STEP<bf16>;
 constexpr int64_t BLOCK = 8;  // panels of W's rows
-// Tokens, and columns of X, by the matrix unit and by vectors.
+// `depth` in tokens and `width` in columns of X.
 constexpr int64_t TILE_DEPTH = 256, VECTOR_DEPTH = 1024, TILE_WIDTH = 512, VECTOR_WIDTH = 2048;
 
 // C [MR, NR] = A B + beta C for one block of dW, of which `num_rows` and `num_columns` exist; beta is 0 or 1.
@@ -47,7 +47,7 @@ void weight_gradient(const bf16* gradient_RF, const bf16* x_RD, float* out_FD, i
     {
         configure();
         const int64_t block_bytes = BLOCK * depth / PANEL * STEP;
-        const Buffer across = buffer(block_bytes), space = buffer(turning_bytes<bf16>(block_bytes));
+        const Buffer across = buffer(block_bytes), space = buffer(transpose_bytes<bf16>(block_bytes));
         const Share own = share(panels, omp_get_thread_num(), omp_get_num_threads());
         for (int64_t d = 0; d < D; d += width) {
             const int64_t num_columns = std::min(width, D - d);
@@ -61,7 +61,7 @@ void weight_gradient(const bf16* gradient_RF, const bf16* x_RD, float* out_FD, i
                     const int64_t count = std::min(depth, R - r), deep = ceil_div(count, PANEL);
                     pack_b(gradient_RF + r * F + begin * PANEL, F, count, std::min(F, end * PANEL) - begin * PANEL,
                            across.get());
-                    const char* rows = turned<bf16>(across.get(), (end - begin) * deep * 2, space.get());
+                    const char* rows = left_operand<bf16>(across.get(), (end - begin) * deep * 2, space.get());
                     for (int64_t p = 0; p < ceil_div(num_columns, PANEL); ++p)
                         for (int64_t panel = begin; panel < end; ++panel) {
                             const int64_t f = panel * PANEL, column = d + p * PANEL;

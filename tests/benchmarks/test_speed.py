@@ -15,7 +15,7 @@ from benchmarks.speed import own, protocol
 from benchmarks.speed.ceiling import Products
 from benchmarks.speed.environments import NotInstalledError, install
 from benchmarks.speed.machine import cpu_name
-from benchmarks.speed.peers import higher, measure_ceiling, results_file
+from benchmarks.speed.peers import higher_ceiling, measure_ceiling, results_file
 from benchmarks.speed.process import run
 from benchmarks.speed.protocol import Clock, Task, command
 from benchmarks.speed.rows import OWN_MODULE, ROWS
@@ -102,7 +102,7 @@ def test_of_two_ceilings_the_higher_counts() -> None:
     before = {"bf16_flops": 5.0, "bytes_per_second": 7.0, "step_seconds": {"a": 0.3, "b": 0.2}}
     after = {"bf16_flops": 6.0, "bytes_per_second": 4.0, "step_seconds": {"a": 0.4, "b": 0.1}}
     expected = {"bf16_flops": 6.0, "bytes_per_second": 7.0, "step_seconds": {"a": 0.3, "b": 0.1}}
-    assert higher(before, after) == expected
+    assert higher_ceiling(before, after) == expected
 
 
 def test_steps_of_the_warm_up_are_left_out(monkeypatch: pytest.MonkeyPatch, task: Callable[[str], Task]) -> None:

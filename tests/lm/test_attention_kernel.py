@@ -134,3 +134,22 @@ def test_keys_that_some_panels_of_queries_skip(dtype: torch.dtype) -> None:
         mask_BTS[:, 32 * panel : 32 * (panel + 1), 32:64] = False
     mask_BTS[:, 128:256, 64:96] = False  # none of the second chunk
     check(*drawn(dtype, 2, 290, 101, 4, 2, 40), mask_BTS)
+
+
+def test_a_panel_of_queries_without_keys(dtype: torch.dtype) -> None:
+    """They have no result (NaN, as PyTorch's softmax) and no gradient; the others' are as without them."""
+    q, k, v, gradient = drawn(dtype, 1, 96, 96, 4, 2, 40)
+    mask_BTS = torch.ones(1, 96, 96, dtype=torch.bool).tril()
+    mask_BTS[:, 32:64] = False
+    kept = [*range(32), *range(64, 96)]
+    narrow, wide = ([x.to(kind, copy=True).requires_grad_() for x in (q, k, v)] for kind in (dtype, torch.float64))
+    found = attend(*narrow, mask_BTS)
+    expected = written_out(wide[0][:, :, kept], wide[1], wide[2], mask_BTS[:, kept])
+    assert found[:, :, 32:64].isnan().all()
+    torch.testing.assert_close(found[:, :, kept].double(), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+    found[:, :, kept].backward(gradient[:, :, kept])
+    expected.backward(gradient[:, :, kept].double())
+    for ours, theirs in zip(narrow, wide, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert (ours.grad.double() - theirs.grad).norm() <= CLOSE[dtype] * theirs.grad.norm()

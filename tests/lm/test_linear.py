@@ -15,7 +15,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-# Sizes below a panel of 32, with a remainder, and above the block sizes in tokens, rows and columns.
+# Sizes below a panel of 32, with a remainder, and above the block sizes in tokens, rows (with one thread) and columns.
 @pytest.mark.parametrize(
     "sizes", [(1, 1, 1), (5, 33, 40), (70, 100, 31), (300, 64, 600), (530, 700, 520), (1100, 290, 2100)]
 )
