@@ -74,10 +74,10 @@ def set_ticks(axis: Any, num: int, *, whole: bool = False) -> None:
 
 
 def show_percent(axis: Any) -> None:
-    """Label the ticks of shares in percent."""
-    from matplotlib.ticker import PercentFormatter
+    """Label the ticks of shares in percent, with as many digits as they need."""
+    from matplotlib.ticker import FuncFormatter
 
-    axis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g}%"))
 
 
 def draw(

@@ -1,0 +1,13 @@
+"""Charts."""
+
+from matplotlib.figure import Figure
+
+from reports.svg import show_percent
+
+
+def test_ticks_of_shares_have_the_digits_that_they_need() -> None:
+    axes = Figure().subplots()
+    axes.set_yticks([0.75, 0.775, 0.8, 0.9925, 1])
+    show_percent(axes.yaxis)
+    labels = axes.yaxis.get_ticklabels()
+    assert [label.get_text() for label in labels] == ["75%", "77.5%", "80%", "99.25%", "100%"]
