@@ -31,8 +31,8 @@ def report(stage: StageFolder) -> StageReport:
     results = stage.results(DPOResults)
     if results is None:
         return StageReport((stage_block(stage, (), figures),))
-    accuracy = results.heldout_accuracy.mean
-    sentence = f"DPO's implicit rewards order {percent(accuracy)} of held-out pairs as the labelers did."
+    accuracy, pairs = results.heldout_accuracy.mean, count_of(results.heldout_accuracy.num_pairs, "held-out pair")
+    sentence = f"DPO's implicit rewards order {percent(accuracy)} of {pairs} as the labelers did."
     return StageReport(
         (stage_block(stage, _facts(results), figures),),
         headlines=_headlines(stage, results),

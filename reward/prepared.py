@@ -185,7 +185,7 @@ def split_of(rankings: Sequence[Ranking], config: ComparisonsConfig, seed: int) 
             of = f" of {objective!r}" if len(objectives) > 1 else ""
             raise ValueError(
                 f"{config.section}.heldout_share {config.heldout_share} splits the rankings{of} of {source} into"
-                f" {len(train)} for training and {len(heldout)} held out; both need at least one: give more rankings or a"
-                f" {'larger' if train else 'smaller'} share"
+                f" {len(train)} for training and {len(heldout)} held out; both need at least one: give more rankings"
+                f" or a {'larger' if train else 'smaller'} share"
             )
     return split

@@ -27,8 +27,8 @@ def report(stage: StageFolder) -> StageReport:
     if rows:
         title, unit = "Reward model's agreement", "pairs of responses ordered alike; chance is 50%"
         figures.append(interval_figure(rows, title=title, unit=unit, name="reward-agreement", is_share=True))
-    accuracy = results.heldout_accuracy
-    sentence = f"The reward model orders {percent(accuracy)} of held-out pairs as the labelers did."
+    accuracy, pairs = results.heldout_accuracy, count_of(results.heldout_pairs, "held-out pair")
+    sentence = f"The reward model orders {percent(accuracy)} of {pairs} as the labelers did."
     return StageReport(
         (stage_block(stage, _facts(results), figures),),
         headlines=_headlines(stage, results),
@@ -85,7 +85,7 @@ def _agreement(results: RewardResults) -> Sequence[Measured]:
 def _headlines(stage: StageFolder, results: RewardResults) -> tuple[Headline, ...]:
     found, accuracy = [], results.heldout_accuracy
     if isfinite(accuracy):
-        detail = "held-out pairs ordered as labelers did"
+        detail = f"of {count_of(results.heldout_pairs, 'held-out pair')}, ordered as labelers did"
         title = "Reward model accuracy"
         found.append(headline_of(stage, "heldout_accuracy", title, accuracy, percent(accuracy), detail))
     for field, title, share in (
