@@ -231,7 +231,7 @@ def require_filled_in(page):
     assert page.get_by_label("Note to the lead").input_value() == NOTE
 
 
-@pytest.mark.parametrize("has_scripts", [True, False])
+@pytest.mark.parametrize("has_scripts", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_failed_save_keeps_what_was_entered(site, has_scripts):
     """Keeps SQLite from growing for a while, as on a full disk."""
     is_full = []
