@@ -69,8 +69,8 @@ gc.disable()  # while tests are imported
 
 
 # The files that take longest, first: a long one that starts last would leave the other processes without work.
-# `test_chaos`, `test_two_hosts` and `test_hangs` mostly wait. They are far apart, so that one begins when another ends
-# and busy files run beside it.
+# `test_chaos`, `test_two_hosts` and `test_hangs` mostly wait. They are far apart in this list, so that they run one
+# after another, at the same time as files that compute.
 LONGEST = [
     "chaos/test_chaos.py", "jobs/test_kill.py", "test_tutorials.py", "test_splits.py", "lm/test_kernels_both_ways.py",
     "fake_cuda/test_fake_cuda.py",

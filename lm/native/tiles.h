@@ -45,7 +45,7 @@ inline Number* packed_at(char* panels, int64_t K, int64_t row, int64_t k) {
     return reinterpret_cast<Number*>(step + row % PANEL * ROW_BYTES<Number>) + k % PANEL;
 }
 
-// Some of a number of items: those of a thread, for example.
+// A range of items, such as those of one thread.
 struct Share {
     int64_t begin, end;
 };
@@ -74,6 +74,14 @@ using Units = std::conditional_t<std::is_same_v<Number, float>, Floats, Ints>;
 // How a panel of A lies: as `pack_a` packs A, the units of a row side by side, or as `pack_b` packs Aᵀ, a unit of each of 16
 // rows side by side. Only vectors read the second.
 enum class Order { ROWS, COLUMNS };
+template <class Number, Order ORDER>
+constexpr int64_t ROW_DISTANCE = ORDER == Order::ROWS ? ROW_BYTES<Number> : UNIT_BYTES;
+
+// Where a panel of A keeps a row. B's panels keep their columns as Order::COLUMNS keeps rows.
+template <class Number, Order ORDER>
+inline const char* row_at(const char* panel, int64_t row) {
+    return panel + row / TILE_ROWS * TILE_BYTES<Number> + row % TILE_ROWS * ROW_DISTANCE<Number, ORDER>;
+}
 
 // ROWS rows of C, and two vectors of columns. Not inlined: a caller's variables would push sums out of the registers.
 template <class Number, Order ORDER, int ROWS>
@@ -81,7 +89,6 @@ template <class Number, Order ORDER, int ROWS>
                       int64_t ldc, bool beta) {
     using Vector = Units<Number>;
     using Unit = std::conditional_t<std::is_same_v<Number, float>, float, int32_t>;
-    constexpr int64_t ROW_DISTANCE = ORDER == Order::ROWS ? ROW_BYTES<Number> : UNIT_BYTES;
     constexpr int64_t UNIT_DISTANCE = ORDER == Order::ROWS ? UNIT_BYTES : UNIT_ROW_BYTES;
     Floats left[ROWS], right[ROWS];
     unrolled<ROWS>([&](auto r) {
@@ -99,7 +106,7 @@ template <class Number, Order ORDER, int ROWS>
             keep(b_right);
             unrolled<ROWS>([&](auto r) {
                 Unit unit;
-                std::memcpy(&unit, a + r * ROW_DISTANCE + k * UNIT_DISTANCE, sizeof unit);
+                std::memcpy(&unit, a + r * ROW_DISTANCE<Number, ORDER> + k * UNIT_DISTANCE, sizeof unit);
                 const Vector a_everywhere = everywhere<Vector>(unit);
                 left[r] = plus_product(left[r], a_everywhere, b_left);
                 right[r] = plus_product(right[r], a_everywhere, b_right);
@@ -124,22 +131,17 @@ inline void gemm_by_vectors(const char* a_panel, const char* b_panel, int64_t K,
                             int64_t ldc, int64_t num_rows, int64_t num_columns) {
     constexpr int64_t ROWS = LANES == 16 ? 8 : 4;
     constexpr int64_t STEPS = LANES == 16 ? 1 << 20 : 8;  // of B at a time, so that small first caches hold its part
-    const auto rows_at = [&](int64_t row) {
-        return a_panel + row / TILE_ROWS * TILE_BYTES<Number> +
-               row % TILE_ROWS * (ORDER == Order::ROWS ? ROW_BYTES<Number> : UNIT_BYTES);
-    };
-    const auto columns_at = [&](int64_t column) {
-        return b_panel + column / TILE_ROWS * TILE_BYTES<Number> + column % TILE_ROWS * UNIT_BYTES;
-    };
+    const auto columns_at = [&](int64_t column) { return row_at<Number, Order::COLUMNS>(b_panel, column); };
     int64_t k = 0;
     do {  // also once for K = 0, which without beta sets C to 0
         const int64_t num_units = ceil_div(std::min(K - k, STEPS * KC) * static_cast<int64_t>(sizeof(Number)), UNIT_BYTES);
         const int64_t at = k / KC * PANEL_STEP<Number>;
         for (int64_t column = 0; column < std::min(NR, num_columns); column += 2 * LANES)
             for (int64_t row = 0; row < std::min(MR, num_rows); row += ROWS)
-                add_block<Number, ORDER, ROWS>(rows_at(row) + at, columns_at(column) + at, columns_at(column + LANES) + at,
-                                               num_units, prefetch && row + column == 0 ? prefetch + at : nullptr,
-                                               c + row * ldc + column, ldc, beta || k > 0);
+                add_block<Number, ORDER, ROWS>(row_at<Number, ORDER>(a_panel, row) + at, columns_at(column) + at,
+                                               columns_at(column + LANES) + at, num_units,
+                                               prefetch && row + column == 0 ? prefetch + at : nullptr, c + row * ldc + column,
+                                               ldc, beta || k > 0);
         k += STEPS * KC;
     } while (k < K);
 }

@@ -28,7 +28,7 @@ def test_the_gradient_of_a_weight(sizes: tuple[int, int, int]) -> None:
         found.append(kernels.weight_gradient(gradient, x))
     torch.set_num_threads(threads)
     assert all(torch.equal(other, found[0]) for other in found)
-    torch.testing.assert_close(found[0].double(), gradient.double().T @ x.double(), rtol=1e-5, atol=1e-5 * R**0.5)
+    torch.testing.assert_close(found[0].double(), gradient.double().T @ x.double(), rtol=1e-5, atol=1e-4)
 
 
 def test_no_tokens_no_gradient() -> None:
