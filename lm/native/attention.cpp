@@ -161,10 +161,10 @@ class Backward {
         for (int64_t first = 0; first < queries; first += CHUNK) {
             const int64_t end = std::min(queries, first + CHUNK);
             std::fill(viewers.begin(), viewers.end(), Share{end, end});
-            for (int64_t i = first; i < end; ++i) run_panel(b, i, i - first, y, y_gradient, totals, q_gradient);
+            for (int64_t i = first; i < end; ++i) run_panel(b, i, y, y_gradient, totals, q_gradient);
             for (int64_t j = 0; j < keys; ++j) {
-                add(weights_across, j, first, gradient_columns, value_sums);
-                add(slopes_across, j, first, query_columns, key_sums);
+                add(weights_across, j, gradient_columns, value_sums);
+                add(slopes_across, j, query_columns, key_sums);
             }
         }
     }
@@ -178,8 +178,8 @@ class Backward {
     }
 
   private:
-    // The gradient of panel i of queries, which has the place `in_chunk` in its chunk.
-    void run_panel(int64_t b, int64_t i, int64_t in_chunk, const Number* y, const Number* y_gradient, const float* totals,
+    // The gradient of panel i of queries.
+    void run_panel(int64_t b, int64_t i, const Number* y, const Number* y_gradient, const float* totals,
                    Number* q_gradient) {
         const int64_t query = i * PANEL, num_rows = std::min(PANEL, a.T - query);
         float means[PANEL] = {}, own_totals[PANEL] = {};
@@ -191,7 +191,7 @@ class Backward {
         }
         int64_t end = 0;
         for (int64_t j = 0; j < keys; ++j) {
-            const int64_t at = (j * CHUNK + in_chunk) * STEP;
+            const int64_t at = (j * CHUNK + i % CHUNK) * STEP;
             if (a.any(b, query, j * PANEL)) {
                 end = j + 1;
                 viewers[j] = {std::min(viewers[j].begin, i), i + 1};
@@ -235,10 +235,11 @@ class Backward {
     }
 
     // sums of 32 keys [32, H] += the transpose of a chunk's numbers [queries, 32 keys] times columns [queries, H].
-    void add(const Buffer& across, int64_t j, int64_t first, const Buffer& columns, std::vector<float>& sums) {
+    void add(const Buffer& across, int64_t j, const Buffer& columns, std::vector<float>& sums) {
         const auto [begin, end] = viewers[j];
         if (begin == end) return;
-        const char* numbers = left_operand<Number>(across.get() + (j * CHUNK + begin - first) * STEP, (end - begin) * 2, space.get());
+        const char* numbers = left_operand<Number>(across.get() + (j * CHUNK + begin % CHUNK) * STEP, (end - begin) * 2,
+                                                   space.get());
         for (int64_t p = 0; p < depth; ++p)
             gemm_microkernel<Number, Order::COLUMNS>(numbers, columns.get() + (p * queries + begin) * STEP,
                                                      (end - begin) * KC, true,
