@@ -22,6 +22,7 @@ def report(stage: StageFolder) -> StageReport:
         ("Ties", percent(results.tie_share)),
         ("Labelers", ", ".join(label(name) for name in results.labelers)),
         *((("Prompts read", str(results.overlong)),) if results.overlong else ()),
+        *(rows.fact for rows in results.sources),
     )
     rows = [
         Measured(name, "muted", marker, share)

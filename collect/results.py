@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from intervals.estimates import Share
-from training.data import Overlong
+from training.data import Overlong, SourceRows
 
 
 @dataclass(frozen=True)
@@ -22,3 +22,4 @@ class CollectResults:
     gold_accuracy: Share
     labelers: tuple[str, ...]
     overlong: Overlong | None = None  # of the prompts
+    sources: tuple[SourceRows, ...] = ()  # of the prompts, if rows are unusual

@@ -168,7 +168,7 @@ def run_collect(run: StageRun, config: CollectConfig) -> None:
     write_rankings(run.folder / "rankings.jsonl", rankings)
     num_identical = len(prompts) - len(tasks)
     results = collect_results(rankings, len(prompts), num_identical, run.world, config.responses_per_prompt)
-    run.write_results(replace(results, overlong=fitting.overlong or None))
+    run.write_results(replace(results, overlong=fitting.overlong or None, sources=fitting.sources))
 
 
 def preflight(run: StageRun, config: CollectConfig) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from evaluation.measures.curves import BestOfN
 from evaluation.measures.reward_hacking import RewardHacking
 from intervals.estimates import Interval
-from training.data import Overlong
+from training.data import Overlong, SourceRows
 
 GOLD = "gold"  # the kind of judge that a world has
 
@@ -95,3 +95,4 @@ class CompareResults:
     samples: tuple[SampledPrompt, ...] = ()
     hacking: RewardHacking | None = None
     overlong: Overlong | None = None  # of the prompts
+    sources: tuple[SourceRows, ...] = ()  # of the prompts, if rows are unusual

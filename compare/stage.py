@@ -102,7 +102,7 @@ def run_compare(run: StageRun, config: CompareConfig) -> None:
         return lambda done, total: run.show(done, total, step)
 
     results = compare_sampled(run.folder, config, sampled, judge_of(run, config), progress)
-    run.write_results(replace(results, overlong=fitting.overlong or None))
+    run.write_results(replace(results, overlong=fitting.overlong or None, sources=fitting.sources))
 
 
 def policies_of(job: JobView) -> tuple[str, ...]:

@@ -65,6 +65,7 @@ def _facts(results: DPOResults) -> list[tuple[str, str]]:
         found.append(("Odds of a tie between equals", number(results.learned_nu)))
     if results.overlong:
         found.append(("Comparisons read", str(results.overlong)))
+    found += [rows.fact for rows in results.sources]
     return found
 
 

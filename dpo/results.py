@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from intervals.estimates import Interval, Share
 from reward.results import LabelerResults
-from training.data import Overlong
+from training.data import Overlong, SourceRows
 
 
 @dataclass(frozen=True)
@@ -46,3 +46,4 @@ class DPOResults:
     learned_nu: float | None = None
     labelers: Mapping[str, LabelerResults] = field(default_factory=dict)
     overlong: Overlong | None = None  # of the comparisons
+    sources: tuple[SourceRows, ...] = ()  # of the rankings, if rows are unusual

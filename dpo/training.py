@@ -121,6 +121,7 @@ def write_results(
             learned_nu=learned_nu,
             labelers={name: record_of(of, LabelerResults, name) for name, of in labelers.items()},
             overlong=read_overlong(data.folder) or None,
+            sources=data.sources,
         )
     )
 

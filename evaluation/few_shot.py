@@ -96,7 +96,10 @@ def few_shot_rows(folder: Path, examples: Sequence[Example], num_shots: int, *, 
     Raises: ValueError if there are too few examples, or naming the example that does not fit the model's context.
     """
     if len(examples) <= num_shots:
-        raise ValueError(f"{len(examples)} examples; more than the {num_shots} shown in a context were expected")
+        raise ValueError(
+            f"{num_shots} shots need at least {num_shots + 1} examples, since each is solved after {num_shots} others;"
+            f" {len(examples)} were given"
+        )
     model, tokenizer = load_for_inference(ModelFolder(folder, LanguageModel)), Tokenizer.load(folder)
     contexts = [few_shot_context(examples, index, num_shots, seed) for index in range(len(examples))]
     queries = tokenizer.encode_plain(contexts)

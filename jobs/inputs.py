@@ -32,9 +32,12 @@ def inputs_of(run: Run, stage: AnyStage) -> Inputs:
     return Inputs(stage.name, run.job.seed, config, parents, _data_hashes(run.of(stage.name), stage, config))
 
 
-# Keys of any stage that say how a batch is split, and how often the stage saves and evaluates.
+# Keys of any stage that say how a batch is split, how often the stage saves and evaluates, and whether invalid rows
+# stop it, which changes no result of a stage that was not stopped.
 _SPLIT_KEYS = ("micro_batch_size", "micro_batch_tokens", "forward_tokens")
-LAYOUT_KEYS = frozenset((*_SPLIT_KEYS, "save_every_steps", "save_every_iterations", "evaluate_every_steps"))
+LAYOUT_KEYS = frozenset(
+    (*_SPLIT_KEYS, "save_every_steps", "save_every_iterations", "evaluate_every_steps", "on_invalid")
+)
 
 
 def _without(value: Any, left_out: frozenset[str]) -> Any:

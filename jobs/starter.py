@@ -11,6 +11,8 @@ from jobs.job_file import load_job
 from jobs.model_shape import shape_of
 from lm.hub import model_directory
 from lm.tokenizer import Tokenizer
+from reading.conversations import AUTO
+from reading.invalid import OnInvalid
 from reading.rows import is_file_name
 from reward.comparisons import RankingsConfig, read_judgments
 from training.data import DataConfig, read_conversations, read_prompts
@@ -25,13 +27,18 @@ CONVERSATIONS_PER_ROW = 4  # of packed ones, a guess
 
 @dataclass
 class Starter:
-    """What a job is to be made of; "" and () are what the user has not. `missing` says what is left out, and why."""
+    """What a job is to be made of; "" and () are what the user has not. `missing` says what is left out, and why.
+
+    `format` and `on_invalid` are those of the sources that the job names.
+    """
 
     model: str
     demonstrations: str = ""
     preferences: str = ""
     prompts: str = ""
     reward_function: str = ""
+    format: str = AUTO  # of demonstrations and prompts
+    on_invalid: OnInvalid = "refuse"
     missing: list[str] = field(default_factory=list)
 
     def write(self, path: Path) -> list[str]:
@@ -67,13 +74,14 @@ class Starter:
 
     def _stages(self, sizes: "Sizes", found: list[str]) -> Iterator[Sequence[str]]:
         if self.demonstrations:
-            data = DataConfig(source=self.demonstrations, max_rows=_rows_to_read(self.demonstrations))
+            data = self._conversations(self.demonstrations)
             yield _sft(self, sizes, sum(1 for _ in read_conversations([data], found.append, takes_texts=True)))
         else:
             self.missing.append("SFT, which needs --demonstrations")
         has_reward = bool(self.preferences) and not self.reward_function
         if has_reward:
-            rankings = RankingsConfig(source=self.preferences, max_rows=_rows_to_read(self.preferences))
+            num_rows = _rows_to_read(self.preferences)
+            rankings = RankingsConfig(source=self.preferences, max_rows=num_rows, on_invalid=self.on_invalid)
             section = _reward if self.prompts else _dpo  # without prompts, PPO has nothing to answer
             yield section(self, sizes, len(read_judgments(rankings, found.append).tasks))
         if self.reward_function:
@@ -83,9 +91,19 @@ class Starter:
         if not self.prompts:
             self.missing.append("PPO, which needs --prompts")
         elif has_reward or self.reward_function:
-            data = DataConfig(source=self.prompts, max_rows=_rows_to_read(self.prompts))
+            data = self._conversations(self.prompts)
             yield _ppo(self, sizes, len(read_prompts(data, found.append)))
             yield _compare(sizes)
+
+    def _conversations(self, source: str) -> DataConfig:
+        num_rows = _rows_to_read(source)
+        return DataConfig(source=source, max_rows=num_rows, format=self.format, on_invalid=self.on_invalid)
+
+    def source(self, name: str, form: str = AUTO) -> str:
+        """A source as the job file has it."""
+        keys = {"source": name} | ({} if form == AUTO else {"format": form})
+        keys |= {} if self.on_invalid == "refuse" else {"on_invalid": self.on_invalid}
+        return f"{{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in keys.items())} }}"
 
 
 @dataclass(frozen=True)
@@ -140,7 +158,7 @@ def _sft(job: Starter, sizes: Sizes, num_rows: int) -> Sequence[str]:
     return (
         "[sft]  # learn from the demonstrations",
         f"init_from = {json.dumps(job.model)}",
-        f"demonstrations = [{{ source = {json.dumps(job.demonstrations)} }}]",
+        f"demonstrations = [{job.source(job.demonstrations, job.format)}]",
         "heldout_share = 0.05      # of the demonstrations, to measure the loss on",
         f"seq_len = {sizes.seq_len}             # tokens per row, into which conversations are packed",
         'on_overlong = "truncate"  # conversations that do not fit; "refuse" stops, "skip" leaves them out',
@@ -155,7 +173,7 @@ def _reward(job: Starter, sizes: Sizes, num_rows: int) -> Sequence[str]:
     return (
         "[reward]  # learn which responses people prefer",
         *_start(job),
-        f"rankings = {{ source = {json.dumps(job.preferences)} }}",
+        f"rankings = {job.source(job.preferences)}",
         "heldout_share = 0.1       # of the prompts, to measure the accuracy on",
         'on_overlong = "skip"',
         f"batch = {_batch(batch_for(num_rows))}",
@@ -167,7 +185,7 @@ def _dpo(job: Starter, sizes: Sizes, num_rows: int) -> Sequence[str]:
     return (
         "[dpo]  # learn from the preferences directly (docs/dpo.md); [reward] would learn a reward model from them",
         *_start(job),
-        f"rankings = {{ source = {json.dumps(job.preferences)} }}",
+        f"rankings = {job.source(job.preferences)}",
         "heldout_share = 0.1       # of the prompts, to measure the accuracy on",
         'on_overlong = "skip"',
         "beta = 0.1                # higher stays closer to the model that DPO starts from",
@@ -183,7 +201,7 @@ def _ppo(job: Starter, sizes: Sizes, num_prompts: int) -> Sequence[str]:
         "[ppo]  # sample responses, and learn from their scores",
         *_start(job),
         *reward,
-        f"prompts = {{ source = {json.dumps(job.prompts)} }}",
+        f"prompts = {job.source(job.prompts, job.format)}",
         'on_overlong = "skip"',
         "num_iterations = 50",
         f"rollout_batch_size = {rollout}   # responses per iteration",

@@ -13,6 +13,8 @@ import jinja2.sandbox
 from lm.names import Names, Rendered, marked_throughout
 from lm.sections import Turn
 
+SHOWN_CHARACTERS = 200  # of a rendering, in an error message
+
 Messages = Sequence[Mapping[str, str]]
 
 CHAT_TEMPLATES = {
@@ -63,8 +65,8 @@ class ChatTemplate:
         plain = text if read is None else read.text
         if read is not None and plain != self._rendered(messages, contents, add_generation_prompt):
             raise ValueError(
-                f"chat_template {self.text!r} looks into messages for names of special tokens, which are"
-                " text there; a template that writes messages as they are was expected"
+                "chat_template looks into messages for names of special tokens, which are text there; a template that"
+                " writes messages as they are was expected"
             )
         if not all(content.strip() in plain for content in contents):
             self._check_rewritten(messages, text, add_generation_prompt)
@@ -78,7 +80,7 @@ class ChatTemplate:
         marked = [marked_throughout(message["content"]) for message in messages]
         whatever = self._names.read(self._rendered(messages, marked, add_generation_prompt))
         if self._ids_of(whatever) != self._ids_of(self._names.read(text)):
-            raise ValueError(f"chat_template {self.text!r} makes the name of a special token out of a message's text")
+            raise ValueError("chat_template makes the name of a special token out of a message's text")
 
     @staticmethod
     def _ids_of(rendered: Rendered) -> list[int]:
@@ -92,7 +94,8 @@ class ChatTemplate:
                 **self._tokens,
             )
         except jinja2.TemplateError as error:
-            raise ValueError(f"chat_template {self.text!r}: {error}") from None
+            # In one line, and without the template: published ones have dozens of lines.
+            raise ValueError(f"chat_template refuses the conversation: {' '.join(str(error).split())}") from None
 
     def render_with_turns(self, messages: Messages) -> tuple[str, list[Turn]]:
         """The rendering, and where each response stands in it.
@@ -110,7 +113,7 @@ class ChatTemplate:
             if turn is None:
                 wrong = before if not text.startswith(before) else whole
                 raise ValueError(
-                    f"chat_template: the rendering {text!r} does not start with {wrong!r};"
+                    f"chat_template: the rendering {_end(text)} does not start with {_end(wrong)};"
                     " a template must only append when a message is added"
                 )
             turns.append(turn)
@@ -144,6 +147,11 @@ class GenerationTag(jinja2.ext.Extension):
 def _to_json(value: Any, indent: int | None = None) -> str:
     """JSON as published templates expect it; Jinja's own filter would escape HTML's special characters."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _end(text: str) -> str:
+    """The end of a rendering, for an error message."""
+    return repr(text) if len(text) <= SHOWN_CHARACTERS else f"...{text[-SHOWN_CHARACTERS:]!r}"
 
 
 def _refuse(message: str) -> None:

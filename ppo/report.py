@@ -86,6 +86,7 @@ def report(stage: StageFolder) -> StageReport:
             ("Final KL coefficient", number(results.final_kl_coef, 4)),
             ("Sampled by", SAMPLERS[results.generator]),
             *((("Prompts read", str(results.overlong)),) if results.overlong else ()),
+            *(rows.fact for rows in results.sources),
         )
     parts = (
         stage_block(stage, facts, figures),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from training.data import Overlong
+from training.data import Overlong, SourceRows
 
 
 @dataclass(frozen=True)
@@ -14,4 +14,5 @@ class PPOResults:
     score_scale_mean: float
     score_scale_std: float
     overlong: Overlong | None = None  # of the prompts
+    sources: tuple[SourceRows, ...] = ()  # of the prompts, if rows are unusual
     generator: str = "heed"

@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.remote import Pending
@@ -28,10 +28,10 @@ from reward.scoring import labels_of, weights_by_label
 from reward.stage import STAGE as REWARD
 from samplers.environment import require_vllm
 from stages.contract import Parent, Stage
-from stages.prompts import fitting_prompts
+from stages.prompts import Fitting, fitting_prompts
 from stages.run import JobView, StageRun
 from training.checkpoint import find_resumption
-from training.data import Overlong, Prompt
+from training.data import Prompt
 from training.metrics import MetricsLog
 from training.notices import say
 from training.packing import stream_rows
@@ -47,14 +47,14 @@ def run(
     roles: Roles,
     models: InitialModels,
     prompts: Sequence[Prompt],
-    overlong: Overlong | None = None,
+    fitting: Fitting | None = None,
     enter: Callable[[str], None] = lambda _phase: None,
 ) -> None:
     """Iterate from the newest checkpoint to the end; write `model/`, `model_ema/` and `results.json`.
 
     `samples.jsonl` keeps some responses to be read, and `rollouts.jsonl` which weights sampled what. With
     `keep_policies_every`, also `policies/NNNNNN/`: model directories of the policy during training. `enter` is told
-    each phase.
+    each phase. `fitting` is what the prompts were chosen from.
 
     Raises:
         ValueError: a prompt leaves no room for a response, or too many scores fail.
@@ -73,7 +73,9 @@ def run(
     roles.learners.finish_saving()
     roles.learners.export_policy(context.folder)
     kl_coef, scale = controller.kl.coef, models.scale
-    results = PPOResults(config.num_iterations, kl_coef, scale.mean, scale.std, overlong or None, config.generator)
+    results = PPOResults(config.num_iterations, kl_coef, scale.mean, scale.std, generator=config.generator)
+    if fitting is not None:
+        results = replace(results, overlong=fitting.overlong or None, sources=fitting.sources)
     context.write_results(results)
 
 
@@ -160,8 +162,11 @@ class Placed:
 
     roles: Roles
     models: InitialModels
-    prompts: Sequence[Prompt]
-    overlong: Overlong
+    fitting: Fitting
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        return self.fitting.prompts
 
 
 def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) -> Placed:
@@ -194,13 +199,13 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
     roles = Roles.on_groups(
         config, stage.engine, models, conversations, learners=learners, generators=generators, scorers=scorers
     )
-    return Placed(roles, models, prompts, fitting.overlong)
+    return Placed(roles, models, fitting)
 
 
 def run_ppo(stage: StageRun, config: PPOConfig) -> None:
     """Place the roles, and iterate."""
     found = placed(stage, config)
-    run(stage.context(), config, found.roles, found.models, found.prompts, found.overlong, stage.enter)
+    run(stage.context(), config, found.roles, found.models, found.prompts, found.fitting, stage.enter)
     found.roles.close()
 
 

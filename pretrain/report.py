@@ -24,6 +24,7 @@ def report(stage: StageFolder) -> StageReport:
     ]
     if results.heldout_accuracy is not None:
         facts.append(("Hidden words found", percent(results.heldout_accuracy)))
+    facts += [rows.fact for rows in results.sources]
     bits = results.heldout_bits_per_byte
     if bits is None:
         return StageReport((stage_block(stage, facts, figures),))

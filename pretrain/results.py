@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from training.data import SourceRows
+
 
 @dataclass(frozen=True)
 class PretrainResults:
@@ -14,3 +16,4 @@ class PretrainResults:
     trained_tokens: int
     heldout_accuracy: float | None = None
     heldout_bits_per_byte: float | None = None
+    sources: tuple[SourceRows, ...] = ()  # of the texts, if rows are unusual

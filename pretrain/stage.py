@@ -7,7 +7,7 @@ read with spans hidden.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,13 @@ from stages.planner import Planner, StagePlan
 from stages.run import StageRun
 from stages.tokens import token_folder
 from training.config import InitConfig, TrainingConfig
-from training.data import TextConfig, read_texts
+from training.data import SourceRows, TextConfig, read_texts, untold
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import CausalLMObjective
 from training.packing import stream_rows
 from training.seeds import derive_seed
 from training.stage import StageContext, build_engine
-from training.tokens import Part, TokenFolders, array_path, chunks
+from training.tokens import Part, TokenFolders, array_path, chunks, read_sources, unusual_rows
 
 
 class PretrainConfig(InitConfig, TrainingConfig):
@@ -96,6 +96,7 @@ def train(
             train_tokens=int(rows.size),
             trained_tokens=config.num_steps * config.batch.batch_size * config.seq_len,
             heldout_bits_per_byte=bits_per_byte(metrics["loss"], heldout_bytes) if is_decoder else None,
+            sources=read_sources(data.training, data.heldout),
         )
         context.write_results(results)
     engine.barrier()
@@ -139,17 +140,25 @@ def prepare_tokenizer(config: PretrainConfig, model: ModelConfig, folder: Path) 
         Tokenizer.train(sample, model.vocab_size, "plain", has_mask=True).save(folder)
 
 
-def stream_parts(tokenizer: Tokenizer, sources: Sequence[TextConfig], first_row: int) -> Iterator[Part]:
+def stream_parts(
+    tokenizer: Tokenizer, sources: Sequence[TextConfig], first_row: int, *, tell: Callable[[str], None] = untold
+) -> Iterator[Part]:
     """The texts from a row on as one stream of tokens, an end token after each text."""
-    for chunk in chunks(itertools.islice(read_texts(sources), first_row, None)):
+    counted = list[SourceRows]()
+    for chunk in chunks(itertools.islice(read_texts(sources, tell, counted.append), first_row, None)):
         yield Part(len(chunk), {"tokens": _joined(tokenizer.encode_plain(chunk), tokenizer.end_id)})
+    yield from unusual_rows(counted)
 
 
-def heldout_parts(tokenizer: Tokenizer, sources: Sequence[TextConfig], first_row: int) -> Iterator[Part]:
+def heldout_parts(
+    tokenizer: Tokenizer, sources: Sequence[TextConfig], first_row: int, *, tell: Callable[[str], None] = untold
+) -> Iterator[Part]:
     """`stream_parts`, with the number of bytes that each token stands for; an end token stands for none."""
-    for chunk in chunks(itertools.islice(read_texts(sources), first_row, None)):
+    counted = list[SourceRows]()
+    for chunk in chunks(itertools.islice(read_texts(sources, tell, counted.append), first_row, None)):
         tokens = _joined(tokenizer.encode_plain(chunk), tokenizer.end_id)
         yield Part(len(chunk), {"tokens": tokens, "num_bytes": _joined(tokenizer.spelled_bytes(chunk), 0)})
+    yield from unusual_rows(counted)
 
 
 def _joined(texts: Sequence[Sequence[int]], end: int) -> NDArray[np.int32]:
@@ -162,11 +171,12 @@ def tokenize(run: StageRun, config: PretrainConfig) -> TokenFolders:
     tokenizer = Tokenizer.load(_tokenizer_folder(run))
     heldout = token_folder(
         run, "heldout", tokenizer, config.heldout, ("tokens", "num_bytes"),
-        partial(heldout_parts, tokenizer, config.heldout),
+        partial(heldout_parts, tokenizer, config.heldout, tell=run.tell),
     )  # fmt: skip
     training = token_folder(
-        run, "texts", tokenizer, config.texts, ("tokens",), partial(stream_parts, tokenizer, config.texts)
-    )
+        run, "texts", tokenizer, config.texts, ("tokens",),
+        partial(stream_parts, tokenizer, config.texts, tell=run.tell),
+    )  # fmt: skip
     return TokenFolders(training, heldout)
 
 

@@ -3,11 +3,23 @@
 To add a format, write a function from a row to turns, and add an entry to FORMATS. docs/data.md shows a row of each.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from reading.fields import any_text, checked_messages, names, objects_field, optional_text, shown, text_field
+from reading.fields import (
+    any_text,
+    as_number,
+    names,
+    object_field,
+    objects_field,
+    optional_text,
+    shown,
+    text_field,
+    text_or_messages,
+)
+from reading.pairs import Turn, chosen_turns, message_turns
 
 AUTO = "auto"
 TEXT_ROLE = "text"  # of a plain text, which stands outside any chat template
@@ -24,20 +36,24 @@ SHAREGPT_ROLES = {
     "chatgpt": "assistant",
     "assistant": "assistant",
 }
+TREE_FIELDS = ("message_tree_id", "prompt")
+TREE_ROLES = {"prompter": "user", "assistant": "assistant"}  # Open-Assistant's
 
 
 @dataclass(frozen=True)
 class ConversationFormat:
     """`fields` are those that a demonstration must have, `prompt_fields` those that a prompt must have.
 
-    `known_as` is the format's name where people have one; otherwise its fields describe it.
+    `known_as` is the format's name where people have one; otherwise its fields describe it. Where `holds_answers`, a
+    prompt is what comes before the assistant's last turn. `read` returns turns whose texts may be empty.
     """
 
     name: str
     known_as: str
     fields: tuple[str, ...]
     prompt_fields: tuple[str, ...]
-    read: Callable[[str, Row, Part], Turns]
+    read: Callable[[str, Row, Part], list[Turn]]
+    holds_answers: bool = True
 
     def title(self, part: Part) -> str:
         return self.known_as or " and ".join(self.needs(part))
@@ -49,9 +65,9 @@ class ConversationFormat:
         return all(row.get(field) is not None for field in self.needs(part))
 
 
-def _messages(where: str, row: Row, part: Part) -> Turns:
+def _messages(where: str, row: Row, _part: Part) -> list[Turn]:
     """OpenAI's and TRL's `messages`."""
-    turns = checked_messages(where, row.get("messages"), "messages", ends_with=_last(part))
+    turns = message_turns(where, row.get("messages"), "messages")
     for index, message in enumerate(row["messages"]):
         # OpenAI's fine-tuning files can exclude answers from the loss. Heed must not train on those without a word.
         if message.get("weight") not in (None, 1):
@@ -62,66 +78,98 @@ def _messages(where: str, row: Row, part: Part) -> Turns:
     return turns
 
 
-def _prompt_completion(where: str, row: Row, part: Part) -> Turns:
+def _prompt_completion(where: str, row: Row, part: Part) -> list[Turn]:
     """TRL's prompts and completions: texts, or lists of messages."""
-    prompt = row.get("prompt")
-    if isinstance(prompt, list | tuple):
-        turns = checked_messages(where, list(prompt), "prompt", ends_with="user")
-    else:
-        turns = [{"role": "user", "content": text_field(where, row, "prompt")}]
-    if part == "prompt":
-        return turns
-    completion = row.get("completion")
-    if isinstance(completion, list | tuple):
-        return turns + checked_messages(where, list(completion), "completion", ends_with="assistant")
-    return [*turns, {"role": "assistant", "content": text_field(where, row, "completion")}]
-
-
-def _sharegpt(where: str, row: Row, part: Part) -> Turns:
-    """ShareGPT's `conversations` of {"from", "value"}, after an optional `system`."""
+    sides = [("prompt", "user"), ("completion", "assistant")]
     turns = []
-    if system := optional_text(where, row, "system"):
-        turns.append({"role": "system", "content": system})
-    for index, turn in enumerate(objects_field(where, row, "conversations")):
-        speaker = turn.get("from", turn.get("role"))
-        role = SHAREGPT_ROLES.get(str(speaker))
-        if role is None:
-            raise ValueError(
-                f"{where}: field 'conversations[{index}].from' is {shown(speaker)}; system, human or gpt was expected"
-            )
-        content = any_text(f"{where}: conversations[{index}]", turn, "value" if "value" in turn else "content")
-        turns.append({"role": role, "content": content})
-    return checked_messages(where, turns, "conversations", ends_with=_last(part))
-
-
-def _alpaca(where: str, row: Row, part: Part) -> Turns:
-    """Alpaca's `instruction`, `input` and `output`. The input follows the instruction after an empty line."""
-    given = optional_text(where, row, "input")
-    asked = "\n\n".join([text_field(where, row, "instruction"), *([given] if given.strip() else [])])
-    turns = [{"role": "user", "content": asked}]
-    if system := optional_text(where, row, "system"):
-        turns.insert(0, {"role": "system", "content": system})
-    if part == "demonstration":
-        turns.append({"role": "assistant", "content": text_field(where, row, "output")})
+    for field, role in sides if part == "demonstration" else sides[:1]:
+        side = text_or_messages(where, row, field)
+        turns += [Turn(role, side, field)] if isinstance(side, str) else message_turns(where, side, field)
     return turns
 
 
-def _text(where: str, row: Row, part: Part) -> Turns:
+def _sharegpt(where: str, row: Row, _part: Part) -> list[Turn]:
+    """ShareGPT's `conversations` of {"from", "value"}, after an optional `system`."""
+    turns = []
+    if system := optional_text(where, row, "system"):
+        turns.append(Turn("system", system, "system"))
+    for index, turn in enumerate(objects_field(where, row, "conversations")):
+        place = f"conversations[{index}]"
+        by, said = "role" if "role" in turn else "from", "content" if "content" in turn else "value"
+        speaker = turn.get(by)
+        role = SHAREGPT_ROLES.get(str(speaker))
+        if role is None:
+            raise ValueError(f"{where}: field '{place}.{by}' is {shown(speaker)}; system, human or gpt was expected")
+        content = any_text(f"{where}: {place}", turn, said)
+        turns.append(Turn(role, content, f"{place}.{said}", f"{place}.{by}", str(speaker)))
+    if not turns:
+        raise ValueError(f"{where}: field 'conversations' is empty; at least one turn was expected")
+    return turns
+
+
+def _alpaca(where: str, row: Row, part: Part) -> list[Turn]:
+    """Alpaca's `instruction`, `input` and `output`. The input follows the instruction after an empty line."""
+    more = optional_text(where, row, "input")
+    question = "\n\n".join([text_field(where, row, "instruction"), *([more] if more.strip() else [])])
+    turns = [Turn("user", question, "instruction")]
+    if system := optional_text(where, row, "system"):
+        turns.insert(0, Turn("system", system, "system"))
+    if part == "demonstration":
+        turns.append(Turn("assistant", any_text(where, row, "output"), "output"))
+    return turns
+
+
+def _pair(where: str, row: Row, _part: Part) -> list[Turn]:
+    """The prompt and the chosen side of a preference pair."""
+    return chosen_turns(where, row)
+
+
+def _tree(where: str, row: Row, part: Part) -> list[Turn]:
+    """Open-Assistant's tree: the path that takes the best reply at every turn, in a demonstration up to an answer."""
+    turns, message, place = list[Turn](), object_field(where, row, "prompt"), "prompt"
+    while True:
+        speaker = any_text(f"{where}: {place}", message, "role")
+        if speaker not in TREE_ROLES:
+            raise ValueError(f"{where}: field '{place}.role' is {shown(speaker)}; prompter or assistant was expected")
+        text = any_text(f"{where}: {place}", message, "text")
+        turns.append(Turn(TREE_ROLES[speaker], text, f"{place}.text", f"{place}.role", speaker))
+        replies = objects_field(f"{where}: {place}", message, "replies") if message.get("replies") else []
+        kept = [number for number, reply in enumerate(replies) if not reply.get("deleted")]
+        if not kept:
+            break
+        best = min(kept, key=lambda number: _rank(replies[number]))
+        message, place = replies[best], f"{place}.replies[{best}]"
+    if part == "demonstration" and len(turns) > 1 and turns[-1].role == "user":
+        turns.pop()  # a question that nobody has answered
+    return turns
+
+
+def _rank(reply: Row) -> float:
+    """A reply's rank, 0 for the best; replies without one come last."""
+    rank = as_number(reply.get("rank"))
+    return math.inf if rank is None else rank
+
+
+def _text(where: str, row: Row, part: Part) -> list[Turn]:
     """A plain text: all of it is learned, without a chat template; as a prompt it is the user's turn."""
-    return [{"role": TEXT_ROLE if part == "demonstration" else "user", "content": text_field(where, row, "text")}]
-
-
-def _last(part: Part) -> str:
-    return "assistant" if part == "demonstration" else "user"
+    if {"message_id", "role"} <= row.keys():
+        raise ValueError(
+            f"{where}: the row is a single message of one of Open-Assistant's trees; a whole tree was expected, as in"
+            " the data set's files of trees"
+        )
+    return [Turn(TEXT_ROLE if part == "demonstration" else "user", any_text(where, row, "text"), "text")]
 
 
 FORMATS = (
     ConversationFormat("messages", "", ("messages",), ("messages",), _messages),
-    ConversationFormat("prompt", "", ("prompt", "completion"), ("prompt",), _prompt_completion),
+    ConversationFormat("prompt", "", ("prompt", "completion"), ("prompt",), _prompt_completion, holds_answers=False),
     ConversationFormat("sharegpt", "ShareGPT", ("conversations",), ("conversations",), _sharegpt),
     ConversationFormat("alpaca", "Alpaca", ("instruction", "output"), ("instruction",), _alpaca),
+    ConversationFormat("pairs", "the chosen side of pairs", ("chosen", "rejected"), ("chosen", "rejected"), _pair),
+    ConversationFormat("oasst", "Open-Assistant's trees", TREE_FIELDS, TREE_FIELDS, _tree),
     ConversationFormat("text", "plain text", ("text",), ("text",), _text),
 )
+FALLBACKS = {"pairs", "text"}
 NAMES = (AUTO, *(form.name for form in FORMATS))
 
 
@@ -131,6 +179,9 @@ class ConversationReader:
     def __init__(self, part: Part, form: str = AUTO) -> None:
         self.part = part
         self.num_rows = 0
+        self.num_answers = 0  # of rows that are read as prompts: those whose last turn, the assistant's, is left out
+        self.num_repeated = 0  # rows that are the same conversation as an earlier one
+        self._seen = set[int]()  # their hashes, since the texts would fill the memory
         self._format = next((known for known in FORMATS if known.name == form), None)
         self._first = ""  # where the first row is
 
@@ -141,14 +192,18 @@ class ConversationReader:
         another one than the rows before.
         """
         row = {name: value for name, value in row.items() if value is not None}  # Parquet stores every field
-        turns = None
+        form = self._format or _recognise(where, row, self.part)
+        if not form.fits(row, self.part):
+            raise self._misfit(where, row, form)
+        turns, has_answer = _read(form, where, row, self.part)
         if self._format is None:
-            self._format, turns = _recognise(where, row, self.part)
-            self._first = where
-        elif not self._format.fits(row, self.part):
-            raise self._misfit(where, row, self._format)
+            self._format, self._first = form, where
         self.num_rows += 1
-        return self._format.read(where, row, self.part) if turns is None else turns
+        self.num_answers += has_answer
+        key = hash(tuple((turn["role"], turn["content"]) for turn in turns))
+        self.num_repeated += key in self._seen
+        self._seen.add(key)
+        return turns
 
     def _misfit(self, where: str, row: Row, expected: ConversationFormat) -> ValueError:
         missing = next(field for field in expected.needs(self.part) if field not in row)
@@ -167,45 +222,82 @@ class ConversationReader:
         count = f"{self.num_rows:,} {what}{'' if self.num_rows == 1 else 's'}"
         return f"{source}: {count}, {self._format.title(self.part)}"
 
+    def unusual(self) -> dict[str, int]:
+        """Counts rows by what is unusual about them, and what was done."""
+        found = {"ends with an answer (left out)": self.num_answers, "seen before (kept)": self.num_repeated}
+        return {kind: count for kind, count in found.items() if count}
+
 
 def turns_of(where: str, row: Row, part: Part) -> Turns:
     """Returns the turns of a row that stands alone. Raises: ValueError as `ConversationReader.read`."""
     return ConversationReader(part).read(where, row)
 
 
-def _recognise(where: str, row: Row, part: Part) -> tuple[ConversationFormat, Turns]:
-    """Returns the row's format, and its turns. A `text` next to other fields is taken to repeat them."""
-    found = [form for form in FORMATS if form.fits(row, part)]
-    specific = [form for form in found if form.name != "text"] or found
-    if not specific:
-        raise _unknown(where, row, part)
-    first, *others = specific
-    if not others:
-        return first, first.read(where, row, part)
-    read = [_read_or_why(form, where, row, part) for form in specific]
-    if any(turns != read[0] for turns in read):
-        both = " and ".join(f"{form.name} ({', '.join(form.needs(part))})" for form in specific)
+def _read(form: ConversationFormat, where: str, row: Row, part: Part) -> tuple[Turns, bool]:
+    """Returns the row's turns, and whether an answer that ended them was left out.
+
+    Raises: ValueError naming the field, as the file calls it, of an empty turn or a last turn of the wrong role.
+    """
+    turns, last = form.read(where, row, part), "user" if part == "prompt" else "assistant"
+    answered = list(turns)
+    while part == "prompt" and form.holds_answers and turns and turns[-1].role == "assistant":
+        turns = turns[:-1]
+    for turn in turns:
+        if not turn.content.strip():
+            raise ValueError(f"{where}: field {turn.content_field!r} is empty; text was expected")
+    final = (turns or answered)[-1]
+    if final.role not in (last, TEXT_ROLE):
+        name = final.role_field or final.content_field
         raise ValueError(
-            f"{where}: the row can be read as {both}, and the two differ; a single one was expected: name it with"
-            f" {' or '.join(f'format = {form.name!r}' for form in specific)}, or remove the other's fields"
+            f"{where}: field {name!r} is {final.speaker or final.role!r}; the last turn must be the {last}'s"
         )
-    return first, first.read(where, row, part)
+    return [{"role": turn.role, "content": turn.content} for turn in turns], len(turns) < len(answered)
+
+
+def _recognise(where: str, row: Row, part: Part) -> ConversationFormat:
+    """Returns the row's format. Pairs, or a text, next to fields of another format are taken to repeat them.
+
+    Raises: ValueError for a row in no format, or in two that contradict each other.
+    """
+    forms = {form.name: form for form in FORMATS if form.fits(row, part)}
+    for name, others in (("prompt", {"oasst"}), ("text", forms.keys() - {"text"}), ("pairs", forms.keys() - FALLBACKS)):
+        if forms.keys() & others:
+            forms.pop(name, None)
+    if not forms:
+        raise _unknown(where, row, part)
+    if len(forms) > 1:
+        read = {name: _read_or_why(form, where, row, part) for name, form in forms.items()}
+        if _is_beginning(read):  # the other format holds the prompt too, after the system's turn and with later turns
+            del forms["prompt"], read["prompt"]
+        first = next(iter(read.values()))
+        if any(turns != first for turns in read.values()):
+            both = " and ".join(f"{name} ({', '.join(form.needs(part))})" for name, form in forms.items())
+            raise ValueError(
+                f"{where}: the row can be read as {both}, and the two differ; a single one was expected: name it with"
+                f" {' or '.join(f'format = {name!r}' for name in forms)}, or remove the other's fields"
+            )
+    return next(iter(forms.values()))
+
+
+def _is_beginning(read: Mapping[str, Turns | str]) -> bool:
+    """Whether the text in `prompt` is the first thing that the user says in every other format."""
+    asked = set()
+    for turns in read.values():
+        if isinstance(turns, str):  # why the row is not in this format
+            return False
+        asked.add(next((turn["content"].strip() for turn in turns if turn["role"] == "user"), ""))
+    return "prompt" in read and len(asked) == 1 and len(read["prompt"]) == 1
 
 
 def _read_or_why(form: ConversationFormat, where: str, row: Row, part: Part) -> Turns | str:
     try:
-        return form.read(where, row, part)
+        return _read(form, where, row, part)[0]
     except ValueError as error:
         return f"{form.name}: {error}"
 
 
 def _unknown(where: str, row: Row, part: Part) -> ValueError:
     """Says what was expected, and where the rows belong if they are something else."""
-    if {"chosen", "rejected"} <= row.keys():
-        return ValueError(
-            f"{where}: fields 'chosen' and 'rejected' make a preference pair; a {part} was expected (pairs are for"
-            " reward.rankings)"
-        )
     partial = [form for form in FORMATS if set(form.needs(part)) & row.keys()]
     if partial:  # such as a prompt without its completion
         missing = next(field for field in partial[0].needs(part) if field not in row)

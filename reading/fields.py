@@ -38,6 +38,11 @@ def names(row: Mapping[str, Any]) -> str:
     return f"{first}" + (f" and {len(row) - SHOWN_NAMES} more" if len(row) > SHOWN_NAMES else "")
 
 
+def kind_of(value: Any) -> str:
+    """Names a value's type for an error message, null as JSON calls it."""
+    return "null" if value is None else type(value).__name__
+
+
 def text_field(where: str, row: Mapping[str, Any], field: str) -> str:
     """Returns a string that is not empty."""
     value = any_text(where, row, field)
@@ -50,7 +55,7 @@ def any_text(where: str, row: Mapping[str, Any], field: str) -> str:
     """Returns a string, which may be empty."""
     value = present(where, row, field)
     if not isinstance(value, str):
-        raise ValueError(f"{where}: field {field!r} is {type(value).__name__}; a string was expected")
+        raise ValueError(f"{where}: field {field!r} is {kind_of(value)}; a string was expected")
     return value
 
 
@@ -78,7 +83,7 @@ def list_field(where: str, row: Mapping[str, Any], field: str) -> list[Any]:
     """Returns a list of any values."""
     value = present(where, row, field)
     if not isinstance(value, list | tuple):
-        raise ValueError(f"{where}: field {field!r} is {type(value).__name__}; a list was expected")
+        raise ValueError(f"{where}: field {field!r} is {kind_of(value)}; a list was expected")
     return list(value)
 
 
@@ -86,7 +91,7 @@ def object_field(where: str, row: Mapping[str, Any], field: str) -> dict[str, An
     """Returns a JSON object."""
     value = present(where, row, field)
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: field {field!r} is {type(value).__name__}; an object was expected")
+        raise ValueError(f"{where}: field {field!r} is {kind_of(value)}; an object was expected")
     return dict(value)
 
 
@@ -95,7 +100,7 @@ def objects_field(where: str, row: Mapping[str, Any], field: str) -> list[dict[s
     found = list_field(where, row, field)
     for index, item in enumerate(found):
         if not isinstance(item, Mapping):
-            raise ValueError(f"{where}: {field}[{index}]: {type(item).__name__} found; an object was expected")
+            raise ValueError(f"{where}: {field}[{index}]: {kind_of(item)} found; an object was expected")
     return [dict(item) for item in found]
 
 
@@ -145,6 +150,14 @@ def whole_field(where: str, row: Mapping[str, Any], field: str, low: int, high: 
     return value
 
 
+def text_or_messages(where: str, row: Mapping[str, Any], field: str) -> Any:
+    """Returns a text, or a list that is to hold messages."""
+    value = present(where, row, field)
+    if not isinstance(value, str | list | tuple):
+        raise ValueError(f"{where}: field {field!r} is {kind_of(value)}; a text or a list of messages was expected")
+    return value
+
+
 def checked_messages(where: str, messages: Any, field: str, *, ends_with: str) -> list[dict[str, str]]:
     """Returns the turns in `field`. No turn may be empty, and the last one must be from `ends_with`."""
     turns = any_messages(where, messages, field)
@@ -165,7 +178,7 @@ def any_messages(where: str, messages: Any, field: str) -> list[dict[str, str]]:
     texts, which are joined.
     """
     if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(f"{where}: field {field!r} is {type(messages).__name__}; a non-empty list was expected")
+        raise ValueError(f"{where}: field {field!r} is {kind_of(messages)}; a non-empty list was expected")
     return [_message(where, message, f"{field}[{index}]") for index, message in enumerate(messages)]
 
 

@@ -4,7 +4,7 @@ import codecs
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,12 +30,18 @@ def starts_a_list(path: Path) -> bool:
     return False
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+def refuse(error: ValueError) -> None:
+    """Raises the error about a row that cannot be parsed, so that no later one is read."""
+    raise error
+
+
+def read_jsonl(path: Path, on_unreadable: Callable[[ValueError], None] = refuse) -> Iterator[tuple[str, Any]]:
     """Yields (where, value) for every line that is not blank.
 
-    It does not use `datasets`, whose parser does not say which line is malformed.
+    It does not use `datasets`, whose parser does not say which line is malformed. `on_unreadable` gets the error about
+    a line that is not JSON or not UTF-8, which names file and line; unless it raises, the next line is read.
 
-    Raises: ValueError, naming file and line, for a line that is not JSON, not UTF-8, or longer than MAX_ROW_BYTES.
+    Raises: ValueError, naming file and line, for one that is longer than MAX_ROW_BYTES.
     """
     with open_bytes(path) as file:
         number = 0
@@ -46,10 +52,18 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
                 line = _without_bom(where, line)
             if line.strip():
                 try:
-                    text = line.decode("utf-8")
-                except UnicodeDecodeError as error:
-                    raise ValueError(f"{where}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
-                yield where, parse_json(where, text)
+                    value = parse_json(where, _decoded(where, line))
+                except ValueError as error:
+                    on_unreadable(error)
+                else:
+                    yield where, value
+
+
+def _decoded(where: str, line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
 
 
 def _read_line(path: Path, file: IO[bytes], number: int) -> bytes:

@@ -4,12 +4,14 @@ It reads JSONL, JSON (a list of objects), CSV, Parquet and plain text, each also
 or can load, and hub ids.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from endpoints.hub_errors import hub_reason
-from reading.lines import read_jsonl, read_list, starts_a_list
+from reading.fields import kind_of
+from reading.invalid import InvalidRows
+from reading.lines import read_jsonl, read_list, refuse, starts_a_list
 from reading.tables import read_csv
 
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".md": "text"}
@@ -19,15 +21,18 @@ Row = dict[str, Any]
 Rows = Iterator[tuple[str, Row]]  # (where, row); `where` names file and line, or file and row
 
 
-def read_source(source: str, *, split: str = "train", subset: str = "", max_rows: int = 0) -> Rows:
+def read_source(
+    source: str, *, split: str = "train", subset: str = "", max_rows: int = 0, invalid: InvalidRows | None = None
+) -> Rows:
     """Streams (where, row) of a source. Hub datasets, JSONL and JSON lists are never held in memory as a whole.
 
     `split` and `subset` ("" = the default one) select from a folder or a hub id. `max_rows` 0 means all. A plain-text
-    file has one row per paragraph.
+    file has one row per paragraph. `invalid` counts lines of JSON and CSV that are malformed, and they are passed over;
+    without it the first one is an error.
 
     Raises: ValueError naming the file, and line and column where its content is malformed.
     """
-    rows = _all_rows(source, split, subset)
+    rows = _all_rows(source, split, subset, refuse if invalid is None else invalid.add_unreadable)
     for index, row in enumerate(rows):
         if max_rows and index >= max_rows:
             return
@@ -39,17 +44,17 @@ def is_file_name(source: str) -> bool:
     return Path(source.removesuffix(".gz")).suffix in LOADERS
 
 
-def _all_rows(source: str, split: str, subset: str) -> Rows:
+def _all_rows(source: str, split: str, subset: str, on_unreadable: Callable[[ValueError], None]) -> Rows:
     path = Path(source)
     kind = LOADERS.get(Path(source.removesuffix(".gz")).suffix, "")
     if kind and not path.is_file():
         raise ValueError(f"{path}: no such file")
     if kind == "json" and ".jsonl" not in path.suffixes and starts_a_list(path):
-        yield from _objects(read_list(path))
+        yield from _objects(read_list(path), on_unreadable)
     elif kind == "json":
-        yield from _objects(read_jsonl(path))
+        yield from _objects(read_jsonl(path, on_unreadable), on_unreadable)
     elif kind == "csv":
-        yield from read_csv(path)
+        yield from read_csv(path, on_unreadable)
     elif kind or not path.is_file():
         yield from _numbered(source, _load_files(kind, path) if kind else _load(source, split, subset))
     else:
@@ -95,8 +100,9 @@ def _numbered(source: str, rows: Iterable[Row]) -> Rows:
         raise ValueError(f"{source}: row {number + 1}: cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _objects(rows: Iterator[tuple[str, Any]]) -> Rows:
+def _objects(rows: Iterator[tuple[str, Any]], on_unreadable: Callable[[ValueError], None]) -> Rows:
     for where, row in rows:
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: {type(row).__name__} found; a JSON object was expected")
-        yield where, row
+        if isinstance(row, dict):
+            yield where, row
+        else:
+            on_unreadable(ValueError(f"{where}: {kind_of(row)} found; a JSON object was expected"))

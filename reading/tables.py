@@ -4,19 +4,20 @@ import csv
 import gzip
 import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from reading.lines import MAX_ROW_BYTES, open_bytes
+from reading.lines import MAX_ROW_BYTES, open_bytes, refuse
 
 OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 
 
-def read_csv(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+def read_csv(path: Path, on_unreadable: Callable[[ValueError], None] = refuse) -> Iterator[tuple[str, dict[str, str]]]:
     """Yields (where, row) for every row after the first, whose cells name the columns. Every value is a text.
 
     It reads RFC 4180: commas, quotes doubled inside quotes, line breaks inside quotes. `where` names the line on which
-    the row begins. Blank lines are passed over.
+    the row begins. Blank lines are passed over. `on_unreadable` gets the error about a row with too few or too many
+    cells; unless it raises, the next row is read.
 
     Raises: ValueError naming the file and the line, and the column where there is one.
     """
@@ -42,7 +43,12 @@ def read_csv(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
             if not columns:
                 columns = _columns(where, cells)
                 continue
-            yield where, _row(where, columns, cells)
+            try:
+                row = _row(where, columns, cells)
+            except ValueError as error:
+                on_unreadable(error)
+            else:
+                yield where, row
 
 
 def _columns(where: str, cells: list[str]) -> list[str]:

@@ -39,6 +39,7 @@ def _facts(results: RejectionResults) -> list[tuple[str, str]]:
     ]
     if results.overlong:
         facts.append(("Prompts read", str(results.overlong)))
+    facts += [rows.fact for rows in results.sources]
     if results.overlong_kept:
         facts.append(("Kept samples with their prompts", str(results.overlong_kept)))
     return facts

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from training.data import Overlong
+from training.data import Overlong, SourceRows
 
 
 @dataclass(frozen=True)
@@ -44,3 +44,4 @@ class RejectionResults:
     trained: Trained
     overlong: Overlong | None = None  # of the prompts, for max_new_tokens
     overlong_kept: Overlong | None = None  # of the kept responses with their prompts, for seq_len
+    sources: tuple[SourceRows, ...] = ()  # of the prompts, if rows are unusual

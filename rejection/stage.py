@@ -50,7 +50,7 @@ def run_rejection(run: StageRun, config: RejectionConfig) -> None:
     (trained, *_) = run.on_ranks(train, config, start, tokens)
     lost = [read_overlong(folder) for folder in (tokens.training, tokens.heldout)]
     kept = Overlong(sum(of.num_rows for of in lost), num_skipped=sum(of.num_skipped for of in lost))
-    run.write_results(RejectionResults(chosen, trained, fitting.overlong or None, kept or None))
+    run.write_results(RejectionResults(chosen, trained, fitting.overlong or None, kept or None, fitting.sources))
 
 
 def _sample(run: StageRun, config: RejectionConfig, start: Path, prompts: Sequence[Prompt], path: Path) -> Chosen:

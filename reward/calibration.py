@@ -7,6 +7,7 @@ from lm.tokenizer import Tokenizer
 from reward.comparisons import Comparison, encode_scored
 from reward.config import RewardConfig
 from training.data import read_conversations
+from training.tokens import encode_rows
 
 
 def calibration_sequences(config: RewardConfig, tokenizer: Tokenizer, max_tokens: int) -> list[tuple[int, ...]]:
@@ -16,7 +17,7 @@ def calibration_sequences(config: RewardConfig, tokenizer: Tokenizer, max_tokens
     """
     found = []
     for where, messages in islice(read_conversations(config.demonstrations), config.num_calibration):
-        tokens = encode_scored(tokenizer, messages)
+        (tokens,) = encode_rows(lambda of: [encode_scored(tokenizer, one) for one in of], [(where, messages)])
         if len(tokens) > max_tokens and config.on_overlong == "refuse":
             raise ValueError(
                 f"{where}: the conversation has {len(tokens)} tokens; the reward model reads {max_tokens}"

@@ -16,8 +16,9 @@ from pydantic import Field, field_validator
 from lm.tokenizer import Messages, Tokenizer
 from preferences.records import Message, Ranking
 from reading.conversations import AUTO
-from training.data import OnOverlong, SourceConfig, read_rows, untold
-from training.tokens import FITS, SKIPPED, TRUNCATED, chunks
+from reading.invalid import InvalidRows
+from training.data import OnOverlong, SourceConfig, SourceRows, read_rows, report_rows, untold
+from training.tokens import FITS, SKIPPED, TRUNCATED, chunks, encode_rows
 
 if TYPE_CHECKING:
     from preferences.formats.merging import Found
@@ -62,21 +63,27 @@ class RankingsConfig(SourceConfig):
 def read_judgments(data: RankingsConfig, tell: Callable[[str], None] = untold) -> "Found":
     """Tasks, judgments, warnings about rows, and what is held back from training.
 
-    `tell` gets a line on how many comparisons of which format there are. Raises: ValueError naming file, line, field.
+    `tell` gets lines on how many comparisons of which format there are, and what is unusual about the rows.
+
+    Raises: ValueError naming file, line, field.
     """
     from preferences.formats.merging import collect_all, report_excluded
     from preferences.formats.registry import read_as
 
-    rows = read_rows(data)
+    invalid = InvalidRows(data.source, data.on_invalid)
+    rows = read_rows(data, invalid)
     first = next(rows, None)
     if first is None:
+        invalid.finish()
         raise ValueError(f"{data.source}: no rankings; at least one was expected")
     form, rows = read_as(data.format, chain([first], rows))
-    found = collect_all(form, rows)
+    found = collect_all(form, rows, invalid)
     if not found.judgments:
-        raise ValueError(f"{data.source}: no rankings; at least one was expected")
+        reasons = f" ({SourceRows.of(invalid, found.report.outcomes())})" if found.report.num_rows else ""
+        raise ValueError(f"{data.source}: no rankings{reasons}; at least one was expected")
     tell(f"{data.source}: {len(found.tasks):,} comparisons, {form.description}")
     report_excluded(found)
+    report_rows(invalid, found.report.outcomes(), tell)
     if not found.rankings:
         counts = ", ".join(f"{count:,} x {kind}" for kind, count in found.report.counts().items())
         raise ValueError(f"{data.source}: no ranking to train on ({counts}); at least one was expected")
@@ -146,7 +153,7 @@ def encode_rankings(
     the same prompt and responses.
     """
     found = list[Comparison]()
-    for task, sequences in encode_tasks(tokenizer, rankings_by_task(rankings), max_tokens, section):
+    for task, sequences in encode_tasks(tokenizer, rankings_by_task(rankings), max_tokens, section, {}):
         found.append(comparison_of(sequences, task, objectives, weights or {}))
     return found
 
@@ -171,36 +178,51 @@ def rankings_by_task(rankings: Sequence[Ranking]) -> list[list[Ranking]]:
 
 
 EncodedTask = tuple[list[Ranking], tuple[Encoded, ...]]  # a task's rankings, and its responses with their prompt
+Places = Mapping[str, str]  # file and line of a task, by its id; those that are absent are named by their id
 
 
 def encode_tasks(
-    tokenizer: Tokenizer, tasks: Sequence[list[Ranking]], max_tokens: int, section: str
+    tokenizer: Tokenizer, tasks: Sequence[list[Ranking]], max_tokens: int, section: str, places: Places
 ) -> Iterator[EncodedTask]:
     """The tasks with the tokens of their responses. Each response is encoded once, for all its labelers.
 
-    Raises: ValueError naming the task whose conversation is longer than `max_tokens`, and the stage's `section`.
+    Raises: ValueError naming file and line of a task whose conversation is longer than `max_tokens`, or that the chat
+    template refuses.
     """
-    for task, sequences in encode_unchecked(tokenizer, tasks):
+    for task, sequences in encode_unchecked(tokenizer, tasks, places):
         longest = max(len(sequence.tokens) for sequence in sequences)
         if longest > max_tokens:
             raise ValueError(
-                f"task {task[0].task_id!r}: prompt and response have {longest} tokens; the model's context holds"
+                f"{_place(task, places)}: prompt and response have {longest} tokens; the model's context holds"
                 f' {max_tokens} ({section}.on_overlong = "skip" or "truncate" accepts longer ones)'
             )
         yield task, sequences
 
 
-def encode_unchecked(tokenizer: Tokenizer, tasks: Sequence[list[Ranking]]) -> Iterator[EncodedTask]:
+def encode_unchecked(tokenizer: Tokenizer, tasks: Sequence[list[Ranking]], places: Places) -> Iterator[EncodedTask]:
     """`encode_tasks` for tasks of any length."""
     for judged in chunks(tasks):
-        conversations = [_answered(task[0].prompt, response) for task in judged for response in task[0].responses]
-        encoded = iter(tokenizer.encode_conversations(conversations))
+        conversations = [
+            (_place(task, places), _answered(task[0].prompt, response))
+            for task in judged
+            for response in task[0].responses
+        ]
+        encoded = iter(encode_rows(tokenizer.encode_conversations, conversations))
         for task in judged:
             yield task, tuple(_scored(*next(encoded)) for _ in task[0].responses)
 
 
+def _place(task: Sequence[Ranking], places: Places) -> str:
+    return places.get(task[0].task_id) or f"task {task[0].task_id!r}"
+
+
 def fit_tasks(
-    tokenizer: Tokenizer, tasks: Sequence[list[Ranking]], max_tokens: int, on_overlong: OnOverlong, section: str
+    tokenizer: Tokenizer,
+    tasks: Sequence[list[Ranking]],
+    max_tokens: int,
+    on_overlong: OnOverlong,
+    section: str,
+    places: Places,
 ) -> Iterator[tuple[tuple[Encoded, ...], int]]:
     """The sequences of each task, and whether they were cut or left out; none are left of a task that is skipped.
 
@@ -208,9 +230,9 @@ def fit_tasks(
     Raises: ValueError as `encode_tasks`, if `on_overlong` refuses.
     """
     if on_overlong == "refuse":
-        yield from ((sequences, FITS) for _, sequences in encode_tasks(tokenizer, tasks, max_tokens, section))
+        yield from ((sequences, FITS) for _, sequences in encode_tasks(tokenizer, tasks, max_tokens, section, places))
         return
-    for _, sequences in encode_unchecked(tokenizer, tasks):
+    for _, sequences in encode_unchecked(tokenizer, tasks, places):
         cut = tuple(sequence.cut(max_tokens) for sequence in sequences)
         if cut == sequences:
             yield sequences, FITS

@@ -18,7 +18,7 @@ from reward.config import ComparisonsConfig
 from stages.progress import console
 from stages.run import StageRun
 from stages.tokens import token_folder
-from training.data import OnOverlong
+from training.data import OnOverlong, SourceRows
 from training.tokens import (
     CHECKED_SEQUENCES,
     SKIPPED,
@@ -59,6 +59,7 @@ class PreparedRankings:
     first_sequence: Mapping[str, int]  # number of the sequence of a task's first response
     folder: Path
     warnings: Sequence[Mapping[str, Any]]  # about rows of the rankings
+    sources: tuple[SourceRows, ...]  # the same in numbers; () if no row is unusual
 
     @classmethod
     def of(cls, found: Found, config: ComparisonsConfig, seed: int, folder: Path) -> "PreparedRankings":
@@ -80,7 +81,9 @@ class PreparedRankings:
 
         train, heldout = ([without_texts(ranking) for ranking in side] for side in (split.train, split.heldout))
         warnings = [vars(warning) for warning in found.report.warnings]
-        return cls(Split(split.objectives, train, heldout), first_sequence, folder, warnings)
+        rows = SourceRows.of(found.invalid, found.report.outcomes())
+        sources = (rows,) if rows else ()
+        return cls(Split(split.objectives, train, heldout), first_sequence, folder, warnings, sources)
 
     def comparisons(self, rankings: Sequence[Ranking], weights: LabelerWeights | None = None) -> list[Comparison]:
         """One comparison per task of `rankings`; its sequences are views of the mapped file. `weights` are those of the
@@ -107,7 +110,7 @@ def ranking_parts(
     Raises: as `fit_tasks`.
     """
     tasks = rankings_by_task(found.rankings)[first_task:]
-    for fitted in chunks(fit_tasks(tokenizer, tasks, max_tokens, on_overlong, section)):
+    for fitted in chunks(fit_tasks(tokenizer, tasks, max_tokens, on_overlong, section, found.places)):
         arrays = sequence_arrays(
             (of.tokens, [False] * (len(of.tokens) - of.response_tokens) + [True] * of.response_tokens)
             for of_task, _ in fitted
@@ -140,15 +143,13 @@ def check_objectives(config: ComparisonsConfig) -> None:
 
 
 def report_rankings(config: ComparisonsConfig, found: Found, seed: int) -> None:
-    """Say which rankings are not learned, and what is odd about rows. Raises: as `split_of`."""
+    """Say which rankings are not learned, and where warnings about rows will be. Raises: as `split_of`."""
     objectives = split_of(found.rankings, config, seed).objectives
     left_out = sum(ranking.objective not in objectives for ranking in found.rankings)
     if left_out:
         console.print(f"{config.rankings.source}: {left_out:,} rankings are of objectives that are not learned")
-    counts = ", ".join(f"{count:,} x {kind}" for kind, count in found.report.counts().items())
-    if counts:
-        details = f"details in {config.section}/{WARNINGS}"
-        console.print(f"{config.rankings.source}: warnings ({details}): {counts}", markup=False)
+    if found.report.warnings:
+        console.print(f"{config.rankings.source}: these rows are listed in {config.section}/{WARNINGS}", markup=False)
 
 
 def weights_of_labelers(split: Split, config: ComparisonsConfig) -> LabelerWeights:

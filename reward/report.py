@@ -54,6 +54,7 @@ def _facts(results: RewardResults) -> list[tuple[str, str]]:
     ]
     if results.overlong:
         found.append(("Comparisons read", str(results.overlong)))
+    found += [rows.fact for rows in results.sources]
     if results.ties is not None:
         found.append(("Log-likelihood of wins and ties, nats per pair", number(results.ties.heldout_log_likelihood, 4)))
     if results.ratings is not None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from intervals.estimates import Share
-from training.data import Overlong
+from training.data import Overlong, SourceRows
 
 
 @dataclass(frozen=True)
@@ -76,3 +76,4 @@ class RewardResults:
     gold_accuracy: Share | None = None
     human_pairs_accuracy: Share | None = None
     overlong: Overlong | None = None  # of the comparisons
+    sources: tuple[SourceRows, ...] = ()  # of the rankings, if rows are unusual

@@ -31,7 +31,6 @@ from reward.objective import RankingObjective
 from reward.prepared import WARNINGS, PreparedRankings, Split, weights_of_labelers
 from reward.results import RewardResults
 from reward.scoring import RewardNetwork, network_folder, shifted
-from training.data import Overlong
 from training.loop import LoopConfig, TrainingLoop
 from training.seeds import derive_seed
 from training.stage import StageContext, build_engine
@@ -99,7 +98,7 @@ def train(context: StageContext, config: RewardConfig, start: Path, data: Prepar
         shifted_weights = shifted(plain, network_weights(weights, others), scores.shift)
         save_trained(context.folder, plain, trained, shifted_weights, tokenizer, config.lora, start)
         learned = [auxiliary.learned(others, shape.hidden_size, place) for place in range(len(split.objectives))]
-        write_results(context, config, split, scores, learned, read_overlong(data.folder))
+        write_results(context, config, split, scores, learned, data)
         write_json(context.folder / WARNINGS, list(data.warnings))
     engine.barrier()
     engine.close()
@@ -127,7 +126,7 @@ def write_results(
     split: Split,
     scores: FinalScores,
     learned: Sequence[Mapping[str, float]],
-    overlong: Overlong,
+    data: PreparedRankings,
 ) -> None:
     """Measure the model by its scores of the rankings; `learned` has the auxiliary values of each head."""
     write_json(context.folder / HELDOUT_SCORES, scores.heldout)
@@ -145,4 +144,5 @@ def write_results(
         metrics[objective] = found
     several = len(metrics) > 1
     results = joined_metrics(metrics, split.heldout, scores.heldout) if several else next(iter(metrics.values()))
-    context.write_results(replace(record_of(results, RewardResults, "results.json"), overlong=overlong or None))
+    measured = record_of(results, RewardResults, "results.json")
+    context.write_results(replace(measured, overlong=read_overlong(data.folder) or None, sources=data.sources))

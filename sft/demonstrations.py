@@ -8,8 +8,9 @@ import numpy as np
 
 from lm.tokenizer import Messages, Tokenizer
 from reading.conversations import TEXT_ROLE
-from training.data import DataConfig, OnOverlong, read_conversations, untold
-from training.tokens import FITS, SKIPPED, TRUNCATED, Part, chunks, sequence_arrays
+from reading.fields import shown
+from training.data import DataConfig, OnOverlong, SourceRows, read_conversations, untold
+from training.tokens import FITS, SKIPPED, TRUNCATED, Part, chunks, encode_rows, sequence_arrays, unusual_rows
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ def demonstration_parts(
     rows: Rows = ALL_ROWS,
     tell: Callable[[str], None] = untold,
 ) -> Iterator[Part]:
-    """The conversations from a row on, of those that `rows` has. In the end `tell` gets a line per source.
+    """The conversations from a row on, of those that `rows` has. In the end `tell` gets lines about each source.
 
     Raises: ValueError as for `encode_demonstrations`.
     """
-    lines: list[str] = []
-    read = enumerate(read_conversations(sources, lines.append, takes_texts=not limit.has_source))
+    lines, counted = list[str](), list[SourceRows]()
+    read = enumerate(read_conversations(sources, lines.append, takes_texts=not limit.has_source, count=counted.append))
     for chunk in chunks(itertools.islice(read, first_row, None)):
         own = [conversation for number, conversation in chunk if rows.have(number)]
         encoded = list(encode_demonstrations(tokenizer, own, limit))
@@ -57,6 +58,7 @@ def demonstration_parts(
         yield Part(len(chunk), {**kept, "overlong": np.array([fate for *_, fate in encoded])})
     for line in lines:
         tell(line)
+    yield from unusual_rows(counted)
 
 
 def encode_demonstrations(
@@ -70,7 +72,9 @@ def encode_demonstrations(
     encoded = encoded_all(tokenizer, conversations)
     for (where, _), (tokens, is_response) in zip(conversations, encoded, strict=True):
         if not any(is_response):
-            raise ValueError(f"{where}: sft.chat_template {tokenizer.chat_template!r} shows no assistant's response")
+            raise ValueError(
+                f"{where}: sft.chat_template {shown(tokenizer.chat_template)} shows no assistant's response"
+            )
         parts = split_pair(tokens, is_response) if limit.has_source else (tokens,)
         if not parts[0]:
             raise ValueError(f"{where}: nothing comes before the response; a source to read was expected")
@@ -91,7 +95,8 @@ def encoded_all(
 ) -> Iterator[tuple[list[int], list[bool]]]:
     """Tokens of each conversation, and which are the assistant's; all of a plain text and its end count.
 
-    Raises: ValueError for a plain text in which a special token's name stands.
+    Raises: ValueError naming file and line of a plain text in which a special token's name stands, or of a conversation
+    that the chat template refuses.
     """
     is_text = [messages[0]["role"] == TEXT_ROLE for _, messages in conversations]
     texts = [messages[0]["content"] for (_, messages), plain in zip(conversations, is_text, strict=True) if plain]
@@ -102,11 +107,8 @@ def encoded_all(
                 " conversation itself was expected, in `messages`"
             )
     of_texts = iter(tokenizer.encode_plain(texts))
-    of_turns = iter(
-        tokenizer.encode_conversations(
-            [messages for (_, messages), plain in zip(conversations, is_text, strict=True) if not plain]
-        )
-    )
+    with_turns = [row for row, plain in zip(conversations, is_text, strict=True) if not plain]
+    of_turns = iter(encode_rows(tokenizer.encode_conversations, with_turns))
     for plain in is_text:
         if plain:
             tokens = [*next(of_texts), tokenizer.end_id]

@@ -25,6 +25,7 @@ def report(stage: StageFolder) -> StageReport:
     ]
     if results.overlong:
         facts.append(("Demonstrations", str(results.overlong)))
+    facts += [rows.fact for rows in results.sources]
     detail = f"nats per token, {before} before"
     return StageReport(
         (stage_block(stage, facts, figures),),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from training.data import Overlong
+from training.data import Overlong, SourceRows
 
 
 @dataclass(frozen=True)
@@ -15,3 +15,4 @@ class SFTResults:
     num_rows: int
     packing_efficiency: float
     overlong: Overlong | None = None  # of the demonstrations
+    sources: tuple[SourceRows, ...] = ()  # of the demonstrations, if rows are unusual

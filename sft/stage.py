@@ -34,7 +34,7 @@ from training.objectives import PackedObjective, PairsObjective
 from training.packing import Packed
 from training.seeds import derive_seed
 from training.stage import StageContext, build_engine
-from training.tokens import CHECKED_SEQUENCES, Sequences, TokenFolders, read_overlong
+from training.tokens import CHECKED_SEQUENCES, Sequences, TokenFolders, read_overlong, read_sources
 
 
 class SFTConfig(FineTuningConfig):
@@ -89,6 +89,7 @@ def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFold
                 num_rows=len(training),
                 packing_efficiency=packing_efficiency(training, config.seq_len),
                 overlong=read_overlong(data.training) or None,
+                sources=read_sources(data.training, data.heldout),
             )
         )
     engine.barrier()

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from lm.tokenizer import Tokenizer
 from stages.run import StageRun
-from training.data import DataConfig, OnOverlong, Overlong, Prompt, read_prompts, untold
+from training.data import DataConfig, OnOverlong, Overlong, Prompt, SourceRows, read_located_prompts, untold
+from training.tokens import encode_rows
 
 PROMPTS_AT_ONCE = 1024
 
@@ -16,6 +17,7 @@ class Fitting:
 
     prompts: list[Prompt]
     overlong: Overlong
+    sources: tuple[SourceRows, ...] = ()  # of the prompts, if rows are unusual
 
 
 def fitting_prompts(
@@ -30,17 +32,18 @@ def fitting_prompts(
 
     A prompt is shortened by its oldest turns, the system's excepted; one whose last turn is too long is left out.
 
-    Raises: ValueError naming the prompt, or file, line and field of a row that is no prompt; and if none is left.
+    Raises: ValueError naming file and line of a prompt that is too long or that the chat template refuses, or also the
+    field of a row that is no prompt; and if none is left.
     """
     room = run.model.max_position_embeddings - max_new_tokens
-    found, num_truncated, lines = list[Prompt](), 0, list[str]()
-    read = read_prompts(data, lines.append)
-    for prompt, num_tokens in zip(read, _lengths(tokenizer, read), strict=True):
+    found, num_truncated, lines, counted = list[Prompt](), 0, list[str](), list[SourceRows]()
+    read = read_located_prompts(data, lines.append, counted.append)
+    for (where, prompt), num_tokens in zip(read, _lengths(tokenizer, read), strict=True):
         if num_tokens <= room:
             found.append(prompt)
         elif on_overlong == "refuse":
             raise ValueError(
-                f"{data.source}: prompt {prompt.prompt_id!r} has {num_tokens} tokens; at most {room} leave room in"
+                f"{where}: prompt {prompt.prompt_id!r} has {num_tokens} tokens; at most {room} leave room in"
                 f" model.max_position_embeddings for {run.name}.max_new_tokens = {max_new_tokens}"
                 f' ({run.name}.on_overlong = "skip" or "truncate" accepts longer ones)'
             )
@@ -54,14 +57,14 @@ def fitting_prompts(
         raise ValueError(f"{data.source}: every prompt is too long; at most {room} tokens were expected")
     for line in lines:
         tell(line)
-    return Fitting(found, overlong)
+    return Fitting(found, overlong, tuple(rows for rows in counted if rows))
 
 
-def _lengths(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Iterator[int]:
+def _lengths(tokenizer: Tokenizer, prompts: Sequence[tuple[str, Prompt]]) -> Iterator[int]:
     """The prompts' numbers of tokens; few are encoded at once, so that their tokens take no memory to speak of."""
     for start in range(0, len(prompts), PROMPTS_AT_ONCE):
         part = prompts[start : start + PROMPTS_AT_ONCE]
-        yield from map(len, tokenizer.encode_prompts([prompt.messages for prompt in part]))
+        yield from map(len, encode_rows(tokenizer.encode_prompts, [(where, prompt.messages) for where, prompt in part]))
 
 
 def _shortened(

@@ -1,18 +1,22 @@
 """Texts, conversations and prompts from files and the Hugging Face hub, with errors that name the row."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar
 
 from pydantic import Field, field_validator
 
 from lm.progress import note_progress
 from reading.conversations import AUTO, NAMES, TEXT_ROLE, ConversationReader, Turns
 from reading.fields import name_field, text_field
-from reading.rows import Rows, read_source
+from reading.invalid import InvalidRows, OnInvalid, valid_rows
+from reading.rows import Row, Rows, read_source
 from training.config import Config
 
 OnOverlong = Literal["refuse", "skip", "truncate"]
+Item = TypeVar("Item")
 
 
 class SourceConfig(Config):
@@ -25,6 +29,11 @@ class SourceConfig(Config):
     split: str = Field(default="train", description="Split of a folder or hub data set.")
     subset: str = Field(default="", description="Subset (configuration) of a hub data set; empty = the default one.")
     max_rows: int = Field(default=0, ge=0, description="Rows to read at most; 0 = all.")
+    on_invalid: OnInvalid = Field(
+        default="refuse",
+        description="What happens to rows that are malformed: `refuse` stops before training and counts them, `skip`"
+        " leaves them out (docs/data.md).",
+    )
 
 
 class TextConfig(SourceConfig):
@@ -76,40 +85,109 @@ class Overlong:
         return f"{long:,} of {self.num_rows:,} too long: " + ", ".join(f"{n:,} {what}" for n, what in counts if n)
 
 
-def read_rows(data: SourceConfig) -> Rows:
+@dataclass(frozen=True)
+class SourceRows:
+    """How many rows a source has, and how many are `unusual`, by what they are and what was done about them."""
+
+    source: str
+    num_rows: int
+    unusual: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, invalid: InvalidRows, unusual: Mapping[str, int]) -> "SourceRows":
+        """What was counted while the rows were read, those that were left out included."""
+        skipped = {"invalid (skipped)": invalid.num_invalid} if invalid.num_invalid else {}
+        return cls(invalid.source, invalid.num_rows, skipped | dict(unusual))
+
+    def __bool__(self) -> bool:
+        return bool(self.unusual)
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count:,} x {kind}" for kind, count in self.unusual.items())
+        return f"of {self.num_rows:,} rows, {counts or 'none is unusual'}"
+
+    @property
+    def fact(self) -> tuple[str, str]:
+        """What a report shows: a title and a text."""
+        return f"Rows of {Path(self.source).name}", str(self)
+
+
+def read_rows(data: SourceConfig, invalid: InvalidRows | None = None) -> Rows:
     """Stream (where, row); `where` names file and row for error messages. Hub data sets are never loaded whole."""
-    return read_source(data.source, split=data.split, subset=data.subset, max_rows=data.max_rows)
+    return read_source(data.source, split=data.split, subset=data.subset, max_rows=data.max_rows, invalid=invalid)
 
 
-def read_texts(sources: Sequence[TextConfig]) -> Iterator[str]:
-    """The texts of all sources, in order."""
-    for data in sources:
-        for where, row in read_rows(data):
-            note_progress()
-            yield text_field(where, row, data.field)
+def read_valid(
+    data: SourceConfig, read: Callable[[str, Row], Item], invalid: InvalidRows
+) -> Iterator[tuple[str, Item]]:
+    """Stream (where, `read(where, row)`) of the rows that are valid. Raises: ValueError as `InvalidRows.finish`."""
+
+    def noted(where: str, row: Row) -> Item:
+        note_progress()
+        return read(where, row)
+
+    return valid_rows(read_rows(data, invalid), noted, invalid)
 
 
 def untold(_line: str) -> None:
     """Takes lines about what was read that nobody wants to see."""
 
 
+def uncounted(_rows: SourceRows) -> None:
+    """Takes the counts of a source's rows where nobody keeps them."""
+
+
+def report_rows(
+    invalid: InvalidRows,
+    unusual: Mapping[str, int],
+    tell: Callable[[str], None],
+    count: Callable[[SourceRows], None] = uncounted,
+) -> None:
+    """Pass on how many rows of a source are unusual, and the messages about the first that were skipped."""
+    rows = SourceRows.of(invalid, unusual)
+    count(rows)
+    for line in (*([f"{rows.source}: {rows}"] if rows else []), *invalid.first):
+        tell(line)
+
+
+def read_texts(
+    sources: Sequence[TextConfig],
+    tell: Callable[[str], None] = untold,
+    count: Callable[[SourceRows], None] = uncounted,
+) -> Iterator[str]:
+    """The texts of all sources, in order. After each source, `tell` and `count` get what is unusual about its rows."""
+    for data in sources:
+        invalid = InvalidRows(data.source, data.on_invalid)
+        for _, text in read_valid(data, partial(text_field, field=data.field), invalid):
+            yield text
+        report_rows(invalid, {}, tell, count)
+
+
 def read_conversations(
-    sources: Sequence[DataConfig], tell: Callable[[str], None] = untold, *, takes_texts: bool = False
+    sources: Sequence[DataConfig],
+    tell: Callable[[str], None] = untold,
+    *,
+    takes_texts: bool = False,
+    count: Callable[[SourceRows], None] = uncounted,
 ) -> Iterator[tuple[str, Turns]]:
     """(where, turns) of demonstrations, each ending with the assistant's response.
 
     With `takes_texts`, a plain text is a single turn of TEXT_ROLE; otherwise it is refused. After each source, `tell`
-    gets a line on how many conversations of which format it has.
+    gets lines on how many conversations of which format it has and what is unusual about its rows, and `count` the
+    latter in numbers.
     """
     for data in sources:
-        reader = ConversationReader("demonstration", data.format)
-        for where, row in read_rows(data):
-            note_progress()
+        invalid, reader = InvalidRows(data.source, data.on_invalid), ConversationReader("demonstration", data.format)
+
+        def read(where: str, row: Row, reader: ConversationReader = reader) -> Turns:
             turns = reader.read(where, row)
             if turns[0]["role"] == TEXT_ROLE and not takes_texts:
                 raise ValueError(f"{where}: field 'text' holds a plain text; a prompt and a response were expected")
-            yield where, turns
+            return turns
+
+        yield from read_valid(data, read, invalid)
         tell(reader.summary(data.source))
+        report_rows(invalid, reader.unusual(), tell, count)
 
 
 class Prompt(Config):
@@ -121,22 +199,35 @@ class Prompt(Config):
 
 
 def read_prompts(data: DataConfig, tell: Callable[[str], None] = untold) -> list[Prompt]:
-    """Prompts, each ending with a user's turn. `tell` gets a line on how many of which format there are.
+    """Prompts, each ending with a user's turn. `tell` and raised errors are those of `read_located_prompts`."""
+    return [prompt for _, prompt in read_located_prompts(data, tell)]
+
+
+def read_located_prompts(
+    data: DataConfig, tell: Callable[[str], None] = untold, count: Callable[[SourceRows], None] = uncounted
+) -> list[tuple[str, Prompt]]:
+    """(where, prompt), each ending with a user's turn.
+
+    `tell` gets lines on how many of which format there are and what is unusual about the rows, and `count` the latter
+    in numbers.
 
     Raises:
         ValueError: a prompt has another form, an id occurs twice, or there are no prompts; the message names the line.
     """
-    prompts: list[Prompt] = []
     seen: dict[str, str] = {}
-    reader = ConversationReader("prompt", data.format)
-    for index, (where, row) in enumerate(read_rows(data)):
-        prompt_id = name_field(where, row, "prompt_id") or str(index)
+    invalid, reader = InvalidRows(data.source, data.on_invalid), ConversationReader("prompt", data.format)
+
+    def read(where: str, row: Row) -> Prompt:
+        prompt_id = name_field(where, row, "prompt_id") or str(invalid.num_rows - 1)
         if prompt_id in seen:
             raise ValueError(f"{where}: prompt_id {prompt_id!r} is already that of {seen[prompt_id]}")
-        seen[prompt_id] = where
         messages = tuple(reader.read(where, row))
-        prompts.append(Prompt(prompt_id=prompt_id, messages=messages, kind=name_field(where, row, "kind")))
+        seen[prompt_id] = where
+        return Prompt(prompt_id=prompt_id, messages=messages, kind=name_field(where, row, "kind"))
+
+    prompts = list(read_valid(data, read, invalid))
     if not prompts:
         raise ValueError(f"{data.source}: no prompts; at least one was expected")
     tell(reader.summary(data.source))
+    report_rows(invalid, reader.unusual(), tell, count)
     return prompts

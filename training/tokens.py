@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self, TypeVar
 
@@ -20,8 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from files.atomic import commit_folder, sync, temporary_path, write_json
+from files.records import as_json, record_of
+from lm.chat_template import Messages
 from lm.progress import note_progress
-from training.data import Overlong
+from training.data import Overlong, SourceRows
 from training.notices import say
 
 Item = TypeVar("Item")
@@ -29,6 +31,7 @@ Item = TypeVar("Item")
 CHUNK_TEXTS = 1024
 SAVE_SECONDS = 30.0  # between two saves of unfinished files, and two lines about them
 PROGRESS = "progress.json"
+SOURCES = "sources.json"  # of the texts, if rows are unusual
 
 TYPES = {
     "tokens": np.int32,
@@ -50,10 +53,14 @@ class TokenFolders:
 
 @dataclass(frozen=True)
 class Part:
-    """What the next `num_rows` rows of the texts became: the next entries of each of the folder's arrays."""
+    """What the next `num_rows` rows of the texts became: the next entries of each of the folder's arrays.
+
+    The last part has the `sources` whose rows are unusual.
+    """
 
     num_rows: int
-    arrays: Mapping[str, NDArray[Any]]
+    arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    sources: Sequence[SourceRows] = ()
 
 
 def write_arrays(folder: Path, names: Sequence[str], parts: Callable[[int], Iterator[Part]]) -> None:
@@ -71,6 +78,8 @@ def write_arrays(folder: Path, names: Sequence[str], parts: Callable[[int], Iter
                 # The errors of `tofile` do not give the system's reason.
                 files[name].write(np.ascontiguousarray(array, dtype=TYPES[name]).data)
             num_rows += part.num_rows
+            if part.sources:
+                write_json(temporary / SOURCES, as_json(part.sources))
             if time.monotonic() - saved >= SAVE_SECONDS:
                 _save(files, num_rows, temporary / PROGRESS)
                 saved = time.monotonic()
@@ -172,6 +181,40 @@ def read_overlong(folder: Path) -> Overlong:
     """What became of the rows of CHECKED_SEQUENCES that were too long."""
     fates = read_array(folder, "overlong")
     return Overlong(len(fates), int(np.sum(fates == TRUNCATED)), int(np.sum(fates == SKIPPED)))
+
+
+def unusual_rows(sources: Iterable[SourceRows]) -> Iterator[Part]:
+    """The last part, with the sources that have unusual rows; none if there are none."""
+    if unusual := [rows for rows in sources if rows]:
+        yield Part(0, sources=unusual)
+
+
+def read_sources(*folders: Path) -> tuple[SourceRows, ...]:
+    """The sources of these folders' texts that have unusual rows, each once."""
+    found = list[SourceRows]()
+    for path in (folder / SOURCES for folder in folders):
+        if path.is_file():
+            read = [record_of(row, SourceRows, str(path)) for row in json.loads(path.read_text(encoding="utf-8"))]
+            found += [rows for rows in read if rows not in found]
+    return tuple(found)
+
+
+def encode_rows(
+    encode: Callable[[Sequence[Messages]], Sequence[Item]], rows: Sequence[tuple[str, Messages]]
+) -> Sequence[Item]:
+    """`encode` of the conversations of (where, messages) rows, all at once.
+
+    Raises: ValueError naming file and line of a conversation that the chat template refuses.
+    """
+    try:
+        return encode([messages for _, messages in rows])
+    except ValueError:
+        for where, messages in rows:  # one by one, to find the row
+            try:
+                encode([messages])
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+        raise
 
 
 def sequence_arrays(sequences: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> dict[str, NDArray[Any]]:

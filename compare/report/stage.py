@@ -69,6 +69,7 @@ def _parts(stage: StageFolder, results: CompareResults, styles: Styles) -> tuple
         ("Samples per prompt", count(results.num_samples)),
         ("Temperature", number(results.temperature)),
         *((("Prompts read", str(results.overlong)),) if results.overlong else ()),
+        *(rows.fact for rows in results.sources),
     )
     scores = [Measured(s.title, s.tone, s.marker, results.policies[name].gold_score) for name, s in styles.items()]
     title, unit = score_title(results), "mean and 95% interval over prompts, higher is better"

@@ -1,7 +1,7 @@
 """`heed init`: write a first job for one's own model and data."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,6 +21,13 @@ def init(
     reward_function: Annotated[
         str, typer.Option(help="A Python function that scores responses, FILE.py:FUNCTION, in place of preferences.")
     ] = "",
+    form: Annotated[
+        str,
+        typer.Option("--format", help="Format of demonstrations and prompts, where rows have the fields of several."),
+    ] = "auto",
+    on_invalid: Annotated[
+        Literal["refuse", "skip"], typer.Option(help="Whether malformed rows are an error, or left out and counted.")
+    ] = "refuse",
 ) -> None:
     """Write a short, complete job for your own model and data, which `heed run` takes as it is.
 
@@ -28,7 +35,7 @@ def init(
     """
     from jobs.starter import Starter
 
-    starter = Starter(model, demonstrations, preferences, prompts, reward_function)
+    starter = Starter(model, demonstrations, preferences, prompts, reward_function, format=form, on_invalid=on_invalid)
     for line in starter.write(job):
         console.print(line, markup=False)
     for line in starter.missing:

@@ -15,17 +15,22 @@ from evaluation.measures.overoptimisation import Overoptimised
 from evaluation.measures.reward_model import RewardMeasures
 from evaluation.measures.tax import Change, Tax
 from intervals.estimates import Interval, Share
+from reports.text import count_of
 
 if TYPE_CHECKING:  # the harness is an extra
     from evaluation.harness import TaskResult
 
 
 def number(value: float, digits: int = 3) -> str:
-    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+    return "-" if math.isnan(value) else f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0 takes the sign of -0.0
 
 
 def spread(found: Interval | Share, digits: int = 3) -> str:
-    """Formats a number with its interval: "0.731 (0.701 to 0.760)"; unknown ends become dashes."""
+    """Formats a number with its interval: "0.731 (0.701 to 0.760)", or says which of them is unknown."""
+    if math.isnan(found.mean):
+        return "unknown"
+    if math.isnan(found.low) and math.isnan(found.high):
+        return f"{number(found.mean, digits)} (interval unknown)"
     return f"{number(found.mean, digits)} ({number(found.low, digits)} to {number(found.high, digits)})"
 
 
@@ -51,7 +56,7 @@ def reward_tables(found: RewardMeasures) -> list[RenderableType]:
     error, num_pairs = calibration.error, calibration.accuracy.num_pairs
     rows = [
         ["accuracy", spread(calibration.accuracy), f"{num_pairs:,} pairs, {found.num_tasks:,} tasks"],
-        ["two labelers agree", spread(found.agreement), f"{found.num_labelers} labelers"],
+        ["two labelers agree", spread(found.agreement), _who_agrees(found)],
         ["accuracy ceiling", spread(found.ceiling), "best possible, knowing how many labelers prefer each response"],
         ["overconfidence", spread(calibration.overconfidence), "mean confidence minus accuracy"],
         ["ECE", number(error.found), f"{number(error.if_calibrated)} if calibrated; p = {number(error.p_value)}"],
@@ -82,6 +87,11 @@ def reward_tables(found: RewardMeasures) -> list[RenderableType]:
         left_out.append(f"{found.num_too_long:,} tasks too long for the model, first {found.too_long!r}")
     left_out += [f"{count:,} x {kind}" for kind, count in found.warnings.items()]
     return [*tables, f"left out or unusual: {'; '.join(left_out)}"] if left_out else tables
+
+
+def _who_agrees(found: RewardMeasures) -> str:
+    who = count_of(found.num_labelers, "labeler")
+    return f"{who}; no pair was ordered by two of them" if math.isnan(found.agreement.mean) else who
 
 
 def over_optimisation_tables(found: OverOptimisation) -> list[RenderableType]:

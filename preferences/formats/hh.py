@@ -4,7 +4,6 @@ A transcript repeats "\\n\\nHuman: ...\\n\\nAssistant: ..."; its last turn is th
 judged. Only the file's folder says whether labelers judged by helpfulness or harmlessness, so use --objective.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,22 +20,22 @@ from preferences.formats.parts import (
     judged_pair,
 )
 from preferences.records import OVERALL, Judgment, Message, StoredTask, Task
-from reading.fields import any_text
+from reading.pairs import SPEAKER, is_transcript, transcript_turns
 
-TURN = re.compile(r"\n\n(Human|Assistant):")
-ROLES = {"Human": "user", "Assistant": "assistant"}
 NAMES = {"user": "Human", "assistant": "Assistant"}
 
 
 def recognise(row: Row) -> str:
-    texts = [row.get("chosen"), row.get("rejected")]
-    if all(isinstance(text, str) and text.startswith("\n\nHuman:") for text in texts):
+    if is_transcript(row.get("chosen")) and is_transcript(row.get("rejected")):
         return "chosen and rejected begin with '\\n\\nHuman:'"
     return ""
 
 
 def read(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
-    chosen, rejected = (_turns(where, row, field) for field in ("chosen", "rejected"))
+    chosen, rejected = (
+        [Message(turn.role, turn.content) for turn in transcript_turns(where, row, field)]
+        for field in ("chosen", "rejected")
+    )
     if chosen[:-1] != rejected[:-1]:
         turn = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0)
         found = f"{len(chosen)} and {len(rejected)} turns, which differ from turn {turn + 1} on"
@@ -61,20 +60,11 @@ def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judge
     yield from judged_pair(where, report, task, [Vote(UNKNOWN, ranks)])
 
 
-def _turns(where: str, row: Row, field: str) -> list[Message]:
-    """Splits a transcript into turns. The space after a speaker's name is not part of the text."""
-    text = any_text(where, row, field)
-    start, *parts = TURN.split(text)
-    if start.strip() or not parts:
-        raise ValueError(f"{where}: field {field!r} begins with {text[:20]!r}; '\\n\\nHuman: ...' was expected")
-    return [Message(ROLES[name], text.removeprefix(" ")) for name, text in zip(parts[::2], parts[1::2], strict=True)]
-
-
 def write(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[dict[str, Any]]:
     """Writes one row per untied pair. Leaves out what a transcript cannot represent."""
     for pair in untied_pairs(stored, judgments, report):
         turns = [*pair.task.prompt, Message("assistant", pair.better), Message("assistant", pair.worse)]
-        strange = next((turn for turn in turns if turn.role not in NAMES or TURN.search(turn.content)), None)
+        strange = next((turn for turn in turns if turn.role not in NAMES or SPEAKER.search(turn.content)), None)
         if strange is not None:
             found = f"{strange.role}: {strange.content[:40]!r}"
             report.add("not a transcript", pair.where, f"{found} cannot be part of a transcript", "left out")

@@ -9,6 +9,7 @@ from preferences.formats.parts import UNKNOWN, Format, JudgedTask, Report, Row, 
 from preferences.naming import NO_LOCATIONS, named
 from preferences.records import MAX_LABELERS, Judgment, Ranking, Task
 from reading.fields import shown
+from reading.invalid import InvalidRows
 
 UNFORESEEN = "not readable as"  # in the message about an error that a format's reader does not handle
 
@@ -19,15 +20,21 @@ class Found:
 
     `batches` are the batches that the rows name ("" = none), `quotas` the number of labelers each task wants,
     `locations` file and line of each judgment by task, labeler and revision, and of each task by (task id, "", 0).
-    `by_labeler` has judgments in order, by task id and labeler.
+    `by_labeler` has judgments in order, by task id and labeler. `invalid` has the rows that were refused or skipped.
     """
 
     report: Report
+    invalid: InvalidRows
     tasks: dict[str, Task] = field(default_factory=dict)
     batches: dict[str, str] = field(default_factory=dict)
     quotas: dict[str, int] = field(default_factory=dict)
     by_labeler: dict[str, dict[str, list[Judgment]]] = field(default_factory=dict)
     locations: dict[tuple[str, str, int], str] = field(default_factory=dict)
+
+    @property
+    def places(self) -> dict[str, str]:
+        """File and line of each task, by its id."""
+        return {task_id: self.locations[task_id, "", 0] for task_id in self.tasks}
 
     @property
     def judgments(self) -> list[Judgment]:
@@ -40,31 +47,50 @@ class Found:
 
 
 def collect(
-    form: Format, rows: Iterable[tuple[str, Row]], *, strict: bool = False, objective: str = ""
+    form: Format,
+    rows: Iterable[tuple[str, Row]],
+    *,
+    strict: bool = False,
+    objective: str = "",
+    invalid: InvalidRows | None = None,
 ) -> Iterator[Found]:
     """Reads rows into tasks and judgments. Yields the same growing result before the first and after every row.
 
     The same judgment of one labeler in two rows counts once. Another judgment of a named labeler is a revision; another
-    judgment of an unknown labeler is taken to be somebody else's.
+    judgment of an unknown labeler is taken to be somebody else's. `invalid` counts rows that are malformed or
+    contradict an earlier one, and nothing of them is kept; without it the first one is an error.
 
     Raises: ValueError naming file, line and field; in a strict import, for the first warning.
     """
-    found = Found(Report(strict=strict))
+    found = Found(Report(strict=strict), invalid or InvalidRows(""))
     yield found
     for where, row in rows:
         found.report.num_rows += 1
+        found.invalid.num_rows += 1
         num_before = len(found.report.warnings)
-        judged = _read(form, where, row, found.report, objective)
+        try:
+            judged = _read(form, where, row, found.report, objective)
+            for one in judged:
+                _refuse_contradiction(found, one)
+        except ValueError as error:  # a mistake in the file, with its line
+            if invalid is None:
+                raise
+            invalid.add(error)
+            del found.report.warnings[num_before:]
+            if invalid.has_counted_enough:
+                break
+            continue
         for one in judged:
             _merge(found, one, form.name)
         is_reported = len(found.report.warnings) > num_before
         assert judged or is_reported, f"{where}: the row gave neither a task nor a warning"
         yield found
+    found.invalid.finish()
 
 
-def collect_all(form: Format, rows: Iterable[tuple[str, Row]]) -> Found:
+def collect_all(form: Format, rows: Iterable[tuple[str, Row]], invalid: InvalidRows | None = None) -> Found:
     """Runs `collect` to the end."""
-    return deque(collect(form, rows), maxlen=1).pop()
+    return deque(collect(form, rows, invalid=invalid), maxlen=1).pop()
 
 
 def _read(form: Format, where: str, row: Row, report: Report, objective: str) -> list[JudgedTask]:
@@ -85,7 +111,8 @@ def _merge(found: Found, judged: JudgedTask, name: str) -> None:
     task, task_id = judged.task, judged.task.task_id
     is_known = task_id in found.tasks
     if is_known:
-        _compare(found, judged, found.locations[task_id, "", 0])
+        _refuse_contradiction(found, judged)  # of another task of the same row
+        _report_differences(found, judged, found.locations[task_id, "", 0])
     else:
         found.tasks[task_id], found.batches[task_id] = task, judged.batch
         found.locations[task_id, "", 0] = judged.where
@@ -105,7 +132,27 @@ def _merge(found: Found, judged: JudgedTask, name: str) -> None:
     found.quotas[task_id] = judged.num_labelers or max(len(by_labeler), 1)
 
 
-def _compare(found: Found, judged: JudgedTask, first: str) -> None:
+def _refuse_contradiction(found: Found, judged: JudgedTask) -> None:
+    """Raises: ValueError if the row contradicts an earlier one, or itself."""
+    task_id = judged.task.task_id
+    if task_id in found.tasks:
+        _refuse_other_task(found, judged, found.locations[task_id, "", 0])
+    by_labeler = found.by_labeler.get(task_id, {})
+    known = {
+        (judgment.labeler, judgment.revision): judgment
+        for labeler in {judgment.labeler for judgment in judged.judgments}
+        for judgment in by_labeler.get(labeler, ())
+    }
+    for judgment in judged.judgments:
+        if known.setdefault((judgment.labeler, judgment.revision), judgment) != judgment:
+            where = f"{judged.where}: {named(NO_LOCATIONS, task_id, judgment.labeler)}"
+            raise ValueError(
+                f"{where}: revision {judgment.revision} appears twice with different content; one judgment per revision"
+                " was expected"
+            )
+
+
+def _refuse_other_task(found: Found, judged: JudgedTask, first: str) -> None:
     """Raises: ValueError if two rows give one id to different prompts or responses, or contradict each other."""
     known, task = found.tasks[judged.task.task_id], judged.task
     where = named(NO_LOCATIONS, task.task_id)
@@ -127,6 +174,10 @@ def _compare(found: Found, judged: JudgedTask, first: str) -> None:
             f"{judged.where}: {where}: objective {shown(task.objective)} differs from {shown(known.objective)}"
             f" in {first}; a task judged by another objective needs an id of its own"
         )
+
+
+def _report_differences(found: Found, judged: JudgedTask, first: str) -> None:
+    known, task = found.tasks[judged.task.task_id], judged.task
     others = [name for name in ("sources", "details", "warning") if getattr(known, name) != getattr(task, name)]
     if others:
         found.report.add(
@@ -178,17 +229,10 @@ def _same(own: Sequence[Judgment], vote: Vote) -> Judgment | None:
 
 
 def _add_judgment(own: list[Judgment], judgment: Judgment, where: str, report: Report) -> None:
-    """Raises: ValueError for two different judgments of one labeler with the same revision."""
-    same = next((other for other in own if other.revision == judgment.revision), None)
-    if same is None:
-        own.append(judgment)
-    elif same == judgment:
+    if judgment in own:
         report.add("row seen twice", where, f"revision {judgment.revision} of {judgment.labeler}", "counted once")
     else:
-        raise ValueError(
-            f"{where}: {named(NO_LOCATIONS, judgment.task_id, judgment.labeler)}: revision {judgment.revision} appears"
-            " twice with different content; one judgment per revision was expected"
-        )
+        own.append(judgment)
 
 
 def final_rankings(

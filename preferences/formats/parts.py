@@ -53,6 +53,16 @@ class Report:
         """Counts warnings by kind, the most frequent first."""
         return dict(Counter(warning.kind for warning in self.warnings).most_common())
 
+    def outcomes(self) -> dict[str, int]:
+        """Counts warnings by kind, with what was done where that is the same for all of a kind."""
+        done: dict[str, set[str]] = {}
+        for warning in self.warnings:
+            done.setdefault(warning.kind, set()).add(warning.done)
+        return {
+            f"{kind} ({', '.join(done[kind])})" if len(done[kind]) == 1 else kind: count
+            for kind, count in self.counts().items()
+        }
+
 
 @dataclass(frozen=True)
 class Vote:

@@ -75,12 +75,12 @@ def read_as(name: str, rows: Rows) -> tuple[Format, Rows]:
     """Returns the format of this name, or for "auto" the one that recognises most of the first rows, and all the rows.
 
     A row that it does not recognise is left to its reader, which names the field. Raises: ValueError for an unknown
-    format, and if no format recognises the first row.
+    format, and if no format recognises any of the first rows.
     """
     if name != AUTO:
         return format_to_read(name), rows
     first = list(islice(rows, SNIFFED_ROWS))
-    forms = [form for form in _ALL if form.recognise(first[0][1])] if first else []
+    forms = [form for form in _ALL if any(form.recognise(row) for _, row in first)]
     if not forms:
         sniff(iter(first[:1]), option="`format`")
     best = max(forms, key=lambda form: sum(bool(form.recognise(row)) for _, row in first))

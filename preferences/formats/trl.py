@@ -23,7 +23,8 @@ from preferences.formats.parts import (
     user,
 )
 from preferences.records import OVERALL, Judgment, Message, StoredTask, Task
-from reading.fields import any_messages, any_text, number_field, present
+from reading.fields import any_messages, any_text, number_field, present, text_or_messages
+from reading.pairs import implicit_prompt
 
 Sides = tuple[tuple[Message, ...], str, str]  # prompt, chosen, rejected
 
@@ -71,9 +72,9 @@ def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judge
 
 def _sides(where: str, row: Row, report: Report) -> Sides | None:
     """Returns the prompt and both replies, or None and a warning if they cannot be separated."""
-    chosen, rejected = present(where, row, "chosen"), present(where, row, "rejected")
-    if isinstance(chosen, str):
-        return _of_texts(where, row, chosen, any_text(where, row, "rejected"), report)
+    if isinstance(present(where, row, "chosen"), str) or isinstance(present(where, row, "rejected"), str):
+        return _of_texts(where, row, any_text(where, row, "chosen"), any_text(where, row, "rejected"), report)
+    chosen, rejected = text_or_messages(where, row, "chosen"), text_or_messages(where, row, "rejected")
     turns = [
         as_messages(any_messages(where, side, name)) for name, side in (("chosen", chosen), ("rejected", rejected))
     ]
@@ -98,13 +99,10 @@ def _sides(where: str, row: Row, report: Report) -> Sides | None:
 
 
 def _of_texts(where: str, row: Row, chosen: str, rejected: str, report: Report) -> Sides | None:
-    if "prompt" in row:
+    if row.get("prompt") is not None:
         return user(any_text(where, row, "prompt")), chosen, rejected
-    pairs = enumerate(zip(chosen, rejected, strict=False))
-    length = next((place for place, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
-    if length and chosen[length - 1] == " ":
-        length -= 1  # the space belongs to the replies
-    if not chosen[:length].strip():
+    length = implicit_prompt(chosen, rejected)
+    if not length:
         report.add("prompts differ", where, f"{chosen[:30]!r} and {rejected[:30]!r} begin differently", "left out")
         return None
     return user(chosen[:length]), chosen[length:], rejected[length:]

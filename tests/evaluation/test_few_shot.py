@@ -72,7 +72,9 @@ def test_what_was_learned_is_answered_right(tmp_path: Path, tokenizer: Tokenizer
 
 
 def test_what_does_not_fit_is_named(model_folder: Path) -> None:
-    with pytest.raises(ValueError, match="7 examples; more than the 7 shown in a context were expected"):
+    with pytest.raises(
+        ValueError, match="7 shots need at least 8 examples, since each is solved after 7 others; 7 were given"
+    ):
         evaluate_few_shot(model_folder, EXAMPLES, 7, seed=0)
     long = [*EXAMPLES[:3], Example("file: line 4", "x " * 90, "y")]
     with pytest.raises(ValueError, match=r"file: line 4: 0 examples and the prompt have \d+ tokens; .* of 96"):

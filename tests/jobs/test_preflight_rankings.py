@@ -1,6 +1,7 @@
 """Rankings in a published format are read and measured, and their warnings printed, before any training starts."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from training.notices import speaking_through
 GOOD = {"prompt": "Why?", "chosen": "So.", "rejected": "No."}
 
 
-def check(tmp_path: Path, model_folder: Path, *rows: Any, settings: str = "") -> None:
+def check(tmp_path: Path, model_folder: Path, *rows: Any, settings: str = "", source: str = "") -> None:
     """The preflight of a job that only trains a reward model."""
     path = tmp_path / "pairs.jsonl"
     others = [GOOD | {"prompt": f"Why {number}?"} for number in range(8)]  # of which some are held out
-    path.write_text("".join(json.dumps(row) + "\n" for row in (*rows, *others)))
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in (*rows, *others)))
     (tmp_path / "job.toml").write_text(
         f"""
         name = "pairs"
@@ -28,7 +29,7 @@ def check(tmp_path: Path, model_folder: Path, *rows: Any, settings: str = "") ->
         precision = "fp32"
         [reward]
         init_from = "{model_folder}"
-        rankings = {{ source = "{path}" }}
+        rankings = {{ source = "{path}"{source} }}
         {settings}
         heldout_share = 0.5
         num_epochs = 1
@@ -45,18 +46,41 @@ def check(tmp_path: Path, model_folder: Path, *rows: Any, settings: str = "") ->
 
 def test_oddities_are_counted(tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     heard: list[str] = []
-    check(tmp_path, model_folder, GOOD, GOOD, GOOD | {"chosen": ""})
+    with speaking_through(heard.append):
+        check(tmp_path, model_folder, GOOD, GOOD, GOOD | {"chosen": ""}, GOOD | {"chosen": "No."})
+    assert heard == [
+        f"{tmp_path}/pairs.jsonl: 10 comparisons, TRL's preferences, conversational or texts",
+        f"{tmp_path}/pairs.jsonl: of 12 rows, 1 x row seen twice (counted once), 1 x empty reply (kept as is), 1 x"
+        " identical responses (left out)",
+    ]
     said = " ".join(capsys.readouterr().err.split())
-    assert "pairs.jsonl: warnings (details in reward/warnings.json): 1 x row seen twice, 1 x empty reply" in said
+    assert "pairs.jsonl: these rows are listed in reward/warnings.json" in said
     with speaking_through(heard.append):
         check(tmp_path, model_folder, GOOD)
     assert capsys.readouterr().err == ""
-    assert heard == [f"{tmp_path}/pairs.jsonl: 9 comparisons, TRL's preferences, conversational or texts"]
+    assert heard[2:] == [f"{tmp_path}/pairs.jsonl: 9 comparisons, TRL's preferences, conversational or texts"]
+
+
+def test_invalid_rows_are_refused_with_their_number_or_skipped(tmp_path: Path, model_folder: Path) -> None:
+    bad = ["{", {"prompt": "Why?", "chosen": None, "rejected": "No."}, {"prompt": "Why?", "chosen": "So."}]
+    with pytest.raises(ValueError, match=r"pairs\.jsonl: 3 of 12 rows are invalid .*on_invalid") as refused:
+        check(tmp_path, model_folder, GOOD, *bad)
+    for line, words in ((2, "not JSON"), (3, "field 'chosen' is null; a string"), (4, "field 'rejected' is missing")):
+        assert re.search(rf"pairs\.jsonl: line {line}: {words}", str(refused.value))
+    heard: list[str] = []
+    with speaking_through(heard.append):
+        check(tmp_path, model_folder, *bad, GOOD, source=', on_invalid = "skip"')
+    path = f"{tmp_path}/pairs.jsonl"
+    assert heard[:2] == [
+        f"{path}: 9 comparisons, TRL's preferences, conversational or texts",
+        f"{path}: of 12 rows, 3 x invalid (skipped)",
+    ]
+    assert [line.split(": ")[1] for line in heard[2:]] == ["line 1", "line 2", "line 3"]
 
 
 def test_what_is_too_long_is_refused_skipped_or_cut(tmp_path: Path, model_folder: Path) -> None:
     long = [GOOD | {"chosen": "x" * 200}, GOOD | {"prompt": "y" * 200}]
-    with pytest.raises(ValueError, match=r"task 'trl/\w+': prompt and response have .*reward.on_overlong"):
+    with pytest.raises(ValueError, match=r"pairs\.jsonl: line 1: prompt and response have .*reward.on_overlong"):
         check(tmp_path, model_folder, *long)
     for choice, done in (("skip", "2 skipped"), ("truncate", "1 truncated, 1 skipped")):
         heard: list[str] = []
@@ -83,5 +107,5 @@ def test_demonstrations_of_the_reward_are_read_before_it_trains(tmp_path: Path, 
 def test_rows_that_cannot_be_used_are_refused(tmp_path: Path, model_folder: Path) -> None:
     with pytest.raises(ValueError, match=r"pairs\.jsonl: line 2: field 'rejected' is missing"):
         check(tmp_path, model_folder, GOOD, {"prompt": "Why?", "chosen": "So."})
-    with pytest.raises(ValueError, match=r"task 'trl/\w+': prompt and response have \d+ tokens; .* holds 96"):
+    with pytest.raises(ValueError, match=r"pairs\.jsonl: line 2: prompt and response have \d+ tokens; .* holds 96"):
         check(tmp_path, model_folder, GOOD, GOOD | {"chosen": "x" * 200})

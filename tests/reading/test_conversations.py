@@ -71,7 +71,6 @@ def conversation(**last: Any) -> dict[str, Any]:
             r" differ; .* format = 'sharegpt' or format = 'alpaca'",
         ),
         ([{"question": "q", "answer": "a"}], r"line 1: no format of a demonstration has .*\['answer', 'question'\]"),
-        ([{"prompt": "q", "chosen": "a", "rejected": "b"}], "line 1: fields 'chosen' and 'rejected' make a preference"),
         ([{"conversations": [{"from": "tool", "value": "x"}]}], r"'conversations\[0\].from' is 'tool'; system, human"),
         ([conversation(content=PARTS)], r"messages\[1\]: content\[1\] is a part of type 'image_url'; only text parts"),
         ([conversation(content=None, tool_calls=[{"id": 1}])], r"field 'messages\[1\].tool_calls' holds a tool call"),
@@ -92,9 +91,7 @@ def test_fields_that_agree_are_not_ambiguous_and_a_name_decides(tmp_path: Path) 
     ((_, turns),) = read_conversations([DataConfig(source=str(path))], heard.append)
     assert turns == [USER, ANSWER]
     assert heard == [f"{path}: 1 conversation, messages"]
-    with pytest.raises(ValueError, match=r"messages \(messages\) and prompt \(prompt\)"):
-        read_prompts(DataConfig(source=str(path)))
-    (prompt,) = read_prompts(DataConfig(source=str(path), format="prompt"))
+    (prompt,) = read_prompts(DataConfig(source=str(path)))
     assert prompt.messages == ({"role": "user", "content": "q"},)
     same = tmp_path / "same.jsonl"
     same.write_text(json.dumps({"prompt": "q", "messages": [{"role": "user", "content": "q"}]}) + "\n")

@@ -69,7 +69,7 @@ def test_max_rows(tmp_path: Path) -> None:
         ("[1, 2]", "list found; a JSON object was expected"),
         ({"body": "x"}, r"field 'text' is missing; found \['body'\]"),
         ({"text": 3}, "field 'text' is int; a string was expected"),
-        ({"text": None}, "field 'text' is NoneType; a string was expected"),
+        ({"text": None}, "field 'text' is null; a string was expected"),
         ({"text": "  \n"}, "field 'text' is empty; text was expected"),
     ],
 )
@@ -102,7 +102,7 @@ def test_a_gz_file_that_is_not_gzip_or_cut_short_is_named(tmp_path: Path) -> Non
         ({"messages": "hello"}, "field 'messages' is str"),
         ({"messages": ["hello"]}, r"field 'messages\[0\].role': system, user or assistant was expected"),
         (say(("user", "q"), ("robot", "a")), r"field 'messages\[1\].role' is 'robot'; system, user or assistant"),
-        (say(("user", " "), ("assistant", "a")), r"messages\[0\]: field 'content' is empty"),
+        (say(("user", " "), ("assistant", "a")), r"field 'messages\[0\].content' is empty"),
         ({"messages": [{"role": "assistant"}]}, r"messages\[0\]: field 'content' is missing"),
         (
             {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}]},
@@ -134,8 +134,8 @@ def test_bad_prompts(tmp_path: Path) -> None:
         ValueError, match=r"twice\.jsonl: line 3: prompt_id '1' is already that of .*twice\.jsonl: line 1"
     ):
         read_prompts(twice)
-    wrong_end = jsonl(tmp_path / "end.jsonl", say(("user", "q"), ("assistant", "a")))
-    with pytest.raises(ValueError, match=r"field 'messages\[1\].role' is 'assistant'; .* the user's"):
+    wrong_end = jsonl(tmp_path / "end.jsonl", say(("user", "q"), ("system", "a")))
+    with pytest.raises(ValueError, match=r"field 'messages\[1\].role' is 'system'; .* the user's"):
         read_prompts(wrong_end)
     with pytest.raises(ValueError, match=r"none\.jsonl: no prompts; at least one was expected"):
         read_prompts(jsonl(tmp_path / "none.jsonl"))

@@ -114,5 +114,5 @@ def test_refusals(policies: dict[str, Path]) -> None:
         measure_tax(policies, [], [], seed=0)
     with pytest.raises(ValueError, match="text 1 is empty"):
         measure_tax(policies, ["a", ""], [], seed=0)
-    with pytest.raises(ValueError, match="more than the 7 shown"):
+    with pytest.raises(ValueError, match="7 shots need at least 8 examples"):
         measure_tax(policies, [], [Task("doubling", EXAMPLES, 7)], seed=0)
