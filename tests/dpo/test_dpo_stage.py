@@ -191,7 +191,10 @@ def test_other_losses_learn_it_too(
 
 def test_rows_that_are_too_long_follow_on_overlong(tmp_path: Path, model_folder: Path) -> None:
     write_rankings(tmp_path / "rankings.jsonl", long_tasks=(1, 2))
-    with pytest.raises(ValueError, match=r"task 't1'.* tokens.* holds 96 \(dpo.on_overlong = \"skip\" or"):
+    with pytest.raises(
+        ValueError,
+        match=r"rankings\.jsonl: line \d+: prompt and response have .* holds 96 \(dpo.on_overlong = \"skip\" or",
+    ):
         train_dpo(context_of(tmp_path / "refuse"), config_for(tmp_path), model_folder)
     for what in ("skip", "truncate"):
         config = config_for(tmp_path, on_overlong=what, num_epochs=0.3)

@@ -90,7 +90,7 @@ def test_a_prompt_without_room_for_its_response(start_job: Callable[..., str], t
     rows = [asked("short"), {"prompt_id": "the-long-one", **asked("word " * 400)}]
     path = write_rows(tmp_path / "prompts.jsonl", rows)
     line = start_job(f"{stage}.prompts.source={path}")
-    assert f"{path}: prompt 'the-long-one' has " in line
+    assert f"{path}: line 2: prompt 'the-long-one' has " in line
     assert f"at most 144 leave room in model.max_position_embeddings for {stage}.max_new_tokens = 16" in line
     assert f'({stage}.on_overlong = "skip" or "truncate"' in line
 

@@ -4,13 +4,18 @@ import json
 import shutil
 from dataclasses import asdict
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from evaluation.measures.reward_model import measures_of_scores, read_judged
 from files.atomic import write_json
 from heed.cli import app
+from heed.commands.measure_tables import number, reward_tables, spread
+from intervals.estimates import Interval
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
@@ -55,6 +60,26 @@ def heed(*arguments: object) -> str:
     result = CliRunner().invoke(app, ["measure", *map(str, arguments)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
+
+
+def test_what_one_labeler_cannot_say_is_called_unknown(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"Name a {word}", "chosen": word, "rejected": "no"} for word in WORDS]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judged = read_judged(str(path))
+    found = measures_of_scores(judged, {task_id: [1.0, 1.0] for task_id in judged.tasks}, seed=0)
+    console = Console(file=StringIO(), width=150)
+    for part in reward_tables(found):
+        console.print(part)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    (agreement,) = [line.split("  ") for line in text.splitlines() if "two labelers agree" in line]
+    assert [cell.strip() for cell in agreement if cell.strip()] == [
+        "two labelers agree", "unknown", "1 labeler; no pair was ordered by two of them",
+    ]  # fmt: skip
+    assert "(- to -)" not in text
+    assert "-0.000" not in text
+    assert [number(value) for value in (-0.0001, -0.5, float("nan"))] == ["0.000", "-0.500", "-"]
+    assert spread(Interval(0.5, float("nan"), float("nan"))) == "0.500 (interval unknown)"
 
 
 def test_policies_of_a_run_are_those_that_were_kept_and_the_last(run_folder: Path, tmp_path: Path) -> None:

@@ -52,5 +52,24 @@ def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path: Path, model_fold
     assert path.read_text() == "mine"
 
 
+def test_format_and_invalid_rows_are_those_of_the_sources(tmp_path: Path, model_folder: Path) -> None:
+    odd = {"prompt": "q", "messages": [{"role": "user", "content": "another"}, {"role": "assistant", "content": "a"}]}
+    path = tmp_path / "odd.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (odd, {"messages": []}, odd)))
+    pairs = write(tmp_path / "pairs.jsonl", *({"prompt": f"{i}", "chosen": "a", "rejected": "b"} for i in range(9)))
+    starter = Starter(str(model_folder), preferences=pairs, prompts=str(path), on_invalid="skip")
+    with pytest.raises(ValueError, match="3 of 3 rows are invalid"):
+        starter.write(tmp_path / "job.toml")
+    starter = Starter(str(model_folder), preferences=pairs, prompts=str(path), format="messages", on_invalid="skip")
+    said = starter.write(tmp_path / "job.toml")
+    assert (
+        f"{path}: of 3 rows, 1 x invalid (skipped), 2 x ends with an answer (left out), 1 x seen before (kept)" in said
+    )
+    assert f"{path}: line 2: field 'messages' is list; a non-empty list was expected" in said
+    job = load_job(tmp_path / "job.toml")
+    assert (job.ppo.prompts.format, job.ppo.prompts.on_invalid) == ("messages", "skip")
+    assert (job.reward.rankings.format, job.reward.rankings.on_invalid) == ("auto", "skip")
+
+
 def test_a_batch_leaves_ten_steps_in_an_epoch() -> None:
     assert [batch_for(rows) for rows in (1, 19, 20, 200, 100_000)] == [1, 1, 2, 16, 64]

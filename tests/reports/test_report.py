@@ -555,6 +555,17 @@ def test_rows_that_were_too_long_are_counted_where_they_were_left_out(run: Path)
     assert text.count("3 of 90 too long: 2 truncated, 1 skipped") == 5
 
 
+def test_unusual_rows_are_counted_where_they_were_read(run: Path) -> None:
+    rows = {"source": "data/shop.jsonl", "num_rows": 96, "unusual": {"invalid (skipped)": 7, "empty reply (kept)": 1}}
+    stages = ("pretrain", "sft", "collect", "reward", "ppo", "compare")
+    for stage in stages:
+        change(run, f"{stage}/results.json", "sources", [rows])
+    write_report(run)
+    text = (run / "report.html").read_text()
+    assert text.count("Rows of shop.jsonl") == len(stages)
+    assert text.count("of 96 rows, 7 x invalid (skipped), 1 x empty reply (kept)") == len(stages)
+
+
 def test_prompts_without_kinds_have_no_table_of_kinds(run: Path) -> None:
     write_report(run)
     assert "Kinds of prompt" in (run / "report.html").read_text()

@@ -107,6 +107,34 @@ def test_a_conversation_longer_than_a_row_is_named(tmp_path: Path, tokenizer: To
         list(demonstration_parts(tokenizer, sources, Limit(False, 64), 0))
 
 
+STRICT = """{% for message in messages %}
+{% if message.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+<|{{ message.role }}|> {{ message.content }}{{ eos_token }}
+{% endfor %}"""
+
+
+def test_a_conversation_that_the_template_refuses_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "d.jsonl"
+    conversations = [turns(SHORT), [{"role": "system", "content": "Be brief."}, *turns(SHORT)]]
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the whole message is compared
+        list(demonstration_parts(tokenizer.with_template(STRICT), (DataConfig(source=str(path)),), Limit(False, 64), 0))
+    assert str(refused.value) == f"{path}: line 2: chat_template refuses the conversation: System role not supported"
+
+
+def test_skipped_rows_are_in_the_results(tmp_path: Path, model_folder: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    rows = [{"prompt": question, "completion": answer} for question, answer in PAIRS]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [{"prompt": "no answer"}, *rows, rows[0]]))
+    context = StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
+    sources = (DataConfig(source=str(path), on_invalid="skip"),)
+    config = config_for(tmp_path, demonstrations=sources, num_epochs=0.1)
+    train(context, config, model_folder, sft_tokens(tmp_path, config, model_folder))
+    results = json.loads((context.folder / "results.json").read_text())
+    counted = {"invalid (skipped)": 1, "seen before (kept)": 1}
+    assert {"source": str(path), "num_rows": len(rows) + 2, "unusual": counted} in results["sources"]
+
+
 def test_no_demonstrations_are_refused(tmp_path: Path, model_folder: Path) -> None:
     config = config_for(tmp_path, demonstrations=write_data(tmp_path / "none.jsonl", []))
     data = sft_tokens(tmp_path, config, model_folder)
