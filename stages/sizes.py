@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from reading.invalid import InvalidRows
 from training.data import SourceConfig, read_rows
 
 
@@ -55,7 +56,9 @@ class Sizes:
         if named is not None:
             return int(min(limit, named))
         if Path(data.source).is_file():
-            return sum(1 for _ in read_rows(data))
+            # A job that skips malformed lines is planned in spite of them.
+            skipped = InvalidRows(data.source, "skip") if data.on_invalid == "skip" else None
+            return sum(1 for _ in read_rows(data, skipped))
         if data.max_rows:
             return data.max_rows
         self.assume(f"assumes that {data.source} has {self.assumed_rows:,} rows (--rows)")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from evaluation.measures.reward_model import measures_of_scores, read_judged
 from files.atomic import write_json
 from heed.cli import app
-from heed.commands.measure_tables import number, reward_tables, spread
+from heed.commands import measure_tables
 from intervals.estimates import Interval
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights
@@ -69,7 +69,7 @@ def test_what_one_labeler_cannot_say_is_called_unknown(tmp_path: Path) -> None:
     judged = read_judged(str(path))
     found = measures_of_scores(judged, {task_id: [1.0, 1.0] for task_id in judged.tasks}, seed=0)
     console = Console(file=StringIO(), width=150)
-    for part in reward_tables(found):
+    for part in measure_tables.reward_tables(found):
         console.print(part)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     (agreement,) = [line.split("  ") for line in text.splitlines() if "two labelers agree" in line]
@@ -78,8 +78,8 @@ def test_what_one_labeler_cannot_say_is_called_unknown(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert "(- to -)" not in text
     assert "-0.000" not in text
-    assert [number(value) for value in (-0.0001, -0.5, float("nan"))] == ["0.000", "-0.500", "-"]
-    assert spread(Interval(0.5, float("nan"), float("nan"))) == "0.500 (interval unknown)"
+    assert [measure_tables.number(value) for value in (-0.0001, -0.5, float("nan"))] == ["0.000", "-0.500", "-"]
+    assert measure_tables.spread(Interval(0.5, float("nan"), float("nan"))) == "0.500 (interval unknown)"
 
 
 def test_policies_of_a_run_are_those_that_were_kept_and_the_last(run_folder: Path, tmp_path: Path) -> None:

@@ -78,6 +78,20 @@ def test_invalid_rows_are_refused_with_their_number_or_skipped(tmp_path: Path, m
     assert [line.split(": ")[1] for line in heard[2:]] == ["line 1", "line 2", "line 3"]
 
 
+def test_a_row_that_the_chat_template_refuses_is_named(tmp_path: Path, model_folder: Path) -> None:
+    strict = (
+        "{% for message in messages %}"
+        "{% if message.role == 'system' %}{{ raise_exception('No system\\nturns') }}{% endif %}"
+        "<|{{ message.role }}|> {{ message.content }}{{ eos_token }}{% endfor %}"
+    )
+    sides = {side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the whole message is compared
+        check(tmp_path, model_folder, GOOD, sides | {"prompt": prompt}, settings=f'chat_template = """{strict}"""')
+    words = "chat_template refuses the conversation: No system turns"
+    assert str(refused.value) == f"{tmp_path}/pairs.jsonl: line 2: {words}"
+
+
 def test_what_is_too_long_is_refused_skipped_or_cut(tmp_path: Path, model_folder: Path) -> None:
     long = [GOOD | {"chosen": "x" * 200}, GOOD | {"prompt": "y" * 200}]
     with pytest.raises(ValueError, match=r"pairs\.jsonl: line 1: prompt and response have .*reward.on_overlong"):
