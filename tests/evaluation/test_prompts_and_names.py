@@ -50,7 +50,7 @@ def test_prompts_in_every_form(tmp_path: Path) -> None:
         ),
         ([{"prompt": "x"}, {"prompt": "y"}, {"prompt": " x\n"}], r"line 3: the prompt is the same as in .*line 1"),
         ([{"prompt": " "}], "line 1: field 'prompt' is empty"),
-        ([{"prompt_id": None, "prompt": "x"}], "line 1: field 'prompt_id' is NoneType"),
+        ([{"prompt_id": None, "prompt": "x"}], "line 1: field 'prompt_id' is null"),
         ([{"messages": [{"role": "assistant", "content": "x"}]}], "line 1: .*the last turn must be the user's"),
         ([], "no prompts"),
     ],

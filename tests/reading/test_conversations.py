@@ -91,7 +91,9 @@ def test_fields_that_agree_are_not_ambiguous_and_a_name_decides(tmp_path: Path) 
     ((_, turns),) = read_conversations([DataConfig(source=str(path))], heard.append)
     assert turns == [USER, ANSWER]
     assert heard == [f"{path}: 1 conversation, messages"]
-    (prompt,) = read_prompts(DataConfig(source=str(path)))
+    with pytest.raises(ValueError, match=r"messages \(messages\) and prompt \(prompt\)"):
+        read_prompts(DataConfig(source=str(path)))
+    (prompt,) = read_prompts(DataConfig(source=str(path), format="prompt"))
     assert prompt.messages == ({"role": "user", "content": "q"},)
     same = tmp_path / "same.jsonl"
     same.write_text(json.dumps({"prompt": "q", "messages": [{"role": "user", "content": "q"}]}) + "\n")

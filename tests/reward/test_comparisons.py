@@ -63,7 +63,7 @@ def test_ratings_and_an_objective_are_read_as_collecting_writes_them(tmp_path: P
         ({"ranks": None}, "field 'ranks' is None"),
         ({"task_id": ""}, "field 'task_id' is empty"),
         ({"task_id": 7}, "field 'task_id' is int"),
-        ({"labeler": None}, "field 'labeler' is NoneType"),
+        ({"labeler": None}, "field 'labeler' is null"),
         ({"objective": ""}, "field 'objective' is empty"),
         ({"objective": 3}, "field 'objective' is int"),
         ({"ratings": [1, 2]}, "field 'ratings' has 2 entries for 3 responses"),
