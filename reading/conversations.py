@@ -181,6 +181,7 @@ class ConversationReader:
         self.num_rows = 0
         self.num_answers = 0  # of rows that are read as prompts: those whose last turn, the assistant's, is left out
         self.num_repeated = 0  # rows that are the same conversation as an earlier one
+        self.num_left_out = 0
         self._seen = set[int]()  # their hashes, since the texts would fill the memory
         self._format = next((known for known in FORMATS if known.name == form), None)
         self._first = ""  # where the first row is
@@ -224,8 +225,18 @@ class ConversationReader:
 
     def unusual(self) -> dict[str, int]:
         """Counts rows by what is unusual about them, and what was done."""
-        found = {"ends with an answer (left out)": self.num_answers, "seen before (kept)": self.num_repeated}
+        found = {
+            "ends with an answer (not read)": self.num_answers,
+            "seen before (kept)": self.num_repeated,
+            "seen before (left out)": self.num_left_out,
+        }
         return {kind: count for kind, count in found.items() if count}
+
+    def leave_out(self) -> None:
+        """Counts the last row, which repeats an earlier one, as left out."""
+        self.num_rows -= 1
+        self.num_repeated -= 1
+        self.num_left_out += 1
 
 
 def turns_of(where: str, row: Row, part: Part) -> Turns:

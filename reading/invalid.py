@@ -7,6 +7,7 @@ OnInvalid = Literal["refuse", "skip"]
 Row = TypeVar("Row")
 Item = TypeVar("Item")
 
+HINT = 'on_invalid = "skip" in a job\'s source, or --on-invalid skip of heed init, leaves such rows out'
 SHOWN_ROWS = 5
 COUNTED_ROWS = 1_000_000  # read at most after the first row that is refused, to count the others
 
@@ -45,7 +46,7 @@ class InvalidRows:
         """Raises: ValueError that names the first invalid rows, if they are refused or the source has no others."""
         if not self.num_invalid or (self.on_invalid == "skip" and self.num_invalid < self.num_rows):
             return
-        skips = ' (on_invalid = "skip" in a job\'s source leaves such rows out)' if self.on_invalid == "refuse" else ""
+        skips = f" ({HINT})" if self.on_invalid == "refuse" else ""
         if self.num_invalid == 1:
             raise ValueError(f"{self.first[0]}{skips}")
         if self.num_invalid == self.num_rows > SHOWN_ROWS:  # the same mistake in all, most often

@@ -206,28 +206,34 @@ def read_prompts(data: DataConfig, tell: Callable[[str], None] = untold) -> list
 def read_located_prompts(
     data: DataConfig, tell: Callable[[str], None] = untold, count: Callable[[SourceRows], None] = uncounted
 ) -> list[tuple[str, Prompt]]:
-    """(where, prompt), each ending with a user's turn.
+    """(where, prompt), each ending with a user's turn; of rows with the same id and prompt only the first.
 
     `tell` gets lines on how many of which format there are and what is unusual about the rows, and `count` the latter
     in numbers.
 
     Raises:
-        ValueError: a prompt has another form, an id occurs twice, or there are no prompts; the message names the line.
+        ValueError: a prompt has another form, two prompts have the same id, or there are no prompts; the message names
+            the line.
     """
-    seen: dict[str, str] = {}
+    prompts: dict[str, tuple[str, Prompt]] = {}
     invalid, reader = InvalidRows(data.source, data.on_invalid), ConversationReader("prompt", data.format)
 
     def read(where: str, row: Row) -> Prompt:
-        prompt_id = name_field(where, row, "prompt_id") or str(invalid.num_rows - 1)
-        if prompt_id in seen:
-            raise ValueError(f"{where}: prompt_id {prompt_id!r} is already that of {seen[prompt_id]}")
-        messages = tuple(reader.read(where, row))
-        seen[prompt_id] = where
-        return Prompt(prompt_id=prompt_id, messages=messages, kind=name_field(where, row, "kind"))
+        kind, prompt_id = name_field(where, row, "kind"), name_field(where, row, "prompt_id")
+        prompt_id = prompt_id or str(invalid.num_rows - 1)
+        prompt = Prompt(prompt_id=prompt_id, messages=tuple(reader.read(where, row)), kind=kind)
+        first, known = prompts.get(prompt_id, ("", prompt))
+        if known.messages != prompt.messages:
+            raise ValueError(f"{where}: prompt_id {prompt_id!r} is already that of {first}, another prompt")
+        return prompt
 
-    prompts = list(read_valid(data, read, invalid))
+    for where, prompt in read_valid(data, read, invalid):
+        if prompt.prompt_id in prompts:  # of another pair of responses to the same prompt
+            reader.leave_out()
+        else:
+            prompts[prompt.prompt_id] = (where, prompt)
     if not prompts:
         raise ValueError(f"{data.source}: no prompts; at least one was expected")
     tell(reader.summary(data.source))
     report_rows(invalid, reader.unusual(), tell, count)
-    return prompts
+    return list(prompts.values())

@@ -63,7 +63,7 @@ def test_format_and_invalid_rows_are_those_of_the_sources(tmp_path: Path, model_
     starter = Starter(str(model_folder), preferences=pairs, prompts=str(path), format="messages", on_invalid="skip")
     said = starter.write(tmp_path / "job.toml")
     assert (
-        f"{path}: of 3 rows, 1 x invalid (skipped), 2 x ends with an answer (left out), 1 x seen before (kept)" in said
+        f"{path}: of 3 rows, 1 x invalid (skipped), 2 x ends with an answer (not read), 1 x seen before (kept)" in said
     )
     assert f"{path}: line 2: field 'messages' is list; a non-empty list was expected" in said
     job = load_job(tmp_path / "job.toml")

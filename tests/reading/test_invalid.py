@@ -41,9 +41,7 @@ def test_all_are_counted_and_the_first_five_are_named(mixed: Path) -> None:
     with pytest.raises(ValueError) as refused:  # noqa: PT011 - the whole message is compared
         texts(mixed, invalid)
     first, *others = str(refused.value).splitlines()
-    assert first == (
-        f'{mixed}: 6 of 12 rows are invalid (on_invalid = "skip" in a job\'s source leaves such rows out):'
-    )
+    assert first == f"{mixed}: 6 of 12 rows are invalid ({limits.HINT}):"
     assert [line.strip() for line in others] == [
         f"{mixed}: line 2: not JSON: Expecting value at column 1",
         f"{mixed}: line 4: list found; a JSON object was expected",

@@ -119,7 +119,7 @@ def test_answers_that_a_prompt_leaves_out_and_repeated_rows_are_counted() -> Non
     for number, row in enumerate([H4, H4 | {"prompt": "1?", "messages": [user("1?"), assistant("")]}, H4], start=1):
         reader.read(f"ultra.jsonl: line {number}", row)
     assert reader.summary("ultra.jsonl") == "ultra.jsonl: 3 prompts, messages"
-    assert reader.unusual() == {"ends with an answer (left out)": 3, "seen before (kept)": 1}
+    assert reader.unusual() == {"ends with an answer (not read)": 3, "seen before (kept)": 1}
     reader = ConversationReader("demonstration")
     reader.read("ultra.jsonl: line 1", H4)
     assert reader.unusual() == {}

@@ -128,8 +128,18 @@ def test_prompts(tmp_path: Path) -> None:
     assert [prompt.messages[-1]["content"] for prompt in prompts] == ["one", "two", "3"]
 
 
+def test_rows_with_the_id_and_prompt_of_an_earlier_one_are_left_out(tmp_path: Path) -> None:
+    """As in preference data with several pairs per prompt."""
+    pairs = [{"prompt": f"q{i % 2}", "prompt_id": f"p{i % 2}", "chosen": f"a{i}", "rejected": "b"} for i in range(5)]
+    heard: list[str] = []
+    data = jsonl(tmp_path / "pairs.jsonl", *pairs)
+    assert [prompt.prompt_id for prompt in read_prompts(data, heard.append)] == ["p0", "p1"]
+    assert heard[0] == f"{data.source}: 2 prompts, prompt"
+    assert heard[1] == f"{data.source}: of 5 rows, 3 x seen before (left out)"
+
+
 def test_bad_prompts(tmp_path: Path) -> None:
-    twice = jsonl(tmp_path / "twice.jsonl", *({"prompt": "q", "prompt_id": i} for i in (1, 2, 1)))
+    twice = jsonl(tmp_path / "twice.jsonl", *({"prompt": f"q{i}", "prompt_id": i % 2} for i in (1, 2, 3)))
     with pytest.raises(
         ValueError, match=r"twice\.jsonl: line 3: prompt_id '1' is already that of .*twice\.jsonl: line 1"
     ):
