@@ -8,17 +8,17 @@ Row = TypeVar("Row")
 Item = TypeVar("Item")
 
 HINT = 'on_invalid = "skip" in a job\'s source, or --on-invalid skip of heed init, leaves such rows out'
-SHOWN_ROWS = 5
+SHOWN_ROWS, KEPT_ROWS = 5, 1000  # of the invalid ones: in an error, and in all
 COUNTED_ROWS = 1_000_000  # read at most after the first row that is refused, to count the others
 
 
 class InvalidRows:
-    """The invalid rows of one source: how many there are, and the messages about the first few."""
+    """The invalid rows of one source: how many there are, and the messages about the first KEPT_ROWS."""
 
     def __init__(self, source: str, on_invalid: OnInvalid = "refuse") -> None:
         self.source, self.on_invalid = source, on_invalid
         self.num_rows = self.num_invalid = 0
-        self.first: list[str] = []
+        self.messages: list[str] = []
         self._last_row = 0  # at which counting stops, after a row that is refused
 
     def add(self, error: ValueError) -> None:
@@ -26,13 +26,17 @@ class InvalidRows:
         if not self.num_invalid and self.on_invalid == "refuse":
             self._last_row = self.num_rows + COUNTED_ROWS
         self.num_invalid += 1
-        if len(self.first) < SHOWN_ROWS:
-            self.first.append(str(error))
+        if len(self.messages) < KEPT_ROWS:
+            self.messages.append(str(error))
 
     def add_unreadable(self, error: ValueError) -> None:
         """Counts a row that could not even be parsed, and so is not among those that are read."""
         self.num_rows += 1
         self.add(error)
+
+    @property
+    def first(self) -> list[str]:
+        return self.messages[:SHOWN_ROWS]
 
     @property
     def are_refused(self) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 
 from lm.tokenizer import Tokenizer
 from preferences.formats.merging import Found
+from preferences.formats.parts import RowWarning
 from preferences.records import OVERALL, Message, Ranking
 from preferences.splits import split_rankings
 from preferences.statistics.reliability import labeler_reliability, labeler_weights
@@ -80,7 +81,7 @@ class PreparedRankings:
             return replace(ranking, prompt=(Message("user", str(number)),), responses=no_texts)
 
         train, heldout = ([without_texts(ranking) for ranking in side] for side in (split.train, split.heldout))
-        warnings = [vars(warning) for warning in found.report.warnings]
+        warnings = warnings_about(found)
         rows = SourceRows.of(found.invalid, found.report.outcomes())
         sources = (rows,) if rows else ()
         return cls(Split(split.objectives, train, heldout), first_sequence, folder, warnings, sources)
@@ -148,8 +149,14 @@ def report_rankings(config: ComparisonsConfig, found: Found, seed: int) -> None:
     left_out = sum(ranking.objective not in objectives for ranking in found.rankings)
     if left_out:
         console.print(f"{config.rankings.source}: {left_out:,} rankings are of objectives that are not learned")
-    if found.report.warnings:
+    if warnings_about(found):
         console.print(f"{config.rankings.source}: these rows are listed in {config.section}/{WARNINGS}", markup=False)
+
+
+def warnings_about(found: Found) -> list[dict[str, Any]]:
+    """What WARNINGS lists: the first rows that were skipped because they are invalid, and every row that is odd."""
+    skipped = [RowWarning("invalid", found.invalid.source, message, "skipped") for message in found.invalid.messages]
+    return [vars(warning) for warning in (*skipped, *found.report.warnings)]
 
 
 def weights_of_labelers(split: Split, config: ComparisonsConfig) -> LabelerWeights:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from reading.conversations import ConversationReader
+from reading.invalid import InvalidRows, valid_rows
+from reading.rows import read_source
 from reward.comparisons import RankingsConfig, read_rankings
 
 QUESTION, ANSWER, WORSE = "What is 2 + 2?", "It is 4.", "It is 5."
@@ -164,3 +166,28 @@ def test_a_prompt_that_begins_otherwise_than_the_messages_is_ambiguous() -> None
     with pytest.raises(ValueError, match=r"messages \(messages\) and prompt \(prompt\), and the two differ"):
         ConversationReader("prompt").read("d.jsonl: line 1", row)
     assert ConversationReader("prompt", "prompt").read("d.jsonl: line 1", row) == [user("Another question?")]
+
+
+REAL = Path(__file__).parents[3] / "shared" / "data"
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "num_valid", "invalid_lines"),
+    [
+        # Transcripts whose last reply was cut off: the lines that `tests/preferences/test_formats_real.py` counts.
+        ("hh-rlhf/harmless-base/test.jsonl.gz", "demonstration", 1996, [87, 517, 926, 1104]),
+        ("hh-rlhf/harmless-base/test.jsonl.gz", "prompt", 2000, []),
+        ("oasst_en_100_tree.jsonl", "demonstration", 100, []),
+        ("oasst_en_100_tree.jsonl", "prompt", 100, []),
+    ],
+)
+def test_whole_published_files_are_read(name: str, part: Any, num_valid: int, invalid_lines: list[int]) -> None:
+    path = REAL / name
+    if not path.is_file():
+        pytest.skip(f"the real data ({path}) is not on this machine")
+    invalid, reader = InvalidRows(str(path), "skip"), ConversationReader(part)
+    read = [turns for _, turns in valid_rows(read_source(str(path), invalid=invalid), reader.read, invalid)]
+    assert len(read) == num_valid
+    assert [int(message.split(": ")[1].split()[-1]) for message in invalid.first] == invalid_lines
+    last = {"demonstration": "assistant", "prompt": "user"}[part]
+    assert {turns[-1]["role"] for turns in read} == {last}

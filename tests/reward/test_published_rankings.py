@@ -12,7 +12,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
 from reward.comparisons import RankingsConfig, read_judgments, read_rankings
 from reward.config import RewardConfig
-from reward.prepared import WARNINGS
+from reward.prepared import WARNINGS, warnings_about
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -79,3 +79,21 @@ def test_rows_of_one_labeler_that_repeat_count_once(tmp_path: Path) -> None:
     path.write_text("")
     with pytest.raises(ValueError, match=r"a\.jsonl: no rankings; at least one was expected"):
         read_rankings(data)
+
+
+def test_rows_that_were_skipped_are_listed_with_the_odd_ones(tmp_path: Path) -> None:
+    row = {"prompt": "Why?", "chosen": "So.", "rejected": "No."}
+    path = tmp_path / "a.jsonl"
+    contradicting = {"task_id": "t", "prompt": [{"role": "user", "content": "q"}], "ranks": [1, 2], "labeler": "ann"}
+    for rows, kinds in (
+        ([row, {"prompt": "Why?"}, row], ["invalid", "row seen twice"]),
+        ([contradicting | {"responses": ["a", text]} for text in ("b", "c", "b")], ["invalid", "row seen twice"]),
+    ):
+        path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+        found = read_judgments(RankingsConfig(source=str(path), on_invalid="skip"))
+        listed = warnings_about(found)
+        assert [warning["kind"] for warning in listed] == kinds
+        assert listed[0]["found"].startswith(f"{path}: line 2: ")
+        assert len(found.rankings) == 1
+        with pytest.raises(ValueError, match=r"a\.jsonl: line 2: "):
+            read_judgments(RankingsConfig(source=str(path)))
