@@ -11,7 +11,7 @@ from jobs.job_file import load_job
 from jobs.model_shape import shape_of
 from lm.hub import model_directory
 from lm.tokenizer import Tokenizer
-from reading.conversations import AUTO
+from reading.conversations import AUTO, NAMES
 from reading.invalid import OnInvalid
 from reading.rows import is_file_name
 from reward.comparisons import RankingsConfig, read_judgments
@@ -48,6 +48,8 @@ class Starter:
         """
         if path.exists():
             raise ValueError(f"{path} is there already; another name was expected")
+        if self.format not in NAMES:
+            raise ValueError(f"--format is {self.format!r}; one of {', '.join(NAMES)} was expected")
         found: list[str] = []
         text = "\n".join(self._lines(path, found))
         write_text(path, text + "\n")

@@ -224,6 +224,7 @@ def read_located_prompts(
         prompt = Prompt(prompt_id=prompt_id, messages=tuple(reader.read(where, row)), kind=kind)
         first, known = prompts.get(prompt_id, ("", prompt))
         if known.messages != prompt.messages:
+            reader.num_rows -= 1  # it will not be among the prompts
             raise ValueError(f"{where}: prompt_id {prompt_id!r} is already that of {first}, another prompt")
         return prompt
 

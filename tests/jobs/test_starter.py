@@ -42,6 +42,7 @@ def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path: Path, model_fold
         (Starter(str(model_folder)), "--demonstrations or --preferences was expected"),
         (Starter(str(model_folder), demonstrations=demos), r"d\.jsonl: line 1: field 'completion' is missing"),
         (Starter("no/such-model", demonstrations=demos), "no/such-model"),
+        (Starter(str(model_folder), demonstrations=demos, format="csv"), "--format is 'csv'; one of auto, messages,"),
     ):
         with pytest.raises(ValueError, match=words):
             starter.write(path)

@@ -144,6 +144,9 @@ def test_bad_prompts(tmp_path: Path) -> None:
         ValueError, match=r"twice\.jsonl: line 3: prompt_id '1' is already that of .*twice\.jsonl: line 1"
     ):
         read_prompts(twice)
+    heard: list[str] = []
+    assert len(read_prompts(twice.model_copy(update={"on_invalid": "skip"}), heard.append)) == 2
+    assert heard[:2] == [f"{twice.source}: 2 prompts, prompt", f"{twice.source}: of 3 rows, 1 x invalid (skipped)"]
     wrong_end = jsonl(tmp_path / "end.jsonl", say(("user", "q"), ("system", "a")))
     with pytest.raises(ValueError, match=r"field 'messages\[1\].role' is 'system'; .* the user's"):
         read_prompts(wrong_end)
