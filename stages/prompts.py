@@ -58,10 +58,12 @@ def fitting_prompts(
     return Fitting(found, overlong)
 
 
-def prompt_lengths(tokenizer: Tokenizer, data: DataConfig, most_tokens: int) -> Lengths:
+def prompt_lengths(
+    tokenizer: Tokenizer, data: DataConfig, most_tokens: int, tell: Callable[[str], None] = untold
+) -> Lengths:
     """The lengths of a source's prompts, of which at most `most_tokens` count. Raises: ValueError as `read_prompts`."""
     sample = RowSample[Prompt]()
-    for prompt in read_prompts(data):
+    for prompt in read_prompts(data, tell):
         sample.add(prompt, sum(len(message["content"].encode()) for message in prompt.messages))
     return sample.lengths(lambda prompts: ((n, 0) for n in _lengths(tokenizer, prompts)), most_tokens)
 

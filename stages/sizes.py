@@ -51,12 +51,12 @@ class Sizes:
 
     def num_rows(self, data: SourceConfig) -> int:
         """Rows of a source: counted where the file is here, known from the job, or assumed."""
-        limit = data.max_rows or math.inf
+        limit, skipped = data.max_rows or math.inf, data.skip_rows
         written, named = self.stage_size(data.source), self.world_rows(data.source)
         if written is not None:
-            return int(min(limit, written.num_rows))
+            return int(min(limit, max(0, written.num_rows - skipped)))
         if named is not None:
-            return int(min(limit, named))
+            return int(min(limit, max(0, named - skipped)))
         if Path(data.source).exists():
             return self.measures.get(f"rows {data.model_dump_json()}", lambda: sum(1 for _ in read_rows(data)))
         if data.max_rows:
