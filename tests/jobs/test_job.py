@@ -180,6 +180,19 @@ def test_a_mistake_is_named_with_its_place(override: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_the_reward_judges_only_alone_and_where_there_is_one() -> None:
+    assert load_job(DEBUG, ["compare.judge_reward=true"]).compare.judge_reward
+    with pytest.raises(
+        ValueError, match=r"compare\.judge_from is given and so is compare\.judge_reward; one judge was"
+    ):
+        load_job(DEBUG, ["compare.judge_reward=true", "compare.judge_from=x"])
+    without = ["reward=none", "ppo=none", "rejection.reward_from=x", "compare.judge_reward=true"]
+    with pytest.raises(
+        ValueError, match=r"compare\.judge_reward: the job has no reward; \[reward\], \[ppo\] or another"
+    ):
+        load_job(DEBUG, without)
+
+
 def test_two_mistakes_are_both_named() -> None:
     with pytest.raises(ValueError, match=r"debug\.toml: .*seed.*; .*ppo\.clip_range"):
         load_job(DEBUG, ["ppo.clip_range=-1", "seed=-1"])
