@@ -97,8 +97,12 @@ def reward_model_judge(name: str, spec: str) -> ScoreJudge:
     return ScoreJudge(name, "reward model", spec, score, about)
 
 
-def reward_judge(name: str, reward: ExternalReward | Path, objective_weights: Mapping[str, float]) -> ScoreJudge:
-    """Open what a run's policies were trained to raise: its reward model's folder, or a function or server."""
+def reward_judge(
+    name: str, reward: ExternalReward | Path, objective_weights: Mapping[str, float], *, is_climbed: bool = True
+) -> ScoreJudge:
+    """Open a run's reward: its reward model's folder, or a function or server. `is_climbed`: the policies were trained
+    to raise it, as DPO's are not.
+    """
     if isinstance(reward, RewardFunction):
         judge = function_judge(name, reward.name)
     elif isinstance(reward, RemoteReward):
@@ -107,6 +111,8 @@ def reward_judge(name: str, reward: ExternalReward | Path, objective_weights: Ma
     else:
         found = {"description": "the run's reward model", "sha256": folder_hash(reward)}
         judge = ScoreJudge(name, "reward model", str(reward), reward_model_score(reward, objective_weights), found)
+    if not is_climbed:
+        return judge
     description = f"{judge.details['description']}, which is also the reward: whatever it overlooks stays unseen here"
     return replace(judge, details={**judge.details, "description": description, "is_reward": True})
 

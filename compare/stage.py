@@ -149,8 +149,10 @@ def judge_of(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:
         ((name, spec),) = named_specs([config.judge_from], "judge")
         return reward_model_judge(name, spec)
     if config.judge_reward:
-        proxy = proxy_of(run)
-        return reward_judge("reward", proxy.external or Path(proxy.model), proxy.objective_weights)
+        proxy, policies = proxy_of(run), policies_of(run.job)
+        is_climbed = PPO.name in policies or any(REWARD.name in run.job.parents(name) for name in policies)
+        reward = proxy.external or Path(proxy.model)
+        return reward_judge("reward", reward, proxy.objective_weights, is_climbed=is_climbed)
     return gold_judge(run.world.judge_names[0], "gold:../job.toml", run.world)
 
 

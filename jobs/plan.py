@@ -8,6 +8,7 @@ from cluster.group import WorkerGroup
 from jobs.job import JobConfig
 from jobs.model_shape import known_shape
 from jobs.registry import WORLD
+from lm.config import ModelConfig
 from lm.hub import is_on_this_machine
 from planning.hardware import Hardware
 from planning.memory import Layout
@@ -69,7 +70,8 @@ class Plan:
 
 def make_plan(job: JobConfig, setting: Setting) -> Plan:
     """Raises: ValueError for a job without a shape, and for files of its data that are malformed."""
-    if job.model is None:
+    model = job.model or _only_shape(job)
+    if model is None:
         raise ValueError("model: missing; the plan needs the shape of the policy")
     precision = job.engine.precision
     if precision == "auto":
@@ -83,22 +85,28 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
         job.engine.checkpoint_activations,
     )
     sizes = Sizes(
-        job.model.max_position_embeddings,
+        model.max_position_embeddings,
         setting.assumed_rows,
         longest=_longest_conversation(job),
         measures=setting.measures,
         world_rows=lambda source: _world_rows(job, source),
         stage_size=lambda source: _stage_size(job, source, sizes),
     )
-    times = Times(job.model, layout, setting.hardware, setting.share_of_peak)
+    times = Times(model, layout, setting.hardware, setting.share_of_peak)
     has_models = all(map(is_on_this_machine, _models(job)))
     plans = []
     for stage in job.stages:
         # Nothing of a run is there but its data; a vocabulary that an earlier run has made is read.
         run = StageRun(stage.name, job, RUNS / job.name, _NoWorkers(), None) if has_models else None
-        planner = Planner(stage.name, job, job.model, layout, sizes, times, known_shape, run)
+        planner = Planner(stage.name, job, model, layout, sizes, times, known_shape, run)
         plans.append(stage.plan(planner, job.section_of(stage)))
     return Plan(job, setting, layout, tuple(plans))
+
+
+def _only_shape(job: JobConfig) -> ModelConfig | None:
+    """The shape of a reward model in a job without a policy."""
+    starts = [getattr(job.section_of(stage), "init_from", "") for stage in job.stages]
+    return known_shape(starts[0]) if starts[0] else None
 
 
 def _models(job: JobConfig) -> set[str]:

@@ -144,7 +144,7 @@ class Starter:
         length = shape.max_new_tokens(max((of.lengths.longest_response for of in (demos, pairs) if of), default=0))
         if self._chosen == "dpo" and judgments is not None and pairs is not None:
             yield dpo_section(shape, start, pairs, len(judgments.tasks))
-            judge = f"judge_function = {json.dumps(self.reward)}" if self.reward else JUDGED_BY_REWARD
+            judge = f"judge_function = {json.dumps(self.reward)}" if self.reward else JUDGED_BY_REWARD_MODEL
             source, origin = self._compared_by_dpo(judgments, prompts, path, written)
             yield compare_section(source, origin, judge, length)
         elif prompts is not None:
@@ -215,6 +215,7 @@ class Starter:
 
 
 JUDGED_BY_REWARD = "judge_reward = true       # what training climbs, on prompts that it has not seen"
+JUDGED_BY_REWARD_MODEL = "judge_reward = true       # the reward model, on prompts that no training has seen"
 
 
 def _rows_to_read(source: str) -> int:

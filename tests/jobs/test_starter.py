@@ -230,8 +230,8 @@ def test_a_job_runs_as_it_is_to_a_comparison(
     results = json.loads((tmp_path / "runs" / "job" / "compare" / "results.json").read_text())
     policy = "dpo" if algorithm == "dpo" else "ppo"
     assert set(results["policies"]) == {"sft", "best_of_4", policy}
-    assert results["judge"]["is_reward"]
+    assert results["judge"]["is_reward"] == (algorithm != "dpo")
     assert results["num_prompts"] == (40 if algorithm == "dpo" else 10)
     assert results["hacking"] is None, "the reward can't confirm itself"
     page = (tmp_path / "runs" / "job" / "report.html").read_text()
-    assert "The judge is the reward itself" in page
+    assert ("The judge is the reward itself" in page) == (algorithm != "dpo")
