@@ -186,7 +186,7 @@ def test_the_reward_judges_only_alone_and_where_there_is_one() -> None:
         ValueError, match=r"compare\.judge_from is given and so is compare\.judge_reward; one judge was"
     ):
         load_job(DEBUG, ["compare.judge_reward=true", "compare.judge_from=x"])
-    without = ["reward=none", "ppo=none", "rejection.reward_from=x", "compare.judge_reward=true"]
+    without = ["reward=none", "ppo=none", "compare.judge_reward=true"]
     with pytest.raises(
         ValueError, match=r"compare\.judge_reward: the job has no reward; \[reward\], \[ppo\] or another"
     ):
