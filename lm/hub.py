@@ -33,14 +33,14 @@ def model_directory(name: str, revision: str | None = None) -> Path:
 
 
 def is_on_this_machine(name: str) -> bool:
-    """Whether `model_directory` needs no download for this name."""
+    """Whether `model_directory` needs to download nothing large for this name: the weights are here."""
     if Path(name).expanduser().exists():
         return True
     try:
-        snapshot_download(name, allow_patterns=_WANTED, local_files_only=True)
+        folder = snapshot_download(name, allow_patterns=_WANTED, local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError):
         return False
-    return True
+    return any(Path(folder).glob("*.safetensors"))
 
 
 def adapter_directory(name: str, revision: str | None = None) -> Path:
