@@ -15,16 +15,11 @@ from typing import Any
 
 import tomli_w
 
+from files.packages import PACKAGES, ROOT
 from jobs.job import JobConfig
 from jobs.toml_values import BASE, read_job_values, read_toml
 from reading.rows import LOADERS
 
-ROOT = Path(__file__).parents[1]
-PACKAGES = (
-    "lm", "reading", "intervals", "files", "endpoints", "training", "preferences", "playground", "reports",
-    "labeling", "cluster", "planning", "samplers", "stages", "pretrain", "sft", "reward", "evaluation", "collect",
-    "dpo", "ppo", "rejection", "compare", "jobs", "studies", "chaos", "heed", "configs",
-)  # fmt: skip
 SHIPPED_MIB = 100  # the head keeps shipped files in memory; larger ones belong in the shared folder
 
 
