@@ -7,8 +7,10 @@ installing torch and compiling DeepSpeed's parts when a job starts would cost mi
 import os
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -88,7 +90,27 @@ def _shipped(job: JobConfig) -> Iterator[str]:
                 f"{field}: {name} makes more than {SHIPPED_MIB} MiB to ship; put it on storage that all machines of the"
                 " cluster share and name it by its absolute path"
             )
+        _refuse_hiding(field, Path(name))
         yield name
+
+
+def _refuse_hiding(field: str, path: Path) -> None:
+    """Raise ValueError for a file that would lose its place to one of Heed's, or hide an installed module: on the
+    cluster the folder of the job comes first among those in which Python looks for modules.
+    """
+    files = [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file()]
+    for file in files:
+        heeds = ROOT / file
+        if file.parts[0] in PACKAGES and heeds.is_file() and not file.samefile(heeds):
+            raise ValueError(f"{field}: {file} has the path of a file of Heed's code; another name was expected")
+    name = path.stem
+    if (
+        path.suffix != ".py" or len(path.parts) > 1 or name in PACKAGES or not name.isidentifier()
+    ):  # a package is found before a file
+        return
+    spec = find_spec(name)
+    if name in sys.stdlib_module_names or (spec is not None and spec.origin != str(path.resolve())):
+        raise ValueError(f"{field}: {path} would hide the installed module {name!r}; another name was expected")
 
 
 def named_paths(job: JobConfig) -> Iterator[tuple[str, str]]:
