@@ -43,7 +43,7 @@ class _Worker:
         with imports_uncollected():
             import torch
 
-            from cluster import notices
+            from cluster import notices, stop_request
             from training.notices import speak_through
 
             with suppress(ImportError):  # the environment of another sampling engine has no Accelerate
@@ -51,6 +51,8 @@ class _Worker:
 
         torch.set_num_threads(threads)
         speak_through(notices.send)
+        if rank == 0:
+            stop_request.listen()
         self.rank = rank
         self.kept: dict[str, Any] = {}
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(num_workers))

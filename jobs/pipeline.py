@@ -25,6 +25,7 @@ from files.hashes import file_hash
 from files.lock import lock
 from jobs.hub_models import hub_models
 from jobs.inputs import inputs_of
+from jobs.interrupts import saving_on_interrupt
 from jobs.job import JobConfig
 from jobs.preflight import check_data, refuse_missing
 from jobs.recovery import Workers, run_to_end
@@ -154,6 +155,7 @@ def _run_stage(
     try:
         with (
             open_folder(folder, inputs, forced=forced),
+            saving_on_interrupt(stage.name, (folder / "metrics.jsonl").is_file),
             call_on_sigterm(say_stopped),
             follow(stage.name, folder) as progress,
             status.stage(progress),
