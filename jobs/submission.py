@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import tomli_w
 
 from files.packages import PACKAGES, ROOT
+from files.python_names import user_folders
 from jobs.job import JobConfig
 from jobs.toml_values import BASE, read_job_values, read_toml
 from reading.rows import LOADERS
@@ -104,12 +105,11 @@ def _refuse_hiding(field: str, path: Path) -> None:
         if file.parts[0] in PACKAGES and heeds.is_file() and not file.samefile(heeds):
             raise ValueError(f"{field}: {file} has the path of a file of Heed's code; another name was expected")
     name = path.stem
-    if (
-        path.suffix != ".py" or len(path.parts) > 1 or name in PACKAGES or not name.isidentifier()
-    ):  # a package is found before a file
+    if path.suffix != ".py" or len(path.parts) > 1 or name in PACKAGES:  # where both are, Python finds the package
         return
-    spec = find_spec(name)
-    if name in sys.stdlib_module_names or (spec is not None and spec.origin != str(path.resolve())):
+    of_users = {"", str(Path.cwd()), *user_folders()}
+    installed = [folder for folder in sys.path if folder not in of_users]
+    if name in sys.stdlib_module_names or PathFinder.find_spec(name, installed) is not None:
         raise ValueError(f"{field}: {path} would hide the installed module {name!r}; another name was expected")
 
 

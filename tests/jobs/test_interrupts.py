@@ -4,16 +4,19 @@ import os
 import re
 import signal
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from jobs import interrupts
 from jobs.interrupts import saving_on_interrupt
 from training.stopping import StoppedError, stop_requested
 
+DEBUG_JOB = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
 PRETRAIN = ("--only", "pretrain", "--workers", "2", "--set", "pretrain.num_steps=150", "--set",
             "pretrain.save_every_steps=1000", "--set", "pretrain.evaluate_every_steps=1000")  # fmt: skip
 
@@ -88,3 +91,32 @@ def test_an_interrupted_stage_loses_no_step_and_ends_with_the_same_bits(
     assert whole.wait() == 0, whole.output
     weights = Path("debug", "pretrain", "model", "model.safetensors")
     assert (tmp_path / "stopped" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+
+
+@pytest.mark.long
+def test_ppo_is_interrupted_after_the_iteration_that_it_is_in(
+    heed: Callable[..., Any], num_steps: Callable[[Path], int], model_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "def score(prompts, responses):\n    return [len(text) for text in responses]\n"
+    )
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "Where is {i}?"}}\n' for i in range(16)))
+    debug = tomllib.loads(DEBUG_JOB.read_text(encoding="utf-8"))
+    ppo = debug["ppo"] | {
+        "init_from": str(model_folder), "prompts": {"source": str(tmp_path / "prompts.jsonl")}, "ptx_coef": 0.0,
+        "ptx_rows": 0, "reward_function": f"{tmp_path / 'rewards.py'}:score", "num_iterations": 200,
+        "save_every_iterations": 1000,
+    }  # fmt: skip
+    values = {"name": "alone", "engine": debug["engine"], "cluster": debug["cluster"], "ppo": ppo}
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(values), encoding="utf-8")
+    command = heed("run", str(tmp_path / "job.toml"), "--runs", str(tmp_path / "runs"))
+    stage = tmp_path / "runs" / "alone" / "ppo"
+    while num_steps(stage) < 2:
+        assert command.process.poll() is None, command.output
+        time.sleep(0.02)
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait(60) == 130, command.output
+    assert "Traceback" not in command.output
+    found = re.search(r"ppo: stopped at step (\d+) of 200 \(its newest checkpoint is step-0*(\d+)\)", command.output)
+    assert found, command.output
+    assert found[1] == found[2] == str(num_steps(stage))
