@@ -5,6 +5,7 @@ A rank in a call takes no other call, so a thread of each rank 0 looks there. `t
 
 import threading
 import time
+from contextlib import suppress
 
 import ray
 from ray.exceptions import RayError
@@ -17,15 +18,17 @@ _NAMESPACE = b"heed-stop"
 
 
 def send_request() -> None:
-    """Ask all ranks of this driver."""
+    """Ask all ranks of this driver, if Ray's head can be reached."""
     if ray.is_initialized():
-        internal_kv._internal_kv_put(_key(), b"stop", namespace=_NAMESPACE)
+        with suppress(RayError):
+            internal_kv._internal_kv_put(_key(), b"stop", namespace=_NAMESPACE)
 
 
 def withdraw_request() -> None:
     """Take it back, for ranks that start later."""
     if ray.is_initialized():
-        internal_kv._internal_kv_del(_key(), namespace=_NAMESPACE)
+        with suppress(RayError):
+            internal_kv._internal_kv_del(_key(), namespace=_NAMESPACE)
 
 
 def listen() -> None:

@@ -4,10 +4,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
-
-from ray.exceptions import RayError
 
 from cluster.stop_request import send_request, withdraw_request
 from stages.progress import console
@@ -36,7 +34,7 @@ def saving_on_interrupt(stage: str, can_save: Callable[[], bool]) -> Iterator[No
             raise KeyboardInterrupt
         request_stop()
         last_call.start()
-        threading.Thread(target=_ask_ranks, name="interrupt", daemon=True).start()
+        threading.Thread(target=send_request, name="interrupt", daemon=True).start()
         console.print(f"{stage}: saving a checkpoint before it stops; Ctrl-C again stops at once", markup=False)
 
     earlier = signal.signal(signal.SIGINT, interrupt)
@@ -53,10 +51,4 @@ def saving_on_interrupt(stage: str, can_save: Callable[[], bool]) -> Iterator[No
         last_call.cancel()
         if stop_requested():
             withdraw_stop()
-            with suppress(RayError):
-                withdraw_request()
-
-
-def _ask_ranks() -> None:
-    with suppress(RayError):  # without its head nobody can be asked, and the wait ends by itself
-        send_request()
+            withdraw_request()
