@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster.remote import Pending
 from files.atomic import remove_unfinished
 from lm.tokenizer import Tokenizer
+from lm.weights import read_config
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale, TokenStream
@@ -26,6 +27,7 @@ from pretrain.stage import STAGE as PRETRAIN
 from pretrain.stage import tokenize
 from reward.scoring import labels_of, weights_by_label
 from reward.stage import STAGE as REWARD
+from samplers.agreement import max_difference
 from samplers.environment import require_vllm
 from stages.contract import Parent, Stage
 from stages.prompts import Fitting, fitting_prompts
@@ -37,6 +39,7 @@ from training.notices import say
 from training.packing import stream_rows
 from training.seeds import derive_seed
 from training.stage import StageContext
+from training.stopping import StoppedError, stop_requested
 from training.tokens import array_path
 from training.writer import PROGRESS
 
@@ -87,14 +90,18 @@ def controller_of(
     num_rows = len(stream_rows(stream.path, stream.seq_len)) if stream else 0
     encoded = tokenizer.encode_prompts([prompt.messages for prompt in prompts])
     followed = followed_rows(len(prompts), roles.rows_multiple, context.seed) if config.follow_every_iterations else ()
+    shape, _, _ = read_config(models.sft, "language")
     return PPOController(
         config, roles, encoded, models.scale, num_pretraining_rows=num_rows, seed=context.seed, followed=followed,
-        precision=context.engine.resolved_precision(),
+        max_difference=max_difference(context.engine.resolved_precision(), shape.num_hidden_layers),
     )  # fmt: skip
 
 
 def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, first: int, log: MetricsLog) -> None:
-    """Run the iterations from `first`, each with its metrics, its kept policy and its checkpoint where they are due."""
+    """Run the iterations from `first`, each with its metrics, its kept policy and its checkpoint where they are due.
+
+    Raises: StoppedError after a checkpoint, if this process was asked to stop (`training.stopping`).
+    """
     waited_seconds = 0.0
     for iteration in range(first, config.num_iterations):
         started = time.monotonic()
@@ -108,8 +115,12 @@ def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, fi
         # Before the checkpoint, so that a run that resumes from it has every policy up to it.
         if config.keep_policies_every and done % config.keep_policies_every == 0:
             controller.roles.learners.keep_policy(kept_policy(checkpoints.parent, done))
-        if done % config.save_every_iterations == 0 or done == config.num_iterations:
+        is_stopping = done < config.num_iterations and stop_requested()
+        if done % config.save_every_iterations == 0 or done == config.num_iterations or is_stopping:
             _save(controller, checkpoints, done)
+        if is_stopping:
+            controller.roles.learners.finish_saving()
+            raise StoppedError(f"ppo: stopped at iteration {done} of {config.num_iterations}")
         waited_seconds = time.monotonic() - started
 
 

@@ -34,6 +34,11 @@ class InvalidRows:
         self.num_rows += 1
         self.add(error)
 
+    def forget(self) -> None:
+        """Starts to count again, after rows that are not to be used."""
+        self.num_rows = self.num_invalid = 0
+        self.messages.clear()
+
     @property
     def first(self) -> list[str]:
         return self.messages[:SHOWN_ROWS]

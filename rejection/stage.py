@@ -113,7 +113,7 @@ def _tokenize(run: StageRun, config: RejectionConfig, tokenizer: Tokenizer, path
 
 def train(context: StageContext, config: RejectionConfig, start: Path, data: TokenFolders) -> Trained:
     """Train on this rank; rank 0 writes `model/`. Returns the losses."""
-    tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
+    tokenizer = Tokenizer.load(start, end=config.end_token)
     training, heldout = (
         PackedObjective(Packed(Sequences.read(folder), config.seq_len, tokenizer.pad_id))
         for folder in (data.training, data.heldout)
@@ -138,7 +138,7 @@ def train(context: StageContext, config: RejectionConfig, start: Path, data: Tok
 def load_tokenizer(run: StageRun, config: RejectionConfig) -> Tokenizer:
     """The policy's tokenizer, which it keeps."""
     if config.init_from:
-        return Tokenizer.load(run.start("sft"), end=config.end_token, pad=config.pad_token)
+        return Tokenizer.load(run.start("sft"), end=config.end_token)
     return run.tokenizer_of("sft")
 
 
@@ -165,10 +165,19 @@ def plan(planner: Planner, config: RejectionConfig) -> StagePlan:
     """Both halves, one after the other: the time of both, and the memory of each."""
     num_prompts, tokens = planner.sizes.num_rows(config.prompts), config.seq_len - 1
     measured_by: Mapping[str, int] = {"reward model": 2 if planner.layout.is_gpu else 4}
+    lengths = planner.answered(config.prompts, config.max_new_tokens, lambda run: load_tokenizer(run, config))
     sampling = planner.sampling(
-        num_prompts, config.num_samples, config.max_new_tokens, at_once=config.num_samples, measured_by=measured_by
+        num_prompts,
+        config.num_samples,
+        config.max_new_tokens,
+        lengths,
+        at_once=config.num_samples,
+        measured_by=measured_by,
     )
-    steps = max(1, round(config.num_epochs * num_prompts * (1 - config.heldout_share) / config.batch.batch_size))
+    rows = num_prompts * (1 - config.heldout_share)
+    if lengths.num_rows:  # measured, so packing can be counted
+        rows *= min(1.0, lengths.mean / config.seq_len)
+    steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
     num_logits = config.batch.micro_batch_size * tokens * planner.model.vocab_size
     training = planner.training("rows", config, steps, tokens, num_logits)
     for assumption in (*sampling.assumptions, *training.assumptions):

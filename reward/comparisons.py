@@ -193,7 +193,7 @@ def encode_tasks(
         longest = max(len(sequence.tokens) for sequence in sequences)
         if longest > max_tokens:
             raise ValueError(
-                f"{_place(task, places)}: prompt and response have {longest} tokens; the model's context holds"
+                f"{place_of(task, places)}: prompt and response have {longest} tokens; the model's context holds"
                 f' {max_tokens} ({section}.on_overlong = "skip" or "truncate" accepts longer ones)'
             )
         yield task, sequences
@@ -202,17 +202,28 @@ def encode_tasks(
 def encode_unchecked(tokenizer: Tokenizer, tasks: Sequence[list[Ranking]], places: Places) -> Iterator[EncodedTask]:
     """`encode_tasks` for tasks of any length."""
     for judged in chunks(tasks):
-        conversations = [
-            (_place(task, places), _answered(task[0].prompt, response))
-            for task in judged
-            for response in task[0].responses
+        answers = [
+            (place_of(task, places), task[0].prompt, response) for task in judged for response in task[0].responses
         ]
-        encoded = iter(encode_rows(tokenizer.encode_conversations, conversations))
+        encoded = iter(encode_answers(tokenizer, answers))
         for task in judged:
-            yield task, tuple(_scored(*next(encoded)) for _ in task[0].responses)
+            yield task, tuple(next(encoded) for _ in task[0].responses)
 
 
-def _place(task: Sequence[Ranking], places: Places) -> str:
+Answer = tuple[str, Sequence[Message], str]  # file and line of its task, its prompt, its text
+
+
+def encode_answers(tokenizer: Tokenizer, answers: Sequence[Answer]) -> list[Encoded]:
+    """Each prompt with the response to it.
+
+    Raises: ValueError naming file and line of a conversation that the chat template refuses.
+    """
+    conversations = [(where, _answered(prompt, response)) for where, prompt, response in answers]
+    return [_scored(*found) for found in encode_rows(tokenizer.encode_conversations, conversations)]
+
+
+def place_of(task: Sequence[Ranking], places: Places) -> str:
+    """File and line of a task, or its id."""
     return places.get(task[0].task_id) or f"task {task[0].task_id!r}"
 
 

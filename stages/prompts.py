@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lm.tokenizer import Tokenizer
+from stages.lengths import Lengths, RowSample
 from stages.run import StageRun
 from training.data import DataConfig, OnOverlong, Overlong, Prompt, SourceRows, read_located_prompts, untold
 from training.tokens import encode_rows
@@ -58,6 +59,19 @@ def fitting_prompts(
     for line in lines:
         tell(line)
     return Fitting(found, overlong, tuple(rows for rows in counted if rows))
+
+
+def prompt_lengths(
+    tokenizer: Tokenizer, data: DataConfig, most_tokens: int, tell: Callable[[str], None] = untold
+) -> Lengths:
+    """The lengths of a source's prompts, of which at most `most_tokens` count.
+
+    Raises: ValueError as `read_located_prompts`, and naming file and line of a prompt that the chat template refuses.
+    """
+    sample = RowSample[tuple[str, Prompt]]()
+    for where, prompt in read_located_prompts(data, tell):
+        sample.add((where, prompt), sum(len(message["content"].encode()) for message in prompt.messages))
+    return sample.lengths(lambda prompts: ((n, 0) for n in _lengths(tokenizer, prompts)), most_tokens)
 
 
 def _lengths(tokenizer: Tokenizer, prompts: Sequence[tuple[str, Prompt]]) -> Iterator[int]:

@@ -1,5 +1,6 @@
 """Texts, conversations and prompts from files and the Hugging Face hub, with errors that name the row."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,9 @@ class SourceConfig(Config):
     )
     split: str = Field(default="train", description="Split of a folder or hub data set.")
     subset: str = Field(default="", description="Subset (configuration) of a hub data set; empty = the default one.")
+    skip_rows: int = Field(
+        default=0, ge=0, description="Rows to leave out at the beginning, such as those that another stage reads."
+    )
     max_rows: int = Field(default=0, ge=0, description="Rows to read at most; 0 = all.")
     on_invalid: OnInvalid = Field(
         default="refuse",
@@ -114,7 +118,13 @@ class SourceRows:
 
 def read_rows(data: SourceConfig, invalid: InvalidRows | None = None) -> Rows:
     """Stream (where, row); `where` names file and row for error messages. Hub data sets are never loaded whole."""
-    return read_source(data.source, split=data.split, subset=data.subset, max_rows=data.max_rows, invalid=invalid)
+    last = data.max_rows and data.skip_rows + data.max_rows
+    rows = read_source(data.source, split=data.split, subset=data.subset, max_rows=last, invalid=invalid)
+    for _ in itertools.islice(rows, data.skip_rows):
+        pass
+    if invalid is not None:
+        invalid.forget()  # those of the rows that are left out
+    yield from rows
 
 
 def read_valid(

@@ -61,6 +61,31 @@ def test_a_long_message_is_one_line(refused: Callable[..., str], tmp_path: Path)
     assert refused("run", str(path)) == f"error: {path}: no such file"
 
 
+@pytest.mark.parametrize("command", [("serve", "--new"), ("invite", "ann")])
+def test_a_missing_configuration_of_labeling_is_one_line(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (
+        refused("label", *command, "--store", "x.sqlite", "--config", "nothere.toml")
+        == "error: nothere.toml: no such file"
+    )
+
+
+def test_an_error_of_the_system_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "label.toml").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", ["heed", "label", "invite", "ann", "--store", "x.sqlite", "--config", "label.toml"]
+    )
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "error: Is a directory (EISDIR): label.toml\n"
+
+
 def test_markup_in_a_message_is_shown_as_it_is(refused: Callable[..., str]) -> None:
     assert "[bold]x[/bold]" in refused("run", "[bold]x[/bold].toml")
 
@@ -222,7 +247,7 @@ def test_chat_gives_the_answer_that_the_judge_prefers(talk: Callable[..., str], 
     for sample in range(6):
         seed = derive_seed(3, "chat", 1, "a tiny model\n", sample)
         (response,) = generate(
-            policy.eval(), [prompt], max_new_tokens=5, end_id=tokenizer.end_id, choice=Choice(1.5), seeds=[seed]
+            policy.eval(), [prompt], max_new_tokens=5, end_ids=[tokenizer.end_id], choice=Choice(1.5), seeds=[seed]
         ).responses
         ending = [] if response[-1] == tokenizer.end_id else [tokenizer.end_id]
         score = float(reward.eval()(torch.tensor([[*prompt, *response, *ending]]))[0, -1])
@@ -278,7 +303,7 @@ def test_chat_with_an_encoder_decoder(chat_model: Path, talk: Callable[..., str]
     save_model(chat_model, model, model.state_dict(), tokenizer)
     source = tokenizer.encode_prompt([{"role": "user", "content": "a tiny model"}])
     (response,) = generate(
-        model.eval(), [[tokenizer.end_id]], max_new_tokens=5, end_id=tokenizer.end_id, choice=Choice(0), seeds=[0],
+        model.eval(), [[tokenizer.end_id]], max_new_tokens=5, end_ids=[tokenizer.end_id], choice=Choice(0), seeds=[0],
         sources=[source],
     ).responses  # fmt: skip
     assert talk("a tiny model\n", "--temperature", "0") == tokenizer.decode(response).strip() + "\n"

@@ -58,8 +58,27 @@ def test_max_rows(tmp_path: Path) -> None:
     limits = {0: 5, 2: 2, 9: 5}
     for limit, expected in limits.items():
         assert len(list(read_rows(data.model_copy(update={"max_rows": limit})))) == expected
+    parts = ({"max_rows": 2}, {"skip_rows": 2, "max_rows": 2}, {"skip_rows": 4}, {"skip_rows": 9})
+    read = [[row["text"] for _, row in read_rows(data.model_copy(update=part))] for part in parts]
+    assert read == [["0", "1"], ["2", "3"], ["4"], []]
     (tmp_path / "b.txt").write_text("a\n\nb\n\nc\n")
     assert len(list(read_rows(DataConfig(source=str(tmp_path / "b.txt"), max_rows=2)))) == 2
+
+
+def test_rows_that_are_left_out_are_not_counted(tmp_path: Path) -> None:
+    """Nor do they stop a stage. Rows that cannot be parsed are no rows, to skip_rows as to max_rows."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "0"}\nnot JSON\n{"prompt": "1"}\n{"prompt": 2}\n{"prompt": "3"}\n')
+    whole, said = DataConfig(source=str(path), on_invalid="skip"), list[str]()
+    parts = [whole.model_copy(update=part) for part in ({"max_rows": 2}, {"skip_rows": 2})]
+    read = [[prompt.messages[0]["content"] for prompt in read_prompts(part, said.append)] for part in parts]
+    assert read == [["0", "1"], ["3"]]
+    assert [line for line in said if "invalid" in line] == [
+        f"{path}: of 3 rows, 1 x invalid (skipped)",
+        f"{path}: of 2 rows, 1 x invalid (skipped)",
+    ]
+    (prompt,) = read_prompts(DataConfig(source=str(path), skip_rows=3))
+    assert prompt.messages[0]["content"] == "3"
 
 
 @pytest.mark.parametrize(
