@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from heed.commands.options import model_folder
 from stages.progress import console, results_console
 
 if TYPE_CHECKING:
@@ -37,12 +38,12 @@ def inspect_attention(
     """Draw the attention of every head of a layer as one picture: rows are queries, columns are keys."""
     from reports.attention import draw_attention
 
-    draw_attention(model, text, layer, png, target)
+    draw_attention(model_folder(model), text, layer, png, target)
     console.print(str(png))
 
 
 def read_shape(path: Path) -> "ModelConfig":
-    """Returns the shape of a model directory, of a file such as configs/models/gpt3-175b.toml, or of a job.
+    """Returns the shape of a model, of a file such as configs/models/gpt3-175b.toml, or of a job.
 
     Raises: ValueError naming file and field.
     """
@@ -52,8 +53,9 @@ def read_shape(path: Path) -> "ModelConfig":
     from lm.config import ModelConfig
     from lm.weights import purpose_of, read_config
 
-    if path.is_dir():
-        return read_config(path, purpose_of(path))[0]
+    if path.is_dir() or path.suffix == ".gguf":
+        folder = model_folder(path)
+        return read_config(folder, purpose_of(folder))[0]
     values = read_toml(path, str(path))
     if "name" in values:
         model = load_job(path, opens_models=False).model
