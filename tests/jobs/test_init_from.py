@@ -107,13 +107,6 @@ def test_a_shape_must_agree_with_the_models_own(published: Published) -> None:
         load_job(DEBUG, [f"pretrain.init_from={source}"])
 
 
-def test_an_end_token_that_is_also_padding_is_refused_and_can_be_replaced(published: Published) -> None:
-    source = published(pad_token=END)
-    with pytest.raises(ValueError, match=r"pad_token and eos_token are both '<\|end\|>'"):
-        Tokenizer.load(source)
-    assert Tokenizer.load(source, pad="<|pad|>").pad == "<|pad|>"
-
-
 def test_the_hub_out_of_reach_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

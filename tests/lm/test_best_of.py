@@ -15,7 +15,7 @@ from lm.source import RandomInit, load
 
 PROMPTS = [[5], [1, 2, 4, 6, 7], [9, 9], [5]]
 SEEDS = [[1, 2, 3, 4, 5], [6], [7, 8, 9, 10], [11, 12, 13]]
-COMMON: dict[str, Any] = {"max_new_tokens": 9, "end_id": 3, "choice": Choice()}
+COMMON: dict[str, Any] = {"max_new_tokens": 9, "start_id": 3, "end_ids": [3], "choice": Choice()}
 
 
 def prefers_long_and_high(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[float]:

@@ -108,7 +108,7 @@ class _Cut(HeedSampler):
     ) -> Generated:
         choice = Choice(temperature, top_p=0.9)
         return generate(
-            self.policy, prompts, max_new_tokens=max_new_tokens, end_id=self.end_id, choice=choice, seeds=seeds
+            self.policy, prompts, max_new_tokens=max_new_tokens, end_ids=self.end_ids, choice=choice, seeds=seeds
         )
 
 
