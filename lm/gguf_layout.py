@@ -1,7 +1,7 @@
 """How a GGUF file describes a decoder: its metadata for a shape, and its name and layout of each tensor.
 
-GGUF is the format of llama.cpp and Ollama. Its tensors have the orientation of Heed's, [out, in], but Q and K of Llama's
-descendants are permuted: llama.cpp rotates neighbouring dimensions, where published checkpoints rotate a dimension of
+GGUF is the format of llama.cpp and Ollama. Its matrices are [out, in], as Heed's are, but those of Q and K in Llama's
+architecture are permuted: llama.cpp rotates neighbouring dimensions, where published checkpoints rotate a dimension of
 the first half with one of the second.
 """
 

@@ -185,9 +185,12 @@ def vocabulary_metadata(tokenizer: OurTokenizer, num_embeddings: int) -> dict[st
 
 
 def _token_metadata(tokenizer: OurTokenizer, backend: Tokenizer) -> dict[str, Any]:
-    ends = dict(zip(("eos", *_OTHER_ENDS), getattr(tokenizer, "end_ids", [tokenizer.end_id]), strict=False))
-    fields = {f"{key}_token_id": number for key, number in ends.items()}
-    fields["padding_token_id"] = tokenizer.pad_id
+    # llama.cpp also ends a response at tokens that it knows by name, so those beyond a third need no place.
+    others = [number for number in tokenizer.end_ids if number != tokenizer.end_id]
+    fields: dict[str, Any] = {f"{key}_token_id": number for key, number in zip(_OTHER_ENDS, others, strict=False)}
+    fields["eos_token_id"] = tokenizer.end_id
+    if tokenizer.pad:
+        fields["padding_token_id"] = tokenizer.pad_id
     first = backend.encode("a").ids[:1]
     fields["add_bos_token"] = bool(tokenizer.start) and first == [tokenizer.start_id]
     if tokenizer.start:

@@ -96,8 +96,8 @@ def hub_name(folder: Path) -> str:
 def on_this_machine(folder: Path) -> Path:
     """This machine's copy of a folder that `model_directory` may have made on another machine.
 
-    A hub model's is of the same commit. It is downloaded once, however many processes ask for it: the hub's client locks
-    each file. Any other folder is returned as it is.
+    A hub model's is of the same commit, and is downloaded once, however many processes ask for it: the hub's client
+    locks each file. Any other folder is returned as it is.
 
     Raises: ValueError as for `model_directory`.
     """

@@ -106,7 +106,9 @@ KINDS: Mapping[str, Callable[..., float]] = {
     r"Do not use any commas\.": lambda text: _whole(text, 1 / (1 + text.count(","))),
     r"Use at most (\d+) words\.": lambda text, most: _whole(text, _at_most(len(_words(text)), int(most))),
     r"Write everything in lowercase letters\.": lambda text: _in_case(text, _has_upper),
-    r"Answer with exactly (\d+) lines that start with \"- \"\.": lambda text, number: _items(text, ["- "] * int(number)),
+    r"Answer with exactly (\d+) lines that start with \"- \"\.": lambda text, number: _items(
+        text, ["- "] * int(number)
+    ),
     r"End with the words \"([^\"]+)\"": _end,
     r"Answer in exactly (\d+) sentences?\.": _sentences,
     r"Put the whole answer in double quotation marks\.": _quoted,
