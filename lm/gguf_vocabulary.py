@@ -77,7 +77,7 @@ def tokenizer_files(metadata: Metadata) -> dict[str, str]:
         raise ValueError(f"tokenizer.ggml.model is {kind!r}; 'gpt2' or 'llama' was expected")
     vocabulary = _byte_level(metadata, tokens) if kind == "gpt2" else _sentencepiece(metadata, tokens)
     vocabulary.add_tokens(_added(metadata, tokens))
-    names = {}
+    names = dict[str, str]()
     for field, key in _TOKENS.items():
         number = metadata.get(f"tokenizer.ggml.{key}_token_id")
         names |= {} if number is None else {field: tokens[number]}
@@ -112,8 +112,7 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
     if cut not in _CUTS:
         raise ValueError(f"tokenizer.ggml.pre is {cut!r}; one of {', '.join(_CUTS)} was expected")
     merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", ())]
-    numbers = {token: number for number, token in enumerate(tokens)}
-    found = Tokenizer(models.BPE(numbers, merges, ignore_merges=cut in _WHOLE_WORDS))
+    found = Tokenizer(models.BPE(_numbers(metadata, tokens), merges, ignore_merges=cut in _WHOLE_WORDS))
     found.pre_tokenizer, found.decoder = _CUTS[cut](), decoders.ByteLevel()
     if cut in _COMPOSES:
         found.normalizer = normalizers.NFC()
@@ -121,7 +120,7 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
 
 
 def _sentencepiece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
-    numbers = {token: number for number, token in enumerate(tokens)}
+    numbers = _numbers(metadata, tokens)
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None:
         raise ValueError("tokenizer.ggml.scores is missing, by which the tokens of a SentencePiece vocabulary merge")
@@ -139,6 +138,12 @@ def _sentencepiece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
     back: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     found.decoder = decoders.Sequence([*back, *([decoders.Strip(" ", 1, 0)] if has_space else [])])
     return found
+
+
+def _numbers(metadata: Metadata, tokens: Sequence[str]) -> dict[str, int]:
+    """The number of each token, without those that only fill the embedding's table."""
+    kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    return {token: number for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED}
 
 
 def _added(metadata: Metadata, tokens: Sequence[str]) -> list[AddedToken]:
@@ -168,8 +173,8 @@ def vocabulary_metadata(tokenizer: OurTokenizer, num_embeddings: int) -> dict[st
     kinds = [UNUSED] * num_embeddings
     for token, number in numbers.items():
         tokens[number], kinds[number] = token, NORMAL
-    for number, token in backend.get_added_tokens_decoder().items():
-        kinds[number] = CONTROL if token.special else USER_DEFINED
+    for number, added in backend.get_added_tokens_decoder().items():
+        kinds[number] = CONTROL if added.special else USER_DEFINED
     merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in model["merges"]]
     is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
     fields: dict[str, Any] = {"tokens": tokens, "token_type": kinds}
