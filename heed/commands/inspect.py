@@ -19,7 +19,9 @@ _LOOKED_UP = ("embedding.weight", "positions.weight", "token_types.weight")
 
 @inspect_app.command("model")
 def inspect_model(
-    shape: Annotated[Path, typer.Argument(help="A model directory, or a TOML file with a model's shape or a job.")],
+    shape: Annotated[
+        Path, typer.Argument(help="A model directory or .gguf file, or a TOML file with a model's shape or a job.")
+    ],
 ) -> None:
     """Show parameters by part, FLOPs per token and key-value cache per token."""
     results_console().print(describe(read_shape(shape)))

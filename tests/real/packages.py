@@ -21,9 +21,8 @@ def unpacked(requirement: str) -> Path:
         return folder
     download = PACKAGES / f"{requirement}-{id(requirement)}.downloading"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    found = subprocess.run(
-        [*command, "--dest", str(download), requirement], capture_output=True, text=True, check=False
-    )
+    command += ["--dest", str(download), requirement]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
     if found.returncode:
         pytest.skip(f"{requirement} could not be downloaded: {found.stderr.strip().splitlines()[-1]}")
     for wheel in download.glob("*.whl"):

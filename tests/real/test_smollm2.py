@@ -17,6 +17,8 @@ from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
 from tests.real.texts import TEXTS
 
+pytestmark = pytest.mark.long
+
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 RENDERED = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"

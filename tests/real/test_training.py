@@ -17,6 +17,8 @@ from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
 from tests.jobs.conftest import HeedCommand
 
+pytestmark = pytest.mark.long
+
 JOB = """
 name = "real"
 
@@ -64,6 +66,10 @@ def turns(*texts: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=False)]
 
 
+def answer(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
 @pytest.fixture(scope="module")
 def run(
     short_smollm2: Path, heed: Callable[..., HeedCommand], tmp_path_factory: pytest.TempPathFactory
@@ -76,12 +82,8 @@ def run(
     rows = {
         "demos": [{"messages": turns(f"Greet {name}.", f"Hello, {name}!")} for name in names],
         "pairs": [
-            {
-                "prompt": turns(f"Greet {n}."),
-                "chosen": [turns("", f"Hello, {n}!")[1]],
-                "rejected": [turns("", "No.")[1]],
-            }
-            for n in names
+            {"prompt": turns(f"Greet {name}."), "chosen": answer(f"Hello, {name}!"), "rejected": answer("No.")}
+            for name in names
         ],
         "prompts": [{"prompt": turns(f"Greet {name}.")} for name in names],
     }
@@ -149,6 +151,6 @@ def test_a_run_cut_after_an_iteration_ends_with_the_same_bits(
     assert (stage / "checkpoints" / "step-000001").is_dir(), list((stage / "checkpoints").iterdir())
     command = heed("run", str(job), "--runs", str(tmp_path / "runs"))
     assert command.wait(500.0) == 0, command.output
-    assert "ppo: resumes from iteration 1" in command.output or "ppo: resumes from step 1" in command.output
+    assert "ppo: resumes from " in command.output
     for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
         assert file_hash(stage / name) == file_hash(folder / "ppo" / name)
