@@ -41,8 +41,8 @@ def compare(
     policies: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Two or more model directories, .gguf files, hub ids, URL#MODEL or files of outputs; NAME= in front names"
-            " one."
+            help="Two or more model directories, .gguf files, hub ids, URL#MODEL or files of outputs; prefix with NAME="
+            " to name one."
         ),
     ] = None,
     prompts: Annotated[

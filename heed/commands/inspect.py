@@ -53,9 +53,10 @@ def read_shape(path: Path) -> "ModelConfig":
     from jobs.job_file import load_job
     from jobs.toml_values import read_toml
     from lm.config import ModelConfig
+    from lm.hub import is_gguf
     from lm.weights import purpose_of, read_config
 
-    if path.is_dir() or path.suffix == ".gguf":
+    if path.is_dir() or is_gguf(str(path)):
         folder = model_folder(path)
         return read_config(folder, purpose_of(folder))[0]
     values = read_toml(path, str(path))
