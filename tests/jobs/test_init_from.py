@@ -61,7 +61,6 @@ def test_a_run_goes_on_from_a_published_model(
     overrides = [
         f"pretrain.init_from={source}",
         "pretrain.num_steps=0",
-        "pretrain.pad_token=<|pad|>",
         "sft.seq_len=400",
     ]
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
@@ -92,7 +91,8 @@ def test_a_run_goes_on_from_a_published_model(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["pretrain.pad_token=x"], "pad_token is given without init_from"),
+        (["pretrain.end_token=x"], "end_token is given without init_from"),
+        (["pretrain.pad_token=x"], "pad_token.*leave it out: masks come from lengths"),
         (["pretrain.init_from=/nowhere/at/all"], "pretrain.init_from: /nowhere/at/all: no such folder"),
     ],
 )

@@ -39,7 +39,7 @@ def write(folder: Path, published: Published) -> tokenizers.Tokenizer:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     model = transformers.LlamaConfig(
         vocab_size=bpe.get_vocab_size(), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, intermediate_size=24, max_position_embeddings=400, tie_word_embeddings=True,
+        num_key_value_heads=1, intermediate_size=24, max_position_embeddings=2048, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=2,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -180,14 +180,6 @@ def test_a_missing_file_is_named(tokenizer: Tokenizer, tmp_path: Path, missing: 
         Tokenizer.load(tmp_path)
 
 
-@pytest.mark.parametrize("field", ["pad_token", "eos_token"])
-def test_a_missing_field_is_named(tokenizer: Tokenizer, tmp_path: Path, field: str) -> None:
-    tokenizer.save(tmp_path)
-    change_config(tmp_path, **{field: None})
-    with pytest.raises(ValueError, match=rf"tokenizer_config.json: {field} is None; a token of the vocabulary was"):
-        Tokenizer.load(tmp_path)
-
-
 def test_a_model_without_a_template_gets_one_and_a_file_of_its_own_goes_first(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
