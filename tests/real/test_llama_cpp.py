@@ -3,10 +3,6 @@
 Its attention keeps keys and values in f16, so logits agree to about 0.2%.
 """
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +16,10 @@ from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, save_model
 from tests.lm.test_gguf import BASE, SHAPES
-from tests.real.packages import unpacked
+from tests.real.packages import read_by_llama_cpp
 from tests.real.texts import TEXTS
 
 pytestmark = pytest.mark.long
-
-
-def read_by_llama_cpp(jobs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """For each job, logits after each list of tokens and the tokens of each text."""
-    environment = {**os.environ, "PYTHONPATH": str(unpacked("cyllama==0.2.18"))}
-    command = [sys.executable, str(Path(__file__).with_name("llama_cpp.py")), str(folder / "said.json")]
-    done = subprocess.run(command, input=json.dumps(jobs), env=environment, capture_output=True, text=True, check=False)
-    if "cannot open shared object" in done.stderr or "GLIBC" in done.stderr or "No module named" in done.stderr:
-        pytest.skip(f"llama.cpp does not run here: {done.stderr.strip().splitlines()[-1]}")
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: list[dict[str, Any]] = json.loads((folder / "said.json").read_text())
-    return found
 
 
 def test_every_architecture_computes_the_same(tokenizer: Tokenizer, tmp_path: Path) -> None:
