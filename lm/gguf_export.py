@@ -123,7 +123,8 @@ def _kind_of(name: str, shape: tuple[int, ...], kind: GGUFType) -> gguf.GGMLQuan
 
 def _stored(name: str, tensor: Tensor, kind: gguf.GGMLQuantizationType) -> NDArray[np.generic]:
     """Raises: ValueError for a weight that f16 cannot hold."""
-    found = gguf.quantize(tensor.contiguous().numpy(), kind)
+    with np.errstate(over="ignore"):  # the next line reports it
+        found = gguf.quantize(tensor.contiguous().numpy(), kind)
     if kind == gguf.GGMLQuantizationType.F16 and not np.isfinite(found).all():
         raise ValueError(f"{name} has weights beyond the range of f16; --type f32 holds them")
     return found

@@ -23,7 +23,7 @@ from lm.positions import rotary_frequencies
 Metadata = Mapping[str, Any]
 ROPE_FREQUENCIES = "rope_freqs.weight"  # by which llama.cpp divides the rotary frequencies; Llama 3's scaling
 HEAD, EMBEDDING, POSITIONS = "output.weight", "token_embd.weight", "position_embd.weight"
-# Metadata that changes what a model computes, and its only value that Heed computes.
+# Metadata that changes what a model computes, and the only value that Heed computes; None: the key must be absent.
 _MUST_BE = {
     "expert_count": 0, "attention.scale": None, "attention.causal": True, "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0, "logit_scale": None, "attn_logit_softcapping": None,
@@ -102,7 +102,9 @@ def config_fields(metadata: Metadata, shapes: Mapping[str, Sequence[int]], rope_
     architecture = architecture_of(str(metadata.get("general.architecture")))
     given = _Keys(architecture.name, metadata)
     for key, value in _MUST_BE.items():
-        expect({f"{architecture.name}.{key}": given.get(key, value)}, f"{architecture.name}.{key}", value)
+        if given.get(key, value) != value:
+            expected = "no such key" if value is None else value
+            raise ValueError(f"{given.full(key)} is {given.get(key)}; {expected} was expected")
     if EMBEDDING not in shapes:
         raise ValueError(f"no tensor {EMBEDDING}; a whole language model was expected")
     common = {
@@ -164,7 +166,7 @@ def _rotary_fields(given: "_Keys", tensors: Set[str]) -> Fields:
 def _rope_fields(given: "_Keys", divisors: Tensor | None) -> Fields:
     """`rope_parameters` of config.json."""
     theta = given.real("rope.freq_base", 10_000.0)
-    if divisors is not None:
+    if divisors is not None and not torch.all(divisors == 1):
         return {"rope_type": "llama3", "rope_theta": theta, **_llama3_fields(theta, divisors)}
     kind, factor = given.get("rope.scaling.type", "none"), given.real("rope.scaling.factor", 0.0)
     expect({given.full("rope.scaling.type"): kind}, given.full("rope.scaling.type"), "none", "linear", "yarn")
@@ -186,25 +188,28 @@ def _llama3_fields(theta: float, divisors: Tensor) -> Fields:
     context, is free, since only its ratios to the bounds count. Published models have a low bound of 1.
     Raises: ValueError for divisors of another kind.
     """
+    unlike = f"{ROPE_FREQUENCIES} scales the rotary frequencies otherwise than Llama 3 does, as was expected"
     factor = _short(float(divisors.max()))
     between = (divisors > 1 + 1e-4) & (divisors < factor * (1 - 1e-4))
-    if int(between.sum()) >= 2 and factor > 1:
-        frequencies = rotary_frequencies(2 * len(divisors), theta, None, divisors.device)
-        turns = frequencies[between] / (2 * math.pi)
-        kept = (1 / divisors[between] - 1 / factor) / (1 - 1 / factor)
-        slope = float((kept[0] - kept[-1]) / (turns[0] - turns[-1]))
-        low_over_span = float(turns[0]) * slope - float(kept[0])  # low / (high - low)
-        original = round(slope / low_over_span)
-        fields = {
-            "factor": factor,
-            "original_max_position_embeddings": original,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": round(1 + 1 / low_over_span, 4),
-        }
-        again = _divisors(2 * len(divisors), theta, RopeScaling.model_validate({"rope_type": "llama3", **fields}))
-        if torch.allclose(again, divisors, rtol=1e-3):
-            return fields
-    raise ValueError(f"{ROPE_FREQUENCIES} scales the rotary frequencies otherwise than Llama 3 does, as was expected")
+    if int(between.sum()) < 2:
+        raise ValueError(unlike)
+    frequencies = rotary_frequencies(2 * len(divisors), theta, None, divisors.device)
+    turns = frequencies[between] / (2 * math.pi)
+    kept = (1 / divisors[between] - 1 / factor) / (1 - 1 / factor)
+    slope = float((kept[0] - kept[-1]) / (turns[0] - turns[-1]))
+    low_over_span = float(turns[0]) * slope - float(kept[0])  # low / (high - low)
+    if low_over_span <= 0 or slope <= 0:
+        raise ValueError(unlike)
+    fields = {
+        "factor": factor,
+        "original_max_position_embeddings": round(slope / low_over_span),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": round(1 + 1 / low_over_span, 4),
+    }
+    again = _divisors(2 * len(divisors), theta, RopeScaling.model_validate({"rope_type": "llama3", **fields}))
+    if not torch.allclose(again, divisors, rtol=1e-3):
+        raise ValueError(unlike)
+    return fields
 
 
 class _Keys:

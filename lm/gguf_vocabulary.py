@@ -80,6 +80,8 @@ def tokenizer_files(metadata: Metadata) -> dict[str, str]:
     names = dict[str, str]()
     for field, key in _TOKENS.items():
         number = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if number is not None and number >= len(tokens):
+            raise ValueError(f"tokenizer.ggml.{key}_token_id is {number}; the file has {len(tokens)} tokens")
         names |= {} if number is None else {field: tokens[number]}
     adds_start = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") and "bos_token" in names
     if adds_start:
@@ -112,7 +114,11 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
     if cut not in _CUTS:
         raise ValueError(f"tokenizer.ggml.pre is {cut!r}; one of {', '.join(_CUTS)} was expected")
     merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", ())]
-    found = Tokenizer(models.BPE(_numbers(metadata, tokens), merges, ignore_merges=cut in _WHOLE_WORDS))
+    try:
+        bpe = models.BPE(_numbers(metadata, tokens), merges, ignore_merges=cut in _WHOLE_WORDS)
+    except Exception as error:  # the library raises no other type, for a merge of what is no token
+        raise ValueError(f"tokenizer.ggml.merges: {error}") from None
+    found = Tokenizer(bpe)
     found.pre_tokenizer, found.decoder = _CUTS[cut](), decoders.ByteLevel()
     if cut in _COMPOSES:
         found.normalizer = normalizers.NFC()
@@ -143,7 +149,15 @@ def _sentencepiece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
 def _numbers(metadata: Metadata, tokens: Sequence[str]) -> dict[str, int]:
     """The number of each token, without those that only fill the embedding's table."""
     kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
-    return {token: number for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED}
+    return {
+        token: number
+        for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if not (kind == UNUSED and token == _filler(number))
+    }
+
+
+def _filler(number: int) -> str:
+    return f"[PAD{number}]"
 
 
 def _added(metadata: Metadata, tokens: Sequence[str]) -> list[AddedToken]:
@@ -169,7 +183,7 @@ def vocabulary_metadata(tokenizer: OurTokenizer, num_embeddings: int) -> dict[st
     numbers = backend.get_vocab(with_added_tokens=True)
     if max(numbers.values()) >= num_embeddings:
         raise ValueError(f"the vocabulary has {max(numbers.values()) + 1} tokens, the model {num_embeddings}")
-    tokens = [f"[PAD{number}]" for number in range(num_embeddings)]
+    tokens = [_filler(number) for number in range(num_embeddings)]
     kinds = [UNUSED] * num_embeddings
     for token, number in numbers.items():
         tokens[number], kinds[number] = token, NORMAL

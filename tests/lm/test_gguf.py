@@ -264,6 +264,9 @@ def test_several_end_tokens_are_kept() -> None:
         ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is 'missing'; one of gpt-2, "),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert'; 'gpt2' or 'llama' was expected"),
         ({"split.count": 2}, "one of several parts; merge them"),
+        ({"llama.attention.scale": 0.5}, "llama.attention.scale is 0.5; no such key was expected"),
+        ({"tokenizer.ggml.eos_token_id": 999}, "tokenizer.ggml.eos_token_id is 999; the file has 330 tokens"),
+        ({"tokenizer.ggml.merges": ["x nothing"]}, "tokenizer.ggml.merges: .*nothing"),
     ],
 )
 def test_what_is_not_supported_is_named(make: Make, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -299,6 +302,23 @@ def test_a_quantisation_that_the_library_lacks_is_named(make: Make, tmp_path: Pa
     )
     with pytest.raises(ValueError, match=r"blk\.0\.ffn_up\.weight is quantised as Q8_K, which Heed cannot read"):
         list(file.tensors(LanguageModel(file.config)))
+
+
+def test_frequencies_that_llama_3_does_not_make_are_named(make: Make, tmp_path: Path) -> None:
+    folder, _ = make(**SHAPES["llama-3.1"])
+    export_gguf(folder, tmp_path / "plain.gguf", "f32")
+    file = GGUFFile(tmp_path / "plain.gguf")
+    divisors = file._tensors["rope_freqs.weight"]
+    changed = np.array(divisors.data)
+    changed[-1] *= 3
+    for values, message in ((changed, "scales the rotary frequencies otherwise"), (np.ones_like(changed), "")):
+        file = GGUFFile(tmp_path / "plain.gguf")
+        file._tensors["rope_freqs.weight"] = divisors._replace(data=values)
+        if message:
+            with pytest.raises(ValueError, match=message):
+                _ = file.config
+        else:
+            assert file.config.rope_scaling is None
 
 
 @pytest.mark.parametrize(
