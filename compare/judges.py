@@ -15,7 +15,7 @@ from evaluation.judges.people import PeopleJudge
 from evaluation.judges.scorers import ScoreJudge, reward_model_score
 from evaluation.judges.template import read_template
 from evaluation.names import named_specs
-from files.hashes import file_hash
+from files.hashes import file_hash, folder_hash
 from lm.hub import model_directory, model_hash
 from lm.tokenizer import Messages
 from preferences.records import MAX_RESPONSES
