@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,11 @@ import torch
 
 from files.hashes import file_hash
 from heed.cli import main
+from jobs.hub_models import _fetch, hub_models
 from jobs.inputs import inputs_of
 from jobs.job_file import load_job
 from jobs.run import Run
-from lm.hub import model_directory
+from lm.hub import model_directory, on_this_machine
 from lm.model import ScalarModel
 from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
@@ -102,6 +104,22 @@ def test_a_job_starts_from_the_file_and_records_its_hash(call: Call, exported: P
     code, said, errors = call("plan", tmp_path / "job.toml", *(part for value in options for part in ("--set", value)))
     assert code == 0, errors
     assert "pretrain" in said
+
+
+def test_another_machine_makes_its_own_folder(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver names the file to each machine of the cluster, whose ranks are then given the driver's folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "driver"))
+    job = load_job(ROOT / "configs" / "jobs" / "debug.toml", [f"reward.init_from={exported}"])
+    models, folder = hub_models(job), model_directory(str(exported))
+    assert models == (exported,)
+    (tmp_path / "driver").rename(tmp_path / "elsewhere")  # another machine's disk
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "worker"))
+    _fetch(models)
+    assert on_this_machine(folder) == tmp_path / "worker" / folder.relative_to(tmp_path / "driver")
+    assert (on_this_machine(folder) / "config.json").is_file()
+    exported.unlink()
+    with pytest.raises(ValueError, match=rf"^{os.uname().nodename}: .*policy\.gguf: no such file"):
+        _fetch(models)
 
 
 def test_a_round_trip_keeps_weights_and_tokens(exported: Path, model_folder: Path) -> None:
