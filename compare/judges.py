@@ -16,7 +16,7 @@ from evaluation.judges.scorers import ScoreJudge, reward_model_score
 from evaluation.judges.template import read_template
 from evaluation.names import named_specs
 from files.hashes import file_hash, folder_hash
-from lm.hub import model_directory
+from lm.hub import model_directory, model_hash
 from lm.tokenizer import Messages
 from preferences.records import MAX_RESPONSES
 from preferences.store import LabelStore
@@ -93,7 +93,7 @@ def reward_model_judge(name: str, spec: str) -> ScoreJudge:
     source, _, objective = spec.partition("#")
     folder = model_directory(source)
     score = reward_model_score(folder, _weights(folder, objective) if objective else {})
-    about = {"description": f"the reward model {spec}", "sha256": folder_hash(folder)}
+    about = {"description": f"the reward model {spec}", "sha256": model_hash(source)}
     return ScoreJudge(name, "reward model", spec, score, about)
 
 

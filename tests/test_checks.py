@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 JOBS = sorted((ROOT / "configs" / "jobs").glob("*.toml"))
 MAKEFILE = (ROOT / "Makefile").read_text()
-TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
+TARGETS = set(re.findall(r"^([a-z][a-z0-9-]*):", MAKEFILE, re.MULTILINE))
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
@@ -30,7 +30,7 @@ def test_the_makefile_names_files_that_exist() -> None:
 def test_every_make_target_a_document_names_exists(document: str) -> None:
     text = (ROOT / document).read_text()
     # Commands stand in code: `make test`, or a line of a code block.
-    named = set(re.findall(r"(?:`|^\s*(?:\$ )?|&& )make ([a-z][a-z-]*)", text, re.MULTILINE))
+    named = set(re.findall(r"(?:`|^\s*(?:\$ )?|&& )make ([a-z][a-z0-9-]*)", text, re.MULTILINE))
     assert named, f"{document} names no make target"
     assert named <= TARGETS
 
@@ -39,7 +39,7 @@ def test_every_target_is_phony_and_explained() -> None:
     phony = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
     assert phony is not None
     assert set(phony[1].split()) == TARGETS
-    assert set(re.findall(r"^([a-z-]+):.*## \S", MAKEFILE, re.MULTILINE)) == TARGETS
+    assert set(re.findall(r"^([a-z0-9-]+):.*## \S", MAKEFILE, re.MULTILINE)) == TARGETS
 
 
 def test_check_runs_what_the_commit_hooks_run() -> None:

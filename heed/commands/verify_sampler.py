@@ -41,11 +41,13 @@ def verify_sampler(
 
     Exit code 1: it does not, or a fault was not found.
     """
-    from lm.hub import refuse_adapter
+    from heed.commands.options import model_folder
+    from lm.hub import is_gguf, refuse_adapter
     from samplers.__main__ import VLLM
     from samplers.environment import require_vllm
 
     refuse_adapter(model)
+    model = model_folder(model) if is_gguf(str(model)) else model
     if not (model / "config.json").is_file():
         raise ValueError(f"{model}: a model directory with a config.json was expected")
     if engine == VLLM:
