@@ -133,7 +133,7 @@ def configuration_pages() -> dict[str, str]:
 
 
 def _list_of_keys(sections: Iterable[_Section]) -> str:
-    rows = ["| | keys |", "|---|---|"]
+    rows = ["| where | keys |", "|---|---|"]
     for section in sections:
         keys = ", ".join(f"[{name}]({section.page}#{name})" for name in section.model.model_fields)
         title = section.title if section.is_table or not section.title.startswith("[") else f"`{section.title}`"
@@ -266,7 +266,7 @@ def command_pages() -> dict[str, str]:
     parts = [_HEADER, "# All commands", "`heed COMMAND --help` shows a command's options in the terminal."]
     for panel in dict.fromkeys(command.panel for command in commands):
         rows = [f"| [`{c.name}`]({c.page}) | {_cell(_first_sentence(c.help))} |" for c in commands if c.panel == panel]
-        parts += [f"## {panel}", "\n".join(["| | |", "|---|---|", *rows])]
+        parts += [f"## {panel}", "\n".join(["| command | what it does |", "|---|---|", *rows])]
     return {"cli.md": _page(parts, depth=1)} | {command.page: _command_page(command) for command in commands}
 
 
@@ -279,7 +279,7 @@ def _command_page(command: _Command) -> str:
     rows = [(left, right) for left, right in records if not left.startswith("--help")]
     if rows:
         lines = (f"| `{_cell(_readable(left))}` | {_cell(right)} |" for left, right in rows)
-        parts += ["## Arguments and options", "\n".join(["| | |", "|---|---|", *lines])]
+        parts += ["## Arguments and options", "\n".join(["| name | meaning |", "|---|---|", *lines])]
     return _page(parts, depth=2)
 
 
