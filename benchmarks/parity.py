@@ -254,7 +254,7 @@ def _same_tokens(ours: LanguageModel | EncoderDecoder, theirs: Any) -> tuple[int
     prompts = [row[: 5 + 4 * place].tolist() for place, row in enumerate(TARGETS if reads else TOKENS)]
     num_new = CONTEXT - max(map(len, prompts))
     found = generate(
-        ours, prompts, max_new_tokens=num_new, end_id=-1, choice=Choice(0), seeds=[0] * len(prompts), max_rows=2,
+        ours, prompts, max_new_tokens=num_new, end_ids=(), choice=Choice(0), seeds=[0] * len(prompts), max_rows=2,
         sources=sources,
     )  # fmt: skip
     same = 0

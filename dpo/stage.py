@@ -16,7 +16,7 @@ from stages.run import JobView, StageRun
 def run_dpo(run: StageRun, config: DPOConfig) -> None:
     """Train on all workers."""
     start = run.start("sft")
-    tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
+    tokenizer = Tokenizer.load(start, end=config.end_token)
     found = read_judgments(config.rankings)
     folder = tokenize(run, config, tokenizer, found, run.model.max_position_embeddings)
     run.on_ranks(train, config, start, PreparedRankings.of(found, config, run.seed, folder))
@@ -29,10 +29,7 @@ def check(config: DPOConfig, _job: JobView) -> None:
 
 def load_tokenizer(run: StageRun, config: DPOConfig) -> Tokenizer:
     """The tokenizer that the policy will have."""
-    if config.init_from:
-        loaded = Tokenizer.load(run.start("sft"), end=config.end_token, pad=config.pad_token)
-    else:
-        loaded = run.tokenizer_of("sft")
+    loaded = Tokenizer.load(run.start("sft"), end=config.end_token) if config.init_from else run.tokenizer_of("sft")
     return loaded.with_template(config.chat_template)
 
 

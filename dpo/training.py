@@ -47,7 +47,7 @@ def train(context: StageContext, config: DPOConfig, start: Path, data: PreparedR
 
     Raises: ValueError unless policy and reference agree before the first step.
     """
-    tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
+    tokenizer = Tokenizer.load(start, end=config.end_token)
     tokenizer = tokenizer.with_template(config.chat_template)
     trained_on = data.comparisons(data.split.train, weights_of_labelers(data.split, config))
     unseen = data.comparisons(data.split.heldout)  # all labelers weigh the same in measurements

@@ -121,7 +121,7 @@ def _greedy_lines(
         model,
         queries,
         max_new_tokens=max_new_tokens,
-        end_id=tokenizer.end_id,
+        end_ids=tokenizer.end_ids,
         choice=Choice(temperature=0),
         seeds=[0] * len(queries),
         stop=tokenizer.stop_at(["\n"]),

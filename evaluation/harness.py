@@ -124,7 +124,7 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
                 self.policy.model,
                 [queries[row] or [self.policy.tokenizer.start_id] for row in rows],
                 max_new_tokens=settings.max_new_tokens,
-                end_id=self.policy.tokenizer.end_id,
+                end_ids=self.policy.tokenizer.end_ids,
                 choice=settings.choice,
                 seeds=[derive_seed(self.seed, "harness", row) for row in rows],
                 stop=self.policy.tokenizer.stop_at(settings.until),

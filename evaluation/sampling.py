@@ -104,7 +104,7 @@ class Sampler:
             self._policy,
             queries,
             max_new_tokens=spec.max_new_tokens,
-            end_id=tokenizer.end_id,
+            end_ids=tokenizer.end_ids,
             choice=Choice(spec.temperature),
             seeds=[derive_seed(spec.seed, "sample", prompt.prompt_id, index) for prompt, index in chosen],
             max_rows=BATCH,

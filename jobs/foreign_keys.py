@@ -164,6 +164,7 @@ ADVICE = {
     "num_episodes": "set `num_iterations`; an iteration samples `rollout_batch_size` responses",
     "num_mini_batches": "set `minibatch.batch_size`; the number follows from `rollout_batch_size`",
     "output_dir": "runs are written to the folder given by `heed run --runs`, under the job's name",
+    "pad_token": "leave it out: masks come from lengths, so no padding token is needed, and any may be one",
     "per_device_eval_batch_size": _GLOBAL_BATCHES,
     "per_device_train_batch_size": _GLOBAL_BATCHES,
     "save_path": "runs are written to the folder given by `heed run --runs`, under the job's name",

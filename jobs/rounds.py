@@ -92,7 +92,7 @@ def section_of_round(stage: AnyStage, section: AnyConfig) -> AnyConfig:
     values = with_sources(section.model_dump(), renamed)
     if stage.policy_from:
         own = {field for parent in stage.parents if parent.stage == stage.policy_from for field in parent.substitutes}
-        values |= {field: "" for field in (*own, "end_token", "pad_token") if field in values}
+        values |= {field: "" for field in (*own, "end_token") if field in values}
     return type(section).model_validate(values)
 
 

@@ -1,7 +1,7 @@
 """Beam search over the same cache. Shape letters: K beams, V vocabulary."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ def beam_search(
     *,
     num_beams: int,
     max_new_tokens: int,
-    end_id: int,
+    end_ids: Collection[int],
     length_penalty: float = 1.0,
     source: Sequence[int] | None = None,
 ) -> list[Hypothesis]:
@@ -58,8 +58,8 @@ def beam_search(
         for logprob, place in zip(totals.tolist(), places.tolist(), strict=True):
             beam, token = divmod(place, V)
             response = [*running[beam][0], token]
-            if token == end_id or step == max_new_tokens:
-                over.append(Hypothesis(response, logprob, logprob / step**length_penalty, token == end_id))
+            if token in end_ids or step == max_new_tokens:
+                over.append(Hypothesis(response, logprob, logprob / step**length_penalty, token in end_ids))
             elif len(goes_on) < num_beams:
                 goes_on.append((beam, token, logprob))
         over = sorted(over, key=lambda hypothesis: -hypothesis.score)[:num_beams]

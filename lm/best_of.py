@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from lm.encoder_decoder import EncoderDecoder
@@ -29,26 +29,28 @@ def best_of(
     score: Scorer,
     *,
     max_new_tokens: int,
-    end_id: int,
+    start_id: int,
+    end_ids: Collection[int],
     choice: Choice,
     seeds: Sequence[Sequence[int]],
     stop: Stop = never,
 ) -> list[Best]:
     """Samples one response per seed of each prompt, and returns the one with the highest score; ties go to the first.
 
-    A decoder continues what is `asked`; an encoder-decoder reads it. `stop` is as for `generate`.
+    A decoder continues what is `asked`; an encoder-decoder reads it, and begins after `start_id`. `end_ids` and `stop`
+    are as for `generate`.
     Raises: ValueError as for `generate`, for a prompt without seeds, and unless each response has a finite score.
     """
     if len(seeds) != len(asked) or not all(seeds):
         raise ValueError(f"{len(asked)} prompts with {[len(own) for own in seeds]} seeds; some for each were expected")
     repeated = [prompt for prompt, own in zip(asked, seeds, strict=True) for _ in own]
-    prompts, sources = prompts_and_sources(model, repeated, end_id)
+    prompts, sources = prompts_and_sources(model, repeated, start_id)
     sampled = generate(
         model,
         prompts,
         sources=sources,
         max_new_tokens=max_new_tokens,
-        end_id=end_id,
+        end_ids=end_ids,
         choice=choice,
         seeds=[seed for own in seeds for seed in own],
         stop=stop,

@@ -116,6 +116,17 @@ class ChatTemplate:
             turns.append(turn)
         return text, turns
 
+    def closing_token(self, messages: Messages, answer: str) -> int | None:
+        """The special token that the template writes after an assistant's `answer`; None if it writes none there.
+
+        Raises: ValueError for messages that the template refuses.
+        """
+        (*_, (before, whole)) = self.beginnings([*messages, {"role": "assistant", "content": answer}])
+        end = whole.rfind(answer) + len(answer)
+        closing = (special for special in self._names.read(whole).specials if special.name_start >= end)
+        first = next(closing, None) if end > len(before) else None
+        return None if first is None else first.token_id
+
     def beginnings(self, messages: Messages) -> Iterator[tuple[str, str]]:
         """For each response, the rendering before it and the rendering up to the next message."""
         for index, message in enumerate(messages):

@@ -5,7 +5,7 @@ Shape letters: B running rows, N prompts, R response tokens.
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -52,7 +52,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    end_id: int,
+    end_ids: Collection[int],
     choice: Choice,
     seeds: Sequence[int],
     stop: Stop = never,
@@ -66,7 +66,7 @@ def generate(
     source for each response, and its prompts are what its decoder begins with. Every sequence draws from its own seed,
     so a sample does not depend on its batch mates beyond rounding. `steps` is a kind of `lm.decoding`; "auto" is the
     fastest that the model and its device allow. `FixedSteps` that the caller keeps are not recorded again. A GPU runs
-    fewer rows if its free memory does not hold `max_rows`.
+    fewer rows if its free memory does not hold `max_rows`. A response ends with the first of `end_ids` that it draws.
     Raises: ValueError for an empty prompt or one that leaves no room in the model's context; for sources that are
     missing, empty, longer than the context, or given to a model that reads none; for steps that it cannot take.
     """
@@ -75,7 +75,7 @@ def generate(
     check_room(model, prompts, max_new_tokens)
     check_sources(model, sources, len(prompts))
     taken = decoding_steps(model, steps) if isinstance(steps, str) else steps
-    run = _Run(model, prompts, sources, max_new_tokens, end_id, choice, seeds, stop, max_rows, taken)
+    run = _Run(model, prompts, sources, max_new_tokens, end_ids, choice, seeds, stop, max_rows, taken)
     with prepacked(model, run.max_rows) if taken is None else nullcontext():
         while run.has_work():
             run.admit_waiting()
@@ -98,7 +98,7 @@ class _Run:
         prompts: Sequence[Sequence[int]],
         sources: Sequence[Sequence[int]] | None,
         max_new_tokens: int,
-        end_id: int,
+        end_ids: Collection[int],
         choice: Choice,
         seeds: Sequence[int],
         stop: Stop,
@@ -106,7 +106,7 @@ class _Run:
         steps: Steps | None,
     ) -> None:
         self.prompts, self.sources, self.steps = prompts, sources, steps
-        self.max_new_tokens, self.end_id, self.choice, self.stop = max_new_tokens, end_id, choice, stop
+        self.max_new_tokens, self.end_ids, self.choice, self.stop = max_new_tokens, end_ids, choice, stop
         self.leave_below = LEAVE_BELOW if steps is None else steps.leave_below
         device = model.head.weight.device
         num_columns = max(map(len, prompts)) + max_new_tokens
@@ -170,7 +170,7 @@ class _Run:
             )
         response.append(token)
         self.result.logprobs[row].append(logprob)
-        self.result.finished[row] = token == self.end_id or self.stop(response)
+        self.result.finished[row] = token in self.end_ids or self.stop(response)
 
     def is_over(self, row: int) -> bool:
         return self.result.finished[row] or len(self.result.responses[row]) == self.max_new_tokens
@@ -197,14 +197,14 @@ class _Run:
 
 
 def prompts_and_sources(
-    model: LanguageModel | EncoderDecoder, asked: Sequence[Sequence[int]], end_id: int
+    model: LanguageModel | EncoderDecoder, asked: Sequence[Sequence[int]], start_id: int
 ) -> tuple[list[list[int]], list[list[int]] | None]:
     """The prompts and sources for `generate` to answer: a decoder continues what is asked; an encoder-decoder reads it
-    and begins after the end token, as in training.
+    and begins after `start_id`, the end token, as in training.
     """
     tokens = [list(question) for question in asked]
     if isinstance(model, EncoderDecoder):
-        return [[end_id] for _ in tokens], tokens
+        return [[start_id] for _ in tokens], tokens
     return tokens, None
 
 

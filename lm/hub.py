@@ -12,7 +12,8 @@ from lm.progress import note_progress
 
 # Only safetensors weights: a pickled file can run arbitrary code.
 _WANTED = [
-    "*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", "tokenizer*.json", "*.jinja"
+    "*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", "generation_config.json",
+    "tokenizer*.json", "*.jinja",
 ]  # fmt: skip
 ADAPTER_CONFIG = "adapter_config.json"  # of PEFT, in the folder of an adapter
 

@@ -8,7 +8,7 @@ answers the prompt could never write that token.
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -126,8 +126,10 @@ def _without_prefix(step: Mapping[str, Any] | None, *, everywhere: bool) -> dict
 class Conversation:
     """A rendering cut into sections, and its turns, whose responses are marked."""
 
-    def __init__(self, rendered: Rendered, turns: Sequence[Turn], end_id: int, *, finds_names: bool) -> None:
-        self._text, self._turns, self._end_id, self._finds_names = rendered.text, turns, end_id, finds_names
+    def __init__(
+        self, rendered: Rendered, turns: Sequence[Turn], end_ids: Collection[int], *, finds_names: bool
+    ) -> None:
+        self._text, self._turns, self._end_ids, self._finds_names = rendered.text, turns, end_ids, finds_names
         self._regions = rendered.regions
         self._specials = [_clipped(special, turns) for special in rendered.specials]
 
@@ -195,11 +197,11 @@ class Conversation:
     def _stop(self, turn: Turn, first: int, written: "_Written") -> int:
         """The end of the response's tokens: after its end token, or else where the template's text around it ends."""
         for special in self._specials:
-            if special.token_id == self._end_id and turn.start <= special.name_start < turn.stop:
+            if special.token_id in self._end_ids and turn.start <= special.name_start < turn.stop:
                 return written.before(special.start) + 1
         stop = written.before(turn.stop)
-        ids = written.tokens[first:stop]
-        return first + ids.index(self._end_id) + 1 if self._end_id in ids else stop
+        ends = (place for place in range(first, stop) if written.tokens[place] in self._end_ids)
+        return next((place + 1 for place in ends), stop)
 
 
 class _Written:

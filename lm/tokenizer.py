@@ -21,27 +21,37 @@ PAD, END, MASK = "<|pad|>", "<|end|>", "<|mask|>"
 ROLES = ("system", "user", "assistant")
 SPECIAL_TOKENS = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_CONFIG)
 
 
 class Tokenizer:
-    """A vocabulary with a padding token, an end token and a chat template; `train` learns byte-level BPE.
+    """A vocabulary with an end token and a chat template; `train` learns byte-level BPE.
 
-    `start` and `mask` are "" where the vocabulary has none. A start token opens an encoder's input (the end token
-    stands in for it); a mask token hides a word from it.
-    Raises: ValueError where padding and end are the same token (training would never learn to stop) or missing.
+    `pad`, `start` and `mask` are "" where the vocabulary has none. Masks come from lengths, so any token may fill the
+    space after a text, the end token included. A start token opens an encoder's input (the end token stands in for
+    it); a mask token hides a word from it. `end` ends a text. A response may also end with the token that closes an
+    assistant's turn in the chat template, or with one of `other_ends`: see `end_ids`.
+    Raises: ValueError for a token that the vocabulary lacks.
     """
 
-    def __init__(self, bpe: BPE, *, pad: str, end: str, chat_template: str, start: str = "", mask: str = "") -> None:
+    def __init__(
+        self,
+        bpe: BPE,
+        *,
+        end: str,
+        chat_template: str,
+        pad: str = "",
+        start: str = "",
+        mask: str = "",
+        other_ends: Sequence[str] = (),
+    ) -> None:
         self._bpe = bpe
         self.pad, self.end, self.start, self.mask, self.chat_template = pad, end, start, mask, chat_template
-        self.pad_id, self.end_id = self._id(pad, "pad_token"), self._id(end, "eos_token")
+        self.other_ends = tuple(other_ends)
+        self.end_id = self._id(end, "eos_token")
+        self.pad_id = self._id(pad, "pad_token") if pad else self.end_id
         self.start_id = self._id(start, "bos_token") if start else self.end_id
-        if self.pad_id == self.end_id:
-            raise ValueError(
-                f"tokenizer: pad_token and eos_token are both {pad!r} (id {self.pad_id}); they must differ,"
-                " or the end of a response is masked as padding and never learned"
-            )
 
     def _id(self, token: str, field: str) -> int:
         token_id = self._bpe.token_to_id(token)
@@ -57,6 +67,24 @@ class Tokenizer:
                 "tokenizer: mask_token is missing; a vocabulary with one was expected, to hide words by it"
             )
         return self._id(self.mask, "mask_token")
+
+    @cached_property
+    def turn_end_id(self) -> int:
+        """The token that closes an assistant's turn in the chat template: `end_id` unless the template writes another.
+
+        Qwen2.5's base model, for one, ends texts with `<|endoftext|>`, and its template ends turns with `<|im_end|>`.
+        """
+        try:
+            closing = self._template.closing_token([{"role": "user", "content": "Hi"}], "Yes")
+        except ValueError:  # a template that refuses these turns is reported with the first real conversation
+            closing = None
+        return self.end_id if closing is None else closing
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Every token that ends a response: `turn_end_id` first, then `end_id` and the model's other end tokens."""
+        others = (self._id(token, "eos_token_id") for token in self.other_ends)
+        return tuple(dict.fromkeys([self.turn_end_id, self.end_id, *others]))
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, chat_template: str, *, has_mask: bool = False) -> Self:
@@ -81,37 +109,48 @@ class Tokenizer:
         return cls(bpe, pad=PAD, end=END, chat_template=template, start=start, mask=mask)
 
     @classmethod
-    def load(cls, folder: Path, *, end: str = "", pad: str = "") -> Self:
-        """Read `tokenizer.json`, `tokenizer_config.json` and, where there is one, `chat_template.jinja`.
+    def load(cls, folder: Path, *, end: str = "") -> Self:
+        """Read `tokenizer.json`, `tokenizer_config.json` and, where there are, `chat_template.jinja` and
+        `generation_config.json` or `config.json`, whose `eos_token_id` may be a list of several end tokens.
 
-        `end` and `pad` override or supply the config's tokens. A model without a chat template gets the one called
-        "chat". Raises: ValueError naming the file and field.
+        `end` overrides or supplies the config's end token. A model without a chat template gets the one called "chat".
+        Raises: ValueError naming the file and field.
         """
-        vocabulary_path, config_path, template_path = (folder / name for name in TOKENIZER_FILES)
+        vocabulary_path, config_path, template_path, _ = (folder / name for name in TOKENIZER_FILES)
         for path in (vocabulary_path, config_path):
             if not path.is_file():
                 raise ValueError(f"{path}: no such file; a model directory with a tokenizer was expected")
         config = read_json(config_path)
         names = {field: _content(config.get(field)) for field in _TOKEN_FIELDS}
-        names["pad_token"], names["eos_token"] = pad or names["pad_token"], end or names["eos_token"]
-        # BERT's separator ends a text, and the token of its classifier starts one.
-        names["eos_token"] = names["eos_token"] or names["sep_token"]
-        for field in ("pad_token", "eos_token"):
-            if not isinstance(names[field], str):
-                raise ValueError(f"{config_path}: {field} is {names[field]!r}; a token of the vocabulary was expected")
-        template = config.get("chat_template") or CHAT_TEMPLATES["chat"]
-        if template_path.is_file():
-            template = template_path.read_text(encoding="utf-8")
-        if not isinstance(template, str):
-            raise ValueError(f"{config_path}: chat_template is {type(template).__name__}; a string was expected")
+        for field, name in names.items():
+            if name is not None and not isinstance(name, str):
+                raise ValueError(f"{config_path}: {field} is {name!r}; a token of the vocabulary was expected")
         bpe = BPE.from_file(str(vocabulary_path))
         # Some files were saved with truncation or padding switched on.
         bpe.no_truncation()
         bpe.no_padding()
-        _make_special(bpe, [name for name in names.values() if isinstance(name, str)])
-        start, mask = names["cls_token"] or names["bos_token"] or "", names["mask_token"] or ""
-        tokens = {"pad": names["pad_token"], "end": names["eos_token"], "start": start, "mask": mask}
-        return cls(bpe, **tokens, chat_template=template)
+        ends = _model_ends(folder, bpe)
+        # BERT's separator ends a text, and the token of its classifier starts one.
+        names["eos_token"] = end or names["eos_token"] or names["sep_token"] or next(iter(ends), None)
+        if names["eos_token"] is None:
+            raise ValueError(
+                f"{config_path}: eos_token is missing, and neither {GENERATION_CONFIG} nor config.json has an"
+                " eos_token_id; name the token that ends a text with end_token"
+            )
+        template = _named_template(config.get("chat_template"), config_path) or CHAT_TEMPLATES["chat"]
+        if template_path.is_file():
+            template = template_path.read_text(encoding="utf-8")
+        _make_special(bpe, [name for name in [*names.values(), *ends] if name is not None])
+        return cls(
+            bpe,
+            end=names["eos_token"],
+            # Some files name a padding token that was never added to the vocabulary; none is needed.
+            pad=names["pad_token"] if names["pad_token"] and bpe.token_to_id(names["pad_token"]) is not None else "",
+            start=names["cls_token"] or names["bos_token"] or "",
+            mask=names["mask_token"] or "",
+            chat_template=template,
+            other_ends=[token for token in ends if token != names["eos_token"]],
+        )
 
     def save(self, folder: Path) -> None:
         """Write the Hugging Face layout; `transformers` reads it as PreTrainedTokenizerFast."""
@@ -119,7 +158,7 @@ class Tokenizer:
         self._bpe.save(str(folder / "tokenizer.json"))
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "pad_token": self.pad,
+            **({"pad_token": self.pad} if self.pad else {}),
             "eos_token": self.end,
             **({"bos_token": self.start} if self.start else {}),
             **({"mask_token": self.mask, "cls_token": self.start or self.end} if self.mask else {}),
@@ -127,13 +166,16 @@ class Tokenizer:
             "clean_up_tokenization_spaces": False,
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if len(self.end_ids) > 1:  # transformers and vLLM stop at each of these; else at config.json's only one
+            stops = {"eos_token_id": list(self.end_ids), **({"pad_token_id": self.pad_id} if self.pad else {})}
+            (folder / GENERATION_CONFIG).write_text(json.dumps(stops, indent=2) + "\n", encoding="utf-8")
 
     def __eq__(self, other: object) -> bool:
         """Whether both turn every conversation into the same tokens."""
         return isinstance(other, Tokenizer) and self._written() == other._written()
 
     def _written(self) -> tuple[str, ...]:
-        return self._bpe.to_str(), self.pad, self.end, self.start, self.chat_template
+        return self._bpe.to_str(), self.end, self.start, self.chat_template, *map(str, sorted(self.end_ids))
 
     @property
     def sha256(self) -> str:
@@ -147,8 +189,23 @@ class Tokenizer:
     def with_template(self, chat_template: str) -> "Tokenizer":
         """The same vocabulary under another template: a name of CHAT_TEMPLATES, Jinja text, or "" for its own."""
         template = CHAT_TEMPLATES.get(chat_template, chat_template) or self.chat_template
-        tokens = {"pad": self.pad, "end": self.end, "start": self.start, "mask": self.mask}
-        return Tokenizer(self._bpe, **tokens, chat_template=template)
+        return self._changed(chat_template=template)
+
+    def with_distinct_pad(self) -> "Tokenizer":
+        """The same tokenizer, padding with a token that ends no response, if the vocabulary has a special one.
+
+        transformers reads a reward model's score at the last token that is not padding: with the end token as padding,
+        one token too early.
+        """
+        if self.pad and self.pad_id not in self.end_ids:
+            return self
+        taken, added = {*self.end_ids, self.start_id}, sorted(self._bpe.get_added_tokens_decoder().items())
+        spare = (token.content for number, token in added if token.special and number not in taken)
+        return self._changed(pad=next(spare, ""))
+
+    def _changed(self, **changes: Any) -> "Tokenizer":
+        fields = {name: getattr(self, name) for name in ("pad", "end", "start", "mask", "chat_template", "other_ends")}
+        return Tokenizer(self._bpe, **{**fields, **changes})
 
     def encode(self, text: str) -> list[int]:
         """Tokens of text from a template: a special token's name becomes that token."""
@@ -281,7 +338,7 @@ class Tokenizer:
     def _cut(self, text: str, turns: Sequence[Turn], *, finds_names: bool) -> Conversation:
         read = self._names.read(text, finds_late=not finds_names)
         places = [Turn(read.at(turn.start), read.at(turn.stop)) for turn in turns] if read.regions else turns
-        return Conversation(read, places, self.end_id, finds_names=finds_names)
+        return Conversation(read, places, self.end_ids, finds_names=finds_names)
 
 
 def _make_special(bpe: BPE, names: Iterable[str]) -> None:
@@ -296,6 +353,36 @@ def _make_special(bpe: BPE, names: Iterable[str]) -> None:
             continue
         flags = {"lstrip", "rstrip", "single_word", "normalized"} if token is not None else set()
         bpe.add_special_tokens([AddedToken(name, special=True, **{flag: getattr(token, flag) for flag in flags})])
+
+
+def _model_ends(folder: Path, bpe: BPE) -> list[str]:
+    """The end tokens that the model's own files name by number, in order. Raises: ValueError naming file and field.
+
+    A number counts if it is one of the vocabulary's added tokens: transformers writes `eos_token_id` 2 into every
+    config.json that was made without one, and token 2 may be a letter.
+    """
+    added = bpe.get_added_tokens_decoder()
+    for path in (folder / GENERATION_CONFIG, folder / "config.json"):
+        numbers = read_json(path).get("eos_token_id") if path.is_file() else None
+        if numbers is None:
+            continue
+        numbers = numbers if isinstance(numbers, list) else [numbers]
+        if not all(type(number) is int for number in numbers):
+            raise ValueError(f"{path}: eos_token_id is {numbers}; a token's number, or a list of them, was expected")
+        return [added[number].content for number in numbers if number in added]
+    return []
+
+
+def _named_template(template: Any, path: Path) -> str:
+    """A chat template; of several by name, the one called "default". Raises: ValueError naming file and field."""
+    if isinstance(template, list):
+        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        if "default" not in template:
+            raise ValueError(f'{path}: chat_template names {", ".join(map(str, template))}; "default" was expected')
+        template = template["default"]
+    if not isinstance(template, str | None):
+        raise ValueError(f"{path}: chat_template is {type(template).__name__}; a string was expected")
+    return template or ""
 
 
 _TOKEN_FIELDS = ("pad_token", "eos_token", "sep_token", "bos_token", "cls_token", "mask_token")

@@ -78,6 +78,8 @@ def save_model(
     the config and the names are read.
     """
     folder.mkdir(exist_ok=True)  # not its parents: a run folder that has disappeared must not be created again
+    if isinstance(model, ScalarModel | SequenceClassifier):
+        tokenizer = tokenizer.with_distinct_pad()
     tokenizer.save(folder)
     config = config_to_hf(model, tokenizer)
     missing = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
@@ -288,7 +290,7 @@ def config_to_hf(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
         **family.to_hf(model.config),
         "bos_token_id": None,
         "eos_token_id": tokenizer.end_id,
-        "pad_token_id": tokenizer.pad_id,
+        "pad_token_id": tokenizer.pad_id if tokenizer.pad else None,
         "dtype": "float32",
         **(labels if names else {}),
         **({"decoder_start_token_id": tokenizer.end_id} if isinstance(model, EncoderDecoder) else {}),

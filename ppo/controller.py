@@ -31,7 +31,6 @@ from ppo.rollout_log import RolloutLog
 from ppo.sampler_proof import require_one_policy, sampler_agreement
 from ppo.samples import SampleLog, ScoredRollout
 from samplers.sent_weights import shown, whole_digest
-from training.config import Precision
 from training.failures import RunError
 from training.packing import Sampler
 from training.seeds import derive_seed
@@ -75,15 +74,16 @@ class PPOController:
         num_pretraining_rows: int,
         seed: int,
         followed: Sequence[int] = (),
-        precision: Precision = "bf16",
+        max_difference: float = 0.05,
     ) -> None:
         """`followed` are rows of prompts whose responses are logged at intervals; no update learns from those.
-        `precision` is what sampler and learner compute in, which bounds how far rounding takes them apart.
+        `max_difference` is how far rounding may take sampler and learner apart, in nats per token
+        (`samplers.agreement`).
         """
         self.config, self.roles, self.prompts, self.scale, self.seed = config, roles, prompts, scale, seed
         self.weights_O = torch.tensor([*config.objective_weights.values()] or [1.0])
         self.kl = KLController(config, config.kl_coef)
-        self.followed, self.phases, self.precision = followed, PhaseSeconds(), precision
+        self.followed, self.phases, self.max_difference = followed, PhaseSeconds(), max_difference
         self.samples: SampleLog | None = None  # where responses are logged
         self.rollouts: RolloutLog | None = None  # where it is logged which weights sampled what
         self.lesson: Lesson | None = None  # of the last iteration
@@ -135,7 +135,7 @@ class PPOController:
         if staleness:
             agreement = sampler_agreement(found.logprobs_BR, rollout)
         else:
-            agreement = require_one_policy(found.logprobs_BR, rollout, iteration, self.precision)
+            agreement = require_one_policy(found.logprobs_BR, rollout, iteration, self.max_difference)
         scores_B = self._weighted(scores_BO)
         # Oversampling has checked all that were sampled; the kept ones may be the ones that failed.
         scored_B = torch.isfinite(scores_B) if oversampling else self._require_scores(scores_B)
@@ -256,7 +256,7 @@ class PPOController:
         scores_BO = self.roles.scorers.start_scores(rollout)()
         logprobs_BR = self.roles.learners.start_policy_logprobs(rollout, whole)()
         # The weights of this iteration sample these, however stale its own rollout is.
-        require_one_policy(logprobs_BR, rollout, iteration, self.precision)
+        require_one_policy(logprobs_BR, rollout, iteration, self.max_difference)
         ref_logprobs_BR = self.roles.scorers.start_reference_logprobs(rollout, whole)()
         return ScoredRollout(rollout, self._weighted(scores_BO), (logprobs_BR - ref_logprobs_BR).sum(dim=1))
 
@@ -303,7 +303,7 @@ class PPOController:
                     value = learners.update_value(value_batch, value_rate, update)
                 metrics |= {**value, "value_learning_rate": value_rate}
             if number == 0:
-                _require_same_policy(metrics["ratio_error"], iteration)
+                _require_same_policy(metrics["ratio_error"], iteration, max(MAX_FIRST_RATIO_ERROR, self.max_difference))
             collected.append(metrics)
         return {name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]}
 
@@ -331,12 +331,12 @@ class PPOController:
         return batches
 
 
-def _require_same_policy(ratio_error: float, iteration: int) -> None:
+def _require_same_policy(ratio_error: float, iteration: int, most: float) -> None:
     """Raises RunError where the first update finds another policy than the one that gave the log-probabilities."""
-    if not ratio_error < MAX_FIRST_RATIO_ERROR:
+    if not ratio_error < most:
         raise RunError(
             f"ppo: iteration {iteration + 1}: |ratio - 1| is {ratio_error:.4f} on the first minibatch, where the policy"
-            f" has not moved; at most {MAX_FIRST_RATIO_ERROR} is rounding. The passes with and without gradients"
+            f" has not moved; at most {most:.2f} is rounding. The passes with and without gradients"
             ' disagree: try engine.precision = "fp32"; if that does not help, this is a defect of Heed'
         )
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ppo.rollout import Rollout
-from samplers.agreement import MAX_DIFFERENCE, Agreement
-from training.config import Precision
+from samplers.agreement import Agreement
 from training.failures import RunError
 
 NUM_WORST = 3
@@ -24,12 +23,14 @@ def sampler_agreement(logprobs_BR: Tensor, rollout: Rollout) -> Agreement:
     return Agreement.of(difference_C, rollout.response_tokens_B.tolist())
 
 
-def require_one_policy(logprobs_BR: Tensor, rollout: Rollout, iteration: int, precision: Precision) -> Agreement:
-    """Returns how sampler and learner agree. Raises: RunError, which names the worst tokens, if they are different
-    policies.
+def require_one_policy(logprobs_BR: Tensor, rollout: Rollout, iteration: int, max_difference: float) -> Agreement:
+    """Returns how sampler and learner agree.
+
+    Raises: RunError, which names the worst tokens, if they are further apart than a rounding of `max_difference` nats
+    per token explains.
     """
     found = sampler_agreement(logprobs_BR, rollout)
-    if found.holds(precision):
+    if found.holds(max_difference):
         return found
     mask_BR, sampler_BR = rollout.response_mask_BR, rollout.behaviour_logprobs_BR
     difference_BR = torch.where(mask_BR, logprobs_BR - sampler_BR, 0.0)
@@ -41,8 +42,8 @@ def require_one_policy(logprobs_BR: Tensor, rollout: Rollout, iteration: int, pr
     raise RunError(
         f"ppo: iteration {iteration + 1}: the sampler is another policy than the one that learns: their log-probs of"
         f" {int(mask_BR.sum()):,} sampled tokens differ by {found.difference:.4f} nats on average (at most"
-        f" {MAX_DIFFERENCE[precision]} is rounding in {precision}) and by {found.worst_response:.4f} in the worst"
-        f" response; the mean ratio is {found.ratio:.4f}. Its weights, cache, temperature or tokenizer are not the"
+        f" {max_difference:.4f} is rounding) and by {found.worst_response:.4f} in the worst response; the mean ratio is"
+        f" {found.ratio:.4f}. Its weights, cache, temperature or tokenizer are not the"
         f" learner's. The worst: {named}"
     )
 

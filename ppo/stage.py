@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster.remote import Pending
 from files.atomic import remove_unfinished
 from lm.tokenizer import Tokenizer
+from lm.weights import read_config
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale, TokenStream
@@ -26,6 +27,7 @@ from pretrain.stage import STAGE as PRETRAIN
 from pretrain.stage import tokenize
 from reward.scoring import labels_of, weights_by_label
 from reward.stage import STAGE as REWARD
+from samplers.agreement import max_difference
 from samplers.environment import require_vllm
 from stages.contract import Parent, Stage
 from stages.prompts import fitting_prompts
@@ -85,9 +87,10 @@ def controller_of(
     num_rows = len(stream_rows(stream.path, stream.seq_len)) if stream else 0
     encoded = tokenizer.encode_prompts([prompt.messages for prompt in prompts])
     followed = followed_rows(len(prompts), roles.rows_multiple, context.seed) if config.follow_every_iterations else ()
+    shape, _, _ = read_config(models.sft, "language")
     return PPOController(
         config, roles, encoded, models.scale, num_pretraining_rows=num_rows, seed=context.seed, followed=followed,
-        precision=context.engine.resolved_precision(),
+        max_difference=max_difference(context.engine.resolved_precision(), shape.num_hidden_layers),
     )  # fmt: skip
 
 

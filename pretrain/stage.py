@@ -130,7 +130,7 @@ def prepare_tokenizer(config: PretrainConfig, model: ModelConfig, folder: Path) 
     """Save the tokenizer of `init_from`, or train one on the first `tokenizer_texts` texts."""
     if config.init_from:
         source = model_directory(config.init_from)
-        Tokenizer.load(source, end=config.end_token, pad=config.pad_token).save(folder)
+        Tokenizer.load(source, end=config.end_token).save(folder)
         return
     sample = itertools.islice(read_texts(config.texts), config.tokenizer_texts)
     if model.kind == "decoder":
@@ -191,7 +191,7 @@ def _tokenizer_folder(run: StageRun) -> Path:
 def tokenizer_inputs(run: StageRun, config: PretrainConfig) -> tuple[dict[str, Any], dict[str, str]]:
     """What the vocabulary is made from: the values that count, and the hashes of the files that are read."""
     if config.init_from:
-        values: dict[str, Any] = {key: getattr(config, key) for key in ("init_from", "end_token", "pad_token")}
+        values: dict[str, Any] = {key: getattr(config, key) for key in ("init_from", "end_token")}
         # The weights next to them may be large, and are pretraining's own input.
         folder = model_directory(config.init_from)
         files = [path for name in TOKENIZER_FILES if (path := folder / name).is_file()]

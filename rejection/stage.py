@@ -113,7 +113,7 @@ def _tokenize(run: StageRun, config: RejectionConfig, tokenizer: Tokenizer, path
 
 def train(context: StageContext, config: RejectionConfig, start: Path, data: TokenFolders) -> Trained:
     """Train on this rank; rank 0 writes `model/`. Returns the losses."""
-    tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
+    tokenizer = Tokenizer.load(start, end=config.end_token)
     training, heldout = (
         PackedObjective(Packed(Sequences.read(folder), config.seq_len, tokenizer.pad_id))
         for folder in (data.training, data.heldout)
@@ -138,7 +138,7 @@ def train(context: StageContext, config: RejectionConfig, start: Path, data: Tok
 def load_tokenizer(run: StageRun, config: RejectionConfig) -> Tokenizer:
     """The policy's tokenizer, which it keeps."""
     if config.init_from:
-        return Tokenizer.load(run.start("sft"), end=config.end_token, pad=config.pad_token)
+        return Tokenizer.load(run.start("sft"), end=config.end_token)
     return run.tokenizer_of("sft")
 
 

@@ -214,11 +214,10 @@ class RewardModel:
         A response that fills the policy's context leaves no position for it. If the network has none either, the end
         token replaces the last sampled token, since a reward model has never seen a text without its end.
         """
-        end_id = self.tokenizer.end_id
-        if end_id in response[-1:]:
+        if response and response[-1] in self.tokenizer.end_ids:
             return [*prompt, *response]
         is_full = len(response) > 1 and len(prompt) + len(response) == self.room_tokens
-        return [*prompt, *(response[:-1] if is_full else response), end_id]
+        return [*prompt, *(response[:-1] if is_full else response), self.tokenizer.turn_end_id]
 
     @property
     def room_tokens(self) -> int:

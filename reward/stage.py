@@ -20,7 +20,7 @@ from stages.run import JobView, StageRun
 def run_reward(run: StageRun, config: RewardConfig) -> None:
     """Train on all workers; measure against the world, where its labelers gave the rankings."""
     start = run.start("sft")
-    tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
+    tokenizer = Tokenizer.load(start, end=config.end_token)
     found = read_judgments(config.rankings)
     folder = tokenize(run, config, tokenizer, found, _most_tokens(start, config))
     run.on_ranks(train, config, start, PreparedRankings.of(found, config, run.seed, folder))
@@ -43,7 +43,7 @@ def preflight(run: StageRun, config: RewardConfig) -> None:
     report_rankings(config, found, run.seed)
     if config.init_from:
         start = run.start("sft")
-        tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
+        tokenizer = Tokenizer.load(start, end=config.end_token)
         most_tokens = _most_tokens(start, config)
     else:
         tokenizer, most_tokens = run.tokenizer_of("sft"), run.model.max_position_embeddings

@@ -68,7 +68,7 @@ def train(context: StageContext, config: RewardConfig, start: Path, data: Prepar
 
     Raises: ValueError for rankings that have no ratings although `rating_coef` counts them.
     """
-    tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
+    tokenizer = Tokenizer.load(start, end=config.end_token)
     tokenizer = tokenizer.with_template(config.chat_template)
     source = network_source(start, config.dropout, derive_seed(context.seed, "reward", "head"), config.labels)
     shape = on_meta(source.build).config

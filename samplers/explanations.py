@@ -83,7 +83,7 @@ def explain(trial: Trial, found: Generated, reported_C: Tensor, version: int) ->
     """The name of the explanation that gives the reported log-probs up to rounding; "" where none does."""
     lengths = [*map(len, found.responses)]
     for explanation in explanations(trial, found, version):
-        if Agreement.of(explanation.logprobs() - reported_C, lengths).holds(trial.precision):
+        if Agreement.of(explanation.logprobs() - reported_C, lengths).holds(trial.max_difference):
             return explanation.name
     return ""
 

@@ -167,16 +167,17 @@ class StaleCache(Faulty):
         batch.model = now
         batch.feed(torch.tensor([prompt[-1] for prompt in prompts], device=self.trial.device))
         uniforms_BR = torch.from_numpy(draw_uniforms(seeds, MAX_NEW_TOKENS)).to(self.trial.device)
-        drawn, end_id = list[tuple[Tensor, Tensor]](), self.trial.tokenizer.end_id
+        drawn, end_ids = list[tuple[Tensor, Tensor]](), self.trial.tokenizer.end_ids
         for place in range(MAX_NEW_TOKENS):
             drawn.append(Choice(temperature).draw(batch.logits_BV, uniforms_BR[:, place]))
             batch.feed(drawn[-1][0])
         responses, logprobs = (torch.stack(side, dim=1).tolist() for side in zip(*drawn, strict=True))
-        ends = [row.index(end_id) + 1 if end_id in row else MAX_NEW_TOKENS for row in responses]
+        places = ([place for place, token in enumerate(row) if token in end_ids] for row in responses)
+        ends = [found[0] + 1 if found else MAX_NEW_TOKENS for found in places]
         responses = [row[:end] for row, end in zip(responses, ends, strict=True)]
         return Generated(
             responses,
-            [row[-1] == end_id for row in responses],
+            [row[-1] in end_ids for row in responses],
             [row[:end] for row, end in zip(logprobs, ends, strict=True)],
         )
 

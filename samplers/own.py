@@ -25,10 +25,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class HeedSampler(SamplingEngine):
     """Holds the policy in compute precision, and samples from it with `lm.generation`."""
 
-    def __init__(self, policy: LanguageModel, end_id: int, *, keeps_steps: bool = False) -> None:
+    def __init__(self, policy: LanguageModel, end_ids: Sequence[int], *, keeps_steps: bool = False) -> None:
         """`keeps_steps`: on a GPU of its own it keeps its cache and its recorded steps; weights arrive in place."""
         self._config, self._dtype = policy.config, policy.head.weight.dtype
-        self._device, self.end_id = policy.head.weight.device, end_id
+        self._device, self.end_ids = policy.head.weight.device, end_ids
         self._policy: LanguageModel | None = policy
         self._digests = digests_of(held_tensors(policy))
         kept = fixed_steps(policy, "auto") if keeps_steps else None
@@ -37,7 +37,7 @@ class HeedSampler(SamplingEngine):
     @classmethod
     def load(cls, folder: Path, precision: Precision, *, keeps_steps: bool = False) -> Self:
         policy = load_for_inference(ModelFolder(folder, LanguageModel), DTYPES[precision])
-        return cls(policy, Tokenizer.load(folder).end_id, keeps_steps=keeps_steps)
+        return cls(policy, Tokenizer.load(folder).end_ids, keeps_steps=keeps_steps)
 
     @property
     def policy(self) -> LanguageModel:
@@ -51,7 +51,7 @@ class HeedSampler(SamplingEngine):
             self.policy,
             prompts,
             max_new_tokens=max_new_tokens,
-            end_id=self.end_id,
+            end_ids=self.end_ids,
             choice=Choice(temperature),
             seeds=seeds,
             steps=self.steps,

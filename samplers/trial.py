@@ -23,6 +23,7 @@ from lm.padding import pad_right
 from lm.source import load, on_meta
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder, read_config, save_model
+from samplers.agreement import max_difference
 from samplers.engine import SamplingEngine
 from samplers.own import DTYPES
 from samplers.sent_weights import SentWeights, chunks, held_tensors
@@ -53,6 +54,11 @@ class Trial:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.folder)
+
+    @property
+    def max_difference(self) -> float:
+        """How far rounding may take an engine's log-probs from the true ones, in nats per token."""
+        return max_difference(self.precision, self.shape.num_hidden_layers)
 
     @cached_property
     def conversations(self) -> list[Messages]:

@@ -148,14 +148,14 @@ def judge(trial: Trial, found: Generated, version: int) -> tuple[str, str]:
         f"log-probs differ by {agreement.difference:.1e} nats on average, mean ratio {agreement.ratio:.4f}, surplus of"
         f" likelihood {true.surplus:+.1f} standard deviations"
     )
-    if not agreement.holds(trial.precision):
+    if not agreement.holds(trial.max_difference):
         return f"{explain(trial, found, reported_C, version) or UNEXPLAINED} ({measured})", measured
     return _biased(true.surplus), measured
 
 
 def _form(name: str, found: Generated, trial: Trial) -> Check:
     """Lengths, ends, and a log-prob for each token."""
-    end_id, wrong = trial.tokenizer.end_id, list[str]()
+    end_ids, wrong = trial.tokenizer.end_ids, list[str]()
     if len(found.responses) != len(trial.prompts):
         return Check(name, False, f"{len(found.responses)} responses to {len(trial.prompts)} prompts")
     for row, (response, finished, logprobs) in enumerate(
@@ -163,12 +163,12 @@ def _form(name: str, found: Generated, trial: Trial) -> Check:
     ):
         if not 1 <= len(response) <= MAX_NEW_TOKENS:
             wrong.append(f"response {row} has {len(response)} tokens")
-        elif end_id in response[:-1]:
-            wrong.append(f"response {row} continues after the end token")
-        elif finished != (response[-1] == end_id):
+        elif any(token in end_ids for token in response[:-1]):
+            wrong.append(f"response {row} continues after an end token")
+        elif finished != (response[-1] in end_ids):
             wrong.append(f"response {row} is said to be {'finished' if finished else 'cut off'}")
         elif not finished and len(response) < MAX_NEW_TOKENS:
-            wrong.append(f"response {row} stops after {len(response)} tokens without the end token")
+            wrong.append(f"response {row} stops after {len(response)} tokens without an end token")
         elif len(logprobs) != len(response):
             wrong.append(f"response {row} has {len(logprobs)} log-probs for {len(response)} tokens")
     tokens = sum(map(len, found.responses))

@@ -49,7 +49,7 @@ class VLLMSampler(SamplingEngine):
         tokenizer = Tokenizer.load(folder)
         source = ModelFolder(folder, LanguageModel)
         self._model = on_meta(source.build).to(DTYPES[precision])
-        self.end_id, self._on_gpu = tokenizer.end_id, torch.cuda.is_available()
+        self.end_ids, self._on_gpu = tokenizer.end_ids, torch.cuda.is_available()
         self._vllm, self._sleeps, self._may_sleep = vllm, False, not on_own_device
         self._digests = dict[str, int]()
         if not self._on_gpu:
@@ -92,7 +92,7 @@ class VLLMSampler(SamplingEngine):
         parameters = [
             self._vllm.SamplingParams(
                 temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, max_tokens=max_new_tokens, seed=seed % 2**63,
-                stop_token_ids=[self.end_id], ignore_eos=True, detokenize=False, logprobs=0,
+                stop_token_ids=list(self.end_ids), ignore_eos=True, detokenize=False, logprobs=0,
             )
             for seed in seeds
         ]  # fmt: skip
@@ -102,7 +102,7 @@ class VLLMSampler(SamplingEngine):
             [chosen[token].logprob for chosen, token in zip(output.logprobs, response, strict=True)]
             for output, response in zip(found, responses, strict=True)
         ]
-        return Generated(responses, [response[-1] == self.end_id for response in responses], logprobs)
+        return Generated(responses, [response[-1] in self.end_ids for response in responses], logprobs)
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
         missing = set(held_tensors(self._model))

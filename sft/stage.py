@@ -60,7 +60,7 @@ class SFTConfig(FineTuningConfig):
 
 def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFolders) -> None:
     """Train on this rank; rank 0 writes `model/` and `results.json`. Raises: ValueError where there is no data."""
-    tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
+    tokenizer = Tokenizer.load(start, end=config.end_token)
     tokenizer = tokenizer.with_template(config.chat_template)
     kind = EncoderDecoder if purpose_of(start) == "translate" else LanguageModel
     source: ModelSource[LanguageModel | EncoderDecoder] = ModelFolder(start, kind, config.dropout)
@@ -154,14 +154,14 @@ def run_sft(run: StageRun, config: SFTConfig) -> None:
     """Train on all workers."""
     start = run.start("pretrain")
     # The tokenizer of the model as it is now: it need not be the one that the run began with.
-    tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token).with_template(config.chat_template)
+    tokenizer = Tokenizer.load(start, end=config.end_token).with_template(config.chat_template)
     run.on_ranks(train, config, start, tokenize(run, config, tokenizer))
 
 
 def load_tokenizer(run: StageRun, config: SFTConfig) -> Tokenizer:
     """The tokenizer that the model will have; its vocabulary is there before the parent is."""
     if config.init_from:
-        loaded = Tokenizer.load(run.start("pretrain"), end=config.end_token, pad=config.pad_token)
+        loaded = Tokenizer.load(run.start("pretrain"), end=config.end_token)
     else:
         loaded = run.tokenizer_of("pretrain")
     return loaded.with_template(config.chat_template)

@@ -41,7 +41,7 @@ def sft_tokens(folder: Path, config: SFTConfig, start: Path, *, has_source: bool
 
 def train_reward(context: StageContext, config: RewardConfig, start: Path) -> None:
     """What the driver and this rank do to train a reward model."""
-    tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token).with_template(config.chat_template)
+    tokenizer = Tokenizer.load(start, end=config.end_token).with_template(config.chat_template)
     network = on_meta(reward.network_source(start, 0.0, 0, config.labels).build)
     data = _prepared(context, config, tokenizer, network.config.max_position_embeddings)
     reward.train(context, config, start, data)
@@ -49,7 +49,7 @@ def train_reward(context: StageContext, config: RewardConfig, start: Path) -> No
 
 def train_dpo(context: StageContext, config: DPOConfig, start: Path) -> None:
     """What the driver and this rank do to train a policy by DPO."""
-    tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token).with_template(config.chat_template)
+    tokenizer = Tokenizer.load(start, end=config.end_token).with_template(config.chat_template)
     shape = on_meta(ModelFolder(start, LanguageModel).build).config
     data = _prepared(context, config, tokenizer, shape.max_position_embeddings)
     context.folder.mkdir(exist_ok=True)

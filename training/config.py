@@ -227,17 +227,15 @@ class InitConfig(Config):
         description="Model directory or hub id to start from, in place of the stage before; empty = that stage.",
     )
     end_token: str = Field(
-        default="", description="End-of-sequence token of `init_from`'s tokenizer; empty = the one it names."
-    )
-    pad_token: str = Field(
-        default="", description="Padding token of `init_from`'s tokenizer; empty = the one it names."
+        default="",
+        description="Token that ends a text, for an `init_from` whose files name none or another; responses also end"
+        " with the token that closes a turn in the chat template.",
     )
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Self:
-        for name in ("end_token", "pad_token"):
-            if getattr(self, name) and not self.init_from:
-                raise ValueError(f"{name} is given without init_from; a vocabulary learned here has its own")
+        if self.end_token and not self.init_from:
+            raise ValueError("end_token is given without init_from; a vocabulary learned here has its own")
         return self
 
 

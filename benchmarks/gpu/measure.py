@@ -105,7 +105,7 @@ def measure_generation(row: Row, sizes: Generation, device: torch.device, _folde
                 model,
                 prompts,
                 max_new_tokens=response_tokens,
-                end_id=NO_END,
+                end_ids=NO_END,
                 choice=Choice(),
                 seeds=range(number * sizes.batch, (number + 1) * sizes.batch),
                 max_rows=sizes.batch,

@@ -32,7 +32,7 @@ from training.objectives import CausalLMObjective
 
 PLOT = ROOT / "docs" / "growth.svg"
 CONFIDENCE = 0.95
-NO_END = -1  # no token ends a response
+NO_END: tuple[int, ...] = ()  # no token ends a response
 PROMPT_TOKENS = 16
 VOCAB_SIZE = 8192
 ADAMW = OptimizerConfig(learning_rate=1e-4, schedule="constant")
@@ -102,7 +102,7 @@ def generation(point: Point, rounds: int, clock: Callable[[], float]) -> list[fl
 
     def sample() -> None:
         generate(
-            model, prompts, max_new_tokens=point.tokens, end_id=NO_END, choice=Choice(), seeds=range(point.batch),
+            model, prompts, max_new_tokens=point.tokens, end_ids=NO_END, choice=Choice(), seeds=range(point.batch),
             max_rows=point.batch,
         )  # fmt: skip
 

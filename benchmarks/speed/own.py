@@ -33,7 +33,7 @@ from training.packing import IntArray, pack
 LIBRARY = "heed"
 ENGINE = EngineConfig(precision="bf16", trackers=())
 OPTIMIZER = OptimizerConfig(learning_rate=1e-5, schedule="constant")
-NO_END = -1  # no token ends a response, so that all have the same length
+NO_END: tuple[int, ...] = ()  # no token ends a response, so that all have the same length
 
 
 def measure_generation(task: Task, clock: Clock) -> str:
@@ -45,7 +45,7 @@ def measure_generation(task: Task, clock: Clock) -> str:
             model,
             prompts,
             max_new_tokens=task.response_tokens,
-            end_id=NO_END,
+            end_ids=NO_END,
             choice=Choice(),
             seeds=seeds,
             max_rows=task.batch,

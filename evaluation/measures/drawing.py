@@ -69,7 +69,7 @@ def draw(
         policy.model,
         [encoded[wanted[place][0].prompt_id] for place in order],
         max_new_tokens=max_new_tokens,
-        end_id=tokenizer.end_id,
+        end_ids=tokenizer.end_ids,
         choice=Choice(temperature),
         seeds=[derive_seed(seed, "sample", wanted[place][0].prompt_id, wanted[place][1]) for place in order],
         max_rows=BATCH,

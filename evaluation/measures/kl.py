@@ -12,7 +12,7 @@ The mean of each over responses is an unbiased estimate of the KL.
 Shape letters: N responses, B of a batch, T tokens, C response tokens, D model, V vocabulary, F prefixes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -137,7 +137,7 @@ def exact_kl(
     query: Sequence[int],
     *,
     max_new_tokens: int,
-    end_id: int,
+    end_ids: Collection[int],
     temperature: float,
 ) -> float:
     """Computes the KL over every response to one prompt, nats, by the chain rule: Σ over prefixes of π(prefix)
@@ -156,7 +156,8 @@ def exact_kl(
     device = policy.head.weight.device
     prefixes_FT = torch.tensor([query], device=device)
     chance_F = torch.ones(1, dtype=torch.float64, device=device)
-    continues_V = torch.arange(V, device=device) != end_id
+    continues_V = torch.ones(V, dtype=torch.bool, device=device)
+    continues_V[list(end_ids)] = False
     total = 0.0
     for length in range(max_new_tokens):
         ours_FV, theirs_FV = (
@@ -167,7 +168,9 @@ def exact_kl(
         if length + 1 < max_new_tokens:
             chance_F = (chance_F[:, None] * ours_FV.exp())[:, continues_V].flatten()
             next_F = torch.arange(V, device=device)[continues_V].repeat(len(prefixes_FT))
-            prefixes_FT = torch.cat([prefixes_FT.repeat_interleave(V - 1, dim=0), next_F[:, None]], dim=1)
+            prefixes_FT = torch.cat(
+                [prefixes_FT.repeat_interleave(int(continues_V.sum()), dim=0), next_F[:, None]], dim=1
+            )
     return total
 
 

@@ -130,7 +130,7 @@ def test_attention_is_never_left_to_cudnn_or_to_the_equation(name: str, dtype: t
         CausalLMObjective(tokens(2, 25)).loss(model, np.arange(2), CUDA)[0].backward()
     with kernels.counted() as sampled:
         generate(
-            model, prompts(4, 9), max_new_tokens=3, end_id=-1, choice=Choice(), seeds=range(4), steps="eager"
+            model, prompts(4, 9), max_new_tokens=3, end_ids=(), choice=Choice(), seeds=range(4), steps="eager"
         )  # fmt: skip
     if dtype == torch.float32:
         assert packed.attention == plain.attention == {"efficient": layers}
@@ -236,7 +236,7 @@ def test_what_a_step_of_generation_launches_and_waits_for() -> None:
     def run(max_new_tokens: int) -> kernels.Counts:
         with kernels.counted() as counts:
             generate(
-                model, prompts(24, 30), max_new_tokens=max_new_tokens, end_id=-1, choice=Choice(), seeds=range(24),
+                model, prompts(24, 30), max_new_tokens=max_new_tokens, end_ids=(), choice=Choice(), seeds=range(24),
                 max_rows=8, steps=steps,
             )  # fmt: skip
         return counts

@@ -208,7 +208,7 @@ def test_generation_peaks_where_the_plan_says(precision: Precision) -> None:
     before, found = torch.cuda.memory_allocated(), dict[str, int]()
     with peak(found, "generate"):
         generate(
-            model, prompts, max_new_tokens=RESPONSE, end_id=-1, choice=Choice(), seeds=range(ROWS),
+            model, prompts, max_new_tokens=RESPONSE, end_ids=(), choice=Choice(), seeds=range(ROWS),
             steps=FixedSteps(model),
         )  # fmt: skip
     phase = sampling_phase(SHAPE, layout(precision), count(SHAPE, ADAMW).total, ROWS, PROMPT, RESPONSE)

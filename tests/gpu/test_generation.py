@@ -14,7 +14,7 @@ from lm.sampling import Choice
 from lm.source import RandomInit, load
 from tests.gpu.models import SHAPES, pair, prompts, shape, tokens
 
-NO_END = -1
+NO_END: tuple[int, ...] = ()
 NUM_PROMPTS, NUM_NEW = 12, 20
 
 
@@ -26,7 +26,7 @@ def sampled(model: LanguageModel, choice: Choice, steps: StepKind, **options: An
         choice=choice,
         seeds=range(NUM_PROMPTS),
         steps=steps,
-        **{"end_id": NO_END, "max_rows": 6, **options},
+        **{"end_ids": NO_END, "max_rows": 6, **options},
     )
 
 
@@ -41,11 +41,11 @@ def test_greedy_tokens_are_the_cpus(name: str) -> None:
         assert same >= 0.9 * NUM_PROMPTS, f"{steps}: {same} of {NUM_PROMPTS} responses are the CPU's"
 
 
-@pytest.mark.parametrize("end_id", [NO_END, 7], ids=["no end", "ragged"])
+@pytest.mark.parametrize("end_ids", [NO_END, (7,)], ids=["no end", "ragged"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_twice_the_same_bits(name: str, end_id: int) -> None:
+def test_twice_the_same_bits(name: str, end_ids: tuple[int, ...]) -> None:
     _, model = pair(SHAPES[name], torch.bfloat16)
-    first, second = (sampled(model, Choice(), "auto", end_id=end_id) for _ in range(2))
+    first, second = (sampled(model, Choice(), "auto", end_ids=end_ids) for _ in range(2))
     assert first == second
     assert all(0 < len(response) <= NUM_NEW for response in first.responses)
 
@@ -82,7 +82,7 @@ def test_steps_that_are_kept_are_recorded_once() -> None:
     for number in range(2):
         with torch.no_grad():
             model.head.weight.mul_(1.01)
-        options: dict[str, Any] = {"max_new_tokens": 40, "end_id": 7, "choice": Choice(), "max_rows": 8}
+        options: dict[str, Any] = {"max_new_tokens": 40, "end_ids": [7], "choice": Choice(), "max_rows": 8}
         seeds = range(16 * number, 16 * number + 16)
         found = generate(model, asked, seeds=seeds, steps=steps, **options)
         assert len({len(response) for response in found.responses}) > 2
@@ -97,7 +97,7 @@ def test_memory_is_that_of_one_cache(steps: StepKind) -> None:
     config = shape(num_hidden_layers=16, num_key_value_heads=4, head_dim=128, max_position_embeddings=640, vocab_size=8)
     model = load(RandomInit(partial(LanguageModel, config), seed=0)).to("cuda", torch.bfloat16)
     asked = [row[: 1 + place % 16] for place, row in enumerate((tokens(16, 16) % 8).tolist())]
-    options: dict[str, Any] = {"max_new_tokens": 112, "end_id": 7, "choice": Choice(), "max_rows": 8, "steps": steps}
+    options: dict[str, Any] = {"max_new_tokens": 112, "end_ids": [7], "choice": Choice(), "max_rows": 8, "steps": steps}
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -34,7 +34,7 @@ def answer(model_folder: Path, seed: int) -> str:
     turns = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": ASKED}]
     (response,) = generate(
         load_language_model(model_folder).eval(), [tokenizer.encode_prompt(turns)], max_new_tokens=6,
-        end_id=tokenizer.end_id, choice=Choice(0.7), seeds=[derive_seed(seed, "chat", 1, f"{ASKED}\n", 0)],
+        end_ids=[tokenizer.end_id], choice=Choice(0.7), seeds=[derive_seed(seed, "chat", 1, f"{ASKED}\n", 0)],
     ).responses  # fmt: skip
     return tokenizer.decode(response).strip()
 

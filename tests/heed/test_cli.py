@@ -218,7 +218,7 @@ def test_chat_gives_the_answer_that_the_judge_prefers(talk: Callable[..., str], 
     for sample in range(6):
         seed = derive_seed(3, "chat", 1, "a tiny model\n", sample)
         (response,) = generate(
-            policy.eval(), [prompt], max_new_tokens=5, end_id=tokenizer.end_id, choice=Choice(1.5), seeds=[seed]
+            policy.eval(), [prompt], max_new_tokens=5, end_ids=[tokenizer.end_id], choice=Choice(1.5), seeds=[seed]
         ).responses
         ending = [] if response[-1] == tokenizer.end_id else [tokenizer.end_id]
         score = float(reward.eval()(torch.tensor([[*prompt, *response, *ending]]))[0, -1])
@@ -274,7 +274,7 @@ def test_chat_with_an_encoder_decoder(chat_model: Path, talk: Callable[..., str]
     save_model(chat_model, model, model.state_dict(), tokenizer)
     source = tokenizer.encode_prompt([{"role": "user", "content": "a tiny model"}])
     (response,) = generate(
-        model.eval(), [[tokenizer.end_id]], max_new_tokens=5, end_id=tokenizer.end_id, choice=Choice(0), seeds=[0],
+        model.eval(), [[tokenizer.end_id]], max_new_tokens=5, end_ids=[tokenizer.end_id], choice=Choice(0), seeds=[0],
         sources=[source],
     ).responses  # fmt: skip
     assert talk("a tiny model\n", "--temperature", "0") == tokenizer.decode(response).strip() + "\n"

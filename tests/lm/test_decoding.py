@@ -130,7 +130,7 @@ def test_generation_by_native_steps_reports_the_model_s_own_logprobs() -> None:
     model = drawn_model(mlp="relu2", num_attention_heads=4)
     prompts = ragged_prompts(23)
     sampled = generate(
-        model, prompts, max_new_tokens=20, end_id=5, choice=Choice(), seeds=range(23), max_rows=6, steps="native"
+        model, prompts, max_new_tokens=20, end_ids=[5], choice=Choice(), seeds=range(23), max_rows=6, steps="native"
     )
     lengths = {len(response) for response in sampled.responses}
     assert len(lengths) > 3
@@ -145,7 +145,7 @@ def test_generation_by_native_steps_reports_the_model_s_own_logprobs() -> None:
 def test_samples_are_those_of_eager_steps_but_for_rounding() -> None:
     model, prompts = drawn_model(), ragged_prompts(64)
     native, eager = (
-        generate(model, prompts, max_new_tokens=2, end_id=-1, choice=Choice(), seeds=range(64), steps=steps).responses
+        generate(model, prompts, max_new_tokens=2, end_ids=(), choice=Choice(), seeds=range(64), steps=steps).responses
         for steps in ("native", "eager")
     )
     assert sum(a == b for a, b in zip(native, eager, strict=True)) >= 52

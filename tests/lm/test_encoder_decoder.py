@@ -134,7 +134,14 @@ READ = [[5], [4, 6, 7, 8, 9, 10], [9, 9], [0, 11, 10], [7, 1, 0, 2, 5, 5, 6, 4]]
 def test_generation_equals_its_naive_twin(model: EncoderDecoder, choice: Choice, max_rows: int) -> None:
     seeds = range(30, 35)
     found = generate(
-        model, [[START]] * 5, max_new_tokens=12, end_id=END, choice=choice, seeds=seeds, max_rows=max_rows, sources=READ
+        model,
+        [[START]] * 5,
+        max_new_tokens=12,
+        end_ids=[END],
+        choice=choice,
+        seeds=seeds,
+        max_rows=max_rows,
+        sources=READ,
     )
     expected = [naive(model, tuple(source), 12, choice, seed) for source, seed in zip(READ, seeds, strict=True)]
     assert found.responses == expected
@@ -146,7 +153,7 @@ def test_samples_of_one_source_share_its_reading(model: EncoderDecoder, max_rows
     counts: list[int] = []
     hook = model.encoder.register_forward_pre_hook(lambda _, inputs: counts.append(len(inputs[0])))
     found = generate(
-        model, [[START]] * 12, max_new_tokens=12, end_id=END, choice=Choice(), seeds=seeds, max_rows=max_rows,
+        model, [[START]] * 12, max_new_tokens=12, end_ids=[END], choice=Choice(), seeds=seeds, max_rows=max_rows,
         sources=sources,
     )  # fmt: skip
     hook.remove()
@@ -156,7 +163,7 @@ def test_samples_of_one_source_share_its_reading(model: EncoderDecoder, max_rows
 
 
 def test_one_source_with_two_beginnings_is_two_sequences(model: EncoderDecoder) -> None:
-    common: dict[str, Any] = {"max_new_tokens": 6, "end_id": END, "choice": Choice()}
+    common: dict[str, Any] = {"max_new_tokens": 6, "end_ids": [END], "choice": Choice()}
     beginnings, sources = [[START], [START, 5], [START], [START, 5]], [READ[1], READ[1], READ[2], READ[1]]
     found = generate(model, beginnings, seeds=[1, 2, 3, 4], sources=sources, **common)
     for row in range(4):
@@ -167,7 +174,7 @@ def test_one_source_with_two_beginnings_is_two_sequences(model: EncoderDecoder) 
 @torch.no_grad()
 def test_beam_search_reads_the_source(model: EncoderDecoder) -> None:
     for source in READ[:3]:
-        found = beam_search(model, [START], num_beams=3, max_new_tokens=5, end_id=END, source=source)
+        found = beam_search(model, [START], num_beams=3, max_new_tokens=5, end_ids=[END], source=source)
         for hypothesis in found:
             target = torch.tensor([[START, *hypothesis.response]])
             logprobs = torch.log_softmax(model(torch.tensor([source]), target[:, :-1])[0].double(), dim=-1)
@@ -176,24 +183,24 @@ def test_beam_search_reads_the_source(model: EncoderDecoder) -> None:
 
 
 def test_a_source_belongs_to_an_encoder_decoder_alone(model: EncoderDecoder, llama: Any) -> None:
-    common: dict[str, Any] = {"max_new_tokens": 2, "end_id": END, "choice": Choice(), "seeds": [0]}
+    common: dict[str, Any] = {"max_new_tokens": 2, "end_ids": [END], "choice": Choice(), "seeds": [0]}
     for wrong, sources in ((model, None), (llama, [[5]]), (model, [[5], [6]])):
         with pytest.raises(ValueError, match="an encoder-decoder needs a source for every prompt"):
             generate(wrong, [[START]], sources=sources, **common)
     for wrong, source in ((model, None), (llama, [5])):
         with pytest.raises(ValueError, match="an encoder-decoder needs a source for every prompt"):
-            beam_search(wrong, [START], num_beams=2, max_new_tokens=2, end_id=END, source=source)
+            beam_search(wrong, [START], num_beams=2, max_new_tokens=2, end_ids=[END], source=source)
 
 
 @pytest.mark.parametrize("length", [0, 25])
 def test_a_source_that_is_empty_or_does_not_fit_is_refused(model: EncoderDecoder, length: int) -> None:
     with pytest.raises(ValueError, match=rf"source 1 has {length} tokens; 1 to 24 were expected"):
         generate(
-            model, [[START]] * 2, max_new_tokens=2, end_id=END, choice=Choice(), seeds=[0, 1],
+            model, [[START]] * 2, max_new_tokens=2, end_ids=[END], choice=Choice(), seeds=[0, 1],
             sources=[[5], [6] * length],
         )  # fmt: skip
     with pytest.raises(ValueError, match=rf"source 0 has {length} tokens; 1 to 24 were expected"):
-        beam_search(model, [START], num_beams=2, max_new_tokens=2, end_id=END, source=[6] * length)
+        beam_search(model, [START], num_beams=2, max_new_tokens=2, end_ids=[END], source=[6] * length)
 
 
 @pytest.mark.long
@@ -213,7 +220,7 @@ def test_it_learns_to_turn_a_sequence_around() -> None:
         optimizer.step()
     sources = torch.randint(4, 12, (50, 4), generator=generator).tolist()
     found = generate(
-        model.eval(), [[START]] * 50, max_new_tokens=6, end_id=END, choice=Choice(0), seeds=[0] * 50, sources=sources
+        model.eval(), [[START]] * 50, max_new_tokens=6, end_ids=[END], choice=Choice(0), seeds=[0] * 50, sources=sources
     )
     right = [response == [*reversed(source), END] for response, source in zip(found.responses, sources, strict=True)]
     assert sum(right) >= 48

@@ -67,11 +67,11 @@ SEEDS = [101, 7, 7, 2**62, 55, 9]
 
 def sample(
     model: LanguageModel, prompts: Sequence[Sequence[int]] = PROMPTS, seeds: Sequence[int] = SEEDS,
-    max_new_tokens: int = 14, choice: Choice = Choice(), max_rows: int = 128, end_id: int = END,  # noqa: B008 - frozen
+    max_new_tokens: int = 14, choice: Choice = Choice(), max_rows: int = 128, end_ids: Sequence[int] = (END,),  # noqa: B008 - frozen
     stop: Callable[[Sequence[int]], bool] = lambda _: False,
 ) -> Generated:  # fmt: skip
     return generate(
-        model, prompts, max_new_tokens=max_new_tokens, end_id=end_id, choice=choice, seeds=seeds, max_rows=max_rows,
+        model, prompts, max_new_tokens=max_new_tokens, end_ids=end_ids, choice=choice, seeds=seeds, max_rows=max_rows,
         stop=stop,
     )  # fmt: skip
 
@@ -124,7 +124,7 @@ def test_what_is_done_for_gpus_gives_the_same_samples(
     read: list[int] = []
     hook = decoder.decoder.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].numel()))
     found = generate(
-        decoder, PROMPTS * 3, max_new_tokens=14, end_id=END, choice=Choice(), seeds=range(18), max_rows=max_rows,
+        decoder, PROMPTS * 3, max_new_tokens=14, end_ids=[END], choice=Choice(), seeds=range(18), max_rows=max_rows,
         steps=steps,
     )  # fmt: skip
     hook.remove()
@@ -193,8 +193,8 @@ def test_samples_follow_the_distribution(llama: LanguageModel, choice: Choice) -
 
 
 def test_a_stop_ends_a_response_behind_the_token_that_brings_it(llama: LanguageModel) -> None:
-    free = sample(llama, end_id=-1)
-    found = sample(llama, end_id=-1, stop=lambda response: sum(response) >= 20)
+    free = sample(llama, end_ids=())
+    found = sample(llama, end_ids=(), stop=lambda response: sum(response) >= 20)
     for whole, response, finished in zip(free.responses, found.responses, found.finished, strict=True):
         first = next((n for n in range(1, 15) if sum(whole[:n]) >= 20), None)
         assert response == whole[:first]
@@ -257,7 +257,7 @@ def test_prompts_without_room_are_refused(llama: LanguageModel) -> None:
         sample(llama, [[1], [1] * 31], [0, 1], max_new_tokens=10)
     with pytest.raises(ValueError, match=r"prompt 0 has 0 tokens"):
         sample(llama, [[]], [0], max_new_tokens=10)
-    full = sample(llama, [[1] * 30], [0], max_new_tokens=10, end_id=-1)
+    full = sample(llama, [[1] * 30], [0], max_new_tokens=10, end_ids=())
     assert len(full.responses[0]) == 10
     assert not full.finished[0]
 
@@ -314,7 +314,7 @@ def test_the_cache_is_allocated_once_and_holds_prompts_and_responses(
     prompts = [[rng.randrange(4, 12) for _ in range(rng.randrange(2, longest + 1))] for _ in range(3 * max_rows)]
     with LiveBytes() as live:
         found = generate(
-            model, prompts, max_new_tokens=num_new, end_id=3, choice=Choice(), seeds=range(len(prompts)),
+            model, prompts, max_new_tokens=num_new, end_ids=[3], choice=Choice(), seeds=range(len(prompts)),
             max_rows=max_rows, steps=steps,
         )  # fmt: skip
     assert len({len(response) for response in found.responses}) > 10

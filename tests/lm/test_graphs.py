@@ -149,7 +149,7 @@ def test_steps_that_are_kept_are_not_recorded_again(llama: LanguageModel, monkey
     monkeypatch.setattr(graphs, "COLUMNS", 8)
     model = copy.deepcopy(llama)
     steps = FixedSteps(model)
-    options: dict[str, Any] = {"max_new_tokens": 14, "end_id": 3, "choice": Choice(), "max_rows": 5}
+    options: dict[str, Any] = {"max_new_tokens": 14, "end_ids": [3], "choice": Choice(), "max_rows": 5}
     recorded = []
     for seed in range(3):
         model.head.weight.mul_(1.1)
@@ -171,7 +171,7 @@ def test_steps_that_are_kept_are_not_recorded_again(llama: LanguageModel, monkey
 
 def sample(model: LanguageModel, steps: StepKind, max_rows: int) -> Generated:
     return generate(
-        model, PROMPTS * 3, max_new_tokens=14, end_id=3, choice=Choice(), seeds=range(12), max_rows=max_rows,
+        model, PROMPTS * 3, max_new_tokens=14, end_ids=[3], choice=Choice(), seeds=range(12), max_rows=max_rows,
         steps=steps,
     )  # fmt: skip
 

@@ -62,7 +62,7 @@ def test_bf16_samples_do_not_depend_on_batch_mates(llama: LanguageModel) -> None
     model = copy.deepcopy(llama).bfloat16()
     prompts, seeds = [[5, 1 + number % 9, 3] for number in range(12)], list(range(12))
     together, alone = (
-        generate(model, prompts, max_new_tokens=8, end_id=-1, choice=Choice(), seeds=seeds, max_rows=rows).responses
+        generate(model, prompts, max_new_tokens=8, end_ids=(), choice=Choice(), seeds=seeds, max_rows=rows).responses
         for rows in (12, 1)
     )
     # A draw at the edge may round to the next token.

@@ -156,7 +156,14 @@ def test_greedy_generation_takes_the_likeliest_token(kind: str, prompts: list[li
     num_new, end = CONTEXT - 9, data.draw(st.integers(0, 10))
     seeds = [0] * len(prompts)
     found = generate(
-        model, prompts, max_new_tokens=num_new, end_id=end, choice=Choice(0), seeds=seeds, max_rows=2, sources=sources
+        model,
+        prompts,
+        max_new_tokens=num_new,
+        end_ids=[end],
+        choice=Choice(0),
+        seeds=seeds,
+        max_rows=2,
+        sources=sources,
     )
     for row, (prompt, response) in enumerate(zip(prompts, found.responses, strict=True)):
         whole = logits_alone(model, prompt + response, sources and sources[row])

@@ -88,7 +88,7 @@ def _drop_last_token(found: Generated) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_drop_last_token, "response 3 stops after 23 tokens without the end token"),
+        (_drop_last_token, "response 3 stops after 23 tokens without an end token"),
         (lambda found: found.finished.__setitem__(2, True), "response 2 is said to be finished"),
         (lambda found: found.responses[1].append(5), "response 1 has 25 tokens"),
         (lambda found: found.responses.pop(), "31 responses to 32 prompts"),
@@ -108,7 +108,7 @@ class _Cut(HeedSampler):
     ) -> Generated:
         choice = Choice(temperature, top_p=0.9)
         return generate(
-            self.policy, prompts, max_new_tokens=max_new_tokens, end_id=self.end_id, choice=choice, seeds=seeds
+            self.policy, prompts, max_new_tokens=max_new_tokens, end_ids=self.end_ids, choice=choice, seeds=seeds
         )
 
 

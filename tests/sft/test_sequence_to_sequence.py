@@ -92,8 +92,8 @@ def test_it_answers_what_it_read_and_stops(finished: tuple[Path, dict[str, Any]]
     tokenizer, model = Tokenizer.load(folder / "model"), load_model(folder / "model", EncoderDecoder).eval()
     sources = [tokenizer.encode_prompt([{"role": "user", "content": prompt}]) for prompt, _ in PAIRS]
     found = generate(
-        model, [[tokenizer.end_id]] * 3, max_new_tokens=30, end_id=tokenizer.end_id, choice=Choice(0), seeds=[0, 0, 0],
-        sources=sources,
+        model, [[tokenizer.end_id]] * 3, max_new_tokens=30, end_ids=tokenizer.end_ids, choice=Choice(0),
+        seeds=[0, 0, 0], sources=sources,
     )  # fmt: skip
     assert [tokenizer.decode(response) for response in found.responses] == [answer for _, answer in PAIRS]
     assert found.finished == [True] * 3

@@ -86,7 +86,7 @@ def test_the_model_answers_and_stops(finished: tuple[Path, dict[str, Any]]) -> N
     folder, _ = finished
     tokenizer, model = Tokenizer.load(folder / "model"), load_language_model(folder / "model").eval()
     prompt = tokenizer.encode_prompt([{"role": "user", "content": PAIRS[1][0]}])
-    found = generate(model, [prompt], max_new_tokens=24, end_id=tokenizer.end_id, choice=Choice(0), seeds=[0])
+    found = generate(model, [prompt], max_new_tokens=24, end_ids=[tokenizer.end_id], choice=Choice(0), seeds=[0])
     assert found.finished == [True]
     assert tokenizer.decode(found.responses[0]).strip() in [answer for _, answer in PAIRS]
 

@@ -1,0 +1,124 @@
+"""Rewards that a program can check: how far a response follows the instruction at the end of its prompt.
+
+The job smollm2.toml trains on prompts.jsonl with `reward`, which gives credit for coming close: the model follows some
+instructions in none of its first responses, and could not learn from zeros alone. `followed` judges heldout.jsonl (the
+same kinds of instruction, other topics), and new-kinds.jsonl (kinds that training never sees), and gives none.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from difflib import SequenceMatcher
+
+MIN_WORDS = 4  # fewer are no answer, whatever the instruction says
+
+Prompts = Sequence[Sequence[Mapping[str, str]]]
+
+
+def reward(prompts: Prompts, responses: Sequence[str]) -> list[float]:
+    """Returns 1.0 for each response that follows its instruction, and up to 0.5 for coming close; higher is better."""
+    degrees = (degree(prompt[-1]["content"], text) for prompt, text in zip(prompts, responses, strict=True))
+    return [found if found == 1.0 else found / 2 for found in degrees]
+
+
+def followed(prompts: Prompts, responses: Sequence[str]) -> list[float]:
+    """Returns 1.0 for each response that follows its prompt's instruction, else 0.0."""
+    pairs = zip(prompts, responses, strict=True)
+    return [float(degree(prompt[-1]["content"], response) == 1.0) for prompt, response in pairs]
+
+
+def degree(prompt: str, response: str) -> float:
+    """Returns how far the response follows the prompt's instruction, 0 to 1; 1 only if it does so exactly.
+
+    Raises: ValueError for a prompt without an instruction of KINDS.
+    """
+    text = response.strip()
+    for pattern, measure in KINDS.items():
+        if match := re.search(pattern, prompt):
+            return measure(text, *match.groups()) if len(_words(text)) >= MIN_WORDS else 0.0
+    raise ValueError(f"prompt {prompt!r} has none of the instructions that checks.py knows")
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+(?:['’-][^\W_]+)*", text)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _whole(text: str, found: float) -> float:
+    """Half as much for a text that stops in the middle of a sentence."""
+    return found if re.search(r"[.!?][\"')]*$", text) else found / 2
+
+
+def _at_most(count: int, most: int) -> float:
+    return 1.0 if count <= most else most / count
+
+
+def _exactly(count: int, wanted: int) -> float:
+    return min(count, wanted) / max(count, wanted)
+
+
+def _items(text: str, starts: Sequence[str]) -> float:
+    """A list with these beginnings of its lines, and nothing else."""
+    lines = _lines(text)
+    good = sum(line.startswith(start) and len(line) > len(start) for line, start in zip(lines, starts, strict=False))
+    return good / max(len(lines), len(starts))
+
+
+def _end(text: str, wanted: str) -> float:
+    return 1.0 if text.endswith(wanted) else 0.9 * SequenceMatcher(None, text[-len(wanted) :], wanted).ratio()
+
+
+def _quoted(text: str) -> float:
+    return 1.0 if re.fullmatch(r"\"[^\"]+\"", text) else 0.4 * (text[0] == '"') + 0.4 * (text[-1] == '"')
+
+
+def _sentences(text: str, wanted: str) -> float:
+    return _whole(text, _exactly(len(re.findall(r"[.!?]+[\"')]*(?=\s|$)", text)), int(wanted)))
+
+
+def _in_case(text: str, is_wrong: Callable[[str], bool]) -> float:
+    words = _words(text)
+    return _whole(text, 1 - sum(map(is_wrong, words)) / len(words))
+
+
+def _has_upper(word: str) -> bool:
+    return word != word.lower()
+
+
+def _has_lower(word: str) -> bool:
+    return word != word.upper()
+
+
+def _count(text: str, word: str) -> int:
+    return [found.lower() for found in _words(text)].count(word.lower())
+
+
+def _question(text: str) -> float:
+    marks = re.findall(r"[.!?]+", text)
+    return 1.0 if marks == ["?"] and text.endswith("?") else 0.5 * text.endswith("?")
+
+
+# What an instruction looks like in a prompt, and the measure of a response, with what the pattern captured.
+KINDS: Mapping[str, Callable[..., float]] = {
+    # in prompts.jsonl and heldout.jsonl
+    r"Do not use any commas\.": lambda text: _whole(text, 1 / (1 + text.count(","))),
+    r"Use at most (\d+) words\.": lambda text, most: _whole(text, _at_most(len(_words(text)), int(most))),
+    r"Write everything in lowercase letters\.": lambda text: _in_case(text, _has_upper),
+    r"Answer with exactly (\d+) lines that start with \"- \"\.": lambda text, number: _items(
+        text, ["- "] * int(number)
+    ),
+    r"End with the words \"([^\"]+)\"": _end,
+    r"Answer in exactly (\d+) sentences?\.": _sentences,
+    r"Put the whole answer in double quotation marks\.": _quoted,
+    r"Use the word \"(\w+)\" exactly once\.": lambda text, word: _whole(text, _exactly(_count(text, word), 1)),
+    # in new-kinds.jsonl
+    r"Write everything in capital letters\.": lambda text: _in_case(text, _has_lower),
+    r"Begin with the word \"(\w+)\"\.": lambda text, word: _whole(text, float(text.startswith(word))),
+    r"Do not use the word \"(\w+)\"\.": lambda text, word: _whole(text, 1 / (1 + _count(text, word))),
+    r"Answer with a numbered list of exactly (\d+) items\.": lambda text, number: _items(
+        text, [f"{place}. " for place in range(1, int(number) + 1)]
+    ),
+    r"Answer with a single question\.": _question,
+}

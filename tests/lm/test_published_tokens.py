@@ -1,0 +1,186 @@
+"""No published model is refused for its special tokens, and a response ends at each token that ends one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from tokenizers import models, pre_tokenizers
+
+from lm.generation import generate
+from lm.model import ScalarModel
+from lm.sampling import Choice
+from lm.tokenizer import Tokenizer
+from lm.weights import load_language_model, save_model
+from tests.lm.published_tokens import PUBLISHED, Published
+
+TURNS = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Good day"}]
+
+
+def vocabulary(specials: tuple[str, ...]) -> tokenizers.Tokenizer:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = tokenizers.Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in specials])
+    return bpe
+
+
+def write(folder: Path, published: Published) -> tokenizers.Tokenizer:
+    """The tokenizer's and the model's files, as published, around a byte-level vocabulary."""
+    bpe = vocabulary(published.specials)
+    bpe.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {**published.tokens}
+    if published.template is not None:
+        config["chat_template"] = published.template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    model = transformers.LlamaConfig(
+        vocab_size=bpe.get_vocab_size(), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, intermediate_size=24, max_position_embeddings=2048, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(model).save_pretrained(folder)
+    (folder / "generation_config.json").unlink()
+    if published.generation:
+        ends = [bpe.token_to_id(name) for name in published.generation]
+        (folder / "generation_config.json").write_text(
+            json.dumps({"eos_token_id": ends if len(ends) > 1 else ends[0], "do_sample": True})
+        )
+    fields = {**json.loads((folder / "config.json").read_text())}
+    fields |= {key: [bpe.token_to_id(name) for name in names] for key, names in published.config.items()}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return bpe
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_loads_and_ends_where_its_files_say(tmp_path: Path, name: str) -> None:
+    published = PUBLISHED[name]
+    bpe = write(tmp_path, published)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert [tokenizer.token_text(number) for number in tokenizer.end_ids] == list(published.stops)
+    assert tokenizer.turn_end_id == bpe.token_to_id(published.closes or published.stops[0])
+
+    tokens, is_response = tokenizer.encode_conversation(TURNS)
+    response = [token for token, counted in zip(tokens, is_response, strict=True) if counted]
+    assert response[-1] == tokenizer.turn_end_id, "the end of the response is learned"
+    assert tokenizer.decode(response).strip().endswith("Good day")
+    assert tokens[: len(tokenizer.encode_prompt(TURNS[:1]))] == tokenizer.encode_prompt(TURNS[:1])
+
+    text = tokenizer.render(TURNS, add_generation_prompt=False)
+    assert tokens == bpe.encode(text, add_special_tokens=False).ids, "as the published files encode it"
+
+    if published.template is not None and not published.system:
+        with_system = [{"role": "system", "content": "Be brief."}, *TURNS]
+        if "raise_exception" in str(published.template):
+            with pytest.raises(ValueError, match="chat_template"):
+                tokenizer.encode_conversation(with_system)
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen2.5-0.5B", "openai-community/gpt2"])
+def test_what_heed_writes_has_the_same_ends_for_heed_and_transformers(tmp_path: Path, name: str) -> None:
+    published = PUBLISHED[name]
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.mkdir()
+    bpe = write(source, published)
+    tokenizer = Tokenizer.load(source)
+    model = load_language_model(source)
+    save_model(copy, model, model.state_dict(), tokenizer)
+    again = Tokenizer.load(copy)
+    assert (again.end_ids, again.pad, again == tokenizer) == (tokenizer.end_ids, tokenizer.pad, True)
+    theirs = transformers.GenerationConfig.from_pretrained(copy).eos_token_id if len(again.end_ids) > 1 else None
+    one = transformers.AutoConfig.from_pretrained(copy).eos_token_id
+    assert (theirs or one) == (list(again.end_ids) if len(again.end_ids) > 1 else again.end_id)
+    padded = published.tokens.get("pad_token")
+    assert transformers.AutoTokenizer.from_pretrained(copy).pad_token == padded
+    assert transformers.AutoConfig.from_pretrained(copy).pad_token_id == (bpe.token_to_id(padded) if padded else None)
+
+
+def test_a_response_stops_at_each_end_token(tmp_path: Path) -> None:
+    write(tmp_path, PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"])
+    tokenizer, model = Tokenizer.load(tmp_path), load_language_model(tmp_path).eval()
+    prompts = [[number] for number in range(40)]
+    common: dict[str, Any] = {"max_new_tokens": 60, "choice": Choice(), "seeds": range(40)}
+    free = generate(model, prompts, end_ids=(), **common).responses
+    found = generate(model, prompts, end_ids=tokenizer.end_ids, **common)
+    ends = set(tokenizer.end_ids)
+    for unbounded, response, finished in zip(free, found.responses, found.finished, strict=True):
+        first = next((place for place, token in enumerate(unbounded) if token in ends), None)
+        assert finished == (first is not None)
+        assert response == (unbounded if first is None else unbounded[: first + 1])
+    assert (
+        len({response[-1] for response, finished in zip(found.responses, found.finished, strict=True) if finished}) > 1
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["HuggingFaceTB/SmolLM2-135M-Instruct", "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen2.5-0.5B"]
+)
+def test_transformers_reads_a_score_where_heed_does_although_texts_end_with_the_padding(
+    tmp_path: Path, name: str
+) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.mkdir()
+    write(source, PUBLISHED[name])
+    tokenizer, base = Tokenizer.load(source), load_language_model(source)
+    assert tokenizer.pad_id in tokenizer.end_ids
+    torch.manual_seed(1)
+    ours = ScalarModel(base.config).eval()
+    torch.nn.init.normal_(ours.score.weight)
+    save_model(copy, ours, ours.state_dict(), tokenizer)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(copy).eval()
+    padding = transformers.AutoTokenizer.from_pretrained(copy).pad_token_id
+    rows = [[*tokenizer.encode_plain([text])[0], tokenizer.turn_end_id] for text in ("Yes", "A longer text")]
+    width = max(map(len, rows))
+    padded = torch.tensor([[*row, *[padding] * (width - len(row))] for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    with torch.no_grad():
+        found = theirs(padded, attention_mask=mask).logits[:, 0]
+        expected = torch.stack([ours(torch.tensor([row])).flatten()[-1] for row in rows])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_language_model_keeps_the_padding_that_it_came_with(tmp_path: Path) -> None:
+    write(tmp_path, PUBLISHED["openai-community/gpt2"])
+    tokenizer = Tokenizer.load(tmp_path)
+    assert (tokenizer.pad, tokenizer.pad_id) == ("", tokenizer.end_id)
+    assert tokenizer.with_distinct_pad().pad == "", "GPT-2 has no other special token"
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "message"),
+    [
+        (
+            "tokenizer_config.json",
+            {"eos_token": None},
+            r"eos_token is missing, and neither .* name the token .* end_token",
+        ),
+        ("tokenizer_config.json", {"eos_token": 5}, r"eos_token is 5; a token of the vocabulary was expected"),
+        (
+            "generation_config.json",
+            {"eos_token_id": "x"},
+            r"generation_config.json: eos_token_id is \['x'\]; a token's",
+        ),
+        ("tokenizer_config.json", {"chat_template": [{"name": "rag", "template": ""}]}, r'names rag; "default" was'),
+    ],
+)
+def test_what_cannot_be_read_names_file_and_field(
+    tmp_path: Path, file: str, fields: dict[str, Any], message: str
+) -> None:
+    write(tmp_path, PUBLISHED["EleutherAI/pythia-1b"])
+    path = tmp_path / file
+    before = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**before, **fields}))
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_letter_is_no_end_token(tmp_path: Path) -> None:
+    """transformers writes `eos_token_id` 2 into a config made without one; token 2 of this vocabulary is a letter."""
+    write(tmp_path, PUBLISHED["EleutherAI/pythia-1b"])
+    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == 2
+    tokenizer = Tokenizer.load(tmp_path)
+    assert 2 not in tokenizer.end_ids
