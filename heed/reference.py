@@ -291,7 +291,8 @@ def _commands() -> list[_Command]:
         if not isinstance(command, TyperGroup):
             yield _Command(name, panel, command)
             return
-        for inner, child in command.commands.items():
+        children: dict[str, Any] = command.commands
+        for inner, child in children.items():
             yield from below(f"{name} {inner}", panel or str(child.rich_help_panel), child)
 
     return list(below("heed", "", get_command(app)))
