@@ -7,7 +7,7 @@ a test holds that all of it is current.
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -291,7 +291,7 @@ def _commands() -> list[_Command]:
         if not isinstance(command, TyperGroup):
             yield _Command(name, panel, command)
             return
-        children: dict[str, Any] = command.commands
+        children: Mapping[str, Any] = command.commands
         for inner, child in children.items():
             yield from below(f"{name} {inner}", panel or str(child.rich_help_panel), child)
 
