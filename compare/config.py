@@ -8,7 +8,8 @@ from training.data import DataConfig, OnOverlong, overlong_field
 
 class CompareConfig(Config):
     """Responses of each policy to the same prompts, judged as training never was: by the world's gold judge, a reward
-    model, a function, or people, whom the stage waits for.
+    model, a function, or people, whom the stage waits for. The reward that training climbs may judge too, on prompts
+    that it has not seen.
     """
 
     prompts: DataConfig = Field(description="Prompts that all policies answer.")
@@ -23,6 +24,11 @@ class CompareConfig(Config):
     judge_people: str = Field(
         default="",
         description="Label store whose labelers judge: a file, or a PostgreSQL URL without a password.",
+    )
+    judge_reward: bool = Field(
+        default=False,
+        description="Whether the job's own reward judges, its reward model or PPO's function. It cannot show that the"
+        " reward was gamed; any other judge can.",
     )
     num_labelers: int = Field(default=1, ge=1, description="Labelers per task of `judge_people`.")
     judged_share: float = Field(

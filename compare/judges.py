@@ -1,7 +1,7 @@
 """Opens a judge by its spec: people, a gold scorer, a language model, a reward endpoint, a function, a reward model."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sqlalchemy.engine import make_url
@@ -20,7 +20,7 @@ from lm.hub import model_directory
 from lm.tokenizer import Messages
 from preferences.records import MAX_RESPONSES
 from preferences.store import LabelStore
-from reward.external import RemoteReward, RewardFunction, Scored
+from reward.external import ExternalReward, RemoteReward, RewardFunction, Scored
 from reward.scoring import labels_of
 from stages.world import World
 from training.data import Prompt
@@ -95,6 +95,26 @@ def reward_model_judge(name: str, spec: str) -> ScoreJudge:
     score = reward_model_score(folder, _weights(folder, objective) if objective else {})
     about = {"description": f"the reward model {spec}", "sha256": folder_hash(folder)}
     return ScoreJudge(name, "reward model", spec, score, about)
+
+
+def reward_judge(
+    name: str, reward: ExternalReward | Path, objective_weights: Mapping[str, float], *, is_climbed: bool = True
+) -> ScoreJudge:
+    """Open a run's reward: its reward model's folder, or a function or server. `is_climbed`: the policies were trained
+    to raise it, as DPO's are not.
+    """
+    if isinstance(reward, RewardFunction):
+        judge = function_judge(name, reward.name)
+    elif isinstance(reward, RemoteReward):
+        about: dict[str, object] = {"description": f"the server {reward.url}"}
+        judge = ScoreJudge(name, "reward endpoint", reward.url, reward.score, about)
+    else:
+        found = {"description": "the run's reward model", "sha256": folder_hash(reward)}
+        judge = ScoreJudge(name, "reward model", str(reward), reward_model_score(reward, objective_weights), found)
+    if not is_climbed:
+        return judge
+    description = f"{judge.details['description']}, which is also the reward: whatever it overlooks stays unseen here"
+    return replace(judge, details={**judge.details, "description": description, "is_reward": True})
 
 
 def _weights(folder: Path, objective: str) -> dict[str, float]:

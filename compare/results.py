@@ -49,11 +49,15 @@ class PairResults:
 
 @dataclass(frozen=True)
 class JudgeResults:
-    """Who judged, what it measures, and whether it is a world's gold scorer, a reward model or a function."""
+    """Who judged, what it measures, and whether it is a world's gold scorer, a reward model or a function.
+
+    `is_reward`: it is what the policies were trained to raise.
+    """
 
     name: str
     description: str
     kind: str = GOLD
+    is_reward: bool = False
 
 
 @dataclass(frozen=True)

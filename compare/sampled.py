@@ -121,7 +121,9 @@ def compare_sampled(
         training_kl_nats=tuple(kl for kl, _ in sampled.training),
         training_scores=tuple(score for _, score in sampled.training),
         samples=_shown(sampled.prompts[: config.num_shown], responses, scores),
-        hacking=None if isinstance(judge, PeopleJudge) else _hacking(sampled, responses, scores, judge),
+        hacking=None
+        if isinstance(judge, PeopleJudge) or config.judge_reward  # which would confirm itself
+        else _hacking(sampled, responses, scores, judge),
     )
 
 
@@ -161,7 +163,8 @@ def _described(judge: ScoreJudge | PeopleJudge) -> JudgeResults:
     if isinstance(judge, PeopleJudge):
         about = f"people, {judge.num_labelers} per task, by the labels in {_store_of(judge)}"
         return JudgeResults(judge.name, about, "people")
-    return JudgeResults(judge.name, str(judge.details["description"]), judge.kind)
+    is_reward = bool(judge.details.get("is_reward"))
+    return JudgeResults(judge.name, str(judge.details["description"]), judge.kind, is_reward)
 
 
 def _responses(sampled: Sampled, n: int) -> dict[str, list[Response]]:

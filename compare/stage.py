@@ -5,7 +5,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from compare.config import CompareConfig
-from compare.judges import function_judge, gold_judge, people_judge, reward_model_judge, without_password
+from compare.judges import (
+    function_judge,
+    gold_judge,
+    people_judge,
+    reward_judge,
+    reward_model_judge,
+    without_password,
+)
 from compare.report.stage import REPORTER
 from compare.sampled import Sampled, compare_sampled
 from evaluation.judges.people import PeopleJudge
@@ -27,7 +34,7 @@ from stages.run import JobView, StageRun
 from training.metrics import read_metrics
 from training.seeds import derive_seed
 
-JUDGES = ("judge_function", "judge_from", "judge_people")
+JUDGES = ("judge_function", "judge_from", "judge_people", "judge_reward")
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,11 @@ def judge_of(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:
     if config.judge_from:
         ((name, spec),) = named_specs([config.judge_from], "judge")
         return reward_model_judge(name, spec)
+    if config.judge_reward:
+        proxy, policies = proxy_of(run), policies_of(run.job)
+        is_climbed = PPO.name in policies or any(REWARD.name in run.job.parents(name) for name in policies)
+        reward = proxy.external or Path(proxy.model)
+        return reward_judge("reward", reward, proxy.objective_weights, is_climbed=is_climbed)
     return gold_judge(run.world.judge_names[0], "gold:../job.toml", run.world)
 
 
@@ -166,6 +178,8 @@ def check(config: CompareConfig, job: JobView) -> None:
     if not (judges or job.has_world):
         named = ", ".join(f"compare.{field}" for field in JUDGES)
         raise ValueError(f"compare has no judge: {named} or a [world] was expected")
+    if config.judge_reward and reward is None and PPO.name not in policies:
+        raise ValueError("compare.judge_reward: the job has no reward; [reward], [ppo] or another judge was expected")
     if without_password(config.judge_people) != config.judge_people:
         raise ValueError(
             "compare.judge_people has a password, which would be written into the run's folder; a URL without one was"
@@ -177,7 +191,7 @@ def _drawn(run: StageRun, config: CompareConfig, ppo: PPOConfig) -> list[Trainin
     """Returns the responses that PPO kept of those it learned from. A world's judge scores only answers to its own
     prompts."""
     is_gold = not (config.judge_from or config.judge_function)
-    if config.judge_people or (is_gold and not ppo.prompts.source.startswith("world:")):
+    if config.judge_people or config.judge_reward or (is_gold and not ppo.prompts.source.startswith("world:")):
         return []
     path = run.folder_of(PPO.name) / SAMPLES
     found = [record_of(line, TrainingSample, str(path)) for line in read_metrics(path)]
@@ -185,8 +199,9 @@ def _drawn(run: StageRun, config: CompareConfig, ppo: PPOConfig) -> list[Trainin
 
 
 def preflight(run: StageRun, config: CompareConfig) -> None:
-    """Check that the judge exists, and that every prompt leaves room for its responses."""
-    judge_of(run, config)
+    """Check that the judge exists, unless the run trains it, and that every prompt leaves room for its responses."""
+    if not config.judge_reward:
+        judge_of(run, config)
     tokenizer = start_of(run).tokenizer
     fitting_prompts(run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong, run.tell)
 
@@ -197,10 +212,12 @@ def plan(planner: Planner, config: CompareConfig) -> StagePlan:
     per_prompt = pool + config.num_samples * others
     # Reward models of this stage are bf16 on a GPU, otherwise fp32 (`lm.inference`).
     measured_by = {"reference": planner.layout.compute_bytes, "reward model": 2 if planner.layout.is_gpu else 4}
+    lengths = planner.answered(config.prompts, config.max_new_tokens, lambda run: start_of(run).tokenizer)
     return planner.sampling(
         planner.sizes.num_rows(config.prompts),
         per_prompt,
         config.max_new_tokens,
+        lengths,
         at_once=pool,
         measured_by=measured_by,
     )

@@ -1,5 +1,7 @@
 """DPO as a stage: what it reads, what is checked before it runs, what it will take."""
 
+import math
+
 from dpo.config import DPOConfig
 from dpo.report import REPORTER
 from dpo.training import train
@@ -7,7 +9,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import purpose_of
 from reward.comparisons import read_judgments
 from reward.prepared import PreparedRankings, check_objectives, report_overlong, report_rankings, tokenize
-from reward.sizes import comparison_steps
+from reward.sizes import comparison_lengths, comparison_steps
 from stages.contract import Parent, Stage
 from stages.planner import Planner, StagePlan, rows_and_passes
 from stages.run import JobView, StageRun
@@ -50,12 +52,23 @@ def preflight(run: StageRun, config: DPOConfig) -> None:
 
 def plan(planner: Planner, config: DPOConfig) -> StagePlan:
     steps, num_responses = comparison_steps(planner, config)
-    seq_len = planner.sizes.conversation_tokens()
-    width = planner.packed_width(seq_len)
+    context = planner.model.max_position_embeddings
+    lengths = comparison_lengths(planner, config, lambda run: load_tokenizer(run, config), context)
+    width = planner.packed_width(lengths.longest)
     rows, _ = rows_and_passes(config.batch, planner.layout.ranks, width, num_responses)
-    planner.sizes.assume("an upper bound: every token of a conversation is counted as one of the response")
-    num_logits = rows * width * planner.model.vocab_size
-    return planner.training("comparisons", config, steps, seq_len, num_logits, rows_per_unit=num_responses)
+    if lengths.response_share == 1:
+        planner.sizes.assume("bound: every token of a conversation is counted as one of the response")
+    # Only responses have logits. A pass may be full of the conversations that have most of them.
+    num_logits = math.ceil(rows * width * lengths.response_share) * planner.model.vocab_size
+    return planner.training(
+        "comparisons",
+        config,
+        steps,
+        lengths.longest,
+        num_logits,
+        mean_tokens=lengths.mean,
+        rows_per_unit=num_responses,
+    )
 
 
 STAGE = Stage(

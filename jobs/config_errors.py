@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from jobs.foreign_keys import counterpart
 
@@ -24,7 +25,7 @@ def explain(problem: Mapping[str, Any], model: type[BaseModel]) -> str:
     """One validation error as: full key, what was found, what was expected."""
     if problem["type"] == "extra_forbidden":
         *section, unknown = problem["loc"]
-        return _unknown_key(_without_tags(section, model), str(unknown), model)
+        return unknown_key(_without_tags(section, model), str(unknown), model)
     key = ".".join(_without_tags(problem["loc"], model))
     if problem["type"] == "missing":
         return f"{key}: missing"
@@ -33,15 +34,46 @@ def explain(problem: Mapping[str, Any], model: type[BaseModel]) -> str:
     return (f"{key}: " if key else "") + message + (f", found {problem['input']!r}" if simple else "")
 
 
-def _unknown_key(section: Sequence[str], key: str, model: type[BaseModel]) -> str:
+def unknown_key(section: Sequence[str], key: str, model: type[BaseModel]) -> str:
     """Says what an unknown key may stand for: another project's name, a typing error, or which keys there are."""
     known = [name for found in _sections(section, model) for name in found.model_fields]
     where = f" in [{'.'.join(section)}]" if section else ""
     hint = counterpart(key, known, tuple(model.model_fields))
     if not hint:
-        close = get_close_matches(key, known, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else f"known here: {', '.join(sorted(known))}"
+        below = [f"`{place}`" for place in _places_of(key, section, model)]
+        close = [f"`{name}`" for name in get_close_matches(key, known, n=1)]
+        hint = f"did you mean {_or(below or close)}?" if below or close else f"known here: {', '.join(sorted(known))}"
     return f"`{key}`: unknown key{where}; {hint}"
+
+
+def _or(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+
+
+def _places_of(key: str, section: Sequence[str], model: type[BaseModel]) -> list[str]:
+    """The keys of this name in the tables below a section, written from the top of the job."""
+    found: list[str] = []
+    for field in dict.fromkeys(name for table in _sections(section, model) for name in table.model_fields):
+        place = [*section, field]
+        below = _sections(place, model)
+        if any(key in table.model_fields for table in below):
+            found.append(".".join([*place, key]))
+        elif below:
+            found += _places_of(key, place, model)
+    return found
+
+
+def fields_at(model: type[BaseModel], path: Sequence[str]) -> list[FieldInfo]:
+    """The fields of a config that a dotted key names: none for an unknown key, several in a union of sections."""
+    *section, key = path
+    return [table.model_fields[key] for table in _sections(section, model) if key in table.model_fields]
+
+
+def literals_of(annotation: Any) -> set[object]:
+    """The values of the Literals in a type."""
+    if get_origin(annotation) is Literal:
+        return set(get_args(annotation))
+    return {value for part in get_args(annotation) for value in literals_of(part)}
 
 
 def _without_tags(location: Sequence[str | int], model: type[BaseModel]) -> list[str]:

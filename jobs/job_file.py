@@ -5,11 +5,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jobs.config_errors import validated
+from jobs.config_errors import fields_at, literals_of, unknown_key, validated
 from jobs.job import BUILT_IN_JOB, JobConfig, job_type
 from jobs.model_shape import take_shape
 from jobs.registry import registry_with
-from jobs.toml_values import apply_override, read_job_values, read_toml
+from jobs.toml_values import NONE, Override, read_job_values, read_toml
 
 
 def load_job(path: Path | None, overrides: Sequence[str] = (), *, opens_models: bool = True) -> JobConfig:
@@ -21,11 +21,28 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), *, opens_models: 
     """
     name = "configs/jobs/demo.toml" if path is None else str(path)
     values = read_toml(files("configs").joinpath("jobs/demo.toml"), name) if path is None else read_job_values(path)
-    for override in overrides:
-        apply_override(values, override)
+    for given in overrides:
+        _apply(name, values, Override.parse(given))
     config = _job_type(name, values)
     take_shape(name, values, config.known_stages, opens_models=opens_models)
     return validated(config, values, name)
+
+
+def _apply(name: str, values: dict[str, Any], override: Override) -> None:
+    """Set one key, or remove it. A key that has "none" among its values, as `ppo.advantage_scale` has, is set to it.
+
+    Raises: ValueError as `Override.set`, and for a key to be removed that no job has.
+    """
+    if not override.removes:
+        override.set(values)
+        return
+    config = _job_type(name, values)
+    if any(NONE in literals_of(field.annotation) for field in fields_at(config, override.path)):
+        override.set(values)
+    elif not override.remove(values):
+        for place, key in enumerate(override.path):
+            if not fields_at(config, override.path[: place + 1]):
+                raise ValueError(f"--set {override}: {unknown_key(override.path[:place], key, config)}")
 
 
 def _job_type(name: str, values: Mapping[str, Any]) -> type[JobConfig]:

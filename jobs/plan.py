@@ -1,19 +1,26 @@
 """`heed plan`: a job in numbers before it runs, stage by stage: batches, memory per rank, time, cost, nodes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from cluster.group import WorkerGroup
 from jobs.job import JobConfig
 from jobs.model_shape import known_shape
 from jobs.registry import WORLD
+from lm.config import ModelConfig
+from lm.hub import is_on_this_machine
 from planning.hardware import Hardware
 from planning.memory import Layout
 from planning.times import Times
+from stages.lengths import Measures
 from stages.planner import Planner, StagePlan
+from stages.run import StageRun
 from stages.sizes import Sizes, SourceSize
 
 # CUDA's context, NCCL's buffers and the gaps of an allocator are not counted; a tenth is what they commonly take.
 COMFORTABLE = 0.9
+RUNS = Path("runs")  # where `heed run` puts runs by default
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,7 @@ class Setting:
     assumed_rows: int
     gpus_per_node: int = 8
     node_bytes: int = 0
+    measures: Measures = field(default_factory=Measures, compare=False)  # of the data, for the plans of one job
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,8 @@ class Plan:
 
 def make_plan(job: JobConfig, setting: Setting) -> Plan:
     """Raises: ValueError for a job without a shape, and for files of its data that are malformed."""
-    if job.model is None:
+    model = job.model or _only_shape(job)
+    if model is None:
         raise ValueError("model: missing; the plan needs the shape of the policy")
     precision = job.engine.precision
     if precision == "auto":
@@ -76,18 +85,44 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
         job.engine.checkpoint_activations,
     )
     sizes = Sizes(
-        job.model.max_position_embeddings,
+        model.max_position_embeddings,
         setting.assumed_rows,
         longest=_longest_conversation(job),
+        measures=setting.measures,
         world_rows=lambda source: _world_rows(job, source),
         stage_size=lambda source: _stage_size(job, source, sizes),
     )
-    times = Times(job.model, layout, setting.hardware, setting.share_of_peak)
-    plans = [
-        stage.plan(Planner(stage.name, job, job.model, layout, sizes, times, known_shape), job.section_of(stage))
-        for stage in job.stages
-    ]
+    times = Times(model, layout, setting.hardware, setting.share_of_peak)
+    has_models = all(map(is_on_this_machine, _models(job)))
+    plans = []
+    for stage in job.stages:
+        # Nothing of a run is there but its data; a vocabulary that an earlier run has made is read.
+        run = StageRun(stage.name, job, RUNS / job.name, _NoWorkers(), None) if has_models else None
+        planner = Planner(stage.name, job, model, layout, sizes, times, known_shape, run)
+        plans.append(stage.plan(planner, job.section_of(stage)))
     return Plan(job, setting, layout, tuple(plans))
+
+
+def _only_shape(job: JobConfig) -> ModelConfig | None:
+    """The shape of a reward model in a job without a policy."""
+    starts = [getattr(job.section_of(stage), "init_from", "") for stage in job.stages]
+    return known_shape(starts[0]) if starts[0] else None
+
+
+def _models(job: JobConfig) -> set[str]:
+    """The models that the job's sections name."""
+    named = {getattr(job.section_of(stage), name) for stage in job.stages for name in stage.model_fields}
+    return named - {""}
+
+
+class _NoWorkers:
+    """In place of a run's workers, which a plan needs as little as any hardware."""
+
+    def __call__(self) -> WorkerGroup:
+        raise AssertionError("a plan starts no workers")
+
+    def extra_group(self, name: str, size: int, python: str = "", *, on_workers: bool = False) -> WorkerGroup:
+        raise AssertionError(f"a plan starts no {name}: {size}, {python}, {on_workers}")
 
 
 def _longest_conversation(job: JobConfig) -> int:

@@ -41,7 +41,7 @@ def show_plan(
     share_of_peak: float,
     assumed_rows: int,
 ) -> bool:
-    """Print the plan of a job file, and changes with which it fits if it does not; whether it fits.
+    """Print the plan of a job file, the verdict first, and changes with which it fits if it does not; whether it fits.
 
     Raises: ValueError for a job, a GPU or a number of nodes that will not do.
     """
@@ -52,7 +52,12 @@ def show_plan(
     nodes = places(machines.num_nodes, machines.gpus_per_node, job.num_ranks) if chosen.is_gpu else 1
     setting = Setting(chosen, share_of_peak, assumed_rows, machines.gpus_per_node, machines.node_gib * GIB)
     plan = make_plan(job, setting)
+    out.print(_verdict_line(plan))
     out.print(_heading(plan, nodes, machines.gpus_per_node))
+    for line in advice(path, overrides, plan):
+        out.print(line)
+    out.print()
+    out.print(_summary(plan))
     for stage in plan.stages:
         out.print(f"\n[bold]{stage.name}[/]")
         out.print(_batch_table(stage))
@@ -65,11 +70,28 @@ def show_plan(
         for missing in stage.missing:
             out.print(f"  [bold red]missing:[/] {escape(missing)}. Memory is counted as if Heed had it")
     out.print()
-    out.print(_summary(plan))
-    for line in advice(path, overrides, plan):
-        out.print(line)
     out.print(f"[dim]{_how(plan)}")
     return plan.fits
+
+
+def _verdict_line(plan: Plan) -> str:
+    """Returns whether the job fits, on what, and the stage that needs most memory."""
+    chosen, setting = plan.setting.hardware, plan.setting
+    where = chosen.name if chosen.is_gpu else "this machine's CPU"
+    lacking = [stage.name for stage in plan.stages if stage.missing]
+    if lacking:
+        return f"{plan.job.name}: [bold red]cannot run[/] on {where}: Heed lacks what {', '.join(lacking)} needs"
+    largest = max(plan.stages, key=lambda stage: stage.peak)
+    of_node = max(plan.stages, key=plan.node_bytes)
+    if largest.peak <= chosen.memory_bytes and setting.node_bytes and plan.node_bytes(of_node) > setting.node_bytes:
+        return (
+            f"{plan.job.name}: [bold red]does not fit[/] on {where}: {of_node.name} needs"
+            f" {_size(plan.node_bytes(of_node))} of a node's CPU memory, which has {_size(setting.node_bytes)}"
+        )
+    return (
+        f"{plan.job.name}: {verdict(largest.peak, chosen.memory_bytes)} on {where}: {largest.name} needs most,"
+        f" {_size(largest.peak)} of {_size(chosen.memory_bytes)} per worker"
+    )
 
 
 def _heading(plan: Plan, nodes: int, gpus_per_node: int) -> str:
@@ -77,8 +99,7 @@ def _heading(plan: Plan, nodes: int, gpus_per_node: int) -> str:
     gpus = min(gpus_per_node, layout.ranks)
     where = f"{_num(nodes, 'node')} x {gpus} {chosen.name}" if chosen.is_gpu else "this machine's CPU"
     return (
-        f"{plan.job.name}: {_num(layout.ranks, 'worker')} on {where}, ZeRO {layout.zero_stage},"
-        f" {'bf16' if layout.is_bf16 else 'fp32'}"
+        f"{_num(layout.ranks, 'worker')} on {where}, ZeRO {layout.zero_stage}, {'bf16' if layout.is_bf16 else 'fp32'}"
     )
 
 

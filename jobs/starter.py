@@ -3,61 +3,119 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from files.atomic import write_text
 from files.python_names import load_function
 from jobs.job_file import load_job
 from jobs.model_shape import shape_of
+from jobs.starter_sections import (
+    ALGORITHMS,
+    MAX_COMPARED,
+    POLICY_GRADIENTS,
+    SMALL_HIDDEN_SIZE,
+    Shape,
+    Source,
+    compare_section,
+    dpo_section,
+    ppo_section,
+    reward_section,
+    sft_section,
+)
 from lm.hub import model_directory
 from lm.tokenizer import Tokenizer
+from preferences.splits import split_rankings
 from reading.rows import is_file_name
 from reward.comparisons import RankingsConfig, read_judgments
-from training.data import DataConfig, read_conversations, read_prompts
+from reward.sizes import ranking_lengths
+from sft.demonstrations import demonstration_lengths
+from stages.prompts import prompt_lengths
+from training.data import DataConfig
+
+if TYPE_CHECKING:
+    from preferences.formats.merging import Found
 
 HUB_ROWS = 1000  # of a hub data set, which are read to recognise its format
-SMALL_HIDDEN_SIZE = 512  # narrower models learn at higher rates
-MAX_SEQ_LEN, MAX_NEW_TOKENS = 1024, 256
-MAX_BATCH = 64
-MIN_ROLLOUT = 16
-CONVERSATIONS_PER_ROW = 4  # of packed ones, a guess
+COMPARED_SHARE = 4  # one in so many prompts is for the comparison, up to MAX_COMPARED
+SEED, HELDOUT_SHARE = 0, 0.1  # of the job that is written, by which preferences are split
 
 
 @dataclass
 class Starter:
-    """What a job is to be made of; "" and () are what the user has not. `missing` says what is left out, and why."""
+    """What a job is to be made of; "" is what the user has not. `missing` says what is left out, and why.
+
+    Without `algorithm`, it is PPO where there are prompts, and DPO where there are only preferences.
+    """
 
     model: str
     demonstrations: str = ""
     preferences: str = ""
     prompts: str = ""
-    reward_function: str = ""
+    reward: str = ""
+    algorithm: str = ""
     missing: list[str] = field(default_factory=list)
 
     def write(self, path: Path) -> list[str]:
         """Write the job, and check it. Returns lines about what was found in the data.
 
-        Raises: ValueError for a file that is there, for data that cannot be read, and if no stage is left.
+        Raises: ValueError for a file that is there, for data that cannot be read, for an algorithm that needs other
+            data, and if no stage is left.
         """
-        if path.exists():
-            raise ValueError(f"{path} is there already; another name was expected")
+        self._check(path)
         found: list[str] = []
-        text = "\n".join(self._lines(path, found))
-        write_text(path, text + "\n")
+        written = [path]
         try:
+            write_text(path, "\n".join(self._lines(path, found, written)) + "\n")
             load_job(path)
         except ValueError:
-            path.unlink()
+            for file in written:
+                file.unlink(missing_ok=True)
             raise
         return found
 
-    def _lines(self, path: Path, found: list[str]) -> Iterator[str]:
-        sizes = Sizes.of(self.model)
-        stages = list(self._stages(sizes, found))
+    def _check(self, path: Path) -> None:
+        if path.exists():
+            raise ValueError(f"{path} is there already; another name was expected")
+        if not path.parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {path.parent}")
+        if self.algorithm and self.algorithm not in ALGORITHMS:
+            raise ValueError(f"--algorithm {self.algorithm!r}: one of {', '.join(ALGORITHMS)} was expected")
+        if self.algorithm == "dpo" and not self.preferences:
+            raise ValueError("--algorithm dpo learns from preferences: --preferences was expected")
+        if self.algorithm in POLICY_GRADIENTS and not self.prompts:
+            raise ValueError(f"--algorithm {self.algorithm} samples responses to prompts: --prompts was expected")
+        if self.algorithm in POLICY_GRADIENTS and not (self.preferences or self.reward):
+            raise ValueError(
+                f"--algorithm {self.algorithm} needs a reward: --reward, or --preferences for a reward model, was"
+                " expected"
+            )
+        if self.reward and self.preferences and self._chosen != "dpo":
+            raise ValueError(
+                "--reward and --preferences each give a reward; one of them was expected (--algorithm dpo takes both:"
+                " it learns from the preferences, and the reward judges)"
+            )
+
+    @property
+    def _chosen(self) -> str:
+        """The algorithm; "" where there is nothing that a policy can learn from but demonstrations."""
+        if self.algorithm:
+            return self.algorithm
+        if self.prompts and (self.preferences or self.reward):
+            return "ppo"
+        return "dpo" if self.preferences else ""
+
+    def _lines(self, path: Path, found: list[str], written: list[Path]) -> Iterator[str]:
+        shape = self._shape
+        stages = list(self._stages(path, found, written))
         if not stages:
             raise ValueError("there is nothing to learn from; --demonstrations or --preferences was expected, or both")
+        context = f"{self.model}: a context of {shape.context:,} tokens"
+        found.insert(0, context)
         yield f"# Written by `heed init`. See what it will take with `heed plan {path}`, run it with `heed run {path}`."
         yield "# Every other key has a default: docs/reference/configuration.md. Formats of data: docs/data.md."
+        yield f"# {context}, in which prompt and response have to fit."
         yield f'name = "{path.stem}"'
         for line in self.missing:
             yield f"# missing: {line}"
@@ -65,142 +123,100 @@ class Starter:
             yield ""
             yield from stage
 
-    def _stages(self, sizes: "Sizes", found: list[str]) -> Iterator[Sequence[str]]:
-        if self.demonstrations:
-            data = DataConfig(source=self.demonstrations, max_rows=_rows_to_read(self.demonstrations))
-            yield _sft(self, sizes, sum(1 for _ in read_conversations([data], found.append, takes_texts=True)))
-        else:
+    def _stages(self, path: Path, found: list[str], written: list[Path]) -> Iterator[Sequence[str]]:
+        shape, start = self._shape, [] if self.demonstrations else [f"init_from = {json.dumps(self.model)}"]
+        demos = self._demonstrations(found)
+        if demos is None:
             self.missing.append("SFT, which needs --demonstrations")
-        has_reward = bool(self.preferences) and not self.reward_function
-        if has_reward:
-            rankings = RankingsConfig(source=self.preferences, max_rows=_rows_to_read(self.preferences))
-            section = _reward if self.prompts else _dpo  # without prompts, PPO has nothing to answer
-            yield section(self, sizes, len(read_judgments(rankings, found.append).tasks))
-        if self.reward_function:
-            load_function(self.reward_function, "--reward-function")
-        elif not has_reward:
-            self.missing.append("a reward, which needs --preferences or --reward-function")
-        if not self.prompts:
-            self.missing.append("PPO, which needs --prompts")
-        elif has_reward or self.reward_function:
-            data = DataConfig(source=self.prompts, max_rows=_rows_to_read(self.prompts))
-            yield _ppo(self, sizes, len(read_prompts(data, found.append)))
-            yield _compare(sizes)
+        else:
+            yield sft_section(shape, demos)
+        judgments = self._judgments(found) if self.preferences else None
+        pairs = None if judgments is None else self._pairs(judgments, found)
+        if judgments is not None and pairs is not None and not self.reward:
+            yield reward_section(shape, start, pairs, len(judgments.tasks))
+        if self.reward:
+            load_function(self.reward, "--reward")
+        elif judgments is None:
+            self.missing.append("a reward, which needs --preferences or --reward")
+        if not self.prompts and self._chosen != "dpo":
+            self.missing.append("PPO, GRPO or RLOO, which need --prompts")
+        prompts = self._prompts(found) if self.prompts and self._chosen else None
+        length = shape.max_new_tokens(max((of.lengths.longest_response for of in (demos, pairs) if of), default=0))
+        if self._chosen == "dpo" and judgments is not None and pairs is not None:
+            yield dpo_section(shape, start, pairs, len(judgments.tasks))
+            judge = f"judge_function = {json.dumps(self.reward)}" if self.reward else JUDGED_BY_REWARD_MODEL
+            source, origin = self._compared_by_dpo(judgments, prompts, path, written)
+            yield compare_section(source, origin, judge, length)
+        elif prompts is not None:
+            num_compared = min(prompts.lengths.num_rows // COMPARED_SHARE, MAX_COMPARED)
+            yield ppo_section(shape, start, self._chosen, prompts, num_compared, self.reward, length)
+            origin = f"the first of {Path(self.prompts).name}, which training leaves out"
+            if not num_compared:
+                origin = "too few to leave any out: training sees them too"
+            yield compare_section(prompts.toml(max_rows=num_compared), origin, JUDGED_BY_REWARD, length)
 
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(model_directory(self.model))
 
-@dataclass(frozen=True)
-class Sizes:
-    """What the model's shape suggests."""
-
-    context: int
-    is_small: bool
-
-    @classmethod
-    def of(cls, model: str) -> "Sizes":
+    @cached_property
+    def _shape(self) -> Shape:
         """Raises: ValueError for a folder or hub id without a model, or without tokens that a job needs."""
-        shape = shape_of(model, opens_models=True)
-        Tokenizer.load(model_directory(model))
-        return cls(int(shape["max_position_embeddings"]), int(shape["hidden_size"]) < SMALL_HIDDEN_SIZE)
+        shape = shape_of(self.model, opens_models=True)
+        is_small = int(shape["hidden_size"]) < SMALL_HIDDEN_SIZE
+        _ = self._tokenizer
+        return Shape(self.model, int(shape["max_position_embeddings"]), is_small)
 
-    @property
-    def seq_len(self) -> int:
-        return min(self.context, MAX_SEQ_LEN)
+    def _demonstrations(self, found: list[str]) -> Source | None:
+        if not self.demonstrations:
+            return None
+        data = DataConfig(source=self.demonstrations, max_rows=_rows_to_read(self.demonstrations))
+        lengths = demonstration_lengths(self._tokenizer, [data], self._shape.context, found.append)
+        found.append(lengths.line(self.demonstrations, "conversations"))
+        return Source(self.demonstrations, lengths)
 
-    @property
-    def max_new_tokens(self) -> int:
-        return max(1, min(self.context // 4, MAX_NEW_TOKENS))
+    def _judgments(self, found: list[str]) -> "Found":
+        data = RankingsConfig(source=self.preferences, max_rows=_rows_to_read(self.preferences))
+        return read_judgments(data, found.append)
 
-    def rate(self, large: str, small: str) -> str:
-        """A usual learning rate for models of several hundred million parameters, or for tiny ones."""
-        return small if self.is_small else large
+    def _pairs(self, judgments: "Found", found: list[str]) -> Source:
+        lengths = ranking_lengths(self._tokenizer, judgments.rankings, self._shape.context)
+        found.append(lengths.line(self.preferences, "prompts with a response"))
+        return Source(self.preferences, lengths)
+
+    def _prompts(self, found: list[str]) -> Source:
+        data = DataConfig(source=self.prompts, max_rows=_rows_to_read(self.prompts))
+        lengths = prompt_lengths(self._tokenizer, data, self._shape.context, found.append)
+        found.append(lengths.line(self.prompts, "prompts"))
+        return Source(self.prompts, lengths)
+
+    def _compared_by_dpo(
+        self, judgments: "Found", prompts: Source | None, path: Path, written: list[Path]
+    ) -> tuple[str, str]:
+        """The prompts of the comparison, and where they come from: the user's, or those that DPO holds out, which are
+        written next to the job.
+        """
+        if prompts is not None:
+            return prompts.toml(max_rows=MAX_COMPARED), "DPO does not read them"
+        _, heldout = split_rankings(judgments.rankings, HELDOUT_SHARE, SEED)
+        asked = list(dict.fromkeys(ranking.prompt for ranking in heldout))[:MAX_COMPARED]
+        if not asked:
+            raise ValueError(
+                f"{self.preferences}: {len(judgments.tasks)} comparisons are too few to hold any out; more of them, or"
+                " --prompts for the comparison, were expected"
+            )
+        file = path.with_name(f"{path.stem}-heldout-prompts.jsonl")
+        if file.exists():
+            raise ValueError(f"{file} is there already; another name of the job was expected")
+        rows = [{"prompt": [vars(message) for message in prompt]} for prompt in asked]
+        written.append(file)
+        write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
+        return f"{{ source = {json.dumps(str(file))} }}", f"those of {Path(self.preferences).name} that DPO holds out"
+
+
+JUDGED_BY_REWARD = "judge_reward = true       # what training climbs, on prompts that it has not seen"
+JUDGED_BY_REWARD_MODEL = "judge_reward = true       # the reward model, on prompts that no training has seen"
 
 
 def _rows_to_read(source: str) -> int:
     return 0 if is_file_name(source) else HUB_ROWS
-
-
-def batch_for(num_rows: int) -> int:
-    """The largest power of two up to MAX_BATCH of which an epoch has at least ten."""
-    size = MAX_BATCH
-    while size > 1 and size * 10 > num_rows:
-        size //= 2
-    return size
-
-
-def _batch(size: int) -> str:
-    return f"{{ batch_size = {size}, micro_batch_size = {min(size, 8)} }}"
-
-
-def _start(job: Starter) -> list[str]:
-    return [] if job.demonstrations else [f"init_from = {json.dumps(job.model)}"]
-
-
-def _sft(job: Starter, sizes: Sizes, num_rows: int) -> Sequence[str]:
-    size = batch_for(num_rows // CONVERSATIONS_PER_ROW)
-    return (
-        "[sft]  # learn from the demonstrations",
-        f"init_from = {json.dumps(job.model)}",
-        f"demonstrations = [{{ source = {json.dumps(job.demonstrations)} }}]",
-        "heldout_share = 0.05      # of the demonstrations, to measure the loss on",
-        f"seq_len = {sizes.seq_len}             # tokens per row, into which conversations are packed",
-        'on_overlong = "truncate"  # conversations that do not fit; "refuse" stops, "skip" leaves them out',
-        "num_epochs = 2",
-        f"batch = {_batch(size)}",
-        f'optimizer = {{ learning_rate = {sizes.rate("2e-5", "2e-3")}, schedule = "cosine" }}',
-        "# lora = {}               # adapters in place of all weights, at ten times the rate (docs/lora.md)",
-    )
-
-
-def _reward(job: Starter, sizes: Sizes, num_rows: int) -> Sequence[str]:
-    return (
-        "[reward]  # learn which responses people prefer",
-        *_start(job),
-        f"rankings = {{ source = {json.dumps(job.preferences)} }}",
-        "heldout_share = 0.1       # of the prompts, to measure the accuracy on",
-        'on_overlong = "skip"',
-        f"batch = {_batch(batch_for(num_rows))}",
-        f"optimizer = {{ learning_rate = {sizes.rate('1e-5', '1e-3')} }}",
-    )
-
-
-def _dpo(job: Starter, sizes: Sizes, num_rows: int) -> Sequence[str]:
-    return (
-        "[dpo]  # learn from the preferences directly (docs/dpo.md); [reward] would learn a reward model from them",
-        *_start(job),
-        f"rankings = {{ source = {json.dumps(job.preferences)} }}",
-        "heldout_share = 0.1       # of the prompts, to measure the accuracy on",
-        'on_overlong = "skip"',
-        "beta = 0.1                # higher stays closer to the model that DPO starts from",
-        f"batch = {_batch(batch_for(num_rows))}",
-        f"optimizer = {{ learning_rate = {sizes.rate('1e-6', '1e-4')}, warmup_steps = 20 }}",
-    )
-
-
-def _ppo(job: Starter, sizes: Sizes, num_prompts: int) -> Sequence[str]:
-    rollout = max(MIN_ROLLOUT, min(4 * batch_for(num_prompts), MAX_BATCH))
-    reward = [f"reward_function = {json.dumps(job.reward_function)}"] if job.reward_function else []
-    return (
-        "[ppo]  # sample responses, and learn from their scores",
-        *_start(job),
-        *reward,
-        f"prompts = {{ source = {json.dumps(job.prompts)} }}",
-        'on_overlong = "skip"',
-        "num_iterations = 50",
-        f"rollout_batch_size = {rollout}   # responses per iteration",
-        f"minibatch = {_batch(rollout // 2)}",
-        f"max_new_tokens = {sizes.max_new_tokens}      # the longest response",
-        f"policy_optimizer = {{ learning_rate = {sizes.rate('1e-6', '1e-4')} }}",
-        f"value_optimizer = {{ learning_rate = {sizes.rate('9e-6', '3e-4')} }}",
-        "kl_coef = 0.05            # higher stays closer to the model that PPO starts from",
-    )
-
-
-def _compare(sizes: Sizes) -> Sequence[str]:
-    return (
-        "# To compare the policies in the same run, name a judge that training has not seen and uncomment this.",
-        '# With judge_people = "labels.sqlite" people judge, and the run waits for them (docs/comparing.md).',
-        "# [compare]",
-        '# judge_function = "my_judge.py:score"   # or judge_from = "MODEL", a reward model\'s folder or hub id',
-        '# prompts = { source = "heldout_prompts.jsonl" }',
-        f"# max_new_tokens = {sizes.max_new_tokens}",
-    )

@@ -1,7 +1,9 @@
 """Reads a job's TOML: the file, the bases that it inherits from, and `--set` overrides."""
 
+import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 BASE = "base"
 WITHOUT = "without"
 OWN_KEYS = ("name", "note")  # a job that inherits them would write into its base's run folder
+NONE = "none"  # the value of `--set` that removes a key
+_NUMBER = re.compile(r"[+-]?(\.\d+|\d+\.)([eE][+-]?\d+)?")  # numbers that TOML wants with digits on both sides
 
 
 def read_toml(source: Traversable, name: str) -> dict[str, Any]:
@@ -72,19 +76,58 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return {**below, **above, **both}
 
 
-def apply_override(values: dict[str, Any], override: str) -> None:
-    """Sets one dotted key, such as "ppo.kl_coef=0.05"; the value is TOML, or a bare string where it is not."""
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise ValueError(f"--set {override!r}: KEY=VALUE was expected")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *parents, leaf = key.strip().split(".")
-    place = values
-    for parent in parents:
-        place = place.setdefault(parent, {})
-        if not isinstance(place, dict):
-            raise ValueError(f"--set {override!r}: {parent!r} is not a section")
-    place[leaf] = value
+@dataclass(frozen=True)
+class Override:
+    """One `--set`: a dotted key, and its value as written."""
+
+    key: str
+    text: str
+
+    @classmethod
+    def parse(cls, given: str) -> "Override":
+        """Raises: ValueError for anything but KEY=VALUE."""
+        key, separator, text = given.partition("=")
+        if not separator or not key.strip():
+            raise ValueError(f"--set {given!r}: KEY=VALUE was expected")
+        return cls(key.strip(), text.strip())
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        return tuple(self.key.split("."))
+
+    @property
+    def removes(self) -> bool:
+        """Whether it says `none`. TOML has no such value: the key is removed, so that its default holds."""
+        return self.text == NONE
+
+    @property
+    def value(self) -> Any:
+        """The value as TOML has it, a number as people write it (".1"), or a bare string."""
+        try:
+            return tomllib.loads(f"value = {self.text}")["value"]
+        except tomllib.TOMLDecodeError:
+            return float(self.text) if _NUMBER.fullmatch(self.text) else self.text
+
+    def set(self, values: dict[str, Any]) -> None:
+        """Set the key in a job's values. Raises: ValueError where a section has another value."""
+        *parents, leaf = self.path
+        place = values
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"--set {self}: {parent!r} is not a section")
+        place[leaf] = self.value
+
+    def remove(self, values: dict[str, Any]) -> bool:
+        """Remove the key from a job's values. Returns whether it was there."""
+        *parents, leaf = self.path
+        place: Any = values
+        for parent in parents:
+            place = place.get(parent) if isinstance(place, dict) else None
+        is_there = isinstance(place, dict) and leaf in place
+        if is_there:
+            del place[leaf]
+        return is_there
+
+    def __str__(self) -> str:
+        return repr(f"{self.key}={self.text}")

@@ -172,6 +172,8 @@ class LabelingConfig(BaseModel):
         """Reads a TOML file. Raises: ValueError naming the file and each invalid field."""
         try:
             return cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise ValueError(f"{path}: no such file") from None
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: {error}") from error
         except ValidationError as error:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils.tqdm import tqdm
 
 from endpoints.hub_errors import hub_reason
@@ -30,6 +31,17 @@ def model_directory(name: str, revision: str | None = None) -> Path:
     folder = adapter_directory(name, revision)
     refuse_adapter(folder, name)
     return folder
+
+
+def is_on_this_machine(name: str) -> bool:
+    """Whether `model_directory` needs to download nothing large for this name: the weights are here."""
+    if Path(name).expanduser().exists():
+        return True
+    try:
+        folder = snapshot_download(name, allow_patterns=_WANTED, local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError):
+        return False
+    return any(Path(folder).glob("*.safetensors"))
 
 
 def adapter_directory(name: str, revision: str | None = None) -> Path:

@@ -12,6 +12,7 @@ from planning.ppo import PPOModels, PPOWork, generator, kept_passes, learner, pp
 from ppo.config import PPOConfig
 from pretrain.stage import STAGE as PRETRAIN
 from reward.stage import STAGE as REWARD
+from stages.lengths import Lengths
 from stages.planner import RANK, Planner, StagePlan, rows_and_passes, scoring_rows
 from training.config import OptimizerConfig
 
@@ -22,9 +23,9 @@ FROZEN = OptimizerConfig(learning_rate=1.0)  # for counting parameters that no o
 def plan(planner: Planner, config: PPOConfig) -> StagePlan:
     """Estimate an iteration: sampling, the passes that measure, and the updates."""
     layout, batch, models = planner.layout, config.minibatch, _models(planner, config)
-    seq_len = planner.sizes.conversation_tokens(config.max_new_tokens)
+    lengths = planner.answered(config.prompts, config.max_new_tokens, lambda run: run.tokenizer_of("sft"))
     planner.sizes.assume("assumes that every response has max_new_tokens")
-    work = _work(planner, config, models, seq_len)
+    work, mean = _work(planner, config, models, lengths), round(lengths.mean)
     memory, missing = _memory(planner, config, models, work)
     numbers = {
         "rollout_batch_size": config.rollout_batch_size,
@@ -37,13 +38,13 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
         "iterations": config.num_iterations,
         "updates": config.num_iterations * config.updates_per_iteration,
         "responses": config.num_iterations * config.rollout_batch_size,
-        "tokens per iteration": config.rollout_batch_size * seq_len,
+        "tokens per iteration": config.rollout_batch_size * mean,
     }
-    learning = planner.times.compute_seconds(_flops(planner, config, models, work, seq_len))
+    learning = planner.times.compute_seconds(_flops(planner, config, models, work, mean))
     if config.placement == "disaggregated":
         planner.sizes.assume("the scorers' time is counted with the learners'")
     sampling = planner.times.sampling_seconds(
-        models.policy_counts.total, work.rollout_rows, seq_len, config.max_new_tokens
+        models.policy_counts.total, work.rollout_rows, mean, config.max_new_tokens
     )
     seconds = max(learning, sampling) if config.max_staleness else learning + sampling
     return planner.planned("responses", numbers, memory, config.num_iterations, seconds, missing)
@@ -81,12 +82,17 @@ def _critic(planner: Planner, config: PPOConfig) -> ModelConfig:
     return planner.shape(config.reward_from or (reward.init_from if reward is not None else ""))
 
 
-def _work(planner: Planner, config: PPOConfig, models: PPOModels, seq_len: int) -> PPOWork:
-    """Pretraining rows ride along with each micro-batch of responses."""
-    layout, batch = planner.layout, config.minibatch
+def _work(planner: Planner, config: PPOConfig, models: PPOModels, lengths: Lengths) -> PPOWork:
+    """Pretraining rows ride along with each micro-batch of responses.
+
+    A pass has as many tokens as micro_batch_size of the longest prompts with responses, but shorter prompts leave room
+    for more responses, and so for more logits.
+    """
+    layout, batch, seq_len = planner.layout, config.minibatch, lengths.longest
     # A reward model reads a truncated response with an end.
     width, scored_width = (planner.packed_width(tokens) for tokens in (seq_len, seq_len + 1))
     rows, micro_batches = rows_and_passes(batch, layout.ranks, width)
+    responses = min(batch.batch_size // layout.ranks, rows * seq_len // lengths.shortest)
     ptx, ptx_tokens = math.ceil(config.ptx_rows / layout.ranks / micro_batches), _ptx_tokens(planner, config)
     num_generators = config.num_generators if config.placement == "disaggregated" else layout.ranks
     can_keep = keeps_passes(layout, config.memory, has_ptx=config.ptx_rows > 0, shares_body=config.shared_body)
@@ -97,7 +103,7 @@ def _work(planner: Planner, config: PPOConfig, models: PPOModels, seq_len: int) 
         forward_pass(layout, rows + ptx, max(width, ptx_tokens)),
         forward_pass(layout, rows, width),
         forward_pass(layout, scoring_rows(batch, scored_width), scored_width),
-        (rows * config.max_new_tokens + ptx * ptx_tokens) * models.policy.vocab_size,
+        (max(rows, responses) * config.max_new_tokens + ptx * ptx_tokens) * models.policy.vocab_size,
         config.sampled_batch_size // num_generators,
         seq_len - config.max_new_tokens,
         config.max_new_tokens,

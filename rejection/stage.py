@@ -165,10 +165,19 @@ def plan(planner: Planner, config: RejectionConfig) -> StagePlan:
     """Both halves, one after the other: the time of both, and the memory of each."""
     num_prompts, tokens = planner.sizes.num_rows(config.prompts), config.seq_len - 1
     measured_by: Mapping[str, int] = {"reward model": 2 if planner.layout.is_gpu else 4}
+    lengths = planner.answered(config.prompts, config.max_new_tokens, lambda run: load_tokenizer(run, config))
     sampling = planner.sampling(
-        num_prompts, config.num_samples, config.max_new_tokens, at_once=config.num_samples, measured_by=measured_by
+        num_prompts,
+        config.num_samples,
+        config.max_new_tokens,
+        lengths,
+        at_once=config.num_samples,
+        measured_by=measured_by,
     )
-    steps = max(1, round(config.num_epochs * num_prompts * (1 - config.heldout_share) / config.batch.batch_size))
+    rows = num_prompts * (1 - config.heldout_share)
+    if lengths.num_rows:  # measured, so packing can be counted
+        rows *= min(1.0, lengths.mean / config.seq_len)
+    steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
     num_logits = config.batch.micro_batch_size * tokens * planner.model.vocab_size
     training = planner.training("rows", config, steps, tokens, num_logits)
     for assumption in (*sampling.assumptions, *training.assumptions):

@@ -193,10 +193,16 @@ def encode_tasks(
 def encode_unchecked(tokenizer: Tokenizer, tasks: Sequence[list[Ranking]]) -> Iterator[EncodedTask]:
     """`encode_tasks` for tasks of any length."""
     for judged in chunks(tasks):
-        conversations = [_answered(task[0].prompt, response) for task in judged for response in task[0].responses]
-        encoded = iter(tokenizer.encode_conversations(conversations))
+        answers = [(task[0].prompt, response) for task in judged for response in task[0].responses]
+        encoded = iter(encode_answers(tokenizer, answers))
         for task in judged:
-            yield task, tuple(_scored(*next(encoded)) for _ in task[0].responses)
+            yield task, tuple(next(encoded) for _ in task[0].responses)
+
+
+def encode_answers(tokenizer: Tokenizer, answers: Sequence[tuple[Sequence[Message], str]]) -> list[Encoded]:
+    """Each prompt with a response to it."""
+    conversations = [_answered(prompt, response) for prompt, response in answers]
+    return [_scored(*found) for found in tokenizer.encode_conversations(conversations)]
 
 
 def fit_tasks(

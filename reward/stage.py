@@ -9,7 +9,7 @@ from reward.comparisons import read_judgments
 from reward.config import RewardConfig
 from reward.prepared import PreparedRankings, check_objectives, report_overlong, report_rankings, tokenize
 from reward.report import REPORTER
-from reward.sizes import comparison_steps
+from reward.sizes import comparison_lengths, comparison_steps
 from reward.training import network_source, train
 from reward.world_measures import measure_reward_model
 from stages.contract import Parent, Stage
@@ -41,14 +41,18 @@ def preflight(run: StageRun, config: RewardConfig) -> None:
         return
     found = read_judgments(config.rankings, run.tell)
     report_rankings(config, found, run.seed)
+    tokenizer, most_tokens = load_tokenizer(run, config), run.model.max_position_embeddings
     if config.init_from:
-        start = run.start("sft")
-        tokenizer = Tokenizer.load(start, end=config.end_token)
-        most_tokens = _most_tokens(start, config)
-    else:
-        tokenizer, most_tokens = run.tokenizer_of("sft"), run.model.max_position_embeddings
+        most_tokens = _most_tokens(run.start("sft"), config)
     report_overlong(run, config, tokenize(run, config, tokenizer, found, most_tokens), most_tokens)
     calibration_sequences(config, tokenizer.with_template(config.chat_template), most_tokens)
+
+
+def load_tokenizer(run: StageRun, config: RewardConfig) -> Tokenizer:
+    """The tokenizer of the model that the stage starts from."""
+    if config.init_from:
+        return Tokenizer.load(run.start("sft"), end=config.end_token)
+    return run.tokenizer_of("sft")
 
 
 def _most_tokens(start: Path, config: RewardConfig) -> int:
@@ -58,12 +62,15 @@ def _most_tokens(start: Path, config: RewardConfig) -> int:
 
 def plan(planner: Planner, config: RewardConfig) -> StagePlan:
     steps, num_responses = comparison_steps(planner, config)
+    context = planner.shape(config.init_from).max_position_embeddings
+    lengths = comparison_lengths(planner, config, lambda run: load_tokenizer(run, config), context)
     return planner.training(
         "comparisons",
         config,
         steps,
-        planner.sizes.conversation_tokens(),
+        lengths.longest,
         0,
+        mean_tokens=lengths.mean,
         rows_per_unit=num_responses,
         num_scores=len(config.labels),
         init_from=config.init_from,

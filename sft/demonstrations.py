@@ -8,6 +8,7 @@ import numpy as np
 
 from lm.tokenizer import Messages, Tokenizer
 from reading.conversations import TEXT_ROLE
+from stages.lengths import Lengths, RowSample
 from training.data import DataConfig, OnOverlong, read_conversations, untold
 from training.tokens import FITS, SKIPPED, TRUNCATED, Part, chunks, sequence_arrays
 
@@ -113,6 +114,22 @@ def encoded_all(
             yield tokens, [True] * len(tokens)
         else:
             yield next(of_turns)
+
+
+def demonstration_lengths(
+    tokenizer: Tokenizer, sources: Sequence[DataConfig], most_tokens: int, tell: Callable[[str], None] = untold
+) -> Lengths:
+    """The lengths of the conversations, of which at most `most_tokens` count. Raises: ValueError as
+    `read_conversations`."""
+    sample = RowSample[tuple[str, Messages]]()
+    for where, turns in read_conversations(sources, tell, takes_texts=True):
+        sample.add((where, turns), sum(len(turn["content"].encode()) for turn in turns))
+
+    def count(conversations: Sequence[tuple[str, Messages]]) -> Iterator[tuple[int, int]]:
+        for tokens, is_response in encoded_all(tokenizer, conversations):
+            yield len(tokens), sum(is_response)
+
+    return sample.lengths(count, most_tokens)
 
 
 def _shortened(

@@ -20,7 +20,7 @@ from lm.model import LanguageModel
 from lm.source import ModelSource, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, purpose_of
-from sft.demonstrations import Limit, Rows, demonstration_parts, split_pair
+from sft.demonstrations import Limit, Rows, demonstration_lengths, demonstration_parts, split_pair
 from sft.report import REPORTER
 from sft.results import SFTResults
 from stages.contract import Parent, Stage
@@ -31,7 +31,7 @@ from training.config import FineTuningConfig
 from training.data import DataConfig, OnOverlong, overlong_field, untold
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import PackedObjective, PairsObjective
-from training.packing import Packed
+from training.packing import Packed, best_fit
 from training.seeds import derive_seed
 from training.stage import StageContext, build_engine
 from training.tokens import CHECKED_SEQUENCES, Sequences, TokenFolders, read_overlong
@@ -176,14 +176,30 @@ def preflight(run: StageRun, config: SFTConfig) -> None:
 
 
 def plan(planner: Planner, config: SFTConfig) -> StagePlan:
-    rows = sum(planner.sizes.num_rows(data) for data in config.demonstrations)
     is_decoder = planner.model.kind == "decoder"
     tokens = config.seq_len - is_decoder
-    if is_decoder:
-        planner.sizes.assume("tokens per step is an upper bound: packed rows have room left, and prompts do not count")
+    rows = _num_packed_rows(planner, config) if is_decoder else None
+    if rows is None:
+        rows = sum(planner.sizes.num_rows(data) for data in config.demonstrations)
+        if is_decoder:
+            planner.sizes.assume("bound: one conversation per row; packing puts several of them in a row")
     steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
     logits = config.batch.micro_batch_size * tokens * planner.model.vocab_size
     return planner.training("rows", config, steps, tokens, logits)
+
+
+def _num_packed_rows(planner: Planner, config: SFTConfig) -> float | None:
+    """Rows that the demonstrations are packed into; None where they cannot be read."""
+    found = planner.measured(
+        config.demonstrations,
+        "conversations",
+        lambda run: load_tokenizer(run, config),
+        lambda tokenizer: demonstration_lengths(tokenizer, config.demonstrations, config.seq_len),
+    )
+    if found is None:
+        return None
+    trained = found.num_rows * (1.0 if config.heldout else 1 - config.heldout_share)
+    return trained * len(best_fit(found.spread, config.seq_len)) / max(1, len(found.spread))
 
 
 STAGE = Stage(

@@ -6,11 +6,13 @@ assumption, and each of those is reported (stages/sizes.py). Memory and time are
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from lm.config import ModelConfig
 from lm.padding import MAX_TOKENS
+from lm.tokenizer import Tokenizer
 from planning.memory import Layout, Memory, count, forward_pass
 from planning.sampling import (
     GENERATION_ROWS,
@@ -21,10 +23,13 @@ from planning.sampling import (
 )
 from planning.times import Times
 from planning.training import training_memory
-from stages.run import JobView
+from stages.lengths import Lengths
+from stages.prompts import prompt_lengths
+from stages.run import JobView, StageRun
 from stages.sampling import PROMPTS_AT_ONCE
 from stages.sizes import Sizes
 from training.config import BatchConfig, FineTuningConfig, OptimizerConfig, TrainingConfig
+from training.data import DataConfig, SourceConfig
 from training.passes import bucket
 
 RANK = "rank"  # the kind of all ranks where they are alike
@@ -82,6 +87,7 @@ class Planner:
     sizes: Sizes
     times: Times
     shape_of: Callable[[str], ModelConfig | None] = lambda _: None
+    run: StageRun | None = None  # what the stage would be given; None where a model of the job is not on this machine
 
     def shape(self, name: str) -> ModelConfig:
         """The shape of the model directory or hub id that a stage starts from, the policy's for ""."""
@@ -89,6 +95,39 @@ class Planner:
         if found is None:
             self.sizes.assume(f"assumes that {name} has the policy's shape")
         return found or self.model
+
+    def measured(
+        self,
+        sources: Sequence[SourceConfig],
+        what: str,
+        tokenizer: Callable[[StageRun], Tokenizer],
+        measure: Callable[[Tokenizer], Lengths],
+    ) -> Lengths | None:
+        """The lengths of the rows of a stage's sources, which is reported; None if files or the vocabulary are not
+        here.
+        """
+        names = ", ".join(data.source for data in sources)
+        if self.run is None or not all(Path(data.source).exists() for data in sources):
+            return None
+        run, read = self.run, [data.model_dump_json() for data in sources]
+        found = self.sizes.measures.get(f"{self.name} {what} {read}", lambda: _if_readable(run, tokenizer, measure))
+        if found is not None:
+            self.sizes.assume(found.line(names, what))
+        return found
+
+    def answered(self, source: DataConfig, response_tokens: int, tokenizer: Callable[[StageRun], Tokenizer]) -> Lengths:
+        """The lengths of prompts with a response of so many tokens each, or a bound on them. Which is reported."""
+        room = self.model.max_position_embeddings - response_tokens
+        found = self.measured((source,), "prompts", tokenizer, lambda known: prompt_lengths(known, source, room))
+        return self.bound(source, response_tokens) if found is None else found.plus(response_tokens)
+
+    def bound(self, source: SourceConfig, response_tokens: int) -> Lengths:
+        """The length that no prompt with its response exceeds, for data that is not here."""
+        tokens = self.sizes.conversation_tokens(response_tokens)
+        origin = "as in SFT" if self.sizes.longest else "the model's context"
+        why = "without its vocabulary" if Path(source.source).exists() else "which is not here"
+        self.sizes.assume(f"bound: {tokens:,} tokens per prompt and response, {origin}, for {source.source}, {why}")
+        return Lengths.bound(tokens)
 
     def packed_width(self, num_tokens: int) -> int:
         """Tokens of a row that holds a sequence of so many, padding included, as `training.passes` packs it."""
@@ -102,13 +141,15 @@ class Planner:
         seq_len: int,
         num_logits: int,
         *,
+        mean_tokens: float = 0.0,
         rows_per_unit: int = 1,
         num_scores: int = 0,
         init_from: str = "",
     ) -> StagePlan:
         """Plan a stage that trains one model, of the policy's shape or that of `init_from`.
 
-        `num_logits` are held at once by one rank; each unit of the batch has `rows_per_unit` rows.
+        Rows have at most `seq_len` tokens, which decides on memory, and `mean_tokens` on average (0 = the same), which
+        decides on time. `num_logits` are held at once by one rank; each unit of the batch has `rows_per_unit` rows.
         """
         batch, layout, model = config.batch, self.layout, self.shape(init_from)
         times = replace(self.times, model=model)
@@ -125,8 +166,9 @@ class Planner:
             }
             scoring = {name: scoring_phase(model, counts, layout, of) for name, of in passes.items()}
             memory = replace(memory, phases={**memory.phases, **scoring})
-        tokens = batch.batch_size * rows_per_unit * seq_len
-        flops = tokens * times.forward_flops(seq_len, 0.0 if num_scores else 1.0) * times.passes(counts)
+        mean = round(mean_tokens) or seq_len
+        tokens = batch.batch_size * rows_per_unit * mean
+        flops = tokens * times.forward_flops(mean, 0.0 if num_scores else 1.0) * times.passes(counts)
         numbers = {
             "batch_size": batch.batch_size,
             **batch.given_size,
@@ -146,15 +188,17 @@ class Planner:
         num_prompts: int,
         responses_per_prompt: int,
         response_tokens: int,
+        lengths: Lengths,
         *,
         at_once: int,
         measured_by: Mapping[str, int] | None = None,
     ) -> StagePlan:
         """Plan a stage that samples on all workers, `at_once` responses to a prompt.
 
-        `measured_by` are the models that the samples are then measured with: the bytes of each per parameter.
+        `lengths` are those of prompts with responses. `measured_by` are the models that the samples are then measured
+        with: the bytes of each per parameter.
         """
-        seq_len = self.sizes.conversation_tokens(response_tokens)
+        seq_len = lengths.longest
         total = count(self.model, _ANY_OPTIMIZER).total
         c, model = self.layout.compute_bytes, self.model
         held = {name: width * total for name, width in (measured_by or {}).items()}
@@ -168,7 +212,7 @@ class Planner:
             phases["measure"] = {**held, **measuring_phase(model, self.layout, seq_len, response_tokens)}
         numbers = {"prompts": num_prompts, "responses per prompt": responses_per_prompt, "ranks": self.layout.ranks}
         per_rank = math.ceil(num_prompts * responses_per_prompt / self.layout.ranks)
-        seconds = self.times.sampling_seconds(total, per_rank, seq_len, response_tokens)
+        seconds = self.times.sampling_seconds(total, per_rank, round(lengths.mean), response_tokens)
         return self.planned("responses", numbers, {RANK: Memory({"weights": c * total}, phases)}, 1, seconds)
 
     def unknown(self) -> StagePlan:
@@ -187,3 +231,13 @@ class Planner:
     ) -> StagePlan:
         """The plan of this stage, with everything that was assumed on the way, and what Heed lacks to run it."""
         return StagePlan(self.name, unit, numbers, memory, num_steps, seconds_per_step, self.sizes.taken(), missing)
+
+
+def _if_readable(
+    run: StageRun, tokenizer: Callable[[StageRun], Tokenizer], measure: Callable[[Tokenizer], Lengths]
+) -> Lengths | None:
+    try:
+        vocabulary = tokenizer(run)
+    except ValueError:  # it is still to be made, or a model's folder has no more than a shape: enough for a plan
+        return None
+    return measure(vocabulary)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lm.tokenizer import Tokenizer
+from stages.lengths import Lengths, RowSample
 from stages.run import StageRun
 from training.data import DataConfig, OnOverlong, Overlong, Prompt, read_prompts, untold
 
@@ -55,6 +56,16 @@ def fitting_prompts(
     for line in lines:
         tell(line)
     return Fitting(found, overlong)
+
+
+def prompt_lengths(
+    tokenizer: Tokenizer, data: DataConfig, most_tokens: int, tell: Callable[[str], None] = untold
+) -> Lengths:
+    """The lengths of a source's prompts, of which at most `most_tokens` count. Raises: ValueError as `read_prompts`."""
+    sample = RowSample[Prompt]()
+    for prompt in read_prompts(data, tell):
+        sample.add(prompt, sum(len(message["content"].encode()) for message in prompt.messages))
+    return sample.lengths(lambda prompts: ((n, 0) for n in _lengths(tokenizer, prompts)), most_tokens)
 
 
 def _lengths(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Iterator[int]:

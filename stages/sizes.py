@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from stages.lengths import Measures
 from training.data import SourceConfig, read_rows
 
 
@@ -19,9 +20,9 @@ class SourceSize:
 class Sizes:
     """Rows and tokens of one job's data. A source that cannot be counted is taken to have `assumed_rows`.
 
-    `world_rows` gives the rows that the world's section names for a source, `stage_size` what a stage of the job will
-    write for one; both are None for any other source. `longest` bounds the conversations that the job teaches, 0 for
-    no bound but the context.
+    `measures` keeps what was counted for other plans of the same job. `world_rows` gives the rows that the world's
+    section names for a source, `stage_size` what a stage of the job will write for one; both are None for any other
+    source. `longest` bounds the conversations that the job teaches, 0 for no bound but the context.
     """
 
     def __init__(
@@ -30,11 +31,13 @@ class Sizes:
         assumed_rows: int,
         *,
         longest: int = 0,
+        measures: Measures | None = None,
         world_rows: Callable[[str], int | None] = lambda _: None,
         stage_size: Callable[[str], SourceSize | None] = lambda _: None,
     ) -> None:
         self.max_position_embeddings, self.assumed_rows, self.longest = max_position_embeddings, assumed_rows, longest
         self.world_rows, self.stage_size = world_rows, stage_size
+        self.measures = measures or Measures()
         self.assumptions: list[str] = []
 
     def assume(self, what: str) -> None:
@@ -48,22 +51,23 @@ class Sizes:
 
     def num_rows(self, data: SourceConfig) -> int:
         """Rows of a source: counted where the file is here, known from the job, or assumed."""
-        limit = data.max_rows or math.inf
+        limit, skipped = data.max_rows or math.inf, data.skip_rows
         written, named = self.stage_size(data.source), self.world_rows(data.source)
         if written is not None:
-            return int(min(limit, written.num_rows))
+            return int(min(limit, max(0, written.num_rows - skipped)))
         if named is not None:
-            return int(min(limit, named))
-        if Path(data.source).is_file():
-            return sum(1 for _ in read_rows(data))
+            return int(min(limit, max(0, named - skipped)))
+        if Path(data.source).exists():
+            return self.measures.get(f"rows {data.model_dump_json()}", lambda: sum(1 for _ in read_rows(data)))
         if data.max_rows:
             return data.max_rows
         self.assume(f"assumes that {data.source} has {self.assumed_rows:,} rows (--rows)")
         return self.assumed_rows
 
     def conversation_tokens(self, response_tokens: int = 0) -> int:
-        """The most that a prompt and its response take: the context, or the longest conversation that was taught."""
+        """A bound on what a prompt and its response take together where the data is not here: the context, or the
+        longest conversation that was taught.
+        """
         if not self.longest:
             return self.max_position_embeddings
-        self.assume(f"assumes at most {self.longest} tokens per prompt and response, as in SFT")
         return max(min(self.max_position_embeddings, self.longest), response_tokens + 1)

@@ -40,7 +40,7 @@ def test_your_own_model(tmp_path: Path) -> None:
     for line in (
         "demos.jsonl: 1,152 conversations, prompt and completion",
         "pairs.jsonl: 72 comparisons, TRL's preferences",
-        "prompts.jsonl: 16 prompts, prompt",
+        "prompts.jsonl: 24 prompts, prompt",
     ):
         assert line in job
     assert len(job.splitlines()) < 60

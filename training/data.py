@@ -1,5 +1,6 @@
 """Texts, conversations and prompts from files and the Hugging Face hub, with errors that name the row."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -24,6 +25,9 @@ class SourceConfig(Config):
     )
     split: str = Field(default="train", description="Split of a folder or hub data set.")
     subset: str = Field(default="", description="Subset (configuration) of a hub data set; empty = the default one.")
+    skip_rows: int = Field(
+        default=0, ge=0, description="Rows to leave out at the beginning, such as those that another stage reads."
+    )
     max_rows: int = Field(default=0, ge=0, description="Rows to read at most; 0 = all.")
 
 
@@ -78,7 +82,9 @@ class Overlong:
 
 def read_rows(data: SourceConfig) -> Rows:
     """Stream (where, row); `where` names file and row for error messages. Hub data sets are never loaded whole."""
-    return read_source(data.source, split=data.split, subset=data.subset, max_rows=data.max_rows)
+    last = data.max_rows and data.skip_rows + data.max_rows
+    rows = read_source(data.source, split=data.split, subset=data.subset, max_rows=last)
+    return itertools.islice(rows, data.skip_rows, None)
 
 
 def read_texts(sources: Sequence[TextConfig]) -> Iterator[str]:

@@ -50,6 +50,8 @@ def report(stage: StageFolder) -> StageReport:
     answer = answer_of(results, styles)
     if results.hacking is not None:
         answer = replace(answer, more=(verdict(results.hacking).text,))
+    elif results.judge.is_reward:
+        answer = replace(answer, more=("The judge is the reward itself, so this does not show whether it was gamed.",))
     return StageReport(
         sections=(
             Section("comparison", "The comparison", _parts(stage, results, styles)),

@@ -15,20 +15,26 @@ def init(
     model: Annotated[str, typer.Option(help="The model to start from: a directory or a hub id.")],
     demonstrations: Annotated[str, typer.Option(help=f"Conversations for SFT: {DATA}.")] = "",
     preferences: Annotated[
-        str, typer.Option(help=f"Preference pairs or rankings, for a reward model or, without --prompts, DPO: {DATA}.")
+        str, typer.Option(help=f"Preference pairs or rankings, for a reward model and DPO: {DATA}.")
     ] = "",
-    prompts: Annotated[str, typer.Option(help=f"Prompts for PPO: {DATA}.")] = "",
-    reward_function: Annotated[
-        str, typer.Option(help="A Python function that scores responses, FILE.py:FUNCTION, in place of preferences.")
+    prompts: Annotated[str, typer.Option(help=f"Prompts to answer, in training and in the comparison: {DATA}.")] = "",
+    reward: Annotated[str, typer.Option(help="A Python function that scores responses, FILE.py:NAME.")] = "",
+    algorithm: Annotated[
+        str,
+        typer.Option(help="ppo, grpo, rloo or dpo (default: ppo with --prompts, otherwise dpo).", show_default=False),
     ] = "",
+    reward_function: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
-    """Write a short, complete job for your own model and data, which `heed run` takes as it is.
+    """Write a short, complete job for your own model and data, which `heed run` takes as it is. It ends with a
+    comparison of the new policy with the model that it started from.
 
     The formats of the data are recognised (docs/data.md). What is missing for further stages is reported.
     """
     from jobs.starter import Starter
 
-    starter = Starter(model, demonstrations, preferences, prompts, reward_function)
+    if reward_function:
+        raise ValueError(f"--reward-function is now --reward: --reward {reward_function} was expected")
+    starter = Starter(model, demonstrations, preferences, prompts, reward, algorithm)
     for line in starter.write(job):
         console.print(line, markup=False)
     for line in starter.missing:

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from compare.judges import reward_judge
 from evaluation.verdicts import Verdict
 from playground.gold import gold_score
 from playground.world import PlaygroundConfig, PlaygroundWorld, draw_prompts
 from preferences.records import Answer, ShownTask
 from preferences.scripted import answer_all
 from preferences.store import LabelStore
+from reward.external import RemoteReward, RewardFunction
 
 FILES = ("compare.json", "prompts.jsonl", "responses.parquet", "verdicts.parquet")
 Call = Callable[..., tuple[int, str]]
@@ -98,3 +100,18 @@ def test_the_gold_scorer_of_a_world(place: Path, heed_main: Call, compare: Compa
         (gold_score(prompt, response), gold_score(prompt, "ball ball")) for prompt, response in asked
     ]
     assert [verdict.preference_a for verdict in verdicts] == [1.0] * 5
+
+
+def test_a_reward_judges_and_is_described_as_the_reward(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def score(prompts, responses):\n    return [2.0] * len(responses)\n")
+    by_function = reward_judge("reward", RewardFunction(f"{tmp_path}/r.py:score"), {})
+    by_server = reward_judge("reward", RemoteReward("http://127.0.0.1:9/score", 1.0, 0), {})
+    assert [judge.kind for judge in (by_function, by_server)] == ["function", "reward endpoint"]
+    for judge, what in (
+        (by_function, f"the function {tmp_path}/r.py:score"),
+        (by_server, "the server http://127.0.0.1:9/score"),
+    ):
+        described = judge.describe()
+        assert described["is_reward"]
+        assert described["description"] == f"{what}, which is also the reward: whatever it overlooks stays unseen here"
+    assert [scored.score for scored in by_function.score([[{"role": "user", "content": "q"}]], ["a"])] == [2.0]

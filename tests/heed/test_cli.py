@@ -61,6 +61,31 @@ def test_a_long_message_is_one_line(refused: Callable[..., str], tmp_path: Path)
     assert refused("run", str(path)) == f"error: {path}: no such file"
 
 
+@pytest.mark.parametrize("command", [("serve", "--new"), ("invite", "ann")])
+def test_a_missing_configuration_of_labeling_is_one_line(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (
+        refused("label", *command, "--store", "x.sqlite", "--config", "nothere.toml")
+        == "error: nothere.toml: no such file"
+    )
+
+
+def test_an_error_of_the_system_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "label.toml").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", ["heed", "label", "invite", "ann", "--store", "x.sqlite", "--config", "label.toml"]
+    )
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "error: Is a directory (EISDIR): label.toml\n"
+
+
 def test_markup_in_a_message_is_shown_as_it_is(refused: Callable[..., str]) -> None:
     assert "[bold]x[/bold]" in refused("run", "[bold]x[/bold].toml")
 

@@ -90,8 +90,11 @@ def test_overrides_set_dotted_keys() -> None:
             "world.labeler.noise=0.5",
             "pretrain.dropout=1e-1",
             "note=two words",
+            "ppo.gae_lambda=.5",
+            "ppo.temperature=2.",
         ],
     )
+    assert (job.ppo.gae_lambda, job.ppo.temperature) == (0.5, 2.0)
     assert job.ppo.kl_coef == 0.25
     assert job.ppo.policy_optimizer.learning_rate == 5e-6
     assert job.ppo.policy_optimizer.eps == 1e-5  # the neighbouring fields stay
@@ -101,10 +104,31 @@ def test_overrides_set_dotted_keys() -> None:
     assert job.note == "two words"
 
 
+def test_none_removes_a_key() -> None:
+    debug = load_job(DEBUG)
+    assert debug.ppo.kl_coef != 0.05
+    assert debug.ppo.missing_eos_penalty
+    removed = ["ppo.kl_coef=none", "ppo.missing_eos_penalty=none", "ppo.policy_optimizer.eps=none", "ppo.gamma=none"]
+    job = load_job(DEBUG, [*removed, "rejection=none", "ppo.value_optimizer=none", "ppo.advantage=none"])
+    assert (job.ppo.kl_coef, job.ppo.missing_eos_penalty, job.ppo.policy_optimizer.eps) == (0.05, 0.0, 1e-8)
+    assert job.ppo.value_optimizer is None
+    assert job.ppo.advantage == "none", "a key that has this value is set to it"
+    assert "compare" not in load_job(DEBUG, ["compare=none"]).stage_names
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         # Unknown keys: the whole path, and similar or known keys.
+        ("kl_coef=.1", r"`kl_coef`: unknown key; did you mean `ppo\.kl_coef`\?$"),
+        ("responses_per_prompt=3", r"did you mean `collect\.responses_per_prompt`\?$"),
+        (
+            "chat_template=chat",
+            r"did you mean `sft\.chat_template`, `reward\.chat_template` or `dpo\.chat_template`\?$",
+        ),
+        ("ppo.batch_size=4", r"`batch_size`: unknown key in \[ppo\]; did you mean `ppo\.minibatch\.batch_size`\?$"),
+        ("ppo.kl_coeff=none", r"--set 'ppo\.kl_coeff=none': `kl_coeff`: unknown key in \[ppo\]; .*`kl_coef`"),
+        ("pppo.kl_coef=none", r"--set 'pppo\.kl_coef=none': `pppo`: unknown key; did you mean `ppo`"),
         ("ppo.kl_coeff=0.1", r"`kl_coeff`: unknown key in \[ppo\]; did you mean `kl_coef`\?"),
         ("ppo.policy_optimizer.learning_rat=1", r"`learning_rat`: .* \[ppo\.policy_optimizer\]; .*`learning_rate`"),
         (
@@ -154,6 +178,19 @@ def test_a_mistake_is_named_with_its_place(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         load_job(DEBUG, [override])
     assert "\n" not in str(caught.value)
+
+
+def test_the_reward_judges_only_alone_and_where_there_is_one() -> None:
+    assert load_job(DEBUG, ["compare.judge_reward=true"]).compare.judge_reward
+    with pytest.raises(
+        ValueError, match=r"compare\.judge_from is given and so is compare\.judge_reward; one judge was"
+    ):
+        load_job(DEBUG, ["compare.judge_reward=true", "compare.judge_from=x"])
+    without = ["reward=none", "ppo=none", "compare.judge_reward=true"]
+    with pytest.raises(
+        ValueError, match=r"compare\.judge_reward: the job has no reward; \[reward\], \[ppo\] or another"
+    ):
+        load_job(DEBUG, without)
 
 
 def test_two_mistakes_are_both_named() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lm.hub import hub_name, model_directory, on_this_machine
+from lm.hub import hub_name, is_on_this_machine, model_directory, on_this_machine
 from lm.progress import progress_noted
 from tests.hub_server import COMMIT, LATER, NAME, serve
 
@@ -42,6 +42,21 @@ def test_a_half_downloaded_model_is_completed(
         assert on_this_machine(folder) == folder
         assert (folder / "model.safetensors").is_file()
     assert on_this_machine(folder) == folder  # from then on it needs no hub
+
+
+def test_a_model_whose_weights_are_here_is_on_this_machine(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert is_on_this_machine(str(model_folder))
+    assert not is_on_this_machine("no folder/and no/hub id")
+    with serve(model_folder) as hub:
+        hub.reach(monkeypatch, tmp_path)
+        assert not is_on_this_machine(NAME)
+        assert not hub.downloads, "to look is not to download"
+        folder = model_directory(NAME)
+    assert is_on_this_machine(NAME)
+    (folder / "model.safetensors").unlink()
+    assert not is_on_this_machine(NAME)
 
 
 def test_local_folders_are_themselves_and_a_missing_model_says_so(

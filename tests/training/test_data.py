@@ -58,6 +58,9 @@ def test_max_rows(tmp_path: Path) -> None:
     limits = {0: 5, 2: 2, 9: 5}
     for limit, expected in limits.items():
         assert len(list(read_rows(data.model_copy(update={"max_rows": limit})))) == expected
+    parts = ({"max_rows": 2}, {"skip_rows": 2, "max_rows": 2}, {"skip_rows": 4}, {"skip_rows": 9})
+    read = [[row["text"] for _, row in read_rows(data.model_copy(update=part))] for part in parts]
+    assert read == [["0", "1"], ["2", "3"], ["4"], []]
     (tmp_path / "b.txt").write_text("a\n\nb\n\nc\n")
     assert len(list(read_rows(DataConfig(source=str(tmp_path / "b.txt"), max_rows=2)))) == 2
 

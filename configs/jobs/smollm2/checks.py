@@ -7,7 +7,6 @@ same kinds of instruction, other topics), and new-kinds.jsonl (kinds that traini
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from difflib import SequenceMatcher
 
 MIN_WORDS = 4  # fewer are no answer, whatever the instruction says
 
@@ -56,22 +55,14 @@ def _at_most(count: int, most: int) -> float:
 
 
 def _exactly(count: int, wanted: int) -> float:
-    return min(count, wanted) / max(count, wanted)
+    return min(count, wanted) / max(count, wanted, 1)
 
 
 def _items(text: str, starts: Sequence[str]) -> float:
-    """A list with these beginnings of its lines, and nothing else."""
+    """A list whose lines begin with these patterns, and nothing else."""
     lines = _lines(text)
-    good = sum(line.startswith(start) and len(line) > len(start) for line, start in zip(lines, starts, strict=False))
+    good = sum(bool(re.match(rf"{start}\S", line)) for line, start in zip(lines, starts, strict=False))
     return good / max(len(lines), len(starts))
-
-
-def _end(text: str, wanted: str) -> float:
-    return 1.0 if text.endswith(wanted) else 0.9 * SequenceMatcher(None, text[-len(wanted) :], wanted).ratio()
-
-
-def _quoted(text: str) -> float:
-    return 1.0 if re.fullmatch(r"\"[^\"]+\"", text) else 0.4 * (text[0] == '"') + 0.4 * (text[-1] == '"')
 
 
 def _sentences(text: str, wanted: str) -> float:
@@ -105,20 +96,18 @@ KINDS: Mapping[str, Callable[..., float]] = {
     # in prompts.jsonl and heldout.jsonl
     r"Do not use any commas\.": lambda text: _whole(text, 1 / (1 + text.count(","))),
     r"Use at most (\d+) words\.": lambda text, most: _whole(text, _at_most(len(_words(text)), int(most))),
-    r"Write everything in lowercase letters\.": lambda text: _in_case(text, _has_upper),
-    r"Answer with exactly (\d+) lines that start with \"- \"\.": lambda text, number: _items(
-        text, ["- "] * int(number)
-    ),
-    r"End with the words \"([^\"]+)\"": _end,
     r"Answer in exactly (\d+) sentences?\.": _sentences,
-    r"Put the whole answer in double quotation marks\.": _quoted,
-    r"Use the word \"(\w+)\" exactly once\.": lambda text, word: _whole(text, _exactly(_count(text, word), 1)),
-    # in new-kinds.jsonl
-    r"Write everything in capital letters\.": lambda text: _in_case(text, _has_lower),
-    r"Begin with the word \"(\w+)\"\.": lambda text, word: _whole(text, float(text.startswith(word))),
-    r"Do not use the word \"(\w+)\"\.": lambda text, word: _whole(text, 1 / (1 + _count(text, word))),
+    r"Write everything in lowercase letters\.": lambda text: _in_case(text, _has_upper),
     r"Answer with a numbered list of exactly (\d+) items\.": lambda text, number: _items(
-        text, [f"{place}. " for place in range(1, int(number) + 1)]
+        text, [rf"{place}[.)] " for place in range(1, int(number) + 1)]
     ),
+    r"Answer with exactly (\d+) bullet points\.": lambda text, number: _items(text, [r"[-*•] "] * int(number)),
+    r"Begin with the word \"(\w+)\"\.": lambda text, word: _whole(text, float(text.startswith(word))),
+    r"Use the word \"(\w+)\"\.": lambda text, word: _whole(text, float(_count(text, word) > 0)),
+    # in new-kinds.jsonl
+    r"Do not use the word \"(\w+)\"\.": lambda text, word: _whole(text, 1 / (1 + _count(text, word))),
+    r"Use exactly (\d+) commas?\.": lambda text, number: _whole(text, _exactly(text.count(","), int(number))),
+    r"End with an exclamation mark\.": lambda text: 1.0 if text.endswith("!") else 0.5 * ("!" in text),
+    r"Write everything in capital letters\.": lambda text: _in_case(text, _has_lower),
     r"Answer with a single question\.": _question,
 }

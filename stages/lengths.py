@@ -1,0 +1,128 @@
+"""How many tokens the rows of a source have, for `heed plan` and `heed init`: counted, or estimated from a sample of a
+large source. Means are for times; the longest row is for memory, so it must not be too small.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+Row = TypeVar("Row")
+Value = TypeVar("Value")
+
+SAMPLE_ROWS = 1000  # the longest in bytes; and between one and two times as many, spread evenly over the source
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a source's rows. `longest` is an upper bound where only a sample was measured.
+
+    `response_share` is the largest share of a row's tokens that are the response's, and `spread` are the tokens of rows
+    spread evenly over the source.
+    """
+
+    num_rows: int
+    num_measured: int
+    mean: float
+    shortest: int
+    longest: int
+    longest_response: int = 0
+    response_share: float = 1.0
+    spread: tuple[int, ...] = ()
+
+    @classmethod
+    def bound(cls, num_tokens: int) -> "Lengths":
+        """Rows that could not be read, each taken to be this long."""
+        return cls(0, 0, num_tokens, num_tokens, num_tokens)
+
+    def plus(self, num_tokens: int) -> "Lengths":
+        """The rows with a response of so many tokens each."""
+        return replace(
+            self,
+            mean=self.mean + num_tokens,
+            shortest=self.shortest + num_tokens,
+            longest=self.longest + num_tokens,
+            longest_response=num_tokens,
+            spread=tuple(length + num_tokens for length in self.spread),
+        )
+
+    def line(self, source: str, what: str) -> str:
+        """Says what was measured, such as "p.jsonl: 1,000 prompts of 61 tokens on average, 118 at most"."""
+        found = f"{source}: {self.num_rows:,} {what} of {self.mean:,.0f} tokens on average, {self.longest:,} at most"
+        sampled = f" (estimated from {self.num_measured:,} of them, the longest texts included)"
+        return found + (sampled if self.num_measured < self.num_rows else "")
+
+
+class RowSample(Generic[Row]):
+    """The longest rows of a stream, by the bytes of their texts, and rows spread evenly over it; all of a short one."""
+
+    def __init__(self, num_rows: int = SAMPLE_ROWS) -> None:
+        self.limit, self.num_rows, self.step = num_rows, 0, 1
+        self._spread: dict[int, tuple[int, Row]] = {}  # by number: its bytes, and the row
+        self._longest: list[tuple[int, int, Row]] = []  # a heap of bytes, number, row
+
+    def add(self, row: Row, num_bytes: int) -> None:
+        """Take the next row into account."""
+        number = self.num_rows
+        self.num_rows += 1
+        if number % self.step == 0:
+            self._spread[number] = (num_bytes, row)
+        if len(self._spread) > 2 * self.limit:
+            self.step *= 2
+            self._spread = {number: kept for number, kept in self._spread.items() if number % self.step == 0}
+        if len(self._longest) < self.limit:
+            heapq.heappush(self._longest, (num_bytes, -number, row))
+        elif num_bytes > self._longest[0][0]:
+            heapq.heapreplace(self._longest, (num_bytes, -number, row))
+
+    def lengths(self, encode: Callable[[Sequence[Row]], Iterable[tuple[int, int]]], most_tokens: int) -> Lengths:
+        """The lengths of all rows, of which at most `most_tokens` count. `encode` returns the tokens of each of some
+        rows, and how many of them are the response's.
+        """
+        if not self.num_rows:
+            return Lengths(0, 0, 0.0, 0, 0)
+        rows = self._spread | {-number: (num_bytes, row) for num_bytes, number, row in self._longest}
+        counted = encode([row for _, row in rows.values()])
+        found = {number: (min(n, most_tokens), min(response, most_tokens)) for number, (n, response) in
+                 zip(rows, counted, strict=True)}  # fmt: skip
+        tokens = {number: total for number, (total, _) in found.items()}
+        spread = tuple(tokens[number] for number in self._spread)
+        is_sample = len(rows) < self.num_rows
+        longest = self._bound({n: (rows[n][0], tokens[n]) for n in rows}) if is_sample else max(tokens.values())
+        return Lengths(
+            num_rows=self.num_rows,
+            num_measured=len(rows),
+            mean=sum(spread) / len(spread),
+            shortest=min(tokens.values()),
+            longest=min(longest, most_tokens),
+            longest_response=max(response for _, response in found.values()),
+            response_share=1.0 if is_sample else max(response / total for total, response in found.values() if total),
+            spread=spread,
+        )
+
+    def _bound(self, measured: Mapping[int, tuple[int, int]]) -> int:
+        """The most tokens that a row may have, given (bytes, tokens) of those measured.
+
+        The others are at most as long in bytes as the shortest of the longest. They are taken to have at most as many
+        tokens per byte as the densest row that has more bytes than the longest row has tokens: a token has at least one
+        byte, so rows of fewer bytes are no longer. What a template adds is the same for all.
+        """
+        tokens = [total for _, total in measured.values()]
+        longest, template = max(tokens), min(tokens)
+        dense = [(total - template) / size for size, total in measured.values() if size and size >= longest - template]
+        return max(longest, template + math.ceil(self._longest[0][0] * max(dense, default=1.0)))
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What was read of a job's data, once for all plans of the job."""
+
+    known: dict[str, Any] = field(default_factory=dict)
+
+    def get(self, key: str, make: Callable[[], Value]) -> Value:
+        """The value of `make`, which is called at most once per key."""
+        if key not in self.known:
+            self.known[key] = make()
+        value: Value = self.known[key]
+        return value
