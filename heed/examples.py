@@ -11,7 +11,7 @@ heed run mine.toml --from reward                    # rerun this stage and all l
 heed init mine.toml --model Qwen/Qwen2.5-0.5B --demonstrations demos.jsonl \\
     --preferences pairs.jsonl --prompts prompts.jsonl
 heed init dpo.toml --model my-sft-model --preferences trl-lib/ultrafeedback_binarized
-heed init reward.toml --model my-sft-model --prompts prompts.jsonl --reward-function rewards.py:score
+heed init grpo.toml --model my-sft-model --prompts prompts.jsonl --reward rewards.py:score --algorithm grpo
 """,
     "heed submit": """
 heed submit mine.toml --runs /shared/runs --address http://head:8265
