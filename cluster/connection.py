@@ -2,10 +2,12 @@
 
 import logging
 import os
+from pathlib import Path
 
 import ray
 
 from cluster import local_ray
+from cluster.code import HeedFirst
 from cluster.places import (
     Bundle,
     NoPlaceError,
@@ -17,6 +19,7 @@ from cluster.places import (
     require_places,
 )
 from cluster.sigterm import end_by_sigterm, sigterm_kept
+from training.failures import RunError
 from training.notices import say
 
 
@@ -25,6 +28,7 @@ def connect(num_workers: int) -> None:
 
     Raises:
         ValueError: this machine has fewer cores than workers.
+        RunError: Ray does not start, or does not answer.
     """
     is_starting = local_ray.is_starting()
     if ray.is_initialized() and not is_starting:
@@ -34,15 +38,44 @@ def connect(num_workers: int) -> None:
         _start(num_workers)
         return
     say("joining the Ray cluster")
-    with sigterm_kept():
-        ray.init(log_to_driver=False, logging_level=logging.WARNING)
+    try:
+        with sigterm_kept():
+            ray.init(log_to_driver=False, logging_level=logging.WARNING, job_config=HeedFirst())
+    except Exception as error:
+        raise RunError(
+            f"RAY_ADDRESS is {os.environ['RAY_ADDRESS']!r}, and Ray cannot be joined there: {_first_sentence(error)};"
+            " check the address and whether Ray runs there (`ray status`), or unset RAY_ADDRESS to use this machine"
+        ) from error
 
 
 def _start(num_workers: int) -> None:
+    """Start Ray on this machine, in two tries: under load its processes may not answer in the time that Ray gives them.
+
+    Raises: RunError in one line.
+    """
     require_cores(num_workers)
     if not local_ray.is_starting():
         say("starting Ray")
-    local_ray.start()
+    try:
+        local_ray.start()
+    except Exception as error:
+        say(f"Ray did not start ({_first_sentence(error)}); trying once more")
+        try:
+            local_ray.start()
+        except Exception as again:
+            raise RunError(
+                f"Ray did not start in two tries: {_first_sentence(again)}; run the same command again, on a machine"
+                f" under heavy load after other programs have ended. Ray's logs: {_log_folder()}"
+            ) from again
+
+
+def _first_sentence(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].split(". ")[0].rstrip(".")
+
+
+def _log_folder() -> Path:
+    return Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "session_latest", "logs")
 
 
 def disconnect() -> None:

@@ -1,5 +1,6 @@
 """What went wrong on a rank, as sent to the driver: the exception's kind, its text, and itself if it can be pickled."""
 
+import re
 import time
 import traceback
 from dataclasses import dataclass
@@ -110,12 +111,28 @@ MEMORY_ADVICE = (
 )
 
 
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_LAST_LINE = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:: .*)?$", re.MULTILINE)
+
+
+def without_colours(text: str) -> str:
+    """Text of Ray's without the codes that colour it on a terminal."""
+    return _COLOUR.sub("", text)
+
+
+def last_line(text: str) -> str:
+    """The line of a traceback, or of several in a row, that names the last exception: "KeyError: 'x'"."""
+    lines = _LAST_LINE.findall(text) or text.strip().splitlines() or [""]
+    return str(lines[-1]).strip()
+
+
 def _text(error: Exception) -> str:
-    """`repr`, which may itself raise in a class of a library."""
+    """Type and message; converting the message may itself raise in a class of a library."""
+    name = type(error).__name__
     try:
-        return repr(error)
+        return f"{name}: {error}" if str(error) else name
     except Exception:
-        return type(error).__name__
+        return name
 
 
 def _pickled(error: Exception) -> bytes:

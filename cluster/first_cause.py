@@ -6,7 +6,15 @@ from typing import Any, NoReturn
 
 import ray
 
-from cluster.failures import MEMORY_ADVICE, Failure, WorkerError, WorkerLostError, ran_out_of_memory
+from cluster.failures import (
+    MEMORY_ADVICE,
+    Failure,
+    WorkerError,
+    WorkerLostError,
+    last_line,
+    ran_out_of_memory,
+    without_colours,
+)
 from cluster.ranks import Ranks
 
 # Ray reports a lost node within this time; its peers' broken connections are noticed at once.
@@ -42,7 +50,8 @@ def _reply(phase: str, ranks: Ranks, rank: int, reference: Any, heard: str = "")
     except ray.exceptions.RayError as error:
         ranks.close()
         if isinstance(error, ray.exceptions.RayTaskError) or "its creation task" in str(error):
-            raise WorkerError(f"{phase}: rank {rank} of {ranks.num_ranks}: {error}") from error
+            text = without_colours(str(error))
+            raise WorkerError(f"{phase}: rank {rank} of {ranks.num_ranks}: {last_line(text)}\n{text}") from error
         lost = f"{phase}: rank {rank} of {ranks.num_ranks} was lost: {_first_lines(error)}"
         raise WorkerLostError("\n".join(filter(None, (lost, _advice(error), heard)))) from error
     assert ok or isinstance(result, Failure), f"a failed call gave {result!r}"
@@ -92,7 +101,7 @@ def _raise_unexplained(phase: str, ranks: Ranks, echoes: dict[int, Failure], sil
 
 def _first_lines(error: Exception, limit: int = 4) -> str:
     """Ray's own words for a loss, without the dump of its state that follows them."""
-    return "\n".join(str(error).strip().splitlines()[:limit])
+    return "\n".join(without_colours(str(error)).strip().splitlines()[:limit])
 
 
 def _advice(error: Exception) -> str:

@@ -93,6 +93,8 @@ def _init() -> None:
         os.environ.setdefault(name, value)
     import ray
 
+    from cluster.code import HeedFirst
+
     atexit.register(close)
     # "local": a head that somebody started on this machine is not joined unless RAY_ADDRESS names it.
     with lean_nodes(), sigterm_kept():
@@ -102,4 +104,5 @@ def _init() -> None:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.WARNING,
+            job_config=HeedFirst(),
         )

@@ -6,7 +6,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.connection import connect
-from cluster.failures import WorkerLostError
+from cluster.failures import WorkerLostError, last_line, without_colours
 from cluster.places import Bundle, hidden_gpus
 from training.config import EngineConfig, Precision, cpu_multiplies_bf16
 
@@ -54,4 +54,5 @@ def _asked(bundle: Bundle, limit_seconds: float) -> set[Precision]:
     try:
         return set(ray.get(asked, timeout=limit_seconds))
     except ray.exceptions.RayError as error:
-        raise WorkerLostError(f"start: a machine of the cluster did not report its precision: {error}") from error
+        cause = last_line(without_colours(str(error)))
+        raise WorkerLostError(f"start: a machine of the cluster did not report its precision: {cause}") from error

@@ -2,6 +2,7 @@
 neighbours.
 """
 
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from cluster.environment import WORKER_ENVIRONMENT
 from cluster.heartbeat import forget_beats
 from cluster.places import Bundle, hidden_gpus, most_ranks_per_node, nodes_of, place
 from cluster.worker import _Worker
+from files.python_names import user_folders
 
 
 @dataclass
@@ -73,7 +75,7 @@ def start_ranks(
     limits = config.model_copy(update={"stall_seconds": stall_seconds})
     gpus = [hidden_gpus(bundle)] * num_ranks if host is None else [*map(_shown_gpus, gpus_of_hosts)]
     taken = bundle if host is None else {"CPU": 0.0}
-    actors = []
+    folders, actors = [os.getcwd(), *user_folders()], []
     for rank, index in enumerate(_neighbours(nodes_of(placement))):
         remote = ray.remote(_Worker).options(
             num_cpus=taken["CPU"],
@@ -85,7 +87,7 @@ def start_ranks(
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index),
         )
         limit = config.beat_limit_seconds
-        actors.append(remote.remote(rank, num_ranks, per_node, names[rank], limit, config.cpu_threads))
+        actors.append(remote.remote(rank, num_ranks, per_node, names[rank], limit, config.cpu_threads, folders))
     return Ranks(group_name, actors, names, placement, limits, is_guest=host is not None)
 
 

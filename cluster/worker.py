@@ -12,10 +12,14 @@ import ray
 from cluster.heartbeat import send_beats
 from endpoints.ports import free_port
 from files.imports import imports_uncollected
+from files.python_names import import_from
 
 
 class _Worker:
-    """One rank. Functions run in it see the rank environment that `torch.distributed` and Accelerate read."""
+    """One rank. Functions run in it see the rank environment that `torch.distributed` and Accelerate read.
+
+    A user's modules are looked for in `folders`, which are the driver's, after all others.
+    """
 
     def __init__(
         self,
@@ -25,8 +29,11 @@ class _Worker:
         name: str,
         limit_seconds: float,
         cpu_threads: int = 0,
+        folders: Sequence[str] = (),
     ) -> None:
         send_beats(name, limit_seconds)
+        for folder in folders:
+            import_from(folder)
         threads = cpu_threads or max(1, usable_cores() // ranks_per_node)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch loads
         interface = interface_of(ray.util.get_node_ip_address())
@@ -36,7 +43,7 @@ class _Worker:
         with imports_uncollected():
             import torch
 
-            from cluster import notices
+            from cluster import notices, stop_request
             from training.notices import speak_through
 
             with suppress(ImportError):  # the environment of another sampling engine has no Accelerate
@@ -44,6 +51,8 @@ class _Worker:
 
         torch.set_num_threads(threads)
         speak_through(notices.send)
+        if rank == 0:
+            stop_request.listen()
         self.rank = rank
         self.kept: dict[str, Any] = {}
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(num_workers))

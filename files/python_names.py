@@ -1,5 +1,6 @@
 """Objects of a user's Python code, found by `MODULE:NAME` or `FILE.py:NAME`, and what that code raises."""
 
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -10,8 +11,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from files.packages import PACKAGES
+
 SHOWN_FRAMES = 4  # of a traceback through a user's code
 _INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
+_user_folders: list[str] = []
 
 
 def load_function(name: str, what: str) -> Callable[..., Any]:
@@ -23,9 +27,16 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
     place, _, attribute = name.partition(":")
     found = getattr(load_module(place, what), attribute, None)
     if not callable(found):
-        raise ValueError(f"{what} {name!r}: {place} has no function {attribute!r}")
+        raise ValueError(f"{what} {name!r}: {place} has no function {attribute!r}{_file_meant(place, attribute)}")
     function: Callable[..., Any] = found
     return function
+
+
+def _file_meant(module: str, attribute: str) -> str:
+    """A hint where a module's name is that of one of Heed's packages, and of a file in the current folder too."""
+    if module not in PACKAGES or not Path(f"{module}.py").is_file():
+        return ""
+    return f"; {module} is a package of Heed: '{module}.py:{attribute}' names the file in this folder"
 
 
 def file_of(function: Callable[..., Any]) -> Path:
@@ -34,11 +45,14 @@ def file_of(function: Callable[..., Any]) -> Path:
 
 
 def load_module(place: str, what: str) -> ModuleType:
-    """The module of this name, or of this file. Raises: ValueError as `load_function`."""
+    """The module of this name, or of this file. Raises: ValueError as `load_function`.
+
+    A file is loaded by its path, so that it may have the name of any other module. It can import modules next to it
+    whose names are not taken by Heed or an installed package.
+    """
     if place.endswith(".py"):
         return _module_of_file(Path(place).resolve(), what)
-    if str(Path.cwd()) not in sys.path:  # `heed` is a script, for which Python does not look in the current folder
-        sys.path.append(str(Path.cwd()))
+    import_from(str(Path.cwd()))  # `heed` is a script, for which Python does not look in the current folder
     try:
         return importlib.import_module(place)
     except Exception as error:  # a user's code
@@ -47,13 +61,26 @@ def load_module(place: str, what: str) -> ModuleType:
         raise ValueError(f"{what} {place!r}: importing it raised {explain(error)}") from None
 
 
+def import_from(folder: str) -> None:
+    """Let Python find a user's modules in this folder, after all others, so that none of them hides another module."""
+    if folder not in _user_folders:
+        _user_folders.append(folder)
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+def user_folders() -> list[str]:
+    """The folders in which this process looks for a user's modules."""
+    return [*_user_folders]
+
+
 def _module_of_file(path: Path, what: str) -> ModuleType:
-    name = f"heed_file_{path.stem}"
-    held = sys.modules.get(name)
-    if held is not None and held.__file__ == str(path):
-        return held
+    name = f"heed_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
     if not path.is_file():
         raise ValueError(f"{what}: {path}: no such file")
+    import_from(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, f"{path} is no Python file"
     assert spec.loader is not None

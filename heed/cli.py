@@ -2,8 +2,10 @@
 
 import atexit
 import gc
+import json
 import logging
 import os
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -68,13 +70,23 @@ def run(
 
     An interrupted run continues where it stopped.
     """
-    if not os.environ.get("RAY_ADDRESS"):
+    if not os.environ.get("RAY_ADDRESS") and (first or not _has_finished(job, override, runs)):
         local_ray.begin()  # Ray starts while this process imports, which takes seconds too
     with console.status("reading the job"), imports_uncollected():
         from jobs.pipeline import run_job
 
         config = read_job(job, override, workers, first, only)
     run_job(config, runs, first=first, only=only)
+
+
+def _has_finished(job: Path | None, overrides: list[str] | None, runs: Path) -> bool:
+    """Whether the job's last run here came to its end, so that this one may have nothing to do; False if in doubt."""
+    named = [override.removeprefix("name=") for override in overrides or [] if override.startswith("name=")]
+    try:
+        name = named[-1] if named else tomllib.loads(job.read_text(encoding="utf-8"))["name"] if job else "demo"
+        return bool(json.loads((runs / name / "status.json").read_text(encoding="utf-8"))["state"] == "finished")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 app.command(rich_help_panel=TRAIN)(init)

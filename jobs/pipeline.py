@@ -5,11 +5,11 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import tenacity
 import tomli_w
@@ -20,21 +20,23 @@ from cluster.connection import disconnect
 from cluster.failures import WorkerError
 from cluster.precision import resolve_precision
 from cluster.sigterm import call_on_sigterm
-from files.atomic import write_json, write_text
+from files.atomic import write_text
 from files.hashes import file_hash
 from files.lock import lock
 from jobs.hub_models import hub_models
-from jobs.inputs import inputs_of, what_changed
+from jobs.inputs import inputs_of
+from jobs.interrupts import saving_on_interrupt
 from jobs.job import JobConfig
 from jobs.preflight import check_data, refuse_missing
 from jobs.recovery import Workers, run_to_end
 from jobs.registry import PREPARED, WORLD, AnyStage
 from jobs.report import write_run_report
 from jobs.run import Run
+from jobs.stage_folders import is_replaced, open_folder, put_aside
 from jobs.status import StatusFile
 from jobs.storage import missing_in_one_line
 from stages.contract import Preparation, Stage, StageWaitsError
-from stages.lineage import LINEAGE, Inputs, finished_with, require_outputs, started_with, write_lineage
+from stages.lineage import LINEAGE, Inputs, finished_with, require_outputs, write_lineage
 from stages.progress import console, follow, print_notice
 from stages.run import StageRun
 from stages.sampling import SAMPLES
@@ -89,8 +91,8 @@ def _work(job: JobConfig, folder: Path, first: str, only: str) -> None:
         engine = resolve_precision(job.engine, workers.check(), job.fewest_ranks, job.cluster.start_seconds)
         job = job.model_copy(update={"engine": engine})
         run = Run(job, folder, job.open_world(), workers)
-        asked = [only] if only else job.stage_names
-        if first or not all((run.stage_folder(name) / LINEAGE).exists() for name in asked):
+        asked = [stage for stage in job.stages if stage.name == only or not only]
+        if first or not all((run.stage_folder(stage.name) / LINEAGE).exists() for stage in asked):
             workers.begin()
         for stage in job.stages:
             if stage.module is not None:
@@ -98,6 +100,8 @@ def _work(job: JobConfig, folder: Path, first: str, only: str) -> None:
         _write_job(job, folder / "job.toml")
         _prepare_world(run)
         _prepare_stages(run)
+        if not all(_is_finished_with(run, stage, inputs_of(run, stage)) for stage in asked):
+            workers.begin()  # Ray is not started for a run in which nothing has changed
         with speaking_through(_unrepeated(print_notice)):
             check_data(run)
         _run_stages(run, workers, status, first, only)
@@ -132,40 +136,55 @@ def _run_stages(run: Run, workers: Workers, status: StatusFile, first: str, only
         if only:
             _say_stale_parents(run, stage)
         inputs = inputs_of(run, stage)
-        folder = run.stage_folder(stage.name)
-        finished = finished_with(folder, stage.output)
-        if not forced and finished is not None and finished[0] == inputs.fingerprint:
+        if not forced and _is_finished_with(run, stage, inputs):
             console.print(f"[dim]{stage.name}: unchanged, skipped")
             continue
-        _open_folder(run, stage, inputs, forced)
-        begun = time.monotonic()
-        workers.take_back()
-        say_stopped = _once(partial(_say_stopped, status, stage.name, folder))
-        try:
-            with (
-                call_on_sigterm(say_stopped),
-                follow(stage.name, folder) as progress,
-                status.stage(progress),
-            ):
-                work = partial(_run_stage, run.of(stage.name, progress), stage, inputs, begun)
-                run_to_end(stage.name, folder, work, workers.abandon, status.restarted)
-        except KeyboardInterrupt:
-            say_stopped()
+        with _tracebacks_in_file(run.folder / "failure.log"):
+            _run_stage(run, stage, inputs, workers, status, forced=forced)
+
+
+def _run_stage(
+    run: Run, stage: AnyStage, inputs: Inputs, workers: Workers, status: StatusFile, *, forced: bool
+) -> None:
+    """Run a stage to its end. An earlier result stays in its place until the stage's workers are there."""
+    folder, begun = run.stage_folder(stage.name), time.monotonic()
+    workers.take_back()
+    if is_replaced(folder, inputs, forced=forced):
+        run_to_end(stage.name, folder, workers.start, workers.abandon, status.restarted)
+    say_stopped = _once(partial(_say_stopped, status, stage.name, folder))
+    try:
+        with (
+            open_folder(folder, inputs, forced=forced),
+            saving_on_interrupt(stage.name, (folder / "metrics.jsonl").is_file),
+            call_on_sigterm(say_stopped),
+            follow(stage.name, folder) as progress,
+            status.stage(progress),
+        ):
+            work = partial(_work_in_folder, run.of(stage.name, progress), stage, inputs, begun)
+            run_to_end(stage.name, folder, work, workers.abandon, status.restarted)
+    except KeyboardInterrupt:
+        say_stopped()
+        raise
+    shutil.rmtree(folder / SAMPLES, ignore_errors=True)  # parts of what the stage has made of them
+    console.print(f"{stage.name}: done in {time.monotonic() - begun:.0f} s")
+
+
+@contextmanager
+def _tracebacks_in_file(log: Path) -> Iterator[None]:
+    """Raises: RunError, in one line, for what a worker raised; its tracebacks are in `log`."""
+    try:
+        yield
+    except WorkerError as error:
+        if in_one_line(error):
             raise
-        except WorkerError as error:
-            if in_one_line(error):
-                raise
-            log = run.folder / "failure.log"
-            try:
-                log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-            except OSError:  # the folder is part of the trouble
-                raise error from None
-            raise RunError(f"{str(error).splitlines()[0]} (tracebacks: {log})") from error
-        shutil.rmtree(folder / SAMPLES, ignore_errors=True)  # parts of what the stage has made of them
-        console.print(f"{stage.name}: done in {time.monotonic() - begun:.0f} s")
+        try:
+            log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        except OSError:  # the folder is part of the trouble
+            raise error from None
+        raise RunError(f"{str(error).splitlines()[0]} (tracebacks: {log})") from error
 
 
-def _run_stage(run: StageRun, stage: AnyStage, inputs: Inputs, begun: float) -> None:
+def _work_in_folder(run: StageRun, stage: AnyStage, inputs: Inputs, begun: float) -> None:
     """Run a stage once its folder is there: without it the stage would start over, next to what it has saved.
 
     Raises:
@@ -220,6 +239,11 @@ def _require_parents(run: Run, stage: AnyStage) -> None:
             raise ValueError(f"stage {stage.name} needs {parent}, which is not finished in {run.folder}")
 
 
+def _is_finished_with(run: Run, stage: AnyStage, inputs: Inputs) -> bool:
+    finished = finished_with(run.stage_folder(stage.name), stage.output)
+    return finished is not None and finished[0] == inputs.fingerprint
+
+
 def _is_finished(run: Run, name: str) -> bool:
     return finished_with(run.stage_folder(name), run.job.registry.output(name)) is not None
 
@@ -234,28 +258,6 @@ def _say_stale_parents(run: Run, stage: AnyStage) -> None:
             console.print(
                 f"{parent.name}: made with other settings than this job's; {stage.name} uses it anyway (--only)"
             )
-
-
-def _open_folder(run: Run, stage: AnyStage, inputs: Inputs, forced: bool) -> None:
-    """Keep the folder of an interrupted stage with the same inputs; otherwise move it away and start an empty one."""
-    folder = run.stage_folder(stage.name)
-    interrupted = started_with(folder) == inputs.fingerprint and not (folder / LINEAGE).exists()
-    if folder.exists() and (forced or not interrupted):
-        _put_aside(run, folder, "forced" if forced else what_changed(folder, inputs))
-    folder.mkdir(exist_ok=True)
-    write_json(folder / "inputs.json", {"fingerprint": inputs.fingerprint})
-    config: dict[str, Any] = dict(inputs.config)
-    write_text(folder / "config.toml", tomli_w.dumps({"seed": inputs.seed, **config}))
-
-
-def _put_aside(run: Run, folder: Path, reason: str = "changed") -> None:
-    """Move a replaced stage to `replaced/`; nothing is deleted."""
-    target = run.folder / "replaced"
-    target.mkdir(exist_ok=True)
-    number = 1 + sum(1 for _ in target.glob(f"{folder.name}-*"))
-    folder.rename(target / f"{folder.name}-{number}")
-    kept = target / f"{folder.name}-{number}"
-    console.print(f"{folder.name}: runs again ({reason}); the earlier result is kept in {kept}", markup=False)
 
 
 def _prepare_world(run: Run) -> None:
@@ -292,7 +294,7 @@ def _prepare(run: Run, inputs: Inputs, write: Callable[[Path], None]) -> None:
     if finished is not None and finished[0] == inputs.fingerprint:
         return
     if folder.exists():
-        _put_aside(run, folder)
+        put_aside(folder)
     begun = time.monotonic()
     (folder / PREPARED).mkdir(parents=True)
     write(folder / PREPARED)

@@ -64,6 +64,10 @@ class Workers:
                 self._group = self._checked(begun)
         return self._group
 
+    def start(self) -> None:
+        """Start the workers unless they run."""
+        self()
+
     def extra_group(self, name: str, size: int, python: str = "", *, on_workers: bool = False) -> WorkerGroup:
         """Returns a further group of workers, for roles that run in processes of their own.
 
@@ -88,12 +92,12 @@ class Workers:
         return self._bundle
 
     def begin(self) -> None:
-        """Start Ray and the ranks in a thread: on this machine they load their libraries while data is prepared.
+        """Start Ray and the ranks in a thread, once: on this machine they load their libraries while data is prepared.
 
         On a cluster others wait for the places, and data may take long.
         """
         bundle = self._bundle or self.check()
-        if os.environ.get("RAY_ADDRESS") or self.models or self._group is not None:
+        if os.environ.get("RAY_ADDRESS") or self.models or self._group is not None or self._begun is not None:
             return
         end_by_sigterm()
         begun = self._begun = Future[WorkerGroup]()
@@ -107,9 +111,15 @@ class Workers:
         threading.Thread(target=start, name="begun workers").start()
 
     def _take_begun(self) -> WorkerGroup | None:
-        """The ranks that `begin` started; None where it did not or could not, which then shows in another try."""
+        """The ranks that `begin` started; None where it did not or could not, which then shows in another try.
+
+        Raises: RunError where Ray did not start, which has been tried again already.
+        """
         begun, self._begun = self._begun, None
-        return None if begun is None or begun.exception() is not None else begun.result()
+        error = None if begun is None else begun.exception()
+        if isinstance(error, RunError):
+            raise error
+        return None if begun is None or error is not None else begun.result()
 
     def take_back(self) -> None:
         """Return to the full number of workers between stages, if machines that were lost have come back."""
@@ -159,9 +169,9 @@ class Workers:
 
     def close(self) -> None:
         """End all groups and leave the cluster, if any group was started."""
-        begun = self._take_begun()
-        if begun is not None:
-            begun.close()
+        begun, self._begun = self._begun, None
+        if begun is not None and begun.exception() is None:
+            begun.result().close()
         self.abandon()
         if self._group is not None or begun is not None:
             disconnect()

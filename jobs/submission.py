@@ -7,24 +7,22 @@ installing torch and compiling DeepSpeed's parts when a job starts would cost mi
 import os
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import tomli_w
 
+from files.packages import PACKAGES, ROOT
+from files.python_names import user_folders
 from jobs.job import JobConfig
 from jobs.toml_values import BASE, read_job_values, read_toml
 from reading.rows import LOADERS
 
-ROOT = Path(__file__).parents[1]
-PACKAGES = (
-    "lm", "reading", "intervals", "files", "endpoints", "training", "preferences", "playground", "reports",
-    "labeling", "cluster", "planning", "samplers", "stages", "pretrain", "sft", "reward", "evaluation", "collect",
-    "dpo", "ppo", "rejection", "compare", "jobs", "studies", "chaos", "heed", "configs",
-)  # fmt: skip
 SHIPPED_MIB = 100  # the head keeps shipped files in memory; larger ones belong in the shared folder
 
 
@@ -93,7 +91,26 @@ def _shipped(job: JobConfig) -> Iterator[str]:
                 f"{field}: {name} makes more than {SHIPPED_MIB} MiB to ship; put it on storage that all machines of the"
                 " cluster share and name it by its absolute path"
             )
+        _refuse_hiding(field, Path(name))
         yield name
+
+
+def _refuse_hiding(field: str, path: Path) -> None:
+    """Raise ValueError for a file that would lose its place to one of Heed's, or hide an installed module: on the
+    cluster the folder of the job comes first among those in which Python looks for modules.
+    """
+    files = [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file()]
+    for file in files:
+        heeds = ROOT / file
+        if file.parts[0] in PACKAGES and heeds.is_file() and not file.samefile(heeds):
+            raise ValueError(f"{field}: {file} has the path of a file of Heed's code; another name was expected")
+    name = path.stem
+    if path.suffix != ".py" or len(path.parts) > 1 or name in PACKAGES:  # where both are, Python finds the package
+        return
+    of_users = {"", str(Path.cwd()), *user_folders()}
+    installed = [folder for folder in sys.path if folder not in of_users]
+    if name in sys.stdlib_module_names or PathFinder.find_spec(name, installed) is not None:
+        raise ValueError(f"{field}: {path} would hide the installed module {name!r}; another name was expected")
 
 
 def named_paths(job: JobConfig) -> Iterator[tuple[str, str]]:

@@ -39,6 +39,7 @@ from training.notices import say
 from training.packing import stream_rows
 from training.seeds import derive_seed
 from training.stage import StageContext
+from training.stopping import StoppedError, stop_requested
 from training.tokens import array_path
 from training.writer import PROGRESS
 
@@ -95,7 +96,10 @@ def controller_of(
 
 
 def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, first: int, log: MetricsLog) -> None:
-    """Run the iterations from `first`, each with its metrics, its kept policy and its checkpoint where they are due."""
+    """Run the iterations from `first`, each with its metrics, its kept policy and its checkpoint where they are due.
+
+    Raises: StoppedError after a checkpoint, if this process was asked to stop (`training.stopping`).
+    """
     waited_seconds = 0.0
     for iteration in range(first, config.num_iterations):
         started = time.monotonic()
@@ -109,8 +113,12 @@ def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, fi
         # Before the checkpoint, so that a run that resumes from it has every policy up to it.
         if config.keep_policies_every and done % config.keep_policies_every == 0:
             controller.roles.learners.keep_policy(kept_policy(checkpoints.parent, done))
-        if done % config.save_every_iterations == 0 or done == config.num_iterations:
+        is_stopping = done < config.num_iterations and stop_requested()
+        if done % config.save_every_iterations == 0 or done == config.num_iterations or is_stopping:
             _save(controller, checkpoints, done)
+        if is_stopping:
+            controller.roles.learners.finish_saving()
+            raise StoppedError(f"ppo: stopped at iteration {done} of {config.num_iterations}")
         waited_seconds = time.monotonic() - started
 
 

@@ -81,12 +81,15 @@ class StageProgress:
 
 @contextmanager
 def follow(stage: str, folder: Path) -> Iterator[StageProgress]:
-    """Show a stage's progress from its metrics.jsonl, if it writes one, and print the notices of its workers."""
+    """Show a stage's progress from its metrics.jsonl, if it writes one, and print the notices of its workers.
+
+    The last line that an interrupted run left is not shown: the stage resumes from a checkpoint before it.
+    """
     from cluster.notices import receive  # imports Ray and torch, which commands that only print do not need
     from training.metrics import read_metrics
 
     progress = StageProgress(stage)
-    stop = threading.Event()
+    stop, left_over = threading.Event(), read_metrics(folder / "metrics.jsonl")[-1:]
 
     def pass_on() -> None:
         for notice in receive():
@@ -98,7 +101,7 @@ def follow(stage: str, folder: Path) -> Iterator[StageProgress]:
             is_over = stop.wait(POLL_SECONDS)
             pass_on()
             lines = read_metrics(folder / "metrics.jsonl")
-            if lines:
+            if lines and lines[-1:] != left_over:
                 progress.update(lines[-1]["step"], lines[-1]["num_steps"], _in_words(lines[-1]))
 
     thread = threading.Thread(target=poll, name=f"progress of {stage}", daemon=True)

@@ -3,6 +3,7 @@
 import pytest
 import ray
 
+from cluster.code import HeedFirst
 from cluster.environment import RAY_ENVIRONMENT
 from cluster.lean_node import lean_nodes
 
@@ -12,4 +13,7 @@ def start_ray(num_cpus: int, num_gpus: int = 0) -> None:
     with pytest.MonkeyPatch.context() as patch, lean_nodes():
         for name, value in RAY_ENVIRONMENT.items():
             patch.setenv(name, value)
-        ray.init("local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False)
+        ray.init(
+            "local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False,
+            job_config=HeedFirst(),
+        )  # fmt: skip

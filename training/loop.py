@@ -25,6 +25,7 @@ from training.metrics import MetricsLog
 from training.notices import say
 from training.packing import IntArray, Sampler
 from training.seeds import derive_seed
+from training.stopping import StoppedError, stop_requested
 
 MODEL = "model"  # the folder of its state in a checkpoint
 
@@ -102,10 +103,15 @@ class TrainingLoop(Generic[AnyModule]):
         self.sampler = Sampler(len(training), config.batch.batch_size, derive_seed(config.seed, config.stage, "order"))
 
     def run(self) -> dict[str, float]:
-        """Train to the end. Returns the held-out metrics of the final weights, including `loss`."""
+        """Train to the end. Returns the held-out metrics of the final weights, including `loss`.
+
+        Raises:
+            StoppedError: on every rank, after a checkpoint, if one of them was asked to stop (`training.stopping`).
+        """
         first_step = self._resume()
         # The last step has a checkpoint too: a stage may be killed in what it does after training.
         log, heldout = None, dict[str, float]() if first_step < self.config.num_steps else self.evaluate()
+        done, is_stopping = first_step, False
         if self.engine.is_main:
             log = MetricsLog(self.folder, self.engine.config.trackers, resume_step=first_step)
         with self.engine.checkpoint_writer() as writer:
@@ -113,16 +119,28 @@ class TrainingLoop(Generic[AnyModule]):
             for step in range(first_step, self.config.num_steps):
                 metrics = {**self._step(step), "checkpoint_seconds": writer.seconds_waited()}
                 done = step + 1
+                is_stopping = done < self.config.num_steps and self._is_asked_to_stop()
                 if done % self.config.evaluate_every_steps == 0 or done == self.config.num_steps:
                     heldout = self.evaluate()
                     metrics |= {f"heldout_{name}": value for name, value in heldout.items()}
                 if log is not None:
                     log.log(done, self.config.num_steps, metrics)
-                if done % self.config.save_every_steps == 0 or done == self.config.num_steps:
+                if done % self.config.save_every_steps == 0 or done == self.config.num_steps or is_stopping:
                     writer.save(self.checkpoints, done, {MODEL: self.engine.state()})
+                if is_stopping:
+                    break
         if log is not None:
             log.close()
+        if is_stopping:
+            raise StoppedError(f"{self.config.stage}: stopped at step {done} of {self.config.num_steps}")
         return heldout
+
+    def _is_asked_to_stop(self) -> bool:
+        """Whether any rank is; a collective call, so that all stop after the same step."""
+        engine = self.engine
+        if engine.world_size == 1:
+            return stop_requested()
+        return bool(engine.sum_over_ranks(torch.full((1,), float(stop_requested()), device=engine.device)) > 0)
 
     def _step(self, step: int) -> dict[str, float]:
         started = time.monotonic()

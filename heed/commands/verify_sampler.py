@@ -71,7 +71,7 @@ def _checks(engine: str, model: Path, precision: str, seed: int, python: str) ->
     from training.failures import RunError
 
     reading, writing = os.pipe()
-    command = [python or sys.executable, "-m", "samplers", engine, str(model), precision, str(seed), str(writing)]
+    command = [python or sys.executable, "-P", "-m", "samplers", engine, str(model), precision, str(seed), str(writing)]
     last: dict[str, Any] = {}
     with tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads would fill
         process = subprocess.Popen(command, stdout=said, stderr=said, text=True, pass_fds=(writing,))

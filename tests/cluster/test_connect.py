@@ -1,8 +1,10 @@
 """How a process gets a Ray of its own: what is refused before, what is started, and what is left."""
 
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,8 +12,10 @@ import psutil
 import pytest
 import ray
 
-from cluster.connection import connect
+from cluster.connection import connect, disconnect
 from cluster.group import WorkerGroup
+from training.failures import RunError
+from training.notices import speaking_through
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,6 +26,53 @@ def test_more_workers_than_cores_are_refused_before_ray_starts(monkeypatch: pyte
     for refused in (connect, WorkerGroup):
         with pytest.raises(ValueError, match=rf"^workers is {cores + 3}; this machine has {cores} cores"):
             refused(cores + 3)
+    assert not ray.is_initialized()
+
+
+@pytest.fixture
+def _own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    yield
+    disconnect()
+
+
+@pytest.fixture
+def too_long(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A folder in which Ray cannot start: the paths of its sockets would be too long."""
+    path = f"/tmp/{'x' * 100}"
+    monkeypatch.setenv("RAY_TMPDIR", path)
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.mark.usefixtures("_own_ray", "too_long")
+def test_a_ray_that_does_not_start_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    notices = []
+
+    def hear(notice: str) -> None:
+        notices.append(notice)
+        if "trying once more" in notice:
+            monkeypatch.delenv("RAY_TMPDIR")
+
+    with speaking_through(hear):
+        connect(1)
+    assert ray.is_initialized()
+    first, second = notices
+    assert first == "starting Ray"
+    assert second.startswith("Ray did not start (validate_socket_filename failed: AF_UNIX path length cannot exceed")
+
+
+@pytest.mark.usefixtures("_own_ray")
+def test_a_ray_that_does_not_start_twice_is_one_line(too_long: str) -> None:
+    notices: list[str] = []
+    with (
+        speaking_through(notices.append),
+        pytest.raises(RunError, match=r"^Ray did not start in two tries: .* run the same command again") as caught,
+    ):
+        connect(1)
+    assert len(notices) == 2
+    assert len(str(caught.value).splitlines()) == 1
+    assert str(caught.value).endswith(f"Ray's logs: {too_long}/ray/session_latest/logs")
     assert not ray.is_initialized()
 
 

@@ -8,6 +8,8 @@ import urllib.error
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from email.message import Message
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from ray import cloudpickle
 
 from cluster.connection import connect, disconnect
-from cluster.failures import Failure, WorkerError, WorkerLostError, kind_of
+from cluster.failures import Failure, WorkerError, WorkerLostError, kind_of, last_line
 from cluster.group import WorkerGroup
 
 # Workers cannot import this module, so its functions and classes are pickled by value.
@@ -60,8 +62,8 @@ def _ray() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("fail", "says"),
     [
-        (two_arguments, r"TwoArgumentsError\('this and that'\)(.|\n)*in two_arguments"),
-        (locked, r"LockedError\('held'\)(.|\n)*in locked"),
+        (two_arguments, r"TwoArgumentsError: this and that\n(.|\n)*in two_arguments"),
+        (locked, r"LockedError: held\n(.|\n)*in locked"),
         (refused, r"HTTP Error 503: busy(.|\n)*in refused|HTTPError(.|\n)*503(.|\n)*in refused"),
     ],
 )
@@ -87,6 +89,36 @@ def test_what_a_rank_returns_and_cannot_be_sent_is_an_error_and_no_loss() -> Non
     with WorkerGroup(1) as group, pytest.raises(WorkerError, match=r"^sft: rank 0 of 1: (.|\n)*pickle") as caught:
         group.run("sft", threading.Lock)
     assert not isinstance(caught.value, WorkerLostError)
+
+
+def test_a_module_that_a_worker_lacks_is_named_in_the_first_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's own text begins with its process, colour codes and all."""
+    path = tmp_path / "only_on_the_driver.py"
+    path.write_text("def work():\n    return 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    function = import_module("only_on_the_driver").work
+    path.unlink()
+    with WorkerGroup(1) as group, pytest.raises(WorkerError) as caught:
+        group.run("sft", function)
+    first, *rest = str(caught.value).splitlines()
+    assert first == "sft: rank 0 of 1: ModuleNotFoundError: No module named 'only_on_the_driver'"
+    assert any("ray::_Worker.run()" in line for line in rest)
+    assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a.b()\n  File x\nKeyError: 1\n\nThen:\nlib.errors.LostError: gone\n more\n", "lib.errors.LostError: gone"),
+        ("Traceback (most recent call last):\n  File x\nAssertionError\n", "AssertionError"),
+        ("ImportError: two\nlines of it\n", "ImportError: two"),
+        ("no exception at all", "no exception at all"),
+    ],
+)  # fmt: skip
+def test_the_last_line_names_the_last_exception(text: str, line: str) -> None:
+    assert last_line(text) == line
 
 
 def test_a_port_that_is_taken_is_a_loss_that_another_group_mends() -> None:

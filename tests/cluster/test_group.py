@@ -210,7 +210,7 @@ def test_the_first_cause_is_named_by_phase_rank_and_exception(pair: WorkerGroup)
     with pytest.raises(WorkerError) as caught:
         pair.run("sft", fail)
     text = str(caught.value)
-    assert text.startswith("sft: rank 1 of 2: KeyError('the cause')")
+    assert text.startswith("sft: rank 1 of 2: KeyError: 'the cause'")
     assert "in fail" in text  # the worker's own traceback
     assert isinstance(caught.value.__cause__, KeyError)
 

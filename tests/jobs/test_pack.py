@@ -71,6 +71,35 @@ def test_code_job_file_and_named_files_are_sent_and_nothing_else() -> None:
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("reward/external.py", "reward/external.py has the path of a file of Heed's code"),
+        ("datasets.py", "datasets.py would hide the installed module 'datasets'"),
+        ("queue.py", "queue.py would hide the installed module 'queue'"),
+    ],
+)
+def test_a_file_that_would_hide_another_on_the_cluster_is_refused(name: str, words: str) -> None:
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text("def score(prompts, responses):\n    return [1.0 for _ in responses]\n")
+    job = load_job(DEBUG)
+    ppo = job.ppo.model_copy(update={"reward_function": f"{name}:score"})  # type: ignore[union-attr]
+    with (
+        pytest.raises(ValueError, match=rf"^ppo\.reward_function: {words}"),
+        packed(DEBUG, job.model_copy(update={"ppo": ppo})),
+    ):
+        pytest.fail("it was packed")
+
+
+@pytest.mark.usefixtures("here")
+def test_a_file_may_have_a_packages_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one folder Python finds the package first, and the file is loaded by its path."""
+    Path("reward.py").write_text("")
+    monkeypatch.setattr(submission, "named_paths", lambda _: [("ppo.reward_function", "reward.py")])
+    assert {"reward.py", "reward/__init__.py"} <= pack_debug()
+
+
+@pytest.mark.usefixtures("here")
 def test_a_named_folder_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "named_paths", lambda _: [("sft.init_from", "data/model")])
     assert "data/model/config.json" in pack_debug()

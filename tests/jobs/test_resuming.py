@@ -124,12 +124,12 @@ def test_a_stage_waits_for_its_folder_and_does_not_begin_elsewhere(
     away.mkdir()
     (away / "inputs.json").touch()
     Timer(1.0, lambda: away.rename(folder)).start()
-    pipeline_module._run_stage(run, stage, inputs, time.monotonic())
+    pipeline_module._work_in_folder(run, stage, inputs, time.monotonic())
     assert seen == [True]
     assert finished_with(folder, "model") is not None
     folder.rename(away)
     monkeypatch.setattr(pipeline_module, "FOLDER_SECONDS", 0.2)
     with pytest.raises(RunError, match=r"sft is missing; bring the folder back and run the same command again"):
-        pipeline_module._run_stage(run, stage, inputs, time.monotonic())
+        pipeline_module._work_in_folder(run, stage, inputs, time.monotonic())
     assert seen == [True]
     assert not folder.exists()

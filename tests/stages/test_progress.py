@@ -1,9 +1,13 @@
 """What commands print."""
 
+import json
+import time
+from pathlib import Path
+
 import pytest
 from rich.table import Table
 
-from stages.progress import results_console
+from stages.progress import POLL_SECONDS, follow, results_console
 
 
 def test_a_table_in_a_pipe_cuts_no_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -14,3 +18,23 @@ def test_a_table_in_a_pipe_cuts_no_name(capsys: pytest.CaptureFixture[str]) -> N
     header, row = capsys.readouterr().out.splitlines()
     assert header.split() == ["column", "0", "column", "1", "column", "2", "column", "3", "column", "4"]
     assert row.split() == names
+
+
+def test_steps_that_were_lost_are_not_shown(tmp_path: Path) -> None:
+    """A resumed stage cuts its metrics to the step of its checkpoint, minutes after it has started."""
+    metrics = tmp_path / "metrics.jsonl"
+
+    def lines(steps: int) -> str:
+        return "".join(
+            json.dumps({"step": step + 1, "num_steps": 283, "tokens_per_second": 1.0}) + "\n" for step in range(steps)
+        )
+
+    metrics.write_text(lines(60))
+    with follow("reward", tmp_path) as progress:
+        time.sleep(3 * POLL_SECONDS)
+        assert (progress.done, progress.total) == (0, 0)
+        metrics.write_text(lines(40))
+        end = time.monotonic() + 20
+        while progress.done == 0 and time.monotonic() < end:
+            time.sleep(0.1)
+        assert (progress.done, progress.total) == (40, 283)

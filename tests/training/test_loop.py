@@ -24,10 +24,17 @@ from training.loop import LoopConfig, TrainingLoop
 from training.metrics import read_metrics
 from training.objectives import CausalLMObjective
 from training.packing import IntArray
+from training.stopping import StoppedError, request_stop, withdraw_stop
 from training.writer import CheckpointWriter
 
 OPTIMIZER = OptimizerConfig(learning_rate=0.01, schedule="cosine", warmup_steps=2, weight_decay=0.1)
 NUM_STEPS, SAVE_EVERY = 6, 3
+
+
+@pytest.fixture
+def _no_request_is_left() -> Iterator[None]:
+    yield
+    withdraw_stop()
 
 
 class KilledError(Exception):
@@ -102,6 +109,22 @@ def untouched(
 ) -> tuple[dict[str, Tensor], dict[int, tuple[float, float, float]]]:
     folder = tmp_path_factory.mktemp("untouched")
     return run(folder, tiny_config), losses(folder)
+
+
+@pytest.mark.usefixtures("_no_request_is_left")
+def test_a_run_that_is_asked_to_stop_saves_the_step_it_is_in(
+    tmp_path: Path,
+    tiny_config: ModelConfig,
+    untouched: tuple[dict[str, Tensor], dict[int, tuple[float, float, float]]],
+) -> None:
+    with pytest.raises(StoppedError, match="test: stopped at step 4 of 6"):
+        run(tmp_path, tiny_config, save_every=100, events={6: request_stop})  # in the fourth step, of two passes each
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
+    assert max(losses(tmp_path)) == 4
+    withdraw_stop()
+    weights = run(tmp_path, tiny_config, save_every=100)
+    assert all(torch.equal(weight, untouched[0][name]) for name, weight in weights.items())
+    assert losses(tmp_path) == untouched[1]
 
 
 @pytest.mark.parametrize("passes", [1, 6, 9, 11])  # in step 0, between steps, and within a step
