@@ -54,6 +54,15 @@ def test_two_models_outputs_and_their_prompts(heed_label: Any) -> None:
     assert (code, "p1" in err) == (2, True)
 
 
+def test_a_text_that_several_models_wrote_is_one_response(heed_label: Any) -> None:
+    """Labelers would otherwise rank a response against itself."""
+    row = {"prompt": "Why?", "responses": {"small": "So.", "large": "No.", "huge": "So."}}
+    alike = {"prompt": "Who?", "responses": {"small": "I.", "large": "I.", "huge": "I."}}
+    code, out, _ = heed_label("outputs", write("rows.jsonl", row, alike), *STORE)
+    assert (code, "1 prompts are left out" in out) == (0, True)
+    assert stored() == [("Why?", ("So.", "No."), ("small, huge", "large"), 1)]
+
+
 @pytest.mark.parametrize(
     ("row", "sources"),
     [
