@@ -67,7 +67,7 @@ TERMS = (
     ),
     _term(
         "interval", "95% interval", r"\b95% intervals?\b",
-        "A range that contains the true value in 95 of 100 such studies, if other prompts had been drawn.",
+        "A range made so that it contains the true value in 95 of 100 such studies, each with other prompts.",
     ),
 )  # fmt: skip
 
