@@ -23,7 +23,7 @@ def _term(anchor: str, title: str, pattern: str, meaning: str) -> Term:
 # A term comes before the terms that its pattern contains. Patterns match escaped text, so they have no quotes.
 TERMS = (
     _term(
-        "kl", "KL from SFT", r"KL from (SFT|the reference)|KL to the reference|nats of KL|against KL",
+        "kl-from-sft", "KL from SFT", r"KL from (SFT|the reference)|KL to the reference|nats of KL|against KL",
         "How far a policy has moved from the one that it started from: the mean, over its responses, of log(its"
         " probability of the response / the other's). 0 means that the two are the same.",
     ),
