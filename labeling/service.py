@@ -99,9 +99,9 @@ class LabelingService:
     def num_left(self, account: Account) -> int:
         """Counts the tasks that are left for a labeler, with the one at hand, up to MAX_LEFT."""
         screening = self.config.screening
-        is_screened = screening is None or account.state != "new"
+        batches = self.batches() if screening is None or account.state != "new" else [screening.batch]
         num = 0
-        for batch in self.batches() if is_screened else [screening.batch]:
+        for batch in batches:
             num += self.store.num_left(account.name, batch, limit=MAX_LEFT - num)
             if num >= MAX_LEFT:
                 break

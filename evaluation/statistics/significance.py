@@ -95,8 +95,8 @@ def _enumerated_sums(d_P: Floats) -> tuple[Floats, Floats]:
     sum_N, chance_N, _ = _all_sums(d_P)
     # Equal sums may differ in their last bits.
     size_N, group_N = np.unique(np.abs(sum_N).round(9), return_inverse=True)
-    beyond_N = np.cumsum(np.bincount(group_N, chance_N)[::-1])
-    return size_N[::-1], beyond_N
+    chance_of_size_N = np.bincount(group_N, chance_N).astype(np.float64)
+    return size_N[::-1], np.cumsum(chance_of_size_N[::-1])
 
 
 def _drawn_sums(d_P: Floats, seed: int) -> tuple[Floats, Floats]:
