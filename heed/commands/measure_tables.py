@@ -15,17 +15,22 @@ from evaluation.measures.overoptimisation import Overoptimised
 from evaluation.measures.reward_model import RewardMeasures
 from evaluation.measures.tax import Change, Tax
 from intervals.estimates import Interval, Share
+from reports.text import count_of
 
 if TYPE_CHECKING:  # the harness is an extra
     from evaluation.harness import TaskResult
 
 
 def number(value: float, digits: int = 3) -> str:
-    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+    return "-" if math.isnan(value) else f"{value:z.{digits}f}"  # z: a rounded zero has no minus
 
 
 def spread(found: Interval | Share, digits: int = 3) -> str:
-    """Formats a number with its interval: "0.731 (0.701 to 0.760)"; unknown ends become dashes."""
+    """Formats a number with its interval: "0.731 (0.701 to 0.760)", "0.731 (no interval)", or "-" if it is unknown."""
+    if math.isnan(found.mean):
+        return "-"
+    if math.isnan(found.low) or math.isnan(found.high):
+        return f"{number(found.mean, digits)} (no interval)"
     return f"{number(found.mean, digits)} ({number(found.low, digits)} to {number(found.high, digits)})"
 
 
@@ -51,7 +56,7 @@ def reward_tables(found: RewardMeasures) -> list[RenderableType]:
     error, num_pairs = calibration.error, calibration.accuracy.num_pairs
     rows = [
         ["accuracy", spread(calibration.accuracy), f"{num_pairs:,} pairs, {found.num_tasks:,} tasks"],
-        ["two labelers agree", spread(found.agreement), f"{found.num_labelers} labelers"],
+        ["two labelers agree", spread(found.agreement), count_of(found.num_labelers, "labeler")],
         ["accuracy ceiling", spread(found.ceiling), "best possible, knowing how many labelers prefer each response"],
         ["overconfidence", spread(calibration.overconfidence), "mean confidence minus accuracy"],
         ["ECE", number(error.found), f"{number(error.if_calibrated)} if calibrated; p = {number(error.p_value)}"],

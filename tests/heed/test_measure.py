@@ -1,6 +1,7 @@
 """`heed measure` as a user types it, on small models of random weights."""
 
 import json
+import math
 import shutil
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -11,6 +12,8 @@ from typer.testing import CliRunner
 
 from files.atomic import write_json
 from heed.cli import app
+from heed.commands.measure_tables import spread
+from intervals.estimates import UNKNOWN, Interval
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
@@ -164,3 +167,10 @@ def test_a_run_that_kept_no_policies_is_refused_before_anything_is_sampled(
     shutil.rmtree(tmp_path / "run" / "ppo" / "policies")
     with pytest.raises(ValueError, match=r"1 of PPO's policies are kept; at least 3 .* set ppo.keep_policies_every"):
         heed("over-optimisation", tmp_path / "run", "--prompts", prompts)
+
+
+def test_what_is_unknown_and_zeros_are_shown_as_such() -> None:
+    assert spread(Interval(0.731, 0.701, 0.76)) == "0.731 (0.701 to 0.760)"
+    assert spread(Interval(-0.0001, -0.0002, -0.0)) == "0.000 (0.000 to 0.000)"
+    assert spread(Interval(0.5, math.nan, math.nan)) == "0.500 (no interval)"
+    assert spread(UNKNOWN) == "-"
