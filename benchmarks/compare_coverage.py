@@ -15,7 +15,7 @@ from scipy import stats
 from benchmarks import compare_worlds as worlds
 from benchmarks.compare_worlds import Held
 from evaluation.statistics import ratings, win_rates
-from evaluation.statistics.significance import power_of, sign_flip_test
+from evaluation.statistics.significance import ALPHA, EqualityTest, power_of
 from intervals.estimates import Floats
 
 Draw = Callable[[np.random.Generator, int], Iterator[Held]]
@@ -63,14 +63,14 @@ def _covered(rows: Sequence[Held]) -> Covered:
 # ---- tests under no difference, and power ----
 
 
-def permutation_p_values(num_prompts: int, verdicts: int, num_worlds: int, seed: int) -> Floats:
-    """Returns p [W] of the sign-flip test for equal policies; 0 verdicts per prompt means one soft verdict."""
+def p_values(num_prompts: int, verdicts: int, num_worlds: int, seed: int) -> Floats:
+    """Returns p [W] of the test for equal policies; 0 verdicts per prompt means one soft verdict."""
     p_W = np.empty(num_worlds)
     for world in range(num_worlds):
         generator = np.random.default_rng([seed, num_prompts, verdicts, world])
         size = num_prompts
         x_P = generator.binomial(verdicts, 0.5, size) / verdicts if verdicts else generator.beta(0.7, 0.7, size)
-        p_W[world] = sign_flip_test(x_P, seed=world)[0]
+        p_W[world] = EqualityTest(x_P, seed=world).p
     return p_W
 
 
@@ -82,14 +82,14 @@ def power_at_detectable(num_prompts: int, tie: float, num_worlds: int, seed: int
     found = 0
     for world in range(num_worlds):
         x_P = worlds.outcome(generator.random(num_prompts), (1 - tie) / 2 + detectable, tie)
-        found += sign_flip_test(x_P, seed=world)[0] < 0.05
+        found += EqualityTest(x_P, seed=world).p < ALPHA
     return found / num_worlds
 
 
 def print_tests(num_worlds: int, seed: int) -> None:
-    print("\n| sign-flip test, no difference | prompts | KS p against uniform | p < 5% |\n|---|---|---|---|")
+    print("\n| no difference | prompts | KS p against uniform | p < 5% |\n|---|---|---|---|")
     for num_prompts, verdicts in ((10, 0), (20, 0), (50, 0), (200, 0), (50, 3), (200, 3), (200, 1)):
-        p_W = permutation_p_values(num_prompts, verdicts, num_worlds, seed)
+        p_W = p_values(num_prompts, verdicts, num_worlds, seed)
         values = f"{verdicts} verdicts per prompt" if verdicts else "soft"
         # With verdicts of 0, ½ or 1, p takes only a few values and cannot be uniform.
         fit = f"{stats.kstest(p_W, 'uniform').pvalue:.2f}" if not verdicts else "(few values)"

@@ -19,11 +19,12 @@ from evaluation.statistics.judges import labelers_agree
 from evaluation.statistics.length import length_controlled
 from evaluation.statistics.position import flips, position_bias
 from evaluation.statistics.ratings import Model, rate
+from evaluation.statistics.significance import EqualityTest
 from evaluation.statistics.win_rates import bootstrap_prompts, pair_win_rate, prompt_means
 from evaluation.verdicts import Comparisons, Verdict
 from intervals.bootstrap import percentiles, resampled_sums
 from intervals.estimates import Floats, Ints
-from intervals.score import score_interval, wilson
+from intervals.score import wilson
 
 MAX_BOOTSTRAPPED = 200  # prompts: with more, 2,000 worlds take an hour
 
@@ -52,6 +53,11 @@ def latent(generator: np.random.Generator, prompt_V: Ints, labeler_V: Ints, rho:
 def outcome(u_V: Floats, win: Floats | float, tie: Floats | float) -> Floats:
     """1, ½ or 0."""
     return np.where(u_V < win, 1.0, np.where(u_V < win + tie, 0.5, 0.0))
+
+
+def equality(x_P: Floats) -> EqualityTest:
+    """The test whose interval is compared with the truth; its draws are the same in every world."""
+    return EqualityTest(x_P, seed=0)
 
 
 def comparisons(
@@ -102,7 +108,7 @@ def win_rates(generator: np.random.Generator, num_prompts: int) -> Iterator[Held
         yield from _win_rate(what, generator, several_V, win, tie, win + tie / 2)
     for a, b in ((2.0, 2.0), (2.0, 0.5), (0.5, 0.05)):
         x_P = generator.beta(a, b, size=num_prompts)
-        yield Held(f"{a / (a + b):.2f}, soft, Beta({a:g}, {b:g})", *score_interval(x_P), a / (a + b))
+        yield Held(f"{a / (a + b):.2f}, soft, Beta({a:g}, {b:g})", *equality(x_P).interval(), a / (a + b))
 
 
 def _win_rate(
@@ -110,7 +116,7 @@ def _win_rate(
 ) -> Iterator[Held]:
     u_V = latent(generator, prompt_V, np.zeros_like(prompt_V), 0.5, 0.0)
     x_P = prompt_means(comparisons(outcome(u_V, win, tie), prompt_V))
-    yield Held(what, *score_interval(x_P), truth)
+    yield Held(what, *equality(x_P).interval(), truth)
     if len(x_P) <= MAX_BOOTSTRAPPED:
         bootstrap = bootstrap_prompts(x_P, seed=int(generator.integers(2**31)))
         yield Held(f"{what}: bootstrap", bootstrap.low, bootstrap.high, truth)
@@ -125,7 +131,7 @@ def simpler(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
     effective = mean * (1 - mean) / variance if variance else np.inf
     low, high = wilson(np.array(mean), np.array(effective)) if variance else (mean, mean)
     yield Held("Wilson, of p(1 - p)/v prompts", float(low), float(high), 0.95)
-    yield Held("score interval (ours)", *score_interval(x_P), 0.95)
+    yield Held("score interval (ours)", *equality(x_P).interval(), 0.95)
 
 
 def over_labelers(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
@@ -136,7 +142,7 @@ def over_labelers(generator: np.random.Generator, num_prompts: int) -> Iterator[
         for lam in (0.0, 0.05, 0.2):
             u_V = latent(generator, prompt_V, labeler_V, 0.3, lam)
             pair = comparisons(outcome(u_V, 0.55, 0.1), prompt_V, labeler_V=labeler_V)
-            found = pair_win_rate(pair, seed=int(generator.integers(2**31)))
+            found = pair_win_rate(pair, equality(prompt_means(pair)), seed=int(generator.integers(2**31)))
             what = f"{num_labelers} labelers, λ = {lam:g}"
             yield Held(what, found.over_labelers.low, found.over_labelers.high, 0.6)
             yield Held(f"{what}: pigeonhole bootstrap", found.bootstrap.low, found.bootstrap.high, 0.6)
@@ -253,5 +259,7 @@ def rows_or_prompts(generator: np.random.Generator, num_prompts: int) -> Iterato
             f"three rows per strong verdict, {what} resampled", *percentiles(sums_RS[:, 0] / sums_RS[:, 1], 0.95), truth
         )
     yield Held(
-        "the same games, one value per prompt (ours)", *score_interval(prompt_means(comparisons(won_V, prompt_V))), 0.55
+        "the same games, one value per prompt (ours)",
+        *equality(prompt_means(comparisons(won_V, prompt_V))).interval(),
+        0.55,
     )

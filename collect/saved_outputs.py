@@ -21,6 +21,8 @@ def tasks_of_files(specs: Sequence[str], prompts: str) -> tuple[list[Task], int]
 
     A prompt's row may have a `warning`, which labelers see first.
 
+    A text that several models wrote is one response, whose source names them all.
+
     Returns the tasks, and how many prompts are left out because all responses to them are the same.
     Raises: ValueError naming file and line of a malformed row, and prompts without a response.
     """
@@ -66,19 +68,28 @@ def _warning(where: str, row: Mapping[str, Any]) -> str:
     return any_text(where, row, "warning") if row.get("warning") is not None else ""
 
 
-def _task(messages: Sequence[Mapping[str, str]], responses: Mapping[str, str], warning: str) -> Task:
-    """The same prompt and responses are the same task, so a command that is repeated adds nothing."""
-    content = json.dumps([list(map(dict, messages)), list(responses.items())])
+def _task(messages: Sequence[Mapping[str, str]], responses: Mapping[str, str], warning: str) -> Task | None:
+    """Returns the task, or None if all responses are the same.
+
+    The same prompt and responses are the same task, so a command that is repeated adds nothing.
+    """
+    sources: dict[str, list[str]] = {}
+    for source, text in responses.items():
+        sources.setdefault(text, []).append(source)
+    joined = {", ".join(names): text for text, names in sources.items()}
+    if len(sources) < MIN_RESPONSES:
+        return None
+    content = json.dumps([list(map(dict, messages)), list(joined.items())])
     return Task(
         task_id=hashlib.sha256(content.encode("utf-8", "replace")).hexdigest()[:16],
         prompt=tuple(Message(turn["role"], turn["content"]) for turn in messages),
-        responses=tuple(responses.values()),
-        sources=tuple(responses),
+        responses=tuple(joined.values()),
+        sources=tuple(joined),
         details={"from": "saved outputs"},
         warning=warning,
     )
 
 
-def _different(tasks: Sequence[Task]) -> tuple[list[Task], int]:
-    kept = {task.task_id: task for task in tasks if len(set(task.responses)) > 1}
+def _different(tasks: Sequence[Task | None]) -> tuple[list[Task], int]:
+    kept = {task.task_id: task for task in tasks if task is not None}
     return list(kept.values()), len(tasks) - len(kept)

@@ -16,7 +16,7 @@ from evaluation.judges.scorers import ScoreJudge, reward_model_score
 from evaluation.judges.template import read_template
 from evaluation.names import named_specs
 from files.hashes import file_hash, folder_hash
-from lm.hub import model_directory
+from lm.hub import model_directory, model_hash
 from lm.tokenizer import Messages
 from preferences.records import MAX_RESPONSES
 from preferences.store import LabelStore
@@ -63,9 +63,16 @@ class Judging:
 def open_judges(specs: Sequence[str], judging: Judging, prompts: Sequence[Prompt], num_policies: int) -> list[Judge]:
     """Returns the judges of NAME=SPEC or SPEC, ready to judge responses to these prompts.
 
-    Raises: ValueError for an invalid one.
+    Raises: ValueError for an invalid one, and for a template that no judge would read.
     """
-    return [_open(name, spec, judging, prompts, num_policies) for name, spec in named_specs(specs, "judge")]
+    opened = [_open(name, spec, judging, prompts, num_policies) for name, spec in named_specs(specs, "judge")]
+    if judging.template is not None:
+        read_template(judging.template)
+        if not any(isinstance(judge, LanguageModelJudge) for judge in opened):
+            raise ValueError(
+                f"--template {judging.template}: no judge is a language model (URL#MODEL); only such a judge reads it"
+            )
+    return opened
 
 
 def _open(name: str, spec: str, judging: Judging, prompts: Sequence[Prompt], num_policies: int) -> Judge:
@@ -77,6 +84,8 @@ def _open(name: str, spec: str, judging: Judging, prompts: Sequence[Prompt], num
         return _language_model(name, spec, judging) if "#" in spec else _reward_endpoint(name, spec, judging)
     if ":" in spec and not Path(spec).is_dir():
         return function_judge(name, spec)
+    if spec.endswith(".py"):
+        raise ValueError(f"judge {name!r}: {spec} names no function; FILE.py:FUNCTION was expected, as in {spec}:score")
     return reward_model_judge(name, spec)
 
 
@@ -93,7 +102,7 @@ def reward_model_judge(name: str, spec: str) -> ScoreJudge:
     source, _, objective = spec.partition("#")
     folder = model_directory(source)
     score = reward_model_score(folder, _weights(folder, objective) if objective else {})
-    about = {"description": f"the reward model {spec}", "sha256": folder_hash(folder)}
+    about = {"description": f"the reward model {spec}", "sha256": model_hash(source)}
     return ScoreJudge(name, "reward model", spec, score, about)
 
 

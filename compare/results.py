@@ -31,13 +31,21 @@ class PolicyResults:
 
 @dataclass(frozen=True)
 class WinRateResults:
-    """How often the first policy is preferred, with ties counting half. `holm_p` is corrected for all pairs."""
+    """How often the first policy is preferred, with ties counting half. `holm_p` is corrected for all pairs.
+
+    The interval excludes ½ exactly if `holm_p` is below 5% (`evaluation.statistics.significance.EqualityTest`).
+    """
 
     mean: float
     low: float
     high: float
     num_prompts: int
     holm_p: float
+
+    @property
+    def different(self) -> bool:
+        """Whether one of the two is shown to be preferred."""
+        return self.low > 0.5 or self.high < 0.5
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ from intervals.estimates import UNKNOWN, Interval
 from ppo.samples import TrainingSample
 from stages.contract import StageWaitsError
 from training.data import Prompt
-from training.seeds import derive_seed
 
 MAX_FAILED_SHARE = 0.1
 UNSCORED = PolicyScores(UNKNOWN, UNKNOWN, {})
@@ -259,9 +258,7 @@ def _hacking(
         for sample, scored in zip(drawn, found, strict=True)
     ]
     categories = {prompt.prompt_id: prompt.kind for prompt in sampled.prompts}
-    return measure_reward_hacking(
-        responses["sft"], responses["ppo"], scores, categories, training, seed=derive_seed(sampled.seed, "hacking")
-    )
+    return measure_reward_hacking(responses["sft"], responses["ppo"], scores, categories, training)
 
 
 def _known(found: Interval) -> Interval | None:

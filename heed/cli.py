@@ -18,13 +18,14 @@ from cluster import local_ray
 from files.imports import imports_uncollected
 from heed.commands.chat import chat
 from heed.commands.compare import compare, judge_again
+from heed.commands.export import export_app
 from heed.commands.init import init
 from heed.commands.inspect import inspect_app
 from heed.commands.jobs import jobs_app, submit
 from heed.commands.label import label_app
 from heed.commands.measure import measure_app
 from heed.commands.merge_adapter import merge_adapter
-from heed.commands.options import First, JobFile, Only, Overrides, RunsFolder, Workers, read_job
+from heed.commands.options import First, JobFile, Only, Overrides, RunsFolder, Workers, model_folder, read_job
 from heed.commands.replay import replay
 from heed.commands.verify_sampler import verify_sampler
 from stages.progress import console, results_console
@@ -94,6 +95,7 @@ app.command(rich_help_panel=TRAIN)(submit)
 app.command("merge-adapter", rich_help_panel=TRAIN)(merge_adapter)
 app.command(rich_help_panel=LOOK)(compare)
 app.command("judge", rich_help_panel=LOOK)(judge_again)
+app.add_typer(export_app, name="export", rich_help_panel=TRAIN)
 app.add_typer(jobs_app, name="jobs", rich_help_panel=TRAIN)
 app.add_typer(label_app, name="label", rich_help_panel=PEOPLE)
 app.add_typer(measure_app, name="measure", rich_help_panel=RESEARCH)
@@ -181,9 +183,10 @@ def few_shot(
     from training.data import DataConfig
 
     rows = read_examples(DataConfig(source=examples, max_rows=max_rows))
+    folder = model_folder(model)
     table = Table("shots", "examples", "exact match (95%)", "nats per token (95%)", box=None, pad_edge=False)
     for num_shots in shots or [0, 1, 4]:
-        found = evaluate_few_shot(model, rows, num_shots, seed=seed)
+        found = evaluate_few_shot(folder, rows, num_shots, seed=seed)
         intervals = [f"{i.mean:.3f} ({i.low:.3f} to {i.high:.3f})" for i in (found.exact_match, found.nats)]
         table.add_row(str(num_shots), str(found.num_examples), *intervals)
     results_console().print(table)

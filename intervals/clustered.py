@@ -74,17 +74,37 @@ def _cells(group_R: Ints, cluster_R: Ints) -> tuple[Ints, Ints]:
     return cells // num_clusters, cell_R
 
 
-def clustered_mean(value_R: Floats, cluster_R: Ints) -> Interval:
-    """Returns the mean of all rows with Student's interval over clusters: v as in `clustered_shares`, C - 1 degrees of
-    freedom."""
+def clustered_mean(value_R: Floats, cluster_R: Ints, *, alpha: float = 1 - LEVEL) -> Interval:
+    """Returns the mean of all rows with Student's interval over clusters, at level 1 - α: v as in `clustered_shares`,
+    C - 1 degrees of freedom."""
     if len(value_R) == 0:
         return UNKNOWN
+    mean, error, freedom = _mean_with_error(value_R, cluster_R)
+    half = float(scipy.special.stdtrit(freedom, 1 - alpha / 2)) * error if freedom else math.nan
+    return Interval(mean, mean - half, mean + half)
+
+
+def mean_is_zero(value_R: Floats, cluster_R: Ints) -> float:
+    """Returns the two-sided p of a mean of 0, by Student's test: `clustered_mean` at level 1 - α excludes 0 exactly if
+    p < α. It is 1 for a single cluster, which shows nothing.
+
+    Raises: ValueError if there are no rows.
+    """
+    if len(value_R) == 0:
+        raise ValueError("no rows; a test needs at least one")
+    mean, error, freedom = _mean_with_error(value_R, cluster_R)
+    if not freedom or mean == 0:
+        return 1.0
+    return 2 * float(scipy.special.stdtr(freedom, -abs(mean) / error)) if error else 0.0
+
+
+def _mean_with_error(value_R: Floats, cluster_R: Ints) -> tuple[float, float, int]:
+    """Returns the mean, its standard error, and the degrees of freedom."""
     mean = float(value_R.mean())
     _, index_R = np.unique(cluster_R, return_inverse=True)
     num_clusters = int(index_R.max()) + 1
     if num_clusters == 1:
-        return Interval(mean, math.nan, math.nan)
+        return mean, math.nan, 0
     residual_C = np.bincount(index_R, value_R - mean)
     variance = num_clusters / (num_clusters - 1) * float((residual_C**2).sum()) / len(value_R) ** 2
-    half = float(scipy.special.stdtrit(num_clusters - 1, (1 + LEVEL) / 2)) * math.sqrt(variance)
-    return Interval(mean, mean - half, mean + half)
+    return mean, math.sqrt(variance), num_clusters - 1

@@ -37,8 +37,8 @@ def wilson(mean: Floats, num: Floats) -> tuple[Floats, Floats]:
 def score_interval(value_C: Floats, *, quantile: float = Z, inflation: float = 1.0) -> tuple[float, float]:
     """Returns (low, high) for the mean of independent prompts' values, each from 0 to 1.
 
-    `quantile` replaces z (Student's quantile, if the variance is poorly known). `inflation` >= 1 multiplies the
-    variance (labelers who differ).
+    `quantile` replaces z (Student's quantile, if the variance is poorly known; a test's critical value). `inflation`
+    >= 1 multiplies the variance (labelers who differ).
 
     Raises: ValueError if there are no prompts.
     """
@@ -54,7 +54,7 @@ def score_interval(value_C: Floats, *, quantile: float = Z, inflation: float = 1
     return _end(excess, 0.0, mean), _end(excess, 1.0, mean)
 
 
-def decided_interval(won_C: Floats, lost_C: Floats) -> tuple[float, float]:
+def decided_interval(won_C: Floats, lost_C: Floats, *, quantile: float = Z) -> tuple[float, float]:
     """Returns (low, high) for Σ won / Σ (won + lost), the share won among decided verdicts, over independent prompts.
 
     `won_C` and `lost_C` are shares of each prompt's verdicts; the rest are ties. ρ is in the interval if it is in the
@@ -75,7 +75,7 @@ def decided_interval(won_C: Floats, lost_C: Floats) -> tuple[float, float]:
     def excess(share: float) -> float:
         value_X = np.clip(won_X + share * tied_X, 0.0, 1.0)
         mean = float(np.average(value_X, weights=times_X))
-        return len(won_C) * (mean - share) ** 2 - Z**2 * variance_under(share, value_X, times_X)
+        return len(won_C) * (mean - share) ** 2 - quantile**2 * variance_under(share, value_X, times_X)
 
     return _end(excess, 0.0, won / decided), _end(excess, 1.0, won / decided)
 

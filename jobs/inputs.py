@@ -7,11 +7,11 @@ from typing import Any
 
 import tomli_w
 
-from files.hashes import file_hash, folder_hash
+from files.hashes import file_hash
 from files.python_names import file_of, load_function
 from jobs.registry import AnyStage
 from jobs.run import Run
-from lm.hub import model_directory
+from lm.hub import model_hash
 from stages.lineage import Inputs, outputs_hash
 from stages.run import StageRun
 
@@ -48,13 +48,13 @@ def _without(value: Any, left_out: frozenset[str]) -> Any:
 
 
 def _data_hashes(run: StageRun, stage: AnyStage, config: Mapping[str, Any]) -> dict[str, str]:
-    """SHA-256 by name of what the config's sections read, of the model directories that the stage's own section names,
+    """SHA-256 by name of what the config's sections read, of the models that the stage's own section names,
     and of the files in which the functions that it names, and a stage that the job brings, are written.
     """
     found, section = run.source_hashes(dict(config)), config[stage.name]
     for field in stage.model_fields:
         if section.get(field):
-            found[section[field]] = folder_hash(model_directory(section[field]))
+            found[section[field]] = model_hash(section[field])
     for field in stage.function_fields:
         if section.get(field):
             found[section[field]] = file_hash(file_of(load_function(section[field], field.replace("_", " "))))

@@ -8,7 +8,7 @@ from typing import Any
 
 from jobs.registry import Registry
 from lm.config import ModelConfig
-from lm.hub import model_directory
+from lm.hub import is_gguf, model_directory
 from lm.weights import PRETRAINED, PURPOSES, config_from_hf, purpose_of, read_config
 
 
@@ -66,8 +66,9 @@ def shape_of(init_from: str, *, opens_models: bool) -> dict[str, Any]:
 
 def known_shape(name: str) -> ModelConfig | None:
     """The shape of a built-in name or of a model directory on this machine; None for any other."""
-    if Path(name).is_dir():
-        return read_config(Path(name), purpose_of(Path(name)))[0]
+    if Path(name).is_dir() or is_gguf(name):
+        folder = model_directory(name)
+        return read_config(folder, purpose_of(folder))[0]
     built_in = built_in_shape(name)
     return None if built_in is None else ModelConfig.model_validate(built_in)
 

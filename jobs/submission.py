@@ -77,7 +77,7 @@ def _shipped(job: JobConfig) -> Iterator[str]:
         if Path(name).is_absolute():
             continue
         if not Path(name).exists():
-            if Path(name.removesuffix(".gz")).suffix in (*LOADERS, ".py"):
+            if Path(name.removesuffix(".gz")).suffix in (*LOADERS, ".py", ".gguf"):
                 raise ValueError(f"{field}: {name}: no such file")
             continue  # a hub id, or what the run itself will write
         if ".." in Path(name).parts:

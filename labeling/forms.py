@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from labeling.config import LabelingConfig
 from labeling.service import TaskForm
-from preferences.records import Answer
+from preferences.records import Answer, Judgment
 
 MIN_RATING, MAX_RATING = 1, 7
 MAX_NOTE_CHARACTERS = 4_000
@@ -51,6 +51,18 @@ def read_answer(fields: Fields, num_responses: int, config: LabelingConfig) -> t
         return None, wrong
     marked = tuple(flags) if any(flags) else ()
     return Answer(tuple(ranks), 0, tuple(ratings), marked, note), []
+
+
+def answer_fields(judgment: Judgment, order: Sequence[int]) -> Fields:
+    """Returns the form of a stored answer, for responses shown in `order`, so that it can be changed."""
+    values, ticked = {"note": judgment.note}, {}
+    for place, index in enumerate(order):
+        values[f"rank_{place}"] = str(judgment.ranks[index])
+        if judgment.ratings:
+            values[f"rating_{place}"] = f"{judgment.ratings[index]:.0f}"
+        if judgment.flags:
+            ticked[f"flags_{place}"] = list(judgment.flags[index])
+    return Fields(values, ticked)
 
 
 def read_reason(fields: Fields, config: LabelingConfig) -> str:

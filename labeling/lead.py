@@ -25,6 +25,7 @@ SHARES = {
     "shown_first": "Prefers what is shown first",
 }
 PAGE_SIZE = 100  # answers on a page
+NUM_REVIEWED = 20  # tasks on the quality page that labelers disagree on most
 SEED = 0  # for the intervals: the same judgments give the same page
 
 
@@ -86,7 +87,10 @@ class LeadView:
         found = self._quality(chosen) if chosen else None
         is_judged = found is not None and found.report.num_answers > 0
         report, plots = (found.report, found.plots) if found is not None and is_judged else (None, [])
-        return {"batches": batches, "batch": chosen, "report": report, "plots": plots}
+        reviewed = [] if report is None else [one.task_id for one in report.disagreements[:NUM_REVIEWED]]
+        prompts = self.store.shown_prompts(reviewed)
+        shown = {"reviewed": reviewed, "prompts": prompts}
+        return {"batches": batches, "batch": chosen, "report": report, "plots": plots, **shown}
 
     def answers(self, batch: str, labeler: str, kind: str, start: int) -> dict[str, Any]:
         """Returns what the page of answers shows, newest first, from number `start` on."""
@@ -104,6 +108,7 @@ class LeadView:
             "kinds": ("answer", "skip", "undo", "adjudication"),
             "kind": kind,
             "events": found[:PAGE_SIZE],
+            "prompts": self.store.shown_prompts([event.task_id for event in found[:PAGE_SIZE]]),
             "has_more": len(found) > PAGE_SIZE,
             "start": start,
             "page_size": PAGE_SIZE,

@@ -15,12 +15,13 @@ from typing import Literal
 from labeling.config import LabelingConfig
 from preferences.accounts import Account, Accounts
 from preferences.leases import Lease
-from preferences.records import Answer
+from preferences.records import Answer, Judgment
 from preferences.results import PastEvent
 from preferences.screening import screened
 from preferences.store import LabelStore
 
 NUM_HISTORY = 50
+MAX_LEFT = 1_000  # tasks left that are counted for a page
 
 Waiting = Literal["instructions", "nothing open", "screening", "closed"]
 
@@ -84,6 +85,27 @@ class LabelingService:
             if lease is not None:
                 return self._presented(lease, session)
         return "nothing open"
+
+    def taken_back(self, account: Account, handle: str, session: str) -> PresentedTask | None:
+        """Returns a task that the labeler took back and holds, by its handle; None for any other task."""
+        lease = self.store.with_history(account.name, handle)
+        return self._presented(lease, session) if lease is not None and lease.given_at else None
+
+    def earlier_answer(self, lease: Lease) -> Judgment | None:
+        """Returns this person's last answer to a task, or adjudication of it, in case they give another one."""
+        own = [event for event in self.store.events_on(lease.task_id) if event.labeler == lease.labeler and event.ranks]
+        return own[-1] if own else None
+
+    def num_left(self, account: Account) -> int:
+        """Counts the tasks that are left for a labeler, with the one at hand, up to MAX_LEFT."""
+        screening = self.config.screening
+        batches = self.batches() if screening is None or account.state != "new" else [screening.batch]
+        num = 0
+        for batch in batches:
+            num += self.store.num_left(account.name, batch, limit=MAX_LEFT - num)
+            if num >= MAX_LEFT:
+                break
+        return num
 
     def batches(self) -> list[str]:
         """Returns the batches that labelers get tasks from, in order."""

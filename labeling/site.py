@@ -14,7 +14,7 @@ from labeling import forms
 from labeling.config import LabelingConfig
 from labeling.security import is_storable
 from labeling.service import RefusedError, seal
-from labeling.text import show
+from labeling.text import show, task_title
 from labeling.unsaved import STORE_AWAY
 from preferences.accounts import Account, Accounts
 
@@ -30,6 +30,7 @@ TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 TEMPLATES.filters["shown"] = show
+TEMPLATES.filters["task_title"] = lambda shown: task_title(*shown)
 TEMPLATES.filters["moment"] = lambda seconds: datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
 TEMPLATES.filters["quoted"] = lambda text: quote(text, safe="")
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
@@ -9,7 +10,7 @@ from starlette.datastructures import FormData
 
 from labeling import forms
 from labeling.config import DECLINES
-from labeling.service import LabelingService, PresentedTask, RefusedError
+from labeling.service import MAX_LEFT, LabelingService, PresentedTask, RefusedError
 from labeling.site import COOKIE, Posted, SignInNeededError, Site, fields_of, redirect
 from labeling.unsaved import RETRY_SECONDS, STORE_AWAY, UnsavedForms, as_text, reason_of
 from preferences.accounts import Account
@@ -79,7 +80,9 @@ class TaskPages:
             return self.site.page(
                 "message", account, token, 403, heading="Leads do not label", text=LEADS_DO_NOT_LABEL, typed=""
             )
-        presented = self.service.next_task(account, token)
+        handle = request.query_params.get("task", "")
+        taken_back = self.service.taken_back(account, handle, token) if handle else None
+        presented = taken_back or self.service.next_task(account, token)
         if presented == "instructions":
             return redirect("/instructions")
         if not isinstance(presented, PresentedTask):
@@ -99,11 +102,16 @@ class TaskPages:
         return self.site.page("warning", account, token, status, presented=presented, declines=DECLINES)
 
     def _fresh_page(self, account: Account, token: str, presented: PresentedTask) -> Response:
-        """Shows a task, filled in with what could not be stored of it before; or its warning, until it is revealed."""
-        if account.role == "labeler" and presented.lease.is_hidden:
+        """Shows a task, filled in with what could not be stored of it before, or with an answer that was taken back; or
+        its warning, until it is revealed."""
+        lease = presented.lease
+        if account.role == "labeler" and lease.is_hidden:
             return self._warning_page(account, token, presented)
         unsaved = self.unsaved.put(token, account, presented)
-        return self._task_page(account, token, presented, unsaved or EMPTY, is_unsaved=unsaved is not None)
+        earlier = self.service.earlier_answer(lease) if lease.revision else None
+        fields = unsaved or (forms.answer_fields(earlier, lease.order) if earlier is not None else EMPTY)
+        is_earlier = unsaved is None and earlier is not None
+        return self._task_page(account, token, presented, fields, is_unsaved=unsaved is not None, is_earlier=is_earlier)
 
     def _task_page(
         self,
@@ -115,6 +123,7 @@ class TaskPages:
         *,
         status: int = 200,
         is_unsaved: bool = False,
+        is_earlier: bool = False,
     ) -> Response:
         is_away = status >= 500  # then this page must not query the store
         is_lead = account.role == "lead"
@@ -128,6 +137,9 @@ class TaskPages:
             fields=fields,
             wrong=wrong,
             is_unsaved=is_unsaved,
+            is_earlier=is_earlier,
+            num_left=0 if is_away or is_lead else self.service.num_left(account),
+            max_left=MAX_LEFT,
             num_done=None if is_away else self.service.store.num_current_answers(account.name),
             ratings=range(forms.MIN_RATING, forms.MAX_RATING + 1),
             events=() if is_away or not is_lead else self.service.store.events_on(presented.lease.task_id),
@@ -228,5 +240,6 @@ class TaskPages:
         revision = fields.number("revision")
         if revision is None:
             raise RefusedError("the form names no answer")
-        self.service.undo(account, fields.text("task"), revision, CLIENT)
-        return redirect("/answers" if account.role == "lead" else "/task")
+        handle = fields.text("task")
+        self.service.undo(account, handle, revision, CLIENT)
+        return redirect("/answers" if account.role == "lead" else f"/task?task={quote(handle, safe='')}")

@@ -6,6 +6,7 @@ says so.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from html import escape
@@ -17,6 +18,7 @@ from markdown_it.token import Token
 
 from labeling import highlighting, maths
 from labeling.comparing import compared
+from preferences.records import Message
 
 # No links, images or raw HTML: a response must not load anything, lead away, or look like a part of the page.
 TAGS = {
@@ -26,6 +28,7 @@ TAGS = {
 ATTRIBUTES = {"ol": {"start"}, "li": {"value"}, **maths.ATTRIBUTES}
 CLASSES = {"span": {*highlighting.CLASSES, "formula"}, "p": {"language"}, "div": {"formula"}}
 MAX_FORMATTED_CHARACTERS = 50_000
+MAX_TITLE_CHARACTERS = 80
 _MARKDOWN = MarkdownIt("commonmark", {"html": False, "breaks": True}).enable(["table", "strikethrough"])
 _MARKDOWN.disable(["link", "image", "autolink", "reference"])
 maths.add_maths(_MARKDOWN)
@@ -46,6 +49,13 @@ class RenderedText:
     raw: str
     why_raw: str = ""
     hidden: tuple[str, ...] = ()
+
+
+def task_title(prompt: Sequence[Message], warning: str) -> str:
+    """Returns the first words of a task's last turn, by which people know it again, or its content warning; "" for a
+    turn without words."""
+    words = f"Content warning: {warning}" if warning else " ".join(prompt[-1].content[:1_000].split())
+    return words if len(words) <= MAX_TITLE_CHARACTERS else words[:MAX_TITLE_CHARACTERS].rsplit(" ", 1)[0] + " …"
 
 
 @lru_cache(maxsize=512)

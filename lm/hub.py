@@ -1,5 +1,8 @@
-"""Model directories by name: a local folder, or a model from the Hugging Face hub, downloaded once per machine."""
+"""Model directories by name: a local folder, a GGUF file, or a model from the Hugging Face hub, downloaded once per
+machine.
+"""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils.tqdm import tqdm
 
 from endpoints.hub_errors import hub_reason
+from files.hashes import folder_hash, unchanged_hash
 from lm.progress import note_progress
 
 # Only safetensors weights: a pickled file can run arbitrary code.
@@ -22,12 +26,19 @@ ADAPTER_CONFIG = "adapter_config.json"  # of PEFT, in the folder of an adapter
 # in the names of owners and models.
 _SNAPSHOT = re.compile(r"(?P<cache>.*)/models--(?P<owner>.+?)--(?P<name>.+)/snapshots/(?P<commit>[0-9a-f]{40})")
 
+_FROM_GGUF = re.compile(r".*/heed/gguf/[0-9a-f]{64}-\d+")
+
 
 def model_directory(name: str, revision: str | None = None) -> Path:
     """The folder of a model, downloaded from the hub if needed: at a commit, branch or tag, or as it is now.
 
+    A GGUF file's is written when it is first named (`lm.gguf_import`).
     Raises: ValueError saying why neither a folder nor the hub provides it, and for an adapter.
     """
+    if is_gguf(name):
+        from lm.gguf_import import cached_model  # it reads tokenizers and weights, which import this module
+
+        return cached_model(Path(name).expanduser())
     folder = adapter_directory(name, revision)
     refuse_adapter(folder, name)
     return folder
@@ -51,9 +62,30 @@ def adapter_directory(name: str, revision: str | None = None) -> Path:
         return path
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ValueError(
-            f"{name}: no such folder; a model directory, or a hub id such as 'Qwen/Qwen2.5-0.5B', was expected"
+            f"{name}: no such folder; a model directory, a .gguf file, or a hub id such as 'Qwen/Qwen2.5-0.5B', was"
+            " expected"
         )
     return _downloaded(name, revision)
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a model's name is that of a GGUF file. Raises: ValueError for one that is missing."""
+    if not name.lower().endswith(".gguf") or Path(name).expanduser().is_dir():
+        return False
+    if not Path(name).expanduser().is_file():
+        raise ValueError(f"{name}: no such file")
+    return True
+
+
+def gguf_cache() -> Path:
+    """The folder of model directories made from GGUF files."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "heed" / "gguf"
+
+
+def model_hash(name: str) -> str:
+    """SHA-256 of the model of this name: of a GGUF file itself, of all files of a folder."""
+    return unchanged_hash(Path(name).expanduser()) if is_gguf(name) else folder_hash(model_directory(name))
 
 
 def refuse_adapter(folder: Path, name: str = "") -> None:
@@ -74,16 +106,17 @@ def hub_name(folder: Path) -> str:
 
 
 def on_this_machine(folder: Path) -> Path:
-    """This machine's copy of a folder that `model_directory` may have downloaded on another machine.
+    """This machine's copy of a folder that `model_directory` may have made on another machine.
 
-    The copy is of the same commit. It is downloaded once, however many processes ask for it: the hub's client locks
-    each file. Any other folder is returned as it is.
+    A hub model's is of the same commit, and is downloaded once, however many processes ask for it: the hub's client
+    locks each file. Any other folder is returned as it is.
 
     Raises: ValueError as for `model_directory`.
     """
     found = _SNAPSHOT.fullmatch(str(folder))
     if found is None:
-        return folder
+        is_elsewhere = _FROM_GGUF.fullmatch(str(folder)) and not folder.is_dir()
+        return gguf_cache() / folder.name if is_elsewhere else folder
     # A folder that is here may be incomplete: another process may be downloading it. The client completes it.
     cache = found["cache"] if folder.is_dir() else None
     return _downloaded(f"{found['owner']}/{found['name']}", found["commit"], cache)

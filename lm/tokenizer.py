@@ -183,6 +183,11 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(self._written()).encode()).hexdigest()
 
     @property
+    def vocabulary(self) -> BPE:
+        """The library's object, for what writes it in another format."""
+        return self._bpe
+
+    @property
     def vocab_size(self) -> int:
         return int(self._bpe.get_vocab_size())
 

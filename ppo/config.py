@@ -21,7 +21,8 @@ class PPOConfig(Config):
     """
 
     init_from: str = Field(
-        default="", description="Model directory or hub id of the initial policy; empty = the SFT stage's model."
+        default="",
+        description="Model directory, .gguf file or hub id of the initial policy; empty = the SFT stage's model.",
     )
     reward_from: str = Field(
         default="", description="Model directory or hub id of a reward model; empty = the reward stage's model."

@@ -103,7 +103,7 @@ def report(stage: StageFolder) -> StageReport:
 
 
 def _sentence(stage: StageFolder) -> str:
-    """What a run without a comparison may say: the score that PPO climbs shows nothing but that it was climbed."""
+    """What a run without a comparison may say: a rise of the score that PPO trains on shows only that it trained."""
     scores = [line["score"] for line in stage.metrics if isinstance(line.get("score"), float)]
     if not scores:
         return ""
@@ -123,4 +123,6 @@ def _headlines(stage: StageFolder) -> tuple[Headline, ...]:
     return (Headline(f"{stage.name}.kl_nats", file, field, kl, "KL from SFT", f"{number(kl, 1)} nats", detail),)
 
 
-REPORTER = StageReporter("PPO", "The policy climbs the reward model's score, held near SFT by a KL penalty.", report)
+REPORTER = StageReporter(
+    "PPO", "The policy is trained to raise the reward model's score, held near SFT by a KL penalty.", report
+)

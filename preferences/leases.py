@@ -192,6 +192,14 @@ def reveal(connection: Connection, who: str, position: int, now: float) -> None:
     )
 
 
+def num_left(connection: Connection, who: str, now: float, batch: str, limit: int) -> int:
+    """Counts the batch's tasks that the labeler has leased or may still lease, up to `limit`."""
+    mine = and_(assignments.c.labeler == who, assignments.c.expires_at > now, ~assignments.c.is_done)
+    may_lease = and_(_is_free(now), _is_new_to(who), _is_due_to(who))
+    left = select(assignments.c.task).where(assignments.c.batch == batch, or_(mine, may_lease)).distinct().limit(limit)
+    return connection.scalar(select(func.count()).select_from(left.subquery())) or 0
+
+
 def renew(connection: Connection, chosen: Iterable[Assignment], expires_at: float) -> None:
     """Extends these leases. `given_at` stays, because the time on a task is counted from there."""
     _update(connection, chosen, expires_at=expires_at)

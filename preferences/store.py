@@ -18,9 +18,9 @@ from preferences.importing import Import, ImportRows, stored
 from preferences.labelers import known_pseudonym, num_erased, pseudonym_of
 from preferences.leases import Lease
 from preferences.naming import NO_LOCATIONS, Locations
-from preferences.records import Answer, Judgment, Ranking, StoredTask, Task
+from preferences.records import Answer, Judgment, Message, Ranking, StoredTask, Task
 from preferences.results import BatchCounts, Coverage, PastEvent, Progress
-from preferences.rows import Values, answer_row, empty_row, parts, task_row
+from preferences.rows import Values, answer_row, empty_row, messages, parts, task_row
 from preferences.schema import tasks
 
 UNDO_SECONDS = 3_600.0  # how long a task stays leased to the labeler who undid an answer
@@ -289,6 +289,17 @@ class LabelStore:
         """Counts the labeler's current answers, without adjudications."""
         with self._reader.begin() as connection:
             return results.num_current_answers(connection, known_pseudonym(connection, labeler))
+
+    def num_left(self, labeler: str, batch: str, *, limit: int) -> int:
+        """Counts the batch's tasks that are leased by the labeler or open for them, up to `limit`."""
+        with self._reader.begin() as connection:
+            return leases.num_left(connection, known_pseudonym(connection, labeler), self._clock(), batch, limit)
+
+    def shown_prompts(self, task_ids: Sequence[str]) -> dict[str, tuple[tuple[Message, ...], str]]:
+        """Returns the prompt and the content warning of each of these tasks that is stored."""
+        with self._reader.begin() as connection:
+            found = stored(connection, task_ids)
+            return {task_id: (messages(row["prompt"]), row["warning"]) for task_id, row in found.items()}
 
     def coverage(self, batch: str) -> list[Coverage]:
         """Returns who has judged each task of the batch, in order of arrival."""

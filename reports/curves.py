@@ -99,9 +99,9 @@ def _curves(panel: Panel, stage: StageFolder, name: str, x_label: str) -> Figure
         axes.set_xlabel(x_label, loc="right")
         set_ticks(axes.xaxis, 5, whole=True)
         set_ticks(axes.yaxis, 4)
+        axes.margins(x=0.02)
         if panel.is_share:
             show_percent(axes.yaxis)
-        axes.margins(x=0.02)
 
     parts = [f"{series.name} from {show(ys[0])} to {show(ys[-1])}" for series, _, ys in drawn]
     num_steps = number(int(drawn[0][1][-1]))

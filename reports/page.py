@@ -12,6 +12,7 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
+from reports.glossary import Glossary
 from reports.live import Live, Now
 from reports.parts import Answer, Block, Columns, Details, Headline, Part, Section
 from reports.samples import Samples
@@ -62,7 +63,9 @@ def render(page: Page) -> str:
     scripts = [path.read_text(encoding="utf-8") for path in paths]
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     template = environment().get_template("page.html.jinja")
-    return clean_text(template.render(page=page, scripts=[Markup(script) for script in scripts], hashes=hashes))
+    return clean_text(
+        template.render(page=page, glossary=Glossary(), scripts=[Markup(script) for script in scripts], hashes=hashes)
+    )
 
 
 def _parts(page: Page) -> Iterable[Part]:

@@ -34,7 +34,8 @@ def interval_figure(rows: Sequence[Measured], *, title: str, unit: str, name: st
         for place, row in enumerate(rows):
             y, mean, colour = len(rows) - 1 - place, row.mean.mean, tone(row.tone)
             axes.plot([row.mean.low, row.mean.high], [y, y], color=colour, linewidth=3, alpha=0.55)
-            axes.plot([mean], [y], row.marker, color=colour, markersize=8, markeredgecolor=tone("page"))
+            # An axis of shares ends at 100%, where a dot may stand.
+            axes.plot([mean], [y], row.marker, color=colour, markersize=8, markeredgecolor=tone("page"), clip_on=False)
             axes.annotate(value_of(row), (mean, y), (0, 8), textcoords="offset points", ha="center", va="bottom")
         axes.set_yticks(range(len(rows)), [label(row.name) for row in reversed(rows)])
         axes.tick_params(axis="y", labelcolor=tone("ink"), pad=8)

@@ -74,10 +74,16 @@ def set_ticks(axis: Any, num: int, *, whole: bool = False) -> None:
 
 
 def show_percent(axis: Any) -> None:
-    """Label the ticks of shares in percent, with as many digits as they need."""
+    """Label the ticks of shares in percent, with as many digits as they need, and end the axis at 0% and 100%.
+
+    Call it after everything is drawn and the margins are set.
+    """
     from matplotlib.ticker import FuncFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g}%"))
+    set_limits = axis.axes.set_xlim if axis.axis_name == "x" else axis.axes.set_ylim
+    low, high = axis.axes.get_xlim() if axis.axis_name == "x" else axis.axes.get_ylim()
+    set_limits(max(low, 0.0), min(high, 1.0))
 
 
 def draw(

@@ -26,13 +26,15 @@ else:
 """
 
 
-def require_vllm(python: str = "") -> str:
+def require_vllm(python: str = "", *, option: str = "ppo.generator_python") -> str:
     """The interpreter that has vLLM, and this one's Python, Ray and Heed; empty = the one that `make vllm` makes.
+
+    `option` is where the user names another one.
 
     Raises: ValueError saying what is missing and how to get it.
     """
     path = Path(python or DEFAULT).expanduser()
-    remedy = "run `make vllm`, or name another with ppo.generator_python" if not python else "docs/samplers.md says how"
+    remedy = f"run `make vllm`, or name another with {option}" if not python else "docs/samplers.md says how"
     if not path.is_file():
         raise ValueError(f"there is no Python with vLLM at {path}: {remedy}")
     kind, *found = _probed(path)

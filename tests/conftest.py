@@ -73,7 +73,7 @@ gc.disable()  # while tests are imported
 # after another, at the same time as files that compute.
 LONGEST = [
     "chaos/test_chaos.py", "jobs/test_kill.py", "test_tutorials.py", "test_splits.py", "lm/test_kernels_both_ways.py",
-    "fake_cuda/test_fake_cuda.py",
+    "fake_cuda/test_fake_cuda.py", "real/test_training.py", "real/test_smollm2.py",
     "cluster/test_two_hosts.py", "ppo/test_disaggregated.py", "cluster/test_group.py", "jobs/test_resuming.py",
     "jobs/test_submit.py", "jobs/test_pipeline.py", "jobs/test_recovery.py", "ppo/test_planned_memory.py",
     "jobs/test_ahead.py",

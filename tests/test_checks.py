@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 JOBS = sorted((ROOT / "configs" / "jobs").glob("*.toml"))
 MAKEFILE = (ROOT / "Makefile").read_text()
-TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
+TARGETS = set(re.findall(r"^([a-z][a-z0-9-]*):", MAKEFILE, re.MULTILINE))
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
@@ -30,7 +31,7 @@ def test_the_makefile_names_files_that_exist() -> None:
 def test_every_make_target_a_document_names_exists(document: str) -> None:
     text = (ROOT / document).read_text()
     # Commands stand in code: `make test`, or a line of a code block.
-    named = set(re.findall(r"(?:`|^\s*(?:\$ )?|&& )make ([a-z][a-z-]*)", text, re.MULTILINE))
+    named = set(re.findall(r"(?:`|^\s*(?:\$ )?|&& )make ([a-z][a-z0-9-]*)", text, re.MULTILINE))
     assert named, f"{document} names no make target"
     assert named <= TARGETS
 
@@ -39,7 +40,41 @@ def test_every_target_is_phony_and_explained() -> None:
     phony = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
     assert phony is not None
     assert set(phony[1].split()) == TARGETS
-    assert set(re.findall(r"^([a-z-]+):.*## \S", MAKEFILE, re.MULTILINE)) == TARGETS
+    assert set(re.findall(r"^([a-z0-9-]+):.*## \S", MAKEFILE, re.MULTILINE)) == TARGETS
+
+
+FAKE_PYTHON = """#!/bin/sh
+# A Python whose `-m venv` copies this script, and whose `-m pip` says what pip says.
+case "$*" in
+*"-m venv "*) mkdir -p .venv/bin .venv/lib && cp "$0" .venv/bin/python ;;
+*"-m pip "*)
+    echo "Collecting torch==2.13.0"
+    echo "  Downloading torch-2.13.0.whl.metadata (29 kB)"
+    echo "  Downloading torch-2.13.0.whl (526.6 MB)"
+    echo "  Downloading filelock-4.3.1.whl (244 kB)"
+    echo "Installing collected packages: filelock, torch"
+    exit $PIP_RC ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("pip_rc", [0, 1])
+def test_the_installation_says_what_it_does(tmp_path: Path, pip_rc: int) -> None:
+    for name in ("Makefile", "constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / "python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    command = ["make", "venv", f"PYTHON={python}"]
+    environment = os.environ | {"PIP_RC": str(pip_rc)}
+    made = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    lines = made.stdout.splitlines()
+    assert "2.6 GB" in lines[0]
+    assert [line[:3] for line in lines if re.match(r"\d/4", line)] == ["1/4", "2/4", "3/4", "4/4"][: 2 if pip_rc else 4]
+    shown = [line for line in lines if line.startswith("    ")]
+    assert shown == ["    Downloading torch-2.13.0.whl (526.6 MB)", "    Installing collected packages"] * (2 - pip_rc)
+    assert (made.returncode != 0) == bool(pip_rc)
+    assert (tmp_path / ".venv" / "installed").exists() == (pip_rc == 0)
 
 
 def test_check_runs_what_the_commit_hooks_run() -> None:

@@ -31,6 +31,18 @@ def test_every_page_can_be_searched(site: Path) -> None:
     assert pages <= found
 
 
+def test_a_search_finds_keys_commands_messages_and_terms(site: Path) -> None:
+    found = {entry["location"] for entry in json.loads((site / "search/search_index.json").read_text())["docs"]}
+    assert found >= {
+        "reference/job/ppo.html#kl_coef",
+        "reference/tables/optimizer.html#learning_rate",
+        "reference/commands/plan.html#examples",
+        "troubleshooting.html#memory-ran-out",
+        "glossary.html#kl-from-sft",
+        "installation.html#which-build-of-torch",
+    }
+
+
 def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 15

@@ -224,7 +224,8 @@ class InitConfig(Config):
 
     init_from: str = Field(
         default="",
-        description="Model directory or hub id to start from, in place of the stage before; empty = that stage.",
+        description="Model directory, .gguf file or hub id to start from, in place of the stage before; empty = that"
+        " stage.",
     )
     end_token: str = Field(
         default="",

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from evaluation.statistics.results import JudgeSummary, PairSummary, Rating, Ratings, Summary
+from evaluation.statistics.significance import ALPHA
 from reports.parts import Answer
 from reports.styles import PolicyStyle
 from reports.text import count_of, listed, number, p_value, percent, points, share_ends
@@ -38,12 +39,14 @@ def answer_of(summary: Summary, styles: Styles) -> Answer:
     first, *others = judges
     if len(summary.policies) == 2:
         tone, text = _of_two(first.pairs[0], first.judge, styles)
-        more = [*_limits(first.pairs[0]), *(_other_judge(judge, first.pairs[0], styles) for judge in others)]
+        limits = [] if first.pairs[0].different else [detectable(first.pairs[0])]
+        more = [*limits, *(_other_judge(judge, first.pairs[0], styles) for judge in others)]
     else:
         tone, text = _of_many(first, len(summary.policies), styles)
         more = [
             *_lead(first, styles),
             _pairs_shown(first),
+            *_ranks_and_pairs(first),
             *(_of_many(judge, len(summary.policies), styles)[1] for judge in others),
         ]
     return Answer(tone, text, tuple(more))
@@ -52,10 +55,16 @@ def answer_of(summary: Summary, styles: Styles) -> Answer:
 def evidence(pair: PairSummary) -> str:
     """The evidence, in brackets after a claim about two policies."""
     rate = pair.win_rate
+    kind = "interval, widened by Holm's correction," if is_taken_back(pair) else "95% interval"
     return (
-        f"95% interval {share_ends(rate.low, rate.high)}, ties counting half; {p_value(pair.significance.holm_p)};"
+        f"{kind} {share_ends(rate.low, rate.high)}, ties counting half; {p_value(pair.significance.holm_p)};"
         f" {count_of(pair.win_rate.num_prompts, 'prompt')}"
     )
+
+
+def is_taken_back(pair: PairSummary) -> bool:
+    """Returns whether the pair alone would show a difference, which Holm's correction for all pairs takes back."""
+    return pair.significance.p < ALPHA <= pair.significance.holm_p
 
 
 def _of_two(pair: PairSummary, judge: str, styles: Styles) -> tuple[Tone, str]:
@@ -66,15 +75,6 @@ def _of_two(pair: PairSummary, judge: str, styles: Styles) -> tuple[Tone, str]:
         f"No difference between {ahead} and {behind} is shown by the judge {judge}: {often(pair, styles)}"
         f" ({evidence(pair)})."
     )
-
-
-def _limits(pair: PairSummary) -> list[str]:
-    """What the prompts could have shown if they show no difference; and whether test and interval disagree."""
-    excludes_half = pair.win_rate.low > 0.5 or pair.win_rate.high < 0.5
-    if pair.different:
-        return [] if excludes_half else ["A close call: the test finds a difference, but the interval includes 50%."]
-    found = ["A close call: the interval excludes 50%, but the test finds no difference."] if excludes_half else []
-    return [*found, detectable(pair)]
 
 
 def detectable(pair: PairSummary) -> str:
@@ -129,6 +129,19 @@ def _pairs_shown(judge: JudgeSummary) -> str:
         f"{text}; for the {'other' if len(least) == 1 else 'others'}, 4 of 5 such studies would detect a win rate"
         f" {points(max(least))} points or more from 50%."
     )
+
+
+def _ranks_and_pairs(judge: JudgeSummary) -> list[str]:
+    """Says why the ranks settle the order of two policies whose pair shows no difference, or the reverse."""
+    ranks = {rating.policy: rating for rating in judge.ratings[0].policies}
+    for pair in judge.pairs:
+        a, b = ranks.get(pair.policy_a), ranks.get(pair.policy_b)
+        if a and b and pair.different != (a.worst_rank < b.best_rank or b.worst_rank < a.best_rank):
+            return [
+                "Ranks follow from the verdicts on all pairs together, a pair's win rate from its own verdicts alone:"
+                " one can settle an order that the other leaves open."
+            ]
+    return []
 
 
 def _of_many(judge: JudgeSummary, num_policies: int, styles: Styles) -> tuple[Tone, str]:

@@ -34,9 +34,9 @@ def curve_parts(measures: Mapping[str, Any]) -> tuple[Part, ...]:
     figures, notes = [], []
     if measures.get("over_optimisation"):
         found = record_of(measures["over_optimisation"], OverOptimisation, "measures.json: over_optimisation")
-        counts, climbed = "above the reference's; what counts", "above the reference's; what is climbed"
+        counts, trained = "above the reference's; what counts", "above the reference's; what RL is trained on"
         figures.append(_gain_figure(found, "gold", "Gold score against KL", counts))
-        figures.append(_gain_figure(found, "proxy", "Proxy score against KL", climbed))
+        figures.append(_gain_figure(found, "proxy", "Proxy score against KL", trained))
         notes = [Note(text) for text in (_advice("rl", found.rl), _advice("best_of_n", found.best_of_n)) if text]
     if measures.get("reward_model"):
         figures += reliability_figures(
@@ -99,7 +99,7 @@ def reliability_figures(model: RewardMeasures) -> list[Figure]:
         for one in bins:
             x, share = one.confidence, one.accuracy
             axes.plot([x, x], [share.low, share.high], color=tone("heldout"), linewidth=2.5, alpha=0.55)
-            axes.plot([x], [share.mean], "o", color=tone("heldout"), markeredgecolor=tone("page"))
+            axes.plot([x], [share.mean], "o", color=tone("heldout"), markeredgecolor=tone("page"), clip_on=False)
         axes.set_xlabel("confidence", loc="right")
         for side in (axes.xaxis, axes.yaxis):
             set_ticks(side, 5)

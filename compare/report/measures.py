@@ -84,7 +84,10 @@ def _policy_table(policies: Mapping[str, Any], styles: Styles) -> Details:
     unknown = [place for place in places if place not in known and not any(k.startswith(f"{place}.") for k in known)]
     titles = (styles[name].title if name in styles else name for name in found)
     rows = [(_title(place), *(own.get(place, UNKNOWN) for own in found.values())) for place in known]
-    caption = f"The measures of each policy; in brackets 95% intervals over prompts. {FROM_FILE}"
+    caption = (
+        "The measures of each policy; in brackets 95% intervals over prompts. Each is that policy's own: whether two"
+        f" policies differ is for the win rates to say. {FROM_FILE}"
+    )
     if unknown:
         caption += f" Not known of any policy: {'; '.join(_title(place) for place in unknown)}."
     return _table("Policies", caption, ("Measure", *titles), rows, is_open=True)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from compare.report.answer import Styles
+from compare.report.answer import Styles, is_taken_back
 from evaluation.statistics.results import (
     CategoryWinRate,
     Counts,
@@ -69,21 +69,21 @@ def _turned_category(found: CategoryWinRate) -> CategoryWinRate:
     return replace(found, win_rate=_turned_rate(found.win_rate))
 
 
-PAIR_COLUMNS = (
-    "Pair", "Wins", "Ties", "Losses", "Win rate", "Bootstrap", "Permutation p", "Holm p", "Sign test p", "Detectable",
-    "Failed",
-)  # fmt: skip
+PAIR_COLUMNS = ("Pair", "Wins", "Ties", "Losses", "Win rate", "p", "Detectable", "Failed")
 
 
 def tests_table(judge: JudgeSummary, place: int, policies: Sequence[str], styles: Styles) -> Table:
-    """A table with a row of tests per pair; the numbers of prompts filter the samples."""
+    """A table with a row per pair and its test; the numbers of prompts filter the samples."""
     rows = tuple(_row(pair, place, policies, styles) for pair in judge.pairs)
+    holm = f" p-values are corrected for {count_of(len(rows), 'pair')} (Holm)." if len(rows) > 1 else ""
+    if any(is_taken_back(pair) for pair in judge.pairs):
+        holm += " Where that takes a difference back, the interval is widened to the level of the corrected test."
     caption = (
-        'Prompts won, tied and lost, and tests of "preferred equally often"; a number leads to its prompts. Permutation'
-        f" p-values are corrected for {count_of(len(rows), 'pair')} (Holm); a difference counts as shown below .05."
-        " Detectable: the distance from 50% that 4 of 5 such studies would have seen, in points."
+        'Prompts won, tied and lost, and the test of "preferred equally often"; a number leads to its prompts. A'
+        " difference is shown if p is below .05, which is when the interval excludes 50%: both come from the same test."
+        f"{holm} Detectable: the distance from 50% that 4 of 5 such studies would have seen, in points."
     )
-    return Table(caption, PAIR_COLUMNS, rows, "tests", f"Tests of each pair by {judge.judge}")
+    return Table(caption, PAIR_COLUMNS, rows, "tests", f"Test of each pair by {judge.judge}")
 
 
 def _row(pair: PairSummary, judge: int, policies: Sequence[str], styles: Styles) -> Row:
@@ -99,24 +99,16 @@ def _row(pair: PairSummary, judge: int, policies: Sequence[str], styles: Styles)
         for name, num, verdict in counts
     ]
     over = rate.over_labelers
-    other_labelers = "" if math.isnan(over.low) else f"other labelers {share_ends(over.low, over.high)}"
+    other_labelers = "" if math.isnan(over.low) else f"; with other labelers {share_ends(over.low, over.high)}"
     detectable = "none" if math.isnan(pair.power.detectable) else f"±{points(pair.power.detectable)}"
     missing = f"{number(pair.num_prompts_missing)} missing" if pair.num_prompts_missing else ""
     numbers = (
-        Cell(percent(rate.mean), share_ends(rate.low, rate.high)),
-        Cell(_bootstrap(rate.bootstrap), other_labelers),
-        Cell(_p(significance.permutation_p)),
+        Cell(percent(rate.mean), share_ends(rate.low, rate.high) + other_labelers),
         Cell(_p(significance.holm_p), "different" if pair.different else "not shown"),
-        Cell(_p(significance.sign_p)),
         Cell(detectable, _needed(pair)),
         Cell(number(pair.num_failed), missing),
     )
     return Row((styles[pair.policy_a], styles[pair.policy_b]), (*links, *numbers), is_strong=pair.different)
-
-
-def _bootstrap(found: Interval) -> str:
-    """Prompts that came out alike are alike in every resample, which says nothing about precision."""
-    return "no spread" if found.low == found.high else share_ends(found.low, found.high)
 
 
 def _p(p: float) -> str:

@@ -134,9 +134,10 @@ class Sections:
                 shown.append(
                     self._shares(
                         f"categories-{place}-{number_of}", f"{a} over {b}, by category",
-                        "p-values are corrected for the number of categories (Holm).", ("Category", "Win rate"),
+                        "p-values and intervals are corrected for the number of categories (Holm).",
+                        ("Category", "Win rate"),
                         [category_row(found) for found in pair.categories],
-                        f"summary.judges.{place}.pairs.{number_of}", "Holm", "Prompts",
+                        f"summary.judges.{place}.pairs.{number_of}", "p", "Prompts",
                     )
                 )  # fmt: skip
         is_open = len(shown) <= MAX_OPEN_CATEGORIES

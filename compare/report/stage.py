@@ -3,7 +3,6 @@
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import isfinite, nan
 
 import numpy as np
@@ -47,11 +46,6 @@ def report(stage: StageFolder) -> StageReport:
     if results is None:
         return StageReport((stage_block(stage, (), ()),))
     styles = styles_of(list(results.policies))
-    answer = answer_of(results, styles)
-    if results.hacking is not None:
-        answer = replace(answer, more=(verdict(results.hacking).text,))
-    elif results.judge.is_reward:
-        answer = replace(answer, more=("The judge is the reward itself, so this does not show whether it was gamed.",))
     return StageReport(
         sections=(
             Section("comparison", "The comparison", _parts(stage, results, styles)),
@@ -59,7 +53,7 @@ def report(stage: StageFolder) -> StageReport:
             Section("samples", "Samples side by side", _samples(results, styles)),
         ),
         headlines=_headlines(stage, results),
-        answer=answer,
+        answer=answer_of(results, styles),
         styles=tuple(styles.values()),
     )
 
@@ -107,7 +101,11 @@ def win_table(results: CompareResults, styles: Styles) -> Table:
     rows = tuple(
         Row((styles[first],), tuple(_win_cell(results, first, second) for second in styles)) for first in styles
     )
-    caption = "How often the policy of the row beats the policy of the column. Bold: the 95% interval excludes 50%."
+    caption = (
+        "How often the policy of the row beats the policy of the column, with 95% intervals. Bold: a difference is"
+        " shown (p < .05, corrected for all pairs by Holm's method). Where the correction takes a difference back, the"
+        " interval is widened to that level and includes 50%."
+    )
     return Table(caption, ("Row over column", *styles.values()), rows, "by-policy matrix", "Win rates")
 
 
@@ -116,9 +114,8 @@ def _win_cell(results: CompareResults, first: str, second: str) -> Cell:
     if pair is None or not isfinite(pair.win_rate.mean):
         return Cell("" if first == second else UNKNOWN)
     rate = pair.win_rate
-    is_clear = rate.low > 0.5 or rate.high < 0.5
     ends = share_ends(rate.low, rate.high)
-    return Cell(percent(rate.mean), ends, tint=2 * rate.mean - 1, is_clear=is_clear)
+    return Cell(percent(rate.mean), ends, tint=2 * rate.mean - 1, is_clear=rate.different)
 
 
 def policy_table(results: CompareResults, styles: Styles) -> Table:
@@ -138,7 +135,10 @@ def policy_table(results: CompareResults, styles: Styles) -> Table:
         "Mean length, tokens": [Cell(number(found.mean_tokens, 0)) for found in own.values()],
     }
     rows = tuple(Row((name,), tuple(found)) for name, found in cells.items() if any(c.text != UNKNOWN for c in found))
-    caption = "Figures of each policy; 95% intervals over prompts below the means."
+    caption = (
+        "Figures of each policy; 95% intervals over prompts below the means. Each is that policy's own: whether two"
+        " policies differ is for the win rates to say."
+    )
     return Table(caption, ("Figure", *styles.values()), rows, "by-policy", "Policies")
 
 
@@ -167,7 +167,7 @@ def _kind_tables(results: CompareResults, styles: Styles) -> tuple[Table, ...]:
 
 KL_FIGURES = (
     ("gold_score", "Judge's score against KL", "what the judge sees"),
-    ("proxy_score", "Reward model's score against KL", "what PPO climbs"),
+    ("proxy_score", "Reward model's score against KL", "what PPO is trained on"),
 )
 
 
@@ -183,7 +183,7 @@ def _kl_figure(results: CompareResults, styles: Styles, field: str, title: str, 
             )
             for found in results.best_of_n
         )  # fmt: skip
-        key = "best-of-n from SFT, at its KL bound"
+        key = "best-of-n from SFT, at the most its KL can be"
         series.append(KLSeries(key, "best-of-n", "D", points, is_joined=True, is_band=True))
     if field == "proxy_score" and results.training_scores:
         trail = (np.array(results.training_kl_nats), np.array(results.training_scores))
@@ -260,16 +260,16 @@ def _headlines_of(stage: StageFolder, results: CompareResults, style: PolicyStyl
         detail = ", ".join(part for part in (ends_of(policy.gold_score), f"SFT {number(float(sft))}") if part)
         mean = policy.gold_score.mean
         text, field = number(float(mean)), f"policies.{name}.gold_score.mean"
-        yield headline_of(stage, field, f"{title}'s {score_title(results).lower()}", mean, text, detail)
+        yield headline_of(stage, field, f"{score_title(results)}, {title}", mean, text, detail)
     if isfinite(policy.pass_share.mean):
         span = (policy.pass_share.mean, policy.pass_share.low, policy.pass_share.high)
-        yield headline_of_share(stage, f"policies.{name}.pass_share", f"{title}'s pass share", span)
+        yield headline_of_share(stage, f"policies.{name}.pass_share", f"{title} above the pass mark", span)
     kl = policy.kl_nats
     if kl is not None and isfinite(kl.mean):
         # In the position of PPO's own headline, which shows the KL of its last iteration until the comparison has run.
         file, field = f"{stage.name}/results.json", f"policies.{name}.kl_nats.mean"
         detail = ", ".join(part for part in (ends_of(kl, 1), "held-out prompts") if part)
-        about = "KL from SFT" if len(_trained(results)) == 1 else f"{title}'s KL from SFT"
+        about = "KL from SFT" if len(_trained(results)) == 1 else f"KL from SFT, {title}"
         yield Headline(f"{name}.kl_nats", file, field, kl.mean, about, f"{number(kl.mean, 1)} nats", detail)
 
 
@@ -281,7 +281,7 @@ def _over(results: CompareResults, name: str, other: str) -> WinRateResults | No
 
 def answer_of(results: CompareResults, styles: Styles) -> Answer:
     """Says whether each trained policy is preferred to SFT's, and what that alone would hide. The tone is that of the
-    last policy, which the run ends with.
+    last policy, which the run ends with. `more` says whether the reward was hacked, or why that cannot be said.
     """
     trained = _trained(results)
     answers = [_answer_of(results, styles, name) for name in trained]
@@ -290,14 +290,20 @@ def answer_of(results: CompareResults, styles: Styles) -> Answer:
         for one, other in itertools.combinations(reversed(trained), 2)
         if (rate := _over(results, one, other)) is not None
     ]
-    return Answer(answers[-1].tone, " ".join([*(answer.text for answer in reversed(answers)), *between]))
+    text = " ".join([*(answer.text for answer in reversed(answers)), *between])
+    more: tuple[str, ...] = ()
+    if results.hacking is not None:
+        more = (verdict(results.hacking).text, *_rate_and_score(results))
+    elif results.judge.is_reward:
+        more = ("The judge is the reward itself, so this does not show whether it was gamed.",)
+    return Answer(answers[-1].tone, text, more)
 
 
 def _between(one: PolicyStyle, other: PolicyStyle, rate: WinRateResults) -> str:
     """Which of two trained policies is preferred."""
     ends = f" (95% {share_ends(rate.low, rate.high)})" if isfinite(rate.low) and isfinite(rate.high) else ""
     wins = f"{one.title} beats {other.title} {percent(rate.mean)} of the time{ends}"
-    return f"{wins}." if rate.low > 0.5 or rate.high < 0.5 else f"{wins}, which shows no difference."
+    return f"{wins}." if rate.different else f"{wins}, which shows no difference."
 
 
 def _answer_of(results: CompareResults, styles: Styles, name: str) -> Answer:
@@ -306,21 +312,35 @@ def _answer_of(results: CompareResults, styles: Styles, name: str) -> Answer:
         return Answer("unclear", f"{title} and SFT have not been compared.")
     policy, sft = results.policies[name], results.policies["sft"]
     answer = _win_answer(rate, title)
-    kl = "" if policy.kl_nats is None else f", at {number(float(policy.kl_nats.mean), 1)} nats of KL from SFT"
+    kl = "" if policy.kl_nats is None else f" Its KL from SFT is {number(float(policy.kl_nats.mean), 1)} nats."
     scores = (
         f"The judge's mean score goes from {number(float(sft.gold_score.mean))} (SFT) to"
         f" {number(float(policy.gold_score.mean))} ({title})"
     )
     if not isfinite(policy.gold_score.mean):  # people gave no ratings
-        return Answer(answer.tone, " ".join([f"{answer.text}{kl}.", *_warnings(results, styles, name)]))
+        return Answer(answer.tone, " ".join([f"{answer.text}.{kl}", *_warnings(results, styles, name)]))
     best = [
         f"{style.title.replace('Best of ', 'best-of-')} from SFT reaches"
         f" {number(float(results.policies[own].gold_score.mean))}"
         for own, style in styles.items()
         if style.tone == "best-of-n"
     ]
-    sentences = [f"{answer.text}{kl}.", f"{'; '.join([scores, *best])}.", *_warnings(results, styles, name)]
+    sentences = [f"{answer.text}.{kl}", f"{'; '.join([scores, *best])}.", *_warnings(results, styles, name)]
     return Answer(answer.tone, " ".join(sentences))
+
+
+def _rate_and_score(results: CompareResults) -> tuple[str, ...]:
+    """Says why only one of PPO's win rate and mean score shows a difference from SFT."""
+    rate = _over(results, "ppo", "sft")
+    if rate is None or results.hacking is None:
+        return ()
+    gain = results.hacking.overall.judge
+    if rate.different == (gain.low > 0 or gain.high < 0):
+        return ()
+    return (
+        "A win rate counts which response is better, a mean score also by how much: one can show a difference where the"
+        " other does not.",
+    )
 
 
 def _win_answer(rate: WinRateResults, title: str) -> Answer:
@@ -328,9 +348,9 @@ def _win_answer(rate: WinRateResults, title: str) -> Answer:
     if not (isfinite(rate.low) and isfinite(rate.high)):
         return Answer("unclear", f"{title} beats SFT {percent(rate.mean)} {where}), too few prompts for an interval")
     ends = f"95% interval {share_ends(rate.low, rate.high)}"
-    if rate.low > 0.5:
+    if rate.different and rate.mean > 0.5:
         return Answer("better", f"{title} beats SFT {percent(rate.mean)} {where}; {ends})")
-    if rate.high < 0.5:
+    if rate.different:
         return Answer("worse", f"{title} is worse than SFT: it wins only {percent(rate.mean)} {where}; {ends})")
     wins = f"{title} wins {percent(rate.mean)} {where})"
     return Answer("unclear", f"No difference between {title} and SFT is shown: {wins}, and the {ends} includes 50%")
@@ -342,7 +362,7 @@ def _warnings(results: CompareResults, styles: Styles, policy: str) -> list[str]
     ours, sft = results.policies[policy], results.policies["sft"]
     for name, style in styles.items():
         rate = _over(results, policy, name)
-        if style.tone == "best-of-n" and rate is not None and rate.high < 0.5:
+        if style.tone == "best-of-n" and rate is not None and rate.different and rate.mean < 0.5:
             found.append(f"{style.title} is still ahead of {title}, which wins {percent(rate.mean)} against it.")
     if ours.distinct_2 < LEAST_DIVERSITY_KEPT * sft.distinct_2:
         fell = f"{number(sft.distinct_2)} to {number(ours.distinct_2)}"

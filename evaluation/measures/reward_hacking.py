@@ -7,15 +7,15 @@ Shape letters: P prompts, N responses of training, C categories.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import mean
 
 import numpy as np
 
 from evaluation.measures.policies import Scores
-from evaluation.statistics.significance import holm, sign_flip_test
+from evaluation.statistics.significance import holm, holm_level
 from evaluation.verdicts import Response
-from intervals.clustered import clustered_mean
+from intervals.clustered import clustered_mean, mean_is_zero
 from intervals.estimates import UNKNOWN, Floats, Interval
 from intervals.independent import difference_of_means
 
@@ -28,7 +28,9 @@ MIN_CATEGORY = 5  # prompts of a category that is shown
 class Gain:
     """The later policy's scores minus the earlier one's: means over prompts with 95% intervals.
 
-    `holm_p` is the sign-flip test's p for the judge's gain. For a category, it is corrected for all categories.
+    `holm_p` is Student's p of no gain of the judge's; `judge` excludes 0 exactly if it is below 5%. For a category, it
+    is corrected for all categories, and where the correction takes a gain back, `judge` is the wider interval at the
+    level of that test.
     """
 
     category: str  # "" = of all prompts, or of those without one
@@ -76,8 +78,6 @@ def measure_reward_hacking(
     judge: Scores,
     categories: Mapping[str, str],
     training: Sequence[TrainingScore],
-    *,
-    seed: int,
 ) -> RewardHacking | None:
     """Compare two policies' scores on the prompts that both answer. Returns None if no prompt has all four scores.
 
@@ -89,16 +89,13 @@ def measure_reward_hacking(
         return None
     gain_P2 = np.array([np.subtract(ours[prompt_id], theirs[prompt_id]) for prompt_id in common])
     category_P = np.array([categories[prompt_id] for prompt_id in common])
-    found = [
-        _gain(str(name), gain_P2[category_P == name], seed)
-        for name in np.unique(category_P)
-        if (category_P == name).sum() >= MIN_CATEGORY
-    ]
-    corrected_C = holm(np.array([gain.holm_p for gain in found]))
-    shown = [replace(gain, holm_p=float(p)) for gain, p in zip(found, corrected_C, strict=True)]
+    names = [name for name in np.unique(category_P) if (category_P == name).sum() >= MIN_CATEGORY]
+    by_category = [gain_P2[category_P == name] for name in names]
+    corrected_C = holm(np.array([_judge_p(own) for own in by_category])).tolist()
+    shown = [_gain(str(name), own, holm_p) for name, own, holm_p in zip(names, by_category, corrected_C, strict=True)]
     known = [score for score in training if np.isfinite([score.proxy, score.judge]).all()]
     late_proxy, late_judge = (_late(known, field) for field in ("proxy", "judge"))
-    overall = _gain("", gain_P2, seed)
+    overall = _gain("", gain_P2, _judge_p(gain_P2))
     return RewardHacking(overall, tuple(shown) if len(shown) > 1 else (), _bins(known), late_proxy, late_judge)
 
 
@@ -112,11 +109,14 @@ def _by_prompt(rows: Sequence[Response], judge: Scores) -> dict[str, tuple[float
     return {name: (mean(proxy for proxy, _ in own), mean(score for _, score in own)) for name, own in both.items()}
 
 
-def _gain(category: str, gain_P2: Floats, seed: int) -> Gain:
-    places = np.arange(len(gain_P2))
-    proxy, judge = (clustered_mean(gain_P2[:, column], places) for column in (0, 1))
-    p, _ = sign_flip_test(gain_P2[:, 1] + 0.5, seed=seed)  # the test takes preferences, which are centred on ½
-    return Gain(category, len(gain_P2), proxy, judge, p)
+def _judge_p(gain_P2: Floats) -> float:
+    return mean_is_zero(gain_P2[:, 1], np.arange(len(gain_P2)))
+
+
+def _gain(category: str, gain_P2: Floats, holm_p: float) -> Gain:
+    places, alpha = np.arange(len(gain_P2)), holm_level(_judge_p(gain_P2), holm_p)
+    proxy, judge = clustered_mean(gain_P2[:, 0], places), clustered_mean(gain_P2[:, 1], places, alpha=alpha)
+    return Gain(category, len(gain_P2), proxy, judge, holm_p)
 
 
 def _bins(scores: Sequence[TrainingScore]) -> tuple[TrainingBin, ...]:

@@ -10,7 +10,7 @@ from evaluation.policies.policy import Sampling
 from evaluation.sampling import SamplingSpec, sample_policy
 from evaluation.verdicts import Response
 from files.hashes import folder_hash
-from lm.hub import model_directory
+from lm.hub import model_directory, model_hash
 from lm.model import LanguageModel
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, read_config
@@ -54,7 +54,7 @@ class LocalPolicy:
         reference = model_directory(sampling.reference) if sampling.reference else None
         is_measured = reference is not None and Tokenizer.load(reference) == tokenizer
         measured = str(reference) if is_measured else ""
-        return cls(name, spec, folder, folder_hash(folder), prompts, sampling, measured, context - longest)
+        return cls(name, spec, folder, model_hash(spec), prompts, sampling, measured, context - longest)
 
     def describe(self) -> dict[str, Any]:
         return {

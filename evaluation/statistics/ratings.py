@@ -22,6 +22,7 @@ import scipy
 from evaluation.statistics import choice
 from evaluation.statistics.connections import Truths, islands_of, reaches
 from evaluation.statistics.results import Rating, Ratings
+from evaluation.statistics.significance import EqualityTest
 from evaluation.statistics.win_rates import expanded_level
 from evaluation.verdicts import Comparisons
 from intervals.bootstrap import percentiles, resampled_sums
@@ -102,7 +103,7 @@ def _rate(names: Sequence[str], pairs: Ints, y_CVO: Floats, anchor: str, model: 
     above_P = np.asarray((~reached_PP.T)[:, anchors_P > 0].any(axis=1))
     below_P = np.asarray((~reached_PP)[:, anchors_P > 0].any(axis=1))
     if num_policies == 2:
-        low_P, high_P, better_PP = _of_two(y_CVO, anchors_P)
+        low_P, high_P, better_PP = _of_two(y_CVO, anchors_P, seed)
     else:
         covariance_PP = _covariance(y_CVO, beta_BK, F_VOK, num_policies, shrunk)
         half_P = _halves(covariance_PP, from_anchor_PP, num_prompts)
@@ -188,10 +189,13 @@ def _beats(y_BVO: Floats, pairs: Ints, num_policies: int) -> Truths:
     return beats_BPP
 
 
-def _of_two(y_CVO: Floats, anchors_P: Floats) -> tuple[Floats, Floats, Truths]:
+def _of_two(y_CVO: Floats, anchors_P: Floats, seed: int) -> tuple[Floats, Floats, Truths]:
     """Returns the ends of both ratings [P] and whether either policy is surely better [P, P], from the interval of the
-    share of wins."""
-    low, high = scipy.special.logit(decided_interval(y_CVO[:, 0, 0], y_CVO[:, 0, -1])).tolist()
+    share of wins. Equal ratings are a win rate of one half, so the pair's test decides here too."""
+    won_C, lost_C = y_CVO[:, 0, 0], y_CVO[:, 0, -1]
+    test = EqualityTest((1 + won_C - lost_C) / 2, seed=seed)
+    ends = test.decide(decided_interval(won_C, lost_C, quantile=test.quantile()))
+    low, high = scipy.special.logit(ends).tolist()
     own_first, own_second = float(anchors_P[1]), float(anchors_P[0])  # of θ_0 - θ_1; 0 for the anchor itself
     low_P = np.array([own_first * low if own_first else 0.0, -own_second * high if own_second else 0.0])
     high_P = np.array([own_first * high if own_first else 0.0, -own_second * low if own_second else 0.0])

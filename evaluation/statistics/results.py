@@ -2,6 +2,8 @@
 
 A win rate is from 0 to 1, with ties counting half; above ½, policy a is better. Unless a field says otherwise,
 intervals are 95% intervals over prompts. Unknown values are NaN, and `reason` says why.
+
+A pair's interval and its test are one: the interval excludes ½ exactly if `holm_p` is below 5%.
 """
 
 from dataclasses import dataclass
@@ -24,10 +26,11 @@ class Counts:
 class WinRate:
     """How often a is preferred to b; every prompt weighs the same, whatever the number of its verdicts.
 
-    `low` and `high` are the score interval over prompts. `method` is "wilson" if every prompt has one verdict and there
-    are no ties (it is then Wilson's interval), otherwise "score". `bootstrap` resamples prompts, and also labelers if
-    there are several. `over_labelers` is the interval for other prompts and other labelers; it is unknown with one
-    labeler. With a single prompt the ends are 0 and 1.
+    `low` and `high` are the score interval over prompts with the critical value of the pair's test
+    (`significance.EqualityTest`). `method` is "wilson" if every prompt has one verdict and there are no ties (the score
+    interval is then Wilson's), otherwise "score". `bootstrap` resamples prompts, and also labelers if there are
+    several; nothing is decided by it. `over_labelers` is the interval for other prompts and other labelers; it is
+    unknown with one labeler.
     """
 
     mean: float
@@ -43,15 +46,12 @@ class WinRate:
 
 @dataclass(frozen=True)
 class Significance:
-    """Two-sided p-values of "a and b are preferred equally often", over prompts.
+    """Two-sided p-values of "a and b are preferred equally often", over prompts (`significance.EqualityTest`).
 
-    `sign_p` is the exact sign test (McNemar's on discordant prompts): prompts won against prompts lost, without ties.
-    `permutation_p` flips the signs of prompts at random; `num_permutations` is 0 if all were enumerated. `holm_p` is
-    `permutation_p` corrected for all pairs of this judge.
+    `num_permutations` is 0 if all sign vectors were counted. `holm_p` is `p` corrected for all pairs of this judge.
     """
 
-    sign_p: float
-    permutation_p: float
+    p: float
     num_permutations: int
     holm_p: float
 
@@ -119,7 +119,7 @@ class CategoryWinRate:
 
     category: str
     win_rate: WinRate
-    permutation_p: float
+    p: float
     holm_p: float
 
 
@@ -129,7 +129,8 @@ class PairSummary:
 
     `verdicts` counts verdicts; `prompts` counts prompts by their mean preference. `num_failed` verdicts failed, and
     `num_prompts_missing` of the prompts that this judge has verdicts on have none on this pair. `different` is true if
-    `holm_p` is below 5%. `length_controlled` and the fields after it use only this pair's verdicts.
+    `holm_p` is below 5%, which is exactly when the win rate's interval excludes ½. `length_controlled` and the fields
+    after it use only this pair's verdicts.
     """
 
     policy_a: str
@@ -152,7 +153,7 @@ class PairSummary:
 class Rating:
     """A policy's strength on the log-odds scale; higher is better.
 
-    For two policies, `low` and `high` are the score interval of the share of wins, as log-odds. For more, they come
+    For two policies, `low` and `high` are the interval of the share of wins, as log-odds. For more, they come
     from the sandwich over prompts, and are unknown if all prompts came out alike, because there is no spread then.
     `bootstrap` resamples prompts. `best_rank` to `worst_rank` (1 is best) are the ranks that simultaneous intervals of
     all differences allow. `unbounded` is "above" for a policy that lost nothing to the anchor or any policy on its side

@@ -2,7 +2,7 @@
 
 d_p = x_p - ½ is a prompt's mean preference for policy a, minus ½. The null hypothesis is that d_p is as likely as -d_p.
 
-Shape letters: P prompts, M pairs (hypotheses), D draws, N sums, K pluses, X distinct |d_p|.
+Shape letters: P prompts, M pairs (hypotheses), D draws, N sums in falling order of size, K pluses, X distinct |d_p|.
 """
 
 import math
@@ -12,8 +12,8 @@ import numpy as np
 import scipy
 
 from evaluation.statistics.results import Power
-from evaluation.statistics.win_rates import counts_of
 from intervals.estimates import Floats, Ints
+from intervals.score import score_interval, variance_under
 
 ALPHA = 0.05
 POWER = 0.8
@@ -26,36 +26,89 @@ _DRAWS_PER_CHUNK = 1_000
 _ROUNDING = 1e-9
 
 
-def sign_test(x_P: Floats) -> float:
-    """Returns the two-sided p of the exact sign test: prompts won (x_p > ½) against prompts lost, without ties.
+class EqualityTest:
+    """The one test of "both policies are preferred equally often", and the win rate's interval, which inverts it.
 
-    If all prompts are ties, p is 1. If a judge passes or fails each policy's response, the won and lost prompts are the
-    discordant ones, and this is the exact form of McNemar 1947.
+        T(μ) = √n·|x̄ - μ| / √V(μ),   V as in `intervals.score`
+        p = max(share of sign vectors s with |Σ s_p·d_p| >= |Σ d_p|,  2·Φ(-T(½)))
+        interval = {μ: T(μ) <= max(z, T(½) of the largest Σ s_p·d_p whose p is not below α)}
+
+    The critical value of the score interval is that of the sign-flip test, if that is larger than the normal one. So
+    at every α the interval excludes ½ exactly if p < α, and it is never narrower than the score interval.
+
+    If feasible (up to 20 prompts that are not ties, or 1,000 with few different |d_p|), all sign vectors are counted
+    and `num_draws` is 0. Otherwise m = 10,000 are drawn; if b of them reach the observed sum, the share is
+    (b + 1)/(m + 1), which is never 0 (Phipson & Smyth 2010, Statistical Applications in Genetics and Molecular
+    Biology 9). If every prompt has one verdict, this is McNemar's exact test.
+
+    Raises: ValueError for no prompts.
     """
-    counts = counts_of(x_P)
-    decided = counts.wins + counts.losses
-    return float(scipy.stats.binomtest(counts.wins, decided).pvalue) if decided else 1.0
+
+    def __init__(self, x_P: Floats, *, seed: int) -> None:
+        if len(x_P) == 0:
+            raise ValueError("no prompts; a test needs at least one")
+        self.x_P = x_P
+        d_P = decided(x_P)
+        self.num_draws = 0 if _is_enumerable(d_P) else NUM_PERMUTATIONS
+        self.sum_N, self.beyond_N = _drawn_sums(d_P, seed) if self.num_draws else _enumerated_sums(d_P)
+        self._largest, self._rounding = float(np.abs(d_P).sum()), _ROUNDING * max(1, len(d_P))
+        value_X, times_X = np.unique(np.clip(x_P, 0.0, 1.0), return_counts=True)
+        # What a sum of d_p is worth as a score T(½). Ties alone have neither.
+        self._per_sum = 1 / math.sqrt(len(x_P) * variance_under(0.5, value_X, times_X)) if len(d_P) else 0.0
+        observed = abs(float(d_P.sum()))
+        self.flipped_p = self._share_reaching(observed)
+        self.p = max(self.flipped_p, 2 * float(scipy.special.ndtr(-observed * self._per_sum)))
+
+    def _share_reaching(self, observed: float) -> float:
+        """Returns the share of sign vectors whose sum reaches the observed one."""
+        num_reached = int(np.searchsorted(-self.sum_N, -(observed - self._rounding), side="right"))
+        if self.num_draws:
+            return (num_reached + 1) / (self.num_draws + 1)
+        return min(1.0, float(self.beyond_N[num_reached - 1]))
+
+    def quantile(self, alpha: float = ALPHA) -> float:
+        """Returns the largest T that the interval at 1 - α includes."""
+        if self.num_draws:
+            # p of the k-th largest sum is (k + 1)/(m + 1).
+            k = math.ceil(alpha * (self.num_draws + 1) - 1)
+            kept = float(self.sum_N[k - 1]) if k > 0 else self._largest
+        else:
+            kept = float(self.sum_N[int(np.searchsorted(self.beyond_N, alpha))])
+        return max(-NormalDist().inv_cdf(alpha / 2), kept * self._per_sum)
+
+    def interval(self, alpha: float = ALPHA) -> tuple[float, float]:
+        """Returns (low, high) of the win rate at level 1 - α."""
+        return self.decide(score_interval(self.x_P, quantile=self.quantile(alpha)), alpha)
+
+    def decide(self, ends: tuple[float, float], alpha: float = ALPHA) -> tuple[float, float]:
+        """Moves an end that equals ½ up to its rounding (1e-10) to the side on which the test has it."""
+        low, high = ends
+        if self.p >= alpha:
+            return min(low, 0.5), max(high, 0.5)
+        if float(self.x_P.mean()) > 0.5:
+            return max(low, math.nextafter(0.5, 1.0)), high
+        return low, min(high, math.nextafter(0.5, 0.0))
 
 
-def sign_flip_test(x_P: Floats, *, seed: int) -> tuple[float, int]:
-    """Tests the mean preference by swapping the policies of prompts; returns (two-sided p, number of random draws).
+def _enumerated_sums(d_P: Floats) -> tuple[Floats, Floats]:
+    """Returns each size |Σ s_p·d_p|, in falling order, and the probability of a size at least as large."""
+    sum_N, chance_N, _ = _all_sums(d_P)
+    # Equal sums may differ in their last bits.
+    size_N, group_N = np.unique(np.abs(sum_N).round(9), return_inverse=True)
+    chance_of_size_N = np.bincount(group_N, chance_N).astype(np.float64)
+    return size_N[::-1], np.cumsum(chance_of_size_N[::-1])
 
-    p is the share of sign vectors s with |Σ s_p·d_p| >= |Σ d_p|. If feasible (up to 20 prompts that are not ties, or
-    1,000 with few different |d_p|), all vectors are counted and the number of draws is 0. Otherwise m = 10,000 are
-    drawn; if b of them reach the observed sum, p = (b + 1)/(m + 1), which is never 0 (Phipson & Smyth 2010, Statistical
-    Applications in Genetics and Molecular Biology 9).
-    """
-    d_P = decided(x_P)
-    reached = abs(float(d_P.sum())) - _ROUNDING * max(1, len(d_P))
-    if _is_enumerable(d_P):
-        sum_N, chance_N, _ = _all_sums(d_P)
-        return min(1.0, float(chance_N[np.abs(sum_N) >= reached].sum())), 0
+
+def _drawn_sums(d_P: Floats, seed: int) -> tuple[Floats, Floats]:
+    """Returns the sizes |Σ s_p·d_p| of random sign vectors, in falling order, and the share of those at least as
+    large."""
     generator = np.random.default_rng(seed)
-    num_reached = 0
+    drawn = []
     for _ in range(0, NUM_PERMUTATIONS, _DRAWS_PER_CHUNK):
         sign_DP = 1.0 - 2.0 * generator.integers(0, 2, size=(_DRAWS_PER_CHUNK, len(d_P)), dtype=np.int8)
-        num_reached += int((np.abs(sign_DP @ d_P) >= reached).sum())
-    return (num_reached + 1) / (NUM_PERMUTATIONS + 1), NUM_PERMUTATIONS
+        drawn.append(np.abs(sign_DP @ d_P))
+    size_N = -np.sort(-np.concatenate(drawn))
+    return size_N, np.arange(1, len(size_N) + 1) / len(size_N)
 
 
 def decided(x_P: Floats) -> Floats:
@@ -76,6 +129,15 @@ def holm(p_M: Floats) -> Floats:
     return corrected
 
 
+def holm_level(p: float, holm_p: float) -> float:
+    """Returns α for the interval of one of several hypotheses, so that it excludes the null exactly if holm_p < 5%.
+
+    It is 5%. Only where Holm's correction takes a difference back (p < 5% <= holm_p) is it the smaller level at which
+    Holm's procedure tested this hypothesis, 5%·p/holm_p.
+    """
+    return ALPHA if (p < ALPHA) == (holm_p < ALPHA) else ALPHA * p / holm_p
+
+
 def power_of(x_P: Floats) -> Power:
     """Returns the smallest distance of the win rate from ½ that P prompts show with 80% power, and the number of
     prompts needed to show d̄.
@@ -84,7 +146,7 @@ def power_of(x_P: Floats) -> Power:
 
     m is the variance of d if there is no difference, m - δ² if there is. With one verdict per prompt, 4m is the share
     of prompts that are not ties, and this is McNemar's sample size (Miettinen 1968; Connor 1987, Biometrics 43). In δ
-    it is a quadratic equation. If `sign_flip_test` counts all sign vectors, δ is exact: see `_exact_detectable`.
+    it is a quadratic equation. If `EqualityTest` counts all sign vectors, δ is exact: see `_exact_detectable`.
     """
     d_P = x_P - 0.5
     m, observed = float((d_P**2).mean()), float(d_P.mean())

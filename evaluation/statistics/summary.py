@@ -20,7 +20,7 @@ from evaluation.statistics.results import (
     Significance,
     Summary,
 )
-from evaluation.statistics.significance import ALPHA, holm, power_of, sign_flip_test, sign_test
+from evaluation.statistics.significance import ALPHA, EqualityTest, holm, holm_level, power_of
 from evaluation.statistics.win_rates import counts_of, pair_win_rate, prompt_means
 from evaluation.verdicts import Comparisons, Verdict, comparisons_of
 
@@ -69,26 +69,25 @@ def _judge(rows: Sequence[Verdict], judge: str, names: tuple[str, ...], seed: in
 def _pairs(
     rows: Sequence[Verdict], comparisons: Comparisons, pairs: Sequence[tuple[int, int]], seed: int
 ) -> tuple[PairSummary, ...]:
-    tested = [sign_flip_test(prompt_means(comparisons.between(a, b)), seed=seed) for a, b in pairs]
-    corrected = holm(np.array([p for p, _ in tested]))
+    of_pairs = [comparisons.between(a, b) for a, b in pairs]
+    tests = [EqualityTest(prompt_means(pair), seed=seed) for pair in of_pairs]
+    corrected = holm(np.array([test.p for test in tests])).tolist()
     names = comparisons.policies
     summaries = []
-    for (a, b), (p, num_permutations), holm_p in zip(pairs, tested, corrected.tolist(), strict=True):
-        pair = comparisons.between(a, b)
+    for (a, b), pair, test, holm_p in zip(pairs, of_pairs, tests, corrected, strict=True):
         of_pair = [row for row in rows if {row.policy_a, row.policy_b} == {names[a], names[b]}]
-        x_P = prompt_means(pair)
         summaries.append(
             PairSummary(
                 policy_a=names[a],
                 policy_b=names[b],
-                win_rate=pair_win_rate(pair, seed=seed),
+                win_rate=pair_win_rate(pair, test, alpha=holm_level(test.p, holm_p), seed=seed),
                 verdicts=counts_of(pair.won_V),
-                prompts=counts_of(x_P),
+                prompts=counts_of(test.x_P),
                 num_failed=len(of_pair) - len(pair),
-                num_prompts_missing=len(comparisons.prompts) - len(x_P),
-                significance=Significance(sign_test(x_P), p, num_permutations, holm_p),
+                num_prompts_missing=len(comparisons.prompts) - len(test.x_P),
+                significance=Significance(test.p, test.num_draws, holm_p),
                 different=holm_p < ALPHA,
-                power=power_of(x_P),
+                power=power_of(test.x_P),
                 length_controlled=length_controlled(pair),
                 position_bias=position_bias(pair),
                 flips=flips(of_pair),
@@ -104,10 +103,16 @@ def _categories(pair: Comparisons, seed: int) -> tuple[CategoryWinRate, ...]:
     if len(present) < 2:
         return ()
     parts = [pair.where(pair.category_V == category) for category in present]
-    p_M = [sign_flip_test(prompt_means(part), seed=seed)[0] for part in parts]
+    tests = [EqualityTest(prompt_means(part), seed=seed) for part in parts]
+    corrected = holm(np.array([test.p for test in tests])).tolist()
     return tuple(
-        CategoryWinRate(pair.categories[category], pair_win_rate(part, seed=seed), p, holm_p)
-        for category, part, p, holm_p in zip(present, parts, p_M, holm(np.array(p_M)).tolist(), strict=True)
+        CategoryWinRate(
+            pair.categories[category],
+            pair_win_rate(part, test, alpha=holm_level(test.p, holm_p), seed=seed),
+            test.p,
+            holm_p,
+        )
+        for category, part, test, holm_p in zip(present, parts, tests, corrected, strict=True)
     )
 
 

@@ -12,9 +12,10 @@ import numpy as np
 import scipy
 
 from evaluation.statistics.results import Counts, WinRate
+from evaluation.statistics.significance import ALPHA, EqualityTest
 from evaluation.verdicts import Comparisons
 from intervals.bootstrap import bootstrap_ratio, percentiles
-from intervals.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints, Z
+from intervals.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints
 from intervals.score import score_interval
 
 NUM_RESAMPLES = 2_000
@@ -22,12 +23,13 @@ NUM_RESAMPLES = 2_000
 _RESAMPLES_PER_CHUNK = 200  # bounds the memory of resampling labelers
 
 
-def pair_win_rate(pair: Comparisons, *, seed: int) -> WinRate:
-    """Returns the win rate of a over b, from `Comparisons.between(a, b)`. Raises: ValueError for no verdicts."""
-    if len(pair) == 0:
-        raise ValueError("no verdicts; a win rate needs at least one")
-    x_P = prompt_means(pair)
-    low, high = score_interval(x_P)
+def pair_win_rate(pair: Comparisons, test: EqualityTest, *, alpha: float = ALPHA, seed: int) -> WinRate:
+    """Returns the win rate of a over b, from `Comparisons.between(a, b)` and the test of its `prompt_means`.
+
+    The intervals have the level 1 - α.
+    """
+    x_P = test.x_P
+    low, high = test.interval(alpha)
     _, labeler_V = np.unique(pair.labeler_V, return_inverse=True)
     num_labelers = int(labeler_V.max()) + 1
     is_wilson = len(pair) == len(x_P) and bool(np.isin(pair.won_V, (0.0, 1.0)).all())
@@ -37,7 +39,7 @@ def pair_win_rate(pair: Comparisons, *, seed: int) -> WinRate:
         high=high,
         method="wilson" if is_wilson else "score",
         bootstrap=bootstrap_labelers(pair, seed=seed) if num_labelers > 1 else bootstrap_prompts(x_P, seed=seed),
-        over_labelers=interval_over_labelers(pair) if num_labelers > 1 else UNKNOWN,
+        over_labelers=interval_over_labelers(pair, test, alpha=alpha) if num_labelers > 1 else UNKNOWN,
         num_prompts=len(x_P),
         num_verdicts=len(pair),
         num_labelers=num_labelers,
@@ -101,7 +103,7 @@ def bootstrap_labelers(pair: Comparisons, *, seed: int) -> Interval:
     return Interval(mean, *percentiles(np.concatenate(rates), LEVEL))
 
 
-def interval_over_labelers(pair: Comparisons) -> Interval:
+def interval_over_labelers(pair: Comparisons, test: EqualityTest, *, alpha: float = ALPHA) -> Interval:
     """Returns the win rate with an interval for other prompts and labelers: a score interval, two-way clustered.
 
         v = v_P + v_L - v_PL,   v_P = P/(P-1) Σ_p e_p²,  v_L = L/(L-1) Σ_l e_l²,  v_PL = Σ_pl e_pl²
@@ -110,7 +112,8 @@ def interval_over_labelers(pair: Comparisons) -> Interval:
     Gelbach & Miller 2011, Journal of Business & Economic Statistics 29(2)). The variance is inflated by v/v_P, where v
     is at least v_P. If labelers add to it, Student's quantile with min(P, L) - 1 degrees of freedom replaces z, as the
     authors advise, so a few labelers who differ give wide intervals. (Satterthwaite's formula would give too many
-    degrees of freedom whenever v_L happens to be small.)
+    degrees of freedom whenever v_L happens to be small.) The quantile is at least the test's, so this interval
+    contains the one over prompts.
     """
     won_PL, num_PL = _table(pair)
     num_prompts, num_labelers = won_PL.shape
@@ -122,10 +125,10 @@ def interval_over_labelers(pair: Comparisons) -> Interval:
     v_P = num_prompts / max(num_prompts - 1, 1) * float((by_prompt**2).sum())
     v_L = num_labelers / (num_labelers - 1) * float((by_labeler**2).sum())
     extra = max(0.0, v_L - float((e_PL**2).sum()))
-    if v_P == 0 or num_prompts == 1:
-        return Interval(mean, *score_interval(x_P))
-    # If labelers add nothing, this is the interval over prompts.
-    quantile = float(scipy.special.stdtrit(min(num_prompts, num_labelers) - 1, (1 + LEVEL) / 2)) if extra > 0 else Z
+    if v_P == 0 or num_prompts == 1 or extra == 0:  # labelers add nothing
+        return Interval(mean, *test.interval(alpha))
+    students = float(scipy.special.stdtrit(min(num_prompts, num_labelers) - 1, 1 - alpha / 2))
+    quantile = max(students, test.quantile(alpha))
     return Interval(mean, *score_interval(x_P, quantile=quantile, inflation=1 + extra / v_P))
 
 

@@ -33,7 +33,9 @@ HISTORY_LINES = 1000
 
 
 def chat(
-    model: Annotated[str, typer.Argument(help="A model directory, such as runs/demo/ppo/model, or a hub id.")],
+    model: Annotated[
+        str, typer.Argument(help="A model directory, such as runs/demo/ppo/model, a .gguf file, or a hub id.")
+    ],
     system: Annotated[str, typer.Option(help="The system's turn, with which each conversation starts.")] = "",
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.7,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of a response, in tokens.")] = 128,

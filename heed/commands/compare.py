@@ -41,7 +41,8 @@ def compare(
     policies: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Two or more model directories, hub ids, URL#MODEL or files of outputs; prefix with NAME= to name one."
+            help="Two or more model directories, .gguf files, hub ids, URL#MODEL or files of outputs; prefix with NAME="
+            " to name one."
         ),
     ] = None,
     prompts: Annotated[

@@ -12,7 +12,7 @@ DATA = "JSONL, JSON, CSV, Parquet or a hub id"
 
 def init(
     job: Annotated[Path, typer.Argument(help="The job file to write.")],
-    model: Annotated[str, typer.Option(help="The model to start from: a directory or a hub id.")],
+    model: Annotated[str, typer.Option(help="The model to start from: a directory, a .gguf file or a hub id.")],
     demonstrations: Annotated[str, typer.Option(help=f"Conversations for SFT: {DATA}.")] = "",
     preferences: Annotated[
         str, typer.Option(help=f"Preference pairs or rankings, for a reward model and DPO: {DATA}.")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from heed.commands.options import model_folder
 from stages.progress import console, results_console
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ _LOOKED_UP = ("embedding.weight", "positions.weight", "token_types.weight")
 
 @inspect_app.command("model")
 def inspect_model(
-    shape: Annotated[Path, typer.Argument(help="A model directory, or a TOML file with a model's shape or a job.")],
+    shape: Annotated[
+        Path, typer.Argument(help="A model directory or .gguf file, or a TOML file with a model's shape or a job.")
+    ],
 ) -> None:
     """Show parameters by part, FLOPs per token and key-value cache per token."""
     results_console().print(describe(read_shape(shape)))
@@ -37,12 +40,12 @@ def inspect_attention(
     """Draw the attention of every head of a layer as one picture: rows are queries, columns are keys."""
     from reports.attention import draw_attention
 
-    draw_attention(model, text, layer, png, target)
+    draw_attention(model_folder(model), text, layer, png, target)
     console.print(str(png))
 
 
 def read_shape(path: Path) -> "ModelConfig":
-    """Returns the shape of a model directory, of a file such as configs/models/gpt3-175b.toml, or of a job.
+    """Returns the shape of a model, of a file such as configs/models/gpt3-175b.toml, or of a job.
 
     Raises: ValueError naming file and field.
     """
@@ -50,10 +53,12 @@ def read_shape(path: Path) -> "ModelConfig":
     from jobs.job_file import load_job
     from jobs.toml_values import read_toml
     from lm.config import ModelConfig
+    from lm.hub import is_gguf
     from lm.weights import purpose_of, read_config
 
-    if path.is_dir():
-        return read_config(path, purpose_of(path))[0]
+    if path.is_dir() or is_gguf(str(path)):
+        folder = model_folder(path)
+        return read_config(folder, purpose_of(folder))[0]
     values = read_toml(path, str(path))
     if "name" in values:
         model = load_job(path, opens_models=False).model

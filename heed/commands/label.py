@@ -215,7 +215,8 @@ def label_outputs(
     made = count_of(len(tasks), "task")
     typer.echo(f"{made} in batch {batch!r} of {store}, each for {count_of(labelers, 'labeler')}")
     if num_same:
-        typer.echo(f"{num_same:,} prompts are left out: all responses to them are the same, or the prompt came twice")
+        left_out = f"{count_of(num_same, 'prompt')} {'is' if num_same == 1 else 'are'} left out"
+        typer.echo(f"{left_out}: all responses to it are the same, or the prompt came twice")
 
 
 @label_app.command("serve")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heed.commands.options import Weights, length_that_fits, read_weights
+from heed.commands.options import Weights, length_that_fits, model_folder, read_weights
 from stages.progress import console, results_console
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def measure_reward(
     if heldout_share < 1:
         judged = heldout_only(judged, heldout_share, seed)
     with console.status(f"scoring {len(judged.rankings):,} rankings"):
-        found = measure_reward_model(model, judged, seed=seed, weights=read_weights(weight))
+        found = measure_reward_model(model_folder(model), judged, seed=seed, weights=read_weights(weight))
     _print(reward_tables(found), found, json_file)
 
 
@@ -72,6 +72,7 @@ def measure_kl(
     from training.data import DataConfig, read_prompts
 
     asked = read_prompts(DataConfig(source=prompts, max_rows=max_prompts))
+    policy, reference = model_folder(policy), model_folder(reference)
     length = length_that_fits([policy, reference], asked, max_new_tokens)
     ours, theirs = Policy.load(policy), Policy.load(reference)
     with console.status(f"sampling {samples} responses to {len(asked):,} prompts"):
@@ -138,7 +139,7 @@ def measure_tax(
     from heed.commands.measure_tables import tax_tables
     from training.data import DataConfig, TextConfig, read_texts
 
-    policies = {str(folder): folder for folder in (before, *after)}
+    policies = {str(model): model_folder(model) for model in (before, *after)}
     if len(policies) < 1 + len(after):
         raise ValueError(f"{before} {' '.join(map(str, after))}: each model directory may be named only once")
     texts = list(read_texts([TextConfig(source=source, field=field, max_rows=max_rows) for source in text or []]))
@@ -172,7 +173,7 @@ def measure_harness(
     from heed.commands.measure_tables import harness_table
 
     found = run_tasks(
-        model,
+        model_folder(model),
         task,
         include=include,
         num_shots=None if shots < 0 else shots,

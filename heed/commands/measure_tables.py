@@ -22,15 +22,15 @@ if TYPE_CHECKING:  # the harness is an extra
 
 
 def number(value: float, digits: int = 3) -> str:
-    return "-" if math.isnan(value) else f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0 takes the sign of -0.0
+    return "-" if math.isnan(value) else f"{value:z.{digits}f}"  # z: a rounded zero has no minus
 
 
 def spread(found: Interval | Share, digits: int = 3) -> str:
-    """Formats a number with its interval: "0.731 (0.701 to 0.760)", or says which of them is unknown."""
+    """Formats a number with its interval: "0.731 (0.701 to 0.760)", "0.731 (no interval)", or "-" if it is unknown."""
     if math.isnan(found.mean):
-        return "unknown"
-    if math.isnan(found.low) and math.isnan(found.high):
-        return f"{number(found.mean, digits)} (interval unknown)"
+        return "-"
+    if math.isnan(found.low) or math.isnan(found.high):
+        return f"{number(found.mean, digits)} (no interval)"
     return f"{number(found.mean, digits)} ({number(found.low, digits)} to {number(found.high, digits)})"
 
 

@@ -65,6 +65,16 @@ def to_argv(overrides: list[str] | None, workers: int, first: str, only: str) ->
     return argv
 
 
+def model_folder(name: Path) -> Path:
+    """Returns the folder of a model that is named by its folder, a .gguf file, or a hub id.
+
+    Raises: ValueError as for `lm.hub.model_directory`.
+    """
+    from lm.hub import model_directory
+
+    return model_directory(str(name))
+
+
 def length_that_fits(policies: "Sequence[Path]", prompts: "Sequence[Prompt]", max_new_tokens: int) -> int:
     """Returns the longest response that fits next to every prompt, at most `max_new_tokens`; says so if it is less."""
     from evaluation.sampling import length_that_fits as found

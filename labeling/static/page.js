@@ -1,4 +1,4 @@
-// Keyboard shortcuts and drafts. Every page works without this file.
+// Keyboard shortcuts, drafts, and a button that copies the key. Every page works without this file.
 "use strict";
 
 // What was typed into a task's form survives a reload, the Back button and an unreachable server: only in this tab, and
@@ -26,10 +26,27 @@ function keepDraft() {
   });
 }
 
+// The clipboard is there on localhost and over HTTPS only; elsewhere the key is copied by hand.
+function offerCopy() {
+  const box = document.getElementById("copy-box");
+  if (!box || !navigator.clipboard) return;
+  box.hidden = false;
+  document.getElementById("copy").addEventListener("click", async () => {
+    const said = document.getElementById("copied");
+    try {
+      await navigator.clipboard.writeText(document.getElementById("key").textContent);
+      said.textContent = "Copied.";
+    } catch {
+      said.textContent = "The browser did not allow it: select the key and copy it.";
+    }
+  });
+}
+
 (() => {
   const form = document.getElementById("answer");
   document.getElementById("wrong")?.focus();
   keepDraft();
+  offerCopy();
   const keys = document.getElementById("keys");
   if (!form || !keys) return;
   const numResponses = Number(form.dataset.responses);

@@ -30,8 +30,9 @@ def write_consensus(
         ranks = consensus_of([ranking.ranks for ranking in rankings])
         if len(set(ranks)) == 1:
             where = f"task {task.task_id!r}"
-            found = f"its responses have equal mean ranks over {len(rankings)} labelers"
-            report.add("consensus is a tie", where, found, "written as a tie")
+            report.add(
+                "written as a tie", where, f"all responses share one mean rank of {len(rankings)} labelers", "kept"
+            )
         row = ranking_row(replace(rankings[0], ranks=ranks, labeler=CONSENSUS, ratings=_mean_ratings(rankings)))
         yield row | {"num_labelers": len(rankings), "agreement": _agreement(ranks, rankings)}
 

@@ -43,7 +43,7 @@ def test_two_models_outputs_and_their_prompts(heed_label: Any) -> None:
         code, out, _ = heed_label(*command)
         assert code == 0
         assert "2 tasks in batch 'main' of labels.sqlite, each for 3 labelers" in out
-        assert "1 prompts are left out: all responses to them are the same" in out
+        assert "1 prompt is left out: all responses to it are the same" in out
         assert stored() == [
             ("Question 0?", ("small 0", "large 0"), ("small", "large"), 3),
             ("Question 2?", ("small 2", "large 2"), ("small", "large"), 3),
@@ -52,6 +52,15 @@ def test_two_models_outputs_and_their_prompts(heed_label: Any) -> None:
     write("small.jsonl", {"prompt_id": "p0", "response": "small 0"})
     code, _, err = heed_label(*command)
     assert (code, "p1" in err) == (2, True)
+
+
+def test_a_text_that_several_models_wrote_is_one_response(heed_label: Any) -> None:
+    """Labelers would otherwise rank a response against itself."""
+    row = {"prompt": "Why?", "responses": {"small": "So.", "large": "No.", "huge": "So."}}
+    alike = {"prompt": "Who?", "responses": {"small": "I.", "large": "I.", "huge": "I."}}
+    code, out, _ = heed_label("outputs", write("rows.jsonl", row, alike), *STORE)
+    assert (code, "1 prompt is left out" in out) == (0, True)
+    assert stored() == [("Why?", ("So.", "No."), ("small, huge", "large"), 1)]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def test_refusals_before_anything_is_sampled(
     monkeypatch.setattr(sampling, "generate", None)
     one, two, saved = str(place / "models/one/model"), str(place / "models/two/model"), str(place / "saved.jsonl")
     length = f"{place / 'judges.py'}:length"
+    (place / "fine.txt").write_text("$prompt $first $second")
     (place / "short.jsonl").write_text((place / "saved.jsonl").read_text().split("\n", 1)[1])
     for policies, judges, words in (
         ((one,), (length,), "1 policies; at least two"),
@@ -49,6 +50,7 @@ def test_refusals_before_anything_is_sampled(
         ((one, str(place / "short.jsonl")), (length,), "has no response to 1 of 5 prompts: 'p0'"),
         ((one, saved), (f"{place / 'judges.py'}:none",), "has no function 'none'"),
         ((one, saved), (one,), "architectures"),
+        ((one, saved), (str(place / "judges.py"),), "judges.py names no function; FILE.py:FUNCTION was expected"),
         ((one, saved), ("gold:nothing",), "gold:playground, or gold:JOB.toml"),
         ((one, saved), ("people:",), "people:STORE was expected"),
         ((one, saved), (length, length), "is given twice"),
@@ -59,9 +61,11 @@ def test_refusals_before_anything_is_sampled(
         (("--verdicts", saved), "--verdicts already contains policies, prompts and judges"),
         (("--prompts", ""), "or --verdicts alone"),
         (("--category", "level"), "line 1: the category field 'level' is missing"),
-        (("--template", str(place / "saved.jsonl")), ""),
+        (("--template", str(place / "saved.jsonl")), "$prompt, $first and $second were expected"),
+        (("--template", str(place / "nothere.txt")), "nothere.txt: no such file; a judge's template was expected"),
+        (("--template", str(place / "fine.txt")), "no judge is a language model (URL#MODEL)"),
     ):
-        judges = ("http://127.0.0.1:1/v1#m",) if "--template" in more else (length,)
+        judges = ("http://127.0.0.1:1/v1#m",) if "saved.jsonl" in more[1] and "--template" in more else (length,)
         code, said = heed_main(*compare(place, one, saved, judges=judges, more=more))
         assert (code, words in said) == (2, True), said
     assert not (place / "out").exists()

@@ -1,6 +1,7 @@
 """`heed measure` as a user types it, on small models of random weights."""
 
 import json
+import math
 import shutil
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -14,8 +15,8 @@ from typer.testing import CliRunner
 from evaluation.measures.reward_model import measures_of_scores, read_judged
 from files.atomic import write_json
 from heed.cli import app
-from heed.commands import measure_tables
-from intervals.estimates import Interval
+from heed.commands.measure_tables import reward_tables, spread
+from intervals.estimates import UNKNOWN, Interval
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
@@ -62,24 +63,22 @@ def heed(*arguments: object) -> str:
     return result.output
 
 
-def test_what_one_labeler_cannot_say_is_called_unknown(tmp_path: Path) -> None:
+def test_why_agreement_is_unknown_is_said(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"Name a {word}", "chosen": word, "rejected": "no"} for word in WORDS]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     judged = read_judged(str(path))
     found = measures_of_scores(judged, {task_id: [1.0, 1.0] for task_id in judged.tasks}, seed=0)
     console = Console(file=StringIO(), width=150)
-    for part in measure_tables.reward_tables(found):
+    for part in reward_tables(found):
         console.print(part)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     (agreement,) = [line.split("  ") for line in text.splitlines() if "two labelers agree" in line]
     assert [cell.strip() for cell in agreement if cell.strip()] == [
-        "two labelers agree", "unknown", "1 labeler; no pair was ordered by two of them",
+        "two labelers agree", "-", "1 labeler; no pair was ordered by two of them",
     ]  # fmt: skip
     assert "(- to -)" not in text
     assert "-0.000" not in text
-    assert [measure_tables.number(value) for value in (-0.0001, -0.5, float("nan"))] == ["0.000", "-0.500", "-"]
-    assert measure_tables.spread(Interval(0.5, float("nan"), float("nan"))) == "0.500 (interval unknown)"
 
 
 def test_policies_of_a_run_are_those_that_were_kept_and_the_last(run_folder: Path, tmp_path: Path) -> None:
@@ -189,3 +188,10 @@ def test_a_run_that_kept_no_policies_is_refused_before_anything_is_sampled(
     shutil.rmtree(tmp_path / "run" / "ppo" / "policies")
     with pytest.raises(ValueError, match=r"1 of PPO's policies are kept; at least 3 .* set ppo.keep_policies_every"):
         heed("over-optimisation", tmp_path / "run", "--prompts", prompts)
+
+
+def test_what_is_unknown_and_zeros_are_shown_as_such() -> None:
+    assert spread(Interval(0.731, 0.701, 0.76)) == "0.731 (0.701 to 0.760)"
+    assert spread(Interval(-0.0001, -0.0002, -0.0)) == "0.000 (0.000 to 0.000)"
+    assert spread(Interval(0.5, math.nan, math.nan)) == "0.500 (no interval)"
+    assert spread(UNKNOWN) == "-"

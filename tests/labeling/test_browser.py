@@ -298,10 +298,23 @@ def test_taking_an_answer_back(site):
     page.get_by_role("link", name="My answers").click()
     page.get_by_role("button", name="Take back the answer to “Say t1”").click()
     expect(page.locator(".message.user .text")).to_have_text("Say t1")
+    assert page.locator("input[name^=rank]:checked").evaluate_all("all => all.map(one => one.value)") == ["1", "2", "3"]
     rank(page, 2, 2, 1)
     store_it(page)
     expect(page.locator(".message.user .text")).to_have_text("Say t2")
     assert [act.kind for act in opened.judgments()] == ["answer", "undo", "answer"]
+
+
+def test_taking_back_fits_a_narrow_phone(site):
+    opened = site([make_task("t1"), make_task("t2")])
+    page = opened.visit("ann")
+    rank(page, 1, 2, 3)
+    store_it(page)
+    page.set_viewport_size({"width": 360, "height": 740})
+    page.get_by_role("link", name="My answers").click()
+    box = page.get_by_role("button", name="Take back").bounding_box()
+    table = page.locator(".scroll").evaluate("one => one.scrollWidth <= one.clientWidth")
+    assert (box["x"] + box["width"] <= 360, table) == (True, True)
 
 
 def test_hostile_text_does_nothing(site):

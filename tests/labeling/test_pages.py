@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 from labeling.app import make_app
 from labeling.attempts import PER_NAME_AND_ADDRESS, Attempts, TooManyTriesError
 from labeling.config import LabelingConfig, Screening
+from preferences.leases import display_order
 from preferences.records import Message, Task
 
 PLAIN = LabelingConfig(asks_ratings=False, task_order="arrival")
@@ -439,7 +440,7 @@ def test_a_warning_comes_first_and_time_counts_from_the_reveal(world, visit):
     assert (answered.milliseconds, skipped.kind, skipped.note) == (7_000, "skip", "I do not want to judge this")
     history = ann.get("/answers").text
     assert "Say t2" not in history
-    assert "content warning: Describes" in history
+    assert "Content warning: Describes" in history
     counts = "2 tasks have one; labelers skipped them 1 time and answered 1 time (50% skipped)"
     assert counts in eve.get("/lead/quality").text
     hidden, open_ = (eve.get(f"/lead/task?task=t1{more}").text for more in ("", "&revealed=true"))
@@ -550,6 +551,68 @@ def test_labelers_are_shown_no_ids(world, visit):
     assert all(len(handle) >= 16 for handle in handles)
 
 
+def test_the_page_counts_what_is_left_for_this_labeler(world, visit):
+    """Without what others have finished, and with a repeat only once its original is judged."""
+    tasks = [make_task(f"t{number}", 2) for number in range(4)]
+    world.add(*tasks, replace(tasks[0], task_id="again", repeat_of="t0"))
+    ann, bob = visit("ann", PLAIN), visit("bob", PLAIN)
+    assert "You have judged 0 tasks. 4 are left for you, with this one." in ann.get("/task").text
+    page = ann.post("/task/answer", data=form(ann.get("/task")) | ranks(1, 2))
+    assert "You have judged 1 task. 4 are left for you, with this one." in page.text
+    assert "2 are left for you" in bob.get("/task").text  # one is Ann's now, one is judged, and nothing is repeated yet
+    ann.post("/task/skip", data=form(ann.get("/task")) | {"reason": "too hard"})
+    assert "2 are left for you" in ann.get("/task").text  # another one is Bob's now
+
+
+def test_more_tasks_than_the_page_counts(world, visit, monkeypatch):
+    monkeypatch.setattr("labeling.service.MAX_LEFT", 3)
+    monkeypatch.setattr("labeling.task_pages.MAX_LEFT", 3)
+    world.add(*(make_task(f"t{number}", 2) for number in range(5)))
+    assert "At least 3 are left for you" in visit("ann", PLAIN).get("/task").text
+
+
+def test_an_answer_taken_back_is_filled_in(world, visit):
+    """Even if another task was open meanwhile, and in the order in which this labeler sees the responses."""
+    world.add(make_task("t1"), make_task("t2"))
+    ann = visit("ann")
+    ratings = {f"rating_{place}": str(place + 2) for place in range(3)}
+    first = ann.get("/task")
+    ann.post("/task/answer", data=form(first) | ranks(3, 1, 2) | ratings | {"note": "hm", "flags_1": "hallucinates"})
+    assert "t2: response" in ann.get("/task").text
+    page = ann.post("/answers/undo", data=form(ann.get("/answers"), "/answers/undo"))
+    assert "t1: response" in page.text
+    assert "Your earlier answer is filled in. You took it back" in page.text
+    checked = re.findall(r'name="(\w+)" value="(\w+)"[^>]* checked', page.text)
+    assert checked == [("rating_0", "2"), ("rank_0", "3"), ("rating_1", "3"), ("rank_1", "1"),
+                       ("flags_1", "hallucinates"), ("rating_2", "4"), ("rank_2", "2")]  # fmt: skip
+    assert ">\nhm</textarea>" in page.text
+    fields = form(page) | ranks(1, 2, 3) | ratings
+    assert "t2: response" in ann.post("/task/answer", data=fields).text
+    # Others cannot open a task by its handle.
+    handle = fields["task"]
+    assert "t2: response" in ann.get(f"/task?task={handle}").text
+    assert "Your earlier answer" not in visit("bob").get(f"/task?task={handle}").text
+
+
+def test_leads_know_tasks_by_their_first_words(world, visit):
+    long = "Tell me a story about\n a fox who " + "walks " * 30
+    told = replace(make_task("2d4b34274503a8a7", 2), prompt=(Message("user", long),))
+    world.add(told, replace(make_task("t2", 2), warning="blood"), num_labelers=2)
+    for name, best in (("ann", 0), ("bob", 1)):
+        labeler = visit(name, PLAIN)
+        for task_id in ("2d4b34274503a8a7", "t2"):
+            if task_id == "t2":
+                labeler.post("/task/reveal", data=form(labeler.get("/task"), "/task/reveal"))
+            given = [1 if index == best else 2 for index in display_order(task_id, name, 2)]
+            labeler.post("/task/answer", data=form(labeler.get("/task")) | ranks(*given))
+    eve = visit("eve", PLAIN)
+    for path in ("/lead/quality", "/lead/answers"):
+        text = eve.get(path).text
+        assert ">Tell me a story about a fox who walks walks walks" in text
+        assert ">Content warning: blood</a>" in text
+        assert ">2d4b34274503a8a7<" not in text
+
+
 def test_a_lead_takes_an_adjudication_back(world, visit):
     world.add(make_task("t1", 2))
     ann, eve = visit("ann", PLAIN), visit("eve", PLAIN)
@@ -559,7 +622,7 @@ def test_a_lead_takes_an_adjudication_back(world, visit):
         eve.post("/task/answer", data=form(page) | ranks(1, 1))
         assert [ranking.labeler for ranking in world.store.rankings("main")] == [name]
         page = eve.get("/answers")
-        assert "Take back the adjudication of t1" in page.text
+        assert "Take back the adjudication of “Say t1”" in page.text
         page = eve.post("/answers/undo", data=form(page, "/answers/undo"))
         assert page.status_code == 200
         assert [ranking.labeler for ranking in world.store.rankings("main")] == ["ann"]

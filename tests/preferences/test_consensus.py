@@ -48,6 +48,6 @@ def test_one_row_per_task_that_the_reward_stage_reads() -> None:
         ("t1", (1, 2), 3, pytest.approx(2 / 3)), ("t2", (2, 1), 1, 1.0), ("t3", (1, 1), 2, None),
     ]  # fmt: skip
     assert rows[0]["ratings"] == [6.0, 1.5]
-    assert report.counts() == {"superseded": 1, "consensus is a tie": 1}
+    assert report.counts() == {"superseded": 1, "written as a tie": 1}
     (read,) = read_rankings("row", rows[0], Report(), "")
     assert (read.votes[0].labeler, read.votes[0].ranks) == ("consensus", (1, 2))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from markupsafe import escape
 from playwright.sync_api import Browser, expect
 
 from compare.report.stage import answer_of, policy_table
@@ -20,6 +21,7 @@ from files.records import read_record
 from intervals.estimates import Interval
 from jobs.registry import BUILT_IN
 from reports import report as run_report
+from reports.glossary import Glossary
 from reports.parts import Answer
 from reports.styles import styles_of
 from reports.svg import running_mean
@@ -31,6 +33,11 @@ REPORTERS = BUILT_IN.reporters
 STAGES = BUILT_IN.names
 HOSTILE = "<script>alert(1)</script>"
 KINDS = ("story", "question", "list", "brief", "decline", "help")
+
+
+def without_links(page: str) -> str:
+    """Returns a page without its links to the glossary, which stand within sentences."""
+    return re.sub(r'<a class="term"[^>]*>(.*?)</a>', r"\1", page)
 
 
 def mean(value: float, half: float, **more: Any) -> dict[str, Any]:
@@ -436,7 +443,7 @@ def test_answers_to_the_same_prompts_during_training(whole_run: Path, browser: B
     expect(drawn.get_by_role("status")).to_have_text("1 to 3 of 3 prompts that fit")
     expect(page.get_by_role("navigation", name="Contents").get_by_role("link")).to_have_text(
         ["The comparison", "Samples side by side", "Samples during training", "The loop, stage by stage",
-         "Where the numbers come from"]
+         "Where the numbers come from", "Glossary"]
     )  # fmt: skip
     page.locator("details.folded").evaluate_all("all => all.forEach(one => { one.open = true; })")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -496,7 +503,7 @@ def test_verdict_is_honest(run: Path) -> None:
     assert text.startswith(
         "PPO beats SFT 83% of the time on 200 held-out prompts (ties count half; 95% interval 79 to 87%)"
     )
-    assert "at 5.2 nats of KL from SFT." in text
+    assert "Its KL from SFT is 5.2 nats." in text
     tone, text = answer_with(run, 0.54, 0.48, 0.6)
     assert tone == "unclear"
     assert text.startswith("No difference between PPO and SFT is shown: PPO wins 54%")
@@ -525,8 +532,8 @@ def test_verdict_of_two_policies_compares_them_too(run: Path) -> None:
     assert found.text.endswith("DPO beats PPO 48% of the time (95% 44 to 52%), which shows no difference.")
     report = write_report(run)
     assert report["verdict"].startswith("DPO beats SFT 70%")
-    page = (run / "report.html").read_text(encoding="utf-8")
-    assert all(title in page for title in ("DPO over SFT", "PPO over SFT", "DPO&#39;s KL from SFT"))
+    page = without_links((run / "report.html").read_text(encoding="utf-8"))
+    assert all(title in page for title in ("DPO over SFT", "PPO over SFT", "KL from SFT, DPO"))
 
 
 def test_verdict_warns_of_what_a_win_rate_hides(run: Path) -> None:
@@ -539,11 +546,40 @@ def test_verdict_warns_of_what_a_win_rate_hides(run: Path) -> None:
     assert "Best of 16 is still ahead of PPO, which wins 40% against it." in text
 
 
+def test_one_sentence_says_why_a_score_is_clear_where_the_win_rate_is_not(run: Path) -> None:
+    rates = {"num_prompts": 200, "holm_p": 0.2}
+    gain = {"category": "", "num_prompts": 200, "proxy": mean(1.0, 0.2), "judge": mean(0.46, 0.4), "holm_p": 0.04}
+    hacking = {"overall": gain, "categories": [], "training": [], "late_proxy": mean(0, 1), "late_judge": mean(0, 1)}
+    change(run, "compare/results.json", "hacking", hacking)
+    change(run, "compare/results.json", "pairs.ppo/sft.win_rate", mean(0.54, 0.06, **rates))
+    why = "A win rate counts which response is better, a mean score also by how much:"
+    assert answer(run).more[-1].startswith(why)
+    change(run, "compare/results.json", "pairs.ppo/sft.win_rate", mean(0.6, 0.06, **rates))
+    assert len(answer(run).more) == 1  # both are clear
+
+
+def test_the_glossary_has_the_terms_that_the_page_uses(run: Path) -> None:
+    write_report(run)
+    page = (run / "report.html").read_text(encoding="utf-8")
+    linked = set(re.findall(r'href="#glossary-([a-z0-9-]+)"', page))
+    assert {"kl-from-sft", "nats", "distinct-2", "win-rate", "best-of-n"} <= linked
+    assert set(re.findall(r'id="glossary-([a-z0-9-]+)"', page)) == linked
+    shutil.rmtree(run / "compare")
+    write_report(run)
+    assert 'id="glossary-distinct-2"' not in (run / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_glossary_escapes_what_it_links() -> None:
+    found = Glossary().link(f"{HOSTILE} at 2 nats & <b>")
+    assert found == f'{escape(HOSTILE)} at 2 <a class="term" href="#glossary-nats">nats</a> &amp; &lt;b&gt;'
+
+
 def test_note_is_a_caution(tmp_path: Path) -> None:
     run = make_run(tmp_path / "debug", note="Too small to mean anything.")
     report = write_report(run)
     page = (run / "report.html").read_text(encoding="utf-8")
     assert report["job"]["note"] == "Too small to mean anything."
+    page = without_links(page)
     assert page.index("Too small to mean anything.") < page.index(report["verdict"][:40])
 
 

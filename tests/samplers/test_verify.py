@@ -229,3 +229,22 @@ def test_mistakes_are_one_line(
     untied: Path, arguments: tuple[str, ...], message: str, refused: Callable[..., str]
 ) -> None:
     assert message in refused("verify-sampler", *(str(untied) if word == "MODEL" else word for word in arguments))
+
+
+def test_without_vllm_the_commands_own_option_is_named(
+    untied: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("samplers.environment.DEFAULT", Path("/nowhere/python"))
+    assert "run `make vllm`, or name another with --python" in refused("verify-sampler", "vllm", str(untied))
+
+
+def test_threads_do_not_spin_while_they_wait(
+    untied: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "10000")  # what Heed's processes have otherwise
+    engine = tmp_path / "engine.py"
+    engine.write_text(
+        "import os\ndef load(folder, precision):\n"
+        "    raise ValueError('threads spin ' + os.environ['GOMP_SPINCOUNT'])\n"
+    )
+    assert "threads spin 0" in refused("verify-sampler", f"{engine}:load", str(untied))

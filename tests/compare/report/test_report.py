@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,11 @@ from reports.styles import styles_of
 from reports.text import p_value, percent
 
 MakeFolder = Callable[..., Path]
+
+
+def without_links(page: str) -> str:
+    """Returns a page without its links to the glossary, which stand within sentences."""
+    return re.sub(r'<a class="term"[^>]*>(.*?)</a>', r"\1", page)
 
 
 def read(path: Path) -> Any:
@@ -128,7 +134,7 @@ def test_the_page_shows_the_numbers_of_the_summary(four_policies: Path) -> None:
             for rating in ratings["policies"]:
                 assert f"{rating['value']:.2f}".replace("-", "\u2212") in page
     for text in (report["answer"]["text"], *report["answer"]["more"], *report["warnings"]):
-        assert text.replace("'", "&#39;") in page
+        assert text.replace("'", "&#39;") in without_links(page)
     for file, sha256 in report["files"].items():
         assert sha256 in page, file
 

@@ -8,22 +8,26 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
-from evaluation.statistics.significance import holm, power_of, sign_flip_test, sign_test
+from evaluation.statistics.significance import EqualityTest, holm, holm_level, power_of
+from intervals.score import score_interval
+from tests.examples import examples
+
+
+def equality(x_P, *, seed=0):
+    return EqualityTest(x_P, seed=seed)
 
 
 def prompts(wins, ties, losses):
     return np.repeat([1.0, 0.5, 0.0], [wins, ties, losses])
 
 
-def test_the_sign_test_is_mcnemars():
-    assert sign_test(prompts(14, 14, 4)) == pytest.approx(0.0308837890625)
-    assert sign_test(prompts(0, 9, 0)) == 1.0
-
-
-def test_the_sign_test_counts_prompts_by_their_mean():
-    assert sign_test(np.array([0.6, 0.9, 0.51, 0.7, 0.55, 0.8])) == pytest.approx(2 / 2**6)
+def test_one_verdict_per_prompt_gives_mcnemars_exact_test():
+    assert equality(prompts(14, 14, 4)).p == pytest.approx(0.0308837890625)
+    assert equality(prompts(0, 9, 0)).p == 1.0
 
 
 def test_few_prompts_are_enumerated():
@@ -31,19 +35,20 @@ def test_few_prompts_are_enumerated():
     d = x_P - 0.5
     sums = [abs(np.dot(signs, d)) for signs in itertools.product([1, -1], repeat=len(d))]
     expected = np.mean(np.array(sums) >= abs(d.sum()) - 1e-9)
-    assert sign_flip_test(x_P, seed=0) == (pytest.approx(expected), 0)
+    found = equality(x_P)
+    assert (found.p, found.num_draws) == (pytest.approx(expected), 0)
 
 
 def test_many_prompts_of_few_values_are_enumerated_too():
-    """With verdicts of 0, ½ or 1 it is the sign test; with preferences in thirds, it is what random signs
+    """With verdicts of 0, ½ or 1 it is the binomial test; with preferences in thirds, it is what random signs
     approximate."""
-    assert sign_flip_test(prompts(30, 5, 14), seed=0) == (pytest.approx(sign_test(prompts(30, 5, 14))), 0)
+    assert equality(prompts(30, 5, 14)).p == pytest.approx(stats.binomtest(30, 44).pvalue)
     x_P = np.random.default_rng(3).integers(0, 4, size=100) / 3
-    exact, num_permutations = sign_flip_test(x_P, seed=0)
-    assert num_permutations == 0
+    exact = equality(x_P)
+    assert exact.num_draws == 0
     sign_DP = np.random.default_rng(1).choice([-1.0, 1.0], size=(40_000, 100))
     drawn = np.abs(sign_DP @ (x_P - 0.5)) >= abs((x_P - 0.5).sum()) - 1e-9
-    assert exact == pytest.approx(drawn.mean(), abs=0.01)
+    assert exact.flipped_p == pytest.approx(drawn.mean(), abs=0.01)
 
 
 def test_it_agrees_with_scipys_permutation_test():
@@ -51,21 +56,70 @@ def test_it_agrees_with_scipys_permutation_test():
     expected = stats.permutation_test(
         (x_P - 0.5,), np.mean, permutation_type="samples", n_resamples=9_999, rng=np.random.default_rng(0)
     ).pvalue
-    found, num_permutations = sign_flip_test(x_P, seed=0)
-    assert num_permutations == 10_000
-    assert found == pytest.approx(expected, abs=0.01)
+    found = equality(x_P)
+    assert found.num_draws == 10_000
+    assert found.flipped_p == pytest.approx(expected, abs=0.01)
 
 
 def test_a_random_p_is_never_0_and_ties_change_nothing():
-    assert sign_flip_test(np.linspace(0.6, 1.0, 50), seed=0) == (1 / 10_001, 10_000)
-    assert sign_flip_test(prompts(9, 500, 2), seed=0) == sign_flip_test(prompts(9, 0, 2), seed=0)
-    assert sign_flip_test(np.full(30, 0.5), seed=0) == (1.0, 0)
+    found = equality(np.linspace(0.6, 1.0, 50))
+    assert (found.p, found.num_draws) == (1 / 10_001, 10_000)
+    assert equality(prompts(9, 500, 2)).p == pytest.approx(equality(prompts(9, 0, 2)).p)
+    assert equality(np.full(30, 0.5)).p == 1.0
 
 
 @pytest.mark.parametrize("num", [15, 80])
-def test_swapping_policies_gives_the_same_p(num):
+def test_swapping_policies_gives_the_same_p_and_mirrors_the_interval(num):
     x_P = np.random.default_rng(num).random(num)
-    assert sign_flip_test(x_P, seed=3) == sign_flip_test(1 - x_P, seed=3)
+    one, other = equality(x_P, seed=3), equality(1 - x_P, seed=3)
+    assert one.p == pytest.approx(other.p)
+    low, high = one.interval()
+    assert other.interval() == pytest.approx((1 - high, 1 - low), abs=1e-9)
+
+
+values = st.one_of(
+    st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.floats(0.0, 1.0, width=16)
+)
+
+
+@examples(400)
+@given(st.lists(values, min_size=1, max_size=40), st.sampled_from([0.2, 0.05, 0.05 / 3, 0.01]))
+def test_the_interval_excludes_one_half_exactly_if_p_is_below_alpha(x_P, alpha):
+    found = equality(np.array(x_P))
+    low, high = found.interval(alpha)
+    assert (low > 0.5 or high < 0.5) == (found.p < alpha)
+    # It is never narrower than the score interval, so it covers the truth at least as often.
+    plain = score_interval(np.array(x_P), quantile=stats.norm.isf(alpha / 2))
+    assert low <= plain[0] + 1e-9
+    assert plain[1] - 1e-9 <= high
+
+
+@examples(100)
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 30))
+def test_wins_losses_and_ties_decide_alike(wins, losses, ties):
+    """At every split that one verdict per prompt can give, among them 12 to 4: Wilson's interval is 50.5% to 89.8%,
+    and the exact test's p is .0768."""
+    if wins + losses + ties:
+        found = equality(prompts(wins, ties, losses))
+        low, high = found.interval()
+        assert (low > 0.5 or high < 0.5) == (found.p < 0.05)
+
+
+def test_a_close_call_reaches_one_half():
+    found = equality(prompts(12, 0, 4))
+    assert found.p == pytest.approx(0.0768, abs=1e-4)
+    assert found.interval() == pytest.approx((0.5, 0.9), abs=1e-3)  # Wilson's with z = 2: (0.5, 0.9)
+
+
+@examples(200)
+@given(st.lists(st.floats(1e-5, 1.0), min_size=1, max_size=8))
+def test_an_interval_at_holms_level_excludes_the_null_exactly_if_holms_p_is_below_alpha(p_M):
+    for p, holm_p in zip(p_M, holm(np.array(p_M)).tolist(), strict=True):
+        level = holm_level(p, holm_p)
+        assert (p < level) == (holm_p < 0.05)
+        assert level <= 0.05
+    assert holm_level(0.02, 0.06) == pytest.approx(0.05 / 3)
+    assert holm_level(0.3, 0.9) == holm_level(0.01, 0.03) == 0.05
 
 
 def test_holm():
@@ -103,7 +157,7 @@ def test_a_detectable_difference_is_detected_four_times_in_five(num, tie):
     for world in range(300):
         u_P = generator.random(num)
         x_P = np.where(u_P < (1 - tie) / 2 + detectable, 1.0, np.where(u_P < 1 - tie, 0.0, 0.5))
-        found += sign_flip_test(x_P, seed=world)[0] < 0.05
+        found += equality(x_P, seed=world).p < 0.05
     assert 0.72 <= found / 300 <= 0.87
 
 

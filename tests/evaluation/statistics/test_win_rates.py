@@ -6,6 +6,7 @@ from scipy import stats
 
 from benchmarks.compare_worlds import comparisons
 from evaluation.statistics.results import Counts
+from evaluation.statistics.significance import EqualityTest
 from evaluation.statistics.win_rates import (
     bootstrap_labelers,
     bootstrap_prompts,
@@ -24,15 +25,19 @@ def pair(rows):
     return comparisons(won_V.astype(np.float64), prompt_V, labeler_V=labeler_V)
 
 
+def win_rate(found, *, seed):
+    return pair_win_rate(found, EqualityTest(prompt_means(found), seed=seed), seed=seed)
+
+
 def test_every_prompt_weighs_the_same_whatever_its_verdicts():
-    found = pair_win_rate(pair([(0, 0, 1), (0, 0, 1), (0, 0, 1), (0, 0, 0), (1, 0, 0), (2, 0, 0.5)]), seed=0)
+    found = win_rate(pair([(0, 0, 1), (0, 0, 1), (0, 0, 1), (0, 0, 0), (1, 0, 0), (2, 0, 0.5)]), seed=0)
     assert found.mean == pytest.approx((0.75 + 0 + 0.5) / 3)
     assert (found.num_prompts, found.num_verdicts, found.num_labelers, found.method) == (3, 6, 1, "score")
 
 
 def test_it_is_wilsons_with_one_verdict_a_prompt_and_neither_ties_nor_soft_values():
     def methods(won):
-        return pair_win_rate(pair([(prompt, 0, x) for prompt, x in enumerate(won)]), seed=0).method
+        return win_rate(pair([(prompt, 0, x) for prompt, x in enumerate(won)]), seed=0).method
 
     assert methods([1, 0, 1]) == "wilson"
     assert methods([1, 0, 0.5]) == methods([1, 0, 0.7]) == "score"
@@ -41,7 +46,7 @@ def test_it_is_wilsons_with_one_verdict_a_prompt_and_neither_ties_nor_soft_value
 def test_repeating_a_prompts_verdict_tells_nothing_new():
     once = pair([(prompt, 0, prompt % 3 > 0) for prompt in range(30)])
     often = pair([(prompt, 0, prompt % 3 > 0) for prompt in range(30) for _ in range(5)])
-    one, other = pair_win_rate(once, seed=0), pair_win_rate(often, seed=0)
+    one, other = win_rate(once, seed=0), win_rate(often, seed=0)
     assert (one.low, one.high) == pytest.approx((other.low, other.high))
 
 
@@ -56,7 +61,7 @@ def test_counts():
 def test_labelers_who_differ_widen_the_interval_over_labelers_alone():
     """Labeler 0 always prefers a, labeler 1 always b, and labeler 2 depends on the prompt."""
     rows = [(prompt, 0, 1) for prompt in range(60)] + [(prompt, 1, 0) for prompt in range(60)]
-    found = pair_win_rate(pair(rows + [(prompt, 2, prompt % 2) for prompt in range(60)]), seed=0)
+    found = win_rate(pair(rows + [(prompt, 2, prompt % 2) for prompt in range(60)]), seed=0)
     assert found.mean == pytest.approx(0.5)
     assert found.high - found.low < 0.1
     assert found.over_labelers.high - found.over_labelers.low > 0.8  # Student's t with 2 degrees of freedom
@@ -65,7 +70,8 @@ def test_labelers_who_differ_widen_the_interval_over_labelers_alone():
 
 def test_the_variance_over_labelers_by_hand():
     """Two prompts, two labelers: x = (1, ½), mean ¾; e_pl = [[1/16, 1/16], [1/16, -3/16]]."""
-    found = interval_over_labelers(pair([(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 0)]))
+    rows = pair([(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 0)])
+    found = interval_over_labelers(rows, EqualityTest(prompt_means(rows), seed=0))
     # v_P = 2·2/64, v_L = 2·2/64, v_PL = 12/256: the labelers' part is 1/16 - 3/64 = 1/64.
     v_p, extra = 1 / 16, 1 / 64
     expected = score_interval(np.array([1.0, 0.5]), quantile=stats.t.ppf(0.975, 1), inflation=1 + extra / v_p)
@@ -74,7 +80,7 @@ def test_the_variance_over_labelers_by_hand():
 
 def test_labelers_who_agree_leave_the_interval_over_prompts():
     rows = [(prompt, labeler, prompt % 4 > 0) for prompt in range(40) for labeler in range(3)]
-    found = pair_win_rate(pair(rows), seed=0)
+    found = win_rate(pair(rows), seed=0)
     assert (found.over_labelers.low, found.over_labelers.high) == (found.low, found.high)
 
 
@@ -96,11 +102,11 @@ def test_a_bootstrap_of_few_prompts_is_expanded():
 
 
 def test_one_prompt_has_a_wide_interval_and_no_bootstrap():
-    found = pair_win_rate(pair([(0, 0, 1)]), seed=0)
+    found = win_rate(pair([(0, 0, 1)]), seed=0)
     assert (found.low, found.high) == pytest.approx((0.2065, 1.0), abs=1e-4)
     assert np.isnan([found.bootstrap.low, found.over_labelers.mean]).all()
 
 
 def test_no_verdicts_are_refused():
-    with pytest.raises(ValueError, match="no verdicts"):
-        pair_win_rate(pair([(0, 0, 1)]).between(1, 0).where(np.array([False])), seed=0)
+    with pytest.raises(ValueError, match="no prompts"):
+        win_rate(pair([(0, 0, 1)]).between(1, 0).where(np.array([False])), seed=0)

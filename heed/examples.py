@@ -1,0 +1,149 @@
+"""Examples of every command, for its page in docs/reference. `tests/heed/test_documented_commands.py` parses them."""
+
+EXAMPLES = {
+    "heed run": """
+heed run                                            # the built-in demo
+heed run mine.toml
+heed run mine.toml --set ppo.kl_coef=0.1            # only PPO and what follows it run again
+heed run mine.toml --from reward                    # rerun this stage and all later ones
+""",
+    "heed init": """
+heed init mine.toml --model Qwen/Qwen2.5-0.5B --demonstrations demos.jsonl \\
+    --preferences pairs.jsonl --prompts prompts.jsonl
+heed init dpo.toml --model my-sft-model --preferences trl-lib/ultrafeedback_binarized
+heed init grpo.toml --model my-sft-model --prompts prompts.jsonl --reward rewards.py:score --algorithm grpo
+""",
+    "heed submit": """
+heed submit mine.toml --runs /shared/runs --address http://head:8265
+heed submit mine.toml --runs /shared/runs --only sft --no-follow       # with HEED_ADDRESS set
+""",
+    "heed merge-adapter": """
+heed merge-adapter my-adapter merged
+heed merge-adapter my-adapter merged --base meta-llama/Meta-Llama-3-8B
+""",
+    "heed export gguf": """
+heed export gguf runs/mine/ppo policy.gguf
+heed export gguf runs/mine/ppo policy.gguf --type q8_0      # half the size
+""",
+    "heed compare": """
+heed compare runs/mine/sft/model runs/mine/ppo/model --prompts heldout_prompts.jsonl --judge runs/mine/reward/model
+heed compare old=old.jsonl new=new.jsonl --prompts prompts.jsonl --judge people:labels.sqlite
+heed compare --verdicts battles.jsonl --format arena --out runs/arena
+""",
+    "heed judge": """
+heed judge runs/mine/compare people:labels.sqlite
+heed judge runs/mine/compare strict=judge.py:score
+""",
+    "heed plan": """
+heed plan mine.toml                                 # on this machine's CPU
+heed plan mine.toml --gpu h100 --gpus-per-node 1
+heed plan configs/jobs/cluster/hh-8b-8gpus.toml --gpu h100 --nodes 1 --node-memory 1000 --price 2.50
+""",
+    "heed report": """
+heed report runs/mine
+heed report runs/mine/compare
+""",
+    "heed watch": """
+heed watch runs/mine                                # then open http://127.0.0.1:8200
+heed watch /shared/runs/mine --port 0
+""",
+    "heed chat": """
+heed chat runs/mine/ppo/model
+heed chat runs/mine/sft/model --best-of 16 --judge runs/mine/reward/model
+echo "Please thank Mia." | heed chat runs/mine/ppo/model --temperature 0
+""",
+    "heed few-shot": """
+heed few-shot runs/demo/pretrain/model examples.jsonl --shots 0 --shots 4
+""",
+    "heed chaos": """
+heed chaos configs/jobs/debug.toml --faults 10 --set workers=2
+heed chaos configs/jobs/debug.toml --kinds worker,node --seed 7
+""",
+    "heed study": """
+heed study all --seeds 3
+heed study lora --seeds 2 --quick                   # tries the command; its results mean nothing
+""",
+    "heed replay": """
+heed replay runs/demo --iteration 17 --response 12
+""",
+    "heed verify-sampler": """
+heed verify-sampler heed runs/demo/sft/model
+heed verify-sampler vllm my-model --precision bf16
+heed verify-sampler engine.py:load my-model         # an engine of your own
+""",
+    "heed jobs list": """
+heed jobs list --address http://head:8265
+""",
+    "heed jobs status": """
+heed jobs status mine-1a2b3c
+""",
+    "heed jobs logs": """
+heed jobs logs mine-1a2b3c -f
+""",
+    "heed jobs stop": """
+heed jobs stop mine-1a2b3c
+""",
+    "heed label import": """
+heed label import pairs.jsonl --check               # read and report, store nothing
+heed label import pairs.jsonl --store labels.sqlite --batch first
+heed label import helpful-base.jsonl --format hh --objective helpful --store labels.sqlite --batch helpful
+""",
+    "heed label export": """
+heed label export --store labels.sqlite --batch main --format consensus --out rankings.jsonl
+heed label export --store labels.sqlite --format trl --out pairs.parquet
+heed label export --store labels.sqlite --names --out backup.jsonl     # everything, with names
+""",
+    "heed label sample": """
+heed label sample runs/mine/sft/model --prompts prompts.jsonl --store labels.sqlite --batch main
+heed label sample runs/mine/ppo/model --prompts prompts.jsonl --store labels.sqlite --batch hard \\
+    --judge runs/mine/reward/model
+""",
+    "heed label outputs": """
+heed label outputs polite=polite.jsonl curt=curt.jsonl --prompts prompts.jsonl \\
+    --store labels.sqlite --batch main --labelers 3
+""",
+    "heed label serve": """
+heed label serve --store labels.sqlite --new        # http://127.0.0.1:8100, and a link for the first lead
+heed label serve --store labels.sqlite --config label.toml --public-url https://labels.example.org
+""",
+    "heed label invite": """
+heed label invite ann --store labels.sqlite
+heed label invite lea --lead --store labels.sqlite --public-url https://labels.example.org
+""",
+    "heed label links": """
+heed label links --store labels.sqlite
+""",
+    "heed label revoke": """
+heed label revoke ann --store labels.sqlite
+""",
+    "heed label person": """
+heed label person ann --store labels.sqlite --out ann.json
+""",
+    "heed label erase": """
+heed label erase ann --store labels.sqlite
+""",
+    "heed measure reward": """
+heed measure reward runs/mine/reward/model rankings.jsonl
+heed measure reward runs/mine/reward/model rankings.jsonl --heldout-share 0.1 --seed 0 --json reward.json
+""",
+    "heed measure kl": """
+heed measure kl runs/mine/ppo/model runs/mine/sft/model --prompts heldout_prompts.jsonl
+""",
+    "heed measure over-optimisation": """
+heed measure over-optimisation runs/demo --samples 4 --pool 64 --json over.json    # needs ppo.keep_policies_every
+""",
+    "heed measure tax": """
+heed measure tax runs/demo/pretrain/model runs/demo/ppo/model --text heldout.txt --few-shot examples.jsonl
+""",
+    "heed measure harness": """
+heed measure harness runs/mine/ppo/model --task hellaswag --limit 200
+heed measure harness runs/mine/ppo/model --task my_task --include my_tasks
+""",
+    "heed inspect model": """
+heed inspect model runs/mine/sft/model
+heed inspect model configs/jobs/demo.toml
+""",
+    "heed inspect attention": """
+heed inspect attention runs/demo/sft/model "Mia has a red kite." --layer 1 --png attention.png
+""",
+}

@@ -1,0 +1,140 @@
+"""A GGUF file (llama.cpp's and Ollama's format) as a model directory, kept in a cache and made once per machine.
+
+Quantised weights are written as fp32, which holds them exactly; those in f16 and bf16 stay so.
+"""
+
+import fcntl
+import json
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from files.atomic import atomic_folder
+from files.hashes import unchanged_hash
+from lm.config import ModelConfig
+from lm.families import FAMILIES, Family
+from lm.gguf_layout import ROPE_FREQUENCIES, architecture_of, config_fields, parts_of
+from lm.gguf_vocabulary import tokenizer_files
+from lm.hub import gguf_cache
+from lm.model import LanguageModel
+from lm.progress import note_progress
+from lm.source import on_meta
+from lm.tensor_files import write_tensors
+from lm.weights import CONFIG, config_from_hf, stored_tensors
+
+_LAYOUT = "1"  # of the cache; a change to what is written needs another
+_FILE_BYTES = 500_000_000  # of weights that are in memory at once
+_EXACT = {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16}
+
+
+def cached_model(path: Path) -> Path:
+    """The model directory of a GGUF file, written if needed: $XDG_CACHE_HOME/heed/gguf/SHA-256.
+
+    Raises: ValueError naming the file, and what of it is damaged, missing, or not supported.
+    """
+    cache = gguf_cache()
+    folder = cache / f"{unchanged_hash(path)}-{_LAYOUT}"
+    if folder.is_dir():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{folder.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until another process has written it
+        if not folder.is_dir():
+            with atomic_folder(folder) as temporary:
+                _write(path, temporary)
+    return folder
+
+
+def _write(path: Path, folder: Path) -> None:
+    try:
+        file = GGUFFile(path)
+        model = on_meta(lambda: LanguageModel(file.config))
+        files = tokenizer_files(file.metadata)
+        tensors = stored_tensors(model, file.tensors(model))
+        write_tensors(folder, tensors, _FILE_BYTES)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    fields = {"architectures": [file.family.classes["language"]], **file.fields, "dtype": "float32"}
+    (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+class GGUFFile:
+    """A language model in a GGUF file, memory-mapped. Raises: ValueError for a file that is damaged or incomplete."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            reader = gguf.GGUFReader(path)
+            self._fields, found = reader.fields, reader.tensors
+        except (ValueError, IndexError, KeyError, OverflowError) as error:
+            raise ValueError(f"incomplete, damaged or not a GGUF file ({error}); download it again") from None
+        self._tensors = {tensor.name: tensor for tensor in found}
+        if self.metadata.get("split.count", 1) > 1:
+            raise ValueError("one of several parts; merge them with llama.cpp's `llama-gguf-split --merge`")
+
+    @cached_property
+    def metadata(self) -> Mapping[str, Any]:
+        return {name: field.contents() for name, field in self._fields.items()}
+
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        """The fields of config.json."""
+        shapes = {name: [int(size) for size in reversed(tensor.shape)] for name, tensor in self._tensors.items()}
+        divisors = self._tensor(ROPE_FREQUENCIES).float() if ROPE_FREQUENCIES in self._tensors else None
+        return config_fields(self.metadata, shapes, divisors)
+
+    @property
+    def family(self) -> Family:
+        return next(family for family in FAMILIES if family.model_type == self.fields["model_type"])
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        return config_from_hf(self.fields, "metadata")
+
+    def tensors(self, model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+        """The model's tensors under Heed's names, one at a time, dequantised.
+
+        Raises: ValueError naming tensors that are missing, of another shape, quantised in an unknown way, or left over.
+        """
+        architecture = architecture_of(self.metadata["general.architecture"])
+        shapes = {ours: list(parameter.shape) for ours, parameter in model.named_parameters()}
+        places = {
+            ours: parts_of(architecture, self.family, self.config, ours, shape[0]) for ours, shape in shapes.items()
+        }
+        expected = {part.name: [part.num_rows, *shapes[ours][1:]] for ours, parts in places.items() for part in parts}
+        self._check(expected)
+        for ours, parts in places.items():
+            yield ours, torch.cat([part.from_file(self._tensor(part.name)) for part in parts])
+
+    def _check(self, expected: Mapping[str, list[int]]) -> None:
+        shapes = {name: [int(size) for size in reversed(tensor.shape)] for name, tensor in self._tensors.items()}
+        wrong = [f"{name}: expected {shape}, missing" for name, shape in expected.items() if name not in shapes]
+        for name, shape in shapes.items():
+            if name not in expected and name != ROPE_FREQUENCIES:
+                wrong.append(f"{name}: found, not expected")
+            elif name in expected and shape != expected[name]:
+                wrong.append(f"{name}: expected {expected[name]}, found {shape}")
+        if wrong:
+            raise ValueError(f"{len(wrong)} tensors do not fit the metadata: {'; '.join(wrong[:8])}")
+
+    def _tensor(self, name: str) -> Tensor:
+        """Raises: ValueError for a quantisation that the library cannot undo."""
+        note_progress()
+        stored = self._tensors[name]
+        if stored.tensor_type in _EXACT:
+            return torch.from_numpy(np.array(stored.data))
+        if stored.tensor_type == gguf.GGMLQuantizationType.BF16:
+            words = np.array(stored.data).view(np.int16)
+            return torch.from_numpy(words).view(torch.bfloat16)
+        try:
+            return torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type))
+        except NotImplementedError:
+            kind = stored.tensor_type.name
+            raise ValueError(f"{name} is quantised as {kind}, which Heed cannot read; F16 or Q8_0 are safe") from None

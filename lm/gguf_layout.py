@@ -1,0 +1,307 @@
+"""How a GGUF file describes a decoder: its metadata for a shape, and its name and layout of each tensor.
+
+GGUF is the format of llama.cpp and Ollama. Its matrices are [out, in], as Heed's are, but those of Q and K in Llama's
+architecture are permuted: llama.cpp rotates neighbouring dimensions, where published checkpoints rotate a dimension of
+the first half with one of the second.
+"""
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm.config import ModelConfig, RopeScaling
+from lm.families import FAMILIES, Family, expect
+from lm.families.family import Fields
+from lm.positions import rotary_frequencies
+
+Metadata = Mapping[str, Any]
+ROPE_FREQUENCIES = "rope_freqs.weight"  # by which llama.cpp divides the rotary frequencies; Llama 3's scaling
+HEAD, EMBEDDING, POSITIONS = "output.weight", "token_embd.weight", "position_embd.weight"
+# Metadata that changes what a model computes, and the only value that Heed computes; None: the key must be absent.
+_MUST_BE = {
+    "expert_count": 0, "attention.scale": None, "attention.causal": True, "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0, "logit_scale": None, "attn_logit_softcapping": None,
+    "final_logit_softcapping": None, "use_parallel_residual": None, "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What llama.cpp calls a family. `permutes`: Q and K are permuted."""
+
+    name: str
+    gguf_name: gguf.MODEL_ARCH
+    families: tuple[str, ...]
+    permutes: bool = False
+
+
+ARCHITECTURES = (
+    Architecture("llama", gguf.MODEL_ARCH.LLAMA, ("llama", "mistral"), permutes=True),
+    Architecture("arcee", gguf.MODEL_ARCH.ARCEE, ("arcee",), permutes=True),
+    Architecture("qwen2", gguf.MODEL_ARCH.QWEN2, ("qwen2",)),
+    Architecture("qwen3", gguf.MODEL_ARCH.QWEN3, ("qwen3",)),
+    Architecture("gpt2", gguf.MODEL_ARCH.GPT2, ("gpt2",)),
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of the file: `num_rows` consecutive rows of one of Heed's. `num_heads` > 0: permuted by head."""
+
+    name: str
+    num_rows: int
+    num_heads: int = 0
+
+    def from_file(self, part: Tensor) -> Tensor:
+        return part if not self.num_heads else _swapped(part, self.num_heads, (-1, 2))
+
+    def to_file(self, part: Tensor) -> Tensor:
+        return part if not self.num_heads else _swapped(part, self.num_heads, (2, -1))
+
+
+def _swapped(part: Tensor, num_heads: int, halves: tuple[int, int]) -> Tensor:
+    """The rows of each head, seen as a table, in the order of the table's transpose."""
+    return part.reshape(num_heads, *halves, *part.shape[1:]).transpose(1, 2).reshape(part.shape).contiguous()
+
+
+def architecture_of(name: str) -> Architecture:
+    """Raises: ValueError for one that no family of Heed's covers."""
+    found = next((one for one in ARCHITECTURES if one.name == name), None)
+    if found is None:
+        known = ", ".join(one.name for one in ARCHITECTURES)
+        raise ValueError(f"general.architecture is {name!r}; one of {known} was expected")
+    return found
+
+
+def parts_of(architecture: Architecture, family: Family, config: ModelConfig, ours: str, num_rows: int) -> list[Part]:
+    """The file's tensors that make up Heed's tensor of this name and number of rows, in order."""
+    names = gguf.get_tensor_name_map(architecture.gguf_name, config.num_hidden_layers)
+    found = []
+    for theirs, rows in family.stored(config, ours).parts.items():
+        name = names.get_name(theirs, (".weight", ".bias"))
+        assert name is not None, f"GGUF has no name for {theirs}"
+        heads = {".attn_q.": config.num_attention_heads, ".attn_k.": config.num_key_value_heads}
+        permuted = next((number for kind, number in heads.items() if architecture.permutes and kind in name), 0)
+        found.append(Part(name, num_rows if rows is None else rows, permuted))
+    return found
+
+
+def config_fields(metadata: Metadata, shapes: Mapping[str, Sequence[int]], rope_divisors: Tensor | None) -> Fields:
+    """The fields of `config.json`, from a file's metadata and the shapes of its tensors.
+
+    `rope_divisors` is the tensor ROPE_FREQUENCIES. Raises: ValueError naming a key of the metadata that is missing, or
+    that has a value which Heed does not compute.
+    """
+    architecture = architecture_of(str(metadata.get("general.architecture")))
+    given = _Keys(architecture.name, metadata)
+    for key, value in _MUST_BE.items():
+        if given.get(key, value) != value:
+            expected = "no such key" if value is None else value
+            raise ValueError(f"{given.full(key)} is {given.get(key)}; {expected} was expected")
+    if EMBEDDING not in shapes:
+        raise ValueError(f"no tensor {EMBEDDING}; a whole language model was expected")
+    common = {
+        "vocab_size": shapes[EMBEDDING][0],
+        "tie_word_embeddings": HEAD not in shapes,
+        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+    }
+    if architecture.name == "gpt2":
+        return {**common, **_gpt2_fields(given)}
+    return {**common, **_rotary_fields(given, set(shapes)), "rope_parameters": _rope_fields(given, rope_divisors)}
+
+
+def _gpt2_fields(given: "_Keys") -> Fields:
+    return {
+        "model_type": "gpt2",
+        "n_positions": given.number("context_length"),
+        "n_embd": given.number("embedding_length"),
+        "n_layer": given.number("block_count"),
+        "n_head": given.number("attention.head_count"),
+        "n_inner": given.number("feed_forward_length"),
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": given.real("attention.layer_norm_epsilon"),
+    }
+
+
+def _rotary_fields(given: "_Keys", tensors: Set[str]) -> Fields:
+    heads, width = given.number("attention.head_count"), given.number("embedding_length")
+    head_dim = given.get("attention.key_length") or given.get("rope.dimension_count") or width // heads
+    for key in ("attention.value_length", "rope.dimension_count"):
+        expect({given.full(key): given.get(key, head_dim)}, given.full(key), head_dim)
+    window = given.get("attention.sliding_window")
+    model_type = "mistral" if given.architecture == "llama" and window else given.architecture
+    family = next(family for family in FAMILIES if family.model_type == model_type)
+    fields = {
+        "model_type": model_type,
+        "max_position_embeddings": given.number("context_length"),
+        "hidden_size": width,
+        "num_hidden_layers": given.number("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": given.number("attention.head_count_kv", heads),
+        "head_dim": int(head_dim),
+        "intermediate_size": given.number("feed_forward_length"),
+        "hidden_act": getattr(family, "hidden_act", None),
+        "rms_norm_eps": given.real("attention.layer_norm_rms_epsilon"),
+    }
+    if model_type != "qwen2":  # its biases are part of the family
+        fields["attention_bias"] = "blk.0.attn_output.bias" in tensors
+    if model_type in ("llama", "arcee"):
+        fields["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    if model_type == "mistral":
+        fields["sliding_window"] = int(window)
+    elif window:
+        raise ValueError(f"{given.full('attention.sliding_window')} is {window}; no window was expected")
+    return fields
+
+
+def _rope_fields(given: "_Keys", divisors: Tensor | None) -> Fields:
+    """`rope_parameters` of config.json."""
+    theta = given.real("rope.freq_base", 10_000.0)
+    if divisors is not None and not torch.all(divisors == 1):
+        return {"rope_type": "llama3", "rope_theta": theta, **_llama3_fields(theta, divisors)}
+    kind, factor = given.get("rope.scaling.type", "none"), given.real("rope.scaling.factor", 0.0)
+    expect({given.full("rope.scaling.type"): kind}, given.full("rope.scaling.type"), "none", "linear", "yarn")
+    if kind == "none" or factor in (0.0, 1.0):
+        return {"rope_type": "default", "rope_theta": theta}
+    fields = {"rope_type": kind, "rope_theta": theta, "factor": factor}
+    if kind == "yarn":
+        fields["original_max_position_embeddings"] = given.number("rope.scaling.original_context_length")
+        for name in ("beta_fast", "beta_slow"):
+            value = given.get(f"rope.scaling.yarn_{name}")
+            fields |= {} if value is None else {name: _short(value)}
+    return fields
+
+
+def _llama3_fields(theta: float, divisors: Tensor) -> Fields:
+    """Llama 3's scaling, from the numbers that divide the frequencies (`lm.positions` has the formula).
+
+    Between the two bounds, 1 / divisor is linear in the frequency, which gives the bounds; a third number, the original
+    context, is free, since only its ratios to the bounds count. Published models have a low bound of 1.
+    Raises: ValueError for divisors of another kind.
+    """
+    unlike = f"{ROPE_FREQUENCIES} scales the rotary frequencies otherwise than Llama 3 does, as was expected"
+    factor = _short(float(divisors.max()))
+    between = (divisors > 1 + 1e-4) & (divisors < factor * (1 - 1e-4))
+    if int(between.sum()) < 2:
+        raise ValueError(unlike)
+    frequencies = rotary_frequencies(2 * len(divisors), theta, None, divisors.device)
+    turns = frequencies[between] / (2 * math.pi)
+    kept = (1 / divisors[between] - 1 / factor) / (1 - 1 / factor)
+    slope = float((kept[0] - kept[-1]) / (turns[0] - turns[-1]))
+    low_over_span = float(turns[0]) * slope - float(kept[0])  # low / (high - low)
+    if low_over_span <= 0 or slope <= 0:
+        raise ValueError(unlike)
+    fields = {
+        "factor": factor,
+        "original_max_position_embeddings": round(slope / low_over_span),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": round(1 + 1 / low_over_span, 4),
+    }
+    again = _divisors(2 * len(divisors), theta, RopeScaling.model_validate({"rope_type": "llama3", **fields}))
+    if not torch.allclose(again, divisors, rtol=1e-3):
+        raise ValueError(unlike)
+    return fields
+
+
+class _Keys:
+    """The metadata of one architecture, by the keys after its name."""
+
+    def __init__(self, architecture: str, metadata: Metadata) -> None:
+        self.architecture, self._metadata = architecture, metadata
+
+    def full(self, key: str) -> str:
+        return f"{self.architecture}.{key}"
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._metadata.get(self.full(key), default)
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """Raises: ValueError for a key that is missing, or a list with a number per layer."""
+        found = self.get(key, default)
+        if isinstance(found, Sequence) and len(set(found)) == 1:
+            found = found[0]
+        if not isinstance(found, int):
+            raise ValueError(f"{self.full(key)} is {'missing' if found is None else found}; a number was expected")
+        return found
+
+    def real(self, key: str, default: float | None = None) -> float:
+        found = self.get(key, default)
+        if not isinstance(found, float):
+            raise ValueError(f"{self.full(key)} is {'missing' if found is None else found}; a number was expected")
+        return _short(found)
+
+
+def _short(value: float) -> float:
+    """The shortest number that is the same in fp32: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def metadata_of(architecture: Architecture, config: ModelConfig) -> dict[str, Any]:
+    """The metadata of a shape. Raises: ValueError for a shape that llama.cpp computes otherwise.
+
+    A model with sliding windows gets the shortest of them as its context: up to there it attends to every token.
+    """
+    window = min((width for width in config.sliding_window if width), default=0)
+    context = config.max_position_embeddings
+    fields: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "context_length": min(context, window) if window else context,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+    }
+    if architecture.name == "gpt2":
+        if config.mlp != "gelu_tanh":
+            raise ValueError(f"model.mlp is {config.mlp!r}; llama.cpp computes 'gelu_tanh' in a GPT-2")
+        fields["attention.layer_norm_epsilon"] = config.norm_eps
+    else:
+        if architecture.name in ("arcee", "qwen3") and (config.attention_bias != "none" or config.mlp_bias):
+            raise ValueError(f"the model has biases, which llama.cpp does not add in a model of {architecture.name}")
+        fields |= {
+            "attention.layer_norm_rms_epsilon": config.norm_eps,
+            "attention.key_length": config.head_dim,
+            "attention.value_length": config.head_dim,
+            "rope.dimension_count": config.head_dim,
+            "rope.freq_base": config.rope_theta,
+            **_scaling_metadata(config.rope_scaling),
+        }
+    return {f"{architecture.name}.{key}": value for key, value in fields.items()}
+
+
+def _scaling_metadata(scaling: RopeScaling | None) -> dict[str, Any]:
+    """Llama 3's scaling is a tensor instead."""
+    if scaling is None or scaling.rope_type == "llama3":
+        return {}
+    fields: dict[str, Any] = {"rope.scaling.type": scaling.rope_type, "rope.scaling.factor": scaling.factor}
+    if scaling.rope_type == "yarn":
+        fields |= {
+            "rope.scaling.original_context_length": scaling.original_max_position_embeddings,
+            "rope.scaling.yarn_beta_fast": scaling.beta_fast,
+            "rope.scaling.yarn_beta_slow": scaling.beta_slow,
+        }
+    return fields
+
+
+def rope_divisors(config: ModelConfig) -> Tensor | None:
+    """The tensor ROPE_FREQUENCIES of a shape with Llama 3's scaling; None for any other."""
+    scaling = config.rope_scaling
+    if scaling is None or scaling.rope_type != "llama3":
+        return None
+    return _divisors(config.head_dim, config.rope_theta, scaling)
+
+
+def _divisors(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+    """The numbers by which a scaling divides the rotary frequencies."""
+    device = torch.device("cpu")
+    return rotary_frequencies(head_dim, theta, None, device) / rotary_frequencies(head_dim, theta, scaling, device)
