@@ -7,8 +7,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
-FOLDER = Path(__file__).parents[2] / "configs" / "jobs" / "smollm2"
+from jobs.job_file import load_job
+from jobs.model_shape import known_shape
+from lm.model import LanguageModel, count_parameters
+
+ROOT = Path(__file__).parents[2]
+JOB, FOLDER = ROOT / "configs" / "jobs" / "smollm2.toml", ROOT / "configs" / "jobs" / "smollm2"
 
 
 def loaded() -> ModuleType:
@@ -35,6 +41,25 @@ def kinds(name: str) -> set[str]:
         assert len(matching) == 1, prompt
         found.update(matching)
     return found
+
+
+def test_the_job_parses_and_names_files_that_exist() -> None:
+    job = load_job(JOB, ["ppo.init_from=HuggingFaceTB/SmolLM2-135M-Instruct"], opens_models=False)
+    assert (job.name, job.stage_names) == ("smollm2", ("ppo", "compare"))
+    assert job.ppo is not None
+    assert job.compare is not None
+    names = [job.ppo.prompts.source, job.compare.prompts.source, job.ppo.reward_function, job.compare.judge_function]
+    for name in names:
+        file, _, function = name.partition(":")
+        assert (ROOT / file).is_file()
+        assert not function or callable(getattr(checks, function))
+
+
+def test_the_models_parameters_are_counted() -> None:
+    """134,515,008, as safetensors counts the published file's, with tied embeddings."""
+    with torch.device("meta"):
+        model = LanguageModel(known_shape("HuggingFaceTB/SmolLM2-135M-Instruct"))
+    assert count_parameters([model]) == 134_515_008
 
 
 def test_the_files_have_the_kinds_that_they_are_described_with() -> None:

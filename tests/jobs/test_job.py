@@ -13,7 +13,8 @@ from jobs.toml_values import read_job_values
 from playground.world import PlaygroundWorld
 
 ROOT = Path(__file__).parents[2]
-JOBS = sorted((ROOT / "configs" / "jobs").glob("*.toml"))
+# tests/configs/test_smollm2.py tries the job of the model that `make smollm2-model` downloads.
+JOBS = sorted(path for path in (ROOT / "configs" / "jobs").glob("*.toml") if path.stem != "smollm2")
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
 
 

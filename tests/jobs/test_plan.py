@@ -44,7 +44,9 @@ def stage_of(plan: Plan, name: str) -> Any:
 
 @pytest.mark.parametrize("path", ALL_JOBS, ids=lambda path: path.stem)
 def test_every_shipped_job_has_a_plan(path: Path) -> None:
-    plan = plan_of(path)
+    # The model of this one is a file that `make smollm2-model` downloads; its shape is known by its hub id too.
+    overrides = ("ppo.init_from=HuggingFaceTB/SmolLM2-135M-Instruct",) if path.stem == "smollm2" else ()
+    plan = plan_of(path, overrides=overrides)
     assert tuple(stage.name for stage in plan.stages) == plan.job.stage_names
     for stage in plan.stages:
         assert stage.seconds > 0
