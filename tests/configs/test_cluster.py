@@ -55,7 +55,7 @@ def test_the_page_names_files_that_exist() -> None:
 
 
 def test_the_page_quotes_what_is_said() -> None:
-    said = "".join(path.read_text() for folder in ("cluster", "heed") for path in (ROOT / folder).rglob("*.py"))
+    said = "".join(path.read_text() for folder in ("cluster", "heed", "jobs") for path in (ROOT / folder).rglob("*.py"))
     quoted = re.findall(r"^\| `([^`]+)` \|", DOCUMENTS["cluster.md"], re.MULTILINE)
     assert len(quoted) >= 9
     as_written = [text.replace("300", "{wait_seconds:.0f}").replace("60", "{seconds:g}") for text in quoted]
