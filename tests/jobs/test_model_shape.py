@@ -26,6 +26,7 @@ PUBLISHED = {
     "meta-llama/Meta-Llama-3-8B": 8_030_261_248,
     "meta-llama/Meta-Llama-3-70B": 70_553_706_496,
     "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
 }
 
 
