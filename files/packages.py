@@ -1,4 +1,4 @@
-"""Heed's packages, whose names are common words: where they lie, and what hides one. Standard library only."""
+"""Heed's packages, whose names are common words: where they are, and what hides one. Standard library only."""
 
 import sys
 from importlib.util import find_spec
@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# All that a run needs; `benchmarks` is not among them.
+# All packages that a run needs; `benchmarks` is not one of them.
 PACKAGES = (
     "lm", "reading", "intervals", "files", "endpoints", "training", "preferences", "playground", "reports",
     "labeling", "cluster", "planning", "samplers", "stages", "pretrain", "sft", "reward", "evaluation", "collect",
@@ -15,12 +15,12 @@ PACKAGES = (
 
 
 def source_tree() -> str:
-    """The folder of this code if it is a checkout; "" for code among installed packages or shipped with a job."""
+    """Returns the folder of this code if it is a checkout; "" if it is installed as a package or shipped with a job."""
     return str(ROOT) if (ROOT / "pyproject.toml").is_file() else ""
 
 
 def hiding_file(package: str) -> str:
-    """The file or folder that Python finds instead of one of Heed's packages; "" if it finds Heed's."""
+    """Returns the file or folder that Python finds in place of one of Heed's packages; "" if it finds Heed's."""
     spec = find_spec(package)
     if spec is None:
         return ""

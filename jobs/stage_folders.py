@@ -1,4 +1,4 @@
-"""The folder of a stage: kept if the stage continues, replaced if it runs again, put back if it then cannot begin."""
+"""The folder of a stage: kept if the stage continues, replaced if it runs again, restored if it then cannot begin."""
 
 import shutil
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _OPENED = ("inputs.json", "config.toml")  # what `open_folder` writes
 
 
 def is_replaced(folder: Path, inputs: Inputs, *, forced: bool) -> bool:
-    """Whether the stage starts over and its folder holds something: made from other inputs, or to be made again."""
+    """Returns whether the stage has an earlier folder and starts over: its inputs changed, or a rerun is forced."""
     is_interrupted = started_with(folder) == inputs.fingerprint and not (folder / LINEAGE).exists()
     return folder.exists() and (forced or not is_interrupted)
 
@@ -28,7 +28,7 @@ def is_replaced(folder: Path, inputs: Inputs, *, forced: bool) -> bool:
 def open_folder(folder: Path, inputs: Inputs, *, forced: bool) -> Iterator[None]:
     """Keep the folder of an interrupted stage with the same inputs; otherwise move it away and start an empty one.
 
-    If the block fails before it has written anything, what was moved away comes back.
+    If the block fails before it has written anything, the folder that was moved away is put back.
     """
     kept = None
     if is_replaced(folder, inputs, forced=forced):
@@ -48,7 +48,7 @@ def open_folder(folder: Path, inputs: Inputs, *, forced: bool) -> Iterator[None]
 
 
 def put_aside(folder: Path, reason: str = "changed") -> Path:
-    """Move a replaced stage to `replaced/`, where nothing is deleted. Returns where it is."""
+    """Move a replaced stage's folder into `replaced/`, where nothing is deleted. Returns its new path."""
     target = folder.parent / REPLACED
     target.mkdir(exist_ok=True)
     number = 1 + sum(1 for _ in target.glob(f"{folder.name}-*"))
@@ -59,7 +59,7 @@ def put_aside(folder: Path, reason: str = "changed") -> Path:
 
 
 def _put_back(folder: Path, kept: Path) -> None:
-    """Undo `put_aside`, unless the new run of the stage has written something or the storage is away."""
+    """Undo `put_aside`, unless the new run of the stage has written something or the storage is unavailable."""
     if any(path.is_file() and path.name not in _OPENED for path in folder.rglob("*")):
         return
     with suppress(OSError):

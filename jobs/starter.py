@@ -1,4 +1,4 @@
-"""A first job for one's own model and data: short, commented, and complete, so that `heed run` takes it as it is."""
+"""Writes a first job for one's own model and data: short, commented and complete, so `heed run` takes it as it is."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -39,17 +39,17 @@ from training.data import DataConfig
 if TYPE_CHECKING:
     from preferences.formats.merging import Found
 
-HUB_ROWS = 1000  # of a hub data set, which are read to recognise its format
-COMPARED_SHARE = 4  # one in so many prompts is for the comparison, up to MAX_COMPARED
-SEED, HELDOUT_SHARE = 0, 0.1  # of the job that is written, by which preferences are split
+HUB_ROWS = 1000  # how many rows of a hub data set are read to recognise its format
+COMPARED_SHARE = 4  # one prompt in this many is set aside for the comparison, up to MAX_COMPARED
+SEED, HELDOUT_SHARE = 0, 0.1  # as in the job that is written, to split preferences as it will
 
 
 @dataclass
 class Starter:
-    """What a job is to be made of; "" is what the user has not. `missing` says what is left out, and why.
+    """What a job is made from; "" = the user gave nothing. `missing` says what the job leaves out, and why.
 
-    Without `algorithm`, it is PPO where there are prompts, and DPO where there are only preferences. `format` and
-    `on_invalid` are those of the sources that the job names.
+    If `algorithm` is "", the job uses PPO if there are prompts with preferences or a reward, and DPO if there are only
+    preferences. `format` and `on_invalid` are written into the sources that the job names.
     """
 
     model: str
@@ -65,8 +65,8 @@ class Starter:
     def write(self, path: Path) -> list[str]:
         """Write the job, and check it. Returns lines about what was found in the data.
 
-        Raises: ValueError for a file that is there, for data that cannot be read, for an algorithm that needs other
-            data, and if no stage is left.
+        Raises: ValueError if the file already exists, the data cannot be read, the algorithm needs other data, or no
+            stage is left.
         """
         self._check(path)
         found: list[str] = []
@@ -106,7 +106,7 @@ class Starter:
 
     @property
     def _chosen(self) -> str:
-        """The algorithm; "" where there is nothing that a policy can learn from but demonstrations."""
+        """The algorithm; "" if there is nothing but demonstrations that a policy could learn from."""
         if self.algorithm:
             return self.algorithm
         if self.prompts and (self.preferences or self.reward):
@@ -205,8 +205,8 @@ class Starter:
     def _compared_by_dpo(
         self, judgments: "Found", prompts: Source | None, path: Path, written: list[Path]
     ) -> tuple[str, str]:
-        """The prompts of the comparison, and where they come from: the user's, or those that DPO holds out, which are
-        written next to the job.
+        """Returns the prompts of the comparison, and where they come from: the user's prompts, or those that DPO holds
+        out, which are written next to the job.
         """
         if prompts is not None:
             return prompts.toml(max_rows=MAX_COMPARED), "DPO does not read them"

@@ -12,11 +12,11 @@ from training.packing import best_fit
 SMALL_HIDDEN_SIZE = 512  # narrower models learn at higher rates
 LEAST_SEQ_LEN, MAX_SEQ_LEN, MAX_NEW_TOKENS = 256, 1024, 256
 MAX_BATCH, MAX_MICRO_BATCH = 64, 8
-MICRO_BATCH_TOKENS = 4096  # of a pass: with a vocabulary of 50,000, logits and their gradient take 1.6 GB in fp32
+MICRO_BATCH_TOKENS = 4096  # per pass: with a vocabulary of 50,000, logits and their gradient take 1.6 GB in fp32
 MIN_ROLLOUT = 16
-MAX_COMPARED = 100  # prompts of the comparison
+MAX_COMPARED = 100  # most prompts in the comparison
 
-# What makes each algorithm of docs/algorithms.md, next to the defaults, which are PPO's.
+# The settings that make each algorithm of docs/algorithms.md, in addition to the defaults, which are PPO's.
 SETTINGS: Mapping[str, Sequence[str]] = {
     "ppo": (),
     "grpo": (
@@ -39,7 +39,7 @@ ALGORITHMS = (*POLICY_GRADIENTS, "dpo")
 
 @dataclass(frozen=True)
 class Source:
-    """A user's data: its name, how long its rows are, and how they are read."""
+    """A data source of the user's: its name, how long its rows are, and how they are read."""
 
     name: str
     lengths: Lengths
@@ -47,7 +47,7 @@ class Source:
     on_invalid: OnInvalid = "refuse"
 
     def toml(self, **options: int) -> str:
-        """The source as an inline table."""
+        """Returns the source as an inline table."""
         fields: dict[str, str | int] = {"source": self.name}
         if self.format != AUTO:
             fields["format"] = self.format
@@ -59,32 +59,32 @@ class Source:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the model's shape and the data's lengths suggest."""
+    """Suggests sizes and rates from the model's shape and the lengths of the data."""
 
     model: str
     context: int  # tokens
     is_small: bool
 
     def seq_len(self, demonstrations: Lengths) -> int:
-        """Tokens of a packed row: a power of two that the longest conversation fits, within limits."""
+        """Returns the tokens of a packed row: a power of two, enough for the longest conversation, within limits."""
         length = LEAST_SEQ_LEN
         while length < min(demonstrations.longest, MAX_SEQ_LEN):
             length *= 2
         return min(self.context, length)
 
     def max_new_tokens(self, longest_response: int) -> int:
-        """The longest response in the data, rounded up, within limits; a guess where the data has none (0)."""
+        """Returns the longest response in the data, rounded up, within limits; a guess if the data has none (0)."""
         if not longest_response:
             return max(1, min(self.context // 4, MAX_NEW_TOKENS))
         return max(1, min(16 * -(-longest_response // 16), self.context // 2, MAX_NEW_TOKENS))
 
     def rate(self, large: str, small: str) -> str:
-        """A usual learning rate for models of several hundred million parameters, or for tiny ones."""
+        """Returns `large` for models of several hundred million parameters or more, `small` for tiny ones."""
         return small if self.is_small else large
 
 
 def batch_for(num_rows: float) -> int:
-    """The largest power of two up to MAX_BATCH of which an epoch has at least ten."""
+    """Returns the largest power of two, up to MAX_BATCH, that gives an epoch at least ten batches."""
     size = MAX_BATCH
     while size > 1 and size * 10 > num_rows:
         size //= 2
@@ -92,7 +92,7 @@ def batch_for(num_rows: float) -> int:
 
 
 def batch_toml(size: int, tokens: int) -> str:
-    """A batch of rows of so many tokens each."""
+    """Returns the TOML of a batch of `size` rows of `tokens` tokens each."""
     micro = min(size, MAX_MICRO_BATCH)
     while micro > 1 and micro * tokens > MICRO_BATCH_TOKENS:
         micro //= 2
@@ -118,7 +118,7 @@ def sft_section(shape: Shape, data: Source) -> Sequence[str]:
 
 
 def reward_section(shape: Shape, start: Sequence[str], data: Source, num_tasks: int) -> Sequence[str]:
-    """A reward model of preferences."""
+    """A reward model trained on preferences."""
     return (
         "[reward]  # learn which responses people prefer",
         *start,
@@ -147,8 +147,8 @@ def dpo_section(shape: Shape, start: Sequence[str], data: Source, num_tasks: int
 def ppo_section(
     shape: Shape, start: Sequence[str], algorithm: str, prompts: Source, num_compared: int, reward: str, length: int
 ) -> Sequence[str]:
-    """PPO, GRPO or RLOO on the prompts after those of the comparison; `reward` is a function or ""."""
-    least = MIN_ROLLOUT if algorithm == "ppo" else 2 * MIN_ROLLOUT  # a group of responses counts like one
+    """PPO, GRPO or RLOO on the prompts that the comparison leaves; `reward` names a function or is ""."""
+    least = MIN_ROLLOUT if algorithm == "ppo" else 2 * MIN_ROLLOUT  # a whole group of responses counts like one
     rollout = max(least, min(4 * batch_for(prompts.lengths.num_rows), MAX_BATCH))
     minibatch = batch_toml(rollout // 2, prompts.lengths.longest + length)
     value = (f"value_optimizer = {{ learning_rate = {shape.rate('9e-6', '3e-4')} }}",) if algorithm == "ppo" else ()
@@ -170,7 +170,7 @@ def ppo_section(
 
 
 def compare_section(prompts: str, origin: str, judge: str, num_tokens: int) -> Sequence[str]:
-    """A comparison of the policy with where it began; `origin` says where its prompts come from."""
+    """A comparison of the policy with the model it started from; `origin` says where the prompts come from."""
     return (
         "[compare]  # the new policy with the model that it started from",
         f"prompts = {prompts}  # {origin}",

@@ -1,4 +1,4 @@
-"""A model directory as a GGUF file, which llama.cpp and Ollama run."""
+"""Writes a model directory as a GGUF file, which llama.cpp and Ollama run."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,8 +39,8 @@ def export_gguf(folder: Path, path: Path, kind: GGUFType) -> int:
     """Write the language model of a directory as a GGUF file, one tensor in memory at a time.
 
     Matrices are written as `kind`, vectors as f32, as llama.cpp needs them.
-    Returns the context of the written model, in tokens: of one with sliding windows, the shortest window.
-    Raises: ValueError naming what llama.cpp does not compute as Heed does; as `ModelFolder` and `Tokenizer.load`.
+    Returns the context of the written model, in tokens; with sliding windows, this is the shortest window.
+    Raises: ValueError naming what llama.cpp does not compute as Heed does, and as `ModelFolder` and `Tokenizer.load`.
     """
     assert kind in get_args(GGUFType), kind
     config, family, _ = read_config(folder, "language")
@@ -76,7 +76,7 @@ def export_gguf(folder: Path, path: Path, kind: GGUFType) -> int:
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
-    """Add metadata in the type that llama.cpp expects of it: whole numbers unsigned, but types of tokens signed."""
+    """Add metadata in the type that llama.cpp expects: whole numbers unsigned, but the list of token types signed."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -91,7 +91,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
 
 
 def _shapes(folder: Path, architecture: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of each tensor of the file."""
+    """Yields the name and shape of each tensor of the file."""
     config, family, _ = read_config(folder, "language")
     for ours, parameter in on_meta(ModelFolder(folder, LanguageModel).build).named_parameters():
         for part in parts_of(architecture, family, config, ours, len(parameter)):
@@ -102,7 +102,7 @@ def _shapes(folder: Path, architecture: Architecture) -> Iterator[tuple[str, tup
 
 
 def _tensors(folder: Path, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """The same tensors, in the same order."""
+    """Yields the tensors themselves, in the order of `_shapes`."""
     config, family, _ = read_config(folder, "language")
     for ours, tensor in ModelFolder(folder, LanguageModel).tensors():
         note_progress()

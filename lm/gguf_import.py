@@ -1,6 +1,6 @@
-"""A GGUF file (llama.cpp's and Ollama's format) as a model directory, kept in a cache and made once per machine.
+"""Converts a GGUF file (the format of llama.cpp and Ollama) to a model directory, once per machine, and caches it.
 
-Quantised weights are written as fp32, which holds them exactly; those in f16 and bf16 stay so.
+Quantised weights are written as fp32, which holds them exactly; f16 and bf16 weights stay as they are.
 """
 
 import fcntl
@@ -28,15 +28,15 @@ from lm.source import on_meta
 from lm.tensor_files import write_tensors
 from lm.weights import CONFIG, config_from_hf, stored_tensors
 
-_LAYOUT = "1"  # of the cache; a change to what is written needs another
-_FILE_BYTES = 500_000_000  # of weights that are in memory at once
+_LAYOUT = "1"  # version of the cache's contents; change it whenever something else is written
+_FILE_BYTES = 500_000_000  # of weights held in memory at once
 _EXACT = {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16}
 
 
 def cached_model(path: Path) -> Path:
-    """The model directory of a GGUF file, written if needed: $XDG_CACHE_HOME/heed/gguf/SHA-256.
+    """Returns the model directory of a GGUF file, and writes it first if needed: $XDG_CACHE_HOME/heed/gguf/SHA-256.
 
-    Raises: ValueError naming the file, and what of it is damaged, missing, or not supported.
+    Raises: ValueError naming the file and what in it is damaged, missing or not supported.
     """
     cache = gguf_cache()
     folder = cache / f"{unchanged_hash(path)}-{_LAYOUT}"
@@ -44,7 +44,7 @@ def cached_model(path: Path) -> Path:
         return folder
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"{folder.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until another process has written it
+        fcntl.flock(file, fcntl.LOCK_EX)  # waits while another process writes it
         if not folder.is_dir():
             with atomic_folder(folder) as temporary:
                 _write(path, temporary)
@@ -99,9 +99,9 @@ class GGUFFile:
         return config_from_hf(self.fields, "metadata")
 
     def tensors(self, model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
-        """The model's tensors under Heed's names, one at a time, dequantised.
+        """Yields the model's tensors under Heed's names, dequantised, one at a time.
 
-        Raises: ValueError naming tensors that are missing, of another shape, quantised in an unknown way, or left over.
+        Raises: ValueError naming tensors that are missing, unexpected, of the wrong shape or of unknown quantisation.
         """
         architecture = architecture_of(self.metadata["general.architecture"])
         shapes = {ours: list(parameter.shape) for ours, parameter in model.named_parameters()}

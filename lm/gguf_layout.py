@@ -1,7 +1,7 @@
-"""How a GGUF file describes a decoder: its metadata for a shape, and its name and layout of each tensor.
+"""How a GGUF file describes a decoder: the metadata of its shape, and the name and layout of each tensor.
 
-GGUF is the format of llama.cpp and Ollama. Its matrices are [out, in], as Heed's are, but those of Q and K in Llama's
-architecture are permuted: llama.cpp rotates neighbouring dimensions, where published checkpoints rotate a dimension of
+GGUF is the format of llama.cpp and Ollama. Its matrices are [out, in], like Heed's, but Q and K in Llama's architecture
+are permuted: llama.cpp rotates pairs of neighbouring dimensions, whereas published checkpoints pair each dimension of
 the first half with one of the second.
 """
 
@@ -21,9 +21,9 @@ from lm.families.family import Fields
 from lm.positions import rotary_frequencies
 
 Metadata = Mapping[str, Any]
-ROPE_FREQUENCIES = "rope_freqs.weight"  # by which llama.cpp divides the rotary frequencies; Llama 3's scaling
+ROPE_FREQUENCIES = "rope_freqs.weight"  # llama.cpp divides the rotary frequencies by it: Llama 3's scaling
 HEAD, EMBEDDING, POSITIONS = "output.weight", "token_embd.weight", "position_embd.weight"
-# Metadata that changes what a model computes, and the only value that Heed computes; None: the key must be absent.
+# Metadata that changes what a model computes, with the only value that Heed supports; None: the key must be absent.
 _MUST_BE = {
     "expert_count": 0, "attention.scale": None, "attention.causal": True, "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0, "logit_scale": None, "attn_logit_softcapping": None,
@@ -34,7 +34,7 @@ _MUST_BE = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """What llama.cpp calls a family. `permutes`: Q and K are permuted."""
+    """An architecture of llama.cpp and the families of Heed that it covers. `permutes`: Q and K are permuted."""
 
     name: str
     gguf_name: gguf.MODEL_ARCH
@@ -53,7 +53,10 @@ ARCHITECTURES = (
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of the file: `num_rows` consecutive rows of one of Heed's. `num_heads` > 0: permuted by head."""
+    """A tensor of the file, which is `num_rows` consecutive rows of a tensor of Heed's.
+
+    `num_heads` > 0: its rows are permuted within each head.
+    """
 
     name: str
     num_rows: int
@@ -67,12 +70,12 @@ class Part:
 
 
 def _swapped(part: Tensor, num_heads: int, halves: tuple[int, int]) -> Tensor:
-    """The rows of each head, seen as a table, in the order of the table's transpose."""
+    """Arranges the rows of each head as a `halves` table and returns them in the order of its transpose."""
     return part.reshape(num_heads, *halves, *part.shape[1:]).transpose(1, 2).reshape(part.shape).contiguous()
 
 
 def architecture_of(name: str) -> Architecture:
-    """Raises: ValueError for one that no family of Heed's covers."""
+    """Raises: ValueError for an architecture that no family of Heed's covers."""
     found = next((one for one in ARCHITECTURES if one.name == name), None)
     if found is None:
         known = ", ".join(one.name for one in ARCHITECTURES)
@@ -81,7 +84,7 @@ def architecture_of(name: str) -> Architecture:
 
 
 def parts_of(architecture: Architecture, family: Family, config: ModelConfig, ours: str, num_rows: int) -> list[Part]:
-    """The file's tensors that make up Heed's tensor of this name and number of rows, in order."""
+    """Returns the file's tensors that together make up Heed's tensor of this name and number of rows, in order."""
     names = gguf.get_tensor_name_map(architecture.gguf_name, config.num_hidden_layers)
     found = []
     for theirs, rows in family.stored(config, ours).parts.items():
@@ -94,10 +97,10 @@ def parts_of(architecture: Architecture, family: Family, config: ModelConfig, ou
 
 
 def config_fields(metadata: Metadata, shapes: Mapping[str, Sequence[int]], rope_divisors: Tensor | None) -> Fields:
-    """The fields of `config.json`, from a file's metadata and the shapes of its tensors.
+    """Returns the fields of `config.json`, from a file's metadata and the shapes of its tensors.
 
     `rope_divisors` is the tensor ROPE_FREQUENCIES. Raises: ValueError naming a key of the metadata that is missing, or
-    that has a value which Heed does not compute.
+    whose value Heed does not support.
     """
     architecture = architecture_of(str(metadata.get("general.architecture")))
     given = _Keys(architecture.name, metadata)
@@ -182,11 +185,11 @@ def _rope_fields(given: "_Keys", divisors: Tensor | None) -> Fields:
 
 
 def _llama3_fields(theta: float, divisors: Tensor) -> Fields:
-    """Llama 3's scaling, from the numbers that divide the frequencies (`lm.positions` has the formula).
+    """Recovers Llama 3's scaling from the numbers that divide the frequencies (`lm.positions` has the formula).
 
-    Between the two bounds, 1 / divisor is linear in the frequency, which gives the bounds; a third number, the original
-    context, is free, since only its ratios to the bounds count. Published models have a low bound of 1.
-    Raises: ValueError for divisors of another kind.
+    Between the two bounds, 1 / divisor is linear in the frequency, and this line gives the bounds. The third number,
+    the original context, is free, since only its ratios to the bounds count; published models have a low bound of 1.
+    Raises: ValueError for divisors that follow another formula.
     """
     unlike = f"{ROPE_FREQUENCIES} scales the rotary frequencies otherwise than Llama 3 does, as was expected"
     factor = _short(float(divisors.max()))
@@ -213,7 +216,7 @@ def _llama3_fields(theta: float, divisors: Tensor) -> Fields:
 
 
 class _Keys:
-    """The metadata of one architecture, by the keys after its name."""
+    """The metadata of one architecture; its keys are given without the architecture's name."""
 
     def __init__(self, architecture: str, metadata: Metadata) -> None:
         self.architecture, self._metadata = architecture, metadata
@@ -225,7 +228,7 @@ class _Keys:
         return self._metadata.get(self.full(key), default)
 
     def number(self, key: str, default: int | None = None) -> int:
-        """Raises: ValueError for a key that is missing, or a list with a number per layer."""
+        """Raises: ValueError for a key that is missing, or whose list of numbers differs between layers."""
         found = self.get(key, default)
         if isinstance(found, Sequence) and len(set(found)) == 1:
             found = found[0]
@@ -241,14 +244,14 @@ class _Keys:
 
 
 def _short(value: float) -> float:
-    """The shortest number that is the same in fp32: 1e-05, not 9.999999747378752e-06."""
+    """Returns the shortest decimal that is the same number in fp32: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
 def metadata_of(architecture: Architecture, config: ModelConfig) -> dict[str, Any]:
-    """The metadata of a shape. Raises: ValueError for a shape that llama.cpp computes otherwise.
+    """Returns the metadata of a shape. Raises: ValueError for a shape that llama.cpp computes differently.
 
-    A model with sliding windows gets the shortest of them as its context: up to there it attends to every token.
+    A model with sliding windows gets the shortest of them as its context: up to that length it attends to every token.
     """
     window = min((width for width in config.sliding_window if width), default=0)
     context = config.max_position_embeddings
@@ -280,7 +283,7 @@ def metadata_of(architecture: Architecture, config: ModelConfig) -> dict[str, An
 
 
 def _scaling_metadata(scaling: RopeScaling | None) -> dict[str, Any]:
-    """Llama 3's scaling is a tensor instead."""
+    """Returns no metadata for Llama 3's scaling, which is a tensor instead."""
     if scaling is None or scaling.rope_type == "llama3":
         return {}
     fields: dict[str, Any] = {"rope.scaling.type": scaling.rope_type, "rope.scaling.factor": scaling.factor}
@@ -294,7 +297,7 @@ def _scaling_metadata(scaling: RopeScaling | None) -> dict[str, Any]:
 
 
 def rope_divisors(config: ModelConfig) -> Tensor | None:
-    """The tensor ROPE_FREQUENCIES of a shape with Llama 3's scaling; None for any other."""
+    """Returns the tensor ROPE_FREQUENCIES of a shape with Llama 3's scaling; None for any other shape."""
     scaling = config.rope_scaling
     if scaling is None or scaling.rope_type != "llama3":
         return None
@@ -302,6 +305,6 @@ def rope_divisors(config: ModelConfig) -> Tensor | None:
 
 
 def _divisors(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """The numbers by which a scaling divides the rotary frequencies."""
+    """Returns the numbers by which a scaling divides the rotary frequencies."""
     device = torch.device("cpu")
     return rotary_frequencies(head_dim, theta, None, device) / rotary_frequencies(head_dim, theta, scaling, device)

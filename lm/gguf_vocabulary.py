@@ -1,7 +1,8 @@
-"""The vocabulary in a GGUF file: its metadata as the tokenizer files of a model directory, and back.
+"""Converts the vocabulary in a GGUF file's metadata to the tokenizer files of a model directory, and back.
 
-The file has tokens and merges, or scores, but names the rule that cuts text into words (`tokenizer.ggml.pre`), which
-llama.cpp knows by that name. Two kinds are read and written: byte-level BPE ("gpt2") and SentencePiece's BPE ("llama").
+The file has the tokens and their merges or scores, but only the name of the rule that cuts text into words
+(`tokenizer.ggml.pre`), which llama.cpp implements. Two kinds are read and written: byte-level BPE ("gpt2") and
+SentencePiece's BPE ("llama").
 """
 
 import json
@@ -43,7 +44,7 @@ def _words_and_digits() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _words()])
 
 
-# How text is cut before merges apply, by llama.cpp's names; a file is written with the first name that fits.
+# How text is cut before merges apply, by llama.cpp's names; an exported file gets the first name that fits.
 _CUTS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "jina-es", "jina-de"), _words),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _words_and_digits),
@@ -54,7 +55,7 @@ _CUTS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 }
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")  # a word that is a token is not cut
 _COMPOSES = ("qwen2", "deepseek-r1-qwen", "megrez")  # Qwen normalises to NFC
-# Texts in which any two of these rules cut something differently.
+# Any two of these rules cut something in these texts differently.
 _PROBES = (
     "Hello world, it's 12345 o'clock; IT'S 3.14 and we'LL see.",
     "  two  spaces\t\ttabs\n\n\nlines \r\n end  ",
@@ -62,13 +63,13 @@ _PROBES = (
     "naïve café Ünïcode Ελληνικά 漢字かな ไทย हिन्दी 😀👍🏽 1²³ ½ ٣٤٥",
 )
 _TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "mask_token": "mask"}
-_OTHER_ENDS = ("eot", "eom")  # a turn's end, and that of a message which awaits a tool
+_OTHER_ENDS = ("eot", "eom")  # the end of a turn, and of a message that awaits a tool's result
 
 
 def tokenizer_files(metadata: Metadata) -> dict[str, str]:
-    """The tokenizer files of a model directory: texts by name.
+    """Returns the tokenizer files of a model directory: their texts by file name.
 
-    Raises: ValueError naming a key of the metadata that is missing, or has a value that is not known.
+    Raises: ValueError naming a key of the metadata that is missing or has an unknown value.
     """
     tokens, kind = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.model")
     if not isinstance(tokens, list):
@@ -104,7 +105,7 @@ def tokenizer_files(metadata: Metadata) -> dict[str, str]:
 
 
 def end_ids(metadata: Metadata) -> list[int]:
-    """The tokens that end a response, the main one first."""
+    """Returns the tokens that end a response, the main one first."""
     numbers = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", *_OTHER_ENDS))
     return list(dict.fromkeys(number for number in numbers if number is not None))
 
@@ -116,7 +117,7 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", ())]
     try:
         bpe = models.BPE(_numbers(metadata, tokens), merges, ignore_merges=cut in _WHOLE_WORDS)
-    except Exception as error:  # the library raises no other type, for a merge of what is no token
+    except Exception as error:  # the library raises nothing more specific for a merge whose parts are no tokens
         raise ValueError(f"tokenizer.ggml.merges: {error}") from None
     found = Tokenizer(bpe)
     found.pre_tokenizer, found.decoder = _CUTS[cut](), decoders.ByteLevel()
@@ -147,7 +148,7 @@ def _sentencepiece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
 
 
 def _numbers(metadata: Metadata, tokens: Sequence[str]) -> dict[str, int]:
-    """The number of each token, without those that only fill the embedding's table."""
+    """Returns the number of each token, except those that only fill up the embedding's table."""
     kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     return {
         token: number
@@ -161,7 +162,7 @@ def _filler(number: int) -> str:
 
 
 def _added(metadata: Metadata, tokens: Sequence[str]) -> list[AddedToken]:
-    """Tokens that are matched whole before text is cut; in SentencePiece's vocabulary also the unknown one."""
+    """Returns tokens that are matched whole before text is cut; with SentencePiece also the unknown token."""
     kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     whole = (CONTROL, USER_DEFINED, UNKNOWN)
     return [
@@ -172,9 +173,9 @@ def _added(metadata: Metadata, tokens: Sequence[str]) -> list[AddedToken]:
 
 
 def vocabulary_metadata(tokenizer: OurTokenizer, num_embeddings: int) -> dict[str, Any]:
-    """The metadata of a tokenizer, with a token for each of a model's embeddings.
+    """Returns the metadata of a tokenizer, with a token for each of a model's embeddings.
 
-    Raises: ValueError for a vocabulary of another kind, or one whose rule for cutting text llama.cpp does not know.
+    Raises: ValueError for a vocabulary of another kind, or whose rule for cutting text llama.cpp does not know.
     """
     backend = tokenizer.vocabulary
     model = json.loads(backend.to_str())["model"]
@@ -204,7 +205,7 @@ def vocabulary_metadata(tokenizer: OurTokenizer, num_embeddings: int) -> dict[st
 
 
 def _token_metadata(tokenizer: OurTokenizer, backend: Tokenizer) -> dict[str, Any]:
-    # llama.cpp also ends a response at tokens that it knows by name, so those beyond a third need no place.
+    # Only three ends have keys; llama.cpp also ends a response at tokens that it knows by name, so others need none.
     others = [number for number in tokenizer.end_ids if number != tokenizer.end_id]
     fields: dict[str, Any] = {f"{key}_token_id": number for key, number in zip(_OTHER_ENDS, others, strict=False)}
     fields["eos_token_id"] = tokenizer.end_id
@@ -220,7 +221,7 @@ def _token_metadata(tokenizer: OurTokenizer, backend: Tokenizer) -> dict[str, An
 
 
 def _cut_of(backend: Tokenizer) -> str:
-    """llama.cpp's name of the rule by which a byte-level vocabulary cuts text."""
+    """Returns llama.cpp's name for the rule by which a byte-level vocabulary cuts text."""
     if not isinstance(backend.normalizer, normalizers.NFC | None):
         raise ValueError(f"the vocabulary normalises text by {type(backend.normalizer).__name__}; llama.cpp does not")
 
@@ -237,7 +238,7 @@ def _cut_of(backend: Tokenizer) -> str:
 def _sentencepiece_metadata(
     backend: Tokenizer, model: Mapping[str, Any], tokens: Sequence[str], kinds: list[int]
 ) -> dict[str, Any]:
-    """A token's score is the lower the later its merge; `kinds` gets the bytes and the unknown token."""
+    """Returns scores, which are lower for later merges; marks the bytes and the unknown token in `kinds`."""
     if not model["byte_fallback"] or SPACE not in "".join(tokens):
         raise ValueError("the vocabulary is neither byte-level BPE nor SentencePiece's with bytes; one was expected")
     ranks = dict[str, int]()

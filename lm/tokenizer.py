@@ -28,10 +28,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 class Tokenizer:
     """A vocabulary with an end token and a chat template; `train` learns byte-level BPE.
 
-    `pad`, `start` and `mask` are "" where the vocabulary has none. Masks come from lengths, so any token may fill the
-    space after a text, the end token included. A start token opens an encoder's input (the end token stands in for
-    it); a mask token hides a word from it. `end` ends a text. A response may also end with the token that closes an
-    assistant's turn in the chat template, or with one of `other_ends`: see `end_ids`.
+    `pad`, `start` and `mask` are "" if the vocabulary has none. Masks come from lengths, so any token may fill the
+    space after a text, even the end token. The start token opens an encoder's input (the end token stands in if there
+    is none); the mask token hides a word from an encoder. `end` ends a text. A response may also end with the token
+    that closes an assistant's turn in the chat template, or with one of `other_ends`: see `end_ids`.
     Raises: ValueError for a token that the vocabulary lacks.
     """
 
@@ -72,7 +72,7 @@ class Tokenizer:
     def turn_end_id(self) -> int:
         """The token that closes an assistant's turn in the chat template: `end_id` unless the template writes another.
 
-        Qwen2.5's base model, for one, ends texts with `<|endoftext|>`, and its template ends turns with `<|im_end|>`.
+        Qwen2.5's base model, for example, ends texts with `<|endoftext|>` but turns with `<|im_end|>`.
         """
         try:
             closing = self._template.closing_token([{"role": "user", "content": "Hi"}], "Yes")
@@ -110,7 +110,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, *, end: str = "") -> Self:
-        """Read `tokenizer.json`, `tokenizer_config.json` and, where there are, `chat_template.jinja` and
+        """Read `tokenizer.json`, `tokenizer_config.json` and, if they exist, `chat_template.jinja` and
         `generation_config.json` or `config.json`, whose `eos_token_id` may be a list of several end tokens.
 
         `end` overrides or supplies the config's end token. A model without a chat template gets the one called "chat".
@@ -130,7 +130,7 @@ class Tokenizer:
         bpe.no_truncation()
         bpe.no_padding()
         ends = _model_ends(folder, bpe)
-        # BERT's separator ends a text, and the token of its classifier starts one.
+        # In BERT, the separator ends a text and the classifier's token starts one.
         names["eos_token"] = end or names["eos_token"] or names["sep_token"] or next(iter(ends), None)
         if names["eos_token"] is None:
             raise ValueError(
@@ -166,7 +166,7 @@ class Tokenizer:
             "clean_up_tokenization_spaces": False,
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if len(self.end_ids) > 1:  # transformers and vLLM stop at each of these; else at config.json's only one
+        if len(self.end_ids) > 1:  # transformers and vLLM stop at any of these; otherwise only at config.json's
             stops = {"eos_token_id": list(self.end_ids), **({"pad_token_id": self.pad_id} if self.pad else {})}
             (folder / GENERATION_CONFIG).write_text(json.dumps(stops, indent=2) + "\n", encoding="utf-8")
 
@@ -184,7 +184,7 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> BPE:
-        """The library's object, for what writes it in another format."""
+        """The library's object, for code that writes it in another format."""
         return self._bpe
 
     @property
@@ -197,10 +197,10 @@ class Tokenizer:
         return self._changed(chat_template=template)
 
     def with_distinct_pad(self) -> "Tokenizer":
-        """The same tokenizer, padding with a token that ends no response, if the vocabulary has a special one.
+        """Returns the same tokenizer, padding with a special token that ends no response; without any if none exists.
 
-        transformers reads a reward model's score at the last token that is not padding: with the end token as padding,
-        one token too early.
+        transformers reads a reward model's score at the last token that is not padding. If the end token were padding,
+        that would be one token too early.
         """
         if self.pad and self.pad_id not in self.end_ids:
             return self
@@ -361,9 +361,9 @@ def _make_special(bpe: BPE, names: Iterable[str]) -> None:
 
 
 def _model_ends(folder: Path, bpe: BPE) -> list[str]:
-    """The end tokens that the model's own files name by number, in order. Raises: ValueError naming file and field.
+    """Returns the end tokens that the model's files name by number, in order. Raises: ValueError naming file and field.
 
-    A number counts if it is one of the vocabulary's added tokens: transformers writes `eos_token_id` 2 into every
+    A number counts only if it is one of the vocabulary's added tokens: transformers writes `eos_token_id` 2 into every
     config.json that was made without one, and token 2 may be a letter.
     """
     added = bpe.get_added_tokens_decoder()
@@ -379,7 +379,7 @@ def _model_ends(folder: Path, bpe: BPE) -> list[str]:
 
 
 def _named_template(template: Any, path: Path) -> str:
-    """A chat template; of several by name, the one called "default". Raises: ValueError naming file and field."""
+    """Returns the chat template; of several named ones, "default". Raises: ValueError naming file and field."""
     if isinstance(template, list):
         template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         if "default" not in template:

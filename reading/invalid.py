@@ -1,4 +1,4 @@
-"""Rows that cannot be used: all of a source are counted, the first few are named, and they are refused or skipped."""
+"""Rows that cannot be used: Heed counts all of them in a source, names the first few, and refuses or skips them."""
 
 from collections.abc import Callable, Iterator
 from typing import Literal, TypeVar
@@ -8,21 +8,21 @@ Row = TypeVar("Row")
 Item = TypeVar("Item")
 
 HINT = 'on_invalid = "skip" in a job\'s source, or --on-invalid skip of heed init, leaves such rows out'
-SHOWN_ROWS, KEPT_ROWS = 5, 1000  # of the invalid ones: in an error, and in all
-COUNTED_ROWS = 1_000_000  # read at most after the first row that is refused, to count the others
+SHOWN_ROWS, KEPT_ROWS = 5, 1000  # invalid rows named in an error, and remembered at most
+COUNTED_ROWS = 1_000_000  # most rows read after the first refused one, to count the other invalid ones
 
 
 class InvalidRows:
-    """The invalid rows of one source: how many there are, and the messages about the first KEPT_ROWS."""
+    """Counts the invalid rows of one source, and keeps the messages about the first KEPT_ROWS of them."""
 
     def __init__(self, source: str, on_invalid: OnInvalid = "refuse") -> None:
         self.source, self.on_invalid = source, on_invalid
         self.num_rows = self.num_invalid = 0
         self.messages: list[str] = []
-        self._last_row = 0  # at which counting stops, after a row that is refused
+        self._last_row = 0  # where counting stops once a row has been refused
 
     def add(self, error: ValueError) -> None:
-        """Counts a row that `error` is about."""
+        """Counts the row that `error` is about."""
         if not self.num_invalid and self.on_invalid == "refuse":
             self._last_row = self.num_rows + COUNTED_ROWS
         self.num_invalid += 1
@@ -30,12 +30,12 @@ class InvalidRows:
             self.messages.append(str(error))
 
     def add_unreadable(self, error: ValueError) -> None:
-        """Counts a row that could not even be parsed, and so is not among those that are read."""
+        """Counts a row that could not even be parsed, so `valid_rows` never sees it."""
         self.num_rows += 1
         self.add(error)
 
     def forget(self) -> None:
-        """Starts to count again, after rows that are not to be used."""
+        """Resets the counts, after rows that are not going to be used."""
         self.num_rows = self.num_invalid = 0
         self.messages.clear()
 
@@ -52,13 +52,13 @@ class InvalidRows:
         return self.are_refused and self.num_rows >= self._last_row
 
     def finish(self) -> None:
-        """Raises: ValueError that names the first invalid rows, if they are refused or the source has no others."""
+        """Raises: ValueError that names the first invalid rows, if they are refused or if no row is valid."""
         if not self.num_invalid or (self.on_invalid == "skip" and self.num_invalid < self.num_rows):
             return
         skips = f" ({HINT})" if self.on_invalid == "refuse" else ""
         if self.num_invalid == 1:
             raise ValueError(f"{self.first[0]}{skips}")
-        if self.num_invalid == self.num_rows > SHOWN_ROWS:  # the same mistake in all, most often
+        if self.num_invalid == self.num_rows > SHOWN_ROWS:  # most often the same mistake in all of them
             raise ValueError(f"{self.first[0]} (and none of the {self.num_rows:,} rows is valid)")
         count = f"{self.num_invalid:,} of {'the first ' if self.has_counted_enough else ''}{self.num_rows:,} rows"
         more = self.num_invalid - len(self.first)
@@ -69,11 +69,11 @@ class InvalidRows:
 def valid_rows(
     rows: Iterator[tuple[str, Row]], read: Callable[[str, Row], Item], invalid: InvalidRows
 ) -> Iterator[tuple[str, Item]]:
-    """Yields (where, `read(where, row)`) of every row for which it raises no ValueError.
+    """Yields (where, `read(where, row)`) for every row for which `read` raises no ValueError.
 
-    After a row that is refused it yields nothing more, and reads on to count the others that are invalid.
+    After a refused row it yields nothing more, but keeps reading to count the other invalid rows.
 
-    Raises: ValueError as `InvalidRows.finish`.
+    Raises: ValueError as `InvalidRows.finish` does.
     """
     for where, row in rows:
         invalid.num_rows += 1

@@ -1,6 +1,6 @@
-"""Conversations in preference pairs: transcripts, lists of messages, and prompts that are the beginning of both sides.
+"""Conversations in preference pairs: transcripts, lists of messages, and prompts that both sides begin with.
 
-`preferences.formats` reads both sides of a pair; demonstrations and prompts come from the chosen one.
+`preferences.formats` reads both sides of a pair; here, demonstrations and prompts are read from the chosen side.
 """
 
 import re
@@ -14,17 +14,17 @@ ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 class Turn(NamedTuple):
-    """A turn of a conversation, and the names that the file has for its text and, where it has one, its role."""
+    """A turn of a conversation, and what the file calls the fields of its text and of its role (if it has one)."""
 
     role: str
     content: str
     content_field: str
     role_field: str = ""
-    speaker: str = ""  # the role as the file calls it; "" = like the role
+    speaker: str = ""  # what the file calls the role; "" = the same as `role`
 
 
 def is_transcript(text: Any) -> bool:
-    """Whether a text is one of HH-RLHF's transcripts."""
+    """Returns whether a text is one of HH-RLHF's transcripts."""
     return isinstance(text, str) and text.startswith("\n\nHuman:")
 
 

@@ -1,4 +1,4 @@
-"""How far a sampler's log-probs of the tokens it sampled may be from the learner's: rounding, and no more."""
+"""How far a sampler's log-probs of the tokens it sampled may be from the learner's: by rounding and no more."""
 
 import math
 from collections.abc import Sequence
@@ -11,10 +11,14 @@ from training.config import Precision
 
 # Nats per token for one layer, mean of |difference|: see `max_difference`.
 ROUNDING: dict[Precision, float] = {"fp32": 0.0005, "bf16": 0.02}
-MAX_RATIO_ERROR = 0.02  # of the mean ratio π_learner / π_sampler, which is 1 + rounding over tokens from π_sampler,
-MAX_STANDARD_ERRORS = 4.0  # or so many standard errors of that mean, which a few unlikely tokens may move
-MIN_TOKENS = 16  # responses with at least so many tokens are also judged one by one:
-RESPONSE_FACTOR = 4  # times the difference is allowed. One broken rank of many hardly moves the mean of all tokens
+# Over tokens from π_sampler, the mean ratio π_learner / π_sampler is 1 up to rounding. It may be off by
+# MAX_RATIO_ERROR, or by MAX_STANDARD_ERRORS of its standard errors if that is more: a few unlikely tokens can move it.
+MAX_RATIO_ERROR = 0.02
+MAX_STANDARD_ERRORS = 4.0
+# One broken rank of many hardly moves the mean over all tokens, so each response of at least MIN_TOKENS tokens is also
+# judged by itself: its mean difference may be RESPONSE_FACTOR times the limit.
+MIN_TOKENS = 16
+RESPONSE_FACTOR = 4
 
 
 def max_difference(precision: Precision, num_layers: int) -> float:
@@ -22,14 +26,14 @@ def max_difference(precision: Precision, num_layers: int) -> float:
 
     Each layer rounds what it adds to the residual stream. These errors are independent, so their sum grows with the
     square root of the number of layers. Measured with Heed's own sampler in bf16: .005 with the 2 layers of the debug
-    job, .044 with the 30 of SmolLM2-135M, a trained model whose logits are larger; in fp32 2e-7 with 2 layers.
+    job, .044 with the 30 of SmolLM2-135M, a trained model whose logits are larger; in fp32, 2e-7 with 2 layers.
     """
     return ROUNDING[precision] * math.sqrt(num_layers)
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How log-probs of sampled tokens agree: log π_learner - log π_sampler, in nats."""
+    """How well the log-probs of sampled tokens agree. Differences are log π_learner - log π_sampler, in nats."""
 
     difference: float  # mean of the absolute values
     ratio: float  # mean of π_learner / π_sampler
@@ -38,7 +42,7 @@ class Agreement:
 
     @classmethod
     def of(cls, difference_C: Tensor, lengths: Sequence[int]) -> Self:
-        """`difference_C` is that of each token, response after response; `lengths` are the responses' tokens."""
+        """`difference_C` has each token's difference, response after response; `lengths` are the responses' lengths."""
         ratio_C = difference_C.exp()
         by_response = [
             float(part.abs().mean()) for part in difference_C.split(list(lengths)) if len(part) >= MIN_TOKENS
@@ -51,7 +55,10 @@ class Agreement:
         )
 
     def holds(self, most: float) -> bool:
-        """Whether both are one policy, up to a rounding of `most` nats per token (`max_difference`); NaN is not."""
+        """Returns whether both are one policy, up to rounding of `most` nats per token (`max_difference`).
+
+        NaN counts as a difference.
+        """
         return (
             self.difference <= most
             and self.worst_response <= RESPONSE_FACTOR * most

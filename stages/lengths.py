@@ -1,5 +1,5 @@
-"""How many tokens the rows of a source have, for `heed plan` and `heed init`: counted, or estimated from a sample of a
-large source. Means are for times; the longest row is for memory, so it must not be too small.
+"""How many tokens the rows of a source have, for `heed plan` and `heed init`: counted, or estimated from a sample if
+the source is large. Times depend on the mean; memory depends on the longest row, which must not be underestimated.
 """
 
 import heapq
@@ -11,14 +11,14 @@ from typing import Any, Generic, TypeVar
 Row = TypeVar("Row")
 Value = TypeVar("Value")
 
-SAMPLE_ROWS = 1000  # the longest in bytes; and between one and two times as many, spread evenly over the source
+SAMPLE_ROWS = 1000  # the longest in bytes, plus one to two times as many rows spread evenly over the source
 
 
 @dataclass(frozen=True)
 class Lengths:
     """Tokens of a source's rows. `longest` is an upper bound where only a sample was measured.
 
-    `response_share` is the largest share of a row's tokens that are the response's, and `spread` are the tokens of rows
+    `response_share` is the largest share that a response has of its row's tokens; `spread` has the tokens of rows
     spread evenly over the source.
     """
 
@@ -33,11 +33,11 @@ class Lengths:
 
     @classmethod
     def bound(cls, num_tokens: int) -> "Lengths":
-        """Rows that could not be read, each taken to be this long."""
+        """Stands for rows that could not be read, each assumed to be this long."""
         return cls(0, 0, num_tokens, num_tokens, num_tokens)
 
     def plus(self, num_tokens: int) -> "Lengths":
-        """The rows with a response of so many tokens each."""
+        """Returns the lengths of the rows with a response of `num_tokens` added to each."""
         return replace(
             self,
             mean=self.mean + num_tokens,
@@ -55,7 +55,7 @@ class Lengths:
 
 
 class RowSample(Generic[Row]):
-    """The longest rows of a stream, by the bytes of their texts, and rows spread evenly over it; all of a short one."""
+    """The longest rows of a stream, by the bytes of their texts, and rows spread evenly over it; if short, all rows."""
 
     def __init__(self, num_rows: int = SAMPLE_ROWS) -> None:
         self.limit, self.num_rows, self.step = num_rows, 0, 1
@@ -77,8 +77,8 @@ class RowSample(Generic[Row]):
             heapq.heapreplace(self._longest, (num_bytes, -number, row))
 
     def lengths(self, encode: Callable[[Sequence[Row]], Iterable[tuple[int, int]]], most_tokens: int) -> Lengths:
-        """The lengths of all rows, of which at most `most_tokens` count. `encode` returns the tokens of each of some
-        rows, and how many of them are the response's.
+        """Returns the lengths of all rows, each cut off at `most_tokens`. `encode` returns, for each of the given rows,
+        how many tokens it has and how many of them are the response's.
         """
         if not self.num_rows:
             return Lengths(0, 0, 0.0, 0, 0)
@@ -102,11 +102,12 @@ class RowSample(Generic[Row]):
         )
 
     def _bound(self, measured: Mapping[int, tuple[int, int]]) -> int:
-        """The most tokens that a row may have, given (bytes, tokens) of those measured.
+        """Returns the most tokens that any row may have, given (bytes, tokens) of the measured rows.
 
-        The others are at most as long in bytes as the shortest of the longest. They are taken to have at most as many
-        tokens per byte as the densest row that has more bytes than the longest row has tokens: a token has at least one
-        byte, so rows of fewer bytes are no longer. What a template adds is the same for all.
+        A row that was not measured has at most as many bytes as the shortest row in `_longest`. It is assumed to have
+        at most as many tokens per byte as the densest measured row with more bytes than the longest row has tokens.
+        Rows of fewer bytes need not be considered: a token has at least one byte, so they cannot be longer. What a
+        template adds is the same for all rows.
         """
         tokens = [total for _, total in measured.values()]
         longest, template = max(tokens), min(tokens)
@@ -116,12 +117,12 @@ class RowSample(Generic[Row]):
 
 @dataclass(frozen=True)
 class Measures:
-    """What was read of a job's data, once for all plans of the job."""
+    """What was measured about a job's data, read once and shared by all plans of the job."""
 
     known: dict[str, Any] = field(default_factory=dict)
 
     def get(self, key: str, make: Callable[[], Value]) -> Value:
-        """The value of `make`, which is called at most once per key."""
+        """Returns the value of `make`, which is called at most once per key."""
         if key not in self.known:
             self.known[key] = make()
         value: Value = self.known[key]

@@ -1,14 +1,15 @@
 """Rewards that a program can check: how far a response follows the instruction at the end of its prompt.
 
-The job smollm2.toml trains on prompts.jsonl with `reward`, which gives credit for coming close: the model follows some
-instructions in none of its first responses, and could not learn from zeros alone. `followed` judges heldout.jsonl (the
-same kinds of instruction, other topics), and new-kinds.jsonl (kinds that training never sees), and gives none.
+The job smollm2.toml trains on prompts.jsonl with `reward`, which gives partial credit for coming close: at first the
+model never follows some of the instructions, and it could not learn from zeros alone. `followed` gives no partial
+credit; it judges heldout.jsonl (the same kinds of instruction, other topics) and new-kinds.jsonl (kinds that training
+never sees).
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-MIN_WORDS = 4  # fewer are no answer, whatever the instruction says
+MIN_WORDS = 4  # a response with fewer words is no answer, whatever the instruction says
 
 Prompts = Sequence[Sequence[Mapping[str, str]]]
 
@@ -26,9 +27,9 @@ def followed(prompts: Prompts, responses: Sequence[str]) -> list[float]:
 
 
 def degree(prompt: str, response: str) -> float:
-    """Returns how far the response follows the prompt's instruction, 0 to 1; 1 only if it does so exactly.
+    """Returns how far the response follows the prompt's instruction, 0 to 1; 1 only if it follows it exactly.
 
-    Raises: ValueError for a prompt without an instruction of KINDS.
+    Raises: ValueError for a prompt that contains none of the instructions in KINDS.
     """
     text = response.strip()
     for pattern, measure in KINDS.items():
@@ -46,7 +47,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _whole(text: str, found: float) -> float:
-    """Half as much for a text that stops in the middle of a sentence."""
+    """Returns `found`, or half of it for a text that stops in the middle of a sentence."""
     return found if re.search(r"[.!?][\"')]*$", text) else found / 2
 
 
@@ -59,7 +60,7 @@ def _exactly(count: int, wanted: int) -> float:
 
 
 def _items(text: str, starts: Sequence[str]) -> float:
-    """A list whose lines begin with these patterns, and nothing else."""
+    """Returns how far the text is a list whose lines begin with these patterns, and nothing else."""
     lines = _lines(text)
     good = sum(bool(re.match(rf"{start}\S", line)) for line, start in zip(lines, starts, strict=False))
     return good / max(len(lines), len(starts))
@@ -91,7 +92,7 @@ def _question(text: str) -> float:
     return 1.0 if marks == ["?"] and text.endswith("?") else 0.5 * text.endswith("?")
 
 
-# What an instruction looks like in a prompt, and the measure of a response, with what the pattern captured.
+# The pattern of each instruction in a prompt, and how to measure a response, given what the pattern captured.
 KINDS: Mapping[str, Callable[..., float]] = {
     # in prompts.jsonl and heldout.jsonl
     r"Do not use any commas\.": lambda text: _whole(text, 1 / (1 + text.count(","))),
