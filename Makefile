@@ -105,7 +105,7 @@ smollm2: $(SMOLLM2)  ## Train SmolLM2 with GRPO to follow instructions that a pr
 	$(BIN)/heed run configs/jobs/smollm2.toml
 	$(BIN)/heed compare SmolLM2=$(SMOLLM2) GRPO=runs/smollm2/ppo/model \
 		--prompts $(CHECKS)/new-kinds.jsonl --judge $(CHECKS)/checks.py:followed \
-		--num-samples 4 --max-new-tokens 96 --temperature 0.7 --out runs/smollm2-new-kinds
+		--num-samples 4 --max-new-tokens 96 --temperature 0.7 --bf16 --out runs/smollm2-new-kinds
 
 demo: $(STAMP)  ## Run the whole chain on a laptop's CPU and write its report.
 	@echo 'The demo takes two cores about 3 minutes if the CPU multiplies bf16 (AVX-512 BF16, AMX), 8 to 14 if it has AVX2.'
