@@ -120,9 +120,12 @@ def reward_judge(
     else:
         found = {"description": "the run's reward model", "sha256": folder_hash(reward)}
         judge = ScoreJudge(name, "reward model", str(reward), reward_model_score(reward, objective_weights), found)
-    if not is_climbed:
-        return judge
-    description = f"{judge.details['description']}, which is also the reward: whatever it overlooks stays unseen here"
+    return described_as_reward(judge, "is also the reward") if is_climbed else judge
+
+
+def described_as_reward(judge: ScoreJudge, relation: str) -> ScoreJudge:
+    """The judge with a note that it cannot show whether the reward was gamed; `relation` says why."""
+    description = f"{judge.details['description']}, which {relation}: whatever it overlooks stays unseen here"
     return replace(judge, details={**judge.details, "description": description, "is_reward": True})
 
 

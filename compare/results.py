@@ -59,7 +59,7 @@ class PairResults:
 class JudgeResults:
     """Who judged, what it measures, and whether it is a world's gold scorer, a reward model or a function.
 
-    `is_reward`: it is what the policies were trained to raise.
+    `is_reward`: it is what the policies were trained to raise, or comes from the same file.
     """
 
     name: str

@@ -121,7 +121,7 @@ def compare_sampled(
         training_scores=tuple(score for _, score in sampled.training),
         samples=_shown(sampled.prompts[: config.num_shown], responses, scores),
         hacking=None
-        if isinstance(judge, PeopleJudge) or config.judge_reward  # which would confirm itself
+        if isinstance(judge, PeopleJudge) or config.judge_reward or judge.details.get("is_reward")  # it confirms itself
         else _hacking(sampled, responses, scores, judge),
     )
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from compare.config import CompareConfig
 from compare.judges import (
+    described_as_reward,
     function_judge,
     gold_judge,
     people_judge,
@@ -20,12 +21,13 @@ from evaluation.judges.scorers import ScoreJudge
 from evaluation.names import named_specs
 from evaluation.sampling import Sample, SamplingSpec
 from evaluation.sampling_everywhere import sample_everywhere
+from files.hashes import file_hash
 from files.records import record_of
 from lm.tokenizer import Tokenizer
 from ppo.config import PPOConfig
 from ppo.samples import SAMPLES, TrainingSample
 from ppo.stage import STAGE as PPO
-from reward.external import ExternalReward
+from reward.external import ExternalReward, RewardFunction
 from reward.stage import STAGE as REWARD
 from stages.contract import POLICIES, Parent, Stage
 from stages.planner import Planner, StagePlan
@@ -144,7 +146,10 @@ def judge_of(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:
         )
     if config.judge_function:
         ((name, spec),) = named_specs([config.judge_function], "judge")
-        return function_judge(name, spec)
+        judge, reward = function_judge(name, spec), proxy_of(run).external
+        if isinstance(reward, RewardFunction) and judge.details["sha256"] == file_hash(reward.file):
+            return described_as_reward(judge, "comes from the same file as the reward")
+        return judge
     if config.judge_from:
         ((name, spec),) = named_specs([config.judge_from], "judge")
         return reward_model_judge(name, spec)

@@ -295,7 +295,9 @@ def answer_of(results: CompareResults, styles: Styles) -> Answer:
     if results.hacking is not None:
         more = (verdict(results.hacking).text, *_rate_and_score(results))
     elif results.judge.is_reward:
-        more = ("The judge is the reward itself, so this does not show whether it was gamed.",)
+        more = (
+            "The judge is the reward or comes from the same file, so this does not show whether the reward was gamed.",
+        )
     return Answer(answers[-1].tone, text, more)
 
 

@@ -265,4 +265,4 @@ def test_a_job_runs_as_it_is_to_a_comparison(
     assert results["num_prompts"] == (40 if algorithm == "dpo" else 10)
     assert results["hacking"] is None, "the reward can't confirm itself"
     page = (tmp_path / "runs" / "job" / "report.html").read_text()
-    assert ("The judge is the reward itself" in page) == (algorithm != "dpo")
+    assert ("The judge is the reward or comes from the same file" in page) == (algorithm != "dpo")
