@@ -10,6 +10,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 MIN_WORDS = 4  # a response with fewer words is no answer, whatever the instruction says
+# Words of the prompts that are not about their topic.
+TASK_WORDS = {
+    "describe", "tell", "something", "about", "write", "short", "text", "what", "people", "like", "explain", "child",
+    "the", "and", "for",
+}  # fmt: skip
+STEM = 4  # so many letters of a topic's word must begin a word of the response
 
 Prompts = Sequence[Sequence[Mapping[str, str]]]
 
@@ -27,19 +33,28 @@ def followed(prompts: Prompts, responses: Sequence[str]) -> list[float]:
 
 
 def degree(prompt: str, response: str) -> float:
-    """Returns how far the response follows the prompt's instruction, 0 to 1; 1 only if it follows it exactly.
+    """Returns how far the response follows the prompt's instruction, 0 to 1; 1 only if it follows it exactly and
+    mentions the topic: "This is a creative idea." obeys most instructions, and a policy finds that out.
 
     Raises: ValueError for a prompt that contains none of the instructions in KINDS.
     """
     text = response.strip()
     for pattern, measure in KINDS.items():
         if match := re.search(pattern, prompt):
-            return measure(text, *match.groups()) if len(_words(text)) >= MIN_WORDS else 0.0
+            if len(_words(text)) < MIN_WORDS:
+                return 0.0
+            return measure(text, *match.groups()) / (1 if _is_about(text, prompt[: match.start()]) else 2)
     raise ValueError(f"prompt {prompt!r} has none of the instructions that checks.py knows")
 
 
 def _words(text: str) -> list[str]:
     return re.findall(r"[^\W_]+(?:['’-][^\W_]+)*", text)
+
+
+def _is_about(text: str, task: str) -> bool:
+    """Whether the text has a word of the task's topic, by its first letters."""
+    topic = {word[:STEM] for word in _words(task.lower()) if len(word) > 2 and word not in TASK_WORDS}
+    return any(word.startswith(tuple(topic)) for word in _words(text.lower()))
 
 
 def _lines(text: str) -> list[str]:
