@@ -93,7 +93,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._tokens,
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is code, which may also raise TypeError and others
             # In one line, and without the template: published ones have dozens of lines.
             raise ValueError(f"chat_template refuses the conversation: {' '.join(str(error).split())}") from None
 
@@ -119,15 +119,21 @@ class ChatTemplate:
             turns.append(turn)
         return text, turns
 
-    def closing_token(self, messages: Messages, answer: str) -> int | None:
-        """The special token that the template writes after an assistant's `answer`; None if it writes none there.
+    def closing_token(self) -> int | None:
+        """The special token that the template writes after an assistant's answer; None if it writes none there.
 
-        Raises: ValueError for messages that the template refuses.
+        Raises: ValueError for a template that refuses a question and an answer, with and without a system message.
         """
-        (*_, (before, whole)) = self.beginnings([*messages, {"role": "assistant", "content": answer}])
-        end = whole.rfind(answer) + len(answer)
-        closing = (special for special in self._names.read(whole).specials if special.name_start >= end)
-        first = next(closing, None) if end > len(before) else None
+        answer = "This is a short answer."
+        turns = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
+        try:
+            text = self.render(turns, add_generation_prompt=False)
+        except ValueError:
+            text = self.render([{"role": "system", "content": "Be brief."}, *turns], add_generation_prompt=False)
+        rendered = self._names.read(text)
+        start = rendered.text.rfind(answer)
+        closing = (special for special in rendered.specials if special.name_start >= start + len(answer))
+        first = next(closing, None) if start >= 0 else None
         return None if first is None else first.token_id
 
     def beginnings(self, messages: Messages) -> Iterator[tuple[str, str]]:

@@ -75,8 +75,8 @@ class Tokenizer:
         Qwen2.5's base model, for example, ends texts with `<|endoftext|>` but turns with `<|im_end|>`.
         """
         try:
-            closing = self._template.closing_token([{"role": "user", "content": "Hi"}], "Yes")
-        except ValueError:  # a template that refuses these turns is reported with the first real conversation
+            closing = self._template.closing_token()
+        except ValueError:  # a template that refuses conversations is reported with the first real one
             closing = None
         return self.end_id if closing is None else closing
 
@@ -109,11 +109,12 @@ class Tokenizer:
         return cls(bpe, pad=PAD, end=END, chat_template=template, start=start, mask=mask)
 
     @classmethod
-    def load(cls, folder: Path, *, end: str = "") -> Self:
+    def load(cls, folder: Path, *, end: str = "", model_folder: Path | None = None) -> Self:
         """Read `tokenizer.json`, `tokenizer_config.json` and, if they exist, `chat_template.jinja` and
         `generation_config.json` or `config.json`, whose `eos_token_id` may be a list of several end tokens.
 
         `end` overrides or supplies the config's end token. A model without a chat template gets the one called "chat".
+        An adapter's folder has no such config: `model_folder` is the model's.
         Raises: ValueError naming the file and field.
         """
         vocabulary_path, config_path, template_path, _ = (folder / name for name in TOKENIZER_FILES)
@@ -129,7 +130,7 @@ class Tokenizer:
         # Some files were saved with truncation or padding switched on.
         bpe.no_truncation()
         bpe.no_padding()
-        ends = _model_ends(folder, bpe)
+        ends = _model_ends(folder, bpe) or (_model_ends(model_folder, bpe) if model_folder is not None else [])
         # In BERT, the separator ends a text and the classifier's token starts one.
         names["eos_token"] = end or names["eos_token"] or names["sep_token"] or next(iter(ends), None)
         if names["eos_token"] is None:
@@ -175,7 +176,7 @@ class Tokenizer:
         return isinstance(other, Tokenizer) and self._written() == other._written()
 
     def _written(self) -> tuple[str, ...]:
-        return self._bpe.to_str(), self.end, self.start, self.chat_template, *map(str, sorted(self.end_ids))
+        return self._bpe.to_str(), self.end, self.start, self.chat_template
 
     @property
     def sha256(self) -> str:

@@ -209,13 +209,13 @@ class RewardModel:
         return scores
 
     def _closed(self, prompt: Sequence[int], response: Sequence[int]) -> list[int]:
-        """A prompt and its response, followed by the end token.
+        """A prompt and its response, followed by the token that closes a turn: the network has seen no other end.
 
         A response that fills the policy's context leaves no position for it. If the network has none either, the end
         token replaces the last sampled token, since a reward model has never seen a text without its end.
         """
         if response and response[-1] in self.tokenizer.end_ids:
-            return [*prompt, *response]
+            return [*prompt, *response[:-1], self.tokenizer.turn_end_id]
         is_full = len(response) > 1 and len(prompt) + len(response) == self.room_tokens
         return [*prompt, *(response[:-1] if is_full else response), self.tokenizer.turn_end_id]
 

@@ -80,7 +80,7 @@ def _tokenizer(adapter: Path, base: Path, end: str, num_embeddings: int) -> "Tok
     from lm.tokenizer import Tokenizer
 
     folder = adapter if (adapter / "tokenizer.json").is_file() else base
-    tokenizer = Tokenizer.load(folder, end=end)
+    tokenizer = Tokenizer.load(folder, end=end, model_folder=base)
     if tokenizer.vocab_size > num_embeddings:
         raise ValueError(
             f"{folder / 'tokenizer.json'} has {tokenizer.vocab_size} tokens; at most {num_embeddings} were expected, of"

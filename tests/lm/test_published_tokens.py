@@ -15,7 +15,8 @@ from lm.model import ScalarModel
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, save_model
-from tests.lm.published_tokens import PUBLISHED, Published
+from reward.scoring import RewardModel
+from tests.lm.published_tokens import CHATML, PUBLISHED, Published
 
 TURNS = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Good day"}]
 
@@ -184,3 +185,54 @@ def test_a_letter_is_no_end_token(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == 2
     tokenizer = Tokenizer.load(tmp_path)
     assert 2 not in tokenizer.end_ids
+
+
+def changed(folder: Path, file: str, **fields: Any) -> None:
+    path = folder / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (
+            "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML,
+            "needs a system",
+        ),
+        (CHATML.replace("assistant\n' }}", "assistant\n<think>\n\n</think>\n\n' }}"), "opens with thoughts"),
+        ("{{ messages[0].content | length }}" + CHATML, "counts"),
+    ],
+)
+def test_the_token_that_closes_a_turn_is_found_in_unusual_templates(tmp_path: Path, template: str, why: str) -> None:
+    write(tmp_path, PUBLISHED["Qwen/Qwen2.5-0.5B"])
+    changed(tmp_path, "tokenizer_config.json", chat_template=template)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.token_text(tokenizer.turn_end_id) == "<|im_end|>", why
+
+
+def test_a_template_that_breaks_is_an_error_of_its_own_and_ends_are_those_of_texts(tmp_path: Path) -> None:
+    write(tmp_path, PUBLISHED["Qwen/Qwen2.5-0.5B"])
+    changed(tmp_path, "tokenizer_config.json", chat_template="{{ messages[0].content + 1 }}")
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.end_ids == (tokenizer.end_id,)
+    with pytest.raises(ValueError, match="chat_template refuses the conversation"):
+        tokenizer.encode_prompt(TURNS[:1])
+
+
+def test_a_saved_copy_equals_its_source_under_every_template(tmp_path: Path) -> None:
+    write(tmp_path, PUBLISHED["Qwen/Qwen2.5-0.5B"])
+    tokenizer, copy = Tokenizer.load(tmp_path), tmp_path / "copy"
+    tokenizer.save(copy)
+    again = Tokenizer.load(copy)
+    assert again.with_template("plain") == tokenizer.with_template("plain")
+    assert again.sha256 == tokenizer.sha256
+
+
+def test_a_reward_model_reads_every_end_as_the_one_it_was_trained_on(tmp_path: Path) -> None:
+    write(tmp_path, PUBLISHED["Qwen/Qwen2.5-0.5B-Instruct"])
+    tokenizer = Tokenizer.load(tmp_path)
+    first, second = tokenizer.end_ids
+    config = load_language_model(tmp_path).config
+    judge = RewardModel(ScalarModel(config).eval(), tokenizer, {"score": 1.0})
+    for response in ([5, 6, first], [5, 6, second], [5, 6]):
+        assert judge.sequences(tokenizer, [TURNS[:1]], [[7, 8]], [response]) == [[7, 8, 5, 6, first]]
