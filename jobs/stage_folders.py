@@ -28,20 +28,20 @@ def is_replaced(folder: Path, inputs: Inputs, *, forced: bool) -> bool:
 def open_folder(folder: Path, inputs: Inputs, *, forced: bool) -> Iterator[None]:
     """Keep the folder of an interrupted stage with the same inputs; otherwise move it away and start an empty one.
 
-    If the block fails before it has written anything, the folder that was moved away is put back.
+    If the block fails, or is interrupted, before it has written anything, the folder that was moved away is put back.
     """
     kept = None
     if is_replaced(folder, inputs, forced=forced):
         kept = put_aside(folder, "forced" if forced else what_changed(folder, inputs))
-    folder.mkdir(exist_ok=True)
-    write_json(folder / "inputs.json", {"fingerprint": inputs.fingerprint})
-    config: dict[str, Any] = dict(inputs.config)
-    write_text(folder / "config.toml", tomli_w.dumps({"seed": inputs.seed, **config}))
     try:
+        folder.mkdir(exist_ok=True)
+        write_json(folder / "inputs.json", {"fingerprint": inputs.fingerprint})
+        config: dict[str, Any] = dict(inputs.config)
+        write_text(folder / "config.toml", tomli_w.dumps({"seed": inputs.seed, **config}))
         yield
     except StageWaitsError:
         raise
-    except Exception:
+    except BaseException:  # Ctrl-C too
         if kept is not None:
             _put_back(folder, kept)
         raise
@@ -51,8 +51,8 @@ def put_aside(folder: Path, reason: str = "changed") -> Path:
     """Move a replaced stage's folder into `replaced/`, where nothing is deleted. Returns its new path."""
     target = folder.parent / REPLACED
     target.mkdir(exist_ok=True)
-    number = 1 + sum(1 for _ in target.glob(f"{folder.name}-*"))
-    kept = target / f"{folder.name}-{number}"
+    numbers = (path.name.removeprefix(f"{folder.name}-") for path in target.glob(f"{folder.name}-*"))
+    kept = target / f"{folder.name}-{1 + max((int(number) for number in numbers if number.isdigit()), default=0)}"
     folder.rename(kept)
     console.print(f"{folder.name}: runs again ({reason}); the earlier result is kept in {kept}", markup=False)
     return kept
@@ -64,7 +64,7 @@ def _put_back(folder: Path, kept: Path) -> None:
         return
     with suppress(OSError):
         for name in _OPENED:
-            (folder / name).unlink()
+            (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder)
         kept.rename(folder)
         console.print(f"{folder.name}: failed before it began; the earlier result is in {folder} again", markup=False)
