@@ -594,6 +594,21 @@ def test_an_answer_taken_back_is_filled_in(world, visit):
     assert "Your earlier answer" not in visit("bob").get(f"/task?task={handle}").text
 
 
+def test_a_task_taken_back_waits_until_new_instructions_are_read(world, visit):
+    world.add(make_task("t1"), make_task("t2"))
+    ann = visit("ann", PLAIN)
+    ann.post("/task/answer", data=form(ann.get("/task")) | ranks(1, 2, 3))
+    page = ann.post("/answers/undo", data=form(ann.get("/answers"), "/answers/undo"))
+    assert "t1: response" in page.text
+    path = f"/task?task={form(page)['task']}"
+    newer = PLAIN.model_copy(update={"instructions": "Prefer what is true."})
+    later = visit("ann", newer, has_read=False)
+    page = later.get(path)
+    assert (page.url.path, "t1: response" in page.text) == ("/instructions", False)
+    later.post("/instructions", data=form(page, "/instructions"))
+    assert "t1: response" in later.get(path).text
+
+
 def test_leads_know_tasks_by_their_first_words(world, visit):
     long = "Tell me a story about\n a fox who " + "walks " * 30
     told = replace(make_task("2d4b34274503a8a7", 2), prompt=(Message("user", long),))
