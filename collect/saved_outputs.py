@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from evaluation.names import named_specs
@@ -21,7 +22,8 @@ def tasks_of_files(specs: Sequence[str], prompts: str) -> tuple[list[Task], int]
 
     A prompt's row may have a `warning`, which labelers see first.
 
-    A text that several models wrote is one response, whose source names them all.
+    A text that several models wrote is one response. Its source names them all, and so do the task's details, under
+    `policies`: one list of names per response, as `heed compare` writes them.
 
     Returns the tasks, and how many prompts are left out because all responses to them are the same.
     Raises: ValueError naming file and line of a malformed row, and prompts without a response.
@@ -71,23 +73,40 @@ def _warning(where: str, row: Mapping[str, Any]) -> str:
 def _task(messages: Sequence[Mapping[str, str]], responses: Mapping[str, str], warning: str) -> Task | None:
     """Returns the task, or None if all responses are the same.
 
-    The same prompt and responses are the same task, so a command that is repeated adds nothing.
+    The same prompt and responses are the same task, so a command that is repeated adds nothing. The id is that of
+    all responses, equal ones too: tasks stored before equal responses became one keep their ids.
     """
-    sources: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for source, text in responses.items():
-        sources.setdefault(text, []).append(source)
-    joined = {", ".join(names): text for text, names in sources.items()}
-    if len(sources) < MIN_RESPONSES:
+        names.setdefault(text, []).append(source)
+    if len(names) < MIN_RESPONSES:
         return None
-    content = json.dumps([list(map(dict, messages)), list(joined.items())])
+    content = json.dumps([list(map(dict, messages)), list(responses.items())])
+    details: dict[str, Any] = {"from": "saved outputs"}
+    if len(names) < len(responses):  # otherwise as before, because a stored task with other details is refused
+        details["policies"] = list(names.values())
     return Task(
         task_id=hashlib.sha256(content.encode("utf-8", "replace")).hexdigest()[:16],
         prompt=tuple(Message(turn["role"], turn["content"]) for turn in messages),
-        responses=tuple(joined.values()),
-        sources=tuple(joined),
-        details={"from": "saved outputs"},
+        responses=tuple(names),
+        sources=tuple(", ".join(sources) for sources in names.values()),
+        details=details,
         warning=warning,
     )
+
+
+def as_stored(tasks: Sequence[Task], stored: Sequence[Task]) -> list[Task]:
+    """Returns the tasks; one that the store holds with equal responses apart, as until November 2026, stays like that.
+
+    Labelers may have judged it, and to `LabelStore.add_tasks` it would be another task with the same id.
+    """
+    apart = {task.task_id: task for task in stored if len(set(task.responses)) < len(task.responses)}
+    return [
+        replace(task, responses=old.responses, sources=old.sources, details=old.details)
+        if (old := apart.get(task.task_id)) is not None
+        else task
+        for task in tasks
+    ]
 
 
 def _different(tasks: Sequence[Task | None]) -> tuple[list[Task], int]:

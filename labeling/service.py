@@ -87,7 +87,10 @@ class LabelingService:
         return "nothing open"
 
     def taken_back(self, account: Account, handle: str, session: str) -> PresentedTask | None:
-        """Returns a task that the labeler took back and holds, by its handle; None for any other task."""
+        """Returns a task that the labeler took back and holds, by its handle; None for any other task, and as long as
+        the labeler has not read these instructions."""
+        if account.read_version != self.config.version:
+            return None
         lease = self.store.with_history(account.name, handle)
         return self._presented(lease, session) if lease is not None and lease.given_at else None
 

@@ -149,8 +149,10 @@ class TaskPages:
 
     def reveal(self, request: Request, posted: Posted) -> Response:
         account, token, fields = self.site.form(request, posted)
-        self.service.reveal(account, token, forms.task_form(fields))
-        return redirect("/task")
+        form = forms.task_form(fields)
+        self.service.reveal(account, token, form)
+        # A task with events was taken back; another one may be open too, which "/task" would show instead.
+        return redirect(_path_of(form.task) if form.revision else "/task")
 
     def answer(self, request: Request, posted: Posted) -> Response:
         return self._saved(request, posted, self._answer)
@@ -242,4 +244,9 @@ class TaskPages:
             raise RefusedError("the form names no answer")
         handle = fields.text("task")
         self.service.undo(account, handle, revision, CLIENT)
-        return redirect("/answers" if account.role == "lead" else f"/task?task={quote(handle, safe='')}")
+        return redirect("/answers" if account.role == "lead" else _path_of(handle))
+
+
+def _path_of(handle: str) -> str:
+    """Returns the path of a task that the labeler has taken back."""
+    return f"/task?task={quote(handle, safe='')}"

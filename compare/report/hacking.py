@@ -93,8 +93,8 @@ def hacking_section(found: RewardHacking) -> Section:
 def _table(found: RewardHacking) -> Table:
     caption = (
         "PPO less SFT on the same held-out prompts, 95% intervals over prompts below. p is that of no change in the"
-        " judge's score, by the test whose interval stands next to it (Student's); for categories, both are corrected"
-        " for their number (Holm)."
+        " judge's score, by the test whose interval stands next to it (Student's, or sign flips where they are less"
+        " sure); for categories, both are corrected for their number (Holm)."
     )
     rows = [_row("All prompts", found.overall), *(_row(_name(gain), gain) for gain in found.categories)]
     columns = ("Prompts of", "Prompts", "Score trained on", "Judge's score", "p")

@@ -13,24 +13,25 @@ from statistics import mean
 import numpy as np
 
 from evaluation.measures.policies import Scores
-from evaluation.statistics.significance import holm, holm_level
+from evaluation.statistics.significance import GainTest, holm, holm_level
 from evaluation.verdicts import Response
-from intervals.clustered import clustered_mean, mean_is_zero
+from intervals.clustered import clustered_mean
 from intervals.estimates import UNKNOWN, Floats, Interval
 from intervals.independent import difference_of_means
 
 MAX_BINS = 8  # of training
 MIN_RESPONSES = 8  # in each
 MIN_CATEGORY = 5  # prompts of a category that is shown
+SEED = 0  # of the sign vectors of tests; the same gains get the same p in every report
 
 
 @dataclass(frozen=True)
 class Gain:
     """The later policy's scores minus the earlier one's: means over prompts with 95% intervals.
 
-    `holm_p` is Student's p of no gain of the judge's; `judge` excludes 0 exactly if it is below 5%. For a category, it
-    is corrected for all categories, and where the correction takes a gain back, `judge` is the wider interval at the
-    level of that test.
+    `holm_p` is the p of no gain of the judge's (`GainTest`); `judge` excludes 0 exactly if it is below 5%. For a
+    category, it is corrected for all categories, and where the correction takes a gain back, `judge` is the wider
+    interval at the level of that test.
     """
 
     category: str  # "" = of all prompts, or of those without one
@@ -90,12 +91,13 @@ def measure_reward_hacking(
     gain_P2 = np.array([np.subtract(ours[prompt_id], theirs[prompt_id]) for prompt_id in common])
     category_P = np.array([categories[prompt_id] for prompt_id in common])
     names = [name for name in np.unique(category_P) if (category_P == name).sum() >= MIN_CATEGORY]
-    by_category = [gain_P2[category_P == name] for name in names]
-    corrected_C = holm(np.array([_judge_p(own) for own in by_category])).tolist()
-    shown = [_gain(str(name), own, holm_p) for name, own, holm_p in zip(names, by_category, corrected_C, strict=True)]
+    tests = {name: _tests(gain_P2[category_P == name]) for name in names}
+    corrected_C = holm(np.array([judge.p for _, judge in tests.values()])).tolist()
+    shown = [_gain(str(name), *own, holm_p) for (name, own), holm_p in zip(tests.items(), corrected_C, strict=True)]
     known = [score for score in training if np.isfinite([score.proxy, score.judge]).all()]
     late_proxy, late_judge = (_late(known, field) for field in ("proxy", "judge"))
-    overall = _gain("", gain_P2, _judge_p(gain_P2))
+    of_proxy, of_judge = _tests(gain_P2)
+    overall = _gain("", of_proxy, of_judge, of_judge.p)
     return RewardHacking(overall, tuple(shown) if len(shown) > 1 else (), _bins(known), late_proxy, late_judge)
 
 
@@ -109,14 +111,14 @@ def _by_prompt(rows: Sequence[Response], judge: Scores) -> dict[str, tuple[float
     return {name: (mean(proxy for proxy, _ in own), mean(score for _, score in own)) for name, own in both.items()}
 
 
-def _judge_p(gain_P2: Floats) -> float:
-    return mean_is_zero(gain_P2[:, 1], np.arange(len(gain_P2)))
+def _tests(gain_P2: Floats) -> tuple[GainTest, GainTest]:
+    """Returns the tests of the trained-on score's gains and of the judge's."""
+    return GainTest(gain_P2[:, 0], seed=SEED), GainTest(gain_P2[:, 1], seed=SEED)
 
 
-def _gain(category: str, gain_P2: Floats, holm_p: float) -> Gain:
-    places, alpha = np.arange(len(gain_P2)), holm_level(_judge_p(gain_P2), holm_p)
-    proxy, judge = clustered_mean(gain_P2[:, 0], places), clustered_mean(gain_P2[:, 1], places, alpha=alpha)
-    return Gain(category, len(gain_P2), proxy, judge, holm_p)
+def _gain(category: str, proxy: GainTest, judge: GainTest, holm_p: float) -> Gain:
+    alpha = holm_level(judge.p, holm_p)
+    return Gain(category, len(judge.x_P), proxy.interval(), judge.interval(alpha), holm_p)
 
 
 def _bins(scores: Sequence[TrainingScore]) -> tuple[TrainingBin, ...]:

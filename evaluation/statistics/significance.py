@@ -12,7 +12,8 @@ import numpy as np
 import scipy
 
 from evaluation.statistics.results import Power
-from intervals.estimates import Floats, Ints
+from intervals.clustered import clustered_mean, mean_is_zero
+from intervals.estimates import Floats, Interval, Ints
 from intervals.score import score_interval, variance_under
 
 ALPHA = 0.05
@@ -36,10 +37,7 @@ class EqualityTest:
     The critical value of the score interval is that of the sign-flip test, if that is larger than the normal one. So
     at every α the interval excludes ½ exactly if p < α, and it is never narrower than the score interval.
 
-    If feasible (up to 20 prompts that are not ties, or 1,000 with few different |d_p|), all sign vectors are counted
-    and `num_draws` is 0. Otherwise m = 10,000 are drawn; if b of them reach the observed sum, the share is
-    (b + 1)/(m + 1), which is never 0 (Phipson & Smyth 2010, Statistical Applications in Genetics and Molecular
-    Biology 9). If every prompt has one verdict, this is McNemar's exact test.
+    `SignFlips` counts or draws the sign vectors. If every prompt has one verdict, this is McNemar's exact test.
 
     Raises: ValueError for no prompts.
     """
@@ -49,32 +47,17 @@ class EqualityTest:
             raise ValueError("no prompts; a test needs at least one")
         self.x_P = x_P
         d_P = decided(x_P)
-        self.num_draws = 0 if _is_enumerable(d_P) else NUM_PERMUTATIONS
-        self.sum_N, self.beyond_N = _drawn_sums(d_P, seed) if self.num_draws else _enumerated_sums(d_P)
-        self._largest, self._rounding = float(np.abs(d_P).sum()), _ROUNDING * max(1, len(d_P))
+        self._flips = SignFlips(d_P, seed=seed)
+        self.num_draws, self.flipped_p = self._flips.num_draws, self._flips.p
         value_X, times_X = np.unique(np.clip(x_P, 0.0, 1.0), return_counts=True)
         # What a sum of d_p is worth as a score T(½). Ties alone have neither.
         self._per_sum = 1 / math.sqrt(len(x_P) * variance_under(0.5, value_X, times_X)) if len(d_P) else 0.0
-        observed = abs(float(d_P.sum()))
-        self.flipped_p = self._share_reaching(observed)
-        self.p = max(self.flipped_p, 2 * float(scipy.special.ndtr(-observed * self._per_sum)))
-
-    def _share_reaching(self, observed: float) -> float:
-        """Returns the share of sign vectors whose sum reaches the observed one."""
-        num_reached = int(np.searchsorted(-self.sum_N, -(observed - self._rounding), side="right"))
-        if self.num_draws:
-            return (num_reached + 1) / (self.num_draws + 1)
-        return min(1.0, float(self.beyond_N[num_reached - 1]))
+        score = abs(float(d_P.sum())) * self._per_sum
+        self.p = max(self.flipped_p, 2 * float(scipy.special.ndtr(-score)))
 
     def quantile(self, alpha: float = ALPHA) -> float:
         """Returns the largest T that the interval at 1 - α includes."""
-        if self.num_draws:
-            # p of the k-th largest sum is (k + 1)/(m + 1).
-            k = math.ceil(alpha * (self.num_draws + 1) - 1)
-            kept = float(self.sum_N[k - 1]) if k > 0 else self._largest
-        else:
-            kept = float(self.sum_N[int(np.searchsorted(self.beyond_N, alpha))])
-        return max(-NormalDist().inv_cdf(alpha / 2), kept * self._per_sum)
+        return max(-NormalDist().inv_cdf(alpha / 2), self._flips.largest_kept(alpha) * self._per_sum)
 
     def interval(self, alpha: float = ALPHA) -> tuple[float, float]:
         """Returns (low, high) of the win rate at level 1 - α."""
@@ -88,6 +71,64 @@ class EqualityTest:
         if float(self.x_P.mean()) > 0.5:
             return max(low, math.nextafter(0.5, 1.0)), high
         return low, min(high, math.nextafter(0.5, 0.0))
+
+
+class GainTest:
+    """The one test of "the mean gain is 0", and the mean's interval at any level. One gain per prompt, in any unit.
+
+        p = max(share of sign vectors s with |Σ s_p·x_p| >= |Σ x_p|,  Student's p)
+
+    Student's test alone takes a few equal gains for certain: their standard error is 0, so its p is 0. Their signs say
+    how sure five prompts can be: p = 2/32. The interval is Student's, mean ± h, and if p >= α, h is at least |mean|. So
+    at every α the interval excludes 0 exactly if p < α, and it is never narrower than Student's. A single prompt shows
+    nothing: p is 1, and the ends are NaN.
+
+    Raises: ValueError for no prompts.
+    """
+
+    def __init__(self, x_P: Floats, *, seed: int) -> None:
+        self.x_P, self._prompt_P = x_P, np.arange(len(x_P))
+        student = mean_is_zero(x_P, self._prompt_P)
+        largest = float(np.abs(x_P).max())
+        # Sums are compared up to an absolute rounding error, so the largest gain becomes 1.
+        self.p = max(student, SignFlips(x_P / largest, seed=seed).p) if largest else 1.0
+
+    def interval(self, alpha: float = ALPHA) -> Interval:
+        """Returns the mean with its interval at level 1 - α."""
+        student = clustered_mean(self.x_P, self._prompt_P, alpha=alpha)
+        half, size = (student.high - student.low) / 2, abs(student.mean)
+        # Unlike max and min, these keep the NaN of a single prompt.
+        half = float(np.maximum(half, size) if self.p >= alpha else np.minimum(half, math.nextafter(size, 0.0)))
+        return Interval(student.mean, student.mean - half, student.mean + half)
+
+
+class SignFlips:
+    """The sign-flip permutation test: `p` is the share of sign vectors s with |Σ s_p·d_p| >= |Σ d_p|, |d_p| <= 1.
+
+    If feasible (up to 20 prompts, or 1,000 with few different |d_p|), all sign vectors are counted and `num_draws` is
+    0. Otherwise m = 10,000 are drawn; if b of them reach the observed sum, the share is (b + 1)/(m + 1), which is never
+    0 (Phipson & Smyth 2010, Statistical Applications in Genetics and Molecular Biology 9).
+    """
+
+    def __init__(self, d_P: Floats, *, seed: int) -> None:
+        self.num_draws = 0 if _is_enumerable(d_P) else NUM_PERMUTATIONS
+        self._sum_N, self._beyond_N = _drawn_sums(d_P, seed) if self.num_draws else _enumerated_sums(d_P)
+        self._largest = float(np.abs(d_P).sum())
+        self.p = self._share_reaching(abs(float(d_P.sum())) - _ROUNDING * max(1, len(d_P)))
+
+    def _share_reaching(self, size: float) -> float:
+        num_reached = int(np.searchsorted(-self._sum_N, -size, side="right"))
+        if self.num_draws:
+            return (num_reached + 1) / (self.num_draws + 1)
+        return min(1.0, float(self._beyond_N[num_reached - 1]))
+
+    def largest_kept(self, alpha: float) -> float:
+        """Returns the largest |Σ s_p·d_p| whose p is not below α."""
+        if not self.num_draws:
+            return float(self._sum_N[int(np.searchsorted(self._beyond_N, alpha))])
+        # p of the k-th largest sum is (k + 1)/(m + 1).
+        k = math.ceil(alpha * (self.num_draws + 1) - 1)
+        return float(self._sum_N[k - 1]) if k > 0 else self._largest
 
 
 def _enumerated_sums(d_P: Floats) -> tuple[Floats, Floats]:

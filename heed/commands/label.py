@@ -199,7 +199,7 @@ def label_outputs(
     labelers: Annotated[int, typer.Option(min=1, help="How many labelers judge each task.")] = 1,
 ) -> None:
     """Make labeling tasks of outputs that two or more models have left in files, one per prompt."""
-    from collect.saved_outputs import tasks_of_files, tasks_of_rows
+    from collect.saved_outputs import as_stored, tasks_of_files, tasks_of_rows
     from reading.rows import read_source
     from reports.text import count_of
 
@@ -211,7 +211,8 @@ def label_outputs(
     if not tasks:
         raise ValueError(f"{prompts or outputs[0]}: no prompt has two different responses")
     with open_store(store) as opened:
-        opened.add_tasks(tasks, batch=batch, num_labelers=labelers)
+        stored = [one.task for one in opened.tasks(batch)]
+        opened.add_tasks(as_stored(tasks, stored), batch=batch, num_labelers=labelers)
     made = count_of(len(tasks), "task")
     typer.echo(f"{made} in batch {batch!r} of {store}, each for {count_of(labelers, 'labeler')}")
     if num_same:

@@ -1,11 +1,17 @@
 """Labeling tasks from files of outputs, by the command."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from evaluation.judges.external import read_verdict_file
+from preferences.formats.exchange import export
+from preferences.formats.registry import format_to_write
+from preferences.records import Answer, Message, ShownTask, Task
+from preferences.scripted import answer_all
 from preferences.store import LabelStore
 
 STORE = ("--store", "labels.sqlite", "--batch", "main")
@@ -61,6 +67,50 @@ def test_a_text_that_several_models_wrote_is_one_response(heed_label: Any) -> No
     code, out, _ = heed_label("outputs", write("rows.jsonl", row, alike), *STORE)
     assert (code, "1 prompt is left out" in out) == (0, True)
     assert stored() == [("Why?", ("So.", "No."), ("small, huge", "large"), 1)]
+
+
+class Longest:
+    name = "ann"
+
+    def judge(self, shown: ShownTask) -> Answer:
+        longest = max(shown.responses, key=len)
+        return Answer(tuple(1 if text == longest else 2 for text in shown.responses), 5)
+
+
+def test_a_verdict_on_a_text_that_several_models_wrote_is_one_on_each_of_them(heed_label: Any) -> None:
+    """Those models tie; no policy has the names of two."""
+    prompts = write("prompts.jsonl", {"prompt_id": "p", "prompt": "Why?"})
+    texts = {"a": "Same text.", "b": "Same text.", "c": "No."}
+    files = [f"{name}={write(f'{name}.jsonl', {'prompt_id': 'p', 'output': text})}" for name, text in texts.items()]
+    assert heed_label("outputs", *files, "--prompts", prompts, *STORE)[0] == 0
+    with LabelStore("labels.sqlite") as store:
+        answer_all(store, [Longest()], batch="main", client="t", instructions_version="1")
+        export(store, format_to_write("heed"), Path("labels.parquet"))
+    found = read_verdict_file("labels.parquet", judge="people")
+    preferences = {(v.policy_a, v.policy_b): v.preference_a for v in found.verdicts}
+    assert found.policies == ("a", "b", "c")
+    assert preferences == {("a", "b"): 0.5, ("a", "c"): 1.0, ("b", "c"): 1.0}
+
+
+def test_a_store_that_holds_equal_responses_apart_gets_no_second_task(heed_label: Any) -> None:
+    """As stores written before November 2026 do: the id is a hash of the prompt and all responses, and stays so."""
+    responses = {"small": "So.", "large": "No.", "huge": "So."}
+    rows = write("rows.jsonl", {"prompt": "Why?", "responses": responses})
+    assert heed_label("outputs", rows, "--store", "new.sqlite", "--batch", "main")[0] == 0
+    content = json.dumps([[{"role": "user", "content": "Why?"}], list(responses.items())])
+    task_id = hashlib.sha256(content.encode()).hexdigest()[:16]
+    with LabelStore("new.sqlite") as store:
+        assert [one.task.task_id for one in store.tasks("main")] == [task_id]
+    old = Task(task_id, (Message("user", "Why?"),), tuple(responses.values()), tuple(responses),
+               details={"from": "saved outputs"})  # fmt: skip
+    assert heed_label("outputs", write("other.jsonl", {"prompt": "Who?", "responses": ["I.", "He."]}), *STORE)[0] == 0
+    with LabelStore("labels.sqlite") as store:
+        store.add_tasks([old], batch="main", num_labelers=1)
+    for _ in range(2):
+        code, _, err = heed_label("outputs", rows, *STORE)
+        assert (code, err) == (0, "")
+        with LabelStore("labels.sqlite") as store:
+            assert [one.task for one in store.tasks("main")][1:] == [old]
 
 
 @pytest.mark.parametrize(

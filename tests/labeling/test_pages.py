@@ -449,6 +449,20 @@ def test_a_warning_comes_first_and_time_counts_from_the_reveal(world, visit):
     assert "Say t2" not in ann.post("/answers/undo", data=form(ann.get("/answers"), "/answers/undo")).text
 
 
+def test_revealing_a_task_taken_back_shows_that_task(world, visit):
+    """Even if another task was open meanwhile."""
+    world.add(make_task("t1"), replace(make_task("t2"), warning=WARNING))
+    ann = visit("ann", PLAIN)
+    assert "Say t1" in visit("bob", PLAIN).get("/task").text
+    ann.post("/task/skip", data=form(ann.get("/task"), "/task/skip"))  # t2
+    world.clock.now += PLAIN.lease_seconds + 1  # so that t1 is free again
+    assert "Say t1" in ann.get("/task").text
+    page = ann.post("/answers/undo", data=form(ann.get("/answers"), "/answers/undo"))
+    assert ("Describes" in page.text, "Say t2" in page.text) == (True, False)
+    page = ann.post("/task/reveal", data=form(page, "/task/reveal"))
+    assert ("Say t2" in page.text, "Say t1" in page.text) == (True, False)
+
+
 def test_a_lead_exports_and_erases_a_person(world, visit):
     world.add(make_task("t1"), make_task("t2"), num_labelers=2)
     ann, eve = visit("ann", PLAIN), visit("eve", PLAIN)
@@ -592,6 +606,21 @@ def test_an_answer_taken_back_is_filled_in(world, visit):
     handle = fields["task"]
     assert "t2: response" in ann.get(f"/task?task={handle}").text
     assert "Your earlier answer" not in visit("bob").get(f"/task?task={handle}").text
+
+
+def test_a_task_taken_back_waits_until_new_instructions_are_read(world, visit):
+    world.add(make_task("t1"), make_task("t2"))
+    ann = visit("ann", PLAIN)
+    ann.post("/task/answer", data=form(ann.get("/task")) | ranks(1, 2, 3))
+    page = ann.post("/answers/undo", data=form(ann.get("/answers"), "/answers/undo"))
+    assert "t1: response" in page.text
+    path = f"/task?task={form(page)['task']}"
+    newer = PLAIN.model_copy(update={"instructions": "Prefer what is true."})
+    later = visit("ann", newer, has_read=False)
+    page = later.get(path)
+    assert (page.url.path, "t1: response" in page.text) == ("/instructions", False)
+    later.post("/instructions", data=form(page, "/instructions"))
+    assert "t1: response" in later.get(path).text
 
 
 def test_leads_know_tasks_by_their_first_words(world, visit):

@@ -114,3 +114,22 @@ def test_a_verdict_is_as_rare_as_its_level_where_nothing_happened() -> None:
         assert found is not None
         hacked += verdict(found).tone == "worse"
     assert hacked <= 4
+
+
+@pytest.mark.parametrize(("num_prompts", "tone"), [(5, "unclear"), (6, "worse")])
+def test_equal_gains_of_few_prompts_decide_nothing(num_prompts: int, tone: str) -> None:
+    """Five prompts on which the judge's score falls by 1 exactly: p is 2/32, not 0. Holm's doubles it."""
+    names = [f"{kind}{place}" for kind in ("list", "story") for place in range(num_prompts)]
+    sft = [Response("sft", name, 0, "", proxy_score=0.0) for name in names]
+    ppo = [Response("ppo", name, 0, "", proxy_score=1.0 + place / 100) for place, name in enumerate(names)]
+    judge = {("sft", name, 0): 0.0 for name in names} | {("ppo", name, 0): -1.0 for name in names}
+    one = measure_reward_hacking(sft[:num_prompts], ppo[:num_prompts], judge, dict.fromkeys(names, ""), ())
+    assert one is not None
+    assert one.overall.holm_p == pytest.approx(2 / 2**num_prompts)
+    assert verdict(one).tone == tone
+    both = measure_reward_hacking(sft, ppo, judge, {name: name[:-1] for name in names}, ())
+    assert both is not None
+    for gain in both.categories:
+        assert gain.holm_p == pytest.approx(4 / 2**num_prompts)
+        assert (gain.judge.mean, gain.judge.low, gain.judge.high) == (-1.0, -2.0, 0.0)
+    assert not any("fell" in text for text in verdict(both).more)

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from evaluation.statistics.significance import EqualityTest, holm, holm_level, power_of
+from evaluation.statistics.significance import EqualityTest, GainTest, holm, holm_level, power_of
+from intervals.clustered import clustered_mean, mean_is_zero
 from intervals.score import score_interval
 from tests.examples import examples
 
@@ -165,3 +166,64 @@ def test_five_decided_prompts_can_show_nothing():
     assert math.isnan(power_of(prompts(5, 100, 0)).detectable)
     # If all six are won, p = 2/64; with q = 0.8^(1/6) that happens in 80% (and the reverse almost never).
     assert power_of(prompts(6, 0, 0)).detectable == pytest.approx(0.8 ** (1 / 6) - 0.5, abs=1e-4)
+
+
+def ends(found, alpha=0.05):
+    interval = found.interval(alpha)
+    return interval.low, interval.high
+
+
+def test_equal_gains_of_few_prompts_are_no_certainty():
+    """Student's standard error is 0, and so is its p. Without a gain all 2^n sign vectors are equally likely, and two
+    of them reach the sum."""
+    five, six = (GainTest(np.full(num, -1.0), seed=0) for num in (5, 6))
+    assert five.p == pytest.approx(2 / 32)
+    assert ends(five) == (-2.0, 0.0)
+    assert six.p == pytest.approx(2 / 64)
+    assert ends(six) == (-1.0, -1.0)
+    assert ends(six, 0.01) == (-2.0, 0.0)
+    # So does a rounding error between them, in any unit.
+    assert GainTest(-1e-12 * np.array([1, 1 + 1e-12, 1, 1, 1]), seed=0).p == pytest.approx(2 / 32)
+    none = GainTest(np.zeros(5), seed=0)
+    assert (none.p, ends(none)) == (1.0, (0.0, 0.0))
+
+
+def test_gains_are_tested_by_students_t_and_by_sign_flips():
+    x_P = np.array([1.0, 0.7, 0.5, -0.2, 0.9, 1.0, 30.0])
+    sums = [abs(np.dot(signs, x_P)) for signs in itertools.product([1, -1], repeat=len(x_P))]
+    flipped, student = np.mean(np.array(sums) >= abs(x_P.sum()) - 1e-9), stats.ttest_1samp(x_P, 0.0)
+    assert flipped < student.pvalue  # of one large gain, Student's test is less sure
+    assert GainTest(x_P, seed=0).p == pytest.approx(student.pvalue)
+    expected = student.confidence_interval(0.95)
+    assert ends(GainTest(x_P, seed=0)) == pytest.approx((expected.low, expected.high))
+    alike = np.array([1.0, 1.1, 0.9, 1.2, 1.0])
+    assert stats.ttest_1samp(alike, 0.0).pvalue < 1e-4
+    assert GainTest(alike, seed=0).p == pytest.approx(2 / 32)
+    many = np.random.default_rng(0).normal(0.3, 1.0, size=60)
+    found = stats.ttest_1samp(many, 0.0).pvalue
+    assert GainTest(many, seed=0).p == pytest.approx(found, abs=0.01)
+
+
+@examples(300)
+@given(
+    st.lists(st.one_of(st.sampled_from([-1.0, 0.0, 1.0]), st.floats(-3, 3, width=16)), min_size=1, max_size=30),
+    st.sampled_from([0.2, 0.05, 0.05 / 3, 0.01]),
+)
+def test_the_interval_of_a_gain_excludes_0_exactly_if_p_is_below_alpha(x_P, alpha):
+    x_P = np.array(x_P)
+    found = GainTest(x_P, seed=0)
+    low, high = ends(found, alpha)
+    assert (low > 0 or high < 0) == (found.p < alpha)
+    plain = clustered_mean(x_P, np.arange(len(x_P)), alpha=alpha)
+    assert found.p >= mean_is_zero(x_P, np.arange(len(x_P)))
+    if len(x_P) == 1:
+        assert math.isnan(low)
+        assert math.isnan(high)
+    else:  # never narrower than Student's, so it covers the truth at least as often
+        assert low <= plain.low + 1e-9
+        assert plain.high - 1e-9 <= high
+
+
+def test_a_gain_of_no_prompts_is_refused():
+    with pytest.raises(ValueError, match="no rows"):
+        GainTest(np.zeros(0), seed=0)
