@@ -146,8 +146,8 @@ def judge_of(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:
         )
     if config.judge_function:
         ((name, spec),) = named_specs([config.judge_function], "judge")
-        judge, reward = function_judge(name, spec), proxy_of(run).external
-        if isinstance(reward, RewardFunction) and judge.details["sha256"] == file_hash(reward.file):
+        judge, external = function_judge(name, spec), proxy_of(run).external
+        if isinstance(external, RewardFunction) and judge.details["sha256"] == file_hash(external.file):
             return described_as_reward(judge, "comes from the same file as the reward")
         return judge
     if config.judge_from:
