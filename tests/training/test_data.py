@@ -139,6 +139,37 @@ def test_a_bad_demonstration_is_named_by_file_line_and_field(tmp_path: Path, row
         list(read_conversations([data]))
 
 
+def test_a_text_where_none_is_taken_does_not_decide_the_format(tmp_path: Path) -> None:
+    rows = [say(("user", f"q{n}"), ("assistant", "a")) for n in range(9)]
+    data, heard = jsonl(tmp_path / "d.jsonl", {"text": "header"}, *rows), list[str]()
+    skipping = data.model_copy(update={"on_invalid": "skip"})
+    assert [turns for _, turns in read_conversations([skipping], heard.append)] == [row["messages"] for row in rows]
+    assert heard == [
+        f"{data.source}: 9 conversations, messages",
+        f"{data.source}: of 10 rows, 1 x invalid (skipped)",
+        f"{data.source}: line 1: field 'text' holds a plain text; a prompt and a response were expected",
+    ]
+    with pytest.raises(ValueError, match="line 1: field 'text' holds a plain text; a prompt and a response"):
+        list(read_conversations([data]))
+
+
+def test_a_header_in_another_format_does_not_leave_out_the_rows(tmp_path: Path) -> None:
+    rows = [say(("user", f"q{n}"), ("assistant", "a")) for n in range(9)]
+    data = jsonl(tmp_path / "d.jsonl", {"text": "header"}, *rows).model_copy(update={"on_invalid": "skip"})
+    words = (
+        r"d\.jsonl: line 1 is plain text, but 9 of 10 rows have another format: name the one to read, such as format ="
+        " 'messages', or split the file"
+    )
+    with pytest.raises(ValueError, match=words):
+        list(read_conversations([data], takes_texts=True))
+    with pytest.raises(ValueError, match=words):
+        read_prompts(data)
+    named = data.model_copy(update={"format": "messages"})
+    assert len(list(read_conversations([named], takes_texts=True))) == len(read_prompts(named)) == 9
+    few = jsonl(tmp_path / "few.jsonl", rows[0], {"text": "odd"}, rows[1]).model_copy(update={"on_invalid": "skip"})
+    assert len(list(read_conversations([few], takes_texts=True))) == 2
+
+
 def test_prompts(tmp_path: Path) -> None:
     named = {"prompt": "one", "prompt_id": "x7", "kind": "list"}
     data = jsonl(tmp_path / "p.jsonl", named, {"prompt": "two"}, {"prompt": "3"})
