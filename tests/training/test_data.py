@@ -81,6 +81,24 @@ def test_rows_that_are_left_out_are_not_counted(tmp_path: Path) -> None:
     assert prompt.messages[0]["content"] == "3"
 
 
+def test_lines_between_two_parts_of_a_file_count_in_the_second_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "0"}\nnot JSON\n{"prompt": "1"}\nnor this\n{"prompt": "2"}\n{"prompt": 3}\n')
+    whole, said = DataConfig(source=str(path), on_invalid="skip"), list[str]()
+    for part in ({"max_rows": 2}, {"skip_rows": 2}):
+        read_prompts(whole.model_copy(update=part), said.append)
+    assert said == [
+        f"{path}: 2 prompts, prompt",
+        f"{path}: of 3 rows, 1 x invalid (skipped)",
+        f"{path}: line 2: not JSON: Expecting value at column 1",
+        f"{path}: 1 prompt, prompt",
+        f"{path}: of 3 rows, 2 x invalid (skipped)",
+        f"{path}: line 4: not JSON: Expecting value at column 1",
+        f"{path}: line 6: field 'prompt' is int; a text or a list of messages was expected",
+    ]
+    assert len(read_prompts(DataConfig(source=str(path), max_rows=1))) == 1, "the line after the last row is not read"
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
