@@ -58,6 +58,19 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Preferences(Source):
+    """Preferences of the user's, and how they are split. `objectives` names those of the rankings, if several."""
+
+    num_tasks: int = 0
+    heldout_share: float = 0.1
+    objectives: Sequence[str] = ()
+
+    @property
+    def heldout_line(self) -> str:
+        return f"heldout_share = {self.heldout_share}       # of the prompts, to measure the accuracy on"
+
+
+@dataclass(frozen=True)
 class Shape:
     """Suggests sizes and rates from the model's shape and the lengths of the data."""
 
@@ -117,37 +130,44 @@ def sft_section(shape: Shape, data: Source) -> Sequence[str]:
     )
 
 
-def reward_section(shape: Shape, start: Sequence[str], data: Source, num_tasks: int) -> Sequence[str]:
+def reward_section(shape: Shape, start: Sequence[str], data: Preferences) -> Sequence[str]:
     """A reward model trained on preferences."""
     return (
         "[reward]  # learn which responses people prefer",
         *start,
         f"rankings = {data.toml()}",
-        "heldout_share = 0.1       # of the prompts, to measure the accuracy on",
+        *((f"objectives = {json.dumps(data.objectives)}  # one score each",) if data.objectives else ()),
+        data.heldout_line,
         'on_overlong = "skip"',
-        f"batch = {batch_toml(batch_for(num_tasks), 2 * data.lengths.longest)}",
+        f"batch = {batch_toml(batch_for(data.num_tasks), 2 * data.lengths.longest)}",
         f"optimizer = {{ learning_rate = {shape.rate('1e-5', '1e-3')} }}",
     )
 
 
-def dpo_section(shape: Shape, start: Sequence[str], data: Source, num_tasks: int) -> Sequence[str]:
+def dpo_section(shape: Shape, start: Sequence[str], data: Preferences) -> Sequence[str]:
     """DPO on preferences."""
     return (
         "[dpo]  # learn from the preferences directly (docs/dpo.md)",
         *start,
         f"rankings = {data.toml()}",
-        "heldout_share = 0.1       # of the prompts, to measure the accuracy on",
+        data.heldout_line,
         'on_overlong = "skip"',
         "beta = 0.1                # higher stays closer to the model that DPO starts from",
-        f"batch = {batch_toml(batch_for(num_tasks), 2 * data.lengths.longest)}",
+        f"batch = {batch_toml(batch_for(data.num_tasks), 2 * data.lengths.longest)}",
         f"optimizer = {{ learning_rate = {shape.rate('1e-6', '1e-4')}, warmup_steps = 20 }}",
     )
 
 
 def ppo_section(
-    shape: Shape, start: Sequence[str], algorithm: str, prompts: Source, num_compared: int, reward: str, length: int
+    shape: Shape,
+    start: Sequence[str],
+    algorithm: str,
+    prompts: Source,
+    num_compared: int,
+    reward: Sequence[str],
+    length: int,
 ) -> Sequence[str]:
-    """PPO, GRPO or RLOO on the prompts that the comparison leaves; `reward` names a function or is ""."""
+    """PPO, GRPO or RLOO on the prompts that the comparison leaves; `reward` has the lines about the reward, if any."""
     least = MIN_ROLLOUT if algorithm == "ppo" else 2 * MIN_ROLLOUT  # a whole group of responses counts like one
     rollout = max(least, min(4 * batch_for(prompts.lengths.num_rows), MAX_BATCH))
     minibatch = batch_toml(rollout // 2, prompts.lengths.longest + length)
@@ -155,7 +175,7 @@ def ppo_section(
     return (
         f"[ppo]  # {algorithm.upper()}: sample responses, and learn from their scores (docs/algorithms.md)",
         *start,
-        *((f"reward_function = {json.dumps(reward)}",) if reward else ()),
+        *reward,
         f"prompts = {prompts.toml(skip_rows=num_compared)}",
         'on_overlong = "skip"',
         "num_iterations = 50",
