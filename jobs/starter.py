@@ -24,6 +24,7 @@ from jobs.starter_sections import (
     ppo_section,
     reward_section,
     sft_section,
+    toml_value,
 )
 from lm.hub import model_directory
 from lm.tokenizer import Tokenizer
@@ -126,7 +127,7 @@ class Starter:
         yield f"# Written by `heed init`. See what it will take with `heed plan {path}`, run it with `heed run {path}`."
         yield "# Every other key has a default: docs/reference/configuration.md. Formats of data: docs/data.md."
         yield f"# {context}, in which prompt and response have to fit."
-        yield f'name = "{path.stem}"'
+        yield f"name = {toml_value(path.stem)}"
         for line in self.missing:
             yield f"# missing: {line}"
         for stage in stages:
@@ -134,7 +135,7 @@ class Starter:
             yield from stage
 
     def _stages(self, path: Path, found: list[str], written: list[Path]) -> Iterator[Sequence[str]]:
-        shape, start = self._shape, [] if self.demonstrations else [f"init_from = {json.dumps(self.model)}"]
+        shape, start = self._shape, [] if self.demonstrations else [f"init_from = {toml_value(self.model)}"]
         demos = self._demonstrations(found)
         if demos is None:
             self.missing.append("SFT, which needs --demonstrations")
@@ -154,7 +155,7 @@ class Starter:
         length = shape.max_new_tokens(max((of.lengths.longest_response for of in (demos, pairs) if of), default=0))
         if self._chosen == "dpo" and judgments is not None and pairs is not None:
             yield dpo_section(shape, start, pairs)
-            judge = f"judge_function = {json.dumps(self.reward)}" if self.reward else JUDGED_BY_REWARD_MODEL
+            judge = f"judge_function = {toml_value(self.reward)}" if self.reward else JUDGED_BY_REWARD_MODEL
             _, heldout = split_rankings(judgments.rankings, pairs.heldout_share, SEED)
             source, origin = self._compared_by_dpo(heldout, prompts, path, written)
             yield compare_section(source, origin, judge, length)
@@ -227,10 +228,10 @@ class Starter:
     def _reward_lines(self, pairs: Preferences | None) -> Sequence[str]:
         """Returns what PPO's section says about its reward, nothing if it is the score of the reward model."""
         if self.reward:
-            return [f"reward_function = {json.dumps(self.reward)}"]
+            return [f"reward_function = {toml_value(self.reward)}"]
         if pairs is None or not pairs.objectives:
             return []
-        weights = ", ".join(f"{json.dumps(name)} = 1.0" for name in pairs.objectives)
+        weights = ", ".join(f"{toml_value(name)} = 1.0" for name in pairs.objectives)
         return [f"objective_weights = {{ {weights} }}  # of each score in the reward"]
 
     def _prompts(self, found: list[str]) -> Source:
@@ -258,7 +259,7 @@ class Starter:
         rows = [{"prompt": [vars(message) for message in prompt]} for prompt in asked]
         written.append(file)
         write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
-        return f"{{ source = {json.dumps(str(file))} }}", f"those of {Path(self.preferences).name} that DPO holds out"
+        return f"{{ source = {toml_value(str(file))} }}", f"those of {Path(self.preferences).name} that DPO holds out"
 
 
 JUDGED_BY_REWARD = "judge_reward = true       # what training climbs, on prompts that it has not seen"

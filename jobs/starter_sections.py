@@ -1,8 +1,9 @@
 """The sections of a first job, as TOML with comments."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import tomli_w
 
 from reading.conversations import AUTO
 from reading.invalid import OnInvalid
@@ -37,6 +38,11 @@ POLICY_GRADIENTS = tuple(SETTINGS)
 ALGORITHMS = (*POLICY_GRADIENTS, "dpo")
 
 
+def toml_value(value: str | int) -> str:
+    """Returns a value as TOML; JSON would write a character above U+FFFF in a way that TOML does not know."""
+    return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip()
+
+
 @dataclass(frozen=True)
 class Source:
     """A data source of the user's: its name, how long its rows are, and how they are read."""
@@ -54,7 +60,7 @@ class Source:
         if self.on_invalid != "refuse":
             fields["on_invalid"] = self.on_invalid
         fields |= {key: value for key, value in options.items() if value}
-        return f"{{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in fields.items())} }}"
+        return f"{{ {', '.join(f'{key} = {toml_value(value)}' for key, value in fields.items())} }}"
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,11 @@ class Preferences(Source):
     num_tasks: int = 0
     heldout_share: float = 0.1
     objectives: Sequence[str] = ()
+
+    @property
+    def objectives_lines(self) -> Sequence[str]:
+        names = ", ".join(toml_value(name) for name in self.objectives)
+        return [f"objectives = [{names}]  # one score each"] if names else []
 
     @property
     def heldout_line(self) -> str:
@@ -118,7 +129,7 @@ def sft_section(shape: Shape, data: Source) -> Sequence[str]:
     num_rows = data.lengths.num_rows * len(best_fit([min(n, seq_len) for n in spread], seq_len)) / max(1, len(spread))
     return (
         "[sft]  # learn from the demonstrations",
-        f"init_from = {json.dumps(shape.model)}",
+        f"init_from = {toml_value(shape.model)}",
         f"demonstrations = [{data.toml()}]",
         "heldout_share = 0.05      # of the demonstrations, to measure the loss on",
         f"seq_len = {seq_len}             # tokens per row, into which conversations are packed",
@@ -136,7 +147,7 @@ def reward_section(shape: Shape, start: Sequence[str], data: Preferences) -> Seq
         "[reward]  # learn which responses people prefer",
         *start,
         f"rankings = {data.toml()}",
-        *((f"objectives = {json.dumps(data.objectives)}  # one score each",) if data.objectives else ()),
+        *data.objectives_lines,
         data.heldout_line,
         'on_overlong = "skip"',
         f"batch = {batch_toml(batch_for(data.num_tasks), 2 * data.lengths.longest)}",

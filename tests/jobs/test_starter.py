@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,30 @@ def test_each_objective_of_the_rankings_has_a_score_and_a_weight(
     data["preferences"] = of_objectives(tmp_path / "one.jsonl", "kind")
     starter(model_folder, data, "preferences").write(tmp_path / "one.toml")
     assert load_job(tmp_path / "one.toml").reward.objectives == ()
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "grpo"])
+def test_names_of_any_characters_are_written_as_toml(
+    tmp_path: Path, model_folder: Path, data: dict[str, str], algorithm: str
+) -> None:
+    folder = tmp_path / 'a "\\ 😀'
+    folder.mkdir()
+    model = shutil.copytree(model_folder, folder / "model")
+    demonstrations, pairs, prompts = (
+        str(Path(data[name]).rename(folder / f"{name}😀.jsonl"))
+        for name in ("demonstrations", "preferences", "prompts")
+    )
+    made = Starter(str(model), demonstrations, pairs, prompts if algorithm == "grpo" else "", algorithm=algorithm)
+    made.write(folder / "job.toml")
+    job = load_job(folder / "job.toml")
+    assert (job.sft.init_from, job.sft.demonstrations[0].source) == (str(model), demonstrations)
+    assert job.reward.rankings.source == pairs
+    if algorithm == "grpo":
+        assert job.ppo.prompts.source == job.compare.prompts.source == prompts
+    else:
+        assert job.compare.prompts.source == str(folder / "job-heldout-prompts.jsonl")
+    with pytest.raises(ValueError, match=r"name.*string_pattern_mismatch|should match pattern"):
+        made.write(folder / 'job".toml')
 
 
 def test_an_old_option_is_answered_with_the_new_one(refused: Any, tmp_path: Path) -> None:
