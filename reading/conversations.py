@@ -174,6 +174,10 @@ FALLBACKS = {"pairs", "text"}
 NAMES = (AUTO, *(form.name for form in FORMATS))
 
 
+def _accept(_turns: Turns) -> None:
+    """Refuses no row."""
+
+
 class ConversationReader:
     """Reads the rows of one file. The first row that is valid decides the format, unless `form` names it.
 
@@ -191,11 +195,11 @@ class ConversationReader:
         self._first = ""  # where the first valid row is
         self._misfits = Counter[str]()  # rows in another format than the first, by the format's name
 
-    def read(self, where: str, row: Row) -> Turns:
-        """Returns the row's turns.
+    def read(self, where: str, row: Row, check: Callable[[Turns], None] = _accept) -> Turns:
+        """Returns the row's turns. A row that is refused, by `check` too, is in no count and decides no format.
 
         Raises: ValueError naming file, line and field for a row in no format, in two that contradict each other, or in
-        another one than the rows before.
+        another one than the rows before, and as `check` does.
         """
         row = {name: value for name, value in row.items() if value is not None}  # Parquet stores every field
         form = self._format or _recognise(where, row, self.part)
@@ -204,6 +208,7 @@ class ConversationReader:
         turns, has_answer = _read(form, where, row, self.part)
         if turns[0]["role"] == TEXT_ROLE and not self.takes_texts:
             raise ValueError(f"{where}: field 'text' holds a plain text; a prompt and a response were expected")
+        check(turns)
         if self._format is None:
             self._format, self._first = form, where
         self.num_rows += 1

@@ -226,12 +226,13 @@ def read_located_prompts(
     def read(where: str, row: Row) -> Prompt:
         kind, prompt_id = name_field(where, row, "kind"), name_field(where, row, "prompt_id")
         prompt_id = prompt_id or str(invalid.num_rows - 1)
-        prompt = Prompt(prompt_id=prompt_id, messages=tuple(reader.read(where, row)), kind=kind)
-        first, known = prompts.get(prompt_id, ("", prompt))
-        if known.messages != prompt.messages:
-            reader.num_rows -= 1  # it will not be among the prompts
-            raise ValueError(f"{where}: prompt_id {prompt_id!r} is already that of {first}, another prompt")
-        return prompt
+
+        def check_id(turns: Turns) -> None:
+            if prompt_id in prompts and prompts[prompt_id][1].messages != tuple(turns):
+                first, _ = prompts[prompt_id]
+                raise ValueError(f"{where}: prompt_id {prompt_id!r} is already that of {first}, another prompt")
+
+        return Prompt(prompt_id=prompt_id, messages=tuple(reader.read(where, row, check_id)), kind=kind)
 
     for where, prompt in read_valid(data, read, invalid):
         if prompt.prompt_id in prompts:  # of another pair of responses to the same prompt

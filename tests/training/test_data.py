@@ -206,6 +206,21 @@ def test_rows_with_the_id_and_prompt_of_an_earlier_one_are_left_out(tmp_path: Pa
     assert heard[1] == f"{data.source}: of 5 rows, 3 x seen before (left out)"
 
 
+def test_a_prompt_refused_for_its_id_is_in_no_other_count(tmp_path: Path) -> None:
+    rows = [
+        say(("user", "x")) | {"prompt_id": "p"},
+        say(("user", "y"), ("assistant", "a")) | {"prompt_id": "p"},
+        say(("user", "y")) | {"prompt_id": "q"},
+    ]
+    data, said = jsonl(tmp_path / "p.jsonl", *rows).model_copy(update={"on_invalid": "skip"}), list[str]()
+    assert [prompt.prompt_id for prompt in read_prompts(data, said.append)] == ["p", "q"]
+    assert said == [
+        f"{data.source}: 2 prompts, messages",
+        f"{data.source}: of 3 rows, 1 x invalid (skipped)",
+        f"{data.source}: line 2: prompt_id 'p' is already that of {data.source}: line 1, another prompt",
+    ]
+
+
 def test_bad_prompts(tmp_path: Path) -> None:
     twice = jsonl(tmp_path / "twice.jsonl", *({"prompt": f"q{i}", "prompt_id": i % 2} for i in (1, 2, 3)))
     with pytest.raises(
