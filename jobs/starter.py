@@ -16,6 +16,7 @@ from jobs.starter_sections import (
     MAX_COMPARED,
     POLICY_GRADIENTS,
     SMALL_HIDDEN_SIZE,
+    Preferences,
     Shape,
     Source,
     compare_section,
@@ -23,9 +24,11 @@ from jobs.starter_sections import (
     ppo_section,
     reward_section,
     sft_section,
+    toml_value,
 )
 from lm.hub import model_directory
 from lm.tokenizer import Tokenizer
+from preferences.records import Ranking
 from preferences.splits import split_rankings
 from reading.conversations import AUTO, NAMES
 from reading.invalid import OnInvalid
@@ -41,7 +44,8 @@ if TYPE_CHECKING:
 
 HUB_ROWS = 1000  # how many rows of a hub data set are read to recognise its format
 COMPARED_SHARE = 4  # one prompt in this many is set aside for the comparison, up to MAX_COMPARED
-SEED, HELDOUT_SHARE = 0, 0.1  # as in the job that is written, to split preferences as it will
+SEED = 0  # of the job that is written, to split preferences as it will
+HELDOUT_SHARES = tuple(tenths / 10 for tenths in range(1, 10))  # of preferences; the first that leaves both sides some
 
 
 @dataclass
@@ -123,7 +127,7 @@ class Starter:
         yield f"# Written by `heed init`. See what it will take with `heed plan {path}`, run it with `heed run {path}`."
         yield "# Every other key has a default: docs/reference/configuration.md. Formats of data: docs/data.md."
         yield f"# {context}, in which prompt and response have to fit."
-        yield f'name = "{path.stem}"'
+        yield f"name = {toml_value(path.stem)}"
         for line in self.missing:
             yield f"# missing: {line}"
         for stage in stages:
@@ -131,7 +135,7 @@ class Starter:
             yield from stage
 
     def _stages(self, path: Path, found: list[str], written: list[Path]) -> Iterator[Sequence[str]]:
-        shape, start = self._shape, [] if self.demonstrations else [f"init_from = {json.dumps(self.model)}"]
+        shape, start = self._shape, [] if self.demonstrations else [f"init_from = {toml_value(self.model)}"]
         demos = self._demonstrations(found)
         if demos is None:
             self.missing.append("SFT, which needs --demonstrations")
@@ -140,7 +144,7 @@ class Starter:
         judgments = self._judgments(found) if self.preferences else None
         pairs = None if judgments is None else self._pairs(judgments, found)
         if judgments is not None and pairs is not None and not self.reward:
-            yield reward_section(shape, start, pairs, len(judgments.tasks))
+            yield reward_section(shape, start, pairs)
         if self.reward:
             load_function(self.reward, "--reward")
         elif judgments is None:
@@ -150,13 +154,14 @@ class Starter:
         prompts = self._prompts(found) if self.prompts and self._chosen else None
         length = shape.max_new_tokens(max((of.lengths.longest_response for of in (demos, pairs) if of), default=0))
         if self._chosen == "dpo" and judgments is not None and pairs is not None:
-            yield dpo_section(shape, start, pairs, len(judgments.tasks))
-            judge = f"judge_function = {json.dumps(self.reward)}" if self.reward else JUDGED_BY_REWARD_MODEL
-            source, origin = self._compared_by_dpo(judgments, prompts, path, written)
+            yield dpo_section(shape, start, pairs)
+            judge = f"judge_function = {toml_value(self.reward)}" if self.reward else JUDGED_BY_REWARD_MODEL
+            _, heldout = split_rankings(judgments.rankings, pairs.heldout_share, SEED)
+            source, origin = self._compared_by_dpo(heldout, prompts, path, written)
             yield compare_section(source, origin, judge, length)
         elif prompts is not None:
             num_compared = min(prompts.lengths.num_rows // COMPARED_SHARE, MAX_COMPARED)
-            yield ppo_section(shape, start, self._chosen, prompts, num_compared, self.reward, length)
+            yield ppo_section(shape, start, self._chosen, prompts, num_compared, self._reward_lines(pairs), length)
             origin = f"the first of {Path(self.prompts).name}, which training leaves out"
             if not num_compared:
                 origin = "too few to leave any out: training sees them too"
@@ -187,10 +192,47 @@ class Starter:
         data = RankingsConfig(source=self.preferences, max_rows=num_rows, on_invalid=self.on_invalid)
         return read_judgments(data, found.append)
 
-    def _pairs(self, judgments: "Found", found: list[str]) -> Source:
+    def _pairs(self, judgments: "Found", found: list[str]) -> Preferences:
+        """Raises: ValueError for several objectives, if DPO is to learn, and for too few prompts to hold any out."""
+        objectives = sorted({ranking.objective for ranking in judgments.rankings})
+        if len(objectives) > 1 and self._chosen == "dpo":
+            raise ValueError(
+                f"{self.preferences}: the rankings are of {', '.join(objectives)}; DPO learns one objective, so a file"
+                " with the rankings of one, or --prompts for PPO, GRPO or RLOO, was expected"
+            )
+        share = self._heldout_share(judgments.rankings, objectives)
         lengths = ranking_lengths(self._tokenizer, judgments, self._shape.context)
         found.append(lengths.line(self.preferences, "prompts with a response"))
-        return Source(self.preferences, lengths, on_invalid=self.on_invalid)
+        return Preferences(
+            self.preferences,
+            lengths,
+            on_invalid=self.on_invalid,
+            num_tasks=len(judgments.tasks),
+            heldout_share=share,
+            objectives=objectives if len(objectives) > 1 else (),
+        )
+
+    def _heldout_share(self, rankings: Sequence[Ranking], objectives: Sequence[str]) -> float:
+        """Returns the smallest share that leaves rankings of every objective on both sides."""
+        for share in HELDOUT_SHARES:
+            sides = split_rankings(rankings, share, SEED)
+            if all({ranking.objective for ranking in side} == set(objectives) for side in sides):
+                return share
+        num_prompts = len({ranking.prompt for ranking in rankings})
+        of = f" of each of {', '.join(objectives)}" if len(objectives) > 1 else ""
+        raise ValueError(
+            f"{self.preferences}: {num_prompts:,} different prompt{' is' if num_prompts == 1 else 's are'} too few to"
+            f" train on some and hold out others; rankings{of} for more prompts were expected"
+        )
+
+    def _reward_lines(self, pairs: Preferences | None) -> Sequence[str]:
+        """Returns what PPO's section says about its reward, nothing if it is the score of the reward model."""
+        if self.reward:
+            return [f"reward_function = {toml_value(self.reward)}"]
+        if pairs is None or not pairs.objectives:
+            return []
+        weights = ", ".join(f"{toml_value(name)} = 1.0" for name in pairs.objectives)
+        return [f"objective_weights = {{ {weights} }}  # of each score in the reward"]
 
     def _prompts(self, found: list[str]) -> Source:
         data = self._conversations(self.prompts)
@@ -203,27 +245,21 @@ class Starter:
         return DataConfig(source=source, max_rows=num_rows, format=self.format, on_invalid=self.on_invalid)
 
     def _compared_by_dpo(
-        self, judgments: "Found", prompts: Source | None, path: Path, written: list[Path]
+        self, heldout: Sequence[Ranking], prompts: Source | None, path: Path, written: list[Path]
     ) -> tuple[str, str]:
         """Returns the prompts of the comparison, and where they come from: the user's prompts, or those that DPO holds
         out, which are written next to the job.
         """
         if prompts is not None:
             return prompts.toml(max_rows=MAX_COMPARED), "DPO does not read them"
-        _, heldout = split_rankings(judgments.rankings, HELDOUT_SHARE, SEED)
         asked = list(dict.fromkeys(ranking.prompt for ranking in heldout))[:MAX_COMPARED]
-        if not asked:
-            raise ValueError(
-                f"{self.preferences}: {len(judgments.tasks)} comparisons are too few to hold any out; more of them, or"
-                " --prompts for the comparison, were expected"
-            )
         file = path.with_name(f"{path.stem}-heldout-prompts.jsonl")
         if file.exists():
             raise ValueError(f"{file} is there already; another name of the job was expected")
         rows = [{"prompt": [vars(message) for message in prompt]} for prompt in asked]
         written.append(file)
         write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
-        return f"{{ source = {json.dumps(str(file))} }}", f"those of {Path(self.preferences).name} that DPO holds out"
+        return f"{{ source = {toml_value(str(file))} }}", f"those of {Path(self.preferences).name} that DPO holds out"
 
 
 JUDGED_BY_REWARD = "judge_reward = true       # what training climbs, on prompts that it has not seen"

@@ -1,8 +1,9 @@
 """The sections of a first job, as TOML with comments."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import tomli_w
 
 from reading.conversations import AUTO
 from reading.invalid import OnInvalid
@@ -37,6 +38,11 @@ POLICY_GRADIENTS = tuple(SETTINGS)
 ALGORITHMS = (*POLICY_GRADIENTS, "dpo")
 
 
+def toml_value(value: str | int) -> str:
+    """Returns a value as TOML; JSON would write a character above U+FFFF in a way that TOML does not know."""
+    return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip()
+
+
 @dataclass(frozen=True)
 class Source:
     """A data source of the user's: its name, how long its rows are, and how they are read."""
@@ -54,7 +60,25 @@ class Source:
         if self.on_invalid != "refuse":
             fields["on_invalid"] = self.on_invalid
         fields |= {key: value for key, value in options.items() if value}
-        return f"{{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in fields.items())} }}"
+        return f"{{ {', '.join(f'{key} = {toml_value(value)}' for key, value in fields.items())} }}"
+
+
+@dataclass(frozen=True)
+class Preferences(Source):
+    """Preferences of the user's, and how they are split. `objectives` names those of the rankings, if several."""
+
+    num_tasks: int = 0
+    heldout_share: float = 0.1
+    objectives: Sequence[str] = ()
+
+    @property
+    def objectives_lines(self) -> Sequence[str]:
+        names = ", ".join(toml_value(name) for name in self.objectives)
+        return [f"objectives = [{names}]  # one score each"] if names else []
+
+    @property
+    def heldout_line(self) -> str:
+        return f"heldout_share = {self.heldout_share}       # of the prompts, to measure the accuracy on"
 
 
 @dataclass(frozen=True)
@@ -105,7 +129,7 @@ def sft_section(shape: Shape, data: Source) -> Sequence[str]:
     num_rows = data.lengths.num_rows * len(best_fit([min(n, seq_len) for n in spread], seq_len)) / max(1, len(spread))
     return (
         "[sft]  # learn from the demonstrations",
-        f"init_from = {json.dumps(shape.model)}",
+        f"init_from = {toml_value(shape.model)}",
         f"demonstrations = [{data.toml()}]",
         "heldout_share = 0.05      # of the demonstrations, to measure the loss on",
         f"seq_len = {seq_len}             # tokens per row, into which conversations are packed",
@@ -117,37 +141,44 @@ def sft_section(shape: Shape, data: Source) -> Sequence[str]:
     )
 
 
-def reward_section(shape: Shape, start: Sequence[str], data: Source, num_tasks: int) -> Sequence[str]:
+def reward_section(shape: Shape, start: Sequence[str], data: Preferences) -> Sequence[str]:
     """A reward model trained on preferences."""
     return (
         "[reward]  # learn which responses people prefer",
         *start,
         f"rankings = {data.toml()}",
-        "heldout_share = 0.1       # of the prompts, to measure the accuracy on",
+        *data.objectives_lines,
+        data.heldout_line,
         'on_overlong = "skip"',
-        f"batch = {batch_toml(batch_for(num_tasks), 2 * data.lengths.longest)}",
+        f"batch = {batch_toml(batch_for(data.num_tasks), 2 * data.lengths.longest)}",
         f"optimizer = {{ learning_rate = {shape.rate('1e-5', '1e-3')} }}",
     )
 
 
-def dpo_section(shape: Shape, start: Sequence[str], data: Source, num_tasks: int) -> Sequence[str]:
+def dpo_section(shape: Shape, start: Sequence[str], data: Preferences) -> Sequence[str]:
     """DPO on preferences."""
     return (
         "[dpo]  # learn from the preferences directly (docs/dpo.md)",
         *start,
         f"rankings = {data.toml()}",
-        "heldout_share = 0.1       # of the prompts, to measure the accuracy on",
+        data.heldout_line,
         'on_overlong = "skip"',
         "beta = 0.1                # higher stays closer to the model that DPO starts from",
-        f"batch = {batch_toml(batch_for(num_tasks), 2 * data.lengths.longest)}",
+        f"batch = {batch_toml(batch_for(data.num_tasks), 2 * data.lengths.longest)}",
         f"optimizer = {{ learning_rate = {shape.rate('1e-6', '1e-4')}, warmup_steps = 20 }}",
     )
 
 
 def ppo_section(
-    shape: Shape, start: Sequence[str], algorithm: str, prompts: Source, num_compared: int, reward: str, length: int
+    shape: Shape,
+    start: Sequence[str],
+    algorithm: str,
+    prompts: Source,
+    num_compared: int,
+    reward: Sequence[str],
+    length: int,
 ) -> Sequence[str]:
-    """PPO, GRPO or RLOO on the prompts that the comparison leaves; `reward` names a function or is ""."""
+    """PPO, GRPO or RLOO on the prompts that the comparison leaves; `reward` has the lines about the reward, if any."""
     least = MIN_ROLLOUT if algorithm == "ppo" else 2 * MIN_ROLLOUT  # a whole group of responses counts like one
     rollout = max(least, min(4 * batch_for(prompts.lengths.num_rows), MAX_BATCH))
     minibatch = batch_toml(rollout // 2, prompts.lengths.longest + length)
@@ -155,7 +186,7 @@ def ppo_section(
     return (
         f"[ppo]  # {algorithm.upper()}: sample responses, and learn from their scores (docs/algorithms.md)",
         *start,
-        *((f"reward_function = {json.dumps(reward)}",) if reward else ()),
+        *reward,
         f"prompts = {prompts.toml(skip_rows=num_compared)}",
         'on_overlong = "skip"',
         "num_iterations = 50",

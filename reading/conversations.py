@@ -4,6 +4,7 @@ To add a format, write a function from a row to turns, and add an entry to FORMA
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -173,30 +174,41 @@ FALLBACKS = {"pairs", "text"}
 NAMES = (AUTO, *(form.name for form in FORMATS))
 
 
-class ConversationReader:
-    """Reads the rows of one file. The first row decides the format, unless `form` names it."""
+def _accept(_turns: Turns) -> None:
+    """Refuses no row."""
 
-    def __init__(self, part: Part, form: str = AUTO) -> None:
-        self.part = part
+
+class ConversationReader:
+    """Reads the rows of one file. The first row that is valid decides the format, unless `form` names it.
+
+    Without `takes_texts`, a demonstration that is a plain text is invalid.
+    """
+
+    def __init__(self, part: Part, form: str = AUTO, *, takes_texts: bool = True) -> None:
+        self.part, self.takes_texts = part, takes_texts
         self.num_rows = 0
         self.num_answers = 0  # of rows that are read as prompts: those whose last turn, the assistant's, is left out
         self.num_repeated = 0  # rows that are the same conversation as an earlier one
         self.num_left_out = 0
         self._seen = set[int]()  # their hashes, since the texts would fill the memory
         self._format = next((known for known in FORMATS if known.name == form), None)
-        self._first = ""  # where the first row is
+        self._first = ""  # where the first valid row is
+        self._misfits = Counter[str]()  # rows in another format than the first, by the format's name
 
-    def read(self, where: str, row: Row) -> Turns:
-        """Returns the row's turns.
+    def read(self, where: str, row: Row, check: Callable[[Turns], None] = _accept) -> Turns:
+        """Returns the row's turns. A row that is refused, by `check` too, is in no count and decides no format.
 
         Raises: ValueError naming file, line and field for a row in no format, in two that contradict each other, or in
-        another one than the rows before.
+        another one than the rows before, and as `check` does.
         """
         row = {name: value for name, value in row.items() if value is not None}  # Parquet stores every field
         form = self._format or _recognise(where, row, self.part)
         if not form.fits(row, self.part):
             raise self._misfit(where, row, form)
         turns, has_answer = _read(form, where, row, self.part)
+        if turns[0]["role"] == TEXT_ROLE and not self.takes_texts:
+            raise ValueError(f"{where}: field 'text' holds a plain text; a prompt and a response were expected")
+        check(turns)
         if self._format is None:
             self._format, self._first = form, where
         self.num_rows += 1
@@ -208,12 +220,27 @@ class ConversationReader:
 
     def _misfit(self, where: str, row: Row, expected: ConversationFormat) -> ValueError:
         missing = next(field for field in expected.needs(self.part) if field not in row)
-        other = next((form.title(self.part) for form in FORMATS if form.fits(row, self.part)), "")
+        other = next((form for form in FORMATS if form.fits(row, self.part)), None)
         hint = ""
-        if other and self._first:
+        if other is not None and self._first:
+            self._misfits[other.name] += 1
             first = f"{self._first} is {expected.title(self.part)}"
-            hint = f"; the row is {other}, but {first}: one format per file was expected, so split the file"
+            hint = (
+                f"; the row is {other.title(self.part)}, but {first}: one format per file was expected, so split the"
+                " file"
+            )
         return ValueError(f"{where}: field {missing!r} is missing; found {names(row)}{hint}")
+
+    def check_format(self) -> None:
+        """Raises: ValueError if most rows have another format than the first, which may be a header."""
+        num_misfits = self._misfits.total()
+        num_rows = self.num_rows + self.num_left_out + num_misfits
+        if self._format is not None and num_misfits > num_rows // 2:
+            raise ValueError(
+                f"{self._first} is {self._format.title(self.part)}, but {num_misfits:,} of {num_rows:,} rows have"
+                f" another format: name the one to read, such as format = {self._misfits.most_common(1)[0][0]!r}, or"
+                " split the file"
+            )
 
     def summary(self, source: str) -> str:
         """Says what was read, such as "demos.jsonl: 1,234 conversations, ShareGPT"."""

@@ -4,6 +4,7 @@ It reads JSONL, JSON (a list of objects), CSV, Parquet and plain text, each also
 or can load, and hub ids.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,7 @@ def read_source(
     Raises: ValueError naming the file, and line and column where its content is malformed.
     """
     rows = _all_rows(source, split, subset, refuse if invalid is None else invalid.add_unreadable)
-    for index, row in enumerate(rows):
-        if max_rows and index >= max_rows:
-            return
-        yield row
+    yield from itertools.islice(rows, max_rows or None)  # it parses, and so counts, nothing after the last row
 
 
 def is_file_name(source: str) -> bool:

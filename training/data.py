@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 from pydantic import Field, field_validator
 
 from lm.progress import note_progress
-from reading.conversations import AUTO, NAMES, TEXT_ROLE, ConversationReader, Turns
+from reading.conversations import AUTO, NAMES, ConversationReader, Turns
 from reading.fields import name_field, text_field
 from reading.invalid import InvalidRows, OnInvalid, valid_rows
 from reading.rows import Row, Rows, read_source
@@ -187,15 +187,10 @@ def read_conversations(
     latter in numbers.
     """
     for data in sources:
-        invalid, reader = InvalidRows(data.source, data.on_invalid), ConversationReader("demonstration", data.format)
-
-        def read(where: str, row: Row, reader: ConversationReader = reader) -> Turns:
-            turns = reader.read(where, row)
-            if turns[0]["role"] == TEXT_ROLE and not takes_texts:
-                raise ValueError(f"{where}: field 'text' holds a plain text; a prompt and a response were expected")
-            return turns
-
-        yield from read_valid(data, read, invalid)
+        invalid = InvalidRows(data.source, data.on_invalid)
+        reader = ConversationReader("demonstration", data.format, takes_texts=takes_texts)
+        yield from read_valid(data, reader.read, invalid)
+        reader.check_format()
         tell(reader.summary(data.source))
         report_rows(invalid, reader.unusual(), tell, count)
 
@@ -231,18 +226,20 @@ def read_located_prompts(
     def read(where: str, row: Row) -> Prompt:
         kind, prompt_id = name_field(where, row, "kind"), name_field(where, row, "prompt_id")
         prompt_id = prompt_id or str(invalid.num_rows - 1)
-        prompt = Prompt(prompt_id=prompt_id, messages=tuple(reader.read(where, row)), kind=kind)
-        first, known = prompts.get(prompt_id, ("", prompt))
-        if known.messages != prompt.messages:
-            reader.num_rows -= 1  # it will not be among the prompts
-            raise ValueError(f"{where}: prompt_id {prompt_id!r} is already that of {first}, another prompt")
-        return prompt
+
+        def check_id(turns: Turns) -> None:
+            if prompt_id in prompts and prompts[prompt_id][1].messages != tuple(turns):
+                first, _ = prompts[prompt_id]
+                raise ValueError(f"{where}: prompt_id {prompt_id!r} is already that of {first}, another prompt")
+
+        return Prompt(prompt_id=prompt_id, messages=tuple(reader.read(where, row, check_id)), kind=kind)
 
     for where, prompt in read_valid(data, read, invalid):
         if prompt.prompt_id in prompts:  # of another pair of responses to the same prompt
             reader.leave_out()
         else:
             prompts[prompt.prompt_id] = (where, prompt)
+    reader.check_format()
     if not prompts:
         raise ValueError(f"{data.source}: no prompts; at least one was expected")
     tell(reader.summary(data.source))

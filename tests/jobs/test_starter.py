@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from jobs.job_file import load_job
 from jobs.pipeline import run_job
 from jobs.plan import Plan, Setting, make_plan
+from jobs.preflight import check_data
+from jobs.run import Run
 from jobs.starter import Starter
 from jobs.starter_sections import ALGORITHMS, POLICY_GRADIENTS, batch_for, batch_toml
 from lm.tokenizer import Tokenizer
@@ -167,7 +170,7 @@ def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path: Path, model_fold
             starter(model_folder, data, "prompts", "preferences", "reward"),
             "--reward and --preferences each give a reward",
         ),
-        (Starter(model, preferences=few), r"few\.jsonl: 1 comparisons are too few to hold any out"),
+        (Starter(model, preferences=few), r"few\.jsonl: 1 different prompt is too few to train on some and hold out"),
     ):
         with pytest.raises(ValueError, match=words):
             made.write(path)
@@ -208,6 +211,71 @@ def test_format_and_invalid_rows_are_those_of_the_sources(
         assert (source.format, source.on_invalid) == ("messages", "skip")
     assert (job.compare.prompts.max_rows, job.ppo.prompts.skip_rows) == (1, 1)
     assert (job.reward.rankings.format, job.reward.rankings.on_invalid) == ("auto", "skip")
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dpo"])
+def test_few_preferences_are_split_so_that_some_are_held_out(
+    tmp_path: Path, model_folder: Path, data: dict[str, str], algorithm: str
+) -> None:
+    data["preferences"] = write(tmp_path / "few.jsonl", *pair_rows(4))
+    rankings = read_rankings(RankingsConfig(source=data["preferences"]))
+    assert not any(is_heldout(ranking.prompt, 0.1, 0) for ranking in rankings), "the default share would not do"
+    starter(model_folder, data, "preferences", "prompts", algorithm=algorithm).write(tmp_path / "job.toml")
+    job = load_job(tmp_path / "job.toml")
+    (tmp_path / "run").mkdir()
+    check_data(Run(job, tmp_path / "run", None, None))  # type: ignore[arg-type]  # no worker is asked
+
+
+def of_objectives(path: Path, *names: str) -> str:
+    row = {"responses": ["Yes.", "No."], "ranks": [1, 2], "labeler": "ann"}
+    prompts = [[{"role": "user", "content": f"Is it {number}?"}] for number in range(12)]
+    rows = [
+        {"task_id": f"{name}{number}", "prompt": prompt, "objective": name, **row}
+        for name in names
+        for number, prompt in enumerate(prompts)
+    ]
+    return write(path, *rows)
+
+
+def test_each_objective_of_the_rankings_has_a_score_and_a_weight(
+    tmp_path: Path, model_folder: Path, data: dict[str, str]
+) -> None:
+    data["preferences"] = of_objectives(tmp_path / "rankings.jsonl", "kind", "a true one")
+    starter(model_folder, data, "preferences", "prompts").write(tmp_path / "job.toml")
+    job = load_job(tmp_path / "job.toml")
+    assert job.reward.objectives == ("a true one", "kind")
+    assert job.ppo.objective_weights == {"a true one": 1.0, "kind": 1.0}
+    (tmp_path / "run").mkdir()
+    check_data(Run(job, tmp_path / "run", None, None))  # type: ignore[arg-type]  # no worker is asked
+    with pytest.raises(ValueError, match=r"rankings\.jsonl: the rankings are of a true one, kind; DPO learns one obj"):
+        starter(model_folder, data, "preferences").write(tmp_path / "dpo.toml")
+    data["preferences"] = of_objectives(tmp_path / "one.jsonl", "kind")
+    starter(model_folder, data, "preferences").write(tmp_path / "one.toml")
+    assert load_job(tmp_path / "one.toml").reward.objectives == ()
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "grpo"])
+def test_names_of_any_characters_are_written_as_toml(
+    tmp_path: Path, model_folder: Path, data: dict[str, str], algorithm: str
+) -> None:
+    folder = tmp_path / 'a "\\ 😀'
+    folder.mkdir()
+    model = shutil.copytree(model_folder, folder / "model")
+    demonstrations, pairs, prompts = (
+        str(Path(data[name]).rename(folder / f"{name}😀.jsonl"))
+        for name in ("demonstrations", "preferences", "prompts")
+    )
+    made = Starter(str(model), demonstrations, pairs, prompts if algorithm == "grpo" else "", algorithm=algorithm)
+    made.write(folder / "job.toml")
+    job = load_job(folder / "job.toml")
+    assert (job.sft.init_from, job.sft.demonstrations[0].source) == (str(model), demonstrations)
+    assert job.reward.rankings.source == pairs
+    if algorithm == "grpo":
+        assert job.ppo.prompts.source == job.compare.prompts.source == prompts
+    else:
+        assert job.compare.prompts.source == str(folder / "job-heldout-prompts.jsonl")
+    with pytest.raises(ValueError, match=r"name.*string_pattern_mismatch|should match pattern"):
+        made.write(folder / 'job".toml')
 
 
 def test_an_old_option_is_answered_with_the_new_one(refused: Any, tmp_path: Path) -> None:

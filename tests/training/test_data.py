@@ -81,6 +81,24 @@ def test_rows_that_are_left_out_are_not_counted(tmp_path: Path) -> None:
     assert prompt.messages[0]["content"] == "3"
 
 
+def test_lines_between_two_parts_of_a_file_count_in_the_second_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "0"}\nnot JSON\n{"prompt": "1"}\nnor this\n{"prompt": "2"}\n{"prompt": 3}\n')
+    whole, said = DataConfig(source=str(path), on_invalid="skip"), list[str]()
+    for part in ({"max_rows": 2}, {"skip_rows": 2}):
+        read_prompts(whole.model_copy(update=part), said.append)
+    assert said == [
+        f"{path}: 2 prompts, prompt",
+        f"{path}: of 3 rows, 1 x invalid (skipped)",
+        f"{path}: line 2: not JSON: Expecting value at column 1",
+        f"{path}: 1 prompt, prompt",
+        f"{path}: of 3 rows, 2 x invalid (skipped)",
+        f"{path}: line 4: not JSON: Expecting value at column 1",
+        f"{path}: line 6: field 'prompt' is int; a text or a list of messages was expected",
+    ]
+    assert len(read_prompts(DataConfig(source=str(path), max_rows=1))) == 1, "the line after the last row is not read"
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -139,6 +157,37 @@ def test_a_bad_demonstration_is_named_by_file_line_and_field(tmp_path: Path, row
         list(read_conversations([data]))
 
 
+def test_a_text_where_none_is_taken_does_not_decide_the_format(tmp_path: Path) -> None:
+    rows = [say(("user", f"q{n}"), ("assistant", "a")) for n in range(9)]
+    data, heard = jsonl(tmp_path / "d.jsonl", {"text": "header"}, *rows), list[str]()
+    skipping = data.model_copy(update={"on_invalid": "skip"})
+    assert [turns for _, turns in read_conversations([skipping], heard.append)] == [row["messages"] for row in rows]
+    assert heard == [
+        f"{data.source}: 9 conversations, messages",
+        f"{data.source}: of 10 rows, 1 x invalid (skipped)",
+        f"{data.source}: line 1: field 'text' holds a plain text; a prompt and a response were expected",
+    ]
+    with pytest.raises(ValueError, match="line 1: field 'text' holds a plain text; a prompt and a response"):
+        list(read_conversations([data]))
+
+
+def test_a_header_in_another_format_does_not_leave_out_the_rows(tmp_path: Path) -> None:
+    rows = [say(("user", f"q{n}"), ("assistant", "a")) for n in range(9)]
+    data = jsonl(tmp_path / "d.jsonl", {"text": "header"}, *rows).model_copy(update={"on_invalid": "skip"})
+    words = (
+        r"d\.jsonl: line 1 is plain text, but 9 of 10 rows have another format: name the one to read, such as format ="
+        " 'messages', or split the file"
+    )
+    with pytest.raises(ValueError, match=words):
+        list(read_conversations([data], takes_texts=True))
+    with pytest.raises(ValueError, match=words):
+        read_prompts(data)
+    named = data.model_copy(update={"format": "messages"})
+    assert len(list(read_conversations([named], takes_texts=True))) == len(read_prompts(named)) == 9
+    few = jsonl(tmp_path / "few.jsonl", rows[0], {"text": "odd"}, rows[1]).model_copy(update={"on_invalid": "skip"})
+    assert len(list(read_conversations([few], takes_texts=True))) == 2
+
+
 def test_prompts(tmp_path: Path) -> None:
     named = {"prompt": "one", "prompt_id": "x7", "kind": "list"}
     data = jsonl(tmp_path / "p.jsonl", named, {"prompt": "two"}, {"prompt": "3"})
@@ -155,6 +204,21 @@ def test_rows_with_the_id_and_prompt_of_an_earlier_one_are_left_out(tmp_path: Pa
     assert [prompt.prompt_id for prompt in read_prompts(data, heard.append)] == ["p0", "p1"]
     assert heard[0] == f"{data.source}: 2 prompts, prompt"
     assert heard[1] == f"{data.source}: of 5 rows, 3 x seen before (left out)"
+
+
+def test_a_prompt_refused_for_its_id_is_in_no_other_count(tmp_path: Path) -> None:
+    rows = [
+        say(("user", "x")) | {"prompt_id": "p"},
+        say(("user", "y"), ("assistant", "a")) | {"prompt_id": "p"},
+        say(("user", "y")) | {"prompt_id": "q"},
+    ]
+    data, said = jsonl(tmp_path / "p.jsonl", *rows).model_copy(update={"on_invalid": "skip"}), list[str]()
+    assert [prompt.prompt_id for prompt in read_prompts(data, said.append)] == ["p", "q"]
+    assert said == [
+        f"{data.source}: 2 prompts, messages",
+        f"{data.source}: of 3 rows, 1 x invalid (skipped)",
+        f"{data.source}: line 2: prompt_id 'p' is already that of {data.source}: line 1, another prompt",
+    ]
 
 
 def test_bad_prompts(tmp_path: Path) -> None:
