@@ -326,6 +326,8 @@ def test_frequencies_that_llama_3_does_not_make_are_named(make: Make, tmp_path: 
     [
         ({"sliding_window": (0, 8), "qk_norm": True, "positions": "rotary", "mlp": "relu2"}, "model_type is 'heed'"),
         ({"qk_norm": True, "attention_bias": "all"}, "the model has biases, which llama.cpp does not add"),
+        ({"attention_bias": "qkv", "rope_scaling": LLAMA3}, "rope_type is 'llama3', .* in a model of qwen2"),
+        ({"qk_norm": True, "rope_scaling": LLAMA3}, "rope_type is 'llama3', .* in a model of qwen3"),
         ({"vocab_size": 200}, "the vocabulary has .* tokens, the model 200"),
     ],
 )
