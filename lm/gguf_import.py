@@ -28,7 +28,7 @@ from lm.source import on_meta
 from lm.tensor_files import write_tensors
 from lm.weights import CONFIG, config_from_hf, stored_tensors
 
-_LAYOUT = "1"  # version of the cache's contents; change it whenever something else is written
+_LAYOUT = "2"  # version of the cache's contents; change it whenever something else is written
 _FILE_BYTES = 500_000_000  # of weights held in memory at once
 _EXACT = {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16}
 

@@ -64,6 +64,12 @@ _PROBES = (
 )
 _TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "mask_token": "mask"}
 _OTHER_ENDS = ("eot", "eom")  # the end of a turn, and of a message that awaits a tool's result
+# Control tokens at which llama.cpp also ends a response, by name; from `special_eog_ids` in its src/llama-vocab.cpp.
+# Left out: the tokens of fill-in-the-middle, and names that only architectures have which Heed does not read.
+_NAMED_ENDS = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>", "</s>",
+    "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>",
+)  # fmt: skip
 
 
 def tokenizer_files(metadata: Metadata) -> dict[str, str]:
@@ -105,9 +111,12 @@ def tokenizer_files(metadata: Metadata) -> dict[str, str]:
 
 
 def end_ids(metadata: Metadata) -> list[int]:
-    """Returns the tokens that end a response, the main one first."""
+    """Returns the tokens that end a response: the main one first, then those with a key, then those with a name."""
     numbers = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", *_OTHER_ENDS))
-    return list(dict.fromkeys(number for number in numbers if number is not None))
+    keyed = [number for number in numbers if number is not None]
+    kinds, tokens = metadata.get("tokenizer.ggml.token_type", ()), metadata["tokenizer.ggml.tokens"]
+    control = {tokens[number]: number for number, kind in enumerate(kinds) if kind == CONTROL}
+    return list(dict.fromkeys([*keyed, *(control[name] for name in _NAMED_ENDS if name in control)]))
 
 
 def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:

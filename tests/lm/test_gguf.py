@@ -247,6 +247,22 @@ def test_several_end_tokens_are_kept() -> None:
     assert "tokenizer.ggml.padding_token_id" not in written
 
 
+def test_ends_without_a_key_are_known_by_name(tmp_path: Path) -> None:
+    """A published Qwen2.5-Instruct names only the end of a turn; its generation_config.json has both."""
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": ["a", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|end|>", "[PAD5]"],
+        "tokenizer.ggml.token_type": [1, 3, 3, 3, 1, 5],  # "<|end|>" is no control token
+        "tokenizer.ggml.eos_token_id": 3,
+        "tokenizer.ggml.padding_token_id": 1,
+    }
+    for name, text in tokenizer_files(metadata).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    found = Tokenizer.load(tmp_path)
+    assert (found.end_id, found.end_ids) == (3, (3, 1))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
