@@ -8,7 +8,7 @@ from typing import Any
 
 from jobs.registry import Registry
 from lm.config import ModelConfig
-from lm.hub import is_gguf, model_directory
+from lm.hub import is_gguf, model_directory, shape_and_tokenizer
 from lm.weights import PRETRAINED, PURPOSES, config_from_hf, purpose_of, read_config
 
 
@@ -58,7 +58,7 @@ def shape_of(init_from: str, *, opens_models: bool) -> dict[str, Any]:
     built_in = None if opens_models or Path(init_from).is_dir() else built_in_shape(init_from)
     if built_in is not None:
         return built_in
-    folder = model_directory(init_from)
+    folder = model_directory(init_from) if opens_models else shape_and_tokenizer(init_from)
     kind = read_config(folder, purpose_of(folder))[0].kind
     # A head for scores or labels is no start: the stage trains what such a shape is pretrained as.
     return read_config(folder, PURPOSES[PRETRAINED[kind]])[0].model_dump(mode="json")
@@ -67,7 +67,7 @@ def shape_of(init_from: str, *, opens_models: bool) -> dict[str, Any]:
 def known_shape(name: str) -> ModelConfig | None:
     """The shape of a built-in name or of a model directory on this machine; None for any other."""
     if Path(name).is_dir() or is_gguf(name):
-        folder = model_directory(name)
+        folder = shape_and_tokenizer(name)
         return read_config(folder, purpose_of(folder))[0]
     built_in = built_in_shape(name)
     return None if built_in is None else ModelConfig.model_validate(built_in)

@@ -9,7 +9,7 @@ from jobs.job import JobConfig
 from jobs.model_shape import known_shape
 from jobs.registry import WORLD
 from lm.config import ModelConfig
-from lm.hub import is_on_this_machine
+from lm.hub import is_on_this_machine, shape_and_tokenizer
 from planning.hardware import Hardware
 from planning.memory import Layout
 from planning.times import Times
@@ -97,7 +97,7 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
     plans = []
     for stage in job.stages:
         # Nothing of a run is there but its data; a vocabulary that an earlier run has made is read.
-        run = StageRun(stage.name, job, RUNS / job.name, _NoWorkers(), None) if has_models else None
+        run = _PlannedRun(stage.name, job, RUNS / job.name, _NoWorkers(), None) if has_models else None
         planner = Planner(stage.name, job, model, layout, sizes, times, known_shape, run)
         plans.append(stage.plan(planner, job.section_of(stage)))
     return Plan(job, setting, layout, tuple(plans))
@@ -113,6 +113,14 @@ def _models(job: JobConfig) -> set[str]:
     """The models that the job's sections name."""
     named = {getattr(job.section_of(stage), name) for stage in job.stages for name in stage.model_fields}
     return named - {""}
+
+
+class _PlannedRun(StageRun):
+    """A run that reads of a model only its shape and vocabulary."""
+
+    def start(self, parent: str) -> Path:
+        named = self.job.substitute(self.name, self.own(parent))
+        return shape_and_tokenizer(named) if named else self.model_of(parent)
 
 
 class _NoWorkers:

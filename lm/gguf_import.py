@@ -28,36 +28,39 @@ from lm.source import on_meta
 from lm.tensor_files import write_tensors
 from lm.weights import CONFIG, config_from_hf, stored_tensors
 
-_LAYOUT = "1"  # version of the cache's contents; change it whenever something else is written
+_LAYOUT = "2"  # version of the cache's contents; change it whenever something else is written
 _FILE_BYTES = 500_000_000  # of weights held in memory at once
 _EXACT = {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16}
 
 
-def cached_model(path: Path) -> Path:
+def cached_model(path: Path, *, has_weights: bool = True) -> Path:
     """Returns the model directory of a GGUF file, and writes it first if needed: $XDG_CACHE_HOME/heed/gguf/SHA-256.
 
+    Without `has_weights`, a directory suffices that has only the shape and the vocabulary, which takes little space.
     Raises: ValueError naming the file and what in it is damaged, missing or not supported.
     """
     cache = gguf_cache()
     folder = cache / f"{unchanged_hash(path)}-{_LAYOUT}"
     if folder.is_dir():
         return folder
+    if not has_weights:
+        folder = folder.with_name(f"{folder.name}-no-weights")
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"{folder.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # waits while another process writes it
         if not folder.is_dir():
             with atomic_folder(folder) as temporary:
-                _write(path, temporary)
+                _write(path, temporary, has_weights)
     return folder
 
 
-def _write(path: Path, folder: Path) -> None:
+def _write(path: Path, folder: Path, has_weights: bool) -> None:
     try:
         file = GGUFFile(path)
         model = on_meta(lambda: LanguageModel(file.config))
         files = tokenizer_files(file.metadata)
-        tensors = stored_tensors(model, file.tensors(model))
-        write_tensors(folder, tensors, _FILE_BYTES)
+        if has_weights:
+            write_tensors(folder, stored_tensors(model, file.tensors(model)), _FILE_BYTES)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     for name, text in files.items():

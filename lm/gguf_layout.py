@@ -22,6 +22,7 @@ from lm.positions import rotary_frequencies
 
 Metadata = Mapping[str, Any]
 ROPE_FREQUENCIES = "rope_freqs.weight"  # llama.cpp divides the rotary frequencies by it: Llama 3's scaling
+_READ_DIVISORS = ("llama", "arcee")  # the architectures in which it does
 HEAD, EMBEDDING, POSITIONS = "output.weight", "token_embd.weight", "position_embd.weight"
 # Metadata that changes what a model computes, with the only value that Heed supports; None: the key must be absent.
 _MUST_BE = {
@@ -271,13 +272,19 @@ def metadata_of(architecture: Architecture, config: ModelConfig) -> dict[str, An
     else:
         if architecture.name in ("arcee", "qwen3") and (config.attention_bias != "none" or config.mlp_bias):
             raise ValueError(f"the model has biases, which llama.cpp does not add in a model of {architecture.name}")
+        scaling = config.rope_scaling
+        if scaling is not None and scaling.rope_type == "llama3" and architecture.name not in _READ_DIVISORS:
+            raise ValueError(
+                f"rope_type is 'llama3', which llama.cpp does not compute in a model of {architecture.name}; one of"
+                f" {', '.join(_READ_DIVISORS)} was expected"
+            )
         fields |= {
             "attention.layer_norm_rms_epsilon": config.norm_eps,
             "attention.key_length": config.head_dim,
             "attention.value_length": config.head_dim,
             "rope.dimension_count": config.head_dim,
             "rope.freq_base": config.rope_theta,
-            **_scaling_metadata(config.rope_scaling),
+            **_scaling_metadata(scaling),
         }
     return {f"{architecture.name}.{key}": value for key, value in fields.items()}
 

@@ -62,8 +62,15 @@ _PROBES = (
     "snake_case camelCase XMLHttpRequest http://a.b/c?d=e#f //comment\n/* x */",
     "naïve café Ünïcode Ελληνικά 漢字かな ไทย हिन्दी 😀👍🏽 1²³ ½ ٣٤٥",
 )
+_DECOMPOSED = "cafe\u0301"
 _TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "mask_token": "mask"}
 _OTHER_ENDS = ("eot", "eom")  # the end of a turn, and of a message that awaits a tool's result
+# Control tokens at which llama.cpp also ends a response, by name; from `special_eog_ids` in its src/llama-vocab.cpp.
+# Left out: the tokens of fill-in-the-middle, and names that only architectures have which Heed does not read.
+_NAMED_ENDS = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>", "</s>",
+    "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>",
+)  # fmt: skip
 
 
 def tokenizer_files(metadata: Metadata) -> dict[str, str]:
@@ -105,9 +112,12 @@ def tokenizer_files(metadata: Metadata) -> dict[str, str]:
 
 
 def end_ids(metadata: Metadata) -> list[int]:
-    """Returns the tokens that end a response, the main one first."""
+    """Returns the tokens that end a response: the main one first, then those with a key, then those with a name."""
     numbers = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", *_OTHER_ENDS))
-    return list(dict.fromkeys(number for number in numbers if number is not None))
+    keyed = [number for number in numbers if number is not None]
+    kinds, tokens = metadata.get("tokenizer.ggml.token_type", ()), metadata["tokenizer.ggml.tokens"]
+    control = {tokens[number]: number for number, kind in enumerate(kinds) if kind == CONTROL}
+    return list(dict.fromkeys([*keyed, *(control[name] for name in _NAMED_ENDS if name in control)]))
 
 
 def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
@@ -198,10 +208,36 @@ def vocabulary_metadata(tokenizer: OurTokenizer, num_embeddings: int) -> dict[st
     else:
         fields |= {"model": "llama", "pre": "default", **_sentencepiece_metadata(backend, model, tokens, kinds)}
     fields |= _token_metadata(tokenizer, backend)
-    return {
+    metadata = {
         **{f"tokenizer.ggml.{key}": value for key, value in fields.items()},
         "tokenizer.chat_template": tokenizer.chat_template,
     }
+    _expect_same_tokens(backend, metadata)
+    return metadata
+
+
+def _expect_same_tokens(backend: Tokenizer, metadata: Metadata) -> None:
+    """Raises: ValueError for a vocabulary whose tokens of some text are not those that its metadata stands for."""
+    again = Tokenizer.from_str(tokenizer_files(metadata)["tokenizer.json"])
+    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    # `_cut_of` has compared normalisers; where Qwen's composes characters, llama.cpp knows no better.
+    probes = _PROBES if metadata["tokenizer.ggml.model"] == "gpt2" else (*_PROBES, _DECOMPOSED)
+    added = [token.content for token in backend.get_added_tokens_decoder().values()]
+    texts = [*probes, *(token + probe for token in added for probe in probes)]
+    ours, theirs = (one.encode_batch(texts, add_special_tokens=False) for one in (backend, again))
+    pairs = [(text, one.tokens, other.tokens) for text, one, other in zip(texts, ours, theirs, strict=True)]
+    # If merges differ anywhere, they differ in some token's own text: merges inside a token depend on nothing else.
+    models = backend.model, again.model
+    for token in (token for token, kind in zip(tokens, kinds, strict=True) if kind == NORMAL):
+        one, other = ([part.value for part in model.tokenize(token)] for model in models)
+        pairs.append((token, one, other))
+    for text, one, other in pairs:
+        if one != other:
+            place = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+            raise ValueError(
+                f"in {text!r}, the vocabulary has the tokens {one[place : place + 4]} where llama.cpp would have"
+                f" {other[place : place + 4]}; a vocabulary that llama.cpp reads in the same way was expected"
+            )
 
 
 def _token_metadata(tokenizer: OurTokenizer, backend: Tokenizer) -> dict[str, Any]:

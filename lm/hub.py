@@ -44,8 +44,17 @@ def model_directory(name: str, revision: str | None = None) -> Path:
     return folder
 
 
+def shape_and_tokenizer(name: str) -> Path:
+    """As `model_directory`, but a GGUF file's folder may lack the weights, which take long to convert."""
+    if is_gguf(name):
+        from lm.gguf_import import cached_model
+
+        return cached_model(Path(name).expanduser(), has_weights=False)
+    return model_directory(name)
+
+
 def is_on_this_machine(name: str) -> bool:
-    """Whether `model_directory` needs to download nothing large for this name: the weights are here."""
+    """Whether `shape_and_tokenizer` needs to download nothing large for this name: the weights are here."""
     if Path(name).expanduser().exists():
         return True
     try:

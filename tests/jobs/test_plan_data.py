@@ -11,7 +11,12 @@ from typer.testing import CliRunner
 from heed.cli import app
 from jobs.job_file import load_job
 from jobs.plan import Plan, Setting, make_plan
+from lm.config import ModelConfig
+from lm.gguf_export import export_gguf
+from lm.model import LanguageModel
+from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
+from lm.weights import save_model
 from planning.hardware import GIB, Hardware
 from sft.demonstrations import encoded_all
 from stages.planner import RANK
@@ -88,6 +93,31 @@ def prompts_of(tokenizer: Tokenizer, lengths: list[int]) -> list[dict[str, str]]
     encoded = tokenizer.encode_prompts([[{"role": "user", "content": row["prompt"]}] for row in found])
     assert [len(tokens) for tokens in encoded] == lengths
     return found
+
+
+def test_a_gguf_is_planned_without_its_weights(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A published file takes minutes to dequantise, and six times its space."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = ModelConfig(
+        vocab_size=300, max_position_embeddings=256, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=64,
+    )  # fmt: skip
+    model = load(RandomInit(lambda: LanguageModel(config), 1))
+    save_model(tmp_path / "model", model, dict(model.state_dict()), tokenizer)
+    export_gguf(tmp_path / "model", tmp_path / "model.gguf", "f16")
+    write(tmp_path / "prompts.jsonl", prompts_of(tokenizer, [60] * 39 + [100]))
+    write(tmp_path / "demos.jsonl", [{"prompt": "What?", "completion": "It."}] * 4)
+    write(tmp_path / "pairs.jsonl", [{"prompt": "What?", "chosen": "It.", "rejected": "No."}] * 8)
+    for text in (GRPO, SFT.replace("512", "128"), REWARD):
+        expected = plan_of(tmp_path, text)
+        found = plan_of(tmp_path, text.replace('"model"', '"model.gguf"'))
+        assert found.job.model == expected.job.model
+        assert not any("bound: " in line for line in found.stages[0].assumptions)
+        assert found.stages == expected.stages
+    assert list((tmp_path / "cache").rglob("*.safetensors")) == []
 
 
 def test_prompts_are_as_long_as_they_are(folder: Path, tokenizer: Tokenizer) -> None:

@@ -228,6 +228,66 @@ def test_a_sentencepiece_vocabulary_is_read_and_written() -> None:
         assert again.encode(text).tokens == bpe.encode(text).tokens
 
 
+def sentencepiece(merges: list[tuple[str, str]] | None = None, **changes: Any) -> Tokenizer:
+    """A small vocabulary that llama.cpp reads as Heed does, but for `changes` of its parts."""
+    merges = [("a", "b"), ("▁", "ab"), ("e", "l")] if merges is None else merges
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abceHl"]
+    numbers = {token: number for number, token in enumerate([*pieces, *(left + right for left, right in merges)])}
+    bpe = Vocabulary(models.BPE(numbers, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    bpe.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    bpe.add_special_tokens(["<unk>", "<s>", "</s>"])
+    for name, part in changes.items():
+        setattr(bpe, name, part)
+    return Tokenizer(bpe, end="</s>", start="<s>", chat_template="chat")
+
+
+def test_the_vocabulary_that_the_next_test_changes_is_written() -> None:
+    ours = sentencepiece()
+    metadata = vocabulary_metadata(ours, ours.vocab_size)
+    again = Vocabulary.from_str(tokenizer_files(metadata)["tokenizer.json"])
+    assert again.encode("<s> ab</s>ab").tokens == ours.vocabulary.encode("<s> ab</s>ab").tokens
+
+
+REPLACE = normalizers.Replace(" ", "▁")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": None, "pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="first", split=False)},
+        {"normalizer": None, "pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="always", split=False)},
+        {"normalizer": normalizers.Sequence([normalizers.NFKC(), normalizers.Prepend("▁"), REPLACE])},
+        {"normalizer": normalizers.Sequence([normalizers.NFC(), normalizers.Prepend("▁"), REPLACE])},
+        {"normalizer": normalizers.Sequence([normalizers.Lowercase(), normalizers.Prepend("▁"), REPLACE])},
+        {"pre_tokenizer": pre_tokenizers.Split("l", "isolated")},
+        {"merges": [("b", "c"), ("a", "b"), ("ab", "c")]},  # llama.cpp also merges "a" with "bc"
+    ],
+    ids=["first", "always", "NFKC", "NFC", "lower case", "split", "merges"],
+)
+def test_a_sentencepiece_vocabulary_that_llama_cpp_reads_otherwise_is_refused(changes: dict[str, Any]) -> None:
+    ours = sentencepiece(**changes)
+    with pytest.raises(
+        ValueError, match=r"^in ['\"].*, the vocabulary has the tokens \[.*\] where llama\.cpp would have"
+    ):
+        vocabulary_metadata(ours, ours.vocab_size)
+
+
+@pytest.mark.parametrize(("cut", "ignores_merges"), [("llama-bpe", False), ("gpt-2", True)])
+def test_words_that_merges_do_not_make_are_read_as_llama_cpp_does_or_refused(cut: str, ignores_merges: bool) -> None:
+    def words(ignores_merges: bool) -> Tokenizer:
+        numbers = {token: number for number, token in enumerate([*"abc", "ab", "bc", "abc", "</s>"])}
+        merges = [("a", "b"), ("b", "c")]  # "abc" is a token that they do not make
+        bpe = Vocabulary(models.BPE(numbers, merges, ignore_merges=ignores_merges))
+        bpe.pre_tokenizer, bpe.decoder = _CUTS[cut](), decoders.ByteLevel()
+        bpe.add_special_tokens(["</s>"])
+        return Tokenizer(bpe, end="</s>", chat_template="chat")
+
+    assert vocabulary_metadata(words(not ignores_merges), 7)["tokenizer.ggml.pre"] == cut
+    with pytest.raises(ValueError, match=r"^in 'abc', the vocabulary has the tokens \["):
+        vocabulary_metadata(words(ignores_merges), 7)
+
+
 def test_several_end_tokens_are_kept() -> None:
     metadata = {
         "tokenizer.ggml.model": "gpt2",
@@ -245,6 +305,22 @@ def test_several_end_tokens_are_kept() -> None:
     assert written["tokenizer.ggml.eos_token_id"] == 1
     assert written["tokenizer.ggml.eot_token_id"] == 2
     assert "tokenizer.ggml.padding_token_id" not in written
+
+
+def test_ends_without_a_key_are_known_by_name(tmp_path: Path) -> None:
+    """A published Qwen2.5-Instruct names only the end of a turn; its generation_config.json has both."""
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": ["a", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|end|>", "[PAD5]"],
+        "tokenizer.ggml.token_type": [1, 3, 3, 3, 1, 5],  # "<|end|>" is no control token
+        "tokenizer.ggml.eos_token_id": 3,
+        "tokenizer.ggml.padding_token_id": 1,
+    }
+    for name, text in tokenizer_files(metadata).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    found = Tokenizer.load(tmp_path)
+    assert (found.end_id, found.end_ids) == (3, (3, 1))
 
 
 @pytest.mark.parametrize(
@@ -326,6 +402,8 @@ def test_frequencies_that_llama_3_does_not_make_are_named(make: Make, tmp_path: 
     [
         ({"sliding_window": (0, 8), "qk_norm": True, "positions": "rotary", "mlp": "relu2"}, "model_type is 'heed'"),
         ({"qk_norm": True, "attention_bias": "all"}, "the model has biases, which llama.cpp does not add"),
+        ({"attention_bias": "qkv", "rope_scaling": LLAMA3}, "rope_type is 'llama3', .* in a model of qwen2"),
+        ({"qk_norm": True, "rope_scaling": LLAMA3}, "rope_type is 'llama3', .* in a model of qwen3"),
         ({"vocab_size": 200}, "the vocabulary has .* tokens, the model 200"),
     ],
 )
