@@ -291,7 +291,7 @@ def test_a_run_waits_for_the_people_who_judge(
     assert "compare: done in" in said()
     results = read(copied / "compare" / "results.json")
     about = f"people, 1 per task, by the labels in {store}"
-    assert results["judge"] == {"name": "people", "kind": "people", "description": about}
+    assert results["judge"] == {"name": "people", "kind": "people", "description": about, "is_reward": False}
     responses = {
         (row.policy, row.prompt_id, row.index): row.text for row in read_responses(copied / "compare" / RESPONSES)
     }
