@@ -65,11 +65,11 @@ value = 3
 @pytest.fixture
 def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], RewardFunction]:
     """A function of a file in the current folder, by its name."""
-    (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
+    (tmp_path / "fruit_rewards.py").write_text(FUNCTIONS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [path for path in sys.path if path])
-    sys.modules.pop("my_rewards", None)
-    return lambda name: RewardFunction(f"my_rewards:{name}")
+    sys.modules.pop("fruit_rewards", None)
+    return lambda name: RewardFunction(f"fruit_rewards:{name}")
 
 
 def calls_of(reward: RewardFunction) -> list[int]:
@@ -81,8 +81,8 @@ def test_a_function_is_called_with_prompts_and_texts(rewards: Callable[[str], Re
     reward = rewards("lengths")
     assert reward.score(ASKED, TEXTS) == [Scored(1.0), Scored(2.0), Scored(3.0)]
     assert calls_of(reward) == [3]
-    assert reward.file.name == "my_rewards.py"
-    by_file = RewardFunction("my_rewards.py:lengths")
+    assert reward.file.name == "fruit_rewards.py"
+    by_file = RewardFunction("fruit_rewards.py:lengths")
     assert by_file.score(ASKED[:1], TEXTS[:1]) == [Scored(1.0)]
     assert by_file.file == reward.file.resolve()
 
@@ -94,7 +94,7 @@ def test_one_bad_response_costs_no_other(rewards: Callable[[str], RewardFunction
     assert math.isnan(second.score)
     line = 1 + FUNCTIONS.splitlines().index('        raise KeyError("no bb")')
     assert second.failure.splitlines() == [
-        "my_rewards:picky raised KeyError: 'no bb'",
+        "fruit_rewards:picky raised KeyError: 'no bb'",
         f'  File "{reward.file}", line {line}, in picky',
         '    raise KeyError("no bb")',
     ]
@@ -119,8 +119,8 @@ def test_what_is_no_score_fails_and_says_so(
 ) -> None:
     found = rewards(name).score(ASKED, TEXTS)
     line = 1 + FUNCTIONS.splitlines().index(f"def {name}(prompts, responses):")
-    place = f'\n  File "{Path.cwd() / "my_rewards.py"}", line {line}, in {name}'
-    expected = [f"my_rewards:{name} {why}{place}" if why else "" for why in failures]
+    place = f'\n  File "{Path.cwd() / "fruit_rewards.py"}", line {line}, in {name}'
+    expected = [f"fruit_rewards:{name} {why}{place}" if why else "" for why in failures]
     assert [scored.failure for scored in found] == expected
     assert [math.isnan(scored.score) for scored in found] == [bool(why) for why in failures]
 
@@ -129,11 +129,11 @@ def test_what_is_no_score_fails_and_says_so(
     ("name", "words"),
     [
         (
-            "my_rewards:missing",
-            r"reward function 'my_rewards:missing': my_rewards has no function 'missing'",
+            "fruit_rewards:missing",
+            r"reward function 'fruit_rewards:missing': fruit_rewards has no function 'missing'",
         ),
-        ("my_rewards:value", "has no function 'value'"),
-        ("my_rewards:nothing_here", "has no function 'nothing_here'"),
+        ("fruit_rewards:value", "has no function 'value'"),
+        ("fruit_rewards:nothing_here", "has no function 'nothing_here'"),
         ("no_such_module:f", "reward function 'no_such_module': No module named 'no_such_module'"),
         ("nowhere.py:f", "nowhere.py: no such file"),
     ],
@@ -148,8 +148,8 @@ def test_only_the_users_own_lines_are_shown(rewards: Callable[[str], RewardFunct
     """Neither Heed's frames nor those of the library that raised."""
     (scored,) = rewards("deep").score(ASKED[:1], TEXTS[:1])
     first, *frames = scored.failure.splitlines()
-    assert first.startswith("my_rewards:deep raised JSONDecodeError: Expecting property name")
-    file = Path.cwd() / "my_rewards.py"
+    assert first.startswith("fruit_rewards:deep raised JSONDecodeError: Expecting property name")
+    file = Path.cwd() / "fruit_rewards.py"
     assert [line.strip() for line in frames if "^" not in line] == [
         f'File "{file}", line {_line("    return helper(responses[0])")}, in deep',
         "return helper(responses[0])",
