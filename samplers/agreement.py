@@ -16,7 +16,7 @@ ROUNDING: dict[Precision, float] = {"fp32": 0.0005, "bf16": 0.02}
 MAX_RATIO_ERROR = 0.02
 MAX_STANDARD_ERRORS = 4.0
 # One broken rank of many hardly moves the mean over all tokens, so each response of at least MIN_TOKENS tokens is also
-# judged by itself: its mean difference may be RESPONSE_FACTOR times the limit.
+# judged alone: its mean difference may be RESPONSE_FACTOR times the limit.
 MIN_TOKENS = 16
 RESPONSE_FACTOR = 4
 

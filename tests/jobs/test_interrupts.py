@@ -27,7 +27,7 @@ def press() -> None:
 
 
 def pressed(times: int, stage: Callable[[], None] = lambda: None, *, can_save: bool = True) -> int:
-    """Presses Ctrl-C in a stage, which then goes on with `stage`; returns how many presses it lived through."""
+    """Presses Ctrl-C in a stage, which then continues with `stage`; returns how many presses it survived."""
     survived = 0
     with pytest.raises(KeyboardInterrupt), saving_on_interrupt("sft", lambda: can_save):  # noqa: PT012
         for _ in range(times):

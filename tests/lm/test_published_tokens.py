@@ -236,3 +236,15 @@ def test_a_reward_model_reads_every_end_as_the_one_it_was_trained_on(tmp_path: P
     judge = RewardModel(ScalarModel(config).eval(), tokenizer, {"score": 1.0})
     for response in ([5, 6, first], [5, 6, second], [5, 6]):
         assert judge.sequences(tokenizer, [TURNS[:1]], [[7, 8]], [response]) == [[7, 8, 5, 6, first]]
+
+
+def test_the_tokenizer_of_an_adapter_takes_the_ends_of_its_model(tmp_path: Path) -> None:
+    model, adapter = tmp_path / "model", tmp_path / "adapter"
+    model.mkdir()
+    adapter.mkdir()
+    write(model, PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"])
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # all that PEFT saves of a tokenizer
+        (adapter / name).write_bytes((model / name).read_bytes())
+    whole = Tokenizer.load(model).end_ids
+    assert len(Tokenizer.load(adapter).end_ids) < len(whole)
+    assert Tokenizer.load(adapter, model_folder=model).end_ids == whole
