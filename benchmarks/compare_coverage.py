@@ -16,7 +16,7 @@ from benchmarks import compare_worlds as worlds
 from benchmarks.compare_worlds import Held
 from evaluation.statistics import ratings, win_rates
 from evaluation.statistics.significance import ALPHA, EqualityTest, power_of
-from intervals.estimates import Floats
+from preferences.statistics.estimates import Floats
 
 Draw = Callable[[np.random.Generator, int], Iterator[Held]]
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import tomli_w
 
-from chaos.campaign import run_chaos
-from chaos.result import summary
+from heed.chaos.campaign import run_chaos
+from heed.chaos.result import summary
 from stages.progress import results_console
 
 JOBS = Path(__file__).parents[1] / "configs" / "jobs"

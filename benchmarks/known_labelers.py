@@ -8,7 +8,7 @@ to the last. An inattentive labeler answers without reading, in under a second: 
 random (`lazy_random`). An attentive one sometimes ties a whole task.
 
 They see what people see, the texts in the order shown, so they can answer through any interface: `judged` calls them
-directly, `preferences.scripted` uses a store, `labeling.client` a server. All draws follow from (seed, labeler, task)
+directly, `preferences.scripted` uses a store, `preferences.page.client` a server. All draws follow from (seed, labeler, task)
 and (seed, response), so every interface gets the same answers.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
-from playground.labelers import uniform
+from heed.worlds.labelers import uniform
 from preferences.leases import canonical, display_order
 from preferences.records import Answer, Judgment, Message, ShownTask, Skip, Task, dense_ranks
 from preferences.results import Coverage

@@ -2,7 +2,7 @@
 
 Worlds with known labelers (`benchmarks.known_labelers`) are drawn repeatedly, each with new tasks and answers. Every
 interval of `preferences.statistics.summary` is compared with the truth (`benchmarks.label_truth`). The same labelers
-answer over HTTP in `tests/labeling/test_scripted_labelers.py` with the same answers, so this also covers the server.
+answer over HTTP in `tests/preferences/page/test_scripted_labelers.py` with the same answers, so this also covers the server.
 `tests/preferences/statistics/test_coverage.py` runs fewer worlds; docs/labels.md has the table for 2,000.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.known_labelers import Size, draw_world
 from benchmarks.label_truth import held_against_truth, is_covered
-from intervals.clustered import Tally, clustered_shares
+from preferences.statistics.clustered import Tally, clustered_shares
 from preferences.statistics.alpha import Alpha
 from preferences.statistics.summary import summary
 

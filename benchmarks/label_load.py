@@ -26,7 +26,7 @@ import httpx
 import numpy as np
 
 from benchmarks.postgres_server import postgres_programs, running_postgres
-from labeling.config import LabelingConfig
+from preferences.page.config import LabelingConfig
 from preferences.accounts import Accounts
 from preferences.records import Judgment, Message, Task
 from preferences.store import LabelStore
@@ -36,7 +36,7 @@ RESPONSE = "A response of some length, as people get to read it. " * 8
 HIDDEN = re.compile(r'<input type="hidden" name="(\w+)" value="([^"]*)">')
 CONFIG = LabelingConfig(task_order="arrival")
 SERVER = (
-    "import sys; from labeling.config import LabelingConfig; from labeling.serve import serve;"
+    "import sys; from preferences.page.config import LabelingConfig; from preferences.page.serve import serve;"
     " serve(sys.argv[1], LabelingConfig(task_order='arrival'), host='127.0.0.1', port=int(sys.argv[2]), announce=print)"
 )
 

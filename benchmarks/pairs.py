@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jobs.job_file import load_job
+from heed.jobs.job_file import load_job
 from lm.dropout import sequence_keys
 from lm.source import on_meta
 from lm.tokenizer import Tokenizer

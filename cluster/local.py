@@ -23,7 +23,7 @@ import psutil
 
 from cluster.environment import RAY_ENVIRONMENT
 from cluster.network import Network
-from endpoints.ports import free_port
+from files.ports import free_port
 
 MARK = "HEED_LOCAL_CLUSTER"
 HEAD = "head"

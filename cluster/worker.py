@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from cluster.heartbeat import send_beats
-from endpoints.ports import free_port
+from files.ports import free_port
 from files.imports import imports_uncollected
 from files.python_names import import_from
 

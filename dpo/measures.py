@@ -8,8 +8,8 @@ import numpy as np
 
 from dpo.objective import Floats
 from dpo.results import PairMeans
-from intervals.clustered import clustered_mean
-from intervals.estimates import UNKNOWN, Interval
+from preferences.statistics.clustered import clustered_mean
+from preferences.statistics.estimates import UNKNOWN, Interval
 from preferences.records import Ranking
 from reward.comparisons import Comparison
 

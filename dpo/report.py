@@ -3,11 +3,11 @@
 from math import isfinite
 
 from dpo.results import DPOResults
-from reports.curves import GRADIENT_NORM, Panel, Series, metric_figures, stage_block, train_and_heldout
-from reports.parts import Headline, StageReport, StageReporter
-from reports.stage_folder import StageFolder
-from reports.stage_report import headline_of, headline_of_share
-from reports.text import count, count_of, ends_of, number, percent
+from stages.reports.curves import GRADIENT_NORM, Panel, Series, metric_figures, stage_block, train_and_heldout
+from stages.reports.parts import Headline, StageReport, StageReporter
+from stages.reports.stage_folder import StageFolder
+from stages.reports.stage_report import headline_of, headline_of_share
+from stages.reports.text import count, count_of, ends_of, number, percent
 
 
 def _both(field: str) -> tuple[Series, ...]:

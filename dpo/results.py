@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from intervals.estimates import Interval, Share
+from preferences.statistics.estimates import Interval, Share
 from reward.results import LabelerResults
 from training.data import Overlong, SourceRows
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from endpoints.retries import post_json
+from files.retries import post_json
 from reward.external import SHOWN_CHARACTERS
 
 KEY = "HEED_API_KEY"  # environment variable; HEED_API_KEY_<NAME> takes precedence for the policy or judge NAME

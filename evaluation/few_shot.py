@@ -9,18 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluation.logprobs import sequence_logprobs
+from lm.sequence_logprobs import sequence_logprobs
 from evaluation.statistics.means import NUM_RESAMPLES
-from intervals.bootstrap import bootstrap_ratio
-from intervals.estimates import LEVEL, Interval
-from intervals.score import share_interval
+from preferences.statistics.bootstrap import bootstrap_ratio
+from preferences.statistics.estimates import LEVEL, Interval
+from preferences.statistics.score import share_interval
 from lm.generation import generate
 from lm.inference import load_for_inference
 from lm.model import LanguageModel
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
-from reading.fields import text_field
+from files.fields import text_field
 from training.data import DataConfig, read_rows
 from training.seeds import derive_seed
 

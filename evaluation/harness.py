@@ -14,10 +14,10 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
-from evaluation.logprobs import logits_function, position_chunks, predicting_states
+from lm.sequence_logprobs import logits_function, position_chunks, predicting_states
 from evaluation.measures.drawing import Policy
 from evaluation.measures.text import text_logprobs
-from evaluation.sampling import BATCH
+from reward.sampling import BATCH
 from lm.generation import generate
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from reading.conversations import ConversationReader, turns_of
-from reading.fields import names, text_field
+from files.conversations import ConversationReader, turns_of
+from files.fields import names, text_field
 from training.data import DataConfig, Prompt, read_rows
 
 CATEGORY_FIELDS = ("category", "kind", "dataset")  # names of the category in published prompt sets

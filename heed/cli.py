@@ -74,7 +74,7 @@ def run(
     if not os.environ.get("RAY_ADDRESS") and (first or not _has_finished(job, override, runs)):
         local_ray.begin()  # Ray starts while this process imports, which takes seconds too
     with console.status("reading the job"), imports_uncollected():
-        from jobs.pipeline import run_job
+        from heed.jobs.pipeline import run_job
 
         config = read_job(job, override, workers, first, only)
     run_job(config, runs, first=first, only=only)
@@ -129,7 +129,7 @@ def plan(
 
     Exit code 1: the job does not fit.
     """
-    from jobs.plan_tables import Machines, show_plan
+    from heed.jobs.plan_tables import Machines, show_plan
 
     machines = Machines(gpu, nodes, gpus_per_node, node_memory, price)
     if not show_plan(out, job, override or [], machines, share, rows):
@@ -141,9 +141,9 @@ def report(
     folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/demo, or of a comparison.")],
 ) -> None:
     """Write report.html and report.json of a run or a comparison again."""
-    from compare.folder import is_comparison
-    from compare.report.page import write_comparison_report
-    from jobs.report import write_run_report
+    from evaluation.compare.folder import is_comparison
+    from evaluation.compare.report.page import write_comparison_report
+    from heed.jobs.report import write_run_report
 
     if is_comparison(folder):
         write_comparison_report(folder)
@@ -158,7 +158,7 @@ def watch(
     port: Annotated[int, typer.Option(help="Port of the page on this machine; 0 chooses a free one.", min=0)] = 8200,
 ) -> None:
     """Serve a run's report while it runs: curves, samples, the current phase, time left, workers and their restarts."""
-    from jobs.watch import watch as serve
+    from heed.jobs.watch import watch as serve
 
     serve(folder, port=port, announce=typer.echo)
 
@@ -211,8 +211,8 @@ def chaos(
 
     Exit code 1: outputs differ, or a run did not recover as documented.
     """
-    from chaos.campaign import run_chaos
-    from chaos.result import summary
+    from heed.chaos.campaign import run_chaos
+    from heed.chaos.result import summary
 
     chosen = [kind.strip() for kind in kinds.split(",") if kind.strip()]
     result = run_chaos(job, override or [], runs, num_faults=faults, seed=seed, num_nodes=nodes, kinds=chosen)
@@ -247,7 +247,7 @@ def study(
     """Test published findings (docs/findings.md), by default in the playground. An interrupted study continues."""
     from importlib.resources import files
 
-    from studies.study import QUICK, run_study
+    from heed.studies.study import QUICK, run_study
 
     if job is not None and quick:
         raise ValueError(f"--quick with --job {job}: one of them was expected")

@@ -79,8 +79,8 @@ class _Section:
 
 def _sections() -> list[_Section]:
     """The sections of a job, then the labeling server's configuration, then the tables that they share."""
-    from jobs.job import BUILT_IN_JOB
-    from labeling.config import LabelingConfig
+    from heed.jobs.job import BUILT_IN_JOB
+    from preferences.page.config import LabelingConfig
 
     sections = []
     for name, field in BUILT_IN_JOB.model_fields.items():
@@ -101,7 +101,7 @@ def _sections() -> list[_Section]:
 
 def configuration_pages() -> dict[str, str]:
     """A page per section and shared table, and configuration.md, which lists all keys."""
-    from jobs.job import BUILT_IN_JOB
+    from heed.jobs.job import BUILT_IN_JOB
 
     sections = _sections()
     uses = _uses(sections)

@@ -11,7 +11,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils.tqdm import tqdm
 
-from endpoints.hub_errors import hub_reason
+from files.hub_errors import hub_reason
 from files.hashes import folder_hash, unchanged_hash
 from lm.progress import note_progress
 

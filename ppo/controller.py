@@ -30,7 +30,7 @@ from ppo.rollout import PolicyBatch, ResponseKL, Rollout, ValueBatch
 from ppo.rollout_log import RolloutLog
 from ppo.sampler_proof import require_one_policy, sampler_agreement
 from ppo.samples import SampleLog, ScoredRollout
-from samplers.sent_weights import shown, whole_digest
+from lm.samplers.sent_weights import shown, whole_digest
 from training.failures import RunError
 from training.packing import Sampler
 from training.seeds import derive_seed
@@ -78,7 +78,7 @@ class PPOController:
     ) -> None:
         """`followed` are rows of prompts whose responses are logged at intervals; no update learns from those.
         `max_difference` is how far rounding may take sampler and learner apart, in nats per token
-        (`samplers.agreement`).
+        (`lm.samplers.agreement`).
         """
         self.config, self.roles, self.prompts, self.scale, self.seed = config, roles, prompts, scale, seed
         self.weights_O = torch.tensor([*config.objective_weights.values()] or [1.0])

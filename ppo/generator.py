@@ -7,9 +7,9 @@ from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
 from ppo.rank import Rank
 from ppo.rollout import Rollout, equal_slices
-from samplers.engine import SamplingEngine
-from samplers.own import HeedSampler
-from samplers.sent_weights import SentWeights, chunks, whole_digest
+from lm.samplers.engine import SamplingEngine
+from lm.samplers.own import HeedSampler
+from lm.samplers.sent_weights import SentWeights, chunks, whole_digest
 from training.config import EngineConfig
 
 
@@ -50,7 +50,7 @@ class Generator(Rank):
         on_own_device = config.placement == "disaggregated"
         self.sampler: SamplingEngine
         if config.generator == "vllm":
-            from samplers.vllm_engine import VLLMSampler
+            from lm.samplers.vllm_engine import VLLMSampler
 
             self.sampler = VLLMSampler.load(self.models.sft, precision, on_own_device=on_own_device)
         else:

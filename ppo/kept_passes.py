@@ -1,7 +1,7 @@
 """Forward passes that an iteration's first update would repeat, kept from when its tokens were measured.
 
 Both read the same tokens, in the same rows, with the same weights. So the update takes outputs and activations as they
-are, and the results are the same bits. A rank keeps as many passes as `planning.kept.KEPT_BYTES` holds, and `heed plan`
+are, and the results are the same bits. A rank keeps as many passes as `stages.planning.kept.KEPT_BYTES` holds, and `heed plan`
 counts them.
 """
 
@@ -13,8 +13,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from planning.kept import KEPT_BYTES, KeptPass, keeps_passes
-from planning.memory import Counts, Layout, count, forward_pass
+from stages.planning.kept import KEPT_BYTES, KeptPass, keeps_passes
+from stages.planning.memory import Counts, Layout, count, forward_pass
 from ppo.config import PPOConfig
 from ppo.rollout import Rollout, Share, pass_slices
 from training.engine import Engine

@@ -28,7 +28,7 @@ from ppo.packed import PackedRollout
 from ppo.rank import Rank
 from ppo.rollout import PolicyBatch, Rollout, Share, ValueBatch, joined, shares_by_update, shares_of
 from ppo.value import value_source
-from samplers.sent_weights import SentWeights, chunks, noted
+from lm.samplers.sent_weights import SentWeights, chunks, noted
 from training.checkpoint import changed_files, share_of_files, step_of
 from training.config import BatchConfig, EngineConfig
 from training.engine import Engine

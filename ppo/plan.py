@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from lm.config import ModelConfig
 from lm.lora import LoRAConfig
-from planning.kept import keeps_passes
-from planning.memory import Memory, count, forward_pass
-from planning.ppo import PPOModels, PPOWork, generator, kept_passes, learner, ppo_memory, scorer
+from stages.planning.kept import keeps_passes
+from stages.planning.memory import Memory, count, forward_pass
+from stages.planning.ppo import PPOModels, PPOWork, generator, kept_passes, learner, ppo_memory, scorer
 from ppo.config import PPOConfig
 from pretrain.stage import STAGE as PRETRAIN
 from reward.stage import STAGE as REWARD

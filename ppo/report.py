@@ -5,11 +5,11 @@ from math import isfinite
 from ppo.report_samples import followed_part, samples_section
 from ppo.results import PPOResults
 from ppo.samples import TrainingSample
-from reports.curves import Panel, Series, fields_under, metric_figures, stage_block
-from reports.parts import Columns, Details, Headline, StageReport, StageReporter
-from reports.stage_folder import StageFolder
-from reports.styles import styles_of
-from reports.text import count, label, number
+from stages.reports.curves import Panel, Series, fields_under, metric_figures, stage_block
+from stages.reports.parts import Columns, Details, Headline, StageReport, StageReporter
+from stages.reports.stage_folder import StageFolder
+from stages.reports.styles import styles_of
+from stages.reports.text import count, label, number
 
 
 def _ppo(field: str) -> tuple[Series, ...]:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from intervals.clustered import clustered_mean
-from intervals.estimates import Interval
+from preferences.statistics.clustered import clustered_mean
+from preferences.statistics.estimates import Interval
 from ppo.samples import TrainingSample
-from reports.parts import Cell, Details, Note, Part, Row, Section, Table
-from reports.samples import Samples, ShownPrompt, ShownResponse, anchor_of, evenly, folded, start_of
-from reports.styles import PolicyStyle
-from reports.text import UNKNOWN, count_of, ends_of, number, percent
+from stages.reports.parts import Cell, Details, Note, Part, Row, Section, Table
+from stages.reports.samples import Samples, ShownPrompt, ShownResponse, anchor_of, evenly, folded, start_of
+from stages.reports.styles import PolicyStyle
+from stages.reports.text import UNKNOWN, count_of, ends_of, number, percent
 
 MAX_DRAWN = 400  # responses of training on a page
 MAX_CHARACTERS = 1_500_000

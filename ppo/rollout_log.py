@@ -12,7 +12,7 @@ from torch import Tensor
 
 from files.records import as_json
 from ppo.rollout import Rollout
-from samplers.sent_weights import shown
+from lm.samplers.sent_weights import shown
 from training.metrics import StepLines
 
 ROLLOUTS = "rollouts.jsonl"

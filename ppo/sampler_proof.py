@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ppo.rollout import Rollout
-from samplers.agreement import Agreement
+from lm.samplers.agreement import Agreement
 from training.failures import RunError
 
 NUM_WORST = 3

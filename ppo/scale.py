@@ -6,8 +6,8 @@ from pathlib import Path
 from shutil import rmtree
 from statistics import mean, stdev
 
-from evaluation.sampling import SamplingSpec
-from evaluation.sampling_everywhere import sample_everywhere
+from reward.sampling import SamplingSpec
+from reward.sampling_everywhere import sample_everywhere
 from files.records import read_record
 from ppo.config import PPOConfig
 from ppo.initial_models import ScoreScale

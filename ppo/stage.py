@@ -27,8 +27,8 @@ from pretrain.stage import STAGE as PRETRAIN
 from pretrain.stage import tokenize
 from reward.scoring import labels_of, weights_by_label
 from reward.stage import STAGE as REWARD
-from samplers.agreement import max_difference
-from samplers.environment import require_vllm
+from lm.samplers.agreement import max_difference
+from lm.samplers.environment import require_vllm
 from stages.contract import Parent, Stage
 from stages.prompts import Fitting, fitting_prompts
 from stages.run import JobView, StageRun

@@ -15,8 +15,8 @@ from typing import Literal
 
 import numpy as np
 
-from intervals.bootstrap import NUM_RESAMPLES, percentiles, resampled_sums
-from intervals.estimates import LEVEL, Floats, Interval
+from preferences.statistics.bootstrap import NUM_RESAMPLES, percentiles, resampled_sums
+from preferences.statistics.estimates import LEVEL, Floats, Interval
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Task
 from preferences.statistics.panel import prompt_numbers
 

@@ -15,8 +15,8 @@ from pydantic import Field, field_validator
 
 from lm.tokenizer import Messages, Tokenizer
 from preferences.records import Message, Ranking
-from reading.conversations import AUTO
-from reading.invalid import InvalidRows
+from files.conversations import AUTO
+from files.invalid import InvalidRows
 from training.data import OnOverlong, SourceConfig, SourceRows, read_rows, report_rows, untold
 from training.tokens import FITS, SKIPPED, TRUNCATED, chunks, encode_rows
 

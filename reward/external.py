@@ -12,7 +12,7 @@ from typing import Any, SupportsFloat
 from files.python_names import explain, file_of, load_function
 from lm.progress import note_progress
 from lm.tokenizer import Messages
-from reading.fields import shown
+from files.fields import shown
 from training.notices import printing_aloud
 
 # Gets prompts (each a list of messages) and responses (texts); returns a number per response, None for a failure.
@@ -95,7 +95,7 @@ class RemoteReward:
     def score(self, conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
         import httpx  # only here: a reward model needs no HTTP client, and a bare GPU machine has none
 
-        from endpoints.retries import post_json
+        from files.retries import post_json
 
         prompts = [[dict(message) for message in messages] for messages in conversations]
         try:

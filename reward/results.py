@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from intervals.estimates import Share
+from preferences.statistics.estimates import Share
 from training.data import Overlong, SourceRows
 
 

@@ -9,7 +9,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from intervals.bootstrap import bootstrap_ratio
+from preferences.statistics.bootstrap import bootstrap_ratio
 from preferences.records import Ranking
 
 Floats = npt.NDArray[np.float64]

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from files.records import read_record
-from intervals.estimates import Floats, Share
-from intervals.score import share_interval
+from preferences.statistics.estimates import Floats, Share
+from preferences.statistics.score import share_interval
 from lm.tokenizer import Messages
 from preferences.records import Ranking
 from preferences.statistics.agreement import accuracy_against

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lm.tokenizer import Messages, Tokenizer
-from reading.conversations import TEXT_ROLE
-from reading.fields import shown
+from files.conversations import TEXT_ROLE
+from files.fields import shown
 from stages.lengths import Lengths, RowSample
 from training.data import DataConfig, OnOverlong, SourceRows, read_conversations, untold
 from training.tokens import FITS, SKIPPED, TRUNCATED, Part, chunks, encode_rows, sequence_arrays, unusual_rows

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from lm.tokenizer import Tokenizer
-from reports.parts import StageReporter
+from stages.reports.parts import StageReporter
 from stages.planner import Planner, StagePlan
 from stages.run import JobView, StageRun
 from stages.sizes import Sizes, SourceSize
@@ -109,7 +109,7 @@ class Stage(Generic[AnyConfig]):
     conversation_tokens: Callable[[AnyConfig], int] | None = None  # bound on the conversations it teaches
     report: StageReporter | None = None  # what the run's page shows; None: the numbers of results.json
 
-    # Set for a stage of a later round (jobs/rounds.py).
+    # Set for a stage of a later round (heed/jobs/rounds.py).
     repeats: str = ""  # the stage of the first round, whose section it has
     round: int = 1
     reads: Mapping[str, str] = field(default_factory=dict)  # what it reads for a stage that the first round reads

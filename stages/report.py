@@ -1,8 +1,8 @@
 """What the report shows of a stage that has no page of its own: the numbers of its results."""
 
-from reports.parts import Facts, StageReport, StageReporter
-from reports.stage_folder import StageFolder
-from reports.text import label, number
+from stages.reports.parts import Facts, StageReport, StageReporter
+from stages.reports.stage_folder import StageFolder
+from stages.reports.text import label, number
 
 
 def plain_reporter(name: str, about: str = "") -> StageReporter:

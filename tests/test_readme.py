@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from jobs.job_file import load_job
+from heed.jobs.job_file import load_job
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

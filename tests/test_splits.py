@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from dpo.config import DPOConfig
 from dpo.learner import PolicySource
 from dpo.objective import PreferenceObjective
-from endpoints.ports import free_port
+from files.ports import free_port
 from lm.config import ModelConfig
 from lm.encoder import MaskedLanguageModel, SequenceClassifier
 from lm.encoder_decoder import EncoderDecoder

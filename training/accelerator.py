@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-from endpoints.ports import free_port
+from files.ports import free_port
 from training.config import EngineConfig
 from training.internals import is_accelerate_initialised, update_deepspeed_config, without_operators
 

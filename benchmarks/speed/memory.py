@@ -21,13 +21,13 @@ from benchmarks.speed.peak import peak_growth
 from benchmarks.speed.process import run
 from benchmarks.speed.table import taken_on
 from benchmarks.speed.work import Sizes, write_work
-from jobs.job import JobConfig
-from jobs.job_file import load_job
-from jobs.plan import Setting, make_plan
+from heed.jobs.job import JobConfig
+from heed.jobs.job_file import load_job
+from heed.jobs.plan import Setting, make_plan
 from lm.model import LanguageModel
 from lm.weights import ModelFolder
-from planning.hardware import GIB, Hardware
-from planning.memory import Memory
+from stages.planning.hardware import GIB, Hardware
+from stages.planning.memory import Memory
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
 from ppo.roles import Roles

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.speed.own import OneRow, responses
 from benchmarks.speed.table import spread, taken_on
-from jobs.job_file import load_job
+from heed.jobs.job_file import load_job
 from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import RandomInit, load

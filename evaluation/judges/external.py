@@ -14,7 +14,7 @@ from preferences.formats.merging import Found, collect_all
 from preferences.formats.parts import UNKNOWN, Report, as_turns
 from preferences.formats.registry import AUTO, format_to_read, sniff
 from preferences.records import Judgment, Message, Task
-from reading.rows import read_source
+from files.rows import read_source
 from training.data import Prompt
 
 CATEGORY_DETAILS = ("category", "kind", "dataset")

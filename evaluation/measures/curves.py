@@ -11,9 +11,9 @@ from typing import Literal
 import numpy as np
 import scipy
 
-from evaluation.best_of_n import best_of_n_expected, best_of_n_kl
-from intervals.clustered import clustered_mean
-from intervals.estimates import LEVEL, Floats, Interval
+from reward.best_of_n import best_of_n_expected, best_of_n_kl
+from preferences.statistics.clustered import clustered_mean
+from preferences.statistics.estimates import LEVEL, Floats, Interval
 
 Kind = Literal["rl", "best_of_n"]
 
@@ -82,7 +82,7 @@ def points(curve: Curve) -> tuple[Point, ...]:
 
 def best_of_n_curve(gold_PN: Floats, proxy_PN: Floats, sizes: Sequence[int] = ()) -> Curve:
     """Returns the curve of best-of-n by the proxy, for every n from one pool of N samples per prompt
-    (`evaluation.best_of_n`).
+    (`reward.best_of_n`).
 
     `sizes` are the values of n, by default 2, 4, 8, ... up to N; the curve starts at the pool's own mean.
     Raises: ValueError for an n outside 2 to N, and as `best_of_n_expected` does.

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from evaluation.verdicts import Response
-from intervals.clustered import clustered_mean
-from intervals.estimates import UNKNOWN, Interval
+from preferences.statistics.clustered import clustered_mean
+from preferences.statistics.estimates import UNKNOWN, Interval
 
 BLEU_N = 4
 BLEU_EPSILON = 0.1  # stands in for zero matches

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from evaluation.sampling import BATCH
+from reward.sampling import BATCH
 from lm.generation import generate
 from lm.inference import load_for_inference
 from lm.model import LanguageModel
@@ -51,7 +51,7 @@ def draw(
     temperature: float,
     seed: int,
 ) -> Drawn:
-    """Draws responses; each sample's seed is derived from prompt and index, as in `evaluation.sampling`.
+    """Draws responses; each sample's seed is derived from prompt and index, as in `reward.sampling`.
 
     Raises: ValueError for no prompts, temperature 0 (a greedy policy has no KL), and a prompt that leaves no room.
     """

@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 
 from evaluation.measures.curves import Curve, expanded_level
-from intervals.bootstrap import percentiles, resampled_sums
-from intervals.estimates import UNKNOWN, Floats, Interval
+from preferences.statistics.bootstrap import percentiles, resampled_sums
+from preferences.statistics.estimates import UNKNOWN, Floats, Interval
 
 Axis = Literal["kl", "proxy"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import scipy
 
 from evaluation.measures.calibration import ScoredPairs
-from intervals.estimates import LEVEL, Floats, Interval
+from preferences.statistics.estimates import LEVEL, Floats, Interval
 
 SECTIONS: Mapping[str, Mapping[str, int]] = {
     "Chat": {

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from evaluation.logprobs import sequence_logprobs
-from intervals.estimates import Floats
+from lm.sequence_logprobs import sequence_logprobs
+from preferences.statistics.estimates import Floats
 from lm.model import LanguageModel
 from lm.tokenizer import Tokenizer
 

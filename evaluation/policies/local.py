@@ -7,7 +7,7 @@ from typing import Any
 
 from evaluation.answers import OnProgress
 from evaluation.policies.policy import Sampling
-from evaluation.sampling import SamplingSpec, sample_policy
+from reward.sampling import SamplingSpec, sample_policy
 from evaluation.verdicts import Response
 from files.hashes import folder_hash
 from lm.hub import model_directory, model_hash

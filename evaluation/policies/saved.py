@@ -10,8 +10,8 @@ from evaluation.answers import OnProgress
 from evaluation.prompts import asked_of, by_id, conversation_key, id_of
 from evaluation.verdicts import Response
 from files.hashes import file_hash
-from reading.fields import any_text, name_field, names, number_field, shown, text_field, whole_field
-from reading.rows import read_source
+from files.fields import any_text, name_field, names, number_field, shown, text_field, whole_field
+from files.rows import read_source
 from training.data import Prompt
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")

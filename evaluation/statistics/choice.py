@@ -10,7 +10,7 @@ Shape letters: B fits at once, C clusters (prompts), V questions, O outcomes, K 
 
 import numpy as np
 
-from intervals.estimates import Floats
+from preferences.statistics.estimates import Floats
 
 NO_SPREAD = 1e-12  # a smaller variance is only rounding error
 _MAX_STEPS = 200

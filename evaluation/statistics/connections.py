@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import scipy
 
-from intervals.estimates import Ints
+from preferences.statistics.estimates import Ints
 
 Truths = npt.NDArray[np.bool_]
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from evaluation.statistics.results import Agreement
 from evaluation.verdicts import Verdict
-from intervals.clustered import Tally, clustered_shares
+from preferences.statistics.clustered import Tally, clustered_shares
 from preferences.statistics.alpha import ranking_alpha
 from preferences.statistics.panel import PairCounts
 

@@ -18,7 +18,7 @@ import scipy
 from evaluation.statistics import choice
 from evaluation.statistics.results import LengthControlled
 from evaluation.verdicts import Comparisons
-from intervals.estimates import LEVEL, UNKNOWN, Floats, Interval
+from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval
 
 MIN_PROMPTS = 5  # enough for two coefficients and their variances
 _MAX_LOG_ODDS = 12.0  # a fit beyond this counts as having no finite maximum

@@ -1,11 +1,11 @@
-"""Bootstrap means for studies, resampling prompts. Comparisons use `intervals.clustered` (docs/statistics.md)."""
+"""Bootstrap means for studies, resampling prompts. Comparisons use `preferences.statistics.clustered` (docs/statistics.md)."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from intervals.bootstrap import bootstrap_ratio
-from intervals.estimates import LEVEL, Floats, Interval
+from preferences.statistics.bootstrap import bootstrap_ratio
+from preferences.statistics.estimates import LEVEL, Floats, Interval
 
 NUM_RESAMPLES = 10_000
 

@@ -9,7 +9,7 @@ A pair's interval and its test are one: the interval excludes ½ exactly if `hol
 from dataclasses import dataclass
 from typing import Literal
 
-from intervals.estimates import Interval, Share
+from preferences.statistics.estimates import Interval, Share
 from preferences.statistics.alpha import Alpha
 
 

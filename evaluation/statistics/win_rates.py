@@ -14,9 +14,9 @@ import scipy
 from evaluation.statistics.results import Counts, WinRate
 from evaluation.statistics.significance import ALPHA, EqualityTest
 from evaluation.verdicts import Comparisons
-from intervals.bootstrap import bootstrap_ratio, percentiles
-from intervals.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints
-from intervals.score import score_interval
+from preferences.statistics.bootstrap import bootstrap_ratio, percentiles
+from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints
+from preferences.statistics.score import score_interval
 
 NUM_RESAMPLES = 2_000
 

@@ -14,8 +14,8 @@ from heed.commands.label import print_warnings
 from stages.progress import StageProgress, console, results_console
 
 if TYPE_CHECKING:
-    from compare.comparing import Outcome, Progress
-    from compare.folder import Settings
+    from evaluation.compare.comparing import Outcome, Progress
+    from evaluation.compare.folder import Settings
     from evaluation.answers import OnProgress
 
 LONGEST_NAME = 80
@@ -80,11 +80,11 @@ def compare(
 
     An interrupted comparison continues. With people as judges, run the same command again to collect new judgments.
     """
-    from compare.comparing import Compared, take_verdicts
-    from compare.comparing import compare as compare_policies
-    from compare.judges import Asking, Judging
+    from evaluation.compare.comparing import Compared, take_verdicts
+    from evaluation.compare.comparing import compare as compare_policies
+    from evaluation.compare.judges import Asking, Judging
     from evaluation.policies.policy import Sampling
-    from jobs.worlds import open_world
+    from heed.jobs.worlds import open_world
     from training.data import DataConfig
 
     if verdicts and (policies or prompts or judge):
@@ -121,10 +121,10 @@ def judge_again(
     cache: Cache = None,
 ) -> None:
     """Add judges to a finished comparison, without sampling again. Existing verdicts stay."""
-    from compare.comparing import judge_again as judge_folder
-    from compare.folder import holding, read_comparison, read_settings
-    from compare.judges import Asking, Judging, open_judges
-    from jobs.worlds import open_world
+    from evaluation.compare.comparing import judge_again as judge_folder
+    from evaluation.compare.folder import holding, read_comparison, read_settings
+    from evaluation.compare.judges import Asking, Judging, open_judges
+    from heed.jobs.worlds import open_world
 
     settings = read_settings(folder)
     asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)
@@ -199,7 +199,7 @@ def _print_people(outcome: "Outcome", judges: Sequence[str]) -> None:
 
 
 def _print_results(outcome: "Outcome", folder: Path) -> None:
-    from compare.outcome import conclude, results_table
+    from evaluation.compare.outcome import conclude, results_table
 
     if not outcome.has_verdicts:
         console.print("no verdicts yet, nothing to report")

@@ -37,7 +37,7 @@ def init(
 
     The formats of the data are recognised (docs/data.md). What is missing for further stages is reported.
     """
-    from jobs.starter import Starter
+    from heed.jobs.starter import Starter
 
     if reward_function:
         raise ValueError(f"--reward-function is now --reward: --reward {reward_function} was expected")

@@ -38,7 +38,7 @@ def inspect_attention(
     ] = "",
 ) -> None:
     """Draw the attention of every head of a layer as one picture: rows are queries, columns are keys."""
-    from reports.attention import draw_attention
+    from stages.reports.attention import draw_attention
 
     draw_attention(model_folder(model), text, layer, png, target)
     console.print(str(png))
@@ -49,9 +49,9 @@ def read_shape(path: Path) -> "ModelConfig":
 
     Raises: ValueError naming file and field.
     """
-    from jobs.config_errors import validated
-    from jobs.job_file import load_job
-    from jobs.toml_values import read_toml
+    from heed.jobs.config_errors import validated
+    from heed.jobs.job_file import load_job
+    from heed.jobs.toml_values import read_toml
     from lm.config import ModelConfig
     from lm.hub import is_gguf
     from lm.weights import purpose_of, read_config

@@ -43,7 +43,7 @@ def submit(
     This sends the code, the job file and the files it names below the current folder, and calls `heed run` there. The
     job is validated first. Submitting a stopped or lost job again continues it.
     """
-    from jobs.submission import packed, run_command
+    from heed.jobs.submission import packed, run_command
     from stages.lineage import CODE_VERSION, code_version
 
     checked = read_job(job, override, workers, first, only)

@@ -50,7 +50,7 @@ def import_labels(
 ) -> None:
     """Import judgments into a label store: all of a file or nothing. Repeating an import changes nothing."""
     from preferences.formats.registry import AUTO, format_to_read, sniff
-    from reading.rows import read_source
+    from files.rows import read_source
 
     if not check and not store:
         raise ValueError("--store is missing; a label store, or --check to store nothing, was expected")
@@ -148,8 +148,8 @@ def sample_for_labelers(
     seed: Annotated[int, typer.Option(help="Seed for sampling and selecting.")] = 0,
 ) -> None:
     """Sample policies and make labeling tasks, with --judge those that reward models are least certain about."""
-    from collect.label_sampling import TaskSelection, sample_tasks
-    from reports.text import count_of
+    from reward.collect.label_sampling import TaskSelection, sample_tasks
+    from stages.reports.text import count_of
     from training.data import DataConfig, read_prompts
 
     read = read_prompts(DataConfig(source=prompts))
@@ -199,9 +199,9 @@ def label_outputs(
     labelers: Annotated[int, typer.Option(min=1, help="How many labelers judge each task.")] = 1,
 ) -> None:
     """Make labeling tasks of outputs that two or more models have left in files, one per prompt."""
-    from collect.saved_outputs import as_stored, tasks_of_files, tasks_of_rows
-    from reading.rows import read_source
-    from reports.text import count_of
+    from heed.commands.saved_outputs import as_stored, tasks_of_files, tasks_of_rows
+    from files.rows import read_source
+    from stages.reports.text import count_of
 
     if prompts and len(outputs) < 2:
         raise ValueError(f"{outputs[0]}: one model's outputs; NAME=FILE of two or more were expected with --prompts")
@@ -239,7 +239,7 @@ def serve_labels(
     new: Annotated[bool, typer.Option("--new", help="Create the store if it does not exist.")] = False,
 ) -> None:
     """Serve the labeling pages and their API. If there is no lead yet, print a one-time link for one."""
-    from labeling.serve import serve
+    from preferences.page.serve import serve
     from preferences.database import require_store
 
     if not new:

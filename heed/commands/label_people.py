@@ -11,7 +11,7 @@ import typer
 from stages.progress import console
 
 if TYPE_CHECKING:
-    from labeling.config import LabelingConfig
+    from preferences.page.config import LabelingConfig
     from preferences.accounts import Accounts
 
 people_app = typer.Typer()
@@ -112,7 +112,7 @@ def labeling_config(
     path: Path | None, public_url: str, proxies: Sequence[str], hosts: Sequence[str]
 ) -> "LabelingConfig":
     """Returns the file's configuration, with the server options of the command line."""
-    from labeling.config import LabelingConfig
+    from preferences.page.config import LabelingConfig
 
     config = LabelingConfig.load(path) if path is not None else LabelingConfig()
     options = {"public_url": public_url, "trusted_proxies": tuple(proxies), "trusted_hosts": tuple(hosts)}

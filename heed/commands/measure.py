@@ -99,7 +99,7 @@ def measure_over_optimisation(
 ) -> None:
     """Measure over-optimisation: proxy and gold score against √KL, for PPO and best-of-n, and where to stop."""
     from heed.commands.measure_tables import over_optimisation_tables
-    from studies.over_optimisation import measure_run
+    from heed.studies.over_optimisation import measure_run
 
     with console.status("sampling") as status:
         found = measure_run(

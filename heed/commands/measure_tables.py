@@ -14,8 +14,8 @@ from evaluation.measures.kl import KL
 from evaluation.measures.overoptimisation import Overoptimised
 from evaluation.measures.reward_model import RewardMeasures
 from evaluation.measures.tax import Change, Tax
-from intervals.estimates import Interval, Share
-from reports.text import count_of
+from preferences.statistics.estimates import Interval, Share
+from stages.reports.text import count_of
 
 if TYPE_CHECKING:  # the harness is an extra
     from evaluation.harness import TaskResult

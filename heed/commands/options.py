@@ -11,7 +11,7 @@ from stages.progress import console
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.job import JobConfig
+    from heed.jobs.job import JobConfig
     from training.data import Prompt
 
 JobFile = Annotated[Path | None, typer.Argument(help="Job file; the built-in demo if left out.")]
@@ -33,7 +33,7 @@ RunsFolder = Annotated[Path, typer.Option("--runs", help="Folder that holds run 
 
 def read_job(path: Path | None, overrides: list[str] | None, workers: int, first: str, only: str) -> "JobConfig":
     """Returns the validated job. Raises: ValueError for an unknown stage, and as `load_job` does."""
-    from jobs.job_file import load_job
+    from heed.jobs.job_file import load_job
 
     job = load_job(path, [*(overrides or []), *([f"workers={workers}"] if workers else [])])
     for option, stage in (("--from", first), ("--only", only)):
@@ -77,7 +77,7 @@ def model_folder(name: Path) -> Path:
 
 def length_that_fits(policies: "Sequence[Path]", prompts: "Sequence[Prompt]", max_new_tokens: int) -> int:
     """Returns the longest response that fits next to every prompt, at most `max_new_tokens`; says so if it is less."""
-    from evaluation.sampling import length_that_fits as found
+    from reward.sampling import length_that_fits as found
 
     length = found(policies, prompts, max_new_tokens)
     if length < max_new_tokens:

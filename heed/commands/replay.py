@@ -26,7 +26,7 @@ def replay(
 
     Exit code 1: it is another response than the recorded one.
     """
-    from jobs.replay import replay_response
+    from heed.jobs.replay import replay_response
 
     with console.status("starting") as status:
         found, chain = replay_response(

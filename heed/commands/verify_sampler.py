@@ -16,7 +16,7 @@ from rich.text import Text
 from stages.progress import console, results_console
 
 if TYPE_CHECKING:
-    from samplers.verify import Check
+    from lm.samplers.verify import Check
 
 
 class PrecisionName(StrEnum):
@@ -43,8 +43,8 @@ def verify_sampler(
     """
     from heed.commands.options import model_folder
     from lm.hub import is_gguf, refuse_adapter
-    from samplers.__main__ import VLLM
-    from samplers.environment import require_vllm
+    from lm.samplers.__main__ import VLLM
+    from lm.samplers.environment import require_vllm
 
     refuse_adapter(model)
     model = model_folder(model) if is_gguf(str(model)) else model
@@ -68,8 +68,8 @@ def _checks(engine: str, model: Path, precision: str, seed: int, python: str) ->
 
     Raises: ValueError for the user's mistakes; RunError if the process ends before all checks were made.
     """
-    from samplers.__main__ import DONE, MISTAKE
-    from samplers.verify import Check
+    from lm.samplers.__main__ import DONE, MISTAKE
+    from lm.samplers.verify import Check
     from training.failures import RunError
 
     reading, writing = os.pipe()

@@ -17,7 +17,7 @@ from preferences.formats.parts import (
     user,
 )
 from preferences.records import OVERALL, Task
-from reading.fields import any_text, name_field, text_field, whole_field
+from files.fields import any_text, name_field, text_field, whole_field
 
 
 def recognise_rewardbench(row: Row) -> str:

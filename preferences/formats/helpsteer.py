@@ -25,7 +25,7 @@ from preferences.formats.parts import (
     rest,
 )
 from preferences.records import OVERALL, Judgment, Message, StoredTask, Task
-from reading.fields import any_messages, any_text, objects_field, whole_field
+from files.fields import any_messages, any_text, objects_field, whole_field
 
 MARK = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")  # between the turns of a HelpSteer2 prompt
 STRONGEST = 3

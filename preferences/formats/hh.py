@@ -20,7 +20,7 @@ from preferences.formats.parts import (
     judged_pair,
 )
 from preferences.records import OVERALL, Judgment, Message, StoredTask, Task
-from reading.pairs import SPEAKER, is_transcript, transcript_turns
+from files.pairs import SPEAKER, is_transcript, transcript_turns
 
 NAMES = {"user": "Human", "assistant": "Assistant"}
 

@@ -23,18 +23,7 @@ from preferences.formats.parts import (
     user,
 )
 from preferences.records import OVERALL, Judgment, StoredTask, Task
-from reading.fields import (
-    any_messages,
-    any_text,
-    is_number,
-    name_field,
-    number_field,
-    optional_text,
-    present,
-    shown,
-    text_field,
-    whole_field,
-)
+from files.fields import any_messages, any_text, is_number, name_field, number_field, optional_text, present, shown, text_field, whole_field
 
 ANNOTATORS = ("annotator1", "annotator2", "annotator3")
 PANDALM = {0: (1, 1), 1: (1, 2), 2: (2, 1)}  # 0 = tie, otherwise the better one

@@ -18,16 +18,7 @@ from preferences.formats.parts import (
     rest,
 )
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Message, Task, dense_ranks
-from reading.fields import (
-    any_text,
-    name_field,
-    object_field,
-    objects_field,
-    optional_text,
-    shown,
-    text_field,
-    whole_field,
-)
+from files.fields import any_text, name_field, object_field, objects_field, optional_text, shown, text_field, whole_field
 
 ROLES = {"prompter": "user", "assistant": "assistant"}
 PERSON = "person"

@@ -22,17 +22,7 @@ from preferences.formats.parts import (
     user,
 )
 from preferences.records import OVERALL, Task
-from reading.fields import (
-    any_text,
-    name_field,
-    names,
-    number_field,
-    object_field,
-    objects_field,
-    optional_text,
-    text_field,
-    whole_field,
-)
+from files.fields import any_text, name_field, names, number_field, object_field, objects_field, optional_text, text_field, whole_field
 
 
 def recognise_summaries(row: Row) -> str:

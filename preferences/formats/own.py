@@ -24,19 +24,8 @@ from preferences.records import (
     Task,
     dense_ranks,
 )
-from reading.fields import (
-    any_messages,
-    any_text,
-    checked_messages,
-    list_field,
-    number_field,
-    numbers_field,
-    objects_field,
-    shown,
-    text_field,
-    whole_field,
-)
-from reading.strict_json import parse_json
+from files.fields import any_messages, any_text, checked_messages, list_field, number_field, numbers_field, objects_field, shown, text_field, whole_field
+from files.strict_json import parse_json
 
 KINDS = ("answer", "skip", "undo", "adjudication")
 MAX_FLAGS = 100  # per response

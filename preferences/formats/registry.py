@@ -17,8 +17,8 @@ from preferences.formats import (
     ultrafeedback,
 )
 from preferences.formats.parts import Format, Row
-from reading.fields import names
-from reading.rows import Rows
+from files.fields import names
+from files.rows import Rows
 
 AUTO = "auto"
 SNIFFED_ROWS = 20

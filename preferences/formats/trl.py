@@ -23,8 +23,8 @@ from preferences.formats.parts import (
     user,
 )
 from preferences.records import OVERALL, Judgment, Message, StoredTask, Task
-from reading.fields import any_messages, any_text, number_field, present, text_or_messages
-from reading.pairs import implicit_prompt
+from files.fields import any_messages, any_text, number_field, present, text_or_messages
+from files.pairs import implicit_prompt
 
 Sides = tuple[tuple[Message, ...], str, str]  # prompt, chosen, rejected
 

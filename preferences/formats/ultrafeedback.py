@@ -21,7 +21,7 @@ from preferences.formats.parts import (
     user,
 )
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Task
-from reading.fields import any_text, as_number, object_field, objects_field, shown
+from files.fields import any_text, as_number, object_field, objects_field, shown
 
 ASPECTS = ("instruction_following", "honesty", "truthfulness", "helpfulness")
 LABELER = "gpt-4"

@@ -6,8 +6,8 @@ from itertools import combinations
 
 import numpy as np
 
-from intervals.clustered import Tally, clustered_shares
-from intervals.estimates import Floats, Ints, Share
+from preferences.statistics.clustered import Tally, clustered_shares
+from preferences.statistics.estimates import Floats, Ints, Share
 from preferences.records import Ranking
 from preferences.statistics.panel import prompt_numbers
 

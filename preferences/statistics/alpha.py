@@ -18,8 +18,8 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from intervals.bootstrap import NUM_RESAMPLES, percentiles, resampled_sums
-from intervals.estimates import LEVEL, Floats, Ints
+from preferences.statistics.bootstrap import NUM_RESAMPLES, percentiles, resampled_sums
+from preferences.statistics.estimates import LEVEL, Floats, Ints
 from preferences.statistics.panel import PairCounts, Panel
 
 MAX_VALUES = 21  # distinct ratings, such as 0 to 10 in halves; each pair of values takes a column of a table

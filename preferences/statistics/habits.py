@@ -10,9 +10,9 @@ from itertools import chain
 
 import numpy as np
 
-from intervals.clustered import Tally, clustered_mean, clustered_shares
-from intervals.estimates import Floats, Interval, Share
-from intervals.independent import difference_of_means, median_interval
+from preferences.statistics.clustered import Tally, clustered_mean, clustered_shares
+from preferences.statistics.estimates import Floats, Interval, Share
+from preferences.statistics.independent import difference_of_means, median_interval
 from preferences.records import Judgment, Task
 from preferences.statistics.panel import Panel
 

@@ -11,7 +11,7 @@ from itertools import chain, combinations
 import numpy as np
 import numpy.typing as npt
 
-from intervals.estimates import Floats, Ints
+from preferences.statistics.estimates import Floats, Ints
 from preferences.records import MIN_RESPONSES, Judgment, Message, Task
 
 Signs = npt.NDArray[np.int8]

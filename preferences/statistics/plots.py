@@ -14,7 +14,7 @@ from html import escape
 
 import numpy as np
 
-from intervals.estimates import Interval, Share
+from preferences.statistics.estimates import Interval, Share
 from preferences.current import current_judgments
 from preferences.records import Judgment
 from preferences.statistics.quality import PositionRanks

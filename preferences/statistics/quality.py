@@ -1,6 +1,6 @@
 """The quality of each labeler's answers: agreement with others, with themselves, with gold tasks, and position bias.
 
-Each metric is a share of comparisons of two responses (`intervals.estimates.Share`). Prompts are a sample, labelers are
+Each metric is a share of comparisons of two responses (`preferences.statistics.estimates.Share`). Prompts are a sample, labelers are
 fixed: an interval says what similar prompts would give, not other labelers. Pairs that either side ties are left out,
 except a labeler's ties on gold tasks, which count half.
 
@@ -13,8 +13,8 @@ from typing import Literal
 
 import numpy as np
 
-from intervals.clustered import Tally, clustered_mean, clustered_shares
-from intervals.estimates import Floats, Interval, Ints, Share
+from preferences.statistics.clustered import Tally, clustered_mean, clustered_shares
+from preferences.statistics.estimates import Floats, Interval, Ints, Share
 from preferences.records import Task
 from preferences.statistics.panel import Panel, Signs, count_pairs, padded, pair_signs
 

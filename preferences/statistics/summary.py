@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from files.records import as_json
-from intervals.estimates import Share
+from preferences.statistics.estimates import Share
 from preferences.current import CurrentJudgments, current_judgments
 from preferences.records import Judgment, Task
 from preferences.statistics.agreement import share_of_tasks

@@ -14,9 +14,9 @@ from cluster.connection import disconnect, require_room
 from cluster.group import WorkerGroup
 from cluster.places import ON_CPU, ON_GPU, NoPlaceError, choose_bundle, most_ranks_per_node, require_machine
 from cluster.worker import usable_cores
-from jobs.job_file import load_job
-from jobs.pipeline import run_job
-from jobs.recovery import Workers
+from heed.jobs.job_file import load_job
+from heed.jobs.pipeline import run_job
+from heed.jobs.recovery import Workers
 from tests.rays import start_ray
 
 DEBUG = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"

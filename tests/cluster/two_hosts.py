@@ -10,7 +10,7 @@ from cluster.config import ClusterConfig
 from cluster.connection import connect
 from cluster.group import WorkerGroup
 from cluster.places import living_nodes
-from jobs.recovery import Workers, run_to_end
+from heed.jobs.recovery import Workers, run_to_end
 from lm.progress import note_progress
 
 CONFIG = ClusterConfig(silence_seconds=20, wait_for_nodes_seconds=240)

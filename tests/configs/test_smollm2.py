@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from jobs.job_file import load_job
+from heed.jobs.job_file import load_job
 
 ROOT = Path(__file__).parents[2]
 JOB, FOLDER = ROOT / "configs" / "jobs" / "smollm2.toml", ROOT / "configs" / "jobs" / "smollm2"

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from samplers.environment import require_vllm
-from tests.jobs.conftest import heed
+from lm.samplers.environment import require_vllm
+from tests.heed.jobs.conftest import heed
 
 __all__ = ["heed"]
 

@@ -18,11 +18,11 @@ from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
 from ppo.roles import Roles
-from samplers.agreement import max_difference
-from samplers.faults import FAULTS
-from tests.jobs.conftest import DEBUG_JOB, HeedCommand
+from lm.samplers.agreement import max_difference
+from lm.samplers.faults import FAULTS
+from tests.heed.jobs.conftest import DEBUG_JOB, HeedCommand
 from tests.rays import start_ray
-from tests.samplers.conftest import SENTENCE, small_shape
+from tests.lm.samplers.conftest import SENTENCE, small_shape
 from training.config import BatchConfig, EngineConfig, OptimizerConfig, Precision
 from training.data import DataConfig
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from endpoints import retries
+from files import retries
 from evaluation.answers import AnswerCache, Asker
 from evaluation.endpoint import Answer, Endpoint
 

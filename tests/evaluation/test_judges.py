@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from endpoints import retries
+from files import retries
 from evaluation.answers import Asker
 from evaluation.endpoint import Endpoint
 from evaluation.judges.judge import Pair, pairs_of, refuse_too_many_failures

@@ -22,10 +22,10 @@ from lm.sampling import Choice
 from lm.source import RandomInit, load, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, save_model
-from planning.memory import Layout, count, forward_pass
-from planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
-from planning.sampling import sampling_phase
-from planning.training import training_memory
+from stages.planning.memory import Layout, count, forward_pass
+from stages.planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
+from stages.planning.sampling import sampling_phase
+from stages.planning.training import training_memory
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.speed.own import ppo_config
-from evaluation.sampling import SamplingSpec, sample_policy
+from reward.sampling import SamplingSpec, sample_policy
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel
 from lm.source import RandomInit

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from files.records import as_json, record_of
-from intervals.estimates import Interval
+from preferences.statistics.estimates import Interval
 
 
 @dataclass(frozen=True)

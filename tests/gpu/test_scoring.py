@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from evaluation.logprobs import logits_function, predicting_states, sequence_logprobs
-from evaluation.sampling import Sampler, SamplingSpec
+from lm.sequence_logprobs import logits_function, predicting_states, sequence_logprobs
+from reward.sampling import Sampler, SamplingSpec
 from lm.inference import load_for_inference
 from lm.logprobs import LOGITS_AT_ONCE
 from lm.model import LanguageModel, ScalarModel

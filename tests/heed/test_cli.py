@@ -13,8 +13,8 @@ import torch
 
 from cluster import local_ray
 from heed.cli import main
-from jobs.recovery import Workers
-from jobs.registry import BUILT_IN
+from heed.jobs.recovery import Workers
+from heed.jobs.registry import BUILT_IN
 from lm.config import ModelConfig
 from lm.encoder_decoder import EncoderDecoder
 from lm.generation import generate
@@ -33,7 +33,7 @@ DEBUG = str(ROOT / "configs" / "jobs" / "debug.toml")
 def start_job(refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """`heed run` of the debug job with overrides that it must refuse before any training.
 
-    Ray and ranks, which start while data is checked, are left out; `tests/jobs/test_begun_workers.py` has a mistake in
+    Ray and ranks, which start while data is checked, are left out; `tests/heed/jobs/test_begun_workers.py` has a mistake in
     the data with them.
     """
     monkeypatch.setattr(local_ray, "begin", lambda: None)

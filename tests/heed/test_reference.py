@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 from heed.reference import FOLDER, MKDOCS, ROOT, _models, pages, with_nav
-from jobs.job import BUILT_IN_JOB
-from labeling.config import LabelingConfig
+from heed.jobs.job import BUILT_IN_JOB
+from preferences.page.config import LabelingConfig
 
 
 def fields_without_description(model: type[BaseModel], place: str) -> list[str]:

@@ -26,7 +26,7 @@ from ppo.initial_models import InitialModels
 from ppo.kept_passes import Repeated
 from ppo.roles import Roles
 from ppo.rollout import Rollout
-from samplers import sent_weights
+from lm.samplers import sent_weights
 from tests.rays import start_ray
 from training.config import EngineConfig
 from training.packing import stream_rows

@@ -25,8 +25,8 @@ from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.source import load, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, save_model
-from planning.memory import Layout, Memory, count, forward_pass
-from planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
+from stages.planning.memory import Layout, Memory, count, forward_pass
+from stages.planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
 from ppo.config import PPOConfig
 from ppo.generator import Generator
 from ppo.initial_models import InitialModels, ScoreScale

@@ -12,7 +12,7 @@ from lm.model import LanguageModel
 from ppo.controller import PPOController
 from ppo.rollout import Rollout
 from ppo.sampler_proof import require_one_policy, sampler_agreement
-from samplers.agreement import max_difference
+from lm.samplers.agreement import max_difference
 from tests.ppo.one_rank import OneRank
 from training.failures import RunError
 

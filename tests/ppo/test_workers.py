@@ -19,7 +19,7 @@ from ppo.frozen_model import HeldModel
 from ppo.initial_models import InitialModels
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from reward.scoring import RewardModel
-from samplers.sent_weights import SentWeights, held_tensors
+from lm.samplers.sent_weights import SentWeights, held_tensors
 from tests.ppo.one_rank import OneRank
 from training.packing import stream_rows
 

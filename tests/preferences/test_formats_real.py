@@ -7,7 +7,7 @@ import pytest
 
 from preferences.formats.merging import Found, collect_all
 from preferences.formats.registry import sniff
-from reading.rows import read_source
+from files.rows import read_source
 
 REAL = Path(__file__).parents[3] / "shared" / "data"
 

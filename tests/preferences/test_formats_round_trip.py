@@ -17,7 +17,7 @@ from preferences.formats.parts import Report
 from preferences.formats.registry import FORMATS, format_to_read, format_to_write, sniff
 from preferences.records import Judgment, Message, StoredTask, Task, dense_ranks
 from preferences.store import LabelStore
-from reading.rows import read_source
+from files.rows import read_source
 from tests.examples import examples
 
 TEXT = st.text(max_size=12)

@@ -22,7 +22,7 @@ from preferences.formats.registry import format_to_read, format_to_write
 from preferences.leases import Lease
 from preferences.records import Answer, Message, Task
 from preferences.store import LabelStore
-from reading.rows import read_source
+from files.rows import read_source
 
 ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "format_rows.json").read_text())
 GOOD = ROWS["heed"] | {"repeat_of": ""}

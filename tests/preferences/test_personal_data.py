@@ -14,7 +14,7 @@ from preferences.formats.merging import collect_all
 from preferences.formats.registry import FORMATS
 from preferences.records import Answer, Message, Task
 from preferences.store import LabelStore
-from reading.rows import read_source
+from files.rows import read_source
 
 NAME, NOTE = "Zebulon Quibbleworth", "my neighbour Xanthippe says so"
 LEAD = "Persephone Oglethorpe"

@@ -10,7 +10,7 @@ from lm.model import LanguageModel
 from lm.source import on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, read_config, save_model
-from tests.jobs.conftest import heed
+from tests.heed.jobs.conftest import heed
 from tests.real.packages import ROOT, unpacked
 
 __all__ = ["heed"]

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from files.hashes import file_hash
-from jobs.replay import replay_response
+from heed.jobs.replay import replay_response
 from lm.gguf_export import export_gguf
 from lm.hub import model_directory
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
-from tests.jobs.conftest import HeedCommand
+from tests.heed.jobs.conftest import HeedCommand
 
 pytestmark = pytest.mark.long
 

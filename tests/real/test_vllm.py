@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.conftest import vllm_python
-from tests.jobs.conftest import HeedCommand
+from tests.heed.jobs.conftest import HeedCommand
 
 __all__ = ["vllm_python"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from collect.stage import write_rankings
+from reward.collect.stage import write_rankings
 from lm.tokenizer import Tokenizer
 from preferences.records import Message
 from reward.comparisons import RankingsConfig, Verdict, encode_rankings, encode_response, read_rankings

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from endpoints import retries
+from files import retries
 from reward.external import RemoteReward, RewardFunction, Scored, score_in_parts
 from tests.serving import serving
 from training.notices import speaking_through

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from jobs.job_file import load_job
-from jobs.pipeline import _prepare_stages, _prepare_world
-from jobs.preflight import check_data
-from jobs.recovery import Workers
-from jobs.run import Run
+from heed.jobs.job_file import load_job
+from heed.jobs.pipeline import _prepare_stages, _prepare_world
+from heed.jobs.preflight import check_data
+from heed.jobs.recovery import Workers
+from heed.jobs.run import Run
 from lm.tokenizer import Tokenizer
 from pretrain.stage import STAGE, tokenize, train
 from stages.tokens import TOKENS

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from evaluation.best_of_n import best_of_n_kl
+from reward.best_of_n import best_of_n_kl
 from evaluation.measures.checkpoints import Spec, over_optimisation
 from evaluation.measures.drawing import Policy, draw
 from evaluation.measures.kl import measure_kl

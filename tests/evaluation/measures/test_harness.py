@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from evaluation.logprobs import sequence_logprobs
+from lm.sequence_logprobs import sequence_logprobs
 from lm.tokenizer import Tokenizer
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install '.[harness]'")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from benchmarks.measures_coverage import kl_coverage
-from evaluation.logprobs import sequence_logprobs
+from lm.sequence_logprobs import sequence_logprobs
 from evaluation.measures import kl
 from evaluation.measures.drawing import Policy, draw
 from evaluation.measures.kl import exact_kl, measure_kl, response_kls, summarise_kl
-from evaluation.sampling import SamplingSpec, sample_policy
+from reward.sampling import SamplingSpec, sample_policy
 from lm.config import ModelConfig
 from lm.generation import generate
 from lm.logprobs import LOGITS_AT_ONCE

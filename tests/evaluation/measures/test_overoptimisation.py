@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.measures_coverage import gao_coverage, planted_curve
-from evaluation.best_of_n import best_of_n_expected, best_of_n_kl
+from reward.best_of_n import best_of_n_expected, best_of_n_kl
 from evaluation.measures.curves import Curve, best_of_n_curve, points
 from evaluation.measures.equal_terms import at_equal, mean_lead
 from evaluation.measures.overoptimisation import fit_curve, gain_at, gold_tops, top

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from evaluation.statistics.means import bootstrap_mean
-from intervals.estimates import Interval
+from preferences.statistics.estimates import Interval
 
 NAN = float("nan")
 

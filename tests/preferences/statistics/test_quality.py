@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from intervals.bootstrap import MAX_CLUSTERS, resampled_sums
-from intervals.clustered import Tally, clustered_mean, clustered_shares
-from intervals.estimates import Share
-from intervals.independent import difference_of_means, median_interval
-from intervals.score import wilson
+from preferences.statistics.bootstrap import MAX_CLUSTERS, resampled_sums
+from preferences.statistics.clustered import Tally, clustered_mean, clustered_shares
+from preferences.statistics.estimates import Share
+from preferences.statistics.independent import difference_of_means, median_interval
+from preferences.statistics.score import wilson
 from preferences.records import Judgment, Message, Ranking, Task, dense_ranks
 from preferences.statistics.agreement import pairwise_agreement
 from preferences.statistics.habits import flag_counts, num_words, paces, ratings_of, words_per_minute

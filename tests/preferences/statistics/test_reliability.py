@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from playground.labelers import LabelerConfig, ScriptedLabeler, Taste
+from heed.worlds.labelers import LabelerConfig, ScriptedLabeler, Taste
 from preferences.records import Message, Ranking, ShownTask
 from preferences.statistics.reliability import Reliability, labeler_reliability, labeler_weights
 

@@ -1,0 +1,251 @@
+"""Comparing policies: sample them, let judges say which response is better, and keep every row.
+
+An interrupted comparison continues. A finished comparison is sent only to judges whose verdicts it lacks; people are
+asked again each time, because they may have judged more since.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from evaluation.compare.folder import Settings, holding, read_comparison, read_settings, refuse_other_settings, sampled_before, versions, write_comparison, write_verdicts
+from evaluation.compare.judges import Judging, open_judges
+from evaluation.answers import OnProgress
+from evaluation.judges.external import read_verdict_file
+from evaluation.judges.judge import Judge, pairs_of, refuse_too_many_failures
+from evaluation.judges.people import PeopleJudge
+from evaluation.judges.scorers import MAX_PAIRS, ScoreJudge
+from evaluation.names import named_specs
+from evaluation.policies.local import LocalPolicy
+from evaluation.policies.policy import Policy, Sampling
+from evaluation.policies.remote import RemotePolicy
+from evaluation.policies.saved import SavedPolicy, is_saved
+from evaluation.prompts import read_compared_prompts
+from evaluation.verdicts import Response, Verdict, write_rows
+from files.hashes import file_hash
+from preferences.formats.parts import Report
+from training.data import DataConfig, Prompt
+
+EXTERNAL = "external"  # the kind of policies and judges that a file of judgments names
+
+Progress = Callable[[str], OnProgress]  # returns the progress callback of a named step
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What is compared: specs of policies and judges as given, prompts, and how they are sampled and judged."""
+
+    policies: Sequence[str]
+    prompts: DataConfig
+    category: str
+    judges: Sequence[str]
+    sampling: Sampling
+    judging: Judging
+    allow_empty: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The settings and their outcome.
+
+    Without `has_verdicts` there is no folder yet: the only judges are people, nobody has judged, and the tasks are in
+    their label store.
+    """
+
+    settings: Settings
+    has_verdicts: bool
+
+
+def compare(compared: Compared, folder: Path, progress: Progress, tell: Callable[[str], None]) -> Outcome:
+    """Compare in `folder`, or resume there. If a model's context is too short, all policies get the same lower limit.
+
+    Raises: ValueError for any invalid input, before anything is sampled; for a policy that does not answer every
+    prompt; for a judge that fails too often; if `folder` holds another comparison.
+    """
+    if len(compared.policies) < 2:
+        raise ValueError(f"{len(compared.policies)} policies; at least two to compare were expected")
+    if not compared.judges:
+        raise ValueError("--judge is missing; at least one judge was expected")
+    prompts = read_compared_prompts(compared.prompts, compared.category)
+    policies = _fitted(open_policies(compared, prompts), compared.sampling, tell)
+    judges = open_judges(compared.judges, compared.judging, prompts, len(policies))
+    settings = _settings(compared, prompts, policies)
+    max_failed_share = compared.judging.asking.max_failed_share
+    with holding(folder) as aside:
+        if folder.exists():
+            refuse_other_settings(folder, read_settings(folder), settings)
+            return judge_again(folder, judges, max_failed_share, progress)
+        responses = _sample(policies, prompts, aside, progress)
+        settings["responses"] = {name: counts_of(own) for name, own in responses.items()}
+        verdicts: list[Verdict] = []
+        for judge in judges:
+            entry, own = judged(judge, prompts, responses, max_failed_share, progress)
+            settings["judges"].append(entry)
+            verdicts += own
+        if verdicts:
+            write_comparison(folder, settings, prompts, [row for own in responses.values() for row in own], verdicts)
+    return Outcome(settings, bool(verdicts))
+
+
+def judge_again(folder: Path, judges: Sequence[Judge], max_failed_share: float, progress: Progress) -> Outcome:
+    """Let judges judge a finished comparison, without sampling.
+
+    A judge's verdicts replace those of the same name in the folder. A judge that has not changed and never failed is
+    not asked again, except people.
+
+    Raises: ValueError for a judge that fails too often, and for a folder that holds no comparison.
+    """
+    settings = read_settings(folder)
+    found = read_comparison(folder)
+    by_judge: dict[str, list[Verdict]] = {entry["name"]: [] for entry in settings["judges"]}
+    for verdict in found.verdicts:
+        if verdict.judge in by_judge:  # otherwise a run ended between writing it and naming its judge
+            by_judge[verdict.judge].append(verdict)
+    entries = {entry["name"]: entry for entry in settings["judges"]}
+    asked = [judge for judge in judges if _is_asked(judge, entries.get(judge.name, {}))]
+    for judge in asked:
+        entries[judge.name], by_judge[judge.name] = judged(
+            judge, found.prompts, found.by_policy, max_failed_share, progress
+        )
+    settings["judges"] = list(entries.values())
+    if asked:
+        write_verdicts(folder, settings, [verdict for own in by_judge.values() for verdict in own])
+    return Outcome(settings, has_verdicts=True)
+
+
+def take_verdicts(spec: str, form: str, folder: Path, *, category: str, seed: int) -> tuple[Outcome, Report]:
+    """A comparison of external judgments, FILE or NAME=FILE; returns warnings about the file's rows too.
+
+    Raises: as `read_verdict_file` does; ValueError if `folder` holds another comparison.
+    """
+    ((judge, source),) = named_specs([spec], "file")
+    found = read_verdict_file(source, form, judge=judge, category=category)
+    path = Path(source)
+    settings: Settings = {
+        "policies": [{"name": name, "kind": EXTERNAL} for name in found.policies],
+        "prompts": {"num_prompts": len(found.prompts), "category": category},
+        "seed": seed,
+        "verdicts": {
+            "source": source,
+            "sha256": file_hash(path) if path.is_file() else "",
+            "format": found.format,
+            "warnings": found.report.counts(),
+            "num_same_policy": found.num_same_policy,
+            "num_unknown": found.num_unknown,
+            "num_again": found.num_again,
+        },
+        "responses": {
+            name: counts_of([row for row in found.responses if row.policy == name]) for name in found.policies
+        },
+        "judges": [
+            {"name": name, "kind": EXTERNAL} | _failed([row for row in found.verdicts if row.judge == name])
+            for name in found.judges
+        ],
+        "versions": versions(),
+    }
+    with holding(folder):
+        if folder.exists():
+            refuse_other_settings(folder, read_settings(folder), settings)
+            return Outcome(read_settings(folder), has_verdicts=True), found.report
+        write_comparison(folder, settings, found.prompts, found.responses, found.verdicts)
+    return Outcome(settings, has_verdicts=True), found.report
+
+
+def open_policies(compared: Compared, prompts: Sequence[Prompt]) -> list[Policy]:
+    """Returns the policies of NAME=SPEC or SPEC. Raises: ValueError for an invalid one."""
+    policies: list[Policy] = []
+    for name, spec in named_specs(compared.policies, "policy"):
+        if spec.startswith(("http://", "https://")):
+            policies.append(RemotePolicy(name, prompts, compared.sampling, compared.judging.asking.asker(name, spec)))
+        elif is_saved(spec):
+            policies.append(SavedPolicy.open(name, spec, prompts, allow_empty=compared.allow_empty))
+        else:
+            policies.append(LocalPolicy.open(name, spec, prompts, compared.sampling))
+    return policies
+
+
+def _fitted(policies: Sequence[Policy], sampling: Sampling, tell: Callable[[str], None]) -> list[Policy]:
+    """Returns the policies with a limit on responses that fits next to the longest prompt in every model's context."""
+    room = min((one.room_tokens for one in policies if isinstance(one, LocalPolicy)), default=sampling.max_new_tokens)
+    if room >= sampling.max_new_tokens:
+        return list(policies)
+    tell(
+        f"--max-new-tokens {sampling.max_new_tokens} is reduced to {room}, which the longest prompt leaves of the"
+        " context"
+    )
+    reduced = replace(sampling, max_new_tokens=room)
+    return [replace(one, sampling=reduced) if isinstance(one, LocalPolicy | RemotePolicy) else one for one in policies]
+
+
+def _settings(compared: Compared, prompts: Sequence[Prompt], policies: Sequence[Policy]) -> Settings:
+    data = compared.prompts
+    path = Path(data.source)
+    return {
+        "policies": [policy.describe() for policy in policies],
+        "prompts": {
+            **data.model_dump(include={"source", "split", "subset", "max_rows"}),
+            "category": compared.category,
+            "sha256": file_hash(path) if path.is_file() else "",
+            "num_prompts": len(prompts),
+        },
+        "seed": compared.sampling.seed,
+        "responses": {},
+        "judges": [],
+        "versions": versions(),
+    }
+
+
+def _sample(
+    policies: Sequence[Policy], prompts: Sequence[Prompt], aside: Path, progress: Progress
+) -> dict[str, list[Response]]:
+    """Returns responses by policy; what was sampled before an interruption is read."""
+    responses: dict[str, list[Response]] = {}
+    for policy in policies:
+        path, found = sampled_before(aside, policy, prompts)
+        if not found:
+            found = policy.respond(progress(f"sample {policy.name}"))
+            write_rows(path, found)
+        responses[policy.name] = found
+    return responses
+
+
+def _is_asked(judge: Judge, known: Mapping[str, Any]) -> bool:
+    """Returns whether a judge can add verdicts to what a folder's entry with its name holds."""
+    if known.get("kind") == EXTERNAL:
+        raise ValueError(f"judge {judge.name!r} has the name of external judgments; NAME=SPEC gives it another")
+    is_as_it_was = known.items() >= judge.describe().items() and not known["num_failed"]
+    return isinstance(judge, PeopleJudge) or not is_as_it_was
+
+
+def judged(
+    judge: Judge,
+    prompts: Sequence[Prompt],
+    responses: Mapping[str, Sequence[Response]],
+    max_failed_share: float,
+    progress: Progress,
+) -> tuple[dict[str, Any], list[Verdict]]:
+    """Returns a judge's entry in the settings, and its verdicts. Raises: ValueError if too many of them failed.
+
+    A judge that scores single responses compares every two samples; others compare the i-th of one policy with the i-th
+    of the other.
+    """
+    pairs = pairs_of(prompts, responses, max_pairs=MAX_PAIRS if isinstance(judge, ScoreJudge) else 0)
+    verdicts = judge.judge(pairs, progress(f"judge {judge.name}"))
+    if isinstance(judge, PeopleJudge):  # a skipped task does not count as the judge's failure
+        return judge.describe() | asdict(judge.put_tasks(pairs)) | _failed(verdicts), verdicts
+    refuse_too_many_failures(verdicts, max_failed_share)
+    return judge.describe() | _failed(verdicts), verdicts
+
+
+def _failed(verdicts: Sequence[Verdict]) -> dict[str, int]:
+    return {"num_verdicts": len(verdicts), "num_failed": sum(bool(verdict.failure) for verdict in verdicts)}
+
+
+def counts_of(responses: Sequence[Response]) -> dict[str, int]:
+    """Counts a policy's responses, and those that are empty or cut off."""
+    return {
+        "num_responses": len(responses),
+        "num_empty": sum(not response.text.strip() for response in responses),
+        "num_unfinished": sum(response.finished is False for response in responses),
+    }

@@ -1,0 +1,261 @@
+"""The folder of a comparison: writing it and reading it. The same settings give the same bytes.
+
+    compare.json        settings as resolved: policies, prompts, judges and what came of them, versions
+    prompts.jsonl       prompt_id, messages, category
+    responses.parquet   evaluation.verdicts.Response
+    verdicts.parquet    evaluation.verdicts.Verdict, of every judge
+    measures.json       measures of each policy (evaluation/compare/results.py)
+
+While a comparison is running, its responses are in `FOLDER.sampling/`, one file per policy, named by a hash of what
+they depend on, so that an interrupted comparison samples no policy again.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from evaluation.policies.policy import Policy
+from evaluation.verdicts import Response, Verdict, read_responses, read_verdicts, write_rows
+from files.atomic import atomic_folder, write_json, write_text
+from files.hashes import file_hash
+from files.lock import lock
+from files.fields import any_messages, any_text, list_field, text_field, whole_field
+from files.rows import read_source
+from stages.reports.run import parse_object
+from stages.reports.text import clean_json
+from stages.lineage import code_version
+from training.data import Prompt
+
+SETTINGS, PROMPTS, MEASURES = "compare.json", "prompts.jsonl", "measures.json"
+RESPONSES, VERDICTS = "responses.parquet", "verdicts.parquet"
+BEST_OF_N = "best of n"  # the kind of policies that choose among another policy's samples
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy")
+
+Settings = dict[str, Any]
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of the code that computed the numbers."""
+    return {"heed": code_version(), **{name: version(name) for name in PACKAGES}}
+
+
+@contextmanager
+def holding(folder: Path) -> Iterator[Path]:
+    """Keep other comparisons out of a folder; yields the folder for unfinished work, which is removed once `folder`
+    exists."""
+    aside = folder.with_name(f"{folder.name}.sampling")
+    aside.mkdir(parents=True, exist_ok=True)
+    with lock(aside, doing="comparing", other="--out"):
+        try:
+            yield aside
+        finally:
+            if folder.exists():
+                shutil.rmtree(aside)
+
+
+def sampled_before(aside: Path, policy: Policy, prompts: Sequence[Prompt]) -> tuple[Path, list[Response]]:
+    """Returns the file for a policy's responses, and the responses that it already holds."""
+    asked = [prompt.model_dump() for prompt in prompts]
+    depends = json.dumps([policy.describe(), asked], sort_keys=True)
+    path = aside / f"{hashlib.sha256(depends.encode()).hexdigest()[:24]}.parquet"
+    return path, read_responses(path) if path.is_file() else []
+
+
+def write_comparison(
+    folder: Path,
+    settings: Settings,
+    prompts: Sequence[Prompt],
+    responses: Sequence[Response],
+    verdicts: Sequence[Verdict],
+) -> None:
+    """Write a new folder, complete or not at all. Raises: ValueError if it already exists."""
+    if folder.exists():
+        raise ValueError(f"{folder}: already exists; a new folder was expected (--out)")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_folder(folder) as aside:
+        write_files(aside, settings, prompts, responses, verdicts)
+
+
+def write_files(
+    folder: Path,
+    settings: Settings,
+    prompts: Sequence[Prompt],
+    responses: Sequence[Response],
+    verdicts: Sequence[Verdict],
+) -> None:
+    """Write a comparison's files into an existing folder, compare.json last."""
+    write_rows(folder / RESPONSES, responses)
+    lines = [json.dumps(_prompt_row(prompt), ensure_ascii=False) + "\n" for prompt in prompts]
+    write_text(folder / PROMPTS, "".join(lines))
+    write_verdicts(folder, settings, verdicts)
+
+
+def write_verdicts(folder: Path, settings: Settings, verdicts: Sequence[Verdict]) -> None:
+    """Write a folder's verdicts and then its settings, so that every judge named there has all its verdicts."""
+    write_rows(folder / VERDICTS, verdicts)
+    write_json(folder / SETTINGS, settings)
+
+
+def _prompt_row(prompt: Prompt) -> dict[str, Any]:
+    return {"prompt_id": prompt.prompt_id, "messages": list(prompt.messages), "category": prompt.kind}
+
+
+@dataclass(frozen=True)
+class ComparisonFolder:
+    """A finished comparison, read and checked. `policies` and `judges` are names in the order of compare.json.
+
+    `settings` and `measures` are the contents of compare.json and measures.json, with None for numbers that are not
+    finite; `measures` is empty if there is no such file. `files` maps every file that was read to its SHA-256.
+    """
+
+    name: str
+    settings: Settings
+    policies: tuple[str, ...]
+    judges: tuple[str, ...]
+    seed: int
+    prompts: Sequence[Prompt]
+    responses: Sequence[Response]
+    verdicts: Sequence[Verdict]
+    measures: Mapping[str, Any]
+    files: Mapping[str, str]
+
+    @property
+    def by_policy(self) -> dict[str, list[Response]]:
+        """Returns the responses of each policy."""
+        return {name: [row for row in self.responses if row.policy == name] for name in self.policies}
+
+
+def is_comparison(folder: Path) -> bool:
+    """Returns whether a folder holds a comparison, rather than a run."""
+    return (folder / SETTINGS).is_file()
+
+
+def read_settings(folder: Path) -> Settings:
+    """Read compare.json. Raises: ValueError for a folder that holds no comparison."""
+    path = folder / SETTINGS
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; the folder of a finished comparison was expected")
+    try:
+        settings: Settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    return settings
+
+
+def read_comparison(folder: Path) -> ComparisonFolder:
+    """Read and check a comparison's folder.
+
+    Raises:
+        ValueError: a file is absent, malformed, or contradicts another; the message names it, and the line or row.
+    """
+    settings = clean_json(read_settings(folder))
+    policies = _names(folder / SETTINGS, settings, "policies")
+    seed = whole_field(str(folder / SETTINGS), settings, "seed", 0, 2**63 - 1)
+    prompts = _prompts(folder / PROMPTS)
+    verdicts = read_verdicts(folder / VERDICTS)
+    responses = read_responses(folder / RESPONSES)
+    known = {prompt.prompt_id for prompt in prompts}
+    _check_responses(folder / RESPONSES, responses, policies, known)
+    _check_verdicts(folder / VERDICTS, verdicts, responses, policies, known)
+    path = folder / MEASURES
+    measures = parse_object(path.read_text(encoding="utf-8", errors="replace"), str(path)) if path.is_file() else {}
+    read = [SETTINGS, PROMPTS, RESPONSES, VERDICTS] + ([MEASURES] if measures else [])
+    return ComparisonFolder(
+        name=folder.resolve().name,
+        settings=settings,
+        policies=policies,
+        judges=_judges(folder / SETTINGS, settings, verdicts),
+        seed=seed,
+        prompts=prompts,
+        responses=responses,
+        verdicts=verdicts,
+        measures=measures,
+        files={file: file_hash(folder / file) for file in read},
+    )
+
+
+def _names(path: Path, settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    """Returns the names in a list of names, or of objects with a name each."""
+    entries = list_field(str(path), settings, field)
+    where = [f"{path}: {field}[{place}]" for place in range(len(entries))]
+    names = [
+        text_field(at, entry if isinstance(entry, dict) else {"name": entry}, "name")
+        for at, entry in zip(where, entries, strict=True)
+    ]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{path}: field {field!r} names one of {', '.join(names)} twice")
+    return tuple(names)
+
+
+def _judges(path: Path, settings: Mapping[str, Any], verdicts: Sequence[Verdict]) -> tuple[str, ...]:
+    """Returns the judges that have verdicts, in the order of the settings, then by name."""
+    listed = _names(path, settings, "judges") if "judges" in settings else ()
+    found = {verdict.judge for verdict in verdicts}
+    return (*(name for name in listed if name in found), *sorted(found - set(listed)))
+
+
+def _prompts(path: Path) -> list[Prompt]:
+    prompts, seen = [], set()
+    for where, row in read_source(str(path)):
+        prompt_id = text_field(where, row, "prompt_id")
+        if prompt_id in seen:
+            raise ValueError(f"{where}: prompt_id {prompt_id!r} occurs twice")
+        seen.add(prompt_id)
+        messages = tuple(any_messages(where, row.get("messages"), "messages"))
+        category = any_text(where, {"category": "", **row}, "category")
+        prompts.append(Prompt(prompt_id=prompt_id, messages=messages, kind=category))
+    if not prompts:
+        raise ValueError(f"{path}: no prompts")
+    return prompts
+
+
+def refuse_other_settings(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raises: ValueError naming what differs between a finished comparison's settings and those asked for."""
+    for name in ("policies", "prompts", "seed", "verdicts"):
+        if found.get(name) != json.loads(json.dumps(wanted.get(name))):
+            raise ValueError(
+                f"{folder}: holds a comparison whose {name} differ: {json.dumps(found.get(name))}; now"
+                f" {json.dumps(wanted.get(name))}. Give another --out, or remove the folder"
+            )
+
+
+def _check_responses(path: Path, rows: Sequence[Response], policies: Sequence[str], known: set[str]) -> None:
+    seen: set[tuple[str, str, int]] = set()
+    for number, row in enumerate(rows, 1):
+        where = f"{path}: row {number}"
+        _check_known(where, row.prompt_id, known, [row.policy], policies)
+        key = (row.policy, row.prompt_id, row.index)
+        if key in seen:
+            raise ValueError(
+                f"{where}: response {row.index} of {row.policy!r} to prompt {row.prompt_id!r} occurs twice"
+            )
+        seen.add(key)
+
+
+def _check_verdicts(
+    path: Path, rows: Sequence[Verdict], responses: Sequence[Response], policies: Sequence[str], known: set[str]
+) -> None:
+    given = {(row.policy, row.prompt_id, row.index) for row in responses}
+    for number, row in enumerate(rows, 1):
+        where = f"{path}: row {number}"
+        _check_known(where, row.prompt_id, known, [row.policy_a, row.policy_b], policies)
+        for policy, index in ((row.policy_a, row.index_a), (row.policy_b, row.index_b)):
+            if (policy, row.prompt_id, index) not in given:
+                raise ValueError(
+                    f"{where}: it is of response {index} of {policy!r} to prompt {row.prompt_id!r}, which {RESPONSES}"
+                    " does not hold"
+                )
+
+
+def _check_known(where: str, prompt_id: str, known: set[str], named: Sequence[str], policies: Sequence[str]) -> None:
+    if prompt_id not in known:
+        raise ValueError(f"{where}: prompt {prompt_id!r} is not in {PROMPTS}")
+    for name in named:
+        if name not in policies:
+            raise ValueError(f"{where}: policy {name!r} is not in {SETTINGS}; {', '.join(policies)} were expected")

@@ -1,0 +1,185 @@
+"""Describes a comparison in words: the answer claims exactly as much as the evidence supports."""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from evaluation.statistics.results import JudgeSummary, PairSummary, Rating, Ratings, Summary
+from evaluation.statistics.significance import ALPHA
+from stages.reports.parts import Answer
+from stages.reports.styles import PolicyStyle
+from stages.reports.text import count_of, listed, number, p_value, percent, points, share_ends
+
+Styles = Mapping[str, PolicyStyle]
+Tone = Literal["better", "worse", "unclear"]
+
+
+def often(pair: PairSummary, styles: Styles) -> str:
+    """A clause with how often the pair's first policy is preferred; if neither is ahead, neither is named."""
+    if is_even(pair):
+        return "every verdict is a tie" if all_tied(pair) else "each of the two is preferred half of the time"
+    return f"{styles[pair.policy_a].title} is preferred {percent(pair.win_rate.mean)} of the time"
+
+
+def is_even(pair: PairSummary) -> bool:
+    """Returns whether a win rate is one half, up to rounding."""
+    return math.isclose(pair.win_rate.mean, 0.5, rel_tol=0, abs_tol=1e-9)
+
+
+def all_tied(pair: PairSummary) -> bool:
+    """Returns whether no verdict prefers either policy."""
+    return pair.verdicts.wins == pair.verdicts.losses == 0
+
+
+def answer_of(summary: Summary, styles: Styles) -> Answer:
+    """The answer by the first judge, and whether the others agree. Pairs have the policy ahead first."""
+    judges = [judge for judge in summary.judges if judge.num_verdicts]
+    if not judges:
+        return Answer("unclear", "There is no result: no verdict succeeded.", ())
+    first, *others = judges
+    if len(summary.policies) == 2:
+        tone, text = _of_two(first.pairs[0], first.judge, styles)
+        limits = [] if first.pairs[0].different else [detectable(first.pairs[0])]
+        more = [*limits, *(_other_judge(judge, first.pairs[0], styles) for judge in others)]
+    else:
+        tone, text = _of_many(first, len(summary.policies), styles)
+        more = [
+            *_lead(first, styles),
+            _pairs_shown(first),
+            *_ranks_and_pairs(first),
+            *(_of_many(judge, len(summary.policies), styles)[1] for judge in others),
+        ]
+    return Answer(tone, text, tuple(more))
+
+
+def evidence(pair: PairSummary) -> str:
+    """The evidence, in brackets after a claim about two policies."""
+    rate = pair.win_rate
+    kind = "interval, widened by Holm's correction," if is_taken_back(pair) else "95% interval"
+    return (
+        f"{kind} {share_ends(rate.low, rate.high)}, ties counting half; {p_value(pair.significance.holm_p)};"
+        f" {count_of(pair.win_rate.num_prompts, 'prompt')}"
+    )
+
+
+def is_taken_back(pair: PairSummary) -> bool:
+    """Returns whether the pair alone would show a difference, which Holm's correction for all pairs takes back."""
+    return pair.significance.p < ALPHA <= pair.significance.holm_p
+
+
+def _of_two(pair: PairSummary, judge: str, styles: Styles) -> tuple[Tone, str]:
+    ahead, behind, mean = styles[pair.policy_a].title, styles[pair.policy_b].title, percent(pair.win_rate.mean)
+    if pair.different:
+        return "better", f"{ahead} is preferred to {behind} {mean} of the time by the judge {judge} ({evidence(pair)})."
+    return "unclear", (
+        f"No difference between {ahead} and {behind} is shown by the judge {judge}: {often(pair, styles)}"
+        f" ({evidence(pair)})."
+    )
+
+
+def detectable(pair: PairSummary) -> str:
+    """The smallest difference that this many prompts could have shown."""
+    prompts = count_of(pair.win_rate.num_prompts, "prompt")
+    if math.isnan(pair.power.detectable):
+        decided = pair.prompts.wins + pair.prompts.losses
+        if decided == pair.win_rate.num_prompts:
+            return f"With {prompts} no difference could have been shown."
+        ties = f"only {number(decided)} of them without a tie" if decided else "all of them ties"
+        return f"With {prompts}, {ties}, no difference could have been shown."
+    return (
+        f"With {prompts}, 4 of 5 such studies would only detect a win rate {points(pair.power.detectable)} points or"
+        " more from 50%."
+    )
+
+
+def _other_judge(judge: JudgeSummary, first: PairSummary, styles: Styles) -> str:
+    """Another judge's result on the same two policies."""
+    pair = judge.pairs[0]
+    said = f"{often(pair, styles)} ({evidence(pair)})"
+    if not pair.different:
+        return f"The judge {judge.judge} shows no difference: {said}."
+    contrary = "contrary to the first judge, " if first.different and pair.policy_a != first.policy_a else ""
+    return f"By the judge {judge.judge}, {contrary}{said}."
+
+
+def _lead(judge: JudgeSummary, styles: Styles) -> list[str]:
+    """How often the highest-rated policy is preferred to the next, if a judge has verdicts on the two."""
+    top = {rating.policy for rating in by_rating(judge.ratings[0])[:2]}
+    found = [pair for pair in judge.pairs if {pair.policy_a, pair.policy_b} == top]
+    return [_lead_in_words(pair, styles) for pair in found]
+
+
+def _lead_in_words(pair: PairSummary, styles: Styles) -> str:
+    a, b = styles[pair.policy_a].title, styles[pair.policy_b].title
+    if is_even(pair):
+        return f"Of {a} and {b} {often(pair, styles)} ({evidence(pair)})."
+    return f"{a} is preferred to {b} {percent(pair.win_rate.mean)} of the time ({evidence(pair)})."
+
+
+def _pairs_shown(judge: JudgeSummary) -> str:
+    """How many pairs differ, and what could have been shown about the others."""
+    shown = sum(pair.different for pair in judge.pairs)
+    least = [pair.power.detectable for pair in judge.pairs if not pair.different]
+    if not least:
+        return f"All {count_of(shown, 'pair')} differ after Holm's correction."
+    text = f"Of {count_of(len(judge.pairs), 'pair')} {shown} differ{'s' if shown == 1 else ''} after Holm's correction"
+    if any(math.isnan(value) for value in least):
+        return f"{text}; other pairs have too few prompts to show any difference."
+    return (
+        f"{text}; for the {'other' if len(least) == 1 else 'others'}, 4 of 5 such studies would detect a win rate"
+        f" {points(max(least))} points or more from 50%."
+    )
+
+
+def _ranks_and_pairs(judge: JudgeSummary) -> list[str]:
+    """Says why the ranks settle the order of two policies whose pair shows no difference, or the reverse."""
+    ranks = {rating.policy: rating for rating in judge.ratings[0].policies}
+    for pair in judge.pairs:
+        a, b = ranks.get(pair.policy_a), ranks.get(pair.policy_b)
+        if a and b and pair.different != (a.worst_rank < b.best_rank or b.worst_rank < a.best_rank):
+            return [
+                "Ranks follow from the verdicts on all pairs together, a pair's win rate from its own verdicts alone:"
+                " one can settle an order that the other leaves open."
+            ]
+    return []
+
+
+def _of_many(judge: JudgeSummary, num_policies: int, styles: Styles) -> tuple[Tone, str]:
+    """The ranking by a judge's first ratings, as far as its rank ranges settle it."""
+    ratings = judge.ratings[0]
+    if len(ratings.islands) > 1:
+        return "unclear", f"There is no ranking of all policies by the judge {judge.judge}: {islands(ratings, styles)}."
+    if not ratings.policies:
+        return "unclear", f"There is no ranking by the judge {judge.judge}: {ratings.reason}."
+    ordered = by_rating(ratings)
+    leaders = [f"{styles[r.policy].title} ({rank_range(r)})" for r in ordered if r.best_rank == 1]
+    rest = [f"{styles[r.policy].title} ({rank_range(r)})" for r in ordered if r.best_rank > 1]
+    if len(leaders) == 1:
+        best = styles[ordered[0].policy].title
+        return (
+            "better",
+            f"{best} is the best of {num_policies} policies by the judge {judge.judge}, ahead of {listed(rest)}.",
+        )
+    not_best = f", {listed(rest)} {'is' if len(rest) == 1 else 'are'} not" if rest else ""
+    return "unclear", (
+        f"Which of {num_policies} policies is the best is not settled by the judge {judge.judge}:"
+        f" {listed(leaders, 'or')} may be{not_best}."
+    )
+
+
+def by_rating(ratings: Ratings) -> list[Rating]:
+    """Best first; equal ratings keep the comparison's order."""
+    return sorted(ratings.policies, key=lambda rating: -rating.value)
+
+
+def rank_range(rating: Rating) -> str:
+    """Formats "rank 1", or "rank 1 to 3"."""
+    if rating.best_rank == rating.worst_rank:
+        return f"rank {rating.best_rank}"
+    return f"rank {rating.best_rank} to {rating.worst_rank}"
+
+
+def islands(ratings: Ratings, styles: Styles) -> str:
+    """Names the groups of policies that no verdict connects."""
+    first, *rest = [listed([styles[name].title for name in group]) for group in ratings.islands]
+    return f"no verdict connects {first} with {' or with '.join(rest)}"

@@ -1,0 +1,195 @@
+"""The measures of a comparison as tables: everything in measures.json is shown.
+
+    policies            {policy: evaluation.measures.policies.PolicyMeasures}: a table with a column per policy
+    tax                 evaluation.measures.tax.Tax: likewise
+    anything else       figures by their place, a list of objects as a separate table; curves.py draws
+                        `over_optimisation` and `reward_model`
+
+A figure is a number, a text, or {mean, low, high}; objects nest.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evaluation.compare.report.answer import Styles
+from evaluation.measures.tax import Tax
+from files.records import as_json, record_of
+from preferences.statistics.estimates import Interval
+from stages.reports.parts import Cell, Details, Row, Table
+from stages.reports.text import UNKNOWN, number
+
+# Labels of places in PolicyMeasures; other places are their own labels.
+TITLES = {
+    "kl_nats": "KL to the reference, nats",
+    "kl_bound_nats": "KL of best-of-n at most, nats",
+    "proxy_score": "score of the reward model that was trained on",
+    "diversity.num_prompts": "prompts",
+    "diversity.num_responses": "responses",
+    "diversity.within.num_samples": "within a prompt: responses compared",
+    "diversity.within.identical": "within a prompt: identical pairs",
+    "diversity.within.distinct_2": "within a prompt: distinct bigrams",
+    "diversity.within.self_bleu": "within a prompt: self-BLEU",
+    "diversity.across.num_words": "across prompts: words compared",
+    "diversity.across.identical": "across prompts: identical pairs",
+    "diversity.across.distinct_1": "across prompts: distinct words",
+    "diversity.across.distinct_2": "across prompts: distinct bigrams",
+    "diversity.across.self_bleu": "across prompts: self-BLEU",
+    "diversity.words.mean": "words per response",
+    "diversity.words.quantiles": "words: 0, 5, 25, 50, 75, 95 and 100% quantiles",
+    "diversity.tokens": "tokens per response",
+    "diversity.tokens.mean": "tokens per response",
+    "diversity.tokens.quantiles": "tokens: 0, 5, 25, 50, 75, 95 and 100% quantiles",
+    "diversity.finished": "ended with the end token",
+    "diversity.repetition": "repeated 4-grams",
+    "diversity.empty": "empty responses",
+}
+FROM_FILE = "From measures.json."
+SMALL = 0.01  # a smaller number is shown by significant digits
+
+
+def measure_tables(measures: Mapping[str, Any], styles: Styles) -> list[Details]:
+    """Returns all tables: policies first, then the rest in the file's order."""
+    tables = []
+    policies = measures.get("policies")
+    if isinstance(policies, Mapping) and policies:
+        tables.append(_policy_table(policies, styles))
+    tax = measures.get("tax")
+    if isinstance(tax, Mapping):
+        tables.append(_tax_table(record_of(tax, Tax, "measures.json: tax"), styles))
+    rest = {name: value for name, value in measures.items() if name not in ("policies", "tax")}
+    single = [
+        line for name, value in rest.items() if not isinstance(value, Mapping | list) for line in figures(value, name)
+    ]
+    if single:
+        tables.append(_table("Single figures", FROM_FILE, ("Measure", "Value"), _titled(single)))
+    for name, value in rest.items():
+        if isinstance(value, Mapping | list):
+            tables += _tables(name, value)
+    return tables
+
+
+def _table(
+    title: str, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, is_open: bool = False
+) -> Details:
+    """A folded table of texts; the first cell of a row is its header."""
+    found = tuple(Row((head,), tuple(Cell(text) for text in texts)) for head, *texts in rows)
+    return Details(title, (Table(caption, tuple(columns), found, title=title),), is_open)
+
+
+def _policy_table(policies: Mapping[str, Any], styles: Styles) -> Details:
+    found = {name: dict(figures(value)) for name, value in policies.items()}
+    places = list(dict.fromkeys(place for own in found.values() for place in own))
+    known = [place for place in places if any(own.get(place, UNKNOWN) != UNKNOWN for own in found.values())]
+    # Lengths in tokens are one place if they were not counted, and two if they were.
+    unknown = [place for place in places if place not in known and not any(k.startswith(f"{place}.") for k in known)]
+    titles = (styles[name].title if name in styles else name for name in found)
+    rows = [(_title(place), *(own.get(place, UNKNOWN) for own in found.values())) for place in known]
+    caption = (
+        "The measures of each policy; in brackets 95% intervals over prompts. Each is that policy's own: whether two"
+        f" policies differ is for the win rates to say. {FROM_FILE}"
+    )
+    if unknown:
+        caption += f" Not known of any policy: {'; '.join(_title(place) for place in unknown)}."
+    return _table("Policies", caption, ("Measure", *titles), rows, is_open=True)
+
+
+def _tax_table(tax: Tax, styles: Styles) -> Details:
+    """Each policy's quality as a language model, and below it the difference from the policy before alignment."""
+    measured = [("bits per byte", tax.bits_per_byte)]
+    for task in tax.tasks:
+        name = f"{task.task}, {number(task.num_shots)} shots"
+        measured += [(f"{name}: exact match", task.exact_match), (f"{name}: bits per byte", task.bits_per_byte)]
+    policies = list(dict.fromkeys(policy for _, changes in measured for policy in changes))
+    titles = {policy: styles[policy].title if policy in styles else policy for policy in [*policies, tax.before]}
+    rows = []
+    for name, changes in measured:
+        own = [changes.get(policy) for policy in policies]
+        rows.append((name, *(UNKNOWN if one is None else _interval(one.value) for one in own)))
+        above = [UNKNOWN if one is None else _interval(one.above_before) for one in own]
+        rows.append((f"{name}, above {titles[tax.before]}'s", *above))
+    caption = (
+        f"{number(tax.num_documents)} held-out texts of {number(tax.num_bytes)} bytes; bits per byte: lower is"
+        f" better; exact match: higher is. In brackets 95% intervals. {FROM_FILE}"
+    )
+    columns = ("Measure", *(titles[policy] for policy in policies))
+    return _table("Alignment tax", caption, columns, rows, is_open=True)
+
+
+def _tables(name: str, value: Any) -> list[Details]:
+    """Returns one table of single figures, and one for every list of objects in them."""
+    rows = figures(value)
+    tables = [_table(_title(name), FROM_FILE, ("Measure", "Value"), _titled(rows))] if rows else []
+    return tables + [
+        _list_table(_title(f"{name}.{place}" if place else name), entries) for place, entries in _lists(value)
+    ]
+
+
+def _titled(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [(_title(place), text) for place, text in rows]
+
+
+def _list_table(title: str, entries: Sequence[Mapping[str, Any]]) -> Details:
+    found = [dict(figures(entry)) for entry in entries]
+    columns = list(dict.fromkeys(place for own in found for place in own))
+    rows = [tuple(own.get(place, UNKNOWN) for place in columns) for own in found]
+    return _table(title, FROM_FILE, [_title(column) for column in columns], rows)
+
+
+def figures(value: Any, place: str = "") -> list[tuple[str, str]]:
+    """Yields (place, text) of every figure in a value, except lists of objects.
+
+    A figure is {mean, low, high}; an object with a figure named "mean" is not one.
+    """
+    if isinstance(value, Mapping):
+        found = []
+        rest = value
+        if "mean" in value and not isinstance(value["mean"], Mapping):
+            found.append((place, _figure(value)))
+            rest = {key: entry for key, entry in value.items() if key not in ("mean", "low", "high")}
+        return found + [
+            line for key, entry in rest.items() for line in figures(entry, f"{place}.{key}" if place else str(key))
+        ]
+    if _is_list_of_objects(value):
+        return []
+    if isinstance(value, list):
+        return [(place, ", ".join(text for entry in value for _, text in figures(entry)))] if value else []
+    return [(place, _number(value))]
+
+
+def _lists(value: Any, place: str = "") -> list[tuple[str, list[Mapping[str, Any]]]]:
+    """Yields (place, entries) of every list of objects in a value."""
+    if _is_list_of_objects(value):
+        return [(place, value)]
+    if not isinstance(value, Mapping):
+        return []
+    return [found for key, entry in value.items() for found in _lists(entry, f"{place}.{key}" if place else str(key))]
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(entry, Mapping) for entry in value)
+
+
+def _figure(value: Mapping[str, Any]) -> str:
+    """Formats a figure with its interval, unless that has no width: prompts that all came out alike say nothing
+    about precision."""
+    low, high = value.get("low"), value.get("high")
+    ends = "" if low is None or high is None or low == high else f" ({_number(low)} to {_number(high)})"
+    return _number(value["mean"]) + ends
+
+
+def _interval(found: Interval) -> str:
+    return _figure(as_json(found))
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return value or UNKNOWN
+    if isinstance(value, float) and 0 < abs(value) < SMALL:
+        return f"{value:.2g}".replace("-", "\u2212")
+    return number(value)
+
+
+def _title(place: str) -> str:
+    return TITLES.get(place) or place.replace("_", " ").replace(".", ", ")

@@ -1,0 +1,150 @@
+"""The report of a comparison: report.json with every number and its rows, and report.html for reading.
+
+Both depend only on the comparison's folder, so the same folder gives the same report, byte for byte.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from evaluation.compare.folder import VERDICTS, ComparisonFolder, read_comparison
+from evaluation.compare.report.answer import Styles, answer_of
+from evaluation.compare.report.curves import curve_parts
+from evaluation.compare.report.measures import measure_tables
+from evaluation.compare.report.pairs import as_shown
+from evaluation.compare.report.samples import MAX_CHARACTERS, MAX_PROMPTS, samples_of
+from evaluation.compare.report.sections import Sections, meta_of
+from evaluation.compare.report.sources import Source, sources_of
+from evaluation.compare.report.warnings import warnings_of
+from evaluation.statistics.results import Summary
+from evaluation.statistics.summary import summarise
+from files.records import as_json
+from stages.reports.page import Page
+from stages.reports.page import render as render_page
+from stages.reports.parts import Cell, Details, Note, Row, Section, Table
+from stages.reports.report import write_pages
+from stages.reports.samples import Samples
+from stages.reports.styles import styles_of
+from stages.reports.text import clean_json, number
+
+
+def write_comparison_report(folder: Path) -> dict[str, Any]:
+    """Write report.json and report.html into a comparison's folder. Returns the contents of report.json.
+
+    Raises: ValueError if a file in the folder is absent, malformed, or contradicts another; the message names it and
+    the row.
+    """
+    page, report = render(read_comparison(folder))
+    write_pages(folder, page, report)
+    return report
+
+
+def render(
+    comparison: ComparisonFolder, *, max_prompts: int = MAX_PROMPTS, max_characters: int = MAX_CHARACTERS
+) -> tuple[str, dict[str, Any]]:
+    """Returns the page, and the contents of report.json. The limits apply to the prompts and characters of the
+    sample browser."""
+    summary = as_shown(summary_of(comparison), comparison.judges)
+    styles = styles_of(comparison.policies)
+    sources = sources_of(comparison, summary)
+    samples = samples_of(comparison, styles, max_prompts=max_prompts, max_characters=max_characters)
+    page = Page(
+        kicker="Heed comparison",
+        title=comparison.name,
+        meta=meta_of(summary),
+        answer=answer_of(summary, styles),
+        sections=(
+            *Sections(summary, styles, sources).all(),
+            *_measures(comparison, styles),
+            Section("samples", "Samples side by side", (_about(samples), samples)),
+            _origins(comparison, sources),
+        ),
+        skip_to=("samples", "the samples"),
+        styles=tuple(styles.values()),
+        warnings=warnings_of(comparison, summary, styles),
+    )
+    return render_page(page), clean_json(_report(comparison, page, samples, as_json(summary), as_json(sources)))
+
+
+def summary_of(comparison: ComparisonFolder) -> Summary:
+    """Computes all statistics of the folder's verdicts. Raises: ValueError for verdicts that contradict each other."""
+    try:
+        return summarise(comparison.verdicts, comparison.policies, seed=comparison.seed)
+    except ValueError as error:
+        raise ValueError(f"{VERDICTS}: {error}") from None
+
+
+def _measures(comparison: ComparisonFolder, styles: Styles) -> list[Section]:
+    parts = (*curve_parts(comparison.measures), *measure_tables(comparison.measures, styles))
+    return [Section("measures", "Measures", parts)] if parts else []
+
+
+def _about(samples: Samples) -> Note:
+    held = (
+        f"This page holds {number(len(samples.prompts))} of {number(samples.num_prompts)} prompts, evenly spread over"
+        " all; the files hold the rest."
+        if samples.is_cut
+        else f"All {number(samples.num_prompts)} prompts, with every response and every verdict."
+    )
+    return Note(f"{held} Next to each prompt is what each judge's verdicts on it come to.")
+
+
+def _origins(comparison: ComparisonFolder, sources: Mapping[str, Source]) -> Section:
+    about = Note(
+        "Every figure is computed from rows of this folder's files, named below it. report.json holds all of them in"
+        " full precision; its sources give each field's file and rows, as filters that pandas and pyarrow take."
+    )
+    settings = [Row((path,), (Cell(value),)) for path, value in flat(comparison.settings)]
+    files = [Row((file,), (Cell(sha256, is_code=True),)) for file, sha256 in comparison.files.items()]
+    rows = [
+        Row((field,), (Cell(source.file), Cell(_num_rows(source)), Cell(source.how)))
+        for field, source in sources.items()
+    ]
+    places = (
+        "Places in report.json, the rows they are computed from, and how. Where a field is not listed, the longest"
+        " place that it begins with is."
+    )
+    columns = ("In report.json", "File", "Rows", "How")
+    tables = (
+        Details("Settings", (Table("compare.json, as resolved.", (), tuple(settings), title="Settings"),)),
+        Details("Files", (Table("What was read, by SHA-256.", (), tuple(files), title="Files"),)),
+        Details(
+            "Rows of each figure",
+            (Table(places, columns, tuple(rows), title="Rows of each figure"),),
+            is_printed=False,
+        ),
+    )
+    return Section("made", "How it was made, and where the numbers come from", (about, *tables))
+
+
+def _num_rows(source: Source) -> str:
+    return number(source.num_rows) if source.file == VERDICTS else ""
+
+
+def _report(
+    comparison: ComparisonFolder, page: Page, samples: Samples, summary: dict[str, Any], sources: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "comparison": comparison.name,
+        "answer": as_json(page.answer),
+        "warnings": list(page.warnings),
+        "summary": summary,
+        "measures": dict(comparison.measures),
+        "samples": {
+            "num_shown": len(samples.prompts),
+            "num_prompts": samples.num_prompts,
+            "prompt_ids": [prompt.prompt_id for prompt in samples.prompts],
+        },
+        "settings": dict(comparison.settings),
+        "sources": sources,
+        "files": dict(comparison.files),
+    }
+
+
+def flat(value: Any, path: str = "") -> list[tuple[str, str]]:
+    """Returns settings as (dotted path, text), one entry per line."""
+    if isinstance(value, dict | list) and value:
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        return [line for key, entry in entries for line in flat(entry, f"{path}.{key}" if path else str(key))]
+    return [(path, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))]

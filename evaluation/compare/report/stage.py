@@ -1,0 +1,364 @@
+"""The comparison in the report of a run. The comparison's own page has every prompt, test and rating."""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite, nan
+
+import numpy as np
+
+from evaluation.compare.report.hacking import hacking_section, verdict
+from evaluation.compare.results import GOLD, CompareResults, SampledPrompt, WinRateResults
+from preferences.statistics.estimates import Interval
+from stages.reports.curves import stage_block
+from stages.reports.parts import Answer, Cell, Columns, Figure, Headline, Note, Part, Row, Section, StageReport, StageReporter, Table
+from stages.reports.plots import KLPoint, KLSeries, Measured, interval_figure, kl_figure
+from stages.reports.samples import Samples, ShownPrompt, ShownResponse, anchor_of, folded, start_of
+from stages.reports.stage_folder import StageFolder
+from stages.reports.stage_report import headline_of, headline_of_share
+from stages.reports.styles import PolicyStyle, styles_of
+from stages.reports.text import UNKNOWN, count, ends_of, label, number, percent, share_ends
+
+# Below these shares of SFT's value, or of all responses, the answer warns of collapse.
+LEAST_DIVERSITY_KEPT = 0.85
+LEAST_END_RATE = 0.9
+NUM_OPEN_SAMPLES = 3
+BEST_OF = re.compile(r"best_of_\d+")
+
+Styles = Mapping[str, PolicyStyle]
+
+
+def report(stage: StageFolder) -> StageReport:
+    results = stage.results(CompareResults)
+    if results is None:
+        return StageReport((stage_block(stage, (), ()),))
+    styles = styles_of(list(results.policies))
+    return StageReport(
+        sections=(
+            Section("comparison", "The comparison", _parts(stage, results, styles)),
+            *((hacking_section(results.hacking),) if results.hacking is not None else ()),
+            Section("samples", "Samples side by side", _samples(results, styles)),
+        ),
+        headlines=_headlines(stage, results),
+        answer=answer_of(results, styles),
+        styles=tuple(styles.values()),
+    )
+
+
+def _parts(stage: StageFolder, results: CompareResults, styles: Styles) -> tuple[Part, ...]:
+    facts = (
+        ("Judge", label(results.judge.name)),
+        ("Prompts", count(results.num_prompts)),
+        ("Samples per prompt", count(results.num_samples)),
+        ("Temperature", number(results.temperature)),
+        *((("Prompts read", str(results.overlong)),) if results.overlong else ()),
+        *(rows.fact for rows in results.sources),
+    )
+    scores = [Measured(s.title, s.tone, s.marker, results.policies[name].gold_score) for name, s in styles.items()]
+    title, unit = score_title(results), "mean and 95% interval over prompts, higher is better"
+    is_scored = any(isfinite(found.gold_score.mean) for found in results.policies.values())  # people may not rate
+    figures = (interval_figure(scores, title=title, unit=unit, name="gold"),) if is_scored else ()
+    kl_figures = [_kl_figure(results, styles, *which) for which in KL_FIGURES]
+    return (
+        Note(f"{REPORTER.about} The judge: {results.judge.description}"),
+        *stage_block(stage, facts, (), in_a_row=True).parts,
+        Columns((win_table(results, styles), *figures)),
+        Columns(tuple(figure for figure in kl_figures if figure is not None)),
+        Note(
+            "SFT stands at 0 nats by definition. Best-of-n stands at its bound, log n − (n − 1)/n, the most its KL can"
+            " be. The pretrained model is left out, since it does not start from SFT.",
+            "aside",
+        ),
+        Columns((policy_table(results, styles), *_kind_tables(results, styles))),
+        Note(
+            "All prompts, with tests, ratings, diversity and every verdict:",
+            "aside",
+            (f"{stage.name}/report.html", "the page of the comparison"),
+        ),
+    )
+
+
+def score_title(results: CompareResults) -> str:
+    """The name of the judge's score: gold only if it is a world's."""
+    return "Gold score" if results.judge.kind == GOLD else "Judge's score"
+
+
+def win_table(results: CompareResults, styles: Styles) -> Table:
+    """The win rate of every policy against every other."""
+    rows = tuple(
+        Row((styles[first],), tuple(_win_cell(results, first, second) for second in styles)) for first in styles
+    )
+    caption = (
+        "How often the policy of the row beats the policy of the column, with 95% intervals. Bold: a difference is"
+        " shown (p < .05, corrected for all pairs by Holm's method). Where the correction takes a difference back, the"
+        " interval is widened to that level and includes 50%."
+    )
+    return Table(caption, ("Row over column", *styles.values()), rows, "by-policy matrix", "Win rates")
+
+
+def _win_cell(results: CompareResults, first: str, second: str) -> Cell:
+    pair = results.pairs.get(f"{first}/{second}")
+    if pair is None or not isfinite(pair.win_rate.mean):
+        return Cell("" if first == second else UNKNOWN)
+    rate = pair.win_rate
+    ends = share_ends(rate.low, rate.high)
+    return Cell(percent(rate.mean), ends, tint=2 * rate.mean - 1, is_clear=rate.different)
+
+
+def policy_table(results: CompareResults, styles: Styles) -> Table:
+    """Every policy's metrics with their intervals."""
+    bounds = _kl_bounds(results)
+    own = {name: results.policies[name] for name in styles}
+    cells = {
+        score_title(results): [_mean_cell(found.gold_score) for found in own.values()],
+        "Share above the pass mark": [_share_cell(found.pass_share) for found in own.values()],
+        "Reward model's score": [_mean_cell(found.proxy_score) for found in own.values()],
+        "KL from SFT, nats": [
+            Cell(f"≤ {number(bounds[name], 1)}", "bound") if name in bounds else _mean_cell(found.kl_nats, 1)
+            for name, found in own.items()
+        ],
+        "Distinct-2": [Cell(number(found.distinct_2)) for found in own.values()],
+        "Responses that end": [Cell(percent(found.end_rate)) for found in own.values()],
+        "Mean length, tokens": [Cell(number(found.mean_tokens, 0)) for found in own.values()],
+    }
+    rows = tuple(Row((name,), tuple(found)) for name, found in cells.items() if any(c.text != UNKNOWN for c in found))
+    caption = (
+        "Figures of each policy; 95% intervals over prompts below the means. Each is that policy's own: whether two"
+        " policies differ is for the win rates to say."
+    )
+    return Table(caption, ("Figure", *styles.values()), rows, "by-policy", "Policies")
+
+
+def _mean_cell(found: Interval | None, digits: int = 2) -> Cell:
+    if found is None or not isfinite(found.mean):
+        return Cell(UNKNOWN)
+    return Cell(number(float(found.mean), digits), ends_of(found, digits))
+
+
+def _share_cell(found: Interval) -> Cell:
+    return Cell(percent(found.mean), share_ends(found.low, found.high))
+
+
+def _kind_tables(results: CompareResults, styles: Styles) -> tuple[Table, ...]:
+    """Returns one table, or none if the prompts have no kinds."""
+    kinds = sorted({kind for found in results.policies.values() for kind in found.by_kind})
+    if kinds in ([], [""]):
+        return ()
+    rows = tuple(
+        Row((label(kind),), tuple(Cell(number(results.policies[name].by_kind.get(kind))) for name in styles))
+        for kind in kinds
+    )
+    caption = "Mean score of the judge by kind of prompt."
+    return (Table(caption, ("Kind", *styles.values()), rows, "by-policy", "Kinds of prompt"),)
+
+
+KL_FIGURES = (
+    ("gold_score", "Judge's score against KL", "what the judge sees"),
+    ("proxy_score", "Reward model's score against KL", "what PPO is trained on"),
+)
+
+
+def _kl_figure(results: CompareResults, styles: Styles, field: str, title: str, unit: str) -> Figure | None:
+    """Scores against the distance from the SFT policy."""
+    bounds = _kl_bounds(results)
+    series = []
+    if results.best_of_n:
+        points = tuple(
+            KLPoint(
+                f"best of {found.n}", found.kl_bound_nats, getattr(found, field),
+                f"n={found.n}" if found.n > 1 and f"best_of_{found.n}" not in styles else "",
+            )
+            for found in results.best_of_n
+        )  # fmt: skip
+        key = "best-of-n from SFT, at the most its KL can be"
+        series.append(KLSeries(key, "best-of-n", "D", points, is_joined=True, is_band=True))
+    if field == "proxy_score" and results.training_scores:
+        trail = (np.array(results.training_kl_nats), np.array(results.training_scores))
+        series.append(KLSeries("PPO in training", "ppo", "^", trail=trail))
+    for name, style in styles.items():
+        found = results.policies[name]
+        kl = 0.0 if name == "sft" else bounds.get(name, nan if found.kl_nats is None else found.kl_nats.mean)
+        score = getattr(found, field)
+        # The pretrained model does not start from SFT; it is so far away that it would squeeze the others into a
+        # corner.
+        if name != "pretrained" and isfinite(kl) and score is not None and isfinite(score.mean):
+            point = KLPoint(style.title, kl, score, style.title)
+            series.append(KLSeries("", style.tone, style.marker, (point,)))
+    if not series:
+        return None
+    name = field.replace("_", "-")
+    return kl_figure(series, title=title, unit=unit, name=name, x_label="KL from SFT, nats")
+
+
+def _kl_bounds(results: CompareResults) -> dict[str, float]:
+    """Upper bounds of the KL of each best-of-n policy, in nats, by the policy's name."""
+    return {f"best_of_{found.n}": found.kl_bound_nats for found in results.best_of_n}
+
+
+def _samples(results: CompareResults, styles: Styles) -> tuple[Part, ...]:
+    kinds = sorted({sample.kind for sample in results.samples})
+    prompts = tuple(
+        _shown(sample, styles, kinds, is_open=place < NUM_OPEN_SAMPLES) for place, sample in enumerate(results.samples)
+    )
+    about = Note("The first sample of each policy on held-out prompts, unselected.")
+    return about, Samples(prompts, len(prompts), categories=tuple(kinds))
+
+
+def _shown(sample: SampledPrompt, styles: Styles, kinds: Sequence[str], *, is_open: bool) -> ShownPrompt:
+    messages = (("user", sample.prompt),)
+    return ShownPrompt(
+        anchor=anchor_of(sample.prompt_id),
+        prompt_id=sample.prompt_id,
+        category=sample.kind,
+        start=start_of(messages),
+        messages=tuple((role, folded(text)) for role, text in messages),
+        responses=tuple(
+            (style, (ShownResponse(0, folded(found.text), _scores(found.gold_score, found.proxy_score)),))
+            for name, style in styles.items()
+            if (found := sample.responses.get(name)) is not None
+        ),
+        is_open=is_open,
+        category_place=kinds.index(sample.kind),
+    )
+
+
+def _scores(gold: float, proxy: float) -> str:
+    return f"judge {number(float(gold))}, reward model {number(float(proxy))}"
+
+
+def _trained(results: CompareResults) -> list[str]:
+    """The policies that a stage trained from SFT's, in the job's order."""
+    return [name for name in results.policies if name not in ("pretrained", "sft") and not BEST_OF.fullmatch(name)]
+
+
+def _headlines(stage: StageFolder, results: CompareResults) -> tuple[Headline, ...]:
+    styles = styles_of(list(results.policies))
+    return tuple(line for name in _trained(results) for line in _headlines_of(stage, results, styles[name]))
+
+
+def _headlines_of(stage: StageFolder, results: CompareResults, style: PolicyStyle) -> Iterator[Headline]:
+    name, title = style.name, style.title
+    policy, rate = results.policies[name], _over(results, name, "sft")
+    if rate is not None:
+        span, detail = (rate.mean, rate.low, rate.high), f"{number(rate.num_prompts)} held-out prompts"
+        yield headline_of_share(stage, f"pairs.{name}/sft.win_rate", f"{title} over SFT", span, detail)
+    if isfinite(policy.gold_score.mean):
+        sft = results.policies["sft"].gold_score.mean
+        detail = ", ".join(part for part in (ends_of(policy.gold_score), f"SFT {number(float(sft))}") if part)
+        mean = policy.gold_score.mean
+        text, field = number(float(mean)), f"policies.{name}.gold_score.mean"
+        yield headline_of(stage, field, f"{score_title(results)}, {title}", mean, text, detail)
+    if isfinite(policy.pass_share.mean):
+        span = (policy.pass_share.mean, policy.pass_share.low, policy.pass_share.high)
+        yield headline_of_share(stage, f"policies.{name}.pass_share", f"{title} above the pass mark", span)
+    kl = policy.kl_nats
+    if kl is not None and isfinite(kl.mean):
+        # In the position of PPO's own headline, which shows the KL of its last iteration until the comparison has run.
+        file, field = f"{stage.name}/results.json", f"policies.{name}.kl_nats.mean"
+        detail = ", ".join(part for part in (ends_of(kl, 1), "held-out prompts") if part)
+        about = "KL from SFT" if len(_trained(results)) == 1 else f"KL from SFT, {title}"
+        yield Headline(f"{name}.kl_nats", file, field, kl.mean, about, f"{number(kl.mean, 1)} nats", detail)
+
+
+def _over(results: CompareResults, name: str, other: str) -> WinRateResults | None:
+    """Returns None if the policies were not compared, or nothing is known."""
+    pair = results.pairs.get(f"{name}/{other}")
+    return None if pair is None or not isfinite(pair.win_rate.mean) else pair.win_rate
+
+
+def answer_of(results: CompareResults, styles: Styles) -> Answer:
+    """Says whether each trained policy is preferred to SFT's, and what that alone would hide. The tone is that of the
+    last policy, which the run ends with. `more` says whether the reward was hacked, or why that cannot be said.
+    """
+    trained = _trained(results)
+    answers = [_answer_of(results, styles, name) for name in trained]
+    between = [
+        _between(styles[one], styles[other], rate)
+        for one, other in itertools.combinations(reversed(trained), 2)
+        if (rate := _over(results, one, other)) is not None
+    ]
+    text = " ".join([*(answer.text for answer in reversed(answers)), *between])
+    more: tuple[str, ...] = ()
+    if results.hacking is not None:
+        more = (verdict(results.hacking).text, *_rate_and_score(results))
+    elif results.judge.is_reward:
+        more = (
+            "The judge is the reward or comes from the same file, so this does not show whether the reward was gamed.",
+        )
+    return Answer(answers[-1].tone, text, more)
+
+
+def _between(one: PolicyStyle, other: PolicyStyle, rate: WinRateResults) -> str:
+    """Which of two trained policies is preferred."""
+    ends = f" (95% {share_ends(rate.low, rate.high)})" if isfinite(rate.low) and isfinite(rate.high) else ""
+    wins = f"{one.title} beats {other.title} {percent(rate.mean)} of the time{ends}"
+    return f"{wins}." if rate.different else f"{wins}, which shows no difference."
+
+
+def _answer_of(results: CompareResults, styles: Styles, name: str) -> Answer:
+    rate, title = _over(results, name, "sft"), styles[name].title
+    if rate is None:
+        return Answer("unclear", f"{title} and SFT have not been compared.")
+    policy, sft = results.policies[name], results.policies["sft"]
+    answer = _win_answer(rate, title)
+    kl = "" if policy.kl_nats is None else f" Its KL from SFT is {number(float(policy.kl_nats.mean), 1)} nats."
+    scores = (
+        f"The judge's mean score goes from {number(float(sft.gold_score.mean))} (SFT) to"
+        f" {number(float(policy.gold_score.mean))} ({title})"
+    )
+    if not isfinite(policy.gold_score.mean):  # people gave no ratings
+        return Answer(answer.tone, " ".join([f"{answer.text}.{kl}", *_warnings(results, styles, name)]))
+    best = [
+        f"{style.title.replace('Best of ', 'best-of-')} from SFT reaches"
+        f" {number(float(results.policies[own].gold_score.mean))}"
+        for own, style in styles.items()
+        if style.tone == "best-of-n"
+    ]
+    sentences = [f"{answer.text}.{kl}", f"{'; '.join([scores, *best])}.", *_warnings(results, styles, name)]
+    return Answer(answer.tone, " ".join(sentences))
+
+
+def _rate_and_score(results: CompareResults) -> tuple[str, ...]:
+    """Says why only one of PPO's win rate and mean score shows a difference from SFT."""
+    rate = _over(results, "ppo", "sft")
+    if rate is None or results.hacking is None:
+        return ()
+    gain = results.hacking.overall.judge
+    if rate.different == (gain.low > 0 or gain.high < 0):
+        return ()
+    return (
+        "A win rate counts which response is better, a mean score also by how much: one can show a difference where the"
+        " other does not.",
+    )
+
+
+def _win_answer(rate: WinRateResults, title: str) -> Answer:
+    where = f"of the time on {number(rate.num_prompts)} held-out prompts (ties count half"
+    if not (isfinite(rate.low) and isfinite(rate.high)):
+        return Answer("unclear", f"{title} beats SFT {percent(rate.mean)} {where}), too few prompts for an interval")
+    ends = f"95% interval {share_ends(rate.low, rate.high)}"
+    if rate.different and rate.mean > 0.5:
+        return Answer("better", f"{title} beats SFT {percent(rate.mean)} {where}; {ends})")
+    if rate.different:
+        return Answer("worse", f"{title} is worse than SFT: it wins only {percent(rate.mean)} {where}; {ends})")
+    wins = f"{title} wins {percent(rate.mean)} {where})"
+    return Answer("unclear", f"No difference between {title} and SFT is shown: {wins}, and the {ends} includes 50%")
+
+
+def _warnings(results: CompareResults, styles: Styles, policy: str) -> list[str]:
+    """What a win rate alone would hide: best-of-n still ahead, repetition, responses that never end."""
+    found, title = [], styles[policy].title
+    ours, sft = results.policies[policy], results.policies["sft"]
+    for name, style in styles.items():
+        rate = _over(results, policy, name)
+        if style.tone == "best-of-n" and rate is not None and rate.different and rate.mean < 0.5:
+            found.append(f"{style.title} is still ahead of {title}, which wins {percent(rate.mean)} against it.")
+    if ours.distinct_2 < LEAST_DIVERSITY_KEPT * sft.distinct_2:
+        fell = f"{number(sft.distinct_2)} to {number(ours.distinct_2)}"
+        found.append(f"{title}'s responses are less varied: distinct-2 fell from {fell}.")
+    if ours.end_rate < LEAST_END_RATE:
+        found.append(f"Only {percent(ours.end_rate)} of {title}'s responses end with the end token.")
+    return found
+
+
+REPORTER = StageReporter("Comparison", "All policies on held-out prompts; the judge took no part in training.", report)

@@ -1,0 +1,242 @@
+"""The compare stage: compares policies of the run on held-out prompts, by a judge that training never saw."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from evaluation.compare.config import CompareConfig
+from evaluation.compare.judges import described_as_reward, function_judge, gold_judge, people_judge, reward_judge, reward_model_judge, without_password
+from evaluation.compare.report.stage import REPORTER
+from evaluation.compare.sampled import Sampled, compare_sampled
+from evaluation.judges.people import PeopleJudge
+from evaluation.judges.scorers import ScoreJudge
+from evaluation.names import named_specs
+from reward.sampling import Sample, SamplingSpec
+from reward.sampling_everywhere import sample_everywhere
+from files.hashes import file_hash
+from files.records import record_of
+from lm.tokenizer import Tokenizer
+from ppo.config import PPOConfig
+from ppo.samples import SAMPLES, TrainingSample
+from ppo.stage import STAGE as PPO
+from reward.external import ExternalReward, RewardFunction
+from reward.stage import STAGE as REWARD
+from stages.contract import POLICIES, Parent, Stage
+from stages.planner import Planner, StagePlan
+from stages.prompts import fitting_prompts
+from stages.run import JobView, StageRun
+from training.metrics import read_metrics
+from training.seeds import derive_seed
+
+JUDGES = ("judge_function", "judge_from", "judge_people", "judge_reward")
+
+
+@dataclass(frozen=True)
+class PolicyStart:
+    """The model that a stage's policy starts from."""
+
+    run: StageRun  # of the stage
+    parent: str
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.run.tokenizer_of(self.parent)
+
+    def model(self) -> Path:
+        return self.run.start(self.parent)
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """A reward model's directory, or an external reward; neither exists where both are empty."""
+
+    model: str = ""
+    objective_weights: Mapping[str, float] = field(default_factory=dict)
+    external: ExternalReward | None = None
+
+    @property
+    def exists(self) -> bool:
+        return bool(self.model) or self.external is not None
+
+
+def run_compare(run: StageRun, config: CompareConfig) -> None:
+    """Sample every policy on held-out prompts, measure, judge."""
+    start, ppo_config = start_of(run), run.job.section(PPO)
+    tokenizer, initial, proxy = start.tokenizer, start.model(), proxy_of(run)
+    fitting = fitting_prompts(run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong)
+    prompts = fitting.prompts
+
+    def samples_of(name: str, num_samples: int) -> list[Sample]:
+        # The pretrained model has seen no chat template, so it is prompted with the one that SFT taught.
+        spec = SamplingSpec(
+            policy=initial if name == "sft" else run.model_of(name),
+            num_samples=num_samples,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            seed=derive_seed(run.seed, "compare", name),
+            precision=run.engine.resolved_precision(),
+            reference=str(initial),
+            reward=proxy.model,
+            objective_weights=proxy.objective_weights,
+            external_reward=proxy.external,
+            template_of=str(initial),
+        )
+        return sample_everywhere(run, name, spec, prompts)
+
+    pool = samples_of("sft", max(config.best_of, config.num_samples) if proxy.exists else config.num_samples)
+    pretrained = {"pretrained": samples_of("pretrain", config.num_samples)} if "pretrain" in run.parents else {}
+    metrics = read_metrics(run.folder_of(PPO.name) / "metrics.jsonl") if ppo_config is not None else []
+    sampled = Sampled(
+        prompts=prompts,
+        policies={
+            **pretrained,
+            "sft": pool,
+            **{name: samples_of(name, config.num_samples) for name in policies_of(run.job)},
+        },
+        pool="sft" if proxy.exists else "",
+        training=[(line["kl_nats"], line["score"]) for line in metrics if {"kl_nats", "score"} <= line.keys()],
+        seed=run.seed,
+        drawn=() if ppo_config is None else _drawn(run, config, ppo_config),
+    )
+
+    def progress(step: str) -> Callable[[int, int], None]:
+        return lambda done, total: run.show(done, total, step)
+
+    results = compare_sampled(run.folder, config, sampled, judge_of(run, config), progress)
+    run.write_results(replace(results, overlong=fitting.overlong or None, sources=fitting.sources))
+
+
+def policies_of(job: JobView) -> tuple[str, ...]:
+    """The stages of the job whose policies are compared, in order."""
+    return tuple(name for name in job.stage_names if job.stage(name).policy_from)
+
+
+def start_of(run: StageRun) -> PolicyStart:
+    """What the policies start from: "sft" in the comparison, and the reference of every KL."""
+    name = policies_of(run.job)[0]
+    return PolicyStart(run.at(name), run.job.stage(name).policy_from)
+
+
+def proxy_of(run: StageRun) -> Proxy:
+    """What scores the samples next to the judge, and chooses best-of-n: the score that PPO climbs, or without PPO the
+    job's reward model, if it has one.
+    """
+    ppo = run.job.section(PPO)
+    if ppo is None:
+        return Proxy(str(run.model_of(REWARD.name)) if REWARD.name in run.parents else "")
+    model = "" if ppo.external_reward else str(run.at(PPO.name).start(REWARD.name))
+    return Proxy(model, ppo.objective_weights, ppo.external_reward)
+
+
+def judge_of(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:
+    """Open the judge. Raises: ValueError for a function, a model or a store that cannot be opened."""
+    if config.judge_people:
+        num_policies = len(policies_of(run.job)) + 2 + ("pretrain" in run.parents)  # SFT and best-of-n are two more
+        batch = run.run_folder.name
+        return people_judge(
+            "people", config.judge_people, num_policies, batch=batch, num_labelers=config.num_labelers, seed=run.seed
+        )
+    if config.judge_function:
+        ((name, spec),) = named_specs([config.judge_function], "judge")
+        judge, external = function_judge(name, spec), proxy_of(run).external
+        if isinstance(external, RewardFunction) and judge.details["sha256"] == file_hash(external.file):
+            return described_as_reward(judge, "comes from the same file as the reward")
+        return judge
+    if config.judge_from:
+        ((name, spec),) = named_specs([config.judge_from], "judge")
+        return reward_model_judge(name, spec)
+    if config.judge_reward:
+        proxy, policies = proxy_of(run), policies_of(run.job)
+        is_climbed = PPO.name in policies or any(REWARD.name in run.job.parents(name) for name in policies)
+        reward = proxy.external or Path(proxy.model)
+        return reward_judge("reward", reward, proxy.objective_weights, is_climbed=is_climbed)
+    return gold_judge(run.world.judge_names[0], "gold:../job.toml", run.world)
+
+
+def check(config: CompareConfig, job: JobView) -> None:
+    """Check that there are policies to compare, which start from one model, and that exactly one judge is given."""
+    policies = policies_of(job)
+    if not policies:
+        raise ValueError("compare needs a policy: a stage that trains one, such as [ppo] or [dpo], was expected")
+    firsts = [name for name in policies if job.stage(name).round == 1]
+    starts = {name: job.substitute(name, job.stage(name).policy_from) for name in firsts}
+    if len(set(starts.values())) > 1:
+        named = " and ".join(f"{name} from {start or job.stage(name).policy_from}" for name, start in starts.items())
+        raise ValueError(f"compare: {named} start; policies that start from one model were expected")
+    reward = job.section(REWARD)
+    if reward is not None and PPO.name not in policies and len(reward.labels) > 1:
+        raise ValueError(
+            f"compare: [reward] scores {', '.join(reward.labels)}, and without [ppo] nothing weighs them; a reward"
+            " model of one objective was expected"
+        )
+    judges = [field for field in JUDGES if getattr(config, field)]
+    if len(judges) > 1:
+        raise ValueError(f"compare.{judges[0]} is given and so is compare.{judges[1]}; one judge was expected")
+    if not (judges or job.has_world):
+        named = ", ".join(f"compare.{field}" for field in JUDGES)
+        raise ValueError(f"compare has no judge: {named} or a [world] was expected")
+    if config.judge_reward and reward is None and PPO.name not in policies:
+        raise ValueError("compare.judge_reward: the job has no reward; [reward], [ppo] or another judge was expected")
+    if without_password(config.judge_people) != config.judge_people:
+        raise ValueError(
+            "compare.judge_people has a password, which would be written into the run's folder; a URL without one was"
+            " expected (PostgreSQL reads it from PGPASSWORD or ~/.pgpass)"
+        )
+
+
+def _drawn(run: StageRun, config: CompareConfig, ppo: PPOConfig) -> list[TrainingSample]:
+    """Returns the responses that PPO kept of those it learned from. A world's judge scores only answers to its own
+    prompts."""
+    is_gold = not (config.judge_from or config.judge_function)
+    if config.judge_people or config.judge_reward or (is_gold and not ppo.prompts.source.startswith("world:")):
+        return []
+    path = run.folder_of(PPO.name) / SAMPLES
+    found = [record_of(line, TrainingSample, str(path)) for line in read_metrics(path)]
+    return [sample for sample in found if sample.kind == "drawn"]
+
+
+def preflight(run: StageRun, config: CompareConfig) -> None:
+    """Check that the judge exists, unless the run trains it, and that every prompt leaves room for its responses."""
+    if not config.judge_reward:
+        judge_of(run, config)
+    tokenizer = start_of(run).tokenizer
+    fitting_prompts(run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong, run.tell)
+
+
+def plan(planner: Planner, config: CompareConfig) -> StagePlan:
+    pool = max(config.best_of, config.num_samples)
+    others = len(policies_of(planner.job)) + ("pretrain" in planner.job.stage_names)
+    per_prompt = pool + config.num_samples * others
+    # Reward models of this stage are bf16 on a GPU, otherwise fp32 (`lm.inference`).
+    measured_by = {"reference": planner.layout.compute_bytes, "reward model": 2 if planner.layout.is_gpu else 4}
+    lengths = planner.answered(config.prompts, config.max_new_tokens, lambda run: start_of(run).tokenizer)
+    return planner.sampling(
+        planner.sizes.num_rows(config.prompts),
+        per_prompt,
+        config.max_new_tokens,
+        lengths,
+        at_once=pool,
+        measured_by=measured_by,
+    )
+
+
+STAGE = Stage(
+    name="compare",
+    config=CompareConfig,
+    run=run_compare,
+    parents=(
+        Parent("pretrain", is_read=lambda _, stages: "pretrain" in stages),
+        Parent("sft", is_read=lambda _, stages: "sft" in stages),
+        Parent("reward", is_read=lambda _, stages: "reward" in stages),
+        Parent(POLICIES),
+    ),
+    optional_sections=("world",),
+    model_fields=("judge_from",),
+    function_fields=("judge_function",),
+    check=check,
+    output="results.json",
+    context_tokens=lambda config: {"max_new_tokens": config.max_new_tokens + 1},
+    preflight=preflight,
+    plan=plan,
+    report=REPORTER,
+)

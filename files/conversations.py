@@ -1,0 +1,334 @@
+"""The formats of conversations in files. Rows are recognised by their fields, and all rows of a file have one format.
+
+To add a format, write a function from a row to turns, and add an entry to FORMATS. docs/data.md shows a row of each.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from files.fields import any_text, as_number, names, object_field, objects_field, optional_text, shown, text_field, text_or_messages
+from files.pairs import Turn, chosen_turns, message_turns
+
+AUTO = "auto"
+TEXT_ROLE = "text"  # of a plain text, which stands outside any chat template
+
+Row = Mapping[str, Any]
+Turns = list[dict[str, str]]
+Part = Literal["demonstration", "prompt"]  # a demonstration ends with the assistant's turn, a prompt with the user's
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+}
+TREE_FIELDS = ("message_tree_id", "prompt")
+TREE_ROLES = {"prompter": "user", "assistant": "assistant"}  # Open-Assistant's
+
+
+@dataclass(frozen=True)
+class ConversationFormat:
+    """`fields` are those that a demonstration must have, `prompt_fields` those that a prompt must have.
+
+    `known_as` is the format's name where people have one; otherwise its fields describe it. Where `holds_answers`, a
+    prompt is what comes before the assistant's last turn. `read` returns turns whose texts may be empty.
+    """
+
+    name: str
+    known_as: str
+    fields: tuple[str, ...]
+    prompt_fields: tuple[str, ...]
+    read: Callable[[str, Row, Part], list[Turn]]
+    holds_answers: bool = True
+
+    def title(self, part: Part) -> str:
+        return self.known_as or " and ".join(self.needs(part))
+
+    def needs(self, part: Part) -> tuple[str, ...]:
+        return self.fields if part == "demonstration" else self.prompt_fields
+
+    def fits(self, row: Row, part: Part) -> bool:
+        return all(row.get(field) is not None for field in self.needs(part))
+
+
+def _messages(where: str, row: Row, _part: Part) -> list[Turn]:
+    """OpenAI's and TRL's `messages`."""
+    turns = message_turns(where, row.get("messages"), "messages")
+    for index, message in enumerate(row["messages"]):
+        # OpenAI's fine-tuning files can exclude answers from the loss. Heed must not train on those without a word.
+        if message.get("weight") not in (None, 1):
+            raise ValueError(
+                f"{where}: field 'messages[{index}].weight' is {shown(message['weight'])}; SFT learns every answer of"
+                " the assistant alike, so 1 or no weight was expected"
+            )
+    return turns
+
+
+def _prompt_completion(where: str, row: Row, part: Part) -> list[Turn]:
+    """TRL's prompts and completions: texts, or lists of messages."""
+    sides = [("prompt", "user"), ("completion", "assistant")]
+    turns = []
+    for field, role in sides if part == "demonstration" else sides[:1]:
+        side = text_or_messages(where, row, field)
+        turns += [Turn(role, side, field)] if isinstance(side, str) else message_turns(where, side, field)
+    return turns
+
+
+def _sharegpt(where: str, row: Row, _part: Part) -> list[Turn]:
+    """ShareGPT's `conversations` of {"from", "value"}, after an optional `system`."""
+    turns = []
+    if system := optional_text(where, row, "system"):
+        turns.append(Turn("system", system, "system"))
+    for index, turn in enumerate(objects_field(where, row, "conversations")):
+        place = f"conversations[{index}]"
+        by, said = "role" if "role" in turn else "from", "content" if "content" in turn else "value"
+        speaker = turn.get(by)
+        role = SHAREGPT_ROLES.get(str(speaker))
+        if role is None:
+            raise ValueError(f"{where}: field '{place}.{by}' is {shown(speaker)}; system, human or gpt was expected")
+        content = any_text(f"{where}: {place}", turn, said)
+        turns.append(Turn(role, content, f"{place}.{said}", f"{place}.{by}", str(speaker)))
+    if not turns:
+        raise ValueError(f"{where}: field 'conversations' is empty; at least one turn was expected")
+    return turns
+
+
+def _alpaca(where: str, row: Row, part: Part) -> list[Turn]:
+    """Alpaca's `instruction`, `input` and `output`. The input follows the instruction after an empty line."""
+    more = optional_text(where, row, "input")
+    question = "\n\n".join([text_field(where, row, "instruction"), *([more] if more.strip() else [])])
+    turns = [Turn("user", question, "instruction")]
+    if system := optional_text(where, row, "system"):
+        turns.insert(0, Turn("system", system, "system"))
+    if part == "demonstration":
+        turns.append(Turn("assistant", any_text(where, row, "output"), "output"))
+    return turns
+
+
+def _pair(where: str, row: Row, _part: Part) -> list[Turn]:
+    """The prompt and the chosen side of a preference pair."""
+    return chosen_turns(where, row)
+
+
+def _tree(where: str, row: Row, part: Part) -> list[Turn]:
+    """Open-Assistant's tree: the path that takes the best reply at every turn, in a demonstration up to an answer."""
+    turns, message, place = list[Turn](), object_field(where, row, "prompt"), "prompt"
+    while True:
+        speaker = any_text(f"{where}: {place}", message, "role")
+        if speaker not in TREE_ROLES:
+            raise ValueError(f"{where}: field '{place}.role' is {shown(speaker)}; prompter or assistant was expected")
+        text = any_text(f"{where}: {place}", message, "text")
+        turns.append(Turn(TREE_ROLES[speaker], text, f"{place}.text", f"{place}.role", speaker))
+        replies = objects_field(f"{where}: {place}", message, "replies") if message.get("replies") else []
+        kept = [number for number, reply in enumerate(replies) if not reply.get("deleted")]
+        if not kept:
+            break
+        best = min(kept, key=lambda number: _rank(replies[number]))
+        message, place = replies[best], f"{place}.replies[{best}]"
+    if part == "demonstration" and len(turns) > 1 and turns[-1].role == "user":
+        turns.pop()  # a question that nobody has answered
+    return turns
+
+
+def _rank(reply: Row) -> float:
+    """A reply's rank, 0 for the best; replies without one come last."""
+    rank = as_number(reply.get("rank"))
+    return math.inf if rank is None else rank
+
+
+def _text(where: str, row: Row, part: Part) -> list[Turn]:
+    """A plain text: all of it is learned, without a chat template; as a prompt it is the user's turn."""
+    if {"message_id", "role"} <= row.keys():
+        raise ValueError(
+            f"{where}: the row is a single message of one of Open-Assistant's trees; a whole tree was expected, as in"
+            " the data set's files of trees"
+        )
+    return [Turn(TEXT_ROLE if part == "demonstration" else "user", any_text(where, row, "text"), "text")]
+
+
+FORMATS = (
+    ConversationFormat("messages", "", ("messages",), ("messages",), _messages),
+    ConversationFormat("prompt", "", ("prompt", "completion"), ("prompt",), _prompt_completion, holds_answers=False),
+    ConversationFormat("sharegpt", "ShareGPT", ("conversations",), ("conversations",), _sharegpt),
+    ConversationFormat("alpaca", "Alpaca", ("instruction", "output"), ("instruction",), _alpaca),
+    ConversationFormat("pairs", "the chosen side of pairs", ("chosen", "rejected"), ("chosen", "rejected"), _pair),
+    ConversationFormat("oasst", "Open-Assistant's trees", TREE_FIELDS, TREE_FIELDS, _tree),
+    ConversationFormat("text", "plain text", ("text",), ("text",), _text),
+)
+FALLBACKS = {"pairs", "text"}
+NAMES = (AUTO, *(form.name for form in FORMATS))
+
+
+def _accept(_turns: Turns) -> None:
+    """Refuses no row."""
+
+
+class ConversationReader:
+    """Reads the rows of one file. The first row that is valid decides the format, unless `form` names it.
+
+    Without `takes_texts`, a demonstration that is a plain text is invalid.
+    """
+
+    def __init__(self, part: Part, form: str = AUTO, *, takes_texts: bool = True) -> None:
+        self.part, self.takes_texts = part, takes_texts
+        self.num_rows = 0
+        self.num_answers = 0  # of rows that are read as prompts: those whose last turn, the assistant's, is left out
+        self.num_repeated = 0  # rows that are the same conversation as an earlier one
+        self.num_left_out = 0
+        self._seen = set[int]()  # their hashes, since the texts would fill the memory
+        self._format = next((known for known in FORMATS if known.name == form), None)
+        self._first = ""  # where the first valid row is
+        self._misfits = Counter[str]()  # rows in another format than the first, by the format's name
+
+    def read(self, where: str, row: Row, check: Callable[[Turns], None] = _accept) -> Turns:
+        """Returns the row's turns. A row that is refused, by `check` too, is in no count and decides no format.
+
+        Raises: ValueError naming file, line and field for a row in no format, in two that contradict each other, or in
+        another one than the rows before, and as `check` does.
+        """
+        row = {name: value for name, value in row.items() if value is not None}  # Parquet stores every field
+        form = self._format or _recognise(where, row, self.part)
+        if not form.fits(row, self.part):
+            raise self._misfit(where, row, form)
+        turns, has_answer = _read(form, where, row, self.part)
+        if turns[0]["role"] == TEXT_ROLE and not self.takes_texts:
+            raise ValueError(f"{where}: field 'text' holds a plain text; a prompt and a response were expected")
+        check(turns)
+        if self._format is None:
+            self._format, self._first = form, where
+        self.num_rows += 1
+        self.num_answers += has_answer
+        key = hash(tuple((turn["role"], turn["content"]) for turn in turns))
+        self.num_repeated += key in self._seen
+        self._seen.add(key)
+        return turns
+
+    def _misfit(self, where: str, row: Row, expected: ConversationFormat) -> ValueError:
+        missing = next(field for field in expected.needs(self.part) if field not in row)
+        other = next((form for form in FORMATS if form.fits(row, self.part)), None)
+        hint = ""
+        if other is not None and self._first:
+            self._misfits[other.name] += 1
+            first = f"{self._first} is {expected.title(self.part)}"
+            hint = (
+                f"; the row is {other.title(self.part)}, but {first}: one format per file was expected, so split the"
+                " file"
+            )
+        return ValueError(f"{where}: field {missing!r} is missing; found {names(row)}{hint}")
+
+    def check_format(self) -> None:
+        """Raises: ValueError if most rows have another format than the first, which may be a header."""
+        num_misfits = self._misfits.total()
+        num_rows = self.num_rows + self.num_left_out + num_misfits
+        if self._format is not None and num_misfits > num_rows // 2:
+            raise ValueError(
+                f"{self._first} is {self._format.title(self.part)}, but {num_misfits:,} of {num_rows:,} rows have"
+                f" another format: name the one to read, such as format = {self._misfits.most_common(1)[0][0]!r}, or"
+                " split the file"
+            )
+
+    def summary(self, source: str) -> str:
+        """Says what was read, such as "demos.jsonl: 1,234 conversations, ShareGPT"."""
+        if self._format is None:
+            return f"{source}: no rows"
+        what = "text" if self._format.name == "text" else "prompt" if self.part == "prompt" else "conversation"
+        count = f"{self.num_rows:,} {what}{'' if self.num_rows == 1 else 's'}"
+        return f"{source}: {count}, {self._format.title(self.part)}"
+
+    def unusual(self) -> dict[str, int]:
+        """Counts rows by what is unusual about them, and what was done."""
+        found = {
+            "ends with an answer (not read)": self.num_answers,
+            "seen before (kept)": self.num_repeated,
+            "seen before (left out)": self.num_left_out,
+        }
+        return {kind: count for kind, count in found.items() if count}
+
+    def leave_out(self) -> None:
+        """Counts the last row, which repeats an earlier one, as left out."""
+        self.num_rows -= 1
+        self.num_repeated -= 1
+        self.num_left_out += 1
+
+
+def turns_of(where: str, row: Row, part: Part) -> Turns:
+    """Returns the turns of a row that stands alone. Raises: ValueError as `ConversationReader.read`."""
+    return ConversationReader(part).read(where, row)
+
+
+def _read(form: ConversationFormat, where: str, row: Row, part: Part) -> tuple[Turns, bool]:
+    """Returns the row's turns, and whether an answer that ended them was left out.
+
+    Raises: ValueError naming the field, as the file calls it, of an empty turn or a last turn of the wrong role.
+    """
+    turns, last = form.read(where, row, part), "user" if part == "prompt" else "assistant"
+    answered = list(turns)
+    while part == "prompt" and form.holds_answers and turns and turns[-1].role == "assistant":
+        turns = turns[:-1]
+    for turn in turns:
+        if not turn.content.strip():
+            raise ValueError(f"{where}: field {turn.content_field!r} is empty; text was expected")
+    final = (turns or answered)[-1]
+    if final.role not in (last, TEXT_ROLE):
+        name = final.role_field or final.content_field
+        raise ValueError(
+            f"{where}: field {name!r} is {final.speaker or final.role!r}; the last turn must be the {last}'s"
+        )
+    return [{"role": turn.role, "content": turn.content} for turn in turns], len(turns) < len(answered)
+
+
+def _recognise(where: str, row: Row, part: Part) -> ConversationFormat:
+    """Returns the row's format. Pairs, or a text, next to fields of another format are taken to repeat them.
+
+    Raises: ValueError for a row in no format, or in two that contradict each other.
+    """
+    forms = {form.name: form for form in FORMATS if form.fits(row, part)}
+    for name, others in (("prompt", {"oasst"}), ("text", forms.keys() - {"text"}), ("pairs", forms.keys() - FALLBACKS)):
+        if forms.keys() & others:
+            forms.pop(name, None)
+    if not forms:
+        raise _unknown(where, row, part)
+    if len(forms) > 1:
+        read = {name: _read_or_why(form, where, row, part) for name, form in forms.items()}
+        if _is_beginning(read):  # the other format holds the prompt too, after the system's turn and with later turns
+            del forms["prompt"], read["prompt"]
+        first = next(iter(read.values()))
+        if any(turns != first for turns in read.values()):
+            both = " and ".join(f"{name} ({', '.join(form.needs(part))})" for name, form in forms.items())
+            raise ValueError(
+                f"{where}: the row can be read as {both}, and the two differ; a single one was expected: name it with"
+                f" {' or '.join(f'format = {name!r}' for name in forms)}, or remove the other's fields"
+            )
+    return next(iter(forms.values()))
+
+
+def _is_beginning(read: Mapping[str, Turns | str]) -> bool:
+    """Whether the text in `prompt` is the first thing that the user says in every other format."""
+    asked = set()
+    for turns in read.values():
+        if isinstance(turns, str):  # why the row is not in this format
+            return False
+        asked.add(next((turn["content"].strip() for turn in turns if turn["role"] == "user"), ""))
+    return "prompt" in read and len(asked) == 1 and len(read["prompt"]) == 1
+
+
+def _read_or_why(form: ConversationFormat, where: str, row: Row, part: Part) -> Turns | str:
+    try:
+        return _read(form, where, row, part)[0]
+    except ValueError as error:
+        return f"{form.name}: {error}"
+
+
+def _unknown(where: str, row: Row, part: Part) -> ValueError:
+    """Says what was expected, and where the rows belong if they are something else."""
+    partial = [form for form in FORMATS if set(form.needs(part)) & row.keys()]
+    if partial:  # such as a prompt without its completion
+        missing = next(field for field in partial[0].needs(part) if field not in row)
+        return ValueError(f"{where}: field {missing!r} is missing; found {names(row)} (docs/data.md has the formats)")
+    wanted = ", or ".join(" and ".join(f"'{field}'" for field in form.needs(part)) for form in FORMATS)
+    return ValueError(f"{where}: no format of a {part} has the fields {names(row)}; expected {wanted} (docs/data.md)")

@@ -1,0 +1,220 @@
+"""Runs a job undisturbed, then repeatedly under faults, and compares the outputs each time.
+
+All runs use a cluster of several nodes on this machine; each node has its own network namespace if those can be made.
+Faults are injected one after another, each after the run has made progress since the previous one.
+"""
+
+import itertools
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from heed.chaos.disk import SmallDisk, small_disk, why_no_disk
+from heed.chaos.driver import Driver
+from heed.chaos.faults import KINDS
+from heed.chaos.result import ChaosResult, Injected, differing_stages
+from heed.chaos.round import Round, wait_for_nodes
+from heed.chaos.schedule import Schedule
+from cluster.local import LocalCluster, host_names
+from cluster.network import Network, why_no_network
+from cluster.sigterm import end_by_sigterm
+from heed.jobs.job import JobConfig
+from heed.jobs.job_file import load_job
+from stages.lineage import LINEAGE
+from stages.progress import console
+
+FAULTS_PER_RUN = 8  # a little more than a job has stages
+EARLIER = 0.8  # share of a stage's duration after a run in which a fault's moment did not come
+MAX_EMPTY_ROUNDS = 5
+MIN_DISK_BYTES = 64 << 20
+# Short limits, so that a campaign does not wait half an hour per hang. They change no result.
+LIMITS = (
+    "cluster.silence_seconds=15",
+    "cluster.stall_seconds=60",
+    "cluster.start_seconds=90",  # the only limit that notices a worker stopped before its first heartbeat
+    "engine.collective_timeout_seconds=30",
+)
+
+
+def run_chaos(
+    job_file: Path | None,
+    overrides: Sequence[str],
+    runs: Path,
+    *,
+    num_faults: int,
+    seed: int,
+    num_nodes: int,
+    kinds: Sequence[str] = (),
+) -> ChaosResult:
+    """Runs the job undisturbed, then under faults of these kinds (default: all that this machine allows).
+
+    Raises: ValueError for a job that cannot run here or ends too soon for faults, and for kinds that are unknown or
+    impossible; RuntimeError if the undisturbed run fails, or if a run never ends despite restarts.
+    """
+    impossible = _impossible_kinds()
+    chosen = choose_kinds(kinds, impossible)
+    overrides = [*LIMITS, *overrides]
+    job = load_job(job_file, overrides)
+    runs.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        stack.enter_context(_ends_when_terminated())
+        network = None
+        if "partition" not in impossible:
+            network = stack.enter_context(closing(Network(host_names(num_nodes))))
+        cpus = -(-job.num_ranks // num_nodes)
+        cluster = stack.enter_context(LocalCluster(num_nodes, cpus, network))
+        campaign = Campaign(job, job_file, overrides, runs, cluster)
+        calm_seconds = campaign.run_calm()
+        if "disk" in chosen:
+            size = max(MIN_DISK_BYTES, 4 * _size_of(campaign.calm))
+            campaign.disk = stack.enter_context(small_disk(runs / f"{job.name}-chaos-disk", size))
+        begun = time.monotonic()
+        schedule = Schedule(num_faults, seed, chosen, job.stage_names)
+        num_empty = 0
+        while len(schedule):
+            num_before = len(schedule)
+            campaign.run_round(schedule)
+            num_empty = num_empty + 1 if len(schedule) == num_before else 0
+            if num_empty == MAX_EMPTY_ROUNDS:
+                raise ValueError(
+                    f"{num_empty} runs of {job.name!r} in a row ended before a fault could be injected; a job whose"
+                    " stages take more steps was expected"
+                )
+        chaos_seconds = time.monotonic() - begun
+    unused = {kind: why for kind, why in impossible.items() if not kinds}
+    result = ChaosResult(
+        tuple(campaign.faults), campaign.rounds, tuple(sorted(campaign.differing)), calm_seconds, chaos_seconds, unused
+    )
+    (runs / f"{job.name}-chaos.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+    return result
+
+
+def choose_kinds(asked: Sequence[str], impossible: dict[str, str]) -> list[str]:
+    """Returns the kinds to draw from. By default, a frozen node replaces a partition if partitions are impossible here.
+
+    Raises: ValueError for an unknown kind, or one that is impossible here.
+    """
+    for kind in asked:
+        if kind not in KINDS:
+            raise ValueError(f"--kinds: {kind!r} is not a kind of fault; some of {', '.join(KINDS)} were expected")
+        if kind in impossible:
+            raise ValueError(f"--kinds: {kind} is not possible here: {impossible[kind]}")
+    if asked:
+        return list(dict.fromkeys(asked))
+    stand_in = "freeze" if "partition" in impossible else "partition"
+    return [kind for kind in KINDS if kind not in impossible and kind not in {"partition", "freeze"} - {stand_in}]
+
+
+def _impossible_kinds() -> dict[str, str]:
+    why = {"partition": why_no_network(), "disk": why_no_disk()}
+    return {kind: reason for kind, reason in why.items() if reason}
+
+
+class Campaign:
+    """The runs of one campaign, and the outcomes of its faults so far."""
+
+    def __init__(
+        self, job: JobConfig, job_file: Path | None, overrides: Sequence[str], runs: Path, cluster: LocalCluster
+    ) -> None:
+        self.job, self.runs, self.cluster = job, runs, cluster
+        self._job_file, self._overrides = job_file, overrides
+        self.disk: SmallDisk | None = None
+        self.faults, self.differing, self.rounds = list[Injected](), set[str](), 0
+        self.calm = runs / f"{job.name}-calm"
+        self._stage_seconds = dict[str, float]()
+
+    def run_calm(self) -> float:
+        """Runs the undisturbed job that the others are compared with. Returns its duration in seconds."""
+        begun = time.monotonic()
+        driver = self._start(self.calm)
+        if driver.process.wait() != 0:
+            raise RuntimeError(f"{driver.log}: the undisturbed run ended with {driver.process.returncode}")
+        self._stage_seconds = shortest_seconds({}, self.calm, self.job.stage_names)
+        return time.monotonic() - begun
+
+    def run_round(self, schedule: Schedule) -> None:
+        """Runs the job to its end under the next faults of the schedule."""
+        self.rounds += 1
+        name = self._unused_name()
+        folder = (self.disk.folder if self.disk else self.runs) / name
+        run = Round(
+            folder, lambda: self._start(folder), cluster=self.cluster, disk=self.disk, stages=self.job.stage_names
+        )
+        try:
+            self._inject(run, schedule)
+            run.finish()
+            struck = {fault.stage for fault in run.faults}
+            undisturbed = [stage for stage in self.job.stage_names if stage not in struck]
+            self._stage_seconds |= shortest_seconds(self._stage_seconds, folder, undisturbed)
+            self.differing |= set(differing_stages(self.calm, folder, self.job.registry))
+        finally:
+            run.close()
+            self.faults += run.faults
+            if self.disk and folder.exists():
+                shutil.move(folder, self.runs / name)
+
+    def _unused_name(self) -> str:
+        """A run of an earlier campaign in the same folder is finished: it would end before any fault."""
+        names = (f"{self.job.name}-chaos-{number}" for number in itertools.count(self.rounds))
+        return next(name for name in names if not (self.runs / name).exists())
+
+    def _inject(self, run: Round, schedule: Schedule) -> None:
+        plan = schedule.take(FAULTS_PER_RUN)
+        for planned in plan:
+            if not run.reach(planned, self._stage_seconds[planned.stage]):
+                # The machine is faster now than in every run so far: the moment is sought earlier in the next run.
+                self._stage_seconds[planned.stage] *= EARLIER
+                break
+            fault = run.inject(planned)
+            noticed = f", noticed after {fault.noticed_seconds:.1f} s" if fault.noticed_seconds >= 0 else ""
+            message = f": {fault.message}" if fault.message else ""
+            number = len(self.faults) + len(run.faults)
+            console.print(
+                f"fault {number}: {fault.what} in {fault.stage}{noticed}, {fault.outcome}{message}", markup=False
+            )
+        schedule.give_back(plan[len(run.faults) :])
+
+    def _start(self, folder: Path) -> Driver:
+        """Starts a driver once all nodes have joined, as an operator would."""
+        wait_for_nodes(self.cluster)
+        changed = [part for override in [*self._overrides, f"name={folder.name}"] for part in ("--set", override)]
+        job = [str(self._job_file)] if self._job_file else []
+        command = [sys.executable, "-c", "from heed.cli import main; main()", "run", *job, *changed]
+        return Driver(
+            self.cluster.driver_command([*command, "--runs", str(folder.parent)]),
+            self.cluster.environment,
+            self.runs / f"{folder.name}.log",
+        )
+
+
+def shortest_seconds(known: Mapping[str, float], run: Path, stages: Sequence[str]) -> dict[str, float]:
+    """The shortest time that each stage has taken, from what was known and a run that has ended.
+
+    The undisturbed run alone is no measure: on a new machine it compiles kernels and takes several times as long as the
+    runs after it, in which a moment late in a stage would then never come.
+    """
+    seconds = {
+        stage: float(json.loads((run / stage / LINEAGE).read_text(encoding="utf-8"))["seconds"]) for stage in stages
+    }
+    return {stage: min(taken, known.get(stage, taken)) for stage, taken in seconds.items()}
+
+
+def _size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@contextmanager
+def _ends_when_terminated() -> Iterator[None]:
+    """Treats SIGTERM like Ctrl-C, so that namespaces, mounts and processes are removed on it too."""
+    before = signal.getsignal(signal.SIGTERM)
+    end_by_sigterm()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,117 @@
+"""The results of a campaign, and what it reads from run folders."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from heed.jobs.recovery import milestones
+from heed.jobs.registry import BUILT_IN, Registry
+from stages.lineage import LINEAGE, outputs_hash
+
+TOLERATED = "tolerated"  # no worker was given up
+RECOVERED = "recovered"  # by the driver
+RESTARTED = "restarted"  # the driver was killed, or ended with a one-line message; the same command continued
+FAILED = "failed"  # the driver ended with a traceback, or made no progress
+
+# `heed.jobs.recovery.run_to_end` prints this once per loss that it recovers from.
+LOSS = re.compile(r"^\w+: continues from ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Injected:
+    """One fault and its outcome.
+
+    `noticed_seconds` is the time until the driver reported lost workers; `recovered_seconds` is the time from the end
+    of the fault until the run made progress again; both are -1 if that did not happen. `message` is the last line of a
+    driver that ended.
+    """
+
+    kind: str
+    what: str
+    stage: str
+    outcome: str
+    noticed_seconds: float = -1.0
+    recovered_seconds: float = -1.0
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class ChaosResult:
+    """Outcomes of a job under faults. `differing` lists the stages whose outputs differ from the undisturbed run's;
+    `impossible` gives the reason per kind that this machine does not allow.
+    """
+
+    faults: tuple[Injected, ...]
+    rounds: int
+    differing: tuple[str, ...]
+    calm_seconds: float
+    chaos_seconds: float
+    impossible: dict[str, str]
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.differing) or any(fault.outcome == FAILED for fault in self.faults)
+
+
+def summary(result: ChaosResult) -> str:
+    """Summarises in a few lines: faults by kind and stage, outcomes, time to notice, and whether any output differs."""
+    faults, outcomes = result.faults, Counter(fault.outcome for fault in result.faults)
+    lines = [
+        f"{len(faults)} faults in {result.rounds} runs: {_counts([fault.kind for fault in faults])}",
+        f"by stage: {_counts([fault.stage for fault in faults])}",
+        "; ".join(f"{outcomes[name]} {name}" for name in (TOLERATED, RECOVERED, RESTARTED, FAILED) if outcomes[name]),
+    ]
+    for kind in dict.fromkeys(fault.kind for fault in faults):
+        noticed = [f.noticed_seconds for f in faults if f.kind == kind and f.noticed_seconds >= 0]
+        if noticed:
+            lines.append(
+                f"{kind}: {len(noticed)} losses noticed after {median(noticed):.1f} s (median),"
+                f" {max(noticed):.1f} s at most"
+            )
+    operator = [fault for fault in faults if fault.outcome == RESTARTED and fault.kind != "driver"]
+    lines += [f"operator restart after {fault.what} in {fault.stage}: {fault.message}" for fault in operator]
+    lines += [f"FAILED: {f.what} in {f.stage}: {f.message}" for f in faults if f.outcome == FAILED]
+    lines += [f"not possible here: {kind}: {why}" for kind, why in result.impossible.items()]
+    lines.append(
+        f"{result.calm_seconds:.0f} s undisturbed, {result.chaos_seconds / max(1, result.rounds):.0f} s per run under"
+        f" faults, {result.chaos_seconds / 60:.1f} min in all"
+    )
+    same = "every stage left the same bits" if not result.differing else f"differing: {', '.join(result.differing)}"
+    return "\n".join([*lines, same])
+
+
+def worse(one: tuple[str, str], other: tuple[str, str]) -> tuple[str, str]:
+    """Returns the worse of two (outcome, message)."""
+    order = (TOLERATED, RECOVERED, RESTARTED, FAILED)
+    return max(one, other, key=lambda found: order.index(found[0]))
+
+
+def _counts(names: Sequence[str]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in Counter(names).items())
+
+
+def stage_of(folder: Path) -> str:
+    """Returns the active stage of a run folder: started, but not finished."""
+    begun = [path.parent for path in sorted(folder.glob("*/inputs.json"))]
+    return next((stage.name for stage in begun if not (stage / LINEAGE).exists()), "start")
+
+
+def pulse(folder: Path) -> list[tuple[str, int]]:
+    """Returns a value that changes with every step of a run: its stage, log sizes and number of checkpoints."""
+    sizes = []
+    for path in folder.glob("*/metrics.jsonl"):
+        try:
+            sizes.append((str(path), path.stat().st_size))
+        except FileNotFoundError:  # the folder is missing right now
+            continue
+    saved = [(path.name, len(milestones(path))) for path in sorted(folder.glob("*/"))]
+    return [(stage_of(folder), 0), *sorted(sizes), *saved]
+
+
+def differing_stages(calm: Path, chaos: Path, stages: Registry = BUILT_IN) -> list[str]:
+    """Returns the stages whose outputs differ between two run folders."""
+    outputs = {stage.name: Path(stage.name) / stage.output for stage in stages if (calm / stage.name).exists()}
+    return [name for name, path in outputs.items() if outputs_hash(calm / path) != outputs_hash(chaos / path)]

@@ -1,0 +1,292 @@
+"""A job: the sections of its stages, checked as a whole before anything runs."""
+
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import Field, create_model, field_validator, model_validator
+
+from cluster.config import ClusterConfig
+from heed.jobs.registry import BUILT_IN, WORLD, AnyStage, Registry
+from heed.jobs.rounds import section_of_round, with_rounds
+from lm.config import ModelConfig
+from heed.worlds.reviews import ReviewsConfig, ReviewsWorld
+from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
+from stages.contract import POLICIES, Parent, Stage
+from stages.run import sources_in
+from stages.world import World
+from training.config import BatchConfig, Config, EngineConfig, OptimizerConfig
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+
+
+class PlaygroundSection(PlaygroundConfig):
+    """A world of simple English with six kinds of instruction and scripted labelers."""
+
+    kind: Literal["playground"] = Field(description="Selects this world.")
+
+
+class ReviewsSection(ReviewsConfig):
+    """A world of film reviews: real text, with labelers and a judge fitted to human labels."""
+
+    kind: Literal["reviews"] = Field(description="Selects this world.")
+
+
+class JobConfig(Config):
+    """A job: what its stages share; `job_type` adds a section per stage. Checks that span sections are made here.
+
+    A source "world:NAME" is the file NAME.jsonl that the world writes; "STAGE:NAME" is a file that a stage offers, such
+    as "collect:rankings". `model` is the policy's shape; where the first stage has `init_from`, it is that model's.
+    """
+
+    known_stages: ClassVar[Registry] = Registry(())
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the job, and of its folder below the runs folder."
+    )
+    note: str = Field(default="", description="A caution that the report shows.")
+    custom_stages: tuple[str, ...] = Field(
+        default=(),
+        description='Stages of your own, as "FILE.py:NAME" or "MODULE:NAME" (CONTRIBUTING.md, "Adding a stage").',
+    )
+    rounds: int = Field(
+        default=1,
+        ge=1,
+        description="How often the policy is sampled and trained, each time from the policy before (docs/jobs.md).",
+    )
+    seed: int = Field(default=0, ge=0, description="Seed that all randomness is derived from.")
+    workers: int = Field(default=1, ge=1, description="Worker processes, one per GPU where there are GPUs.")
+    min_workers: int = Field(
+        default=0, ge=0, description="Fewest workers the job may continue with after a loss; 0 = `workers`."
+    )
+    engine: EngineConfig = Field(default=EngineConfig(), description="Precision, sharding and checkpoints.")
+    cluster: ClusterConfig = Field(default=ClusterConfig(), description="Timeouts and resources of the cluster.")
+    world: Annotated[PlaygroundSection | ReviewsSection, Field(discriminator="kind")] | None = Field(
+        default=None, description="A built-in world that writes data, labels it, and judges; absent = none."
+    )
+    model: ModelConfig | None = Field(
+        default=None,
+        description="The policy's shape: a table of fields, a pasted config.json, or the name of a file in"
+        " configs/models. Not needed where the first stage has `init_from`.",
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _no_hidden_name(cls, name: str) -> str:
+        if ".." in name:
+            raise ValueError("a folder name without '..' was expected")
+        return name
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.stage_names:
+            raise ValueError(f"the job has no stage; a section of {', '.join(self.registry.names)} was expected")
+        for stage in self.stages:
+            self._check_parents(stage)
+        self._check_world()
+        self._check_kind()
+        self._check_room()
+        self._check_batches()
+        self._check_optimizers()
+        for stage in self.stages:
+            stage.check(self.section_of(stage), self)
+        return self
+
+    @cached_property
+    def registry(self) -> Registry:
+        """The stages that the job may have, those of later rounds included, in the order in which they run."""
+        written = {stage.name: getattr(self, stage.name) for stage in self.known_stages}
+        values = {name: section.model_dump() for name, section in written.items() if section is not None}
+        return with_rounds(self.known_stages, self.rounds, values)
+
+    @cached_property
+    def later_sections(self) -> dict[str, Config]:
+        """The sections of later rounds' stages."""
+        later = [stage for stage in self.registry if stage.repeats]
+        return {stage.name: section_of_round(stage, getattr(self, stage.repeats)) for stage in later}
+
+    def part(self, name: str) -> Any:
+        """A section by its name, that of a later round's stage too; None where the job does not have it."""
+        return self.later_sections[name] if name in self.later_sections else getattr(self, name)
+
+    @property
+    def has_world(self) -> bool:
+        return self.world is not None
+
+    @property
+    def stages(self) -> tuple[AnyStage, ...]:
+        """The stages that this job has, in order."""
+        return tuple(stage for stage in self.registry if self.part(stage.name) is not None)
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        return tuple(stage.name for stage in self.stages)
+
+    def stage(self, name: str) -> AnyStage:
+        """A stage by its name."""
+        return self.registry[name]
+
+    def section(self, stage: Stage[AnyConfig]) -> AnyConfig | None:
+        """The section of a stage; None where the job does not have that stage."""
+        section = self.part(stage.name)
+        assert section is None or isinstance(section, stage.config), f"[{stage.name}] is {type(section)}"
+        return section
+
+    def section_of(self, stage: Stage[AnyConfig]) -> AnyConfig:
+        """The section of a stage that the job has."""
+        section = self.section(stage)
+        assert section is not None, f"the job has no [{stage.name}]"
+        return section
+
+    def parents(self, name: str) -> tuple[str, ...]:
+        """The stages and preparations whose outputs a stage reads, in order; preparations are made before all."""
+        stage = self.registry[name]
+        section = self.section_of(stage)
+        found = {
+            parent.stage
+            for parent in stage.parents
+            if parent.is_read(section, self.stage_names) and not self.substitute(name, parent.stage)
+        }
+        if POLICIES in found:
+            found = found - {POLICIES} | {other.name for other in self.stages if other.policy_from}
+        sources = {source.partition(":")[0] for source in sources_in(section.model_dump()) if ":" in source}
+        found |= sources & set(self.registry.names)
+        if stage.preparation is not None:
+            found.add(stage.preparation.name)
+        return tuple(other for other in (*self.registry.preparations, *self.registry.names) if other in found)
+
+    def substitute(self, name: str, parent: str) -> str:
+        """The model that a stage's section names in place of a parent's; "" where it names none."""
+        stage = self.registry[name]
+        field = next((self._given(stage, known) for known in stage.parents if known.stage == parent), "")
+        return getattr(self.section_of(stage), field) if field else ""
+
+    def _given(self, stage: AnyStage, parent: Parent[Any]) -> str:
+        """The field that names a substitute for the parent; "" where none does."""
+        section = self.section_of(stage)
+        return next((field for field in parent.substitutes if getattr(section, field)), "")
+
+    def _check_parents(self, stage: AnyStage) -> None:
+        """A stage starts from one place: a stage before it, or a model named in its section."""
+        declared = {parent.stage: parent for parent in stage.parents}
+        before = (*self.registry.preparations, *self.stage_names[: self.stage_names.index(stage.name)])
+        for name in self.parents(stage.name):
+            if name not in before:
+                fields = [f"{stage.name}.{field}" for field in declared[name].substitutes] if name in declared else []
+                late = ", which runs after it" if name in self.stage_names else ""
+                raise ValueError(f"{stage.name} needs {name}{late}: {' or '.join([f'[{name}]', *fields])} was expected")
+        for parent in stage.parents:
+            field = self._given(stage, parent)
+            if field and parent.stage in self.stage_names and not parent.own_shape:
+                raise ValueError(
+                    f"{stage.name}.{field} is given and so is [{parent.stage}]; {stage.name} starts from one of them"
+                )
+
+    def _check_world(self) -> None:
+        if self.world is not None:
+            return
+        needing = [stage.name for stage in self.stages if WORLD in stage.sections]
+        needing += [stage.name for stage in self.stages if '"world:' in self.section_of(stage).model_dump_json()]
+        if needing:
+            raise ValueError(f"world: missing; {needing[0]} needs it")
+
+    def _has_own_shape(self, stage: AnyStage) -> bool:
+        """Whether a stage starts from a model that may have another shape than the policy."""
+        return any(parent.own_shape and self._given(stage, parent) for parent in stage.parents)
+
+    def _check_kind(self) -> None:
+        """Which stages a model of each kind goes through."""
+        for stage in self.stages:
+            if self.model is None and "model" in stage.sections:
+                raise ValueError(f"model: missing; {stage.name} needs a shape, or {stage.name}.init_from")
+            if self.model is not None and self.model.kind not in stage.model_kinds and not self._has_own_shape(stage):
+                raise ValueError(f"model.kind is {self.model.kind!r}, which has no stage {stage.name}")
+
+    def _check_room(self) -> None:
+        if self.model is None:
+            return
+        context = self.model.max_position_embeddings
+        for stage in self.stages:
+            for field, tokens in stage.context_tokens(self.section_of(stage)).items():
+                if tokens > context:
+                    raise ValueError(f"{stage.name}.{field} does not fit model.max_position_embeddings = {context}")
+
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """Numbers of workers that the job can continue with, the most first: those that divide its batches."""
+        fewer = range(self.workers - 1, (self.min_workers or self.workers) - 1, -1)
+        return (self.workers, *(size for size in fewer if not self._batch_problem(size)))
+
+    @property
+    def fewest_ranks(self) -> int:
+        """How many processes a cluster must have room for, those next to the workers included."""
+        return self.world_sizes[-1] + self.extra_ranks
+
+    @property
+    def num_ranks(self) -> int:
+        """All processes of the job, those next to the workers included."""
+        return self.workers + self.extra_ranks
+
+    @property
+    def extra_ranks(self) -> int:
+        """Processes that stages have next to the job's workers."""
+        return sum(stage.extra_ranks(self.section_of(stage)) for stage in self.stages if stage.round == 1)
+
+    def _check_batches(self) -> None:
+        problem = self._batch_problem(self.workers)
+        if problem:
+            raise ValueError(problem)
+        if self.min_workers > self.workers:
+            raise ValueError(f"min_workers is {self.min_workers}; at most workers = {self.workers} was expected")
+
+    def _batch_problem(self, num_workers: int) -> str:
+        """Why the batches do not divide among so many workers; "" where they do."""
+        for stage in self.stages:
+            section = self.section_of(stage)
+            for field, batch in section:
+                try:
+                    if isinstance(batch, BatchConfig):
+                        batch.num_micro_batches(num_workers)
+                except ValueError as error:
+                    return f"{stage.name}.{field} with workers = {num_workers}: {error}"
+            for field, rows in stage.split_rows(section).items():
+                if rows % num_workers:
+                    return f"{stage.name}.{field} is {rows}; a multiple of workers = {num_workers} was expected"
+        return ""
+
+    def _check_optimizers(self) -> None:
+        for stage in self.stages:
+            for field, optimizer in self.section_of(stage):
+                if not isinstance(optimizer, OptimizerConfig):
+                    continue
+                try:
+                    optimizer.check_sharding(self.engine)
+                except ValueError as error:
+                    raise ValueError(f"{stage.name}.{field}: {error}") from None
+                if not self._has_own_shape(stage):  # of another model's layers the engine knows the number
+                    self._check_trained_layers(f"{stage.name}.{field}", optimizer)
+
+    def _check_trained_layers(self, name: str, optimizer: OptimizerConfig) -> None:
+        if self.model is None:
+            return
+        num_layers = self.model.num_hidden_layers + self.model.num_encoder_layers
+        if (optimizer.trained_layers or 0) > num_layers:
+            raise ValueError(f"{name}.trained_layers is {optimizer.trained_layers}; the model has {num_layers}")
+
+    def open_world(self) -> World | None:
+        """The world that the job names, if any. Raises: ValueError for files that are missing or malformed."""
+        if self.world is None:
+            return None
+        if isinstance(self.world, PlaygroundSection):
+            return PlaygroundWorld(self.world)
+        return ReviewsWorld(self.world)
+
+
+def job_type(registry: Registry) -> type[JobConfig]:
+    """The config of a job that may have these stages, a section for each; unknown keys are refused."""
+    sections: dict[str, Any] = {stage.name: (stage.config | None, None) for stage in registry}
+    made = create_model("JobConfig", __base__=JobConfig, **sections)
+    made.known_stages = registry
+    return made
+
+
+BUILT_IN_JOB = job_type(BUILT_IN)  # a job without stages of its own

@@ -1,0 +1,90 @@
+"""The shape of a job's policy: written out, named, pasted from a config.json, or that of the model it starts from."""
+
+import tomllib
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from heed.jobs.registry import Registry
+from lm.config import ModelConfig
+from lm.hub import is_gguf, model_directory, shape_and_tokenizer
+from lm.weights import PRETRAINED, PURPOSES, config_from_hf, purpose_of, read_config
+
+
+def take_shape(name: str, values: dict[str, Any], registry: Registry, *, opens_models: bool) -> None:
+    """Completes `model`: a name of configs/models or a config.json becomes a table of fields; where the first stage
+    starts from a model, the shape is that model's, and what is written must agree.
+
+    Without `opens_models`, a shape that is written is taken at its word, and a built-in one is preferred to the hub's.
+    Raises: ValueError naming file and field.
+    """
+    if "model" in values:
+        values["model"] = _written(name, values["model"])
+    # A stage whose model may have another shape than the policy, as a reward model may, says nothing about it.
+    of_policy = (stage for stage in registry if "init_from" in stage.config.model_fields and not stage.has_own_shape)
+    first = next((stage.name for stage in of_policy if isinstance(values.get(stage.name), dict)), "")
+    init_from = values[first].get("init_from") if first else None
+    if not isinstance(init_from, str) or not init_from or (not opens_models and "model" in values):
+        return
+    try:
+        shape = shape_of(init_from, opens_models=opens_models)
+    except ValueError as error:
+        raise ValueError(f"{name}: {first}.init_from: {error}") from None
+    written = values.get("model", {})
+    for key, value in written.items() if isinstance(written, dict) else ():
+        if key in shape and value != shape[key]:
+            raise ValueError(
+                f"{name}: model.{key} is {value!r}, but {init_from} has {shape[key]!r}; leave [model] out where"
+                f" {first}.init_from brings its shape"
+            )
+    values["model"] = {**shape, **written} if isinstance(written, dict) else written
+
+
+def _written(name: str, model: Any) -> Any:
+    """`[model]` as fields of ModelConfig: `model = "gpt3-125m"` and the keys of a config.json are translated."""
+    if isinstance(model, str):
+        found = built_in_shape(model)
+        if found is None:
+            raise ValueError(f"{name}: model is {model!r}; one of {', '.join(built_in_names())} was expected")
+        return found
+    if isinstance(model, Mapping) and "model_type" in model:
+        return config_from_hf(model, f"{name}: [model]").model_dump(mode="json")
+    return model
+
+
+def shape_of(init_from: str, *, opens_models: bool) -> dict[str, Any]:
+    """The shape that a stage has which starts from this folder or hub id."""
+    built_in = None if opens_models or Path(init_from).is_dir() else built_in_shape(init_from)
+    if built_in is not None:
+        return built_in
+    folder = model_directory(init_from) if opens_models else shape_and_tokenizer(init_from)
+    kind = read_config(folder, purpose_of(folder))[0].kind
+    # A head for scores or labels is no start: the stage trains what such a shape is pretrained as.
+    return read_config(folder, PURPOSES[PRETRAINED[kind]])[0].model_dump(mode="json")
+
+
+def known_shape(name: str) -> ModelConfig | None:
+    """The shape of a built-in name or of a model directory on this machine; None for any other."""
+    if Path(name).is_dir() or is_gguf(name):
+        folder = shape_and_tokenizer(name)
+        return read_config(folder, purpose_of(folder))[0]
+    built_in = built_in_shape(name)
+    return None if built_in is None else ModelConfig.model_validate(built_in)
+
+
+def built_in_names() -> list[str]:
+    """The shapes in configs/models; those of the hub's models are named as there."""
+    folder = Path(str(files("configs").joinpath("models")))
+    return sorted(str(path.relative_to(folder).with_suffix("")) for path in _shape_files(folder))
+
+
+def built_in_shape(name: str) -> dict[str, Any] | None:
+    """The fields of a shape in configs/models, such as "gpt3-125m" or "Qwen/Qwen2.5-0.5B"; None for any other."""
+    if name not in built_in_names():
+        return None
+    return tomllib.loads(files("configs").joinpath(f"models/{name}.toml").read_text(encoding="utf-8"))
+
+
+def _shape_files(folder: Path) -> list[Path]:
+    return [*folder.glob("*.toml"), *folder.glob("*/*.toml")]

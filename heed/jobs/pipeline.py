@@ -1,0 +1,308 @@
+"""Runs a job: decides which stages must run, in which order, and records what each was made from."""
+
+import os
+import shutil
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import tenacity
+import tomli_w
+from rich.markup import escape
+
+from cluster.code import send_by_value
+from cluster.connection import disconnect
+from cluster.failures import WorkerError
+from cluster.precision import resolve_precision
+from cluster.sigterm import call_on_sigterm
+from files.atomic import write_text
+from files.hashes import file_hash
+from files.lock import lock
+from heed.jobs.hub_models import hub_models
+from heed.jobs.inputs import inputs_of
+from heed.jobs.interrupts import saving_on_interrupt
+from heed.jobs.job import JobConfig
+from heed.jobs.preflight import check_data, refuse_missing
+from heed.jobs.recovery import Workers, run_to_end
+from heed.jobs.registry import PREPARED, WORLD, AnyStage
+from heed.jobs.report import write_run_report
+from heed.jobs.run import Run
+from heed.jobs.stage_folders import is_replaced, open_folder, put_aside
+from heed.jobs.status import StatusFile
+from heed.jobs.storage import missing_in_one_line
+from stages.contract import Preparation, Stage, StageWaitsError
+from stages.lineage import LINEAGE, Inputs, finished_with, require_outputs, write_lineage
+from stages.progress import console, follow, print_notice
+from stages.run import StageRun
+from stages.sampling import SAMPLES
+from training.checkpoint import step_folders
+from training.config import Config
+from training.failures import RunError, in_one_line
+from training.metrics import read_metrics
+from training.notices import speaking_through
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+
+FOLDER_SECONDS = 30.0  # for which a stage waits if its folder is missing
+
+
+def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> Path:
+    """Run the stages that are not done, in order, and write the report. Returns the run folder.
+
+    `first` forces that stage and all after it; `only` runs one stage, if it must run, and no other. A stage that waits
+    for people ends the run, and a later run continues it.
+    Raises: ValueError for what the user can mend, before any training where it can be known.
+    """
+    folder = runs / job.name
+    refuse_missing(job)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--runs {runs}: {folder} cannot be created: {error.strerror}") from None
+    started = time.monotonic()
+    try:
+        _work(job, folder, first, only)
+    except StageWaitsError as waiting:
+        console.print(str(waiting), markup=False)
+    with missing_in_one_line(folder):
+        report = write_run_report(folder)
+    console.print(escape(report["verdict"]))
+    console.print(f"report: {folder / 'report.html'}  ({time.monotonic() - started:.0f} s)")
+    return folder
+
+
+def _work(job: JobConfig, folder: Path, first: str, only: str) -> None:
+    """Prepare the run's folder, its workers and data; run the stages."""
+    with ExitStack() as closing:
+        closing.enter_context(speaking_through(print_notice))
+        closing.enter_context(missing_in_one_line(folder))
+        closing.enter_context(lock(folder))
+        _say_what_will_run(job, folder, only)
+        workers = Workers(job.world_sizes, folder, job.cluster, job.extra_ranks, hub_models(job))
+        status = closing.enter_context(StatusFile(folder, workers.num_ranks))
+        if os.environ.get("RAY_ADDRESS"):
+            closing.callback(disconnect)
+        closing.callback(workers.close)
+        engine = resolve_precision(job.engine, workers.check(), job.fewest_ranks, job.cluster.start_seconds)
+        job = job.model_copy(update={"engine": engine})
+        run = Run(job, folder, job.open_world(), workers)
+        asked = [stage for stage in job.stages if stage.name == only or not only]
+        if first or not all((run.stage_folder(stage.name) / LINEAGE).exists() for stage in asked):
+            workers.begin()
+        for stage in job.stages:
+            if stage.module is not None:
+                send_by_value(stage.module)
+        _write_job(job, folder / "job.toml")
+        _prepare_world(run)
+        _prepare_stages(run)
+        if not all(_is_finished_with(run, stage, inputs_of(run, stage)) for stage in asked):
+            workers.begin()  # Ray is not started for a run in which nothing has changed
+        with speaking_through(_unrepeated(print_notice)):
+            check_data(run)
+        _run_stages(run, workers, status, first, only)
+
+
+def _say_what_will_run(job: JobConfig, folder: Path, only: str) -> None:
+    stages = only or ", ".join(job.stage_names)
+    ranks = "1 worker" if job.workers == 1 else f"{job.workers} workers"
+    console.print(f"{escape(job.name)}: {stages} on {ranks}; results in {escape(str(folder))}")
+    console.print("[dim]checking the data")
+
+
+def _unrepeated(speaker: Callable[[str], None]) -> Callable[[str], None]:
+    """Returns a speaker that says each line once: several stages may read the same source."""
+    said: set[str] = set()
+
+    def say_once(notice: str) -> None:
+        if notice not in said:
+            said.add(notice)
+            speaker(notice)
+
+    return say_once
+
+
+def _run_stages(run: Run, workers: Workers, status: StatusFile, first: str, only: str) -> None:
+    forced = False
+    for stage in run.job.stages:
+        if only and stage.name != only:
+            continue
+        forced = forced or stage.name == first
+        _require_parents(run, stage)
+        if only:
+            _say_stale_parents(run, stage)
+        inputs = inputs_of(run, stage)
+        if not forced and _is_finished_with(run, stage, inputs):
+            console.print(f"[dim]{stage.name}: unchanged, skipped")
+            continue
+        with _tracebacks_in_file(run.folder / "failure.log"):
+            _run_stage(run, stage, inputs, workers, status, forced=forced)
+
+
+def _run_stage(
+    run: Run, stage: AnyStage, inputs: Inputs, workers: Workers, status: StatusFile, *, forced: bool
+) -> None:
+    """Run a stage to its end. An earlier result stays in its place until the stage's workers are there."""
+    folder, begun = run.stage_folder(stage.name), time.monotonic()
+    workers.take_back()
+    if is_replaced(folder, inputs, forced=forced):
+        run_to_end(stage.name, folder, workers.start, workers.abandon, status.restarted)
+    say_stopped = _once(partial(_say_stopped, status, stage.name, folder))
+    try:
+        with (
+            open_folder(folder, inputs, forced=forced),
+            saving_on_interrupt(stage.name, (folder / "metrics.jsonl").is_file),
+            call_on_sigterm(say_stopped),
+            follow(stage.name, folder) as progress,
+            status.stage(progress),
+        ):
+            work = partial(_work_in_folder, run.of(stage.name, progress), stage, inputs, begun)
+            run_to_end(stage.name, folder, work, workers.abandon, status.restarted)
+    except KeyboardInterrupt:
+        say_stopped()
+        raise
+    shutil.rmtree(folder / SAMPLES, ignore_errors=True)  # parts of what the stage has made of them
+    console.print(f"{stage.name}: done in {time.monotonic() - begun:.0f} s")
+
+
+@contextmanager
+def _tracebacks_in_file(log: Path) -> Iterator[None]:
+    """Raises: RunError, in one line, for what a worker raised; its tracebacks are in `log`."""
+    try:
+        yield
+    except WorkerError as error:
+        if in_one_line(error):
+            raise
+        try:
+            log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        except OSError:  # the folder is part of the trouble
+            raise error from None
+        raise RunError(f"{str(error).splitlines()[0]} (tracebacks: {log})") from error
+
+
+def _work_in_folder(run: StageRun, stage: AnyStage, inputs: Inputs, begun: float) -> None:
+    """Run a stage once its folder is there: without it the stage would start over, next to what it has saved.
+
+    Raises:
+        RunError: the folder stays away, as a file system does that is no longer mounted.
+    """
+    folder = run.folder
+    is_there = tenacity.Retrying(
+        retry=tenacity.retry_if_result(lambda found: not found),
+        stop=tenacity.stop_after_delay(FOLDER_SECONDS),
+        wait=tenacity.wait_fixed(0.5),
+        retry_error_callback=lambda _: False,
+    )((folder / "inputs.json").is_file)
+    if not is_there:
+        raise RunError(f"{folder} is missing; bring the folder back and run the same command again")
+    config = run.job.section(stage)
+    assert config is not None
+    stage.run(run, run.resolve(config))
+    require_outputs(folder, (stage.output, *stage.also_required))
+    write_lineage(folder, inputs, stage.output, time.monotonic() - begun)
+
+
+def _say_stopped(status: StatusFile, stage: str, folder: Path) -> None:
+    console.print(f"{stage}: stopped{_last_step(folder)}; the same command continues")
+    status.stopped()  # after the console's line: it waits for the disk, and Ray may end this process meanwhile
+
+
+def _once(call: Callable[[], None]) -> Callable[[], None]:
+    """Returns a function that calls `call` the first time only, whichever thread is first."""
+    lock, calls = threading.Lock(), [call]
+
+    def call_once() -> None:
+        with lock:
+            if calls:
+                calls.pop()()
+
+    return call_once
+
+
+def _last_step(folder: Path) -> str:
+    """Returns " at step 85 of 112" and where the stage will resume; "" for a stage without steps."""
+    lines = read_metrics(folder / "metrics.jsonl")
+    if not lines:
+        return ""
+    saved = [found.name for found in step_folders(folder / "checkpoints")]
+    where = f" (its newest checkpoint is {saved[0]})" if saved else " (no checkpoint yet)"
+    return f" at step {lines[-1]['step']} of {lines[-1]['num_steps']}{where}"
+
+
+def _require_parents(run: Run, stage: AnyStage) -> None:
+    for parent in run.job.parents(stage.name):
+        if not _is_finished(run, parent):
+            raise ValueError(f"stage {stage.name} needs {parent}, which is not finished in {run.folder}")
+
+
+def _is_finished_with(run: Run, stage: AnyStage, inputs: Inputs) -> bool:
+    finished = finished_with(run.stage_folder(stage.name), stage.output)
+    return finished is not None and finished[0] == inputs.fingerprint
+
+
+def _is_finished(run: Run, name: str) -> bool:
+    return finished_with(run.stage_folder(name), run.job.registry.output(name)) is not None
+
+
+def _say_stale_parents(run: Run, stage: AnyStage) -> None:
+    """Report which parents this job would run again: a stage that runs alone takes its parents as they are."""
+    for parent in (other for other in run.job.stages if other.name in run.job.parents(stage.name)):
+        finished = finished_with(run.stage_folder(parent.name), parent.output)
+        grandparents = run.job.parents(parent.name)
+        is_known = all(_is_finished(run, name) for name in grandparents)
+        if finished is not None and is_known and finished[0] != inputs_of(run, parent).fingerprint:
+            console.print(
+                f"{parent.name}: made with other settings than this job's; {stage.name} uses it anyway (--only)"
+            )
+
+
+def _prepare_world(run: Run) -> None:
+    """Write the world's data files."""
+    section, world = run.job.world, run.opened_world
+    if section is None:
+        return
+    assert world is not None
+    config = {WORLD: section.model_dump(mode="json")}
+    files = [value for value in config[WORLD].values() if isinstance(value, str) and Path(value).is_file()]
+    inputs = Inputs(WORLD, run.job.seed, config, {}, {path: file_hash(Path(path)) for path in files})
+    _prepare(run, inputs, lambda folder: world.write_data(folder, run.job.seed))
+
+
+def _prepare_stages(run: Run) -> None:
+    """Write what stages need before any training, such as a vocabulary with which lengths can be checked."""
+    for stage in run.job.stages:
+        if stage.preparation is not None:
+            _prepare_stage(run, stage, stage.preparation)
+
+
+def _prepare_stage(run: Run, stage: Stage[AnyConfig], preparation: Preparation[AnyConfig]) -> None:
+    stage_run = run.of(stage.name)
+    config = stage_run.resolve(run.job.section_of(stage))
+    values, hashes = preparation.inputs(stage_run, config)
+    inputs = Inputs(preparation.name, run.job.seed, values, {}, hashes)
+    _prepare(run, inputs, lambda folder: preparation.write(stage_run, config, folder))
+
+
+def _prepare(run: Run, inputs: Inputs, write: Callable[[Path], None]) -> None:
+    """Write `data/` of a preparation, unless it is there already and made from the same inputs."""
+    folder = run.stage_folder(inputs.stage)
+    finished = finished_with(folder, PREPARED)
+    if finished is not None and finished[0] == inputs.fingerprint:
+        return
+    if folder.exists():
+        put_aside(folder)
+    begun = time.monotonic()
+    (folder / PREPARED).mkdir(parents=True)
+    write(folder / PREPARED)
+    write_lineage(folder, inputs, PREPARED, time.monotonic() - begun)
+
+
+def _write_job(job: JobConfig, path: Path) -> None:
+    """Write the resolved job, defaults included."""
+    values = job.model_dump(mode="json", exclude_none=True)  # TOML has no null
+    values["engine"]["precision"] = job.engine.resolved_precision()
+    write_text(path, tomli_w.dumps(values))

@@ -1,0 +1,206 @@
+"""Serves a run's report while the run goes on: the same page, read from the run's folder, with what it is doing now.
+
+The server only reads, so it works on any machine that sees the folder, whether or not the job runs there.
+"""
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from files.records import record_of
+from heed.jobs.report import live_run_page
+from preferences.page.security import Harden
+from preferences.page.serve import listening
+from stages.reports.live import Live, Now
+from stages.reports.page import Page, render, render_now
+from stages.reports.parts import Answer
+from stages.reports.text import clean_text, duration, number
+from stages.status import STATUS, RunStatus
+
+HOST = "127.0.0.1"
+SILENT_SECONDS = 30.0  # without a sign of life of a job that says it runs
+RENDER_SHARE = 0.1  # of a core, at most, that drawing pages takes
+TAIL_BYTES = 65_536  # of metrics.jsonl, read to tell how long steps take
+NUM_STEPS = 20  # the last ones, whose median tells it
+PARTS = ("job.toml", "*/results.json", "*/lineage.json", "*/metrics.jsonl", "*/samples.jsonl")
+# The page's own policy names its scripts by hash; both hold.
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self';"
+    " frame-ancestors 'none'"
+)
+
+
+def watch(folder: Path, *, port: int, announce: Callable[[str], None]) -> None:
+    """Serve a run's live page on this machine until interrupted.
+
+    Raises: ValueError for a folder that holds no run, and for a port that is taken.
+    """
+    if not any((folder / name).is_file() for name in ("job.toml", STATUS)):
+        raise ValueError(f"{folder}: no run is here; the folder of a run, such as runs/demo, was expected")
+    with listening(HOST, port) as listener:
+        address = f"http://{HOST}:{listener.getsockname()[1]}"
+        announce(f"{folder.resolve().name} is at {address}; Ctrl-C ends this page, not the run")
+        settings = uvicorn.Config(
+            make_app(folder), ws="none", lifespan="off", log_level="warning", timeout_graceful_shutdown=1
+        )
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(settings).run([listener])
+
+
+def make_app(folder: Path) -> Starlette:
+    """The server as an ASGI application."""
+    watched = Watched(folder)
+
+    # Starlette runs plain functions in threads, so a page that is being drawn holds nobody up.
+    def page(_request: Request) -> Response:
+        return HTMLResponse(watched.page(), headers={"Content-Security-Policy": POLICY})
+
+    def now(_request: Request) -> Response:
+        return JSONResponse({"html": render_now(watched.now()), "version": watched.version()})
+
+    # Only names of this machine: a page elsewhere must not read a run through a name that resolves to this address.
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
+    return Starlette(routes=[Route("/", page), Route("/now", now)], middleware=[Middleware(Harden), hosts])
+
+
+class Watched:
+    """A run's page, drawn again when its files have changed, but not so often that it takes a core from the job."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._html, self._version, self._due = "", "", 0.0
+
+    def version(self) -> str:
+        """What the files come to, as of when the next page may be drawn."""
+        if time.monotonic() >= self._due:
+            return self._files()
+        return self._version
+
+    def page(self) -> str:
+        """The page as HTML."""
+        with self._lock:
+            version = self.version()
+            if version != self._version or not self._html:
+                started = time.monotonic()
+                self._html, self._version = self._draw(version), version
+                ended = time.monotonic()
+                self._due = ended + (ended - started) / RENDER_SHARE
+            return self._html
+
+    def _files(self) -> str:
+        """Changes when a file that the page is made from does."""
+        found = sorted(path for part in PARTS for path in self.folder.glob(part))
+        parts: list[tuple[str, int, int]] = []
+        for path in found:
+            with suppress(FileNotFoundError):  # it is being replaced
+                stat = path.stat()
+                parts.append((str(path.relative_to(self.folder)), stat.st_mtime_ns, stat.st_size))
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    def _draw(self, version: str) -> str:
+        live = Live(self.now(), version)
+        try:
+            return live_run_page(self.folder, live)
+        except (ValueError, OSError) as error:  # files that are being written, or a share that is away for a moment
+            name = self.folder.resolve().name
+            waiting = Answer("unclear", f"There is no report yet: {clean_text(str(error))}")
+            return render(Page("Heed report", name, (), waiting, (), skip_to=("now", "what the run does"), live=live))
+
+    def now(self) -> Now:
+        """What the run is doing."""
+        try:
+            values = json.loads((self.folder / STATUS).read_text(encoding="utf-8"))
+            status = record_of(values, RunStatus, STATUS)
+        except (OSError, ValueError):
+            return Now("unclear", "This run has left no status; below is what its files hold.")
+        return now_of(status, self._lines(status.stage), time.time())
+
+    def _lines(self, stage: str) -> list[dict[str, Any]]:
+        """The last lines of a stage's metrics, without one that is not whole."""
+        path = self.folder / stage / "metrics.jsonl"
+        if not stage or not path.is_file():
+            return []
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+        whole = lines[1:] if size > TAIL_BYTES else lines
+        found = [json.loads(line) for line in whole[-NUM_STEPS - 1 :]]
+        return [line for line in found if {"step", "num_steps", "seconds"} <= line.keys()]
+
+
+def now_of(status: RunStatus, lines: list[dict[str, Any]], at: float) -> Now:
+    """A status in words. `lines` are the last metrics of its stage; `at` is the time, in seconds since the epoch."""
+    restarts = tuple(
+        f"{time.strftime('%H:%M:%S', time.localtime(one.at))} {one.stage} continued after: {clean_text(one.why)}"
+        for one in reversed(status.restarts)
+    )
+    is_running = status.state == "running"
+    ranks = ", ".join(f"{number(num)} {name}" for name, num in (status.workers or {}).items())
+    facts = (
+        *((("Ranks", ranks or "none yet"),) if is_running else ()),
+        ("Restarts", number(len(status.restarts))),
+        ("Running for" if is_running else "Ran for", duration(max(0.0, status.updated - status.started))),
+        ("Process", f"{status.pid} on {status.host}"),
+    )
+    if status.state == "finished":
+        return Now("better", "This run has finished.", None, facts, restarts)
+    if status.state == "failed":
+        return Now("worse", clean_text(f"This run has failed: {status.message}"), None, facts, restarts)
+    if status.state == "waiting":
+        return Now("unclear", clean_text(status.message), None, facts, restarts)
+    where = f" in {status.stage}" if status.stage else ""
+    if status.state == "stopped":
+        return Now("unclear", f"This run was stopped{where}; the same command continues it.", None, facts, restarts)
+    silent = at - status.updated
+    if silent > SILENT_SECONDS:
+        text = f"No sign of life{where} for {duration(silent)}: the job may have been killed, or cannot write here."
+        return Now("worse", text, None, facts, restarts)
+    return _running(status, lines, at, facts, restarts)
+
+
+def _running(
+    status: RunStatus,
+    lines: list[dict[str, Any]],
+    at: float,
+    facts: tuple[tuple[str, str], ...],
+    events: tuple[str, ...],
+) -> Now:
+    if not status.stage:
+        return Now("unclear", "Starting, or between stages: processes, data and checks.", None, facts, events)
+    phase = f", {status.phase}" if status.phase else ""
+    done, total = (lines[-1]["step"], lines[-1]["num_steps"]) if lines else (status.done, status.total)
+    if not total:
+        return Now("unclear", f"{status.stage}{phase}: preparing.", None, facts, events)
+    left = _seconds_left(lines) if lines else _left_of(done, total, at - status.stage_started)
+    in_words = f"; about {duration(left)} left in this stage" if left is not None and done < total else ""
+    text = f"{status.stage}{phase}: {number(done)} of {number(total)}{in_words}."
+    return Now("unclear", text, done / total, facts, events)
+
+
+def _seconds_left(lines: list[dict[str, Any]]) -> float | None:
+    """By the median time of the last steps. A stage that resumed counts its seconds from 0 again."""
+    steps = [(new["seconds"] - old["seconds"]) / (new["step"] - old["step"]) for old, new in pairwise(lines)]
+    positive = [seconds for seconds in steps if seconds > 0]
+    last = lines[-1]
+    return median(positive) * (last["num_steps"] - last["step"]) if positive else None
+
+
+def _left_of(done: int, total: int, seconds: float) -> float | None:
+    return seconds * (total - done) / done if done else None

@@ -1,0 +1,203 @@
+"""The arms of `heed study`: ordinary jobs, each derived from configs/jobs/study.toml by a few changes.
+
+Arms of one seed share as much as possible: the base pretrains, fine-tunes and collects once, and the others start from
+its models and comparisons. An arm differs only in what its entry here names.
+
+    base           pretraining, SFT, comparisons with several labelers per task
+    small-base     a language model with a quarter of the layers and half the hidden size, for a small reward model
+    reward-full    every task, one labeler per task
+    reward-few     a sixth of the tasks, one labeler per task, twice the epochs
+    reward-small   as reward-full, on the small base
+    reward-2, -4   half the tasks with two labelers each, a quarter with four: equally many judgments and updates
+    ppo-full, -few, -small    PPO against each of these reward models, without a KL penalty
+    ppo-kl-low, -kl-high      as ppo-full, with a KL penalty
+    ppo-ptx        as ppo-kl-low, with gradients of pretraining mixed in
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from reward.collect.stage import write_rankings
+from heed.jobs.job import JobConfig
+from heed.jobs.job_file import load_job
+from ppo.config import PPOConfig
+from ppo.stage import STAGE as PPO
+from preferences.records import Ranking
+from reward.comparisons import RankingsConfig, read_rankings
+from reward.stage import STAGE as REWARD
+
+KL_COEFS = {"kl-low": 0.02, "kl-high": 0.1}
+LABELERS_PER_TASK = (1, 2, 4)
+STAGES = ("pretrain", "sft", "collect", "reward", "ppo", "compare")  # the arms' stages, and where policies are measured
+FEW_SHARE = 1 / 6
+FEW_EPOCHS = 2  # relative to the other arms, so that few comparisons still train the head
+
+
+@dataclass(frozen=True)
+class Arm:
+    """The study's job with these stages and `changes` by dotted key (None: without it). `after` lists the arms that it
+    reads; the last one has the reward model that scores a policy's samples.
+    """
+
+    name: str
+    stages: tuple[str, ...]
+    after: tuple[str, ...] = ()
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def arms_of(job: JobConfig, folder: Path) -> dict[str, Arm]:
+    """Returns every arm by name, each after those that it reads; `folder` is the seed's.
+
+    Raises: ValueError for a job that lacks a section.
+    """
+    model, reward, ppo = job.model, job.section(REWARD), job.section(PPO)
+    missing = [name for name in STAGES if name not in job.stage_names]
+    if model is None or reward is None or ppo is None or job.world is None or missing:
+        needed = ", ".join(f"[{name}]" for name in ("world", "model", *STAGES))
+        raise ValueError(f"job {job.name!r}: a study needs {needed}")
+    epochs = reward.num_epochs
+    small = {
+        "model.num_hidden_layers": max(1, model.num_hidden_layers // 4),
+        "model.hidden_size": model.hidden_size // 2,
+        "model.num_attention_heads": max(1, model.num_attention_heads // 2),
+        "model.num_key_value_heads": max(1, model.num_key_value_heads // 2),
+        "model.intermediate_size": model.intermediate_size // 2,
+    }
+    shared = {"collect.overlap_share": 1.0, "collect.overlap_labelers": max(LABELERS_PER_TASK)}
+    arms = [
+        Arm("base", ("pretrain", "sft", "collect"), changes=shared),
+        Arm("small-base", ("pretrain", "sft"), ("base",), small),
+        _reward("full", folder, 1, epochs),
+        _reward("few", folder, "few", FEW_EPOCHS * epochs),
+        _reward("small", folder, 1, epochs, start="small-base"),
+        *(_reward(str(count), folder, count, count * epochs) for count in LABELERS_PER_TASK[1:]),
+        _ppo("full", folder),
+        _ppo("few", folder, judge="reward-few"),
+        _ppo("small", folder, judge="reward-small"),
+        *(_ppo(name, folder, {"ppo.kl_coef": coef}) for name, coef in KL_COEFS.items()),
+        _ptx(folder, ppo),
+    ]
+    return {arm.name: arm for arm in arms}
+
+
+def _reward(name: str, folder: Path, cut: int | str, epochs: float, start: str = "base") -> Arm:
+    changes = {
+        "reward.init_from": str(folder / start / "sft" / "model"),
+        "reward.rankings.source": str(cut_file(folder, cut)),
+        "reward.num_epochs": epochs,
+    }
+    return Arm(f"reward-{name}", ("reward",), ("base",) if start == "base" else ("base", start), changes)
+
+
+def _ppo(name: str, folder: Path, changes: Mapping[str, Any] | None = None, judge: str = "reward-full") -> Arm:
+    own = {
+        "ppo.init_from": str(folder / "base" / "sft" / "model"),
+        "ppo.reward_from": str(folder / judge / "reward" / "model"),
+        "ppo.kl_coef": 0.0,
+        "ppo.kl_control": "fixed",
+        "ppo.ptx_coef": 0.0,
+        "ppo.ptx_rows": 0,
+    }
+    return Arm(f"ppo-{name}", ("ppo",), ("base", judge), {**own, **(changes or {})})
+
+
+def _ptx(folder: Path, ppo: PPOConfig) -> Arm:
+    """PPO-ptx reads the pretraining stage's text, so the arm includes that stage, with the base's model unchanged."""
+    changes = {
+        "pretrain.init_from": str(folder / "base" / "pretrain" / "model"),
+        "pretrain.num_steps": 0,
+        "ppo.kl_coef": KL_COEFS["kl-low"],
+        "ppo.ptx_coef": ppo.ptx_coef,
+        "ppo.ptx_rows": ppo.ptx_rows,
+    }
+    return replace(_ppo("ptx", folder, changes), stages=("pretrain", "ppo"))
+
+
+def with_those_before(arms: Mapping[str, Arm], wanted: Sequence[str]) -> list[Arm]:
+    """Returns the wanted arms and all that they read, in an order in which they can run."""
+    needed = set(wanted)
+    for arm in reversed(list(arms.values())):  # each arm comes after those that it reads
+        if arm.name in needed:
+            needed |= set(arm.after)
+    return [arm for arm in arms.values() if arm.name in needed]
+
+
+def arm_job(job: JobConfig, arm: Arm, folder: Path) -> JobConfig:
+    """Returns the arm as a job, and writes it to jobs/NAME.toml in the seed's `folder`.
+
+    Only the base has the world; the other arms read the files that it wrote.
+    """
+    values = job.model_dump(mode="json", exclude_none=True)
+    kept = ("name", "note", "seed", "workers", "min_workers", "engine", *arm.stages)
+    if arm.name == "base":
+        kept = (*kept, "world")
+    if "pretrain" in arm.stages and "pretrain.init_from" not in arm.changes:
+        kept = (*kept, "model")
+    made = {key: values[key] for key in kept if key in values}
+    for key, value in arm.changes.items():
+        *parents, leaf = key.split(".")
+        place = made
+        for parent in parents:
+            place = place[parent]
+        if value is None:
+            place.pop(leaf, None)
+        else:
+            place[leaf] = value
+    made["name"] = arm.name
+    if arm.name != "base":
+        made = _from_files(made, folder / "base" / "world" / "data")
+    path = folder / "jobs" / f"{arm.name}.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tomli_w.dumps(made), encoding="utf-8")
+    return load_job(path)
+
+
+def _from_files(value: Any, data: Path) -> Any:
+    """Returns a dumped config with each "world:NAME" replaced by the file of that name."""
+    if isinstance(value, dict):
+        return {key: _from_files(item, data) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_from_files(item, data) for item in value]
+    if isinstance(value, str) and value.startswith("world:"):
+        return str(data / f"{value.removeprefix('world:')}.jsonl")
+    return value
+
+
+def cut_file(folder: Path, cut: int | str) -> Path:
+    """Returns the file of comparisons for a reward-model arm: a number of labelers per task, or "few"."""
+    return folder / "rankings" / (f"{cut}-a-task.jsonl" if isinstance(cut, int) else f"{cut}.jsonl")
+
+
+def collected(folder: Path) -> list[Ranking]:
+    """Returns all comparisons of the seed's base."""
+    return read_rankings(RankingsConfig(source=str(folder / "base" / "collect" / "rankings.jsonl")))
+
+
+def write_cuts(folder: Path) -> None:
+    """Writes the comparisons of every reward-model arm, all subsets of the base's."""
+    rankings = collected(folder)
+    cut_file(folder, 1).parent.mkdir(exist_ok=True)
+    for count in LABELERS_PER_TASK:
+        write_rankings(cut_file(folder, count), cut_rankings(rankings, count, 1 / count))
+    write_rankings(cut_file(folder, "few"), cut_rankings(rankings, 1, FEW_SHARE))
+
+
+def cut_rankings(rankings: Sequence[Ranking], labelers_per_task: int, share: float) -> list[Ranking]:
+    """Returns the first `share` of the tasks with this many labelers each, in turn, so that all judge equally often.
+
+    Raises: ValueError for a task that fewer labelers have judged.
+    """
+    by_task: dict[str, list[Ranking]] = {}
+    for ranking in rankings:
+        by_task.setdefault(ranking.task_id, []).append(ranking)
+    chosen: list[Ranking] = []
+    for number, (task, judged) in enumerate(list(by_task.items())[: max(1, int(share * len(by_task)))]):
+        if len(judged) < labelers_per_task:
+            raise ValueError(f"task {task!r} has {len(judged)} labelers; {labelers_per_task} were expected")
+        turn = number % len(judged)
+        chosen += [*judged[turn:], *judged[:turn]][:labelers_per_task]
+    return chosen

@@ -1,0 +1,242 @@
+"""Samples and scores one seed's arms, each once: arrays in measured/NAME.npz with a stamp of what they depend on.
+
+Policies and the reference are sampled on the same held-out prompts with the same seeds, so arms are paired by prompt.
+The reference's pool is drawn once and scored by every reward model.
+Shape letters: K policies, P prompts, N samples of the pool, T tasks, D documents.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from evaluation.compare.stage import STAGE as COMPARE
+from evaluation.measures.checkpoints import Gold, gold_of_texts
+from evaluation.measures.curves import Curve, best_of_n_curve
+from evaluation.measures.drawing import Drawn, Policy, draw
+from evaluation.measures.kl import response_kls
+from evaluation.measures.text import bits_and_bytes
+from files.atomic import atomic_file
+from preferences.statistics.estimates import Floats
+from heed.jobs.job import JobConfig
+from lm.inference import load_for_inference
+from lm.model import LanguageModel
+from lm.tokenizer import Tokenizer
+from lm.weights import ModelFolder
+from ppo.stage import STAGE as PPO
+from preferences.splits import split_rankings
+from reward.comparisons import encode_response
+from reward.scoring import RewardModel
+from reward.stage import STAGE as REWARD
+from stages.lineage import LINEAGE
+from stages.progress import console
+from stages.world import World, label_truth
+from heed.studies.algorithm_arms import every_arm
+from heed.studies.arms import collected
+from heed.studies.over_optimisation import kept_policies
+from training.data import DataConfig, Prompt, TextConfig, read_prompts, read_texts
+from training.seeds import derive_seed
+
+REFERENCE = "base/sft"
+
+
+@dataclass(frozen=True)
+class SeedMeasures:
+    """The measures of one seed, computed on first use. Stages are named "ARM/STAGE"."""
+
+    folder: Path
+    job: JobConfig
+    world: World
+    gold: Gold
+
+    @classmethod
+    def of(cls, folder: Path, job: JobConfig) -> Self:
+        world = job.open_world()
+        assert world is not None, "arms_of refuses jobs without a world"
+        return cls(folder, job, world, gold_of_texts(world.gold_scores))
+
+    @property
+    def seed(self) -> int:
+        return self.job.seed
+
+    def best_of_n(self, judge: str) -> Curve:
+        """Returns best-of-n by an arm's reward model, for every power of two up to the pool's size."""
+        pool = self._pool()
+        return best_of_n_curve(pool["gold_PN"], self._proxy_of_pool(judge))
+
+    def rl(self, arm: str) -> Curve:
+        """Returns the policies that an arm left: of PPO those that it kept, in training order, of another stage the
+        last. The proxy is the reward model that the arm optimised, or that was trained on its rankings.
+        """
+        judge, stage = every_arm(self.job, self.folder)[arm].after[-1], self._stage(arm)
+        policies = self._policies(arm)
+        found = self._kept(
+            f"{arm}.npz",
+            [REFERENCE, f"{judge}/reward", f"{arm}/{stage}"],
+            lambda: self._along(arm, policies, self.folder / judge / "reward" / "model"),
+        )
+        return Curve(
+            kind="rl",
+            names=tuple(policies),
+            **{name: found[name] for name in ("kl_KP", "gold_KP", "proxy_KP")},
+            start_gold_P=self._pool()["gold_PN"].mean(axis=1),
+            start_proxy_P=self._proxy_of_pool(judge).mean(axis=1),
+        )
+
+    def tokens(self, arm: str) -> Floats:
+        """Returns the mean number of tokens of the responses of an arm's last policy [P]."""
+
+        def make() -> dict[str, Floats]:
+            drawn = self._draw(Policy.load(list(self._policies(arm).values())[-1]), self._num_samples)
+            lengths = np.array([len(response) for response in drawn.responses], dtype=np.float64)
+            return {"tokens_P": lengths.reshape(-1, drawn.num_samples).mean(axis=1)}
+
+        return self._kept(f"tokens-{arm}.npz", [f"{arm}/{self._stage(arm)}"], make)["tokens_P"]
+
+    def _stage(self, arm: str) -> str:
+        return every_arm(self.job, self.folder)[arm].stages[-1]
+
+    def _policies(self, arm: str) -> dict[str, Path]:
+        stage = self._stage(arm)
+        folder = self.folder / arm / stage
+        return kept_policies(folder) if stage == PPO.name else {stage: folder / "model"}
+
+    @property
+    def _num_samples(self) -> int:
+        return self.job.section_of(COMPARE).num_samples
+
+    def bits(self, stage: str) -> tuple[Floats, Floats]:
+        """Returns bits and bytes [D] of each held-out pretraining text, by a stage's language model."""
+
+        def make() -> dict[str, Floats]:
+            sources = [TextConfig(source=str(self._world_file("pretrain_heldout")))]
+            model = self.folder / stage / "model"
+            bits_D, bytes_D = bits_and_bytes(
+                load_for_inference(ModelFolder(model, LanguageModel)), Tokenizer.load(model), list(read_texts(sources))
+            )
+            return {"bits_D": bits_D, "bytes_D": bytes_D}
+
+        found = self._kept(f"bits-{stage.replace('/', '-')}.npz", [stage], make)
+        return found["bits_D"], found["bytes_D"]
+
+    def right_pairs(self, judge: str) -> tuple[Floats, Floats]:
+        """Returns per held-out task [T] the pairs that a reward model orders like noiseless gold, and all pairs.
+
+        The tasks are the base's tasks that no arm trained on; a tie in the reward model's scores counts half.
+        """
+        found = self._kept(f"right-{judge}.npz", ["base/collect", f"{judge}/reward"], lambda: self._judged(judge))
+        return found["right_T"], found["compared_T"]
+
+    def _judged(self, judge: str) -> dict[str, Floats]:
+        _, heldout = split_rankings(collected(self.folder), self.job.section_of(REWARD).heldout_share, self.seed)
+        tasks = {ranking.task_id: ranking for ranking in heldout}
+        truth = label_truth(heldout, self.world)
+        model = RewardModel.load(self.folder / judge / "reward" / "model")
+        sequences = [
+            encode_response(model.tokenizer, task.prompt, response)
+            for task in tasks.values()
+            for response in task.responses
+        ]
+        scores = iter(model.score_sequences(sequences))
+        counts = [pairs_right([next(scores) for _ in task.responses], truth[name]) for name, task in tasks.items()]
+        right_T, compared_T = np.array(counts, dtype=np.float64).T
+        return {"right_T": right_T, "compared_T": compared_T}
+
+    def _pool(self) -> dict[str, Floats]:
+        """Returns the reference's gold scores [P, N], and its responses as concatenated tokens with their lengths."""
+
+        def make() -> dict[str, Floats]:
+            drawn = self._draw(Policy.load(self.folder / REFERENCE / "model"), self.job.section_of(COMPARE).best_of)
+            gold = self.gold(drawn.conversations, drawn.texts)
+            return {
+                "gold_PN": np.asarray(gold, dtype=np.float64).reshape(-1, drawn.num_samples),
+                "tokens": np.array([token for response in drawn.responses for token in response]),
+                "lengths": np.array([len(response) for response in drawn.responses]),
+            }
+
+        return self._kept("pool.npz", [REFERENCE], make)
+
+    def _proxy_of_pool(self, judge: str) -> Floats:
+        """Returns a reward model's scores of the pool [P, N]."""
+
+        def make() -> dict[str, Floats]:
+            pool, tokenizer = self._pool(), Tokenizer.load(self.folder / REFERENCE / "model")
+            responses = [part.tolist() for part in np.split(pool["tokens"], np.cumsum(pool["lengths"])[:-1])]
+            asked = [(prompt.messages, tokenizer.encode_prompt(prompt.messages)) for prompt in self._prompts()]
+            conversations, queries = zip(
+                *(each for each in asked for _ in range(pool["gold_PN"].shape[1])), strict=True
+            )
+            model = RewardModel.load(self.folder / judge / "reward" / "model")
+            scores = model.score(tokenizer, conversations, queries, responses)
+            return {"proxy_PN": np.asarray(scores).reshape(pool["gold_PN"].shape)}
+
+        return self._kept(f"pool-{judge}.npz", [REFERENCE, f"{judge}/reward"], make)["proxy_PN"]
+
+    def _along(self, arm: str, policies: Mapping[str, Path], judge_folder: Path) -> dict[str, Floats]:
+        reference, judge = Policy.load(self.folder / REFERENCE / "model"), RewardModel.load(judge_folder)
+        rows: dict[str, list[Floats]] = {"kl_KP": [], "gold_KP": [], "proxy_KP": []}
+        for name, folder in policies.items():
+            console.print(f"[dim]{self.folder.name}: sampling {arm}, {name}")
+            policy = Policy.load(folder)
+            drawn = self._draw(policy, self._num_samples)
+            kls = response_kls(policy.model, reference.model, drawn.queries, drawn.responses, drawn.temperature)
+            proxy = judge.score(policy.tokenizer, drawn.conversations, drawn.queries, drawn.responses)
+            gold = self.gold(drawn.conversations, drawn.texts)
+            for row, values in (("kl_KP", kls.full_N), ("gold_KP", gold), ("proxy_KP", proxy)):
+                rows[row].append(np.asarray(values, dtype=np.float64).reshape(-1, drawn.num_samples).mean(axis=1))
+        return {name: np.stack(found) for name, found in rows.items()}
+
+    def _draw(self, policy: Policy, num_samples: int) -> Drawn:
+        return draw(
+            policy,
+            self._prompts(),
+            num_samples=num_samples,
+            max_new_tokens=self.job.section_of(COMPARE).max_new_tokens,
+            temperature=1.0,  # PPO's: the KL is between the policies that it trained
+            seed=derive_seed(self.seed, "study"),
+        )
+
+    def _prompts(self) -> list[Prompt]:
+        return read_prompts(DataConfig(source=str(self._world_file("compare_prompts"))))
+
+    def _world_file(self, name: str) -> Path:
+        return self.folder / "base" / "world" / "data" / f"{name}.jsonl"
+
+    def _kept(self, name: str, stages: list[str], make: Callable[[], dict[str, Floats]]) -> dict[str, Floats]:
+        """Returns arrays measured before from the same stages and settings, or measures and writes them, atomically."""
+        made_from: dict[str, Any] = {stage: _fingerprint(self.folder / stage) for stage in stages}
+        made_from["compare"] = self.job.section_of(COMPARE).model_dump(mode="json")
+        stamp = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+        path = self.folder / "measured" / name
+        if path.is_file():
+            with np.load(path) as file:
+                if str(file["stamp"]) == stamp:
+                    return {key: file[key] for key in file.files if key != "stamp"}
+        console.print(f"[dim]{self.folder.name}: measuring {name.removesuffix('.npz')}")
+        found = make()
+        path.parent.mkdir(exist_ok=True)
+        with atomic_file(path) as temporary, temporary.open("wb") as file:
+            np.savez_compressed(file, allow_pickle=False, stamp=np.array(stamp), **found)
+        return found
+
+
+def pairs_right(scores: list[float], truth: list[float]) -> tuple[float, int]:
+    """Counts the pairs with different truth that the scores order alike (a tie counts half), and all such pairs."""
+    right, compared = 0.0, 0
+    for i, j in combinations(range(len(scores)), 2):
+        if truth[i] != truth[j]:
+            compared += 1
+            right += 0.5 if scores[i] == scores[j] else float((scores[i] < scores[j]) == (truth[i] < truth[j]))
+    return right, compared
+
+
+def _fingerprint(stage: Path) -> str:
+    """Returns a finished stage's fingerprint. Raises: ValueError if it is not finished."""
+    if not (stage / LINEAGE).is_file():
+        raise ValueError(f"{stage}: no {LINEAGE}; a finished stage was expected")
+    return str(json.loads((stage / LINEAGE).read_text(encoding="utf-8"))["fingerprint"])

@@ -1,0 +1,127 @@
+"""`heed study`: tests published findings in the playground world, over several seeds (docs/findings.md).
+
+Every arm is an ordinary job, run by `heed.jobs.pipeline`. Finished work is reused, so an interrupted study continues, and a
+later finding reuses the arms that it shares with others.
+
+    runs/study/
+      seed-0/jobs/ARM.toml     the arms as job files
+      seed-0/ARM/              their run folders
+      seed-0/rankings/         subsets of the base's comparisons, one per reward model
+      seed-0/measured/         samples and scores
+      measures/seed-0.npz      what the findings are computed from (heed/studies/stored.py)
+      findings.json, findings.md, figures/
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from evaluation.compare.stage import STAGE as COMPARE
+from evaluation.measures.overoptimisation import MIN_POLICIES
+from heed.jobs.job import JobConfig
+from heed.jobs.job_file import load_job
+from heed.jobs.pipeline import run_job
+from ppo.stage import STAGE as PPO
+from stages.progress import console
+from heed.studies.algorithm_arms import every_arm
+from heed.studies.algorithms import ALGORITHMS
+from heed.studies.arms import LABELERS_PER_TASK, Arm, arm_job, with_those_before, write_cuts
+from heed.studies.findings import FINDINGS, Finding, Found, Measures
+from heed.studies.lora import LORA_FINDINGS
+from heed.studies.measures import SeedMeasures
+from heed.studies.report import write_findings
+from heed.studies.stored import Recorded, StoredMeasures, measures_file, stamps_of
+
+# The debug job's pool and number of policies are too small for a curve.
+QUICK = ("compare.best_of=8", "ppo.keep_policies_every=1")
+
+
+def run_study(
+    wanted: str,
+    job_file: Path,
+    runs: Path,
+    *,
+    num_seeds: int,
+    overrides: Sequence[str] = (),
+    stored: Path | None = None,
+) -> list[Found]:
+    """Runs unfinished arms, measures them, and writes findings.json, findings.md and figures into `runs`.
+
+    `wanted` names findings, separated by commas, "all" for the first five, or "algorithms" for those that compare
+    algorithms. Seeds 0, 1, ... replace the job's. A seed whose measures are in the folder `stored` is not run.
+    Raises: ValueError for an unknown finding, an invalid job, or stored measures of another study, before anything
+    runs.
+    """
+    findings = _named(wanted)
+    seeds = [
+        (runs / f"seed-{seed}", load_job(job_file, [*overrides, f"seed={seed}"], opens_models=False))
+        for seed in range(num_seeds)
+    ]
+    arms = {folder: every_arm(job, folder) for folder, job in seeds}
+    _check(seeds[0][1])
+    names = [name for finding in findings for name in finding.arms]
+    known = _read_stored(stored, [job for _, job in seeds])
+    measures: list[Measures] = []
+    found: list[Found] = []
+    for folder, job in seeds:
+        measures.append(known[job.seed] if job.seed in known else _run_seed(folder, job, arms[folder], names))
+        found = [finding.evaluate(measures) for finding in findings]
+        if isinstance(recorded := measures[-1], Recorded):
+            recorded.write(measures_file(runs / "measures", job.seed), stamps_of(job))
+        write_findings(runs, found, len(measures))  # after each seed, so that a stopped study has reported its results
+    return found
+
+
+def _run_seed(folder: Path, job: JobConfig, arms: Mapping[str, Arm], names: Sequence[str]) -> Recorded:
+    """Runs the named arms of a seed, and those that they read. What it returns measures them when asked."""
+    needed = with_those_before(arms, names)
+    for number, arm in enumerate(needed, 1):
+        console.print(f"[bold]{folder.name}: {arm.name}[/] ({number} of {len(needed)})")
+        run_job(arm_job(job, arm, folder), folder)
+        if arm.name == "base":
+            write_cuts(folder)
+    return Recorded(SeedMeasures.of(folder, job))
+
+
+def _read_stored(folder: Path | None, jobs: Sequence[JobConfig]) -> dict[int, StoredMeasures]:
+    """The stored measures of these seeds. Raises: ValueError for a folder without any, and as `StoredMeasures.read`."""
+    if folder is None:
+        return {}
+    paths = {job.seed: measures_file(folder, job.seed) for job in jobs}
+    found = {
+        job.seed: StoredMeasures.read(paths[job.seed], job.seed, stamps_of(job))
+        for job in jobs
+        if paths[job.seed].is_file()
+    }
+    if not found:
+        raise ValueError(f"{folder}: no measures of these seeds; {', '.join(map(str, paths.values()))} were expected")
+    return found
+
+
+def _check(job: JobConfig) -> None:
+    """Raises: ValueError for a job with too few labelers, or with too few policies per curve for a fit."""
+    compare, ppo = job.section_of(COMPARE), job.section_of(PPO)  # every_arm refuses jobs without them
+    world = job.open_world()
+    assert world is not None
+    num_labelers = len(world.labelers(job.seed))
+    if num_labelers < max(LABELERS_PER_TASK):
+        raise ValueError(f"the world has {num_labelers} labelers; {max(LABELERS_PER_TASK)} per task were expected")
+    if compare.best_of < 2**MIN_POLICIES:
+        raise ValueError(f"compare.best_of is {compare.best_of}; at least {2**MIN_POLICIES} was expected")
+    every = ppo.keep_policies_every
+    if not every or ppo.num_iterations // every < MIN_POLICIES:
+        raise ValueError(
+            f"ppo.keep_policies_every is {every} with {ppo.num_iterations} iterations; at least"
+            f" {MIN_POLICIES} policies must be kept"
+        )
+
+
+def _named(wanted: str) -> list[Finding]:
+    groups = {"all": FINDINGS, "algorithms": ALGORITHMS, "lora": LORA_FINDINGS}
+    if wanted in groups:
+        return list(groups[wanted])
+    known = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS, *LORA_FINDINGS)}
+    names = [name.strip() for name in wanted.split(",")]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"finding {name!r}: one of {', '.join(known)}, or all, algorithms or lora, was expected")
+    return [known[name] for name in names]

@@ -1,0 +1,278 @@
+"""The reviews world: real text, and judgments derived from human labels.
+
+A policy continues the first words of a sentence from a film review, and should make it favourable. Pretraining reads
+whole film reviews and, for variety, some other texts. SFT continues review sentences. The labelers follow a classifier
+fitted to the human labels of one half of a set of snippets, and the final judge is a classifier fitted to the other
+half. A slice of the snippets that nothing else sees is written as pairs that people ordered.
+
+A limitation: the snippets of both halves are in the SFT data (their text, never their labels), so the judge was fitted
+to sentences that the policy imitates. Only the unseen pairs are free of that.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from heed.worlds.reviews_judges import ReviewLabeler, SentimentClassifier, join
+from heed.worlds.reviews_text import Finder, LabeledText, SentenceSplit, cut, draw, read_labeled, read_texts, require_source, sentences_of, shuffled, split_sentences, words_of
+from heed.worlds.world import Turns
+from preferences.records import Labeler
+
+Count = Annotated[int, Field(ge=1)]
+WordRange = tuple[Count, Count]  # both ends included
+
+
+class ReviewsConfig(BaseModel):
+    """The reviews world's texts, which are hub ids or files (JSONL or Parquet, also .gz), and how much of them is used.
+
+    Labels are `label`, 1 for positive and 0 for negative, or `sentiment`, "positive" or "negative".
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sentences: Path = Field(description="Hub id or file of labeled sentences or snippets: `text` and `label`.")
+    reviews: Path = Field(description="Hub id or file of labeled reviews: `text` and `label`.")
+    other_texts: Path | None = Field(
+        default=None, description="Hub id or file of other texts to pretrain on, with the field `text`; none if absent."
+    )
+    num_collect_prompts: Count = Field(default=6000, description="Prompts of the collect stage.")
+    num_ppo_prompts: Count = Field(default=3000, description="Prompts of PPO.")
+    num_compare_prompts: Count = Field(default=400, description="Prompts of the compare stage.")
+    num_human_pairs: Count = Field(default=500, description="Pairs with human labels that reward models are tested on.")
+    max_demonstrations: Count = Field(default=30_000, description="Demonstrations for SFT, at most.")
+    max_pretrain_texts: Count = Field(default=2000, description="Reviews to pretrain on, at most.")
+    other_share: float = Field(
+        default=0.25, ge=0, lt=1, description="Fraction of the pretraining characters from `other_texts`, at most."
+    )
+    heldout_share: float = Field(default=0.05, gt=0, lt=1, description="Fraction of the reviews that is held out.")
+    sentence_words: WordRange = Field(
+        default=(8, 28),
+        description="Shortest and longest sentence, in words; 28 words are about 40 tokens of a byte BPE of 4,096.",
+    )
+    prompt_words: WordRange = Field(default=(3, 5), description="Shortest and longest prompt, in words.")
+    num_labelers: Count = Field(default=3, description="Scripted labelers.")
+    labeler_noise: float = Field(
+        default=0.6, ge=0, description="Labelers' noise in nats; at 0.6 two labelers agree on .73 of the continuations."
+    )
+    tie_threshold: float = Field(default=0.02, ge=0, description="Utilities closer than this are a tie, in nats.")
+    position_bias: float = Field(default=0.0, description="Bonus of the response shown first, in nats.")
+    split_seed: int = Field(
+        default=0, description="Decides which sentences the labelers' classifier, the judge's, and neither see."
+    )
+
+    @model_validator(mode="after")
+    def _check_words(self) -> Self:
+        for name in ("sentence_words", "prompt_words"):
+            low, high = getattr(self, name)
+            if low > high:
+                raise ValueError(f"{name} is [{low}, {high}]; expected the smaller number first")
+        if self.prompt_words[1] >= self.sentence_words[0]:
+            raise ValueError(
+                f"prompt_words goes to {self.prompt_words[1]}; expected less than the shortest sentence,"
+                f" sentence_words[0] = {self.sentence_words[0]}, so that a response is left"
+            )
+        return self
+
+
+class ReviewsWorld:
+    """Text, prompts, labelers and a judge from film reviews. Files are read when first needed and then cached."""
+
+    def __init__(self, config: ReviewsConfig) -> None:
+        for field in ("sentences", "reviews", "other_texts"):
+            require_source(getattr(config, field), field)
+        self.config = config
+
+    @property
+    def judge_names(self) -> tuple[str, ...]:
+        return ("judge",)
+
+    def describe(self) -> str:
+        """Returns a sentence on what the gold scorer measures."""
+        return (
+            "judge: how favourable the whole sentence is, by a classifier fitted to human labels that neither the"
+            " labelers nor the reward model saw (log-odds in nats; above 0 is positive)"
+        )
+
+    @cached_property
+    def split(self) -> SentenceSplit:
+        """The labeled snippets: the labelers', the judge's, and those that no stage sees."""
+        config = self.config
+        labeled = read_labeled(config.sentences, "sentences")
+        return split_sentences(labeled, config.num_human_pairs, config.sentence_words, config.split_seed)
+
+    @cached_property
+    def _labeler_classifier(self) -> SentimentClassifier:
+        return SentimentClassifier(self.split.labeler)
+
+    @cached_property
+    def _judge_classifier(self) -> SentimentClassifier:
+        return SentimentClassifier(self.split.judge)
+
+    def gold_scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        """Returns the judge's log-odds that each whole sentence is positive, in nats. Higher is better."""
+        return self._judge_classifier.log_odds(_sentences(prompts, responses))
+
+    def label_truth(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        """Returns the log-odds that the labelers follow, without their noise, in nats. Higher is better."""
+        return self._labeler_classifier.log_odds(_sentences(prompts, responses))
+
+    @property
+    def pass_mark(self) -> float:
+        """Log-odds above 0: the judge calls the sentence positive."""
+        return 0.0
+
+    def labelers(self, seed: int) -> list[Labeler]:
+        """Returns scripted labelers reviewer-1, reviewer-2, ..., with the same opinion and independent noise."""
+        config = self.config
+        return [
+            ReviewLabeler(
+                name=f"reviewer-{number}",
+                classifier=self._labeler_classifier,
+                seed=seed,
+                noise=config.labeler_noise,
+                tie_threshold=config.tie_threshold,
+                position_bias=config.position_bias,
+            )
+            for number in range(1, config.num_labelers + 1)
+        ]
+
+    def write_data(self, folder: Path, seed: int) -> None:
+        """Writes every stage's files into `folder`: the same bytes for the same files, config and seed.
+
+        - pretrain, pretrain_heldout: whole reviews; pretrain also has PEPs.
+        - demonstrations, demonstrations_heldout: a sentence's first words and their continuation.
+        - collect_prompts, ppo_prompts, compare_prompts: distinct first words of sentences that are not among the
+          demonstrations.
+        - demonstrations_heldout and compare_prompts come from held-out reviews, from lines in no training text.
+        - human_pairs: {"positive", "negative"}, sentences that people labeled and that are in no other file.
+        """
+        config = self.config
+        folder.mkdir(parents=True, exist_ok=True)
+        train_reviews, heldout_reviews = self._reviews(seed)
+        sentences = sentences_of(train_reviews, config.sentence_words)
+        seen = {words_of(line) for review in train_reviews for line in review.text.splitlines()}
+        seen |= {words_of(snippet.text) for snippet in self.split.labeler + self.split.judge}
+        heldout = [s for s in sentences_of(heldout_reviews, config.sentence_words) if words_of(s.text) not in seen]
+
+        taken: set[tuple[str, ...]] = set()
+        compare, heldout = self._prompts("compare", heldout, config.num_compare_prompts, taken, seed)
+        collect, sentences = self._prompts("collect", sentences, config.num_collect_prompts, taken, seed)
+        ppo, sentences = self._prompts("ppo", sentences, config.num_ppo_prompts, taken, seed)
+        for name, prompts in (("collect", collect), ("ppo", ppo), ("compare", compare)):
+            _write(folder / f"{name}_prompts.jsonl", prompts)
+
+        demonstrations = self._snippets() + sentences
+        demonstrations = shuffled(demonstrations, _text, "demonstrations", seed)[: config.max_demonstrations]
+        _write(folder / "demonstrations.jsonl", (self._demonstration(s, seed) for s in demonstrations))
+        _write(folder / "demonstrations_heldout.jsonl", (self._demonstration(s, seed) for s in heldout))
+
+        texts = [review.text for review in train_reviews[: config.max_pretrain_texts]]
+        texts += self._other_texts(sum(map(len, texts)), seed)
+        _write(folder / "pretrain.jsonl", ({"text": text} for text in shuffled(texts, str, "pretrain", seed)))
+        _write(folder / "pretrain_heldout.jsonl", ({"text": review.text} for review in heldout_reviews))
+        _write(folder / "human_pairs.jsonl", self.human_pairs())
+
+    def human_pairs(self) -> list[dict[str, str]]:
+        """Returns pairs of snippets that people labeled positive and negative, from the slice that no stage sees."""
+        sides = [[s.text for s in self.split.unseen if s.positive == positive] for positive in (True, False)]
+        return [{"positive": up, "negative": down} for up, down in zip(*sides, strict=True)]
+
+    def judged_pairs(self) -> list[tuple[Turns, Turns]]:
+        """Returns `human_pairs` as conversations, cut where a prompt of this world would end."""
+        return [(self._turns(pair["positive"]), self._turns(pair["negative"])) for pair in self.human_pairs()]
+
+    def _turns(self, sentence: str) -> Turns:
+        prompt, response = cut(sentence, self.config.prompt_words[1])
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+
+    @cached_property
+    def _unseen(self) -> Finder:
+        return Finder(snippet.text for snippet in self.split.unseen)
+
+    def _reviews(self, seed: int) -> tuple[list[LabeledText], list[LabeledText]]:
+        """Returns training and held-out reviews, each text once, without those that quote an unseen snippet."""
+        unique = {words_of(review.text): review for review in read_labeled(self.config.reviews, "reviews")}
+        reviews = [review for review in unique.values() if not self._unseen.occurs_in(review.text)]
+        reviews = shuffled(reviews, _text, "reviews", seed)
+        num_heldout = round(self.config.heldout_share * len(reviews))
+        if not 0 < num_heldout < len(reviews):
+            raise ValueError(
+                f"heldout_share is {self.config.heldout_share}, which holds out {num_heldout} of {len(reviews)}"
+                " reviews; expected at least one on either side"
+            )
+        return reviews[num_heldout:], reviews[:num_heldout]
+
+    def _other_texts(self, num_review_characters: int, seed: int) -> list[str]:
+        """Returns texts up to `other_share` of all pretraining characters. One that would exceed it is left out."""
+        if self.config.other_texts is None:
+            return []
+        share = self.config.other_share
+        budget = share / (1 - share) * num_review_characters
+        chosen: list[str] = []
+        for text in shuffled(set(read_texts(self.config.other_texts, "other_texts")), str, "peps", seed):
+            if len(text) <= budget and not self._unseen.occurs_in(text):
+                chosen.append(text)
+                budget -= len(text)
+        return chosen
+
+    def _snippets(self) -> list[LabeledText]:
+        """Returns the snippets of both halves with a length within `sentence_words`."""
+        low, high = self.config.sentence_words
+        return [s for s in self.split.labeler + self.split.judge if low <= len(s.text.split()) <= high]
+
+    def _cut(self, sentence: LabeledText, seed: int) -> tuple[str, str]:
+        low, high = self.config.prompt_words
+        return cut(sentence.text, low + draw("cut", seed, sentence.text) % (high - low + 1))
+
+    def _demonstration(self, sentence: LabeledText, seed: int) -> Mapping[str, object]:
+        prompt, response = self._cut(sentence, seed)
+        return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]}
+
+    def _prompts(
+        self, name: str, sentences: Sequence[LabeledText], num_prompts: int, taken: set[tuple[str, ...]], seed: int
+    ) -> tuple[list[dict[str, object]], list[LabeledText]]:
+        """Returns `num_prompts` rows whose first words are not in `taken`, and the remaining sentences.
+
+        It adds the rows' first words to `taken`. A row's kind is the sentiment of its review, so that metrics can be
+        split by it.
+        """
+        rows: list[dict[str, object]] = []
+        rest: list[LabeledText] = []
+        for sentence in shuffled(sentences, _text, name, seed):
+            prompt, _ = self._cut(sentence, seed)
+            if len(rows) == num_prompts or words_of(prompt) in taken:
+                rest.append(sentence)
+                continue
+            taken.add(words_of(prompt))
+            rows.append(
+                {
+                    "prompt_id": f"{name}-{len(rows) + 1:05d}",
+                    "messages": [{"role": "user", "content": prompt}],
+                    "kind": f"{sentence.sentiment}_review",
+                }
+            )
+        if len(rows) < num_prompts:
+            raise ValueError(
+                f"num_{name}_prompts is {num_prompts}; the reviews hold only {len(rows)} sentences of"
+                f" {self.config.sentence_words[0]} to {self.config.sentence_words[1]} words with openings not yet taken"
+            )
+        return rows, rest
+
+
+def _text(labeled: LabeledText) -> str:
+    return labeled.text
+
+
+def _sentences(prompts: Sequence[str], responses: Sequence[str]) -> list[str]:
+    if len(prompts) != len(responses):
+        raise ValueError(f"prompts has {len(prompts)} entries; expected {len(responses)}, one for each response")
+    return [join(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+
+
+def _write(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

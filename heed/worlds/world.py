@@ -1,0 +1,171 @@
+"""The playground world: data for every stage, a gold scorer, and labelers. The demo uses it."""
+
+import json
+import random
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from heed.worlds.corpus import write_text
+from heed.worlds.flaws import write_answer
+from heed.worlds.gold import gold_score
+from heed.worlds.instructions import Request, draw_brief, draw_decline, draw_help, draw_list, draw_question, draw_story, kind_of
+from heed.worlds.labelers import LabelerConfig, ScriptedLabeler, draw_labelers
+from heed.worlds.vocabulary import CATEGORIES
+
+Turns = list[dict[str, str]]  # messages of role and content
+
+DRAWS: dict[str, Callable[[random.Random], Request]] = {
+    "story": draw_story,
+    "question": draw_question,
+    "list": draw_list,
+    "brief": draw_brief,
+    "decline": draw_decline,
+    "help": draw_help,
+}
+KIND_WEIGHTS = {"story": 0.25, "question": 0.18, "list": 0.17, "brief": 0.16, "decline": 0.12, "help": 0.12}
+# With many more prompts, the kind with the fewest wordings would run out.
+MAX_PROMPTS = 40_000
+_FAVOURITES = tuple(word for tag in ("animal", "food", "color", "place", "feeling") for word in CATEGORIES[tag])
+
+
+class PlaygroundConfig(BaseModel):
+    """Sizes of the playground's data, the flaws of its demonstrations, and its labelers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_pretrain_texts: int = Field(default=5_000, gt=0, description="Texts to pretrain on.")
+    num_pretrain_heldout: int = Field(default=200, gt=0, description="Held-out texts.")
+    min_text_words: int = Field(default=30, gt=0, description="Shortest text, in words.")
+    max_text_words: int = Field(default=100, gt=0, description="Longest text, in words.")
+    num_demonstrations: int = Field(default=3_000, gt=0, description="Demonstrations for SFT.")
+    num_demonstrations_heldout: int = Field(default=300, gt=0, description="Held-out demonstrations.")
+    num_collect_prompts: int = Field(default=1_200, gt=0, description="Prompts of the collect stage.")
+    num_ppo_prompts: int = Field(default=4_000, gt=0, description="Prompts of PPO.")
+    num_compare_prompts: int = Field(default=300, gt=0, description="Prompts of the compare stage.")
+    flaw_rate: float = Field(default=0.75, ge=0, le=1, description="Fraction of the demonstrations with a flaw.")
+    second_flaw_rate: float = Field(
+        default=0.25, ge=0, le=1, description="Fraction of the flawed ones with a second flaw."
+    )
+    num_labelers: int = Field(default=4, gt=0, description="Scripted labelers.")
+    labeler: LabelerConfig = Field(default=LabelerConfig(), description="How the scripted labelers judge.")
+
+    def model_post_init(self, _context: Any) -> None:
+        if self.max_text_words < self.min_text_words:
+            raise ValueError(
+                f"max_text_words is {self.max_text_words}; expected at least min_text_words, {self.min_text_words}"
+            )
+        if self.num_prompts > MAX_PROMPTS:
+            raise ValueError(
+                f"num_demonstrations, num_demonstrations_heldout, num_collect_prompts, num_ppo_prompts and"
+                f" num_compare_prompts add up to {self.num_prompts}; expected at most {MAX_PROMPTS} distinct prompts"
+            )
+
+    @property
+    def num_prompts(self) -> int:
+        num_demonstrations = self.num_demonstrations + self.num_demonstrations_heldout
+        return num_demonstrations + self.num_collect_prompts + self.num_ppo_prompts + self.num_compare_prompts
+
+
+class PlaygroundWorld:
+    """Simple English, six kinds of instruction, careless demonstrations. Implements World."""
+
+    def __init__(self, config: PlaygroundConfig) -> None:
+        self.config = config
+
+    @property
+    def judge_names(self) -> tuple[str, ...]:
+        return ("gold",)
+
+    def describe(self) -> str:
+        return (
+            "gold: does the response do what was asked, in this world's grammar, without repeats or rambling (0 to 1)"
+        )
+
+    def gold_scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        return [gold_score(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+
+    @property
+    def pass_mark(self) -> float:
+        return 0.99  # every imperfect response loses more than 0.01
+
+    def label_truth(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        return self.gold_scores(prompts, responses)
+
+    def judged_pairs(self) -> list[tuple[Turns, Turns]]:
+        return []
+
+    def labelers(self, seed: int) -> list[ScriptedLabeler]:
+        config = self.config
+        return draw_labelers(self.gold_scores, config.labeler, config.num_labelers, seed, _FAVOURITES)
+
+    def answer(self, request: Request, rng: random.Random) -> str:
+        """Writes an answer like the demonstrations: perfect or flawed."""
+        return write_answer(request, rng, self.config.flaw_rate, self.config.second_flaw_rate)
+
+    def write_data(self, folder: Path, seed: int) -> None:
+        config = self.config
+        folder.mkdir(parents=True, exist_ok=True)
+        texts: set[str] = set()
+        for name, num_texts in (
+            ("pretrain_heldout", config.num_pretrain_heldout),
+            ("pretrain", config.num_pretrain_texts),
+        ):
+            _write_jsonl(folder / f"{name}.jsonl", self._texts(num_texts, random.Random(f"{seed}/{name}"), texts))
+        prompts: set[str] = set()
+        for name, num_prompts in (
+            ("demonstrations_heldout", config.num_demonstrations_heldout),
+            ("compare_prompts", config.num_compare_prompts),
+            ("collect_prompts", config.num_collect_prompts),
+            ("demonstrations", config.num_demonstrations),
+            ("ppo_prompts", config.num_ppo_prompts),
+        ):
+            rng = random.Random(f"{seed}/{name}")
+            drawn = draw_prompts(num_prompts, rng, prompts)
+            if name.startswith("demonstrations"):
+                rows: list[dict[str, Any]] = [
+                    {"messages": _messages(prompt, self.answer(request, rng))} for prompt, request in drawn
+                ]
+            else:
+                prefix = name.removesuffix("_prompts")
+                rows = [
+                    {"prompt_id": f"{prefix}-{i:05d}", "messages": _messages(prompt), "kind": kind_of(request)}
+                    for i, (prompt, request) in enumerate(drawn)
+                ]
+            _write_jsonl(folder / f"{name}.jsonl", rows)
+
+    def _texts(self, num_texts: int, rng: random.Random, seen: set[str]) -> list[dict[str, Any]]:
+        texts: list[str] = []
+        while len(texts) < num_texts:
+            text = write_text(rng, self.config.min_text_words, self.config.max_text_words)
+            if text not in seen:
+                seen.add(text)
+                texts.append(text)
+        return [{"text": text} for text in texts]
+
+
+def draw_prompts(num_prompts: int, rng: random.Random, seen: set[str]) -> list[tuple[str, Request]]:
+    """Draws distinct prompts, with their requests, that are not in `seen`, and adds them to it."""
+    drawn: list[tuple[str, Request]] = []
+    while len(drawn) < num_prompts:
+        kind = rng.choices(list(KIND_WEIGHTS), weights=list(KIND_WEIGHTS.values()))[0]
+        request = DRAWS[kind](rng)
+        prompt = request.word(rng)
+        if prompt not in seen:
+            seen.add(prompt)
+            drawn.append((prompt, request))
+    return drawn
+
+
+def _messages(prompt: str, response: str | None = None) -> list[dict[str, str]]:
+    messages = [{"role": "user", "content": prompt}]
+    if response is not None:
+        messages.append({"role": "assistant", "content": response})
+    return messages
+
+
+def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -1,0 +1,63 @@
+"""`python -m samplers ENGINE MODEL PRECISION SEED PIPE`: the test of a sampler, a JSON line per check into a pipe.
+
+`heed verify-sampler` runs it under the Python of engines that have one of their own. Engines print what they like, and
+may end the process: so checks have a pipe of their own (a file descriptor), and a last line that says how many there
+were.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from files.python_names import load_function
+from lm.samplers.engine import LoadEngine
+from lm.samplers.verify import verify_sampler
+from training.config import Precision
+
+VLLM = "vllm"
+MISTAKE, DONE = "mistake", "done"  # keys of last lines: the user's mistake, the number of checks
+
+
+def loader_of(engine: str) -> LoadEngine:
+    """What makes a sampler: "heed", "vllm", or a function, "FILE.py:FUNCTION" or "MODULE:FUNCTION".
+
+    Raises: ValueError for anything else.
+    """
+    if engine == "heed":
+        from lm.samplers.own import HeedSampler
+
+        return HeedSampler.load
+    if engine == VLLM:
+        from lm.samplers.vllm_engine import VLLMSampler
+
+        return VLLMSampler.load
+    if ":" not in engine:
+        raise ValueError(f'engine {engine!r}: "heed", "vllm", "FILE.py:FUNCTION" or "MODULE:FUNCTION" was expected')
+    return load_function(engine, "sampler")
+
+
+def main(engine: str, model: str, precision: Precision, seed: str, pipe: str) -> int:
+    with os.fdopen(int(pipe), "w") as checks:
+
+        def write(line: object) -> None:
+            print(json.dumps(line), file=checks, flush=True)
+
+        try:
+            found = verify_sampler(
+                loader_of(engine),
+                Path(model),
+                precision=precision,
+                seed=int(seed),
+                tell=lambda check: write(asdict(check)),
+            )
+        except ValueError as error:
+            write({MISTAKE: str(error)})
+            return 2
+        write({DONE: len(found.checks)})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))  # type: ignore[arg-type]

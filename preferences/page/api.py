@@ -1,0 +1,253 @@
+"""The HTTP API: everything that the pages do, for programs. `/api/openapi.json` describes it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, HTTPException, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import Field
+
+from preferences.page.api_bodies import ERRORS, AnswerBody, Credentials, ErasureBody, ExportBody, Form, InvitationBody, MessageBody, NewTasks, NoTask, RevealBody, RevocationBody, Session, SkipBody, StateBody, TaskBody, UndoBody
+from preferences.page.attempts import Attempts, sign_in
+from preferences.page.lead import LeadView, exported_what
+from preferences.page.security import MAX_SIGN_IN_BYTES, MAX_TASKS_BYTES
+from preferences.page.service import LabelingService, PresentedTask
+from preferences.accounts import Account, Accounts
+from preferences.current import why_excluded
+from preferences.formats.registry import FORMATS
+from preferences.records import Answer, Message, Task
+
+CLIENT = "api"
+
+ExportFormat = Annotated[str, Field(json_schema_extra={"enum": [form.name for form in FORMATS.values() if form.write]})]
+Names = Annotated[bool, Query(description="Name the labelers; by default they have pseudonyms.")]
+Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+
+
+class Api:
+    """The routes of the API."""
+
+    def __init__(self, service: LabelingService, accounts: Accounts, lead: LeadView, attempts: Attempts) -> None:
+        self.service, self.accounts, self.lead, self.attempts = service, accounts, lead, attempts
+        self.router = APIRouter(prefix="/api", responses=ERRORS)
+        get, post = self.router.get, self.router.post
+        post("/session", summary="Sign in", max_body_size=MAX_SIGN_IN_BYTES)(self.sign_in)
+        post("/session/end", summary="Sign out", status_code=204)(self.sign_out)
+        get("/instructions", summary="The instructions for labelers")(self.instructions)
+        post("/instructions/read", summary="Confirm reading the instructions", status_code=204)(self.confirm_reading)
+        post("/lease", summary="The next task")(self.lease)
+        post("/answers", summary="Judge a task; for leads: adjudicate it", status_code=204)(self.answer)
+        post("/skips", summary="Leave a task to other labelers", status_code=204)(self.skip)
+        post("/reveals", summary="Show a task that has a warning", status_code=204)(self.reveal)
+        post("/undos", summary="Take an answer or a skip back", status_code=204)(self.undo)
+        get("/history", summary="Your own last events")(self.history)
+        get("/batches", summary="Progress of all batches (leads)")(self.batches)
+        post("/tasks", summary="Add tasks (leads)", status_code=204, max_body_size=MAX_TASKS_BYTES)(self.add_tasks)
+        post("/reopened/{task_id:path}", summary="A task to adjudicate (leads)")(self.reopened)
+        get("/judgments/{batch:path}", summary="Every event on a batch (leads)")(self.judgments)
+        get("/export/{batch:path}", summary="A batch in a format, and what it leaves out (leads)")(self.export)
+        get("/quality/{batch:path}", summary="Statistics of a batch (leads)")(self.quality)
+        get("/accounts", summary="Accounts (leads)")(self.list_accounts)
+        get("/invitations", summary="One-time links that can still be used (leads)")(self.invitations)
+        post("/invitations", summary="Make a one-time link, which voids an older one (leads)")(self.invite)
+        post("/invitations/revoked", summary="Void the link of a name (leads)", status_code=204)(self.revoke)
+        get("/people/{name:path}", summary="Everything held about a person (leads)")(self.held_about)
+        post("/people/erased", summary="Erase a person, except for judgments (leads)")(self.erase)
+        get("/audit-log", summary="Who changed accounts or exported labels (leads)")(self.audit_log)
+        post("/accounts/state", summary="Admit somebody or close an account (leads)", status_code=204)(self.set_state)
+
+    def _signed_in(self, bearer: HTTPAuthorizationCredentials | None) -> tuple[Account, str]:
+        account = self.accounts.session(bearer.credentials) if bearer is not None else None
+        if bearer is None or account is None:
+            raise HTTPException(
+                401, "a session's token is expected: Authorization: Bearer …", {"WWW-Authenticate": "Bearer"}
+            )
+        return account, bearer.credentials
+
+    def _lead(self, bearer: HTTPAuthorizationCredentials | None) -> tuple[Account, str]:
+        account, token = self._signed_in(bearer)
+        if account.role != "lead":
+            raise HTTPException(403, "this is for leads")
+        return account, token
+
+    # ---- signing in and out ----
+
+    def sign_in(self, body: Credentials, request: Request) -> Session:
+        token = sign_in(self.accounts, self.attempts, request, body.name, body.key)
+        account = self.accounts.session(token) if token else None
+        if token is None or account is None:
+            raise HTTPException(403, "name and key do not match")
+        return Session(token=token, name=account.name, role=account.role)
+
+    def sign_out(self, bearer: Bearer) -> None:
+        _, token = self._signed_in(bearer)
+        self.accounts.sign_out(token)
+
+    # ---- for labelers ----
+
+    def instructions(self, bearer: Bearer) -> dict[str, Any]:
+        self._signed_in(bearer)
+        config = self.service.config
+        return {"version": config.version, "text": config.instructions, "flags": config.flags}
+
+    def confirm_reading(self, bearer: Bearer) -> None:
+        account, _ = self._signed_in(bearer)
+        self.accounts.confirm_reading(account.name, self.service.config.version)
+
+    def lease(self, bearer: Bearer) -> TaskBody | NoTask:
+        account, token = self._signed_in(bearer)
+        if account.role == "lead":
+            raise HTTPException(403, "leads adjudicate; labelers lease")
+        presented = self.service.next_task(account, token)
+        return self._as_body(presented) if isinstance(presented, PresentedTask) else NoTask(waiting=presented)
+
+    def answer(self, body: AnswerBody, bearer: Bearer) -> None:
+        account, token = self._signed_in(bearer)
+        config = self.service.config
+        if config.asks_ratings != bool(body.ratings):
+            raise _invalid("ratings", f"{'one per response' if config.asks_ratings else 'none'} expected")
+        unknown = {flag for flags in body.flags for flag in flags} - set(config.flags)
+        if unknown:
+            raise _invalid("flags", f"{sorted(unknown)[0]!r} is not a flag that labelers may give")
+        if any(len(flags) != len(set(flags)) for flags in body.flags):
+            raise _invalid("flags", "each flag at most once per response expected")
+        flags = tuple(tuple(marked) for marked in body.flags)
+        answer = Answer(tuple(body.ranks), 0, tuple(body.ratings), flags, body.note)
+        self.service.answer(account, token, body.form.task_form(), answer, CLIENT)
+
+    def skip(self, body: SkipBody, bearer: Bearer) -> None:
+        account, token = self._signed_in(bearer)
+        self.service.skip(account, token, body.form.task_form(), body.reason, CLIENT)
+
+    def reveal(self, body: RevealBody, bearer: Bearer) -> None:
+        account, token = self._signed_in(bearer)
+        self.service.reveal(account, token, body.form.task_form())
+
+    def undo(self, body: UndoBody, bearer: Bearer) -> None:
+        account, _ = self._signed_in(bearer)
+        self.service.undo(account, body.task, body.revision, CLIENT)
+
+    def history(self, bearer: Bearer) -> list[dict[str, Any]]:
+        account, _ = self._signed_in(bearer)
+        rows = []
+        for event, is_current in self.service.history(account):
+            judgment = asdict(event.judgment)
+            if account.role != "lead":  # an id may reveal what labelers must not know
+                del judgment["task_id"]
+            rows.append({**judgment, "task": event.handle, "is_current": is_current})
+        return rows
+
+    # ---- for leads ----
+
+    def batches(self, bearer: Bearer) -> list[dict[str, Any]]:
+        self._lead(bearer)
+        return [asdict(counts) for counts in self.lead.batches()]
+
+    def add_tasks(self, body: NewTasks, bearer: Bearer) -> None:
+        self._lead(bearer)
+        tasks = [
+            Task(
+                task.task_id,
+                tuple(Message(message.role, message.content) for message in task.prompt),
+                tuple(task.responses),
+                tuple(task.sources),
+                task.objective,
+                tuple(task.gold_ranks),
+                task.repeat_of,
+                warning=task.warning,
+            )
+            for task in body.tasks
+        ]
+        quotas = [task.num_labelers for task in body.tasks]
+        self.service.store.add_tasks(tasks, batch=body.batch, num_labelers=quotas)
+
+    def reopened(self, task_id: str, bearer: Bearer) -> TaskBody:
+        account, token = self._lead(bearer)
+        return self._as_body(self.service.reopened(account, task_id, token))
+
+    def judgments(self, batch: str, bearer: Bearer, *, names: Names = False) -> list[dict[str, Any]]:
+        account, _ = self._lead(bearer)
+        self._require_batch(batch)
+        self.accounts.log(account.name, "exported", exported_what(batch, "judgments", with_names=names))
+        tasks = {stored.task.task_id: stored.task for stored in self.service.store.tasks(batch)}
+        return [
+            {**asdict(judgment), "why_excluded": why_excluded(tasks[judgment.task_id])}
+            for judgment in self.service.store.judgments(batch, with_names=names)
+        ]
+
+    def export(
+        self, batch: str, bearer: Bearer, form: Annotated[ExportFormat, Query(alias="format")], *, names: Names = False
+    ) -> ExportBody:
+        account, _ = self._lead(bearer)
+        self._require_batch(batch)
+        found = self.lead.export(batch, form, with_names=names)
+        self.accounts.log(account.name, "exported", exported_what(batch, form, with_names=names))
+        return ExportBody(rows=found.rows, left_out=found.report.counts())
+
+    def quality(self, batch: str, bearer: Bearer) -> Mapping[str, Any]:
+        self._lead(bearer)
+        self._require_batch(batch)
+        return self.lead.report(batch).as_dict()
+
+    def _require_batch(self, batch: str) -> None:
+        if batch not in self.service.store.batches():
+            raise HTTPException(404, f"batch {batch!r} is not in the store")
+
+    def list_accounts(self, bearer: Bearer) -> list[dict[str, Any]]:
+        self._lead(bearer)
+        pseudonyms = self.accounts.pseudonyms()
+        return [{**asdict(account), "pseudonym": pseudonyms[account.name]} for account in self.accounts.all()]
+
+    def invitations(self, bearer: Bearer) -> list[dict[str, Any]]:
+        self._lead(bearer)
+        return [asdict(link) for link in self.accounts.links()]
+
+    def invite(self, body: InvitationBody, bearer: Bearer) -> dict[str, str]:
+        account, _ = self._lead(bearer)
+        code = self.accounts.invite(body.name, body.role, by=account.name)
+        return {"link": self.service.config.server.link(code)}
+
+    def revoke(self, body: RevocationBody, bearer: Bearer) -> None:
+        account, _ = self._lead(bearer)
+        self.accounts.revoke(body.name, by=account.name)
+
+    def held_about(self, name: str, bearer: Bearer) -> dict[str, Any]:
+        account, _ = self._lead(bearer)
+        if name not in self.accounts.pseudonyms():
+            raise HTTPException(404, f"the store holds nothing under the name {name!a}")
+        return self.accounts.held_about(name, by=account.name)
+
+    def erase(self, body: ErasureBody, bearer: Bearer) -> dict[str, str]:
+        account, _ = self._lead(bearer)
+        if body.name == account.name:
+            raise HTTPException(403, "you cannot erase yourself; another lead can")
+        return {"pseudonym": self.accounts.erase(body.name, by=account.name)}
+
+    def audit_log(self, bearer: Bearer) -> list[dict[str, Any]]:
+        self._lead(bearer)
+        return [asdict(event) for event in self.accounts.audit_log()]
+
+    def set_state(self, body: StateBody, bearer: Bearer) -> None:
+        account, _ = self._lead(bearer)
+        if body.name == account.name:
+            raise HTTPException(403, "you cannot close your own account; another lead can")
+        self.accounts.set_state(body.name, body.state, by=account.name)
+
+    def _as_body(self, presented: PresentedTask) -> TaskBody:
+        shown, config = presented.lease.shown, self.service.config
+        return TaskBody(
+            form=Form(**asdict(presented.form)),
+            warning=shown.warning,
+            prompt=[MessageBody.model_validate(asdict(message)) for message in shown.prompt],
+            responses=list(shown.responses),
+            asks_ratings=config.asks_ratings,
+            flags=list(config.flags),
+            expires_at=presented.lease.expires_at,
+        )
+
+
+def _invalid(field: str, expected: str) -> RequestValidationError:
+    """Returns an error about a field, in the format of all other 422s."""
+    return RequestValidationError([{"type": "value_error", "loc": ("body", field), "msg": f"{field}: {expected}"}])

@@ -1,0 +1,135 @@
+"""The labeling server as an ASGI application: pages and API on one label store."""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import RedirectResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.staticfiles import StaticFiles
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+from preferences.page.account_pages import AccountPages
+from preferences.page.api import Api
+from preferences.page.attempts import Attempts, TooManyTriesError
+from preferences.page.config import LabelingConfig
+from preferences.page.lead import LeadView
+from preferences.page.lead_pages import LeadPages
+from preferences.page.security import MAX_BODY_BYTES, Harden
+from preferences.page.service import LabelingService, RefusedError
+from preferences.page.site import SignInNeededError, Site
+from preferences.page.task_pages import TOO_LATE, TaskPages
+from preferences.page.unsaved import RETRY_SECONDS, STORE_AWAY, reason_of
+from preferences.accounts import Accounts
+from preferences.keys import BusyError
+from preferences.leases import LeaseLostError
+from preferences.store import LabelStore
+
+LOG = logging.getLogger(__name__)
+AWAY = "The label store cannot be reached or cannot save just now. What was stored is safe; try again in a moment."
+HEADINGS = {
+    400: "This request cannot be read",
+    404: "There is no such page",
+    405: "Not possible",
+    413: "Too long",
+    429: "Too many tries",
+    503: "Busy",
+}
+TEXTS = {
+    404: "The address may be mistyped.",
+    413: "What was sent is longer than this page accepts.",
+}
+
+
+def make_app(
+    store: LabelStore, accounts: Accounts, config: LabelingConfig, *, clock: Callable[[], float] = time.time
+) -> FastAPI:
+    """Returns the server as an ASGI application. `clock` returns seconds since the epoch, as the store's clock does."""
+    app = FastAPI(
+        title="Heed labels",
+        version="1",
+        openapi_url="/api/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # such a redirect would go wherever the Host header says
+        max_body_size=MAX_BODY_BYTES,
+    )
+    service, lead = LabelingService(store, accounts, config, clock=clock), LeadView(store)
+    site, attempts = Site(config, accounts), Attempts()
+    app.include_router(Api(service, accounts, lead, attempts).router)
+    app.include_router(TaskPages(site, service).router)
+    app.include_router(LeadPages(site, lead).router)
+    app.include_router(AccountPages(site, attempts).router)
+    app.mount("/static", StaticFiles(directory=str(files("labeling") / "static")))
+    # The middleware added last sees a request first.
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=config.server.hosts, www_redirect=False)
+    if config.server.trusted_proxies:
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(config.server.trusted_proxies))
+    app.add_middleware(Harden)
+    _handle_errors(app, site)
+    return app
+
+
+def _handle_errors(app: FastAPI, site: Site) -> None:
+    def problem(
+        request: Request, status: int, heading: str, detail: str, headers: dict[str, str] | None = None
+    ) -> Response:
+        if request.url.path.startswith("/api/"):
+            return in_json(detail, status, headers)
+        page = site.message(request, status, heading, detail)
+        page.headers.update(headers or {})
+        return page
+
+    @app.exception_handler(SignInNeededError)
+    def sign_in_needed(request: Request, error: SignInNeededError) -> Response:  # noqa: ARG001
+        return RedirectResponse("/sign-in", 303)
+
+    @app.exception_handler(RefusedError)
+    def refused(request: Request, error: RefusedError) -> Response:
+        return problem(request, 403, "Not possible", str(error))
+
+    @app.exception_handler(LeaseLostError)
+    def too_late(request: Request, error: LeaseLostError) -> Response:  # noqa: ARG001
+        return problem(request, 409, "Too late", TOO_LATE)
+
+    def store_is_away(request: Request, error: Exception) -> Response:
+        LOG.error("the store cannot be reached: %s", reason_of(error))
+        return problem(request, 503, "Not possible just now", AWAY, {"Retry-After": str(RETRY_SECONDS)})
+
+    for kind in STORE_AWAY:
+        app.add_exception_handler(kind, store_is_away)
+
+    @app.exception_handler(TooManyTriesError)
+    def too_many_tries(request: Request, error: TooManyTriesError) -> Response:
+        return problem(request, 429, HEADINGS[429], str(error), {"Retry-After": str(error.wait_seconds)})
+
+    @app.exception_handler(BusyError)
+    def busy(request: Request, error: BusyError) -> Response:
+        return problem(request, 503, HEADINGS[503], str(error), {"Retry-After": "2"})
+
+    @app.exception_handler(ValueError)
+    def contradicts(request: Request, error: ValueError) -> Response:
+        return problem(request, 409, "Not stored", str(error))
+
+    @app.exception_handler(HTTPException)
+    def refused_by_status(request: Request, error: HTTPException) -> Response:
+        heading = HEADINGS.get(error.status_code, "Not possible")
+        is_api = request.url.path.startswith("/api/")
+        text = error.detail if is_api else TEXTS.get(error.status_code, error.detail)
+        return problem(request, error.status_code, heading, text, dict(error.headers or {}))
+
+    @app.exception_handler(RequestValidationError)
+    def invalid(request: Request, error: RequestValidationError) -> Response:  # noqa: ARG001
+        # Do not send the input back: it may be a key, or contain what a response cannot encode.
+        return in_json([{name: found[name] for name in ("type", "loc", "msg")} for found in error.errors()], 422)
+
+
+def in_json(detail: Any, status: int, headers: dict[str, str] | None = None) -> Response:
+    """Returns a problem in the API's format, as ASCII, which can escape lone surrogates too."""
+    return Response(json.dumps({"detail": detail}), status, headers, "application/json")

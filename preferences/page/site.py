@@ -1,0 +1,131 @@
+"""What all pages share: templates, who is signed in, and forms that only their own session can send."""
+
+import hmac
+from datetime import UTC, datetime
+from typing import Annotated, Any
+from urllib.parse import quote
+
+from fastapi import Depends, HTTPException, Request, Response
+from fastapi.responses import RedirectResponse
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from starlette.datastructures import FormData
+
+from preferences.page import forms
+from preferences.page.config import LabelingConfig
+from preferences.page.security import is_storable
+from preferences.page.service import RefusedError, seal
+from preferences.page.text import show, task_title
+from preferences.page.unsaved import STORE_AWAY
+from preferences.accounts import Account, Accounts
+
+COOKIE = "heed_session"
+CHECKBOXES = "flags_"  # prefix of fields that may occur several times
+ONLY_LEADS = "this page is for leads"
+
+TEMPLATES = Environment(
+    loader=PackageLoader("labeling"),
+    autoescape=select_autoescape(default=True, default_for_string=True),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+TEMPLATES.filters["shown"] = show
+TEMPLATES.filters["task_title"] = lambda shown: task_title(*shown)
+TEMPLATES.filters["moment"] = lambda seconds: datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+TEMPLATES.filters["quoted"] = lambda text: quote(text, safe="")
+
+
+async def _posted(request: Request) -> FormData:
+    """Reads a form's fields, without files. Raises: HTTPException for text that no database can store."""
+    posted = await request.form(max_files=0)
+    for name, value in posted.multi_items():
+        if not is_storable(name) or not isinstance(value, str) or not is_storable(value):
+            raise HTTPException(400, "A field of the form contains a character that cannot be stored.")
+    return posted
+
+
+Posted = Annotated[FormData, Depends(_posted)]
+
+
+class SignInNeededError(Exception):
+    """Nobody is signed in."""
+
+
+class Site:
+    """Renders pages and checks who asks for them."""
+
+    def __init__(self, config: LabelingConfig, accounts: Accounts) -> None:
+        self.config, self.accounts = config, accounts
+
+    def signed_in(self, request: Request) -> tuple[Account, str]:
+        """Returns the account and its session's token. Raises: SignInNeededError."""
+        token = request.cookies.get(COOKIE, "")
+        account = self.accounts.session(token) if token else None
+        if account is None:
+            raise SignInNeededError
+        return account, token
+
+    def lead(self, request: Request) -> tuple[Account, str]:
+        """Like `signed_in`, for leads only. Raises: RefusedError."""
+        account, token = self.signed_in(request)
+        if account.role != "lead":
+            raise RefusedError(ONLY_LEADS)
+        return account, token
+
+    def form(self, request: Request, posted: FormData) -> tuple[Account, str, forms.Fields]:
+        """Returns account, token and fields of a posted form. Raises: RefusedError if another session made it."""
+        account, token = self.signed_in(request)
+        fields = fields_of(posted)
+        expected = seal(token, "form").encode()
+        if not hmac.compare_digest(expected, fields.text("csrf").encode("utf-8", "replace")):
+            raise RefusedError("this form was not made for this session; open the page again")
+        return account, token, fields
+
+    def lead_form(self, request: Request, posted: FormData) -> tuple[Account, str, forms.Fields]:
+        """Like `form`, for leads only."""
+        account, token, fields = self.form(request, posted)
+        if account.role != "lead":
+            raise RefusedError(ONLY_LEADS)
+        return account, token, fields
+
+    def who(self, request: Request) -> tuple[Account | None, str]:
+        """Like `signed_in`, for pages that must always be shown: None if nobody is, or while the store is away."""
+        token = request.cookies.get(COOKIE, "")
+        try:
+            return (self.accounts.session(token) if token else None), token
+        except STORE_AWAY:
+            return None, token
+
+    def page(self, template: str, account: Account | None, token: str, status: int = 200, **values: Any) -> Response:
+        """Renders a template."""
+        shared = {
+            "title": self.config.title,
+            "account": account,
+            "csrf": seal(token, "form") if token else "",
+            "letters": forms.LETTERS,
+        }
+        text = TEMPLATES.get_template(f"{template}.html.jinja").render(**shared, **values)
+        # A lone surrogate in somebody's text must not break the page.
+        return Response(text.encode("utf-8", "replace"), status, media_type="text/html; charset=utf-8")
+
+    def message(self, request: Request, status: int, heading: str, text: str) -> Response:
+        """Renders a page that says what went wrong."""
+        account, token = self.who(request)
+        return self.page("message", account, token, status, heading=heading, text=text, typed="")
+
+
+def fields_of(form: FormData) -> forms.Fields:
+    single = {name: value for name, value in form.multi_items() if isinstance(value, str)}
+    ticked = {name: dict.fromkeys(map(str, form.getlist(name))) for name in form if name.startswith(CHECKBOXES)}
+    several = {name: list(values) for name, values in ticked.items()}  # a box that is sent twice counts once
+    return forms.Fields(single, several)
+
+
+def download(text: str, name: str, media_type: str) -> Response:
+    """Returns a text as a file of this name."""
+    headers = {"Content-Disposition": f"attachment; filename*=UTF-8''{quote(name, safe='')}"}
+    return Response(text, media_type=media_type, headers=headers)
+
+
+def redirect(path: str) -> Response:
+    return RedirectResponse(path, 303)

@@ -1,0 +1,252 @@
+"""The labelers' pages, and the lead's page for adjudicating: plain forms that work without JavaScript."""
+
+import logging
+from collections.abc import Callable, Sequence
+from urllib.parse import quote
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse
+from starlette.datastructures import FormData
+
+from preferences.page import forms
+from preferences.page.config import DECLINES
+from preferences.page.service import MAX_LEFT, LabelingService, PresentedTask, RefusedError
+from preferences.page.site import COOKIE, Posted, SignInNeededError, Site, fields_of, redirect
+from preferences.page.unsaved import RETRY_SECONDS, STORE_AWAY, UnsavedForms, as_text, reason_of
+from preferences.accounts import Account
+from preferences.leases import LeaseLostError
+
+LOG = logging.getLogger(__name__)
+CLIENT = "page"
+EMPTY = forms.Fields({})
+
+TOO_LATE = (
+    "Your time on this task ran out and it went to another labeler, so the answer was not stored. Here is the next one."
+)
+SESSION_OVER = (
+    "Nothing was stored. Sign in again and open the task. What you entered is below, so that you can copy it."
+)
+LEADS_DO_NOT_LABEL = (
+    "Leads adjudicate, on the Quality page: their answer overrides those of labelers. To label as well, invite yourself"
+    " under another name as a labeler."
+)
+WAITING = {
+    "nothing open": (
+        "Nothing to judge just now",
+        "Thank you. All tasks are done or are with other labelers; check again later.",
+    ),
+    "screening": ("Thank you", "You have judged all of the first tasks. The labeling lead will look at them."),
+}
+
+
+class TaskPages:
+    """The routes of the labelers' pages."""
+
+    def __init__(self, site: Site, service: LabelingService) -> None:
+        self.site, self.service = site, service
+        self.config, self.unsaved = service.config, UnsavedForms()
+        self.router = APIRouter(include_in_schema=False)
+        get, post = self.router.get, self.router.post
+        get("/", response_class=HTMLResponse)(self.home)
+        get("/instructions", response_class=HTMLResponse)(self.instructions)
+        post("/instructions")(self.confirm_reading)
+        get("/task", response_class=HTMLResponse)(self.task)
+        post("/task/answer")(self.answer)
+        post("/task/skip")(self.skip)
+        post("/task/reveal")(self.reveal)
+        get("/answers", response_class=HTMLResponse)(self.answers)
+        post("/answers/undo")(self.undo)
+        get("/lead/task", response_class=HTMLResponse)(self.adjudicate)
+
+    def home(self, request: Request) -> Response:
+        account, _ = self.site.signed_in(request)
+        return redirect("/lead" if account.role == "lead" else "/task")
+
+    def instructions(self, request: Request) -> Response:
+        account, token = self.site.signed_in(request)
+        has_read = account.read_version == self.config.version
+        return self.site.page("instructions", account, token, text=self.config.instructions, has_read=has_read)
+
+    def confirm_reading(self, request: Request, posted: Posted) -> Response:
+        account, _, _ = self.site.form(request, posted)
+        self.site.accounts.confirm_reading(account.name, self.config.version)
+        return redirect("/")
+
+    # ---- a task ----
+
+    def task(self, request: Request) -> Response:
+        account, token = self.site.signed_in(request)
+        if account.role == "lead":
+            return self.site.page(
+                "message", account, token, 403, heading="Leads do not label", text=LEADS_DO_NOT_LABEL, typed=""
+            )
+        handle = request.query_params.get("task", "")
+        taken_back = self.service.taken_back(account, handle, token) if handle else None
+        presented = taken_back or self.service.next_task(account, token)
+        if presented == "instructions":
+            return redirect("/instructions")
+        if not isinstance(presented, PresentedTask):
+            heading, text = WAITING[presented]
+            return self.site.page("message", account, token, heading=heading, text=text, typed="")
+        return self._fresh_page(account, token, presented)
+
+    def adjudicate(self, request: Request) -> Response:
+        account, token = self.site.lead(request)
+        presented = self.service.reopened(account, request.query_params.get("task", ""), token)
+        if presented.lease.shown.warning and request.query_params.get("revealed", "") != "true":
+            return self._warning_page(account, token, presented)
+        return self._fresh_page(account, token, presented)
+
+    def _warning_page(self, account: Account, token: str, presented: PresentedTask, status: int = 200) -> Response:
+        """Shows a task's warning without its texts, and asks whether to go on."""
+        return self.site.page("warning", account, token, status, presented=presented, declines=DECLINES)
+
+    def _fresh_page(self, account: Account, token: str, presented: PresentedTask) -> Response:
+        """Shows a task, filled in with what could not be stored of it before, or with an answer that was taken back; or
+        its warning, until it is revealed."""
+        lease = presented.lease
+        if account.role == "labeler" and lease.is_hidden:
+            return self._warning_page(account, token, presented)
+        unsaved = self.unsaved.put(token, account, presented)
+        earlier = self.service.earlier_answer(lease) if lease.revision else None
+        fields = unsaved or (forms.answer_fields(earlier, lease.order) if earlier is not None else EMPTY)
+        is_earlier = unsaved is None and earlier is not None
+        return self._task_page(account, token, presented, fields, is_unsaved=unsaved is not None, is_earlier=is_earlier)
+
+    def _task_page(
+        self,
+        account: Account,
+        token: str,
+        presented: PresentedTask,
+        fields: forms.Fields = EMPTY,
+        wrong: Sequence[str] = (),
+        *,
+        status: int = 200,
+        is_unsaved: bool = False,
+        is_earlier: bool = False,
+    ) -> Response:
+        is_away = status >= 500  # then this page must not query the store
+        is_lead = account.role == "lead"
+        return self.site.page(
+            "task",
+            account,
+            token,
+            422 if wrong else status,
+            presented=presented,
+            config=self.config,
+            fields=fields,
+            wrong=wrong,
+            is_unsaved=is_unsaved,
+            is_earlier=is_earlier,
+            num_left=0 if is_away or is_lead else self.service.num_left(account),
+            max_left=MAX_LEFT,
+            num_done=None if is_away else self.service.store.num_current_answers(account.name),
+            ratings=range(forms.MIN_RATING, forms.MAX_RATING + 1),
+            events=() if is_away or not is_lead else self.service.store.events_on(presented.lease.task_id),
+        )
+
+    # ---- answers and skips ----
+
+    def reveal(self, request: Request, posted: Posted) -> Response:
+        account, token, fields = self.site.form(request, posted)
+        form = forms.task_form(fields)
+        self.service.reveal(account, token, form)
+        # A task with events was taken back; another one may be open too, which "/task" would show instead.
+        return redirect(_path_of(form.task) if form.revision else "/task")
+
+    def answer(self, request: Request, posted: Posted) -> Response:
+        return self._saved(request, posted, self._answer)
+
+    def skip(self, request: Request, posted: Posted) -> Response:
+        return self._saved(request, posted, self._skip)
+
+    def _answer(self, request: Request, posted: FormData) -> Response:
+        account, token, fields = self.site.form(request, posted)
+        form = forms.task_form(fields)
+        presented = self.service.shown_again(account, token, form)
+        if account.role == "labeler" and presented.lease.is_hidden:
+            return self._warning_page(account, token, presented, 422)
+        answer, wrong = forms.read_answer(fields, len(presented.lease.order), self.config)
+        if answer is None:
+            return self._task_page(account, token, presented, fields, wrong)
+        self.service.answer(account, token, form, answer, CLIENT)
+        self.unsaved.stored(token, form)
+        return redirect("/lead/quality" if account.role == "lead" else "/task")
+
+    def _skip(self, request: Request, posted: FormData) -> Response:
+        account, token, fields = self.site.form(request, posted)
+        form, reason = forms.task_form(fields), forms.read_reason(fields, self.config)
+        if not reason:
+            presented = self.service.shown_again(account, token, form)
+            if presented.lease.is_hidden:
+                return self._warning_page(account, token, presented, 422)
+            wrong = ["A skip needs a reason, so that the lead can help."]
+            return self._task_page(account, token, presented, fields, wrong)
+        self.service.skip(account, token, form, reason[: forms.MAX_NOTE_CHARACTERS], CLIENT)
+        self.unsaved.stored(token, form)
+        return redirect("/task")
+
+    def _saved(self, request: Request, posted: FormData, save: Callable[[Request, FormData], Response]) -> Response:
+        """Saves a form. If that is refused or fails, returns what the labeler typed.
+
+        This is the only place that catches every error: whatever the cause, a labeler's work must not be lost.
+        """
+        try:
+            return save(request, posted)
+        except SignInNeededError:
+            return self._typed_page(request, posted, 401, "Your session has ended", SESSION_OVER)
+        except RefusedError as error:
+            return self._typed_page(request, posted, 403, "Not possible", str(error))
+        except LeaseLostError:
+            return self._typed_page(request, posted, 409, "Too late", TOO_LATE)
+        except ValueError as error:
+            return self._typed_page(request, posted, 409, "Not stored", str(error))
+        except STORE_AWAY as error:
+            LOG.error("an answer or a skip was not stored: %s", reason_of(error))
+            return self._unsaved_page(request, posted, 503)
+        except Exception:
+            LOG.exception("an answer or a skip was not stored")
+            return self._unsaved_page(request, posted, 500)
+
+    def _typed_page(self, request: Request, posted: FormData, status: int, heading: str, text: str) -> Response:
+        """Says why this form can never be stored, with what was typed, so that it can be copied."""
+        account, token = self.site.who(request)
+        typed = as_text(fields_of(posted))
+        if account is None and not typed:
+            raise SignInNeededError
+        return self.site.page("message", account, token, status, heading=heading, text=text, typed=typed)
+
+    def _unsaved_page(self, request: Request, posted: FormData, status: int) -> Response:
+        """Shows the filled-in form again, to be sent again. If its task is not in memory, without the task's texts."""
+        token, fields = request.cookies.get(COOKIE, ""), fields_of(posted)
+        known = self.unsaved.failed(token, forms.task_form(fields), fields)
+        if known is not None:
+            page = self._task_page(known.account, token, known.presented, fields, status=status, is_unsaved=True)
+        else:
+            values = [(name, value) for name, value in posted.multi_items() if isinstance(value, str)]
+            path, typed = request.url.path, as_text(fields)
+            page = self.site.page("unsaved", None, "", status, action=path, values=values, typed=typed)
+        page.headers["Retry-After"] = str(RETRY_SECONDS)
+        return page
+
+    # ---- past answers ----
+
+    def answers(self, request: Request) -> Response:
+        account, token = self.site.signed_in(request)
+        history = self.service.history(account)
+        num_done = self.service.store.num_current_answers(account.name)
+        return self.site.page("answers", account, token, history=history, num_done=num_done)
+
+    def undo(self, request: Request, posted: Posted) -> Response:
+        account, _, fields = self.site.form(request, posted)
+        revision = fields.number("revision")
+        if revision is None:
+            raise RefusedError("the form names no answer")
+        handle = fields.text("task")
+        self.service.undo(account, handle, revision, CLIENT)
+        return redirect("/answers" if account.role == "lead" else _path_of(handle))
+
+
+def _path_of(handle: str) -> str:
+    """Returns the path of a task that the labeler has taken back."""
+    return f"/task?task={quote(handle, safe='')}"

@@ -1,0 +1,108 @@
+"""Making tasks for labelers: sample every policy on every prompt, and select some of the samples."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from reward.sampling import SamplingSpec, sample_policy
+from lm.inference import inference_dtype
+from preferences.records import Message, Task
+from preferences.task_selection import Candidate, Method, PromptCandidates, choose_tasks
+from reward.comparisons import encode_response
+from reward.scoring import RewardModel, labels_of, weights_by_label
+from training.data import Prompt
+from training.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class TaskSelection:
+    """How samples become tasks. `preferences.task_selection.choose_tasks` explains each field."""
+
+    batch: str
+    method: Method
+    responses_per_task: int
+    tasks_per_prompt: int
+    evaluation_share: float
+    seed: int
+
+
+def sample_tasks(
+    policies: Sequence[Path],
+    judges: Sequence[Path],
+    prompts: Sequence[Prompt],
+    selection: TaskSelection,
+    *,
+    num_samples: int,
+    max_new_tokens: int,
+    temperature: float,
+    weights: Mapping[str, float],
+) -> list[Task]:
+    """`num_samples` responses of every policy to every prompt, of which some are put into tasks.
+
+    A response's source is its policy's folder; `weights` are of the judges' objectives, where they have several.
+    Raises: ValueError for a directory that holds no such model, weights that do not fit a judge, a prompt that leaves
+    no room for the response, and a conversation that does not fit a judge.
+    """
+    for judge in judges:
+        weights_by_label(str(judge), labels_of(judge), weights)
+    found: dict[str, list[tuple[str, str]]] = {prompt.prompt_id: [] for prompt in prompts}
+    for policy in policies:
+        spec = SamplingSpec(
+            policy=policy,
+            num_samples=num_samples,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=derive_seed(selection.seed, "label sample", str(policy)),
+            precision="bf16" if inference_dtype() == torch.bfloat16 else "fp32",
+        )
+        for sample in sample_policy(spec, prompts):
+            found[sample.prompt_id].append((sample.response, str(policy)))
+    texts = {name: [text for text, _ in samples] for name, samples in found.items()}
+    scores = scores_of(judges, weights, prompts, texts)
+    candidates = [
+        PromptCandidates(
+            prompt.prompt_id,
+            tuple(Message(**message) for message in prompt.messages),
+            tuple(
+                Candidate(text, source, scores[prompt.prompt_id][place])
+                for place, (text, source) in enumerate(found[prompt.prompt_id])
+            ),
+        )
+        for prompt in prompts
+    ]
+    return choose_tasks(
+        candidates,
+        batch=selection.batch,
+        method=selection.method,
+        responses_per_task=selection.responses_per_task,
+        tasks_per_prompt=selection.tasks_per_prompt,
+        evaluation_share=selection.evaluation_share,
+        seed=selection.seed,
+    )
+
+
+def scores_of(
+    judges: Sequence[Path], weights: Mapping[str, float], prompts: Sequence[Prompt], responses: dict[str, list[str]]
+) -> dict[str, list[tuple[float, ...]]]:
+    """What each judge says of each response, by prompt: one tuple a response, one score a judge; higher is better."""
+    columns: list[list[float]] = []
+    for folder in judges:
+        judge = RewardModel.load(folder, weights)
+        sequences = []
+        for prompt in prompts:
+            messages = [Message(**message) for message in prompt.messages]
+            for response in responses[prompt.prompt_id]:
+                tokens = encode_response(judge.tokenizer, messages, response)
+                if not judge.fits(tokens):
+                    raise ValueError(
+                        f"prompt {prompt.prompt_id!r}: with a response it has {len(tokens)} tokens; {folder} reads at"
+                        f" most {judge.network.config.max_position_embeddings}"
+                    )
+                sequences.append(tokens)
+        columns.append(judge.score_sequences(sequences))
+    rows = iter(zip(*columns, strict=True)) if columns else iter([])
+    return {
+        prompt.prompt_id: [next(rows) if columns else () for _ in responses[prompt.prompt_id]] for prompt in prompts
+    }

@@ -1,0 +1,203 @@
+"""Collecting preferences: K samples of the SFT policy a prompt, put to labelers through the label store's door."""
+
+import hashlib
+import json
+from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import Field
+
+from reward.collect.report import REPORTER
+from reward.collect.results import CollectResults
+from reward.sampling import Sample, SamplingSpec
+from reward.sampling_everywhere import sample_everywhere
+from preferences.formats.own import ranking_row
+from preferences.records import MAX_RESPONSES, Message, Ranking, Task
+from preferences.results import Progress
+from preferences.scripted import answer_all
+from preferences.statistics.agreement import accuracy_against, pairwise_agreement
+from preferences.store import LabelStore
+from stages.contract import Parent, Source, Stage
+from stages.planner import Planner, StagePlan
+from stages.prompts import fitting_prompts
+from stages.run import StageRun
+from stages.sizes import SourceSize
+from stages.world import World, label_truth
+from training.config import Config
+from training.data import DataConfig, OnOverlong, Prompt, overlong_field
+from training.seeds import derive_seed
+
+
+class CollectConfig(Config):
+    """Samples of the SFT policy that labelers rank."""
+
+    prompts: DataConfig = Field(description="Prompts to sample responses to.")
+    on_overlong: OnOverlong = overlong_field()
+    responses_per_prompt: int = Field(default=4, ge=2, le=MAX_RESPONSES, description="Responses per task.")
+    max_new_tokens: int = Field(ge=1, description="Length limit of a response, in tokens.")
+    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature.")
+    overlap_share: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Fraction of the tasks that go to `overlap_labelers` labelers, on which agreement is measured.",
+    )
+    overlap_labelers: int = Field(default=2, ge=2, description="Labelers per overlapping task; the others have one.")
+    instructions_version: str = Field(
+        default="1", description="Version of the instructions, recorded with each judgment."
+    )
+
+
+def make_tasks(
+    batch: str, prompts: Sequence[Prompt], samples: Sequence[Sample], source: str, *, taken: Container[str] = ()
+) -> list[Task]:
+    """One task per prompt. A prompt whose samples are all the same text has nothing to rank and is left out.
+
+    A task's id is a function of what the task shows. The order of the responses and the scripted labelers' noise are
+    drawn from it, so policies that differ only by rounding, and sample the same texts, get the same labels. `taken` are
+    the ids of other batches' tasks: asking about the same texts once more needs another id, which names the batch.
+    """
+    by_prompt: dict[str, list[str]] = {}
+    for sample in samples:
+        by_prompt.setdefault(sample.prompt_id, []).append(sample.response)
+    tasks = []
+    for prompt in prompts:
+        responses = by_prompt[prompt.prompt_id]
+        if len(set(responses)) == 1:
+            continue
+        task_id = f"{prompt.prompt_id}/{_digest(prompt.messages, responses)}"
+        tasks.append(
+            Task(
+                task_id=f"{task_id}/{batch}" if task_id in taken else task_id,
+                prompt=tuple(Message(**message) for message in prompt.messages),
+                responses=tuple(responses),
+                sources=(source,) * len(responses),
+            )
+        )
+    return tasks
+
+
+def _digest(*content: object) -> str:
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=6).hexdigest()
+
+
+def label(
+    store: LabelStore,
+    world: World,
+    tasks: Sequence[Task],
+    config: CollectConfig,
+    *,
+    batch: str,
+    seed: int,
+    on_progress: Callable[[Progress], None],
+) -> list[Ranking]:
+    """Put the tasks to the world's labelers; returns all rankings. Safe to call again after a kill.
+
+    Raises: ValueError where fewer labelers than a task wants leave tasks open.
+    """
+    num_overlapping = round(config.overlap_share * len(tasks))
+    quotas = [config.overlap_labelers if index < num_overlapping else 1 for index in range(len(tasks))]
+    store.add_tasks(tasks, batch=batch, num_labelers=quotas)
+    progress = answer_all(
+        store,
+        world.labelers(seed),
+        batch=batch,
+        client="scripted",
+        instructions_version=config.instructions_version,
+        on_progress=on_progress,
+    )
+    if progress.num_open:
+        raise ValueError(f"{progress.num_open} of {progress.num_tasks} tasks are open still: too few labelers")
+    return store.rankings(batch)
+
+
+def write_rankings(path: Path, rankings: Sequence[Ranking]) -> None:
+    """The JSONL that the reward stage reads."""
+    with path.open("w", encoding="utf-8") as file:
+        for ranking in rankings:
+            file.write(json.dumps(ranking_row(ranking)) + "\n")
+
+
+def collect_results(
+    rankings: Sequence[Ranking], num_prompts: int, num_identical: int, world: World, responses_per_prompt: int
+) -> CollectResults:
+    """What was collected, how far labelers agree, and how far they are right."""
+    truth = label_truth(rankings, world)
+    pairs = [
+        (first, second)
+        for ranking in rankings
+        for index, first in enumerate(ranking.ranks)
+        for second in ranking.ranks[index + 1 :]
+    ]
+    return CollectResults(
+        num_prompts=num_prompts,
+        num_identical=num_identical,
+        responses_per_prompt=responses_per_prompt,
+        num_judgments=len(rankings),
+        tie_share=sum(first == second for first, second in pairs) / len(pairs),
+        agreement=pairwise_agreement(rankings),
+        gold_accuracy=accuracy_against(rankings, truth),
+        labelers=tuple(sorted({ranking.labeler for ranking in rankings})),
+    )
+
+
+def run_collect(run: StageRun, config: CollectConfig) -> None:
+    """Sample, put to labelers, export. Labels stay in the job's store for good; a new SFT policy opens a new batch."""
+    tokenizer = run.tokenizer_of("sft")
+    fitting = fitting_prompts(run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong)
+    prompts = fitting.prompts
+    spec = SamplingSpec(
+        policy=run.start("sft"),
+        num_samples=config.responses_per_prompt,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        seed=derive_seed(run.seed, "collect"),
+        precision=run.engine.resolved_precision(),
+    )
+    samples = sample_everywhere(run, "sft", spec, prompts)
+    batch = json.loads((run.folder / "inputs.json").read_text(encoding="utf-8"))["fingerprint"][:12]
+    with LabelStore(run.run_folder / "labels.sqlite") as store:
+        others = [other for other in store.batches() if other != batch]
+        taken = {stored.task.task_id for other in others for stored in store.tasks(other)}
+        tasks = make_tasks(batch, prompts, samples, run.own("sft"), taken=taken)
+        rankings = label(
+            store, run.world, tasks, config, batch=batch, seed=run.job.seed,  # the same labelers in each round
+            on_progress=lambda state: run.show(state.num_tasks - state.num_open, state.num_tasks, "labeled"),
+        )  # fmt: skip
+    write_rankings(run.folder / "rankings.jsonl", rankings)
+    num_identical = len(prompts) - len(tasks)
+    results = collect_results(rankings, len(prompts), num_identical, run.world, config.responses_per_prompt)
+    run.write_results(replace(results, overlong=fitting.overlong or None, sources=fitting.sources))
+
+
+def preflight(run: StageRun, config: CollectConfig) -> None:
+    """Check that every prompt leaves room for its responses."""
+    fitting_prompts(run, run.tokenizer_of("sft"), config.prompts, config.max_new_tokens, config.on_overlong, run.tell)
+
+
+def plan(planner: Planner, config: CollectConfig) -> StagePlan:
+    num_prompts, num_responses = planner.sizes.num_rows(config.prompts), config.responses_per_prompt
+    lengths = planner.answered(config.prompts, config.max_new_tokens, lambda run: run.tokenizer_of("sft"))
+    return planner.sampling(num_prompts, num_responses, config.max_new_tokens, lengths, at_once=num_responses)
+
+
+STAGE = Stage(
+    name="collect",
+    config=CollectConfig,
+    run=run_collect,
+    parents=(Parent("sft"),),
+    sections=("world",),
+    model_fields=(),
+    output="rankings.jsonl",
+    sources={
+        "rankings": Source(
+            "rankings.jsonl",
+            lambda config, sizes: SourceSize(sizes.num_rows(config.prompts), config.responses_per_prompt),
+        )
+    },
+    context_tokens=lambda config: {"max_new_tokens": config.max_new_tokens + 1},
+    preflight=preflight,
+    plan=plan,
+    report=REPORTER,
+)

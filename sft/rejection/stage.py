@@ -1,0 +1,209 @@
+"""Rejection sampling as a stage: sample n responses per prompt, keep the best by a reward model, train on those.
+
+One round of RAFT (arXiv 2304.06767), also called best-of-n distillation. The driver has the workers sample, and writes
+what was kept to `best.jsonl`, which is a file of demonstrations; training is SFT's, from the same policy.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from reward.sampling import SamplingSpec
+from reward.sampling_everywhere import sample_everywhere
+from files.atomic import write_text
+from lm.adapters import save_trained
+from lm.lora import adapted
+from lm.model import LanguageModel
+from lm.source import on_meta
+from lm.tokenizer import Tokenizer
+from lm.weights import ModelFolder, purpose_of
+from sft.rejection.choosing import best_responses, count_chosen
+from sft.rejection.config import RejectionConfig
+from sft.rejection.report import REPORTER
+from sft.rejection.results import Chosen, RejectionResults, Trained
+from reward.scoring import labels_of, weights_by_label
+from reward.stage import STAGE as REWARD
+from sft.demonstrations import Limit, Rows, demonstration_parts
+from stages.contract import Parent, Stage
+from stages.planner import Planner, StagePlan
+from stages.prompts import fitting_prompts
+from stages.run import JobView, StageRun
+from stages.tokens import token_folder
+from training.data import DataConfig, Overlong, Prompt
+from training.loop import LoopConfig, TrainingLoop
+from training.objectives import PackedObjective
+from training.packing import Packed
+from training.seeds import derive_seed
+from training.stage import StageContext, build_engine
+from training.tokens import CHECKED_SEQUENCES, Sequences, TokenFolders, read_overlong
+
+BEST = "best.jsonl"  # {"prompt_id", "messages", "score"}: each prompt with its best response
+
+
+def run_rejection(run: StageRun, config: RejectionConfig) -> None:
+    """Sample and choose, unless that is done; train on all workers."""
+    start, tokenizer, path = run.start("sft"), load_tokenizer(run, config), run.folder / BEST
+    fitting = fitting_prompts(run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong)
+    chosen = _sample(run, config, start, fitting.prompts, path)
+    tokens = _tokenize(run, config, tokenizer, path)
+    (trained, *_) = run.on_ranks(train, config, start, tokens)
+    lost = [read_overlong(folder) for folder in (tokens.training, tokens.heldout)]
+    kept = Overlong(sum(of.num_rows for of in lost), num_skipped=sum(of.num_skipped for of in lost))
+    run.write_results(RejectionResults(chosen, trained, fitting.overlong or None, kept or None, fitting.sources))
+
+
+def _sample(run: StageRun, config: RejectionConfig, start: Path, prompts: Sequence[Prompt], path: Path) -> Chosen:
+    """Write the best responses to `path`. Parts of the prompts that were sampled before a kill are read.
+
+    Raises: ValueError if fewer than two responses can be kept.
+    """
+    spec = SamplingSpec(
+        policy=start,
+        num_samples=config.num_samples,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        seed=derive_seed(run.seed, "rejection", "samples"),
+        precision=run.engine.resolved_precision(),
+        reward=str(run.start(REWARD.name)),
+        objective_weights=config.objective_weights,
+    )
+    samples = sample_everywhere(run, "samples", spec, prompts)
+    best = best_responses(samples)
+    if len(best) < 2:
+        raise ValueError(
+            f"rejection: {len(best)} of {len(prompts)} prompts have a response that has a score and ends within"
+            f" rejection.max_new_tokens = {config.max_new_tokens}; at least two were expected"
+        )
+    rows = [
+        {
+            "prompt_id": prompt.prompt_id,
+            "messages": [*prompt.messages, {"role": "assistant", "content": best[prompt.prompt_id].response}],
+            "score": best[prompt.prompt_id].score,
+        }
+        for prompt in prompts
+        if prompt.prompt_id in best
+    ]
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+    return count_chosen(samples, best, len(prompts), config.num_samples)
+
+
+def _tokenize(run: StageRun, config: RejectionConfig, tokenizer: Tokenizer, path: Path) -> TokenFolders:
+    """The kept conversations as tokens.
+
+    Raises: ValueError if those that fit in a row do not suffice to train on some and hold out others.
+    """
+    data = DataConfig(source=str(path))
+    every = round(1 / config.heldout_share)
+    limit = Limit(has_source=False, seq_len=config.seq_len, on_overlong="skip")
+
+    def folder(name: str, rows: Rows) -> Path:
+        parts = partial(demonstration_parts, tokenizer, (data,), limit, rows=rows)
+        settings: dict[str, int | str] = {"seq_len": config.seq_len, "rows": f"{rows}"}
+        found = token_folder(run, name, tokenizer, (data,), CHECKED_SEQUENCES, parts, **settings)
+        if not len(Sequences.read(found)):
+            raise ValueError(
+                f"rejection.seq_len is {config.seq_len}, and no kept response that is {name} fits with its prompt in so"
+                " many tokens; longer rows, or more prompts, were expected"
+            )
+        return found
+
+    return TokenFolders(folder("trained", Rows(every)), folder("held-out", Rows(every, is_heldout=True)))
+
+
+def train(context: StageContext, config: RejectionConfig, start: Path, data: TokenFolders) -> Trained:
+    """Train on this rank; rank 0 writes `model/`. Returns the losses."""
+    tokenizer = Tokenizer.load(start, end=config.end_token)
+    training, heldout = (
+        PackedObjective(Packed(Sequences.read(folder), config.seq_len, tokenizer.pad_id))
+        for folder in (data.training, data.heldout)
+    )
+    policy = ModelFolder(start, LanguageModel, config.dropout)
+    network = adapted(policy, config.lora, derive_seed(context.seed, "rejection", "lora"))
+    engine = build_engine(context, network, config)
+    num_steps = max(1, round(config.num_epochs * len(training) / config.batch.batch_size))
+    loop_config = LoopConfig.of("rejection", context.seed, num_steps, config)
+    loop = TrainingLoop(engine, loop_config, training, heldout, context.folder)
+    before = loop.evaluate()["loss"]
+    after = loop.run()["loss"]
+    weights = engine.weights_for_file()
+    if engine.is_main:
+        plain = on_meta(policy.build)
+        save_trained(context.folder, plain, engine.module, weights, tokenizer, config.lora, start)
+    engine.barrier()
+    engine.close()
+    return Trained(num_steps, before, after)
+
+
+def load_tokenizer(run: StageRun, config: RejectionConfig) -> Tokenizer:
+    """The policy's tokenizer, which it keeps."""
+    if config.init_from:
+        return Tokenizer.load(run.start("sft"), end=config.end_token)
+    return run.tokenizer_of("sft")
+
+
+def check(config: RejectionConfig, job: JobView) -> None:
+    """Check that the weights name what the reward model learns."""
+    reward = job.section(REWARD)
+    if reward is not None and not config.reward_from:
+        weights_by_label("[reward]", reward.labels, config.objective_weights)
+
+
+def preflight(run: StageRun, config: RejectionConfig) -> None:
+    """Check both models that the section names, and that every prompt leaves room for a response."""
+    if config.init_from and (purpose := purpose_of(run.start("sft"))) != "language":
+        raise ValueError(f"rejection.init_from {config.init_from}: a {purpose} model; a language model was expected")
+    if config.reward_from:
+        judge = run.start(REWARD.name)
+        weights_by_label(str(judge), labels_of(judge), config.objective_weights)
+    fitting_prompts(
+        run, load_tokenizer(run, config), config.prompts, config.max_new_tokens, config.on_overlong, run.tell
+    )
+
+
+def plan(planner: Planner, config: RejectionConfig) -> StagePlan:
+    """Both halves, one after the other: the time of both, and the memory of each."""
+    num_prompts, tokens = planner.sizes.num_rows(config.prompts), config.seq_len - 1
+    measured_by: Mapping[str, int] = {"reward model": 2 if planner.layout.is_gpu else 4}
+    lengths = planner.answered(config.prompts, config.max_new_tokens, lambda run: load_tokenizer(run, config))
+    sampling = planner.sampling(
+        num_prompts,
+        config.num_samples,
+        config.max_new_tokens,
+        lengths,
+        at_once=config.num_samples,
+        measured_by=measured_by,
+    )
+    rows = num_prompts * (1 - config.heldout_share)
+    if lengths.num_rows:  # measured, so packing can be counted
+        rows *= min(1.0, lengths.mean / config.seq_len)
+    steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
+    num_logits = config.batch.micro_batch_size * tokens * planner.model.vocab_size
+    training = planner.training("rows", config, steps, tokens, num_logits)
+    for assumption in (*sampling.assumptions, *training.assumptions):
+        planner.sizes.assume(assumption)
+    planner.sizes.assume("at most: every prompt has a sample to keep, and packing puts several of them in a row")
+    return planner.planned(
+        "rows",
+        {**training.batch, **{name: sampling.batch[name] for name in ("prompts", "responses per prompt")}},
+        {f"{kind} that {what}": memory for what, of in (("samples", sampling), ("trains", training))
+         for kind, memory in of.memory.items()},
+        steps,
+        training.seconds_per_step + sampling.seconds / steps,
+    )  # fmt: skip
+
+
+STAGE = Stage(
+    name="rejection",
+    config=RejectionConfig,
+    run=run_rejection,
+    parents=(Parent("sft", substitutes=("init_from",)), Parent("reward", substitutes=("reward_from",))),
+    policy_from="sft",
+    tokenizer=load_tokenizer,
+    model_fields=("init_from", "reward_from"),
+    context_tokens=lambda config: {"seq_len": config.seq_len, "max_new_tokens": config.max_new_tokens + 1},
+    preflight=preflight,
+    check=check,
+    plan=plan,
+    report=REPORTER,
+)

@@ -1,0 +1,253 @@
+"""Memory of PPO's ranks: learners, generators and scorers, or colocated ranks, which have all three roles."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from lm.activations import Pass, forward_bytes
+from lm.config import ModelConfig
+from stages.planning.kept import KEPT_BYTES, KeptPass, KeptPasses
+from stages.planning.memory import Counts, Layout, Memory, casts_of
+from stages.planning.sampling import GENERATION_ROWS, rows_at_once, sampling_phase, scoring_phase
+from stages.planning.training import host_states, logit_bytes, states, training_phases, weights_to_save
+
+Parts = Mapping[str, int]
+Mode = Literal["fast", "balanced", "small"]
+
+CHUNK_BYTES = 1 << 28  # lm.samplers.sent_weights: a chunk ends once it has so many
+DIGESTED_AT_ONCE = 1 << 21  # likewise: elements of which a digest is taken at once, 16 bytes each
+GENERATE, SYNC = "generate", "sync"  # phases in which a generator holds weights
+VALUES = "values"  # the phase in which the value function scores samples
+MEASURE = "measure"  # the phase in which policy, reference and value function do, on the body that they share
+REFERENCE, REWARD = "score by the reference", "score by the reward model"
+
+
+@dataclass(frozen=True)
+class PPOModels:
+    """Shapes and parameter counts. The reference has the policy's shape, the value function the reward model's.
+
+    `value_counts` is None without a value function, `reward_counts` if the reward does not come from a model.
+    """
+
+    policy: ModelConfig
+    critic: ModelConfig
+    policy_counts: Counts
+    value_counts: Counts | None
+    reward_counts: Counts | None
+
+
+@dataclass(frozen=True)
+class PPOWork:
+    """A rank's work in one iteration."""
+
+    policy_pass: Pass  # one micro-batch of prompts with responses, through the policy
+    critic_pass: Pass  # the same micro-batch through the critic
+    scoring_pass: Pass  # through the critic without gradients, for values and scores
+    num_logits: int  # per micro-batch
+    rollout_rows: int  # responses that a rank samples
+    prompt_tokens: int  # of each
+    response_tokens: int  # of each
+    num_micro_batches: int
+    mode: Mode = "fast"  # ppo.memory
+    generator_ranks: int = 1  # that share a generator's weights
+    has_average: bool = True
+    shares_body: bool = False  # ppo.shared_body
+    gpu_bytes: int = 0  # memory of a GPU, which limits the rows sampled at once; 0 = no limit
+    keeps: tuple[str, ...] = ()  # the trained models that keep passes for the first update (`stages.planning.kept`)
+
+
+@dataclass(frozen=True)
+class Role:
+    """Bytes of one role, as in `stages.planning.memory.Memory`."""
+
+    held: Parts
+    phases: Mapping[str, Parts] = field(default_factory=dict)
+    host: Parts = field(default_factory=dict)
+    host_once: Parts = field(default_factory=dict)
+
+    def memory(self) -> Memory:
+        return Memory(self.held, self.phases, self.host, self.host_once)
+
+
+def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
+    """Returns the memory of a learner: policy and value function in training, and its shard of the moving average.
+
+    The average is in CPU memory unless the mode is `fast`. Weights are sent to generators one whole tensor at a time.
+    """
+    policy, c = models.policy_counts, layout.compute_bytes
+    held, host, phases = dict[str, int](), dict[str, int](), dict[str, Parts]()
+    trained = [("policy", models.policy, policy, work.policy_pass, work.num_logits)]
+    value = models.value_counts
+    if value is not None:
+        trained.append(("value", models.critic, on_body(value) if work.shares_body else value, work.critic_pass, 0))
+    for name, config, counts, of, logits in trained:
+        held |= {f"{name}: {part}": size for part, size in states(counts, layout).items()}
+        host |= {f"{name}: {part}": size for part, size in host_states(counts, layout).items()}
+        found = training_phases(config, counts, layout, of, logits, work.num_micro_batches)
+        phases |= {f"{name} {phase}": parts for phase, parts in found.items()}
+    if work.shares_body:
+        phases |= _shared_phases(models, layout, work)
+    else:
+        if value is not None:
+            phases[VALUES] = scoring_phase(models.critic, value, layout, work.scoring_pass)
+        if policy.ranks:  # the reference is the policy without its adapters
+            logits = logit_bytes(work.num_logits, layout, with_gradient=False)
+            head = casts_of(policy, layout) + logits  # of the frozen body, only the head's table is rounded in passes
+            phases[REFERENCE] = {"a pass, or logits": max(forward_bytes(models.policy, work.policy_pass), head)}
+    phases |= _kept_phases(kept_passes(models, layout, work), work, phases)
+    average = 4 * policy.trained // layout.ranks if work.has_average else 0
+    (held if work.mode == "fast" or not layout.is_gpu else host)["moving average"] = average
+    (host if layout.is_gpu else held)["copy of the average for checkpoints"] = average
+    # Tensors are copied if they have to be gathered or rounded for the generator; otherwise they are sent in place.
+    is_copied = layout.zero_stage == 3 or (layout.is_bf16 and (layout.is_autocast or policy.ranks > 0))
+    chunk = min(CHUNK_BYTES + 2 * c * policy.largest, c * (policy.total if is_copied else policy.adapted))
+    merging = 3 * 4 * policy.largest_adapted  # a map, its addition and their sum, in fp32
+    digest = 16 * min(DIGESTED_AT_ONCE, policy.largest)
+    phases[SYNC] = {"weights on their way": chunk + max(merging, digest)}
+    return Role(held, phases, host, weights_to_save(policy, layout))
+
+
+def kept_passes(models: PPOModels, layout: Layout, work: PPOWork) -> dict[str, KeptPasses]:
+    """Returns the passes that the trained models keep for the first update: the policy's, then the value function's,
+    while there is room.
+    """
+    num_logits = work.critic_pass.rows * work.response_tokens * models.policy.vocab_size
+    shapes = {"policy": (models.policy, models.policy_counts, num_logits)}
+    if models.value_counts is not None:
+        shapes["value"] = (models.critic, models.value_counts, 0)
+    found, free = dict[str, KeptPasses](), KEPT_BYTES
+    for name in work.keeps:
+        config, counts, logits = shapes[name]
+        each = KeptPass(config, counts, layout, work.critic_pass, logits)
+        found[name] = KeptPasses(each, each.num_kept(work.num_micro_batches, free), work.num_micro_batches)
+        free -= found[name].num_kept * each.num_bytes
+    return found
+
+
+def _kept_phases(kept: Mapping[str, KeptPasses], work: PPOWork, phases: Mapping[str, Parts]) -> dict[str, Parts]:
+    """Returns what kept passes change: the first updates, and what a learner measures after them."""
+    if not kept:
+        return {}
+    others = kept["value"].num_bytes if "value" in kept else 0
+    found = kept["policy"].phases(work.policy_pass, work.num_logits, others)
+    new: dict[str, Parts] = {f"policy {phase}": parts for phase, parts in found.items()}
+    if "value" in kept:
+        new |= {f"value {phase}": parts for phase, parts in kept["value"].phases(work.critic_pass, 0, 0).items()}
+    measured = {VALUES: kept["policy"].num_bytes + others, REFERENCE: kept["policy"].num_bytes}
+    return new | {name: {**phases[name], "passes kept": size} for name, size in measured.items() if name in phases}
+
+
+def on_body(counts: Counts) -> Counts:
+    """Returns the counts of a model whose frozen weights another one holds."""
+    return replace(counts, total=counts.trained, linear=counts.linear - counts.rounded, rounded=0)
+
+
+def _shared_phases(models: PPOModels, layout: Layout, work: PPOWork) -> dict[str, Parts]:
+    """Returns the passes without gradients over a shared body: policy, reference and value function read one batch
+    together, and the reward model another.
+    """
+    num_readers = 2 if models.value_counts is None else 3
+    rows = replace(work.policy_pass, rows=num_readers * work.policy_pass.rows)
+    hidden = rows.num_tokens * models.policy.hidden_size * rows.compute_bytes
+    logits = hidden + logit_bytes(work.num_logits, layout, with_gradient=False)
+    head = casts_of(models.policy_counts, layout) + logits
+    together = {"a pass of all readers, or logits": max(forward_bytes(models.policy, rows), head)}
+    return {MEASURE: together, REWARD: {"a pass": forward_bytes(models.critic, work.scoring_pass)}}
+
+
+def generator(models: PPOModels, layout: Layout, work: PPOWork, other_bytes: int = 0) -> Role:
+    """Returns the memory of a generator: weights in the compute dtype, and sampling. Other roles hold `other_bytes`."""
+    policy, shared_by = models.policy_counts, work.generator_ranks
+    P = policy.total - (policy.trained if policy.ranks else 0)  # it gets merged weights
+    weights = layout.compute_bytes * P // shared_by
+    rows = min(GENERATION_ROWS, work.rollout_rows * shared_by)
+    free = (work.gpu_bytes - other_bytes - weights) * shared_by if work.gpu_bytes else 0
+    rows = rows_at_once(models.policy, layout, free, rows, work.prompt_tokens + work.response_tokens)
+    phase = sampling_phase(models.policy, layout, P, rows, work.prompt_tokens, work.response_tokens)
+    phases = {GENERATE: {name: size // shared_by for name, size in phase.items()}}
+    return Role({"generator": weights}, phases)
+
+
+def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
+    """Returns the memory of a scorer: the reference and the reward model, which run one after the other.
+
+    `fast` holds both. The other modes shard them in CPU memory and gather the one that runs, whole or layer by layer.
+    """
+    shared = models.policy.vocab_size * models.policy.hidden_size if models.policy.tie_word_embeddings else 0
+    logits = logit_bytes(work.num_logits, layout, with_gradient=False)
+    if work.shares_body:
+        assert models.reward_counts is not None, "a body is shared with a reward model"
+        return Role({"reward model's adapter": layout.weight_bytes * models.reward_counts.trained})
+    both = (
+        {}
+        if models.policy_counts.ranks
+        else {"reference": (models.policy, models.policy_counts, shared, work.policy_pass, logits)}
+    )
+    if models.reward_counts is not None:
+        both["reward model"] = (models.critic, models.reward_counts, 0, work.scoring_pass, 0)
+    held, host, phases = dict[str, int](), dict[str, int](), dict[str, Parts]()
+    for name, (config, counts, in_fp32, of, more) in both.items():
+        size = _frozen_bytes(counts.total, counts.linear - in_fp32, layout)
+        needed = max(forward_bytes(config, of), more)
+        passes = {"a pass": needed}
+        if work.mode == "fast":
+            held[name] = size
+        elif layout.is_gpu:
+            host[f"share of the {name}"] = size // layout.ranks
+        else:
+            held[f"share of the {name}"] = size // layout.ranks
+        if work.mode == "balanced":
+            # Before the passes the ranks gather it, from shards on the device or by gloo into a copy.
+            gathering = 0 if layout.ranks == 1 else size // layout.ranks if layout.is_gpu else size
+            passes = {"a pass, or a share": max(needed, gathering), name: size}
+        elif work.mode == "small":
+            outside = counts.total - config.num_hidden_layers * counts.block
+            layer = _frozen_bytes(counts.layer, counts.layer, layout)
+            in_matrices = counts.linear - in_fp32 - config.num_hidden_layers * counts.block
+            passes |= {
+                f"{name} outside its layers": _frozen_bytes(outside, max(0, in_matrices), layout),
+                "one of its layers": layer,
+            }
+        phases[f"score by the {name}"] = passes
+    return Role(held, phases, host)
+
+
+def _frozen_bytes(total: int, in_products: int, layout: Layout) -> int:
+    """Returns the bytes of a frozen model. With autocast, weights of linear layers are bf16 and the rest is fp32, also
+    an embedding table that the head shares.
+    """
+    return 4 * total - 2 * in_products if layout.is_autocast else layout.compute_bytes * total
+
+
+def ppo_memory(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
+    """Returns the memory of a colocated rank, which has all roles."""
+    learning, scoring = learner(models, layout, work), scorer(models, layout, work)
+    other_roles = {**learning.held, **scoring.held}
+    is_away = work.mode == "small" and layout.is_gpu
+    sampling = generator(
+        models, layout, work, sum(size for part, size in other_roles.items() if not (is_away and _moves(part)))
+    )
+    phases = {**learning.phases, **sampling.phases, **scoring.phases}
+    if REFERENCE in scoring.phases and work.keeps:
+        kept = kept_passes(models, layout, work)["policy"].num_bytes
+        phases = _only_in(phases, {"passes kept": kept}, (REFERENCE,))
+    held = {**learning.held, **sampling.held, **scoring.held}
+    host = {**learning.host, **scoring.host}
+    if work.mode != "fast":  # the generator holds weights from the sync until it has sampled
+        phases = _only_in(phases, {part: held.pop(part) for part in sampling.held}, (GENERATE, SYNC))
+    if work.mode == "small":  # moved from before sampling until the next update
+        away = {part: held.pop(part) for part in list(held) if _moves(part)}
+        (host if layout.is_gpu else held).update({f"{part}, while others work": size for part, size in away.items()})
+        others = (GENERATE, VALUES, MEASURE, REFERENCE, REWARD, *scoring.phases)
+        phases = _only_in(phases, away, tuple(name for name in phases if name not in others))
+    return Memory(held, phases, host, learning.host_once)
+
+
+def _moves(part: str) -> bool:
+    """Returns whether the mode "small" moves a part to CPU memory."""
+    return part.endswith((": moments", ": fp32 masters"))
+
+
+def _only_in(phases: Mapping[str, Parts], parts: Parts, names: tuple[str, ...]) -> dict[str, Parts]:
+    """Adds `parts` to the phases with these names."""
+    return {name: {**found, **(parts if name in names else {})} for name, found in phases.items()}

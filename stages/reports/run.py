@@ -1,0 +1,95 @@
+"""What a run directory holds, read for the report: every stage's results, metrics and lineage, and the job.
+
+Text in these files comes from models and data. Markup is the template's business (it escapes all); here characters that
+no page or JSON file can carry are replaced, and numbers that are not finite become None.
+"""
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.reports.stage_folder import StageFolder
+from stages.reports.text import clean_json, clean_text
+
+
+@dataclass(frozen=True)
+class Run:
+    """A whole run directory, stages in the order of the loop. `files` maps every file that was read to its SHA-256."""
+
+    job: dict[str, Any]
+    job_text: str
+    stages: dict[str, StageFolder]
+    files: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        return str(self.job["name"])
+
+    @property
+    def shown(self) -> list[StageFolder]:
+        """The stages that the job has, and any that left something here before."""
+        return [stage for stage in self.stages.values() if stage.name in self.job or stage.status != "not run"]
+
+
+def read_run(run_folder: Path, stage_names: Iterable[str]) -> Run:
+    """Read `runs/JOB`.
+
+    Raises:
+        ValueError: a file is absent or malformed; the message names it, and the line.
+    """
+    job_path = run_folder / "job.toml"
+    if not job_path.is_file():
+        raise ValueError(f"{job_path}: no such file; a run directory with the job in job.toml was expected")
+    files: dict[str, str] = {}
+    job_text = _read_text(job_path, run_folder, files)
+    try:
+        job = clean_json(tomllib.loads(job_text))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{job_path}: not TOML: {error}") from None
+    job.setdefault("name", run_folder.resolve().name)
+    stages = {name: _read_stage(name, run_folder, files) for name in stage_names}
+    return Run(job, clean_text(job_text), stages, files)
+
+
+def _read_stage(name: str, run_folder: Path, files: dict[str, str]) -> StageFolder:
+    folder = run_folder / name
+    objects = {}
+    for part in ("results", "lineage"):
+        path = folder / f"{part}.json"
+        objects[part] = parse_object(_read_text(path, run_folder, files), str(path)) if path.is_file() else {}
+    metrics, samples = (_read_lines(folder / f"{part}.jsonl", run_folder, files) for part in ("metrics", "samples"))
+    return StageFolder(name, folder, objects["results"], metrics, objects["lineage"], samples)
+
+
+def _read_lines(path: Path, run_folder: Path, files: dict[str, str]) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    text = _read_text(path, run_folder, files)
+    # A line without its end was cut off by a kill, or is being written now.
+    lines = text[: text.rfind("\n") + 1].split("\n")
+    return [parse_object(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _read_text(path: Path, run_folder: Path, files: dict[str, str]) -> str:
+    content = path.read_bytes()
+    files[path.relative_to(run_folder).as_posix()] = hashlib.sha256(content).hexdigest()
+    return content.decode("utf-8", errors="replace")
+
+
+def parse_object(text: str, where: str) -> dict[str, Any]:
+    """A JSON object that a page can carry.
+
+    Raises:
+        ValueError: it is none; the message begins with `where`.
+    """
+    try:
+        value = clean_json(json.loads(text))
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: a JSON object was expected, not {type(value).__name__}")
+    return value

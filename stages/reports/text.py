@@ -1,0 +1,118 @@
+"""Numbers, names and texts as people read them on a page."""
+
+import datetime
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from preferences.statistics.estimates import Interval, Share
+
+LABEL_CHARACTERS = 24
+UNKNOWN = "–"
+
+# Control characters but tab and line feed, surrogates, and the last two code points of every plane.
+_LAST_TWO = "".join(chr(plane << 16 | last) for plane in range(17) for last in (0xFFFE, 0xFFFF))
+UNSHOWN = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff{_LAST_TWO}]")
+
+
+def clean_text(text: str) -> str:
+    """Control characters, lone surrogates and noncharacters become U+FFFD; tabs and line ends stay."""
+    return UNSHOWN.sub("\ufffd", text.replace("\r\n", "\n"))
+
+
+def clean_json(value: Any) -> Any:
+    """Only what strict JSON and a page can carry: finite numbers, clean text, None, lists and dicts of them."""
+    if isinstance(value, dict):
+        return {clean_text(str(key)): clean_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [clean_json(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return clean_text(value) if isinstance(value, str) else value
+
+
+def label(text: str) -> str:
+    """A name from a file, short enough for a chart or a table's head."""
+    text = " ".join(text.split())
+    return text if len(text) <= LABEL_CHARACTERS else text[: LABEL_CHARACTERS - 1] + "…"
+
+
+def number(value: Any, digits: int = 2) -> str:
+    """A number with a true minus sign and thousands set apart; a dash where there is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return UNKNOWN
+    text = f"{value:,}" if isinstance(value, int) else f"{value:z,.{digits}f}"  # z: a rounded zero has no minus
+    return text.replace("-", "\u2212")
+
+
+def count(value: Any) -> str:
+    """A count, long ones in thousands or millions."""
+    if isinstance(value, int | float) and value >= 10_000_000:
+        return f"{value / 1e6:,.0f} M"
+    if isinstance(value, int | float) and value >= 1_000_000:
+        return f"{value / 1e6:.1f} M"
+    return number(value, 0)
+
+
+def count_of(num: int, what: str) -> str:
+    """A count with its noun: "1 prompt", "1,200 prompts", "2 policies"."""
+    return f"{number(num)} {what if num == 1 else what[:-1] + 'ies' if what.endswith('y') else what + 's'}"
+
+
+def percent(value: Any) -> str:
+    """A share as a whole percentage. Only a true 0, ½ or 1 shows as 0%, 50% or 100%; others get up to two digits."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return UNKNOWN
+    texts = [f"{100 * value:.{digits}f}" for digits in range(3)]
+    is_true = [float(text) not in (0, 50, 100) or math.isclose(float(text), 100 * value) for text in texts]
+    return f"{texts[is_true.index(True) if True in is_true else 2]}%"
+
+
+def points(share: float) -> str:
+    """A difference of shares in percentage points."""
+    value = 100 * share
+    return f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Wall-clock time in the units a person would use."""
+    if seconds is None:
+        return UNKNOWN
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def ends_of(mean: Interval | Share, digits: int = 2) -> str:
+    """The ends of a mean's interval; "" where they are unknown (a single prompt)."""
+    if not (math.isfinite(mean.low) and math.isfinite(mean.high)):
+        return ""
+    return f"{number(float(mean.low), digits)} to {number(float(mean.high), digits)}"
+
+
+def share_ends(low: float, high: float) -> str:
+    """The ends of a share's interval, as in "68 to 76%"."""
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return "unknown"
+    return f"{percent(low).removesuffix('%')} to {percent(high)}"
+
+
+def p_value(p: float) -> str:
+    """A p-value with its sign: "p < .001", "p = .032", "p = .41"; "p unknown" for NaN."""
+    if math.isnan(p):
+        return "p unknown"
+    if p < 0.001:
+        return "p < .001"
+    digits = 3 if p < 0.1 else 2
+    return f"p = {p:.{digits}f}".replace("0.", ".", 1)
+
+
+def listed(names: Sequence[str], word: str = "and") -> str:
+    """Names in a row: "a, b and c"."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {word} {names[-1]}"

@@ -1,0 +1,354 @@
+"""Reports of comparisons with a known truth: numbers trace to rows, and sentences claim no more than the evidence."""
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+
+from evaluation.compare.folder import read_comparison
+from evaluation.compare.report.page import render, write_comparison_report
+from evaluation.compare.report.pairs import turned
+from evaluation.compare.report.samples import verdicts_disagree
+from evaluation.statistics.summary import summarise
+from evaluation.verdicts import read_verdicts, write_rows
+from heed.cli import main
+from stages.reports.samples import TEXT_CHARACTERS, UNFOLDED_CHARACTERS, evenly, folded
+from stages.reports.styles import styles_of
+from stages.reports.text import p_value, percent
+
+MakeFolder = Callable[..., Path]
+
+
+def without_links(page: str) -> str:
+    """Returns a page without its links to the glossary, which stand within sentences."""
+    return re.sub(r'<a class="term"[^>]*>(.*?)</a>', r"\1", page)
+
+
+def read(path: Path) -> Any:
+    """Parses strict JSON: NaN and Infinity are errors."""
+    return json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda name: pytest.fail(f"{path} holds {name}"))
+
+
+def at(value: Any, path: str) -> Any:
+    """Returns the value at a dotted path; numbers are positions in lists."""
+    for key in path.split("."):
+        value = value[int(key)] if isinstance(value, list) else value[key]
+    return value
+
+
+def rows_of(folder: Path, source: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the rows that a source names, found as a reader would find them."""
+    filters = [tuple(part) for part in source["rows"]] or None
+    return list(parquet.read_table(folder / source["file"], filters=filters).to_pylist())
+
+
+def prompt_means(rows: list[dict[str, Any]], policy: str) -> list[float]:
+    """Returns each prompt's mean preference for a policy."""
+    by_prompt: dict[str, list[float]] = {}
+    for row in rows:
+        won = row["preference_a"] if row["policy_a"] == policy else 1 - row["preference_a"]
+        by_prompt.setdefault(row["prompt_id"], []).append(won)
+    return [sum(shares) / len(shares) for shares in by_prompt.values()]
+
+
+def counts(shares: list[float]) -> dict[str, int]:
+    near = [0.5 if math.isclose(share, 0.5) else share for share in shares]
+    return {
+        "wins": sum(share > 0.5 for share in near),
+        "ties": near.count(0.5),
+        "losses": sum(share < 0.5 for share in near),
+    }
+
+
+@pytest.mark.parametrize("name", ["two_policies", "four_policies"])
+def test_numbers_follow_from_the_rows_that_their_sources_name(name: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(name)
+    report = read(folder / "report.json")
+    recomputed = 0
+    for field, source in report["sources"].items():
+        if source["file"] != "verdicts.parquet":
+            assert source["file"] in ("compare.json", "measures.json")
+            continue
+        rows = rows_of(folder, source)
+        assert len(rows) == source["num_rows"], field
+        recomputed += _agrees(report, field, rows)
+    num_pairs = sum(len(judge["pairs"]) for judge in report["summary"]["judges"])
+    assert recomputed >= 7 * num_pairs  # per pair: the win rate, two counts, failures and three categories
+
+
+def _agrees(report: dict[str, Any], field: str, rows: list[dict[str, Any]]) -> bool:
+    """Returns whether a few lines can recompute this field; asserts that the result is the same."""
+    value, last = at(report, field), field.split(".")[-1]
+    if last in ("num_failed", "num_verdicts"):
+        assert value == len(rows), field
+    elif last == "num_prompts":
+        assert value == len({row["prompt_id"] for row in rows}), field
+    elif last == "num_labelers":
+        assert value == len({row["labeler"] for row in rows}), field
+    elif field.startswith("summary.failures."):
+        assert value["num_verdicts"] == len(rows), field
+    elif last in ("win_rate", "verdicts", "prompts") or ".categories." in field:
+        pair = at(report, ".".join(field.split(".")[:5]))
+        means = prompt_means(rows, pair["policy_a"])
+        if last == "verdicts":
+            assert value == counts([mean for row in rows for mean in prompt_means([row], pair["policy_a"])]), field
+        elif last == "prompts":
+            assert value == counts(means), field
+        else:
+            rate = value if last == "win_rate" else value["win_rate"]
+            assert rate["mean"] == pytest.approx(np.mean(means)), field
+            assert rate["num_prompts"] == len(means), field
+    else:
+        return False
+    return True
+
+
+def test_every_number_has_a_source(four_policies: Path) -> None:
+    report = read(four_policies / "report.json")
+
+    def leaves(value: Any, path: str) -> list[str]:
+        entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else []
+        return [leaf for key, entry in entries for leaf in leaves(entry, f"{path}.{key}")] or [path]
+
+    for leaf in leaves(report["summary"], "summary"):
+        parts = leaf.split(".")
+        assert any(".".join(parts[:length]) in report["sources"] for length in range(len(parts), 0, -1)), leaf
+
+
+def test_the_page_shows_the_numbers_of_the_summary(four_policies: Path) -> None:
+    report, page = read(four_policies / "report.json"), (four_policies / "report.html").read_text(encoding="utf-8")
+    for judge in report["summary"]["judges"]:
+        for pair in judge["pairs"]:
+            rate = pair["win_rate"]
+            ends = f"{percent(rate['low']).removesuffix('%')} to {percent(rate['high'])}"
+            assert f'<td class="value" role="cell">{percent(rate["mean"])} <span>{ends}</span></td>' in page
+        for ratings in judge["ratings"]:
+            for rating in ratings["policies"]:
+                assert f"{rating['value']:.2f}".replace("-", "\u2212") in page
+    for text in (report["answer"]["text"], *report["answer"]["more"], *report["warnings"]):
+        assert text.replace("'", "&#39;") in without_links(page)
+    for file, sha256 in report["files"].items():
+        assert sha256 in page, file
+
+
+def test_the_interval_holds_the_truth_that_was_planted(two_policies: Path) -> None:
+    (judge,) = read(two_policies / "report.json")["summary"]["judges"]
+    rate = judge["pairs"][0]["win_rate"]
+    truth = 0.85 / (1 + math.exp(-1.3)) + 0.15 / 2
+    assert rate["low"] < truth < rate["high"]
+    assert (judge["pairs"][0]["policy_a"], judge["pairs"][0]["policy_b"]) == ("ppo", "sft")
+
+
+def test_same_folder_same_bytes(four_policies: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(four_policies, tmp_path / "four"))
+    for name in ("report.json", "report.html"):
+        (copy / name).unlink()
+    assert write_comparison_report(copy) == read(four_policies / "report.json")
+    for name in ("report.json", "report.html"):
+        assert (copy / name).read_bytes() == (four_policies / name).read_bytes()
+
+
+def test_a_pair_turned_is_the_pair_judged_from_the_other_side(four_policies: Path) -> None:
+    verdicts = [row for row in read_verdicts(four_policies / "verdicts.parquet") if row.judge == "gpt"]
+    both = [row for row in verdicts if {row.policy_a, row.policy_b} == {"sft", "ppo"}]
+    (one,), (other,) = (summarise(both, names, seed=3).judges[0].pairs for names in (("sft", "ppo"), ("ppo", "sft")))
+    found = turned(one)
+    assert (found.policy_a, found.policy_b) == (other.policy_a, other.policy_b) == ("ppo", "sft")
+    assert (found.verdicts, found.prompts) == (other.verdicts, other.prompts)
+    for field in ("mean", "low", "high"):
+        assert getattr(found.win_rate, field) == pytest.approx(getattr(other.win_rate, field), abs=1e-9)
+        assert getattr(found.length_controlled, field) == pytest.approx(
+            getattr(other.length_controlled, field), abs=0.02
+        )
+    assert found.length_controlled.length_effect.mean == pytest.approx(
+        other.length_controlled.length_effect.mean, abs=0.02
+    )
+    assert turned(found).win_rate.mean == pytest.approx(one.win_rate.mean)
+
+
+def test_a_winner_is_named_in_one_sentence(two_policies: Path) -> None:
+    report = read(two_policies / "report.json")
+    pair = report["summary"]["judges"][0]["pairs"][0]
+    assert report["answer"]["tone"] == "better"
+    assert report["answer"]["text"].startswith(
+        f"PPO is preferred to SFT {percent(pair['win_rate']['mean'])} of the time by the judge gold (95% interval "
+    )
+    assert f"; {p_value(pair['significance']['holm_p'])}; 120 prompts)." in report["answer"]["text"]
+
+
+def test_no_difference_says_what_could_have_been_shown(make_folder: MakeFolder) -> None:
+    report = write_comparison_report(make_folder(policies={"sft": 0.0, "ppo": 0.1}, num_prompts=30, seed=1))
+    pair = report["summary"]["judges"][0]["pairs"][0]
+    assert not pair["different"]
+    assert report["answer"]["tone"] == "unclear"
+    assert report["answer"]["text"].startswith("No difference between ")
+    detectable = round(100 * pair["power"]["detectable"])
+    assert f"would only detect a win rate {detectable} points or more from 50%" in report["answer"]["more"][0]
+    assert any(text.startswith("Only 30 prompts") for text in report["warnings"])
+
+
+def test_a_ranking_goes_as_far_as_its_rank_ranges(four_policies: Path) -> None:
+    report = read(four_policies / "report.json")
+    ratings = report["summary"]["judges"][0]["ratings"][0]["policies"]
+    titles = {"pretrained": "Pretrained", "sft": "SFT", "best_of_16": "Best of 16", "ppo": "PPO"}
+    leaders = [rating for rating in ratings if rating["best_rank"] == 1]
+    assert {rating["policy"] for rating in leaders} == {"ppo", "best_of_16"}  # planted 0.1 apart
+    assert report["answer"]["tone"] == "unclear"
+    assert report["answer"]["text"].startswith("Which of 4 policies is the best is not settled by the judge gpt: ")
+    for rating in leaders:
+        ends = f"rank {rating['best_rank']} to {rating['worst_rank']}"
+        assert f"{titles[rating['policy']]} ({ends})" in report["answer"]["text"]
+
+
+def test_a_best_policy_is_named_with_its_lead_over_the_next(make_folder: MakeFolder) -> None:
+    report = write_comparison_report(
+        make_folder(policies={"sft": 0.0, "ppo": 2.5, "base": -2.0}, num_prompts=80, failing={"gold": 0.01})
+    )
+    answer, pairs = report["answer"], report["summary"]["judges"][0]["pairs"]
+    assert answer["tone"] == "better"
+    assert answer["text"] == "PPO is the best of 3 policies by the judge gold, ahead of SFT (rank 2) and base (rank 3)."
+    lead = next(pair for pair in pairs if {pair["policy_a"], pair["policy_b"]} == {"ppo", "sft"})
+    assert answer["more"][0].startswith(f"PPO is preferred to SFT {percent(lead['win_rate']['mean'])} of the time (95%")
+    assert answer["more"][1] == "All 3 pairs differ after Holm's correction."
+
+
+def test_islands_are_named(make_folder: MakeFolder) -> None:
+    folder = make_folder(policies={"sft": 0.0, "ppo": 1.0, "base": 0.0, "other": 0.5})
+    verdicts = read_verdicts(folder / "verdicts.parquet")
+    islands = ({"sft", "ppo"}, {"base", "other"})
+    write_rows(folder / "verdicts.parquet", [row for row in verdicts if {row.policy_a, row.policy_b} in islands])
+    answer = write_comparison_report(folder)["answer"]
+    assert answer["tone"] == "unclear"
+    assert answer["text"] == (
+        "There is no ranking of all policies by the judge gold: no verdict connects SFT and PPO with base and other."
+    )
+    assert "No Bradley–Terry ratings" in (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_judge_that_failed_on_all_is_no_answer(make_folder: MakeFolder) -> None:
+    folder = make_folder(failing={"gold": 1.1})
+    report = write_comparison_report(folder)
+    assert report["answer"]["text"] == "There is no result: no verdict succeeded."
+    assert report["summary"]["failures"][0]["num_verdicts"] == 24
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2, 4, 12, 20])
+def test_few_prompts_are_no_error(make_folder: MakeFolder, num_prompts: int) -> None:
+    """It also works if resamples hold ties but no loss, or if a category has two prompts."""
+    judges = {"gold": ["gold"], "people": ["ada", "bo"]}
+    report = write_comparison_report(
+        make_folder(policies={"sft": 0.0, "ppo": 2.5}, judges=judges, num_prompts=num_prompts)
+    )
+    pair = report["summary"]["judges"][0]["pairs"][0]
+    assert pair["win_rate"]["num_prompts"] == num_prompts
+    assert pair["different"] == (num_prompts >= 12)
+    assert report["answer"]["tone"] == ("better" if num_prompts >= 12 else "unclear")
+
+
+def test_warnings_say_what_the_numbers_hide(four_policies: Path, two_policies: Path, make_folder: MakeFolder) -> None:
+    found = " ".join(read(four_policies / "report.json")["warnings"])
+    num_failed = read(four_policies / "report.json")["summary"]["judges"][0]["num_failed"]
+    assert f"{num_failed} verdicts of the judge gpt failed" in found
+    assert "The judge gpt prefers the response shown first" in found
+    assert "The labelers of the judge people agree little" in found
+    assert "judge people prefers" not in found  # shown in random order, no bias planted
+    calm = read(two_policies / "report.json")["warnings"]
+    assert calm[0] == "gold is the only judge: no interval here accounts for its errors."
+    assert not any("Only" in text or "failed" in text for text in calm)
+    folder = make_folder(judges={"people": ["ada"]}, num_prompts=12, ties=0.0)
+    responses = parquet.read_table(folder / "responses.parquet").to_pylist()
+    verdicts = [row for row in read_verdicts(folder / "verdicts.parquet") if row.prompt_id != "p-0003"]
+    write_rows(folder / "verdicts.parquet", verdicts)
+    kept = [row for row in read_comparison(folder).responses if (row.policy, row.prompt_id) != ("ppo", "p-0003")]
+    assert len(kept) == len(responses) - 1
+    write_rows(folder / "responses.parquet", kept)
+    warnings = write_comparison_report(folder)["warnings"]
+    assert "All verdicts of the judge people are by one labeler; another may judge differently." in warnings
+    assert "Responses are missing, of 12 prompts: ppo to 1." in warnings
+
+
+def test_a_difference_of_length_alone_is_warned_of(make_folder: MakeFolder) -> None:
+    """A judge that always prefers the longer response, and a policy that writes longer ones."""
+    folder = make_folder(policies={"sft": 0.0, "ppo": 0.0}, num_prompts=200, ties=0.0)
+    generator = np.random.default_rng(0)
+    rows = []
+    for row in read_verdicts(folder / "verdicts.parquet"):
+        longer = float(generator.normal(60, 80))
+        won = float(generator.random() < 1 / (1 + math.exp(longer / 40)))  # a is SFT
+        rows.append(replace(row, length_a=400, length_b=max(0, 400 + round(longer)), preference_a=won))
+    write_rows(folder / "verdicts.parquet", rows)
+    report = write_comparison_report(folder)
+    assert report["answer"]["text"].startswith("PPO is preferred to SFT")
+    assert any(text.startswith("At equal length the judge gold shows no preference") for text in report["warnings"])
+
+
+def test_the_page_says_how_many_prompts_it_holds(make_folder: MakeFolder) -> None:
+    comparison = read_comparison(make_folder(num_prompts=12))
+    page, report = render(comparison, max_prompts=5)
+    assert "This page holds 5 of 12 prompts, evenly spread over all; the files hold the rest." in page
+    assert report["samples"] == {
+        "num_shown": 5, "num_prompts": 12, "prompt_ids": ["p-0000", "p-0002", "p-0004", "p-0007", "p-0009"]
+    }  # fmt: skip
+    assert page.count('<details class="sample"') == 5
+    assert "All 12 prompts, with every response and every verdict." in render(comparison)[0]
+
+
+def test_prompts_are_taken_evenly_within_both_bounds() -> None:
+    assert evenly([10] * 4, 9, 1000) == [0, 1, 2, 3]
+    assert evenly([10] * 100, 4, 1000) == [0, 25, 50, 75]
+    assert evenly([10] * 100, 100, 55) == [0, 20, 40, 60, 80]
+    assert evenly([10_000, 1], 2, 100) == [0]
+
+
+def test_long_texts_are_folded_and_cut_in_words() -> None:
+    assert (folded("short").text, folded("short").rest, folded("short").num_left) == ("short", "", 0)
+    text = "word " * 10_000
+    found = folded(text)
+    assert len(found.text) <= UNFOLDED_CHARACTERS
+    assert found.text + found.rest == text[:TEXT_CHARACTERS]
+    assert found.rest.startswith(" ")
+    assert found.num_left == len(text) - TEXT_CHARACTERS
+    assert folded("x" * 5_000).text == "x" * UNFOLDED_CHARACTERS
+
+
+def test_verdicts_disagree_on_the_same_two_responses_alone(two_policies: Path) -> None:
+    row = read_verdicts(two_policies / "verdicts.parquet")[0]
+    won, tied = replace(row, preference_a=1.0), replace(row, preference_a=0.5)
+    turned_round = replace(won, policy_a=won.policy_b, policy_b=won.policy_a)
+    assert verdicts_disagree([won, replace(won, preference_a=0.2)])
+    assert verdicts_disagree([won, turned_round])
+    assert not verdicts_disagree([won, tied])
+    assert not verdicts_disagree([won, replace(turned_round, preference_a=0.0)])
+    assert not verdicts_disagree([won, replace(won, index_a=1, preference_a=0.0)])
+
+
+def test_looks_stay_apart_and_names_that_shorten_alike_are_whole() -> None:
+    names = ["ppo", *(f"a-very-long-name-of-a-policy-{number}" for number in range(3)), "best_of_4"]
+    looks = styles_of(names)
+    assert list(looks) == names
+    assert len({(look.tone, look.marker) for look in looks.values()}) == 5
+    assert (looks["ppo"].title, looks["best_of_4"].title) == ("PPO", "Best of 4")
+    assert len({look.title for look in looks.values()}) == 5
+
+
+def test_p_values_as_people_read_them() -> None:
+    assert [p_value(p) for p in (0.0001, 0.0123, 0.4567, 1.0, math.nan)] == [
+        "p < .001", "p = .012", "p = .46", "p = 1.00", "p unknown"
+    ]  # fmt: skip
+
+
+def test_heed_report_knows_a_comparison(make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder()
+    monkeypatch.setattr("sys.argv", ["heed", "report", str(folder)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert not left.value.code
+    assert read(folder / "report.json")["comparison"] == "made"

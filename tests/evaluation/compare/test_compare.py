@@ -1,0 +1,128 @@
+"""The output of a comparison: rows of all policies and judges, identical bytes on reruns, interruptions, messages."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reward import sampling
+from evaluation.verdicts import Verdict, read_responses
+from lm.tokenizer import Tokenizer
+
+FILES = ("compare.json", "prompts.jsonl", "responses.parquet", "verdicts.parquet")
+Call = Callable[..., tuple[int, str]]
+Compare = Callable[..., list[str]]
+SettingsOf = Callable[[Path], dict[str, Any]]
+ByJudge = Callable[[Path], dict[str, list[Verdict]]]
+
+
+def test_a_model_an_endpoint_and_a_file_before_three_judges(
+    place: Path, chat_server: Any, heed_main: Call, compare: Compare, settings_of: SettingsOf, by_judge: ByJudge
+) -> None:
+    policies = (str(place / "models/one/model"), f"{chat_server.url}#writer", str(place / "saved.jsonl"))
+    judges = (str(place / "models/reward"), f"{place / 'judges.py'}:length", f"lm={chat_server.url}#longer")
+    more = ("--num-samples", "2", "--reference", str(place / "models/two/model"))
+    code, said = heed_main(*compare(place, *policies, judges=judges, more=more))
+    assert code == 0, said
+    assert str(place / "out/report.html") in said
+    assert "one against saved" in said or "saved against one" in said
+    folder = place / "out"
+    assert [entry["name"] for entry in settings_of(folder)["policies"]] == ["one", "writer", "saved"]
+    responses = read_responses(folder / "responses.parquet")
+    assert [sum(row.policy == name for row in responses) for name in ("one", "writer", "saved")] == [10, 10, 5]
+    assert all(row.log_ratio == row.log_ratio for row in responses if row.policy == "one")
+    assert all(row.log_ratio != row.log_ratio for row in responses if row.policy != "one")
+    found = by_judge(folder)
+    # Per prompt (there are five): 2 x 2 pairs of the two sampled policies, and 2 x 1 of each with the saved one.
+    assert {name: len(own) for name, own in found.items() if name != "lm"} == {"reward": 40, "length": 40}
+    text = {(row.policy, row.prompt_id, row.index): row.text for row in responses}
+    for verdict in found["length"] + found["lm"]:
+        a = len(text[verdict.policy_a, verdict.prompt_id, verdict.index_a])
+        b = len(text[verdict.policy_b, verdict.prompt_id, verdict.index_b])
+        assert verdict.preference_a == (0.5 if a == b else float(a > b))
+        assert (verdict.length_a, verdict.length_b) == (a, b)
+    assert {v.category for v in found["lm"]} == {"a", "b"}
+    assert [entry["num_failed"] for entry in settings_of(folder)["judges"]] == [0, 0, 0]
+    measures = json.loads((folder / "measures.json").read_text())["policies"]
+    assert measures["one"]["kl_nats"]["mean"] == pytest.approx(
+        sum(row.log_ratio for row in responses if row.policy == "one") / 10
+    )
+    assert (measures["saved"]["kl_nats"]["mean"], measures["saved"]["diversity"]["num_responses"]) == (None, 5)
+    assert sorted(path.name for path in place.glob("out*")) == ["out"]
+
+
+def test_the_same_command_gives_the_same_bytes(
+    place: Path, chat_server: Any, heed_main: Call, compare: Compare
+) -> None:
+    policies = (str(place / "models/one/model"), f"{chat_server.url}#writer")
+    judges = (f"{place / 'judges.py'}:length", f"{chat_server.url}#first")
+    for out in ("first/run", "second/run"):
+        assert heed_main(*compare(place, *policies, judges=judges, out=out))[0] == 0
+    for name in (*FILES, "measures.json", "report.json", "report.html"):
+        assert (place / "first/run" / name).read_bytes() == (place / "second/run" / name).read_bytes(), name
+    num_asked = len(chat_server.bodies)
+    before = (place / "first/run/verdicts.parquet").stat().st_mtime_ns
+    assert heed_main(*compare(place, *policies, judges=judges, out="first/run"))[0] == 0
+    assert (place / "first/run/verdicts.parquet").stat().st_mtime_ns == before
+    assert len(chat_server.bodies) == num_asked
+    code, said = heed_main(*compare(place, *policies, judges=judges, out="first/run", more=("--seed", "1")))
+    assert (code, "holds a comparison whose policies differ" in said) == (2, True)
+
+
+def test_an_interrupted_comparison_samples_nothing_again(
+    place: Path, chat_server: Any, heed_main: Call, monkeypatch: pytest.MonkeyPatch, compare: Compare, by_judge: ByJudge
+) -> None:
+    policies = (str(place / "models/one/model"), str(place / "models/two/model"))
+    judge = f"{chat_server.url}#longer"
+    chat_server.fails = lambda _: True
+    code, said = heed_main(*compare(place, *policies, judges=(judge,)))
+    assert (code, "requests to longer failed" in said, (place / "out").exists()) == (2, True, False)
+    chat_server.fails = lambda _: False
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling, "generate", None)  # a model that is sampled now would fail
+        code, said = heed_main(*compare(place, *policies, judges=(judge,)))
+        assert code == 0, said
+    shutil.rmtree(place / "out")
+    assert heed_main(*compare(place, *policies, judges=(judge,), out="whole"))[0] == 0
+    assert len(by_judge(place / "whole")["longer"]) > 5
+
+
+def test_external_judgments(place: Path, heed_main: Call, settings_of: SettingsOf, by_judge: ByJudge) -> None:
+    rows = [
+        {"instruction": f"Sing {n}", "output_1": "la", "output_2": "lala", "generator_1": "old", "generator_2": "new",
+         "annotator": "gpt", "preference": 2.0 if n else None}
+        for n in range(4)
+    ]  # fmt: skip
+    (place / "annotations.json").write_text(json.dumps(rows))
+    command = ("compare", "--verdicts", str(place / "annotations.json"), "--out", str(place / "out"))
+    code, said = heed_main(*command)
+    assert (code, "no preference: 1" in said) == (0, True)
+    (warning,) = (place / "out" / "warnings.jsonl").read_text().splitlines()
+    assert json.loads(warning)["kind"] == "no preference"
+    settings = settings_of(place / "out")
+    assert [policy["name"] for policy in settings["policies"]] == ["new", "old"]
+    assert (settings["verdicts"]["format"], settings["verdicts"]["warnings"]) == ("alpacaeval", {"no preference": 1})
+    assert [v.preference_a for v in by_judge(place / "out")["gpt"]] == [0.0] * 3
+    assert heed_main(*command)[0] == 0  # again: the comparison already exists
+    # Other judges can judge its responses too, without sampling.
+    assert heed_main("judge", str(place / "out"), f"{place / 'judges.py'}:length")[0] == 0
+    assert [(v.policy_a, v.preference_a) for v in by_judge(place / "out")["length"]] == [("new", 1.0)] * 3
+    code, said = heed_main("judge", str(place / "out"), f"gpt={place / 'judges.py'}:length")
+    assert (code, "has the name of external judgments" in said) == (2, True)
+
+
+def test_messages_about_policies(place: Path, heed_main: Call, compare: Compare) -> None:
+    rows = [{"prompt_id": f"p{n}", "output": "  " if n == 2 else "yes"} for n in range(9)]
+    (place / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    other = shutil.copytree(place / "models/one/model", place / "other/model")
+    Tokenizer.load(other).with_template("{{ messages[-1]['content'] }}").save(other)
+    policies = (str(other), str(place / "more.jsonl"))
+    more = ("--allow-empty", "--reference", str(place / "models/two/model"))
+    code, said = heed_main(*compare(place, *policies, judges=(f"{place / 'judges.py'}:length",), more=more))
+    assert code == 0
+    assert "other: KL is not measured, because its tokenizer differs from the reference's" in said
+    assert "more: 4 rows of " in said
+    assert "more: 1 of 5 responses are empty" in said

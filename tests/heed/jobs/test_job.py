@@ -1,0 +1,253 @@
+"""The job file: every shipped one parses, and every mistake is reported with its place."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from heed.jobs.job import JobConfig
+from heed.jobs.job_file import load_job
+from heed.jobs.registry import BUILT_IN
+from heed.jobs.toml_values import read_job_values
+from heed.worlds.world import PlaygroundWorld
+
+ROOT = Path(__file__).parents[3]
+# tests/configs/test_smollm2.py tries the job of the model that `make smollm2-model` downloads.
+JOBS = sorted(path for path in (ROOT / "configs" / "jobs").glob("*.toml") if path.stem != "smollm2")
+DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
+def test_every_shipped_job_parses(path: Path) -> None:
+    job = load_job(path)
+    assert job.name == path.stem
+    # Omitted fields take defaults; written fields arrive.
+    written = read_job_values(path)
+    assert job.model.hidden_size == written["model"]["hidden_size"]
+    assert job.stage_names == tuple(stage for stage in BUILT_IN.names if stage in written)
+    if job.ppo is not None:
+        assert job.ppo.policy_optimizer.learning_rate == written["ppo"]["policy_optimizer"]["learning_rate"]
+    assert job.world.kind == written["world"]["kind"]
+    # The job as recorded in a run folder is the same job.
+    assert type(job).model_validate(tomllib.loads(tomli_w.dumps(job.model_dump(mode="json", exclude_none=True)))) == job
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
+def test_every_shipped_job_opens_its_world(path: Path) -> None:
+    job = load_job(path)
+    named = [value for value in job.world.model_dump(mode="json").values() if isinstance(value, str) and "/" in value]
+    absent = [name for name in named if not Path(name).exists()]
+    if absent:
+        pytest.skip(f"files of {path.name} are not here: {', '.join(absent)}")
+    assert job.open_world().judge_names
+
+
+def test_without_a_file_the_demo_is_the_job() -> None:
+    assert load_job(None) == load_job(ROOT / "configs" / "jobs" / "demo.toml")
+    assert isinstance(load_job(None).open_world(), PlaygroundWorld)
+
+
+def test_every_stage_comes_after_its_parents() -> None:
+    jobs = (load_job(DEBUG), load_job(ROOT / "configs" / "jobs" / "rejection.toml"))
+    assert {name for job in jobs for name in job.stage_names} == set(BUILT_IN.names)
+    for job in jobs:
+        for stage in job.stage_names:
+            before = BUILT_IN.names[: BUILT_IN.names.index(stage)]
+            assert set(job.parents(stage)) <= {*BUILT_IN.preparations, *before}
+
+
+def test_compare_reads_every_policy_of_the_job(tmp_path: Path) -> None:
+    assert load_job(DEBUG).parents("compare") == ("pretrain", "sft", "reward", "dpo", "ppo")
+    written = tomllib.loads(DEBUG.read_text(encoding="utf-8"))
+    job = tmp_path / "job.toml"
+
+    def job_of(*left_out: str, **changed: dict[str, object]) -> JobConfig:
+        values = {name: value | changed.get(name, {}) if isinstance(value, dict) else value
+                  for name, value in written.items() if name not in left_out}  # fmt: skip
+        job.write_text(tomli_w.dumps(values))
+        return load_job(job)
+
+    assert job_of("ppo", "reward").parents("compare") == ("pretrain", "sft", "dpo")
+    with pytest.raises(ValueError, match="compare needs a policy: a stage that trains one"):
+        job_of("ppo", "dpo")
+
+
+def test_a_source_of_a_stage_makes_it_a_parent_which_must_come_before() -> None:
+    assert load_job(DEBUG).parents("reward") == ("sft", "collect")
+    assert load_job(DEBUG, ["reward.rankings.source=rankings.jsonl"]).parents("reward") == ("sft",)
+    with pytest.raises(ValueError, match=r"sft needs collect, which runs after it: \[collect\] was expected"):
+        load_job(DEBUG, ["sft.demonstrations=[{ source = 'collect:rankings' }]"])
+
+
+def test_overrides_set_dotted_keys() -> None:
+    job = load_job(
+        DEBUG,
+        [
+            "ppo.kl_coef=0.25",
+            "ppo.policy_optimizer.learning_rate = 5e-6",
+            "name=other",
+            'engine.trackers=["tensorboard"]',
+            "world.labeler.noise=0.5",
+            "pretrain.dropout=1e-1",
+            "note=two words",
+            "ppo.gae_lambda=.5",
+            "ppo.temperature=2.",
+        ],
+    )
+    assert (job.ppo.gae_lambda, job.ppo.temperature) == (0.5, 2.0)
+    assert job.ppo.kl_coef == 0.25
+    assert job.ppo.policy_optimizer.learning_rate == 5e-6
+    assert job.ppo.policy_optimizer.eps == 1e-5  # the neighbouring fields stay
+    assert job.name == "other"
+    assert job.engine.trackers == ("tensorboard",)
+    assert job.pretrain.dropout == 0.1
+    assert job.note == "two words"
+
+
+def test_none_removes_a_key() -> None:
+    debug = load_job(DEBUG)
+    assert debug.ppo.kl_coef != 0.05
+    assert debug.ppo.missing_eos_penalty
+    removed = ["ppo.kl_coef=none", "ppo.missing_eos_penalty=none", "ppo.policy_optimizer.eps=none", "ppo.gamma=none"]
+    job = load_job(DEBUG, [*removed, "rejection=none", "ppo.value_optimizer=none", "ppo.advantage=none"])
+    assert (job.ppo.kl_coef, job.ppo.missing_eos_penalty, job.ppo.policy_optimizer.eps) == (0.05, 0.0, 1e-8)
+    assert job.ppo.value_optimizer is None
+    assert job.ppo.advantage == "none", "a key that has this value is set to it"
+    assert "compare" not in load_job(DEBUG, ["compare=none"]).stage_names
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        # Unknown keys: the whole path, and similar or known keys.
+        ("kl_coef=.1", r"`kl_coef`: unknown key; did you mean `ppo\.kl_coef`\?$"),
+        ("responses_per_prompt=3", r"did you mean `collect\.responses_per_prompt`\?$"),
+        (
+            "chat_template=chat",
+            r"did you mean `sft\.chat_template`, `reward\.chat_template` or `dpo\.chat_template`\?$",
+        ),
+        ("ppo.batch_size=4", r"`batch_size`: unknown key in \[ppo\]; did you mean `ppo\.minibatch\.batch_size`\?$"),
+        ("ppo.kl_coeff=none", r"--set 'ppo\.kl_coeff=none': `kl_coeff`: unknown key in \[ppo\]; .*`kl_coef`"),
+        ("pppo.kl_coef=none", r"--set 'pppo\.kl_coef=none': `pppo`: unknown key; did you mean `ppo`"),
+        ("ppo.kl_coeff=0.1", r"`kl_coeff`: unknown key in \[ppo\]; did you mean `kl_coef`\?"),
+        ("ppo.policy_optimizer.learning_rat=1", r"`learning_rat`: .* \[ppo\.policy_optimizer\]; .*`learning_rate`"),
+        (
+            "world.num_pretrain_text=5",
+            r"`num_pretrain_text`: unknown key in \[world\]; did you mean `num_pretrain_texts`",
+        ),
+        ("modle.width=8", r"`modle`: unknown key; did you mean `model`\?"),
+        (
+            "engine.zzz=1",
+            r"`zzz`: unknown key in \[engine\]; known here: checkpoint_activations, collective_timeout_seconds",
+        ),
+        ('pretrain.texts=[{sorce="a.txt"}]', r"`sorce`: unknown key in \[pretrain\.texts\.0\]; did you mean `source`"),
+        # Wrong types and values: the field and what was found.
+        ("seed=soon", r"seed: .*integer.*found 'soon'"),
+        ("workers=0", r"workers: .*greater than or equal to 1, found 0"),
+        ("ppo.kl_coef=-0.5", r"ppo\.kl_coef: .*greater than or equal to 0, found -0\.5"),
+        ("ppo.clip_range=[1]", r"ppo\.clip_range: .*number"),
+        ("sft.optimizer.schedule=cosinus", r"sft\.optimizer\.schedule: .*'constant', 'linear' or 'cosine'.*'cosinus'"),
+        ("engine.zero_stage=4", r"engine\.zero_stage: .*found 4"),
+        ("name=../up", r"name: .*found '\.\./up'"),
+        ("name=a..b", r"name: a folder name without '\.\.' was expected, found 'a\.\.b'"),
+        ("pretrain=3", r"pretrain: .*found 3"),
+        ("world.kind=moon", r"world: .*'playground', 'reviews'"),
+        # Checks across fields: batches must divide, sequences must fit.
+        ("sft.batch.micro_batch_size=3", r"sft\.batch: batch_size over micro_batch_size: 8 is not a multiple of 3"),
+        (
+            "workers=4",
+            r"pretrain\.batch with workers = 4: batch_size over ranks x micro_batch_size: 16 .* multiple of 32",
+        ),
+        ("ppo.rollout_batch_size=12", r"ppo: rollout_batch_size over minibatch\.batch_size: 12 is not a multiple of 8"),
+        ("ppo.ptx_rows=0", r"ppo: ptx_coef 0\.1 with ptx_rows 0: both or neither must be 0"),
+        (
+            "model.hidden_size=33",
+            r"model: model\.hidden_size over model\.num_attention_heads: 33 is not a multiple of 2",
+        ),
+        ("pretrain.seq_len=161", r"pretrain\.seq_len does not fit model\.max_position_embeddings = 160"),
+        ("sft.seq_len=500", r"sft\.seq_len does not fit model\.max_position_embeddings = 160"),
+        ("ppo.max_new_tokens=160", r"ppo\.max_new_tokens does not fit model\.max_position_embeddings = 160"),
+        ("model.max_position_embeddings=16", r"does not fit model\.max_position_embeddings = 16"),
+        # Invalid overrides.
+        ("ppo.kl_coef", r"--set 'ppo\.kl_coef': KEY=VALUE was expected"),
+        ("=3", r"--set '=3': KEY=VALUE was expected"),
+        ("name.more=3", r"--set 'name\.more=3': 'name' is not a section"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        load_job(DEBUG, [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_the_reward_judges_only_alone_and_where_there_is_one() -> None:
+    assert load_job(DEBUG, ["compare.judge_reward=true"]).compare.judge_reward
+    with pytest.raises(
+        ValueError, match=r"compare\.judge_from is given and so is compare\.judge_reward; one judge was"
+    ):
+        load_job(DEBUG, ["compare.judge_reward=true", "compare.judge_from=x"])
+    without = ["reward=none", "ppo=none", "compare.judge_reward=true"]
+    with pytest.raises(
+        ValueError, match=r"compare\.judge_reward: the job has no reward; \[reward\], \[ppo\] or another"
+    ):
+        load_job(DEBUG, without)
+
+
+def test_two_mistakes_are_both_named() -> None:
+    with pytest.raises(ValueError, match=r"debug\.toml: .*seed.*; .*ppo\.clip_range"):
+        load_job(DEBUG, ["ppo.clip_range=-1", "seed=-1"])
+
+
+def test_ptx_rows_must_divide_among_the_workers() -> None:
+    with pytest.raises(ValueError, match=r"ppo\.ptx_rows is 3; a multiple of workers = 2 was expected"):
+        load_job(DEBUG, ["workers=2", "ppo.ptx_rows=3"])
+
+
+@pytest.mark.parametrize("section", ["pretrain.optimizer", "ppo.value_optimizer"])
+def test_muon_under_zero_is_refused_before_anything_runs(section: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{section}: optimizer kind 'muon' needs whole matrices, which ZeRO 1 cuts up"
+    ):
+        load_job(DEBUG, [f"{section}.kind=muon", "engine.zero_stage=1"])
+    assert load_job(DEBUG, [f"{section}.kind=muon"])
+
+
+def test_a_missing_section_is_named(tmp_path: Path) -> None:
+    values = tomllib.loads(DEBUG.read_text(encoding="utf-8"))
+    del values["reward"], values["ppo"]["num_iterations"]
+    path = tmp_path / "job.toml"
+    path.write_text(tomli_w.dumps(values), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"job\.toml: ppo\.num_iterations: missing"):
+        load_job(path)
+    values["ppo"]["num_iterations"] = 1
+    path.write_text(tomli_w.dumps(values), encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"job\.toml: ppo needs reward: \[reward\] or ppo.reward_from or .* was expected"
+    ):
+        load_job(path)
+
+
+def test_bad_toml_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text('name = "x"\nseed = 0\nworkers = = 1\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"job\.toml: not TOML: .*line 3"):
+        load_job(path)
+    with pytest.raises(ValueError, match=r"absent\.toml: no such file"):
+        load_job(tmp_path / "absent.toml")
+
+
+def test_a_job_may_go_on_with_fewer_workers() -> None:
+    assert load_job(DEBUG, ["workers=4", "pretrain.batch.micro_batch_size=4", *FOUR]).world_sizes == (4,)
+    # No batch is divisible by three.
+    assert load_job(DEBUG, ["workers=4", "min_workers=1", *FOUR]).world_sizes == (4, 2, 1)
+    apart = ["ppo.placement=disaggregated", "ppo.num_generators=2"]
+    assert load_job(DEBUG, ["workers=4", "min_workers=2", *FOUR, *apart]).fewest_ranks == 2 + 2 + 1
+    with pytest.raises(ValueError, match=r"min_workers is 3; at most workers = 2 was expected"):
+        load_job(DEBUG, ["workers=2", "min_workers=3"])
+    assert load_job(DEBUG, ["workers=2", "min_workers=1", "engine.zero_stage=2"]).world_sizes == (2, 1)
+
+
+FOUR = tuple(
+    f"{batch}.micro_batch_size=1" for batch in ("pretrain.batch", "sft.batch", "reward.batch", "ppo.minibatch")
+)

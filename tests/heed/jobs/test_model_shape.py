@@ -1,0 +1,106 @@
+"""Where the policy's shape comes from."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from heed.jobs.job_file import load_job
+from heed.jobs.model_shape import built_in_names, built_in_shape
+from lm.config import ModelConfig
+from lm.model import LanguageModel, count_parameters
+
+DEBUG = Path(__file__).parents[3] / "configs" / "jobs" / "debug.toml"
+
+# Parameter counts of the published checkpoints, from the model hub's pages.
+PUBLISHED = {
+    "openai-community/gpt2": 124_439_808,
+    "openai-community/gpt2-medium": 354_823_168,
+    "openai-community/gpt2-large": 774_030_080,
+    "openai-community/gpt2-xl": 1_557_611_200,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Meta-Llama-3-8B": 8_030_261_248,
+    "meta-llama/Meta-Llama-3-70B": 70_553_706_496,
+    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
+}
+
+
+def test_shapes_of_the_hubs_models_have_their_number_of_parameters() -> None:
+    assert {name for name in built_in_names() if "/" in name} == set(PUBLISHED)
+    for name, expected in PUBLISHED.items():
+        with torch.device("meta"):
+            found = count_parameters([LanguageModel(ModelConfig.model_validate(built_in_shape(name)))])
+        assert found == expected, name
+
+
+def write(path: Path, head: str, tail: str = "") -> Path:
+    stages = """
+        [ppo]
+        init_from = "Qwen/Qwen2.5-0.5B"
+        reward_function = "heed.worlds.rewards:gold"
+        prompts = { source = "prompts.jsonl" }
+        num_iterations = 2
+        rollout_batch_size = 8
+        minibatch = { batch_size = 8, micro_batch_size = 8 }
+        max_new_tokens = 16
+        policy_optimizer = { learning_rate = 1e-6 }
+        value_optimizer = { learning_rate = 1e-6 }
+    """
+    path.write_text(f'name = "mine"\n{head}\n{stages}\n{tail}', encoding="utf-8")
+    return path
+
+
+def test_a_plan_knows_the_shape_of_a_published_model_without_the_network(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fetch(name: str) -> Path:
+        raise ValueError(f"{name} would be fetched")
+
+    monkeypatch.setattr("heed.jobs.model_shape.model_directory", fetch)
+    path = write(tmp_path / "job.toml", "")
+    job = load_job(path, opens_models=False)
+    assert (job.model.hidden_size, job.model.attention_bias) == (896, "qkv")
+    with pytest.raises(ValueError, match=r"ppo\.init_from: Qwen/Qwen2\.5-0\.5B would be fetched"):
+        load_job(path)
+
+
+def test_a_shape_is_given_by_name() -> None:
+    model = load_job(DEBUG, ["model=gpt3-125m"]).model
+    assert (model.hidden_size, model.num_hidden_layers, model.sliding_window) == (768, 12, (0, 256))
+    with pytest.raises(ValueError, match=r"model is 'gpt3-1m'; one of .*gpt3-125m.* was expected"):
+        load_job(DEBUG, ["model=gpt3-1m"])
+
+
+def test_a_config_json_can_be_pasted(tmp_path: Path) -> None:
+    pasted = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 32,
+        "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "max_position_embeddings": 160, "rms_norm_eps": 1e-6, "rope_theta": 5e5, "hidden_act": "silu",
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "bos_token_id": 1,
+    }  # fmt: skip
+    lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in pasted.items())
+    values = DEBUG.read_text(encoding="utf-8")
+    start, end = values.index("[model]"), values.index("[pretrain]")
+    path = tmp_path / "debug.toml"
+    path.write_text(f"{values[:start]}[model]\n{lines}\n\n{values[end:]}", encoding="utf-8")
+    model = load_job(path).model
+    assert model == ModelConfig(
+        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=160, norm_eps=1e-6, rope_theta=5e5, tie_word_embeddings=False,
+    )  # fmt: skip
+    path.write_text(path.read_text().replace('"llama"', '"falcon"'), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"debug\.toml: \[model\]: model_type is 'falcon'; one of .* was expected"):
+        load_job(path)
+
+
+def test_key_value_heads_and_head_dim_follow_from_the_heads() -> None:
+    shape = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    model = ModelConfig.model_validate({**shape, "num_attention_heads": 4, "max_position_embeddings": 16})
+    assert (model.num_key_value_heads, model.head_dim) == (4, 8)
+    one = ModelConfig.model_validate({**model.model_dump(), "sliding_window": 8})
+    assert one.sliding_window == (8,)

@@ -1,0 +1,170 @@
+"""The files that are sent to a cluster, and errors before anything is sent."""
+
+import re
+import shlex
+import socket
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from heed.cli import main
+from heed.commands.options import to_argv
+from heed.jobs import submission
+from heed.jobs.job_file import load_job
+from heed.jobs.submission import PACKAGES, named_paths, packed, run_command
+
+ROOT = Path(__file__).parents[3]
+DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
+REVIEWS = ROOT / "configs" / "jobs" / "reviews.toml"
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., str]:
+    """Runs `heed` in an empty folder with arguments that are errors; returns the one line that it prints."""
+    monkeypatch.delenv("HEED_ADDRESS", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["heed", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        return line
+
+    return call
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The current folder contains data."""
+    folder = tmp_path / "here"
+    (folder / "data" / "model").mkdir(parents=True)
+    (folder / "data" / "prompts.jsonl").write_text("rows")
+    (folder / "data" / "model" / "config.json").write_text("{}")
+    (tmp_path / "outside.jsonl").write_text("rows")
+    monkeypatch.chdir(folder)
+
+
+def pack_debug(*overrides: str) -> set[str]:
+    """Returns the files that are sent for the debug job with overrides."""
+    with packed(DEBUG, load_job(DEBUG, overrides)) as folder:
+        assert (folder / "debug.toml").read_bytes() == DEBUG.read_bytes()
+        return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_package_that_a_run_needs_is_sent() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert set(PACKAGES) == {name for name in listed if "." not in name} - {"benchmarks"}
+
+
+@pytest.mark.usefixtures("here")
+def test_code_job_file_and_named_files_are_sent_and_nothing_else() -> None:
+    sent = pack_debug("ppo.prompts.source=data/prompts.jsonl", "sft.heldout=[{ source = 'some/hub-id' }]")
+    code = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()]
+    shipped = {str(path.relative_to(ROOT)) for path in code if path.parent.name != "__pycache__"}
+    assert sent == shipped | {"debug.toml", "data/prompts.jsonl"}
+    assert {"stages/reports/page.html.jinja", "lm/families/own.py", "configs/jobs/demo.toml"} <= sent
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("reward/external.py", "reward/external.py has the path of a file of Heed's code"),
+        ("datasets.py", "datasets.py would hide the installed module 'datasets'"),
+        ("queue.py", "queue.py would hide the installed module 'queue'"),
+    ],
+)
+def test_a_file_that_would_hide_another_on_the_cluster_is_refused(name: str, words: str) -> None:
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text("def score(prompts, responses):\n    return [1.0 for _ in responses]\n")
+    job = load_job(DEBUG)
+    ppo = job.ppo.model_copy(update={"reward_function": f"{name}:score"})  # type: ignore[union-attr]
+    with (
+        pytest.raises(ValueError, match=rf"^ppo\.reward_function: {words}"),
+        packed(DEBUG, job.model_copy(update={"ppo": ppo})),
+    ):
+        pytest.fail("it was packed")
+
+
+@pytest.mark.usefixtures("here")
+def test_a_file_may_have_a_packages_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one folder Python finds the package first, and the file is loaded by its path."""
+    Path("reward.py").write_text("")
+    monkeypatch.setattr(submission, "named_paths", lambda _: [("ppo.reward_function", "reward.py")])
+    assert {"reward.py", "reward/__init__.py"} <= pack_debug()
+
+
+@pytest.mark.usefixtures("here")
+def test_a_named_folder_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "named_paths", lambda _: [("sft.init_from", "data/model")])
+    assert "data/model/config.json" in pack_debug()
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("../outside.jsonl", "ppo.prompts.source is '../outside.jsonl', which leads out of the current folder"),
+        ("data/absent.jsonl.gz", "ppo.prompts.source: data/absent.jsonl.gz: no such file"),
+    ],
+)
+def test_data_that_cannot_be_sent(source: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pack_debug(f"ppo.prompts.source={source}")
+
+
+@pytest.mark.usefixtures("here")
+def test_too_much_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "SHIPPED_MIB", 3 / 2**20)
+    with pytest.raises(ValueError, match=r"^ppo\.prompts\.source: data/prompts\.jsonl makes more than .* MiB to ship"):
+        pack_debug("ppo.prompts.source=data/prompts.jsonl")
+
+
+def test_every_place_that_may_name_a_file() -> None:
+    job = load_job(DEBUG, ["ppo.prompts.source=here.jsonl", "pretrain.heldout=[{ source = 'a/b' }]"])
+    sft = job.sft.model_copy(update={"init_from": "model"})
+    named = dict(named_paths(job.model_copy(update={"sft": sft})))
+    assert named["ppo.prompts.source"] == "here.jsonl"
+    assert named["pretrain.heldout.0.source"] == "a/b"
+    assert named["sft.init_from"] == "model"
+    assert "world.kind" not in named
+    assert dict(named_paths(load_job(REVIEWS)))["world.reviews"] == "stanfordnlp/imdb"
+
+
+def test_the_command_is_the_run_that_was_asked_for() -> None:
+    options = to_argv(["note=it's $HOME", "seed=1"], 2, "sft", "")
+    command = run_command(Path("jobs/mine.toml"), options, Path("/shared/runs"))
+    expected = ["mine.toml", "--runs", "/shared/runs", "--set", "note=it's $HOME", "--set", "seed=1"]
+    assert shlex.split(command) == ["python", "-m", "heed", "run", *expected, "--workers", "2", "--from", "sft"]
+    assert run_command(None, [], Path("/runs")) == "python -m heed run --runs /runs"
+
+
+def test_mistakes_in_the_job_come_before_the_cluster(refused: Callable[..., str]) -> None:
+    arguments = ("submit", str(DEBUG), "--runs", "/runs", "--address", "http://127.0.0.1:1")
+    assert refused(*arguments, "--set", "ppo.kl_coeff=1").endswith("unknown key in [ppo]; did you mean `kl_coef`?")
+    assert "--only 'pert': one of" in refused(*arguments, "--only", "pert")
+    assert refused("submit", "--runs", "runs").startswith("error: --runs is 'runs'; an absolute path on storage")
+
+
+@pytest.mark.parametrize(
+    "command", [("submit", str(DEBUG), "--runs", "/runs"), ("jobs", "list"), ("jobs", "stop", "debug-1")]
+)
+def test_an_address_is_needed(refused: Callable[..., str], command: tuple[str, ...]) -> None:
+    named = "pass --address http://HEAD:8265 or set the environment variable HEED_ADDRESS"
+    assert refused(*command) == f"error: no cluster address; {named}"
+    line = refused(*command, "--address", "head:8265")
+    assert line.startswith("error: address is 'head:8265'; the URL of the head's dashboard was expected")
+
+
+def test_nothing_answers(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setenv("HEED_ADDRESS", address)
+    line = refused("jobs", "list")
+    assert line.startswith(f"error: {address}: nothing answers (")
+    assert line.endswith("is the head started with its dashboard, and reachable from here?")

@@ -1,0 +1,288 @@
+"""`heed plan` reads the data that is there: lengths decide on memory and time, and only missing data is bounded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from heed.cli import app
+from heed.jobs.job_file import load_job
+from heed.jobs.plan import Plan, Setting, make_plan
+from lm.config import ModelConfig
+from lm.gguf_export import export_gguf
+from lm.model import LanguageModel
+from lm.source import RandomInit, load
+from lm.tokenizer import Tokenizer
+from lm.weights import save_model
+from stages.planning.hardware import GIB, Hardware
+from sft.demonstrations import encoded_all
+from stages.planner import RANK
+from training.packing import best_fit
+from training.passes import pass_tokens, split_passes
+
+LAPTOP = Hardware("cpu", 16 * GIB, 5e11, 4e10, 0.0, is_gpu=False)
+VOCABULARY, CONTEXT = 49152, 8192
+LLAMA_135M = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
+    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+    "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "rope_theta": 100000.0, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True, "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GRPO = """
+name = "grpo"
+[ppo]
+init_from = "model"
+reward_function = "r.py:score"
+prompts = { source = "prompts.jsonl" }
+num_iterations = 20
+rollout_batch_size = 48
+samples_per_prompt = 4
+advantage = "group_mean"
+advantage_scale = "group"
+token_weight = "per_response"
+kl_in = "loss"
+minibatch = { batch_size = 24, micro_batch_size = 12 }
+max_new_tokens = 48
+policy_optimizer = { learning_rate = 3e-4 }
+lora = { rank = 16, alpha = 32 }
+"""
+SFT = """
+name = "sft"
+[sft]
+init_from = "model"
+demonstrations = [{ source = "demos.jsonl" }]
+seq_len = 512
+batch = { batch_size = 2, micro_batch_size = 2 }
+optimizer = { learning_rate = 1e-4 }
+"""
+PAIRS = """
+rankings = { source = "pairs.jsonl" }
+on_overlong = "skip"
+batch = { batch_size = 8, micro_batch_size = 4 }
+optimizer = { learning_rate = 1e-4 }
+"""
+REWARD = f'name = "pairs"\n[reward]\ninit_from = "model"\n{PAIRS}'
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with a model's shape and vocabulary, and no weights."""
+    tokenizer.save(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_135M))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def plan_of(folder: Path, text: str, *overrides: str) -> Plan:
+    (folder / "job.toml").write_text(text)
+    job = load_job(folder / "job.toml", overrides, opens_models=False)
+    return make_plan(job, Setting(LAPTOP, share_of_peak=0.4, assumed_rows=100_000))
+
+
+def prompts_of(tokenizer: Tokenizer, lengths: list[int]) -> list[dict[str, str]]:
+    """Prompts of exactly so many tokens each."""
+    fixed = len(tokenizer.encode_prompt([{"role": "user", "content": "~"}])) - 1
+    found = [{"prompt": "~" * (length - fixed)} for length in lengths]
+    encoded = tokenizer.encode_prompts([[{"role": "user", "content": row["prompt"]}] for row in found])
+    assert [len(tokens) for tokens in encoded] == lengths
+    return found
+
+
+def test_a_gguf_is_planned_without_its_weights(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A published file takes minutes to dequantise, and six times its space."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = ModelConfig(
+        vocab_size=300, max_position_embeddings=256, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=64,
+    )  # fmt: skip
+    model = load(RandomInit(lambda: LanguageModel(config), 1))
+    save_model(tmp_path / "model", model, dict(model.state_dict()), tokenizer)
+    export_gguf(tmp_path / "model", tmp_path / "model.gguf", "f16")
+    write(tmp_path / "prompts.jsonl", prompts_of(tokenizer, [60] * 39 + [100]))
+    write(tmp_path / "demos.jsonl", [{"prompt": "What?", "completion": "It."}] * 4)
+    write(tmp_path / "pairs.jsonl", [{"prompt": "What?", "chosen": "It.", "rejected": "No."}] * 8)
+    for text in (GRPO, SFT.replace("512", "128"), REWARD):
+        expected = plan_of(tmp_path, text)
+        found = plan_of(tmp_path, text.replace('"model"', '"model.gguf"'))
+        assert found.job.model == expected.job.model
+        assert not any("bound: " in line for line in found.stages[0].assumptions)
+        assert found.stages == expected.stages
+    assert list((tmp_path / "cache").rglob("*.safetensors")) == []
+
+
+def test_prompts_are_as_long_as_they_are(folder: Path, tokenizer: Tokenizer) -> None:
+    bounded = plan_of(folder, GRPO).stages[0]
+    assert bounded.peak > 16 * GIB
+    (said,) = (line for line in bounded.assumptions if line.startswith("bound: "))
+    assert said == (
+        "bound: 8,192 tokens per prompt and response, the model's context, for prompts.jsonl, which is not here"
+    )
+    write(folder / "prompts.jsonl", prompts_of(tokenizer, [60] * 39 + [100]))
+    plan = plan_of(folder, GRPO)
+    (stage,) = plan.stages
+    assert plan.fits
+    assert stage.peak < 4 * GIB
+    assert stage.seconds_per_step < bounded.seconds_per_step / 50
+    assert stage.batch["tokens per iteration"] == 48 * (61 + 48), "the mean decides on time"
+    assert "prompts.jsonl: 40 prompts of 61 tokens on average, 100 at most" in stage.assumptions
+    assert not any(line.startswith("bound: ") for line in stage.assumptions)
+    longer = plan_of(folder, GRPO, "ppo.max_new_tokens=8140").stages[0]
+    assert longer.batch["tokens per iteration"] == 48 * CONTEXT, "52 tokens are left for a prompt"
+
+
+def test_without_a_vocabulary_lengths_are_bounded(folder: Path, tokenizer: Tokenizer) -> None:
+    write(folder / "prompts.jsonl", prompts_of(tokenizer, [60]))
+    (folder / "model" / "tokenizer.json").unlink()
+    said = plan_of(folder, GRPO).stages[0].assumptions
+    assert any("for prompts.jsonl, without its vocabulary" in line for line in said)
+    elsewhere = 'model = "gpt3-125m"\n' + GRPO.replace('"model"', '"nobody/nothing"')
+    said = plan_of(folder, elsewhere).stages[0].assumptions
+    assert any("for prompts.jsonl, without its vocabulary" in line for line in said)
+
+
+def test_logits_of_the_fullest_pass_are_counted(folder: Path, tokenizer: Tokenizer) -> None:
+    """A pass of the longest prompt's width holds more responses to short prompts, each with logits."""
+    lengths, new_tokens = [400] + [12] * 23, 48
+    write(folder / "prompts.jsonl", prompts_of(tokenizer, lengths))
+    plan = plan_of(folder, GRPO, "ppo.minibatch.micro_batch_size=4")
+    batch = load_job(folder / "job.toml", ["ppo.minibatch.micro_batch_size=4"], opens_models=False).ppo.minibatch
+    units = [[length + new_tokens] for length in lengths]
+    ((*passes,),) = split_passes(units, 1, pass_tokens(batch, units, with_gradients=True))
+    most_logits = max(len(found) for found in passes) * new_tokens * VOCABULARY
+    width = plan.layout.compute_bytes
+    backward = plan.stages[0].memory[RANK].phases["policy backward"]["logits, or a block's backward"]
+    assert most_logits > 4 * new_tokens * VOCABULARY, "else there would be nothing to notice"
+    assert backward >= 2 * width * most_logits
+
+
+def test_rows_of_sft_are_counted_as_they_are_packed(folder: Path, tokenizer: Tokenizer) -> None:
+    rows = [{"prompt": "ab " * (1 + index % 7), "completion": "cd " * (1 + index % 50)} for index in range(400)]
+    write(folder / "demos.jsonl", rows)
+    stage = plan_of(folder, SFT).stages[0]
+    turns = [
+        ("", [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}])
+        for row in rows
+    ]
+    lengths = [len(tokens) for tokens, _ in encoded_all(tokenizer, turns)]
+    trained = [length for number, length in enumerate(lengths) if number % 20]
+    assert stage.num_steps == pytest.approx(len(best_fit(trained, 512)) / 2, abs=1)
+    assert f"demos.jsonl: 400 conversations of {np.mean(lengths):,.0f} tokens on average, {max(lengths)} at most" in (
+        stage.assumptions
+    )
+
+
+@pytest.mark.parametrize("section", ["reward", "dpo"])
+def test_comparisons_are_as_long_as_they_are(folder: Path, section: str) -> None:
+    job = f'name = "pairs"\n[{section}]\ninit_from = "model"\n{PAIRS}'
+    bounded = plan_of(folder, job).stages[0]
+    assert any(line.startswith("bound: 8,192 tokens per prompt and response") for line in bounded.assumptions)
+    assert bounded.peak > 16 * GIB
+    pairs = [{"prompt": f"Say {index}.", "chosen": "yes", "rejected": "no " * (1 + index % 9)} for index in range(50)]
+    write(folder / "pairs.jsonl", pairs)
+    plan = plan_of(folder, job, f"{section}.batch.micro_batch_size=8")
+    (stage,) = plan.stages
+    assert plan.fits
+    (said,) = (line for line in stage.assumptions if line.startswith("pairs.jsonl: "))
+    assert "pairs.jsonl: 100 prompts with a response of " in said
+    assert stage.batch["tokens per step"] < 8 * 2 * 60
+    if section == "dpo":
+        logits = stage.memory[RANK].phases["backward"]["logits, or a block's backward"]
+        of_all_tokens = plan.layout.compute_bytes * 2 * 16 * int(said.split()[-3]) * VOCABULARY
+        assert logits < of_all_tokens, "prompts have no logits"
+
+
+BAD_ROWS = {"an unreadable line": "not JSON\n", "a row of another form": "{}\n"}
+
+
+@pytest.mark.parametrize("bad", BAD_ROWS.values(), ids=BAD_ROWS)
+@pytest.mark.parametrize(
+    ("job", "row", "line"),
+    [
+        (GRPO, {"prompt": "Say 1."}, "d.jsonl: 9 prompts of "),
+        (SFT, {"prompt": "Say 1.", "completion": "1"}, "d.jsonl: 9 conversations of "),
+        (REWARD, {"chosen": "Say 1. 1", "rejected": "Say 1. no"}, "d.jsonl: 18 prompts with a response of "),
+    ],
+    ids=["prompts", "demonstrations", "pairs"],
+)
+def test_invalid_rows_are_refused_or_skipped_as_the_source_says(
+    folder: Path, job: str, row: dict[str, str], line: str, bad: str
+) -> None:
+    write(
+        folder / "d.jsonl",
+        [{name: text.replace("1", str(number)) for name, text in row.items()} for number in range(9)],
+    )
+    with (folder / "d.jsonl").open("a") as file:
+        file.write(bad * 2)
+    for name in ("demos", "pairs", "prompts"):
+        job = job.replace(f"{name}.jsonl", "d.jsonl")
+    (stage,) = plan_of(folder, job.replace('"d.jsonl"', '"d.jsonl", on_invalid = "skip"')).stages
+    assert any(said.startswith(line) for said in stage.assumptions), stage.assumptions
+    with pytest.raises(
+        ValueError, match=r'^d\.jsonl: 2 of 11 rows are invalid \(on_invalid = "skip" in (.*\n)+  d\.jsonl: line 11'
+    ):
+        plan_of(folder, job)
+
+
+def test_rows_are_counted_without_those_that_cannot_be_parsed(folder: Path) -> None:
+    """Where there is no vocabulary, so that nothing but rows is counted."""
+    (folder / "model" / "tokenizer.json").unlink()
+    write(folder / "demos.jsonl", [{"prompt": "q", "completion": "a"}] * 40)
+    with (folder / "demos.jsonl").open("a") as file:
+        file.write("not JSON\n" * 2)
+    (stage,) = plan_of(folder, SFT.replace('"demos.jsonl"', '"demos.jsonl", on_invalid = "skip"')).stages
+    assert stage.num_steps == 40 / 2
+    with pytest.raises(ValueError, match=r"^demos\.jsonl: 2 of 42 rows are invalid \(on_invalid"):
+        plan_of(folder, SFT)
+
+
+def test_a_conversation_that_the_template_refuses_is_named(folder: Path) -> None:
+    """With file and line, as the run would."""
+    write(folder / "pairs.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b"}])
+    template = "chat_template = \"{{ raise_exception('no') }}\"\n"
+    with pytest.raises(ValueError, match=r"^pairs\.jsonl: line 1: .*no"):
+        plan_of(folder, REWARD + template)
+
+
+def test_data_is_read_once_for_all_plans_of_a_job(
+    folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Advice plans a job that does not fit again and again."""
+    write(folder / "prompts.jsonl", prompts_of(tokenizer, [60] * 8))
+    (folder / "job.toml").write_text(GRPO)
+    read: list[object] = []
+    real = Tokenizer.encode_prompts
+
+    def counted(self: Tokenizer, prompts: Any) -> Any:
+        read.append(prompts)
+        return real(self, prompts)
+
+    monkeypatch.setattr(Tokenizer, "encode_prompts", counted)
+    ran = CliRunner().invoke(
+        app, ["plan", "job.toml", "--set", "ppo.max_new_tokens=6000", "--set", "ppo.minibatch.micro_batch_size=24"]
+    )
+    assert ran.exit_code in (0, 1), ran.output
+    assert len(read) == 1
+
+
+def test_the_verdict_comes_first(folder: Path, tokenizer: Tokenizer) -> None:
+    (folder / "job.toml").write_text(GRPO)
+    write(folder / "prompts.jsonl", prompts_of(tokenizer, [60] * 8))
+
+    def planned(gpu: str, *overrides: str) -> str:
+        options = [part for override in overrides for part in ("--set", override)]
+        return CliRunner().invoke(app, ["plan", "job.toml", "--gpu", gpu, *options]).output
+
+    assert planned("h100").startswith("grpo: fits on h100: ppo needs most, ")
+    refused = planned("l40s", "ppo.minibatch.micro_batch_size=24", "ppo.max_new_tokens=8100")
+    assert refused.startswith("grpo: does not fit on l40s: ppo needs most, ")
+    assert refused.index("fits with") < refused.index("memory of a rank"), "what to change comes next"

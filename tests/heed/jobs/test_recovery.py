@@ -1,0 +1,153 @@
+"""A run whose workers are killed or stopped in every stage continues by itself and ends with the files of an
+uninterrupted run."""
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import ClusterConfig
+from cluster.connection import disconnect
+from cluster.failures import WorkerLostError
+from files.records import read_record
+from heed.jobs.recovery import MAX_LOSSES_IN_PLACE, Workers, run_to_end
+from heed.jobs.status import StatusFile
+from stages.status import STATUS, RunStatus
+from training.failures import RunError
+
+
+def worker_of(pids: list[int]) -> int | None:
+    """Returns the process of the rank among a run's processes."""
+    for pid in pids:
+        try:
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::_Worker"):
+                return pid
+        except OSError:  # it ended during the check
+            continue
+    return None
+
+
+NumSteps = Callable[[Path], int]
+
+MOMENTS: dict[str, Callable[[Path, NumSteps], bool]] = {
+    "pretrain, two steps after a checkpoint": lambda folder, steps: (
+        steps(folder / "pretrain") >= 7 and (folder / "pretrain" / "checkpoints" / "step-000005").exists()
+    ),
+    "sft": lambda folder, steps: steps(folder / "sft") >= 4,
+    "collect": lambda folder, _: (folder / "collect" / "samples").exists(),
+    "reward": lambda folder, steps: steps(folder / "reward") >= 3,
+    "ppo": lambda folder, steps: steps(folder / "ppo") >= 1,
+    "compare": lambda folder, _: (folder / "compare" / "samples").exists(),
+}
+
+# No rank waits in a collective for one that samples, so the only sign of a stopped one is its silence.
+STOPPED, SILENCE_SECONDS = "collect", 8
+
+
+@pytest.mark.long
+def test_a_worker_killed_or_stopped_in_every_stage_changes_no_file(
+    run_debug: Callable[..., Any],
+    processes: Callable[[str], list[int]],
+    hashes: Callable[[Path], dict[str, str]],
+    num_steps: NumSteps,
+    tmp_path: Path,
+    request: Any,
+) -> None:
+    folder = tmp_path / "debug"
+    command = run_debug(tmp_path, ["--set", f"cluster.silence_seconds={SILENCE_SECONDS}"])
+    for moment, is_reached in MOMENTS.items():
+        while not is_reached(folder, num_steps):
+            assert command.process.poll() is None, f"ended before {moment}:\n{command.output}"
+            time.sleep(0.005)
+        worker = worker_of(processes(command.mark))
+        assert worker is not None, moment
+        os.kill(worker, signal.SIGSTOP if moment == STOPPED else signal.SIGKILL)
+        killed, limit = time.monotonic(), 10 + SILENCE_SECONDS * (moment == STOPPED)
+        while command.output.count("was lost") <= list(MOMENTS).index(moment):
+            assert time.monotonic() - killed < limit, f"{moment}: not noticed in {limit} s"
+            time.sleep(0.05)
+    assert command.wait() == 0, command.output
+    untouched = request.getfixturevalue("finished_run")
+    assert hashes(folder) == hashes(untouched)
+    said = command.output
+    assert "pretrain: rank 0 of 1 was lost" in said
+    assert "pretrain: continues from checkpoints/step-000005" in said
+    stopped = rf"collect: sft(\.sample|\.close)?: rank 0 of 1 was lost: no sign of life for {SILENCE_SECONDS} s"
+    assert re.search(stopped, said), said
+    for stage in ("pretrain", "sft", "reward", "ppo"):
+        steps = [json.loads(line)["step"] for line in (folder / stage / "metrics.jsonl").read_text().splitlines()]
+        assert steps == list(range(1, len(steps) + 1)), stage
+    assert not (folder / "replaced").exists()
+    assert not (folder / "compare" / "samples").exists()
+    assert command.wait_until_gone() == [], "the stopped process is left"
+
+
+class Dying:
+    """Loses workers a number of times, with or without having saved something first."""
+
+    def __init__(self, folder: Path, losses: int, saves: bool) -> None:
+        self.folder, self.losses, self.saves, self.calls = folder, losses, saves, 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls > self.losses:
+            return
+        if self.saves:
+            (self.folder / "checkpoints" / f"step-{self.calls:06d}").mkdir(parents=True)
+        raise WorkerLostError("sft: rank 1 of 2 was lost: killed")
+
+
+@pytest.mark.long
+def test_a_group_whose_folder_is_away_as_it_starts_gives_its_places_back(tmp_path: Path) -> None:
+    cores = os.cpu_count() or 1
+    folder = tmp_path / "run"
+    workers = Workers((cores,), folder, ClusterConfig(wait_for_nodes_seconds=20))
+    try:
+        with pytest.raises(FileNotFoundError):
+            workers()
+        folder.mkdir()
+        assert workers().num_workers == cores
+    finally:
+        workers.abandon()
+        disconnect()
+
+
+def test_losses_without_progress_end_the_run(tmp_path: Path) -> None:
+    work = Dying(tmp_path, losses=9, saves=False)
+    with pytest.raises(WorkerLostError, match=r"rank 1 of 2 was lost(.|\n)*sft lost workers 5 times from its start"):
+        run_to_end("sft", tmp_path, work, list)
+    assert work.calls == MAX_LOSSES_IN_PLACE
+
+
+def test_losses_with_progress_do_not(tmp_path: Path) -> None:
+    work = Dying(tmp_path, losses=9, saves=True)
+    run_to_end("sft", tmp_path, work, list)
+    assert work.calls == 10
+    quiet = Dying(tmp_path, losses=2, saves=False)
+    with StatusFile(tmp_path, dict) as status:
+        run_to_end("sft", tmp_path, quiet, list, status.restarted)
+    assert quiet.calls == 3
+    found = read_record(tmp_path / STATUS, RunStatus)
+    assert [one.why for one in found.restarts] == ["sft: rank 1 of 2 was lost: killed"] * 2
+    with pytest.raises(RunError), StatusFile(tmp_path, dict):
+        raise RunError("the disk is full")
+    found = read_record(tmp_path / STATUS, RunStatus)
+    assert (found.state, found.message, found.restarts) == ("failed", "the disk is full", ())
+
+
+def test_other_errors_are_not_tried_again(tmp_path: Path) -> None:
+    calls = []
+
+    def fail() -> None:
+        calls.append(1)
+        raise ValueError("sft.seq_len")
+
+    with pytest.raises(ValueError, match=r"sft.seq_len"):
+        run_to_end("sft", tmp_path, fail, list)
+    assert len(calls) == 1

@@ -1,0 +1,209 @@
+"""Jobs with only some stages: each starts from models named in its section, and missing ones are named."""
+
+import json
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+
+from cluster.connection import connect, disconnect
+from reward.sampling import SamplingSpec, sample_policy
+from heed.jobs import recovery
+from heed.jobs.job_file import load_job
+from heed.jobs.pipeline import run_job
+from heed.jobs.run import Run
+from lm.encoder import SequenceClassifier
+from lm.model import LanguageModel, ScalarModel
+from lm.source import load
+from lm.tokenizer import Tokenizer
+from lm.weights import WithNewHead, load_language_model, load_model, save_model
+from ppo.scale import was_measured
+from training.data import DataConfig, read_prompts
+from training.seeds import derive_seed
+
+ROOT = Path(__file__).parents[3]
+DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
+
+
+def job_of(tmp_path: Path, *stages: str, **changes: dict[str, Any]) -> Path:
+    """The debug job with only these stages, without world and model; `changes` update sections."""
+    values = tomllib.loads(DEBUG.read_text())
+    kept = {key: value for key, value in values.items() if key in ("name", "engine", *stages)}
+    for section, update in changes.items():
+        kept[section] = {**kept.get(section, {}), **update}
+    path = tmp_path / "job.toml"
+    path.write_text(tomli_w.dumps(kept))
+    return path
+
+
+def rows(path: Path, values: list[dict[str, Any]]) -> dict[str, str]:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return {"source": str(path)}
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One Ray for all jobs of a test."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setattr(recovery, "disconnect", lambda: None)
+    connect(1)
+    yield
+    disconnect()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("workers")
+def test_stages_run_alone_from_directories(tmp_path: Path, model_folder: Path, encoder_folder: Path) -> None:
+    """SFT from a model, a reward model on an encoder from a file of rankings, and PPO from both."""
+    demonstrations = [{"prompt": f"Where is dog {i}?", "completion": "Far."} for i in range(24)]
+    sft = {
+        "demonstrations": [rows(tmp_path / "train.jsonl", demonstrations)],
+        "heldout": [rows(tmp_path / "heldout.jsonl", demonstrations[:4])],
+        "seq_len": 64,
+        "init_from": str(model_folder),
+    }
+    run = run_job(load_job(job_of(tmp_path, "sft", sft=sft)), tmp_path / "runs-sft")
+    tuned = load_language_model(run / "sft" / "model")
+    assert not torch.equal(tuned.head.weight, load_language_model(model_folder).head.weight)
+    assert not (run / "pretrain").exists()
+    assert "sft" in json.loads((run / "report.json").read_text())
+
+    rankings = [
+        {
+            "task_id": f"t{i}", "prompt": [{"role": "user", "content": f"Where is dog {i}?"}],
+            "responses": ["Far", "Far!!", "Far!"], "ranks": [3, 1, 2], "labeler": "ann",
+        }
+        for i in range(24)
+    ]  # fmt: skip
+    reward = {
+        "rankings": rows(tmp_path / "rankings.jsonl", rankings),
+        "demonstrations": sft["demonstrations"],
+        "init_from": str(encoder_folder),
+    }
+    judged = run_job(load_job(job_of(tmp_path, "reward", reward=reward)), tmp_path / "runs-reward")
+    assert load_model(judged / "reward" / "model", SequenceClassifier).labels == ("score",)
+    assert 0 <= json.loads((judged / "reward" / "results.json").read_text())["heldout_accuracy"] <= 1
+
+    prompts = rows(tmp_path / "prompts.jsonl", [{"prompt": row["prompt"]} for row in demonstrations])
+    ppo = {
+        "init_from": str(run / "sft" / "model"),
+        "reward_from": str(judged / "reward" / "model"),
+        "prompts": prompts,
+        "num_iterations": 1,
+        "ptx_coef": 0.0,
+        "ptx_rows": 0,
+    }
+    done = run_job(load_job(job_of(tmp_path, "ppo", ppo=ppo)), tmp_path / "runs-ppo")
+    policy = load_language_model(done / "ppo" / "model")
+    assert not torch.equal(policy.head.weight, tuned.head.weight)
+    lineage = json.loads((done / "ppo" / "lineage.json").read_text())
+    assert {str(run / "sft" / "model"), str(judged / "reward" / "model")} <= set(lineage["data"])
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("workers")
+def test_published_rankings_do_not_set_the_scale_of_scores(tmp_path: Path, model_folder: Path) -> None:
+    """PPO's scores are in units of the starting policy's own samples, whatever a published file says."""
+    demonstrations = rows(
+        tmp_path / "d.jsonl", [{"prompt": f"Where is dog {i}?", "completion": "Far."} for i in range(24)]
+    )
+    rankings = [
+        {
+            "task_id": f"t{i}", "prompt": [{"role": "user", "content": f"Where is dog {i}?"}],
+            "responses": ["Far", "Far far far far far far", "Far!"], "ranks": [3, 1, 2], "labeler": "ann",
+        }
+        for i in range(24)
+    ]  # fmt: skip
+    prompts = rows(tmp_path / "prompts.jsonl", [{"prompt": f"Where is cat {i}?"} for i in range(16)])
+    start = {"init_from": str(model_folder)}
+    reward = {"rankings": rows(tmp_path / "r.jsonl", rankings), "demonstrations": [demonstrations], **start}
+    ppo = {**start, "prompts": prompts, "num_iterations": 1, "ptx_coef": 0.0, "ptx_rows": 0}
+    job = load_job(job_of(tmp_path, "reward", "ppo", reward=reward, ppo=ppo))
+    assert not was_measured(Run(job, tmp_path, None, None).of("ppo"))
+    run = run_job(job, tmp_path / "runs")
+    published, found = (json.loads((run / stage / "results.json").read_text()) for stage in ("reward", "ppo"))
+    assert job.ppo is not None
+    spec = SamplingSpec(
+        policy=model_folder, num_samples=1, temperature=1.0, max_new_tokens=job.ppo.max_new_tokens,
+        seed=derive_seed(job.seed, "ppo", "scale"), precision=job.engine.resolved_precision(),
+        reward=str(run / "reward" / "model"),
+    )  # fmt: skip
+    scores = [sample.score for sample in sample_policy(spec, read_prompts(DataConfig(source=prompts["source"])))]
+    assert found["score_scale_mean"] == pytest.approx(mean(scores), abs=1e-3)
+    assert found["score_scale_std"] == pytest.approx(stdev(scores), rel=1e-2)
+    assert found["score_scale_mean"] != pytest.approx(published["sample_score_mean"], abs=1e-2)
+
+
+def test_collected_rankings_set_the_scale_of_scores() -> None:
+    """[collect] samples the same policy that PPO starts from, so the reward stage's measurements on them can be
+    used."""
+    assert was_measured(Run(load_job(DEBUG), Path(), None, None).of("ppo"))
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_reward_model_that_tells_nothing_apart_is_refused(
+    tmp_path: Path, model_folder: Path, tokenizer: Tokenizer
+) -> None:
+    flat = load(WithNewHead(model_folder, LanguageModel, ScalarModel, 0))
+    with torch.no_grad():
+        flat.score.weight.zero_()
+    save_model(tmp_path / "flat", flat, flat.state_dict(), tokenizer)
+    prompts = rows(tmp_path / "prompts.jsonl", [{"prompt": f"Where is {i}?"} for i in range(16)])
+    ppo = {"init_from": str(model_folder), "reward_from": str(tmp_path / "flat"), "prompts": prompts}
+    job = load_job(job_of(tmp_path, "ppo", ppo={**ppo, "ptx_coef": 0.0, "ptx_rows": 0}))
+    with pytest.raises(ValueError, match=r"flat: the scores of the SFT policy's samples have a spread of 0"):
+        run_job(job, tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("stages", "changes", "words"),
+    [
+        ((), {}, r"the job has no stage; a section of pretrain, sft, .* was expected"),
+        (("sft",), {}, r"sft needs pretrain: \[pretrain\] or sft.init_from was expected"),
+        (("model", "pretrain", "sft", "reward"), {}, r"reward needs collect: \[collect\] was expected"),
+        (("model", "pretrain", "sft", "collect"), {}, r"world: missing; collect needs it"),
+        (("model", "pretrain"), {}, r"world: missing; pretrain needs it"),
+        (("world", "pretrain"), {}, r"model: missing; pretrain needs a shape, or pretrain.init_from"),
+        (("world", "model", "pretrain", "ppo"), {}, r"ppo needs sft: \[sft\] or ppo.init_from was expected"),
+    ],
+)
+def test_what_a_job_lacks_is_named(
+    tmp_path: Path, stages: tuple[str, ...], changes: dict[str, dict[str, Any]], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_job(job_of(tmp_path, *stages, **changes))
+
+
+def test_two_starts_are_refused(tmp_path: Path, model_folder: Path) -> None:
+    start = {"init_from": str(model_folder)}
+    path = job_of(tmp_path, "world", "model", "pretrain", "sft", sft=start)
+    with pytest.raises(ValueError, match=r"sft.init_from is given and so is \[pretrain\]; sft starts from one of them"):
+        load_job(path)
+
+
+@pytest.mark.parametrize(
+    ("model", "stages", "words"),
+    [
+        ({"kind": "encoder"}, ("pretrain", "sft"), "model.kind is 'encoder', which has no stage sft"),
+        (
+            {"kind": "encoder-decoder", "num_encoder_layers": 1},
+            ("pretrain", "sft", "collect"),
+            "model.kind is 'encoder-decoder', which has no stage collect",
+        ),
+    ],
+)
+def test_a_kind_has_its_stages(tmp_path: Path, model: dict[str, Any], stages: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_job(job_of(tmp_path, "world", "model", *stages, model=model))
+    assert load_job(job_of(tmp_path, "world", "model", *stages[:-1], model=model)).stage_names == stages[:-1]
+
+
+def test_a_stage_does_not_start_from_what_is_no_language_model(tmp_path: Path, encoder_folder: Path) -> None:
+    path = job_of(tmp_path, "world", "sft", sft={"init_from": str(encoder_folder)})
+    with pytest.raises(ValueError, match=r"model.kind is 'encoder', which has no stage sft"):
+        load_job(path)

@@ -1,0 +1,336 @@
+"""`heed init`: the sections of a new job, and the messages about the rest. The tutorial's test runs such a job."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heed.jobs.job_file import load_job
+from heed.jobs.pipeline import run_job
+from heed.jobs.plan import Plan, Setting, make_plan
+from heed.jobs.preflight import check_data
+from heed.jobs.run import Run
+from heed.jobs.starter import Starter
+from heed.jobs.starter_sections import ALGORITHMS, POLICY_GRADIENTS, batch_for, batch_toml
+from lm.tokenizer import Tokenizer
+from stages.planning.hardware import GIB, Hardware
+from preferences.splits import is_heldout
+from reward.comparisons import RankingsConfig, read_rankings
+from training.data import DataConfig, read_prompts
+
+ROOT = Path(__file__).parents[3]
+LAPTOP = Hardware("cpu", 16 * GIB, 5e11, 4e10, 0.0, is_gpu=False)
+SMOLLM2_135M = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
+    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152,
+    "max_position_embeddings": 8192, "rope_theta": 100000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def prompt_rows(number: int) -> list[dict[str, str]]:
+    return [{"prompt": f"Say {'very ' * (index % 3)}{index}."} for index in range(number)]
+
+
+def pair_rows(number: int) -> list[dict[str, str]]:
+    return [{"prompt": f"Say {index}.", "chosen": f"{index}!", "rejected": f"{index}?"} for index in range(number)]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, str]:
+    """Options of `heed init`: small files of each kind."""
+    answers = [{"prompt": f"Say {index}.", "completion": f"{index}!"} for index in range(60)]
+    (tmp_path / "r.py").write_text(
+        "def score(prompts, responses):\n    return [float(len(text)) for text in responses]\n"
+    )
+    return {
+        "demonstrations": write(tmp_path / "demos.jsonl", *answers),
+        "preferences": write(tmp_path / "pairs.jsonl", *pair_rows(60)),
+        "prompts": write(tmp_path / "prompts.jsonl", *prompt_rows(40)),
+        "reward": f"{tmp_path}/r.py:score",
+    }
+
+
+def starter(model: Path, data: dict[str, str], *names: str, algorithm: str = "") -> Starter:
+    return Starter(str(model), **{name: data[name] for name in names}, algorithm=algorithm)
+
+
+@pytest.mark.parametrize(
+    ("names", "algorithm", "stages", "num_missing"),
+    [
+        (("prompts", "reward"), "", ("ppo", "compare"), 1),
+        (("prompts", "reward"), "rloo", ("ppo", "compare"), 1),
+        (("preferences",), "", ("reward", "dpo", "compare"), 1),
+        (("preferences", "reward"), "dpo", ("dpo", "compare"), 1),
+        (("preferences", "prompts"), "", ("reward", "ppo", "compare"), 1),
+        (("demonstrations", "preferences", "prompts"), "grpo", ("sft", "reward", "ppo", "compare"), 0),
+        (("demonstrations", "preferences", "prompts"), "dpo", ("sft", "reward", "dpo", "compare"), 0),
+        (("demonstrations",), "", ("sft",), 2),
+    ],
+)
+def test_stages_follow_from_what_there_is(
+    tmp_path: Path,
+    model_folder: Path,
+    data: dict[str, str],
+    names: tuple[str, ...],
+    algorithm: str,
+    stages: tuple[str, ...],
+    num_missing: int,
+) -> None:
+    path, made = tmp_path / "job.toml", starter(model_folder, data, *names, algorithm=algorithm)
+    made.write(path)
+    job = load_job(path)
+    assert job.stage_names == stages
+    assert len(made.missing) == num_missing, made.missing
+    assert all(f"# missing: {line}" in path.read_text() for line in made.missing)
+    assert getattr(job, stages[0]).init_from == str(model_folder)
+    if "compare" in stages:
+        by_function = algorithm == "dpo" and "reward" in names
+        assert (job.compare.judge_function, job.compare.judge_reward) == (
+            data["reward"] if by_function else "",
+            not by_function,
+        )
+
+
+def algorithms_of_the_docs() -> dict[str, tuple[str, ...]]:
+    """advantage, advantage_scale, token_weight, kl_in and ratio by name, of the table in docs/algorithms.md."""
+    rows = re.findall(
+        r"^\| (PPO|RLOO|GRPO) \(.*?\) \|(.*)\|$", (ROOT / "docs" / "algorithms.md").read_text(), re.MULTILINE
+    )
+    return {name.lower(): tuple(re.findall(r"`(\w+)`", cells)) for name, cells in rows}
+
+
+@pytest.mark.parametrize("algorithm", POLICY_GRADIENTS)
+def test_an_algorithm_has_the_keys_of_its_row_in_the_docs(
+    tmp_path: Path, model_folder: Path, data: dict[str, str], algorithm: str
+) -> None:
+    starter(model_folder, data, "prompts", "reward", algorithm=algorithm).write(tmp_path / "job.toml")
+    ppo = load_job(tmp_path / "job.toml").ppo
+    keys = (ppo.advantage, ppo.advantage_scale, ppo.token_weight, ppo.kl_in, ppo.ratio)
+    assert keys == algorithms_of_the_docs()[algorithm]
+    assert (ppo.value_optimizer is None) == (algorithm != "ppo")
+
+
+def test_the_comparisons_prompts_are_not_trained_on(tmp_path: Path, model_folder: Path, data: dict[str, str]) -> None:
+    starter(model_folder, data, "prompts", "reward").write(tmp_path / "ppo.toml")
+    ppo_job = load_job(tmp_path / "ppo.toml")
+    trained, compared = (
+        {prompt.messages[0]["content"] for prompt in read_prompts(of)}
+        for of in (ppo_job.ppo.prompts, ppo_job.compare.prompts)
+    )
+    assert (len(trained), len(compared)) == (30, 10)
+    assert not trained & compared
+    starter(model_folder, data, "preferences").write(tmp_path / "dpo.toml")
+    job = load_job(tmp_path / "dpo.toml")
+    asked = {prompt.messages[0]["content"] for prompt in read_prompts(job.compare.prompts)}
+    heldout = {
+        ranking.prompt[0].content
+        for ranking in read_rankings(RankingsConfig(source=data["preferences"]))
+        if is_heldout(ranking.prompt, job.dpo.heldout_share, job.seed)
+    }
+    assert asked == heldout
+    assert asked
+
+
+def test_a_single_prompt_is_trained_on_and_compared(tmp_path: Path, model_folder: Path, data: dict[str, str]) -> None:
+    data["prompts"] = write(tmp_path / "one.jsonl", {"prompt": "q"})
+    starter(model_folder, data, "prompts", "reward").write(tmp_path / "job.toml")
+    job = load_job(tmp_path / "job.toml")
+    assert job.ppo.prompts == job.compare.prompts == DataConfig(source=data["prompts"])
+    assert "training sees them too" in (tmp_path / "job.toml").read_text()
+
+
+def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path: Path, model_folder: Path, data: dict[str, str]) -> None:
+    path, before = tmp_path / "job.toml", sorted(tmp_path.iterdir())
+    demos = write(tmp_path / "d.jsonl", {"prompt": "q", "answer": "a"})
+    few = write(tmp_path / "few.jsonl", pair_rows(1)[0])
+    before = sorted(tmp_path.iterdir())
+    model = str(model_folder)
+    for made, words in (
+        (Starter(model), "--demonstrations or --preferences was expected"),
+        (Starter(model, demonstrations=demos), r"d\.jsonl: line 1: field 'completion' is missing"),
+        (Starter("no/such-model", demonstrations=demos), "no/such-model"),
+        (Starter(model, demonstrations=demos, format="csv"), "--format is 'csv'; one of auto, messages,"),
+        (Starter(model, prompts=data["prompts"], algorithm="trpo"), "'trpo': one of ppo, grpo, rloo, dpo was expected"),
+        (Starter(model, prompts=data["prompts"], algorithm="grpo"), "grpo needs a reward: --reward, or --preferences"),
+        (
+            Starter(model, preferences=few, algorithm="grpo"),
+            "grpo samples responses to prompts: --prompts was expected",
+        ),
+        (Starter(model, prompts=data["prompts"], algorithm="dpo"), "dpo learns from preferences: --preferences was"),
+        (
+            starter(model_folder, data, "prompts", "preferences", "reward"),
+            "--reward and --preferences each give a reward",
+        ),
+        (Starter(model, preferences=few), r"few\.jsonl: 1 different prompt is too few to train on some and hold out"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            made.write(path)
+        assert sorted(tmp_path.iterdir()) == before
+    with pytest.raises(ValueError, match=r"nodir/job\.toml: there is no folder .*nodir$"):
+        starter(model_folder, data, "preferences").write(tmp_path / "nodir" / "job.toml")
+    path.write_text("mine")
+    with pytest.raises(ValueError, match=r"job\.toml is there already"):
+        Starter(model, demonstrations=demos).write(path)
+    assert path.read_text() == "mine"
+
+
+def test_format_and_invalid_rows_are_those_of_the_sources(
+    tmp_path: Path, model_folder: Path, data: dict[str, str]
+) -> None:
+    odd = {"prompt": "q", "messages": [{"role": "user", "content": "another"}, {"role": "assistant", "content": "a"}]}
+    path = tmp_path / "odd.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (odd, {"messages": []}, odd, odd, odd)))
+    with Path(data["preferences"]).open("a") as file:
+        file.write('{"prompt": "Say 1."}\n')
+
+    def made(form: str) -> Starter:
+        pairs = data["preferences"]
+        return Starter(str(model_folder), str(path), pairs, str(path), algorithm="grpo", format=form, on_invalid="skip")
+
+    with pytest.raises(ValueError, match="5 of 5 rows are invalid"):
+        made("auto").write(tmp_path / "job.toml")
+    said = made("messages").write(tmp_path / "job.toml")
+    assert f"{path}: of 5 rows, 1 x invalid (skipped), 3 x seen before (kept)" in said, "as demonstrations"
+    assert (
+        f"{path}: of 5 rows, 1 x invalid (skipped), 4 x ends with an answer (not read), 3 x seen before (kept)" in said
+    )
+    assert f"{path}: line 2: field 'messages' is list; a non-empty list was expected" in said
+    assert f"{data['preferences']}: of 61 rows, 1 x invalid (skipped)" in said
+    assert sum(line.startswith(f"{path}: 4 prompts of ") for line in said) == 1, "sizes are of the rows that are left"
+    job = load_job(tmp_path / "job.toml")
+    for source in (*job.sft.demonstrations, job.ppo.prompts, job.compare.prompts):
+        assert (source.format, source.on_invalid) == ("messages", "skip")
+    assert (job.compare.prompts.max_rows, job.ppo.prompts.skip_rows) == (1, 1)
+    assert (job.reward.rankings.format, job.reward.rankings.on_invalid) == ("auto", "skip")
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dpo"])
+def test_few_preferences_are_split_so_that_some_are_held_out(
+    tmp_path: Path, model_folder: Path, data: dict[str, str], algorithm: str
+) -> None:
+    data["preferences"] = write(tmp_path / "few.jsonl", *pair_rows(4))
+    rankings = read_rankings(RankingsConfig(source=data["preferences"]))
+    assert not any(is_heldout(ranking.prompt, 0.1, 0) for ranking in rankings), "the default share would not do"
+    starter(model_folder, data, "preferences", "prompts", algorithm=algorithm).write(tmp_path / "job.toml")
+    job = load_job(tmp_path / "job.toml")
+    (tmp_path / "run").mkdir()
+    check_data(Run(job, tmp_path / "run", None, None))  # type: ignore[arg-type]  # no worker is asked
+
+
+def of_objectives(path: Path, *names: str) -> str:
+    row = {"responses": ["Yes.", "No."], "ranks": [1, 2], "labeler": "ann"}
+    prompts = [[{"role": "user", "content": f"Is it {number}?"}] for number in range(12)]
+    rows = [
+        {"task_id": f"{name}{number}", "prompt": prompt, "objective": name, **row}
+        for name in names
+        for number, prompt in enumerate(prompts)
+    ]
+    return write(path, *rows)
+
+
+def test_each_objective_of_the_rankings_has_a_score_and_a_weight(
+    tmp_path: Path, model_folder: Path, data: dict[str, str]
+) -> None:
+    data["preferences"] = of_objectives(tmp_path / "rankings.jsonl", "kind", "a true one")
+    starter(model_folder, data, "preferences", "prompts").write(tmp_path / "job.toml")
+    job = load_job(tmp_path / "job.toml")
+    assert job.reward.objectives == ("a true one", "kind")
+    assert job.ppo.objective_weights == {"a true one": 1.0, "kind": 1.0}
+    (tmp_path / "run").mkdir()
+    check_data(Run(job, tmp_path / "run", None, None))  # type: ignore[arg-type]  # no worker is asked
+    with pytest.raises(ValueError, match=r"rankings\.jsonl: the rankings are of a true one, kind; DPO learns one obj"):
+        starter(model_folder, data, "preferences").write(tmp_path / "dpo.toml")
+    data["preferences"] = of_objectives(tmp_path / "one.jsonl", "kind")
+    starter(model_folder, data, "preferences").write(tmp_path / "one.toml")
+    assert load_job(tmp_path / "one.toml").reward.objectives == ()
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "grpo"])
+def test_names_of_any_characters_are_written_as_toml(
+    tmp_path: Path, model_folder: Path, data: dict[str, str], algorithm: str
+) -> None:
+    folder = tmp_path / 'a "\\ 😀'
+    folder.mkdir()
+    model = shutil.copytree(model_folder, folder / "model")
+    demonstrations, pairs, prompts = (
+        str(Path(data[name]).rename(folder / f"{name}😀.jsonl"))
+        for name in ("demonstrations", "preferences", "prompts")
+    )
+    made = Starter(str(model), demonstrations, pairs, prompts if algorithm == "grpo" else "", algorithm=algorithm)
+    made.write(folder / "job.toml")
+    job = load_job(folder / "job.toml")
+    assert (job.sft.init_from, job.sft.demonstrations[0].source) == (str(model), demonstrations)
+    assert job.reward.rankings.source == pairs
+    if algorithm == "grpo":
+        assert job.ppo.prompts.source == job.compare.prompts.source == prompts
+    else:
+        assert job.compare.prompts.source == str(folder / "job-heldout-prompts.jsonl")
+    with pytest.raises(ValueError, match=r"name.*string_pattern_mismatch|should match pattern"):
+        made.write(folder / 'job".toml')
+
+
+def test_an_old_option_is_answered_with_the_new_one(refused: Any, tmp_path: Path) -> None:
+    line = refused("init", str(tmp_path / "job.toml"), "--model", "m", "--reward-function", "r.py:score")
+    assert line == "error: --reward-function is now --reward: --reward r.py:score was expected"
+
+
+def test_a_batch_leaves_ten_steps_in_an_epoch() -> None:
+    assert [batch_for(rows) for rows in (1, 19, 20, 200, 100_000)] == [1, 1, 2, 16, 64]
+    assert batch_toml(64, 100) == "{ batch_size = 64, micro_batch_size = 8 }"
+    assert batch_toml(64, 2000) == "{ batch_size = 64, micro_batch_size = 2 }"
+
+
+def planned(path: Path) -> Plan:
+    return make_plan(load_job(path, opens_models=False), Setting(LAPTOP, share_of_peak=0.4, assumed_rows=100_000))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_job_of_short_data_fits_a_laptop(
+    tmp_path: Path, tokenizer: Tokenizer, data: dict[str, str], algorithm: str
+) -> None:
+    """A model of SmolLM2-135M's shape, with a context of 8,192 tokens."""
+    model = tmp_path / "model"
+    tokenizer.save(model)
+    (model / "config.json").write_text(json.dumps(SMOLLM2_135M))
+    names = ("demonstrations", "preferences", "prompts")
+    found = starter(model, data, *names, algorithm=algorithm).write(tmp_path / "job.toml")
+    assert f"{model}: a context of 8,192 tokens" in found
+    job = load_job(tmp_path / "job.toml")
+    assert job.sft.seq_len == 256
+    assert job.compare.max_new_tokens == 16, "the longest response has fewer tokens"
+    plan = planned(tmp_path / "job.toml")
+    assert plan.fits, {stage.name: stage.peak / GIB for stage in plan.stages}
+    assert sum(stage.seconds for stage in plan.stages) < 4 * 3600
+
+
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(name, marks=[pytest.mark.long] * (name != "grpo")) for name in ALGORITHMS]
+)
+@pytest.mark.timeout(600)
+def test_a_job_runs_as_it_is_to_a_comparison(
+    tmp_path: Path, model_folder: Path, data: dict[str, str], algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"grpo": ("prompts", "reward"), "rloo": ("prompts", "preferences")}.get(
+        algorithm, ("preferences", "prompts")
+    )
+    starter(model_folder, data, *names, algorithm=algorithm).write(tmp_path / "job.toml")
+    job = load_job(tmp_path / "job.toml", ["ppo.num_iterations=2"] if algorithm != "dpo" else [])
+    run_job(job, tmp_path / "runs")
+    results = json.loads((tmp_path / "runs" / "job" / "compare" / "results.json").read_text())
+    policy = "dpo" if algorithm == "dpo" else "ppo"
+    assert set(results["policies"]) == {"sft", "best_of_4", policy}
+    assert results["judge"]["is_reward"] == (algorithm != "dpo")
+    assert results["num_prompts"] == (40 if algorithm == "dpo" else 10)
+    assert results["hacking"] is None, "the reward can't confirm itself"
+    page = (tmp_path / "runs" / "job" / "report.html").read_text()
+    assert ("The judge is the reward or comes from the same file" in page) == (algorithm != "dpo")

@@ -1,0 +1,95 @@
+"""Jobs that inherit from a base."""
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from heed.jobs.job_file import load_job
+from heed.jobs.submission import packed
+from heed.jobs.toml_values import merged, read_job_values
+
+DEBUG = Path(__file__).parents[3] / "configs" / "jobs" / "debug.toml"
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dedent(text), encoding="utf-8")
+    return path
+
+
+def test_tables_are_merged_and_everything_else_is_replaced() -> None:
+    below = {"seed": 1, "ppo": {"kl_coef": 0.1, "prompts": {"source": "a", "split": "test"}}, "texts": [1, 2], "x": {}}
+    above = {"ppo": {"prompts": {"source": "b"}, "gamma": 0.9}, "texts": [3], "x": 1}
+    assert merged(below, above) == {
+        "seed": 1,
+        "ppo": {"kl_coef": 0.1, "prompts": {"source": "b", "split": "test"}, "gamma": 0.9},
+        "texts": [3],
+        "x": 1,
+    }
+    assert below["ppo"] == {"kl_coef": 0.1, "prompts": {"source": "a", "split": "test"}}, "the base stays as it is"
+
+
+def test_a_job_is_its_base_but_for_what_it_says(tmp_path: Path) -> None:
+    middle = write(tmp_path / "bases" / "middle.toml", f'base = "{DEBUG}"\nname = "middle"\nnote = "x"\nseed = 3\n')
+    path = write(
+        tmp_path / "mine.toml",
+        """
+        base = "bases/middle.toml"
+        name = "mine"
+        [ppo]
+        kl_coef = 0.3
+        policy_optimizer = { learning_rate = 2e-3 }
+        [sft]
+        heldout = [{ source = "world:demonstrations" }]
+        """,
+    )
+    job, debug = load_job(path, ["ppo.gamma=0.5"]), load_job(DEBUG)
+    assert (job.name, job.note, job.seed) == ("mine", debug.note and "", 3)
+    assert job.ppo == debug.ppo.model_copy(
+        update={
+            "kl_coef": 0.3,
+            "gamma": 0.5,
+            "policy_optimizer": debug.ppo.policy_optimizer.model_copy(update={"learning_rate": 2e-3}),
+        }
+    )
+    assert [data.source for data in job.sft.heldout] == ["world:demonstrations"]
+    assert job.pretrain == debug.pretrain
+    with packed(path, job) as folder:
+        assert load_job(folder / "mine.toml", ["ppo.gamma=0.5"]) == job, "a submitted job needs no base"
+    assert middle.is_file()
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ('"absent.toml"', r"mine\.toml: base 'absent\.toml': no such file; paths are relative to the job file"),
+        ("3", r"mine\.toml: base is 3; the path of a job file was expected"),
+        ('"mine.toml"', r"mine\.toml: base 'mine\.toml' inherits from itself: mine\.toml -> mine\.toml"),
+        ('"other.toml"', r"other\.toml: base 'mine\.toml' .* mine\.toml -> other\.toml -> mine\.toml"),
+    ],
+)
+def test_a_base_that_cannot_be_read_is_named(tmp_path: Path, base: str, message: str) -> None:
+    path = write(tmp_path / "mine.toml", f"base = {base}\n")
+    write(tmp_path / "other.toml", 'base = "mine.toml"\n')
+    with pytest.raises(ValueError, match=message):
+        read_job_values(path)
+
+
+def test_a_key_of_the_base_can_be_left_out(tmp_path: Path) -> None:
+    base = write(tmp_path / "base.toml", "seed = 1\n[ppo]\ngamma = 0.9\nkl_coef = 0.1\n[dpo]\nbeta = 1.0\n")
+    path = write(tmp_path / "mine.toml", 'base = "base.toml"\nwithout = ["ppo.gamma", "dpo"]\n[ppo]\nkl_coef = 0.2\n')
+    assert read_job_values(path) == {"seed": 1, "ppo": {"kl_coef": 0.2}}
+    for without, message in (
+        ('"ppo"', "without is 'ppo'; a list"),
+        ('["ppo.gama"]', "without 'ppo.gama': base .* no such key"),
+    ):
+        write(path, f'base = "{base}"\nwithout = {without}\n')
+        with pytest.raises(ValueError, match=message):
+            read_job_values(path)
+
+
+def test_a_name_is_not_inherited(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.toml", f'base = "{DEBUG}"\n')
+    with pytest.raises(ValueError, match=r"mine\.toml: name: missing"):
+        load_job(path)

@@ -1,0 +1,250 @@
+"""The test of sampling engines: Heed's own passes it, engines with a fault do not, and the fault is named."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from lm.generation import Generated, generate
+from lm.sampling import Choice
+from lm.samplers.engine import SamplingEngine
+from lm.samplers.faults import FAULTS, Faulty
+from lm.samplers.own import HeedSampler
+from lm.samplers.sent_weights import SentWeights
+from lm.samplers.trial import Trial, truth, truth_with_stale_prefixes, weights_of, with_exchanged, with_weights
+from lm.samplers.verify import UNEXPLAINED, Check, Verification, verify_sampler
+from training.config import Precision
+
+
+def failed(found: Verification) -> dict[str, str]:
+    return {check.name: check.found for check in found.checks if not check.passed}
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("model", ["tied", pytest.param("untied", marks=pytest.mark.long)])
+def test_heeds_sampler_passes_and_every_planted_fault_is_named(
+    model: str, precision: Precision, request: pytest.FixtureRequest
+) -> None:
+    told: list[Check] = []
+    found = verify_sampler(HeedSampler.load, request.getfixturevalue(model), precision=precision, tell=told.append)
+    assert found.passed, failed(found)
+    assert tuple(told) == found.checks
+    assert [check.name for check in found.checks if check.name.startswith("planted")] == [
+        f"planted: {name}" for name in FAULTS
+    ]
+
+
+# A stale cache and old weights show after the first update, exchanged layers at once.
+@pytest.mark.parametrize(
+    ("fault", "first_seen", "named"),
+    [
+        ("two layers exchanged", "the model as loaded", "layers 0 and 1 exchanged"),
+        ("temperature not applied", "the model as loaded", "a temperature of 1"),
+        ("likely tokens preferred", "the model as loaded", "tokens that are likelier"),
+        ("weights one update old", "after update 1", "the weights it was loaded with"),
+        ("the old output head kept", "after update 1", "an output head that is older"),
+        ("a stale prefix cache", "after update 1", "keys and values of prompts"),
+    ],
+)
+def test_an_engine_with_a_fault_fails_with_its_name(untied: Path, fault: str, first_seen: str, named: str) -> None:
+    def load(folder: Path, precision: Precision) -> SamplingEngine:
+        trial = Trial(folder, precision)
+        faulty = FAULTS[fault][0](HeedSampler.load(folder, precision), trial)
+        faulty.receive(trial.sent(0))
+        return faulty
+
+    found = verify_sampler(load, untied)
+    policy = [check for check in found.checks if check.name.startswith("policy")]
+    assert not found.passed
+    first = next(check for check in policy if not check.passed)
+    assert first.name == f"policy, {first_seen}"
+    assert first.found.startswith(named)
+
+
+class _Changed(Faulty):
+    """Its responses are changed by a function."""
+
+    def __init__(self, sampler: SamplingEngine, change: Callable[[Generated], None]) -> None:
+        super().__init__(sampler, Trial(Path(), "fp32"))
+        self.change = change
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+    ) -> Generated:
+        found = super().sample(prompts, seeds, max_new_tokens=max_new_tokens, temperature=temperature)
+        self.change(found)
+        return found
+
+
+def _drop_last_token(found: Generated) -> None:
+    found.responses[3].pop()
+    found.logprobs[3].pop()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_drop_last_token, "response 3 stops after 23 tokens without an end token"),
+        (lambda found: found.finished.__setitem__(2, True), "response 2 is said to be finished"),
+        (lambda found: found.responses[1].append(5), "response 1 has 25 tokens"),
+        (lambda found: found.responses.pop(), "31 responses to 32 prompts"),
+        (lambda found: found.logprobs[0].pop(), "response 0 has 23 log-probs for 24 tokens"),
+    ],
+)
+def test_responses_of_the_wrong_form_are_found(untied: Path, change: Callable[[Generated], None], message: str) -> None:
+    found = verify_sampler(lambda *given: _Changed(HeedSampler.load(*given), change), untied)
+    assert failed(found)["form of responses, the model as loaded"] == message
+
+
+class _Cut(HeedSampler):
+    """Samples with top_p, and reports the log-probs of the whole distribution."""
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+    ) -> Generated:
+        choice = Choice(temperature, top_p=0.9)
+        return generate(
+            self.policy, prompts, max_new_tokens=max_new_tokens, end_ids=self.end_ids, choice=choice, seeds=seeds
+        )
+
+
+def test_tokens_that_are_not_drawn_from_the_policy_are_found_though_their_logprobs_are_right(untied: Path) -> None:
+    found = failed(verify_sampler(_Cut.load, untied))
+    draws = next(said for name, said in found.items() if name.startswith("draws from the policy"))
+    assert draws.startswith("tokens that are likelier than draws")
+
+
+@pytest.mark.long
+def test_an_engine_that_keeps_no_prompts_has_no_stale_cache(untied: Path) -> None:
+    class Wrapped(Faulty):
+        def unplant(self) -> None:
+            raise AssertionError("nothing was planted into it")
+
+    found = verify_sampler(lambda *given: Wrapped(HeedSampler.load(*given), Trial(untied, "fp32")), untied)
+    assert found.passed, failed(found)
+    (cache,) = [check.found for check in found.checks if check.name == "planted: a stale prefix cache"]
+    assert cache == "nothing to find: the engine keeps no keys and values of prompts"
+
+
+class _Unknown(HeedSampler):
+    """Scales the last norm, which no explanation covers."""
+
+    def receive(self, sent: Iterable[SentWeights]) -> None:
+        super().receive(sent)
+        self.policy.decoder.norm.weight.data.mul_(1.5)
+
+
+@pytest.mark.long
+def test_a_fault_that_nobody_knows_is_found_too(untied: Path) -> None:
+    found = failed(verify_sampler(_Unknown.load, untied))
+    assert found["policy, after update 1"].startswith(UNEXPLAINED)
+
+
+def test_a_stale_prefix_by_hand(untied: Path) -> None:
+    """Layer by layer: keys and values of the first tokens from one model, all else from the other."""
+    trial = Trial(untied, "fp32")
+    now, before = trial.policy(1), trial.policy(0)
+    prompt, response = list(range(40, 61)), [7, 9, 11]
+    args = [prompt], [response], 0.7
+    honest = truth(now, *args).logprobs_C
+    assert torch.allclose(truth_with_stale_prefixes(now, now, *args, 4).logprobs_C, honest, atol=1e-5)
+    assert torch.equal(truth_with_stale_prefixes(now, before, *args, 32).logprobs_C, honest)  # no whole block
+    stale = truth_with_stale_prefixes(now, before, *args, 4).logprobs_C
+    assert float((stale - honest).abs().max()) > 0.01
+    # The last token is never stale: with the embedding of all other tokens equal, only their keys differ.
+    all_stale = truth_with_stale_prefixes(now, before, *args, 1).logprobs_C
+    assert float((all_stale - truth(before, *args).logprobs_C).abs().max()) > 0.01
+
+
+def test_exchanged_layers_by_hand(untied: Path) -> None:
+    policy = Trial(untied, "fp32").policy(0)
+    weights = weights_of(policy)
+    found = with_exchanged(weights, 0, 2)
+    for name, tensor in found.items():
+        source = (
+            name.replace("blocks.0.", "blocks.x.").replace("blocks.2.", "blocks.0.").replace("blocks.x.", "blocks.2.")
+        )
+        assert tensor is weights[source], name
+    model, tokens = with_weights(policy, found), torch.arange(30, 50)[None]
+    assert torch.equal(model.decoder.blocks[0].mlp.up.weight, policy.decoder.blocks[2].mlp.up.weight)
+    assert not torch.equal(model(tokens), policy(tokens))
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "heed", "verify-sampler", *arguments]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "400", "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.long
+def test_the_command_tests_an_engine_of_ones_own(untied: Path, tmp_path: Path) -> None:
+    engine = tmp_path / "engine.py"
+    engine.write_text(
+        "from lm.samplers.own import HeedSampler\n"
+        "class Stuck(HeedSampler):\n"
+        "    def receive(self, sent):\n"
+        "        list(sent)\n"
+        "def load(folder, precision):\n"
+        "    print({'an engine': 'may print'})\n"
+        "    return Stuck.load(folder, precision)\n"
+    )
+    done = _run(f"{engine}:load", str(untied))
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[1].startswith("ok     policy, the model as loaded: log-probs differ by")
+    assert lines[3].startswith(
+        "FAILED policy, after update 1: the weights it was loaded with: no update, or no adapter"
+    )
+
+
+@pytest.mark.long
+def test_an_engine_that_ends_the_process_does_not_pass(untied: Path, tmp_path: Path) -> None:
+    engine = tmp_path / "engine.py"
+    engine.write_text("import os\ndef load(folder, precision):\n    os._exit(0)\n")
+    done = _run(f"{engine}:load", str(untied))
+    assert done.returncode == 1
+    assert "ended with exit code 0 before the test did: it wrote nothing" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("sglang", "MODEL"), 'engine \'sglang\': "heed", "vllm", "FILE.py:FUNCTION"'),
+        (("heed", "/nowhere"), "/nowhere: a model directory with a config.json was expected"),
+        (("vllm", "MODEL", "--python", "/nowhere/python"), "there is no Python with vLLM at /nowhere/python"),
+        (("vllm", "MODEL", "--python", sys.executable), "has no vllm"),
+    ],
+)
+def test_mistakes_are_one_line(
+    untied: Path, arguments: tuple[str, ...], message: str, refused: Callable[..., str]
+) -> None:
+    assert message in refused("verify-sampler", *(str(untied) if word == "MODEL" else word for word in arguments))
+
+
+def test_without_vllm_the_commands_own_option_is_named(
+    untied: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lm.samplers.environment.DEFAULT", Path("/nowhere/python"))
+    assert "run `make vllm`, or name another with --python" in refused("verify-sampler", "vllm", str(untied))
+
+
+def test_threads_do_not_spin_while_they_wait(
+    untied: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "10000")  # what Heed's processes have otherwise
+    engine = tmp_path / "engine.py"
+    engine.write_text(
+        "import os\ndef load(folder, precision):\n"
+        "    raise ValueError('threads spin ' + os.environ['GOMP_SPINCOUNT'])\n"
+    )
+    assert "threads spin 0" in refused("verify-sampler", f"{engine}:load", str(untied))

@@ -1,0 +1,11 @@
+"""A labeling server as a separate process: `python server.py URL PORT CONFIG`."""
+
+import sys
+from pathlib import Path
+
+from preferences.page.config import LabelingConfig
+from preferences.page.serve import serve
+
+if __name__ == "__main__":
+    url, port, config = sys.argv[1:]
+    serve(url, LabelingConfig.load(Path(config)), host="127.0.0.1", port=int(port), announce=print)

@@ -1,0 +1,202 @@
+"""The server as a process, and the command lines for links: what they say, and what they refuse in one line."""
+
+import random
+import re
+import socket
+import sqlite3
+import time
+
+import httpx
+import pytest
+
+from preferences.page.app import make_app
+from preferences.page.config import LabelingConfig
+from preferences.page.serve import serve as serve_store
+from preferences.accounts import Accounts
+from preferences.database import require_store
+from preferences.records import Message, Task
+from preferences.store import LabelStore
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch, tmp_path):
+    """Runs commands in an empty folder, with wide lines."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+
+
+def links_in(text):
+    return re.findall(r"http://127.0.0.1:\d+(/welcome/\S+)", text)
+
+
+def test_every_start_leaves_one_link_for_the_first_lead(new_database, serve):
+    url = new_database()
+    server = serve(url)
+    server.kill()
+    server.start()
+    server.kill()
+    server.start()
+    printed = links_in(server.log.read_text())
+    assert len(printed) == 3
+    with httpx.Client(base_url=server.address, timeout=60) as client:
+        assert [client.get(link).status_code for link in printed] == [410, 410, 200]
+        assert "Your key" in client.post(printed[-1]).text
+    server.kill()
+    server.start()
+    assert len(links_in(server.log.read_text())) == 3  # somebody leads
+
+
+def test_a_store_that_is_made_is_named(tmp_path, serve):
+    path = tmp_path / "new" / "labels.sqlite"
+    server = serve(str(path))
+    server.kill()
+    server.start()
+    assert server.log.read_text().count(f"created a new label store at {path}") == 1
+
+
+def test_a_port_that_is_taken(heed_label, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, out, err = heed_label("serve", "--new", "--store", "labels.sqlite", "--port", port)
+    assert (code, out) == (2, "")
+    assert f"--port is {port}" in err
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+    code, _, err = heed_label("serve", "--new", "--store", "labels.sqlite", "--host", "192.0.2.1")
+    assert (code, "--host is '192.0.2.1'" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "command", [("serve",), ("invite", "ann"), ("links",), ("revoke", "ann"), ("export", "--out", "x.jsonl")]
+)
+def test_a_store_that_is_not_there_is_refused_and_not_made(heed_label, tmp_path, command):
+    code, out, err = heed_label(*command, "--store", "away/labels.sqlite")
+    assert (code, out, "there is no such file" in err) == (2, "", True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def make_store(path):
+    with LabelStore(path) as store:
+        tasks = [Task(f"t{n}", (Message("user", "?"),), ("a" * 2_000, "b" * 2_000), ("x", "y")) for n in range(500)]
+        store.add_tasks(tasks, batch="main", num_labelers=2)
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
+
+
+def no_database(path):
+    path.write_text("these are no labels\n" * 1_000)
+
+
+def cut(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def overwritten(path):
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 200_000] = random.Random(0).randbytes(200_000)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [no_database, cut, overwritten])
+def test_a_damaged_store_is_one_line(heed_label, tmp_path, damage):
+    path = tmp_path / "labels.sqlite"
+    make_store(path)
+    require_store(path)
+    damage(path)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    for command in (("serve", "--port", port), ("invite", "ann"), ("export", "--out", "x.jsonl")):
+        code, out, err = heed_label(*command, "--store", "labels.sqlite")
+        assert (code, out) == (2, "")
+        assert "labels.sqlite' is damaged" in err
+        assert "Traceback" not in err
+        assert err.count("\n") == 1
+
+
+def test_a_database_server_that_is_away_is_one_line(heed_label):
+    url = "postgresql://somebody:secret@127.0.0.1:1/labels"
+    code, out, err = heed_label("links", "--store", url)
+    assert (code, out, "cannot be opened" in err, "secret" in err) == (2, "", True, False)
+
+
+def test_links_on_the_command_line(heed_label, tmp_path):
+    LabelStore(tmp_path / "labels.sqlite").close()
+    store = ("--store", "labels.sqlite")
+    code, out, err = heed_label("invite", "ann", *store)
+    assert (code, "Send this link to ann." in out, "--public-url" in err) == (0, True, True)
+    (path,) = links_in(out)
+    code, out, err = heed_label("invite", "eve", "--lead", "--public-url", "https://labels.example.org/", *store)
+    assert (code, err, "\nhttps://labels.example.org/welcome/" in out) == (0, "", True)
+    (tmp_path / "label.toml").write_text('[server]\npublic_url = "https://a.test"\n')
+    _, out, _ = heed_label("invite", "bob", "--config", "label.toml", *store)
+    assert "\nhttps://a.test/welcome/" in out
+    _, out, _ = heed_label("links", *store)
+    assert [line.partition(", until ")[0] for line in out.splitlines()] == ["ann: labeler", "bob: labeler", "eve: lead"]
+    assert "invited by command line" in out
+    assert heed_label("revoke", "ann", *store)[0] == 0
+    accounts = Accounts(tmp_path / "labels.sqlite")
+    assert accounts.invitation(path.rpartition("/")[2]) is None
+    accounts.close()
+    code, _, err = heed_label("revoke", "ann", *store)
+    assert (code, "has no link" in err) == (2, True)
+    code, _, err = heed_label("invite", "ANN ", *store)
+    assert (code, "name is" in err) == (2, True)
+    code, _, err = heed_label("invite", "x", "--public-url", "labels.example.org", *store)
+    assert (code, "public_url" in err) == (2, True)
+
+
+def test_an_older_store_keeps_one_link_per_name_and_nothing_of_closed_accounts(empty_database, open_at):
+    """A store of revision 0004: several links per name, 16 for the first lead, and a closed account with all it had."""
+    url = empty_database()
+    reader, writer = open_at(url, "0004")
+    with writer.begin() as connection:
+        connection.exec_driver_sql(
+            'INSERT INTO tasks VALUES (1, \'t\', \'b\', 1, \'[["user", "?"]]\', \'["a", "b"]\', \'["x", "y"]\','
+            " 'overall', '[]', '', '{}')"
+        )
+        connection.exec_driver_sql("INSERT INTO places VALUES (1, 0, 'b', 0, 'mal', 9e9, (1 = 0))")
+        links = [("ann", "labeler", f"ann{n}", 9e9 + n) for n in range(3)]
+        links += [("lead", "lead", f"lead{n}", 9e9 + n) for n in range(16)]
+        links += [("mal", "lead", "mal0", 9e9)]
+        for name, role, code, until in links:
+            connection.exec_driver_sql(
+                "INSERT INTO invitations (code_hash, name, role, expires_at) VALUES"
+                f" ('{code}', '{name}', '{role}', {until})"
+            )
+        for name, role, state in (("eve", "lead", "new"), ("mal", "lead", "closed")):
+            connection.exec_driver_sql(f"INSERT INTO accounts VALUES ('{name}', '{role}', 'kept', '{state}', '', 1.0)")
+        connection.exec_driver_sql("INSERT INTO sessions VALUES ('token', 'mal', 9e9)")
+    reader.dispose()
+    accounts = Accounts(url)
+    assert [(link.name, link.expires_at) for link in accounts.links()] == [("ann", 9e9 + 2)]
+    with accounts._reader.begin() as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM sessions").scalar() == 0
+        assert connection.exec_driver_sql("SELECT count(*) FROM places WHERE labeler IS NOT NULL").scalar() == 0
+    accounts.close()
+
+
+def test_no_part_of_an_answer_waits_for_an_acknowledgement(world, serve_app):
+    """Clients acknowledge after 40 ms what they do not answer, and a page is sent in two parts."""
+    config = LabelingConfig()
+    address, stop = serve_app(make_app(world.store, world.accounts, config), config.server)
+    seconds = []
+    with httpx.Client(base_url=address) as client:
+        for _ in range(20):  # the kernel acknowledges a connection's first segments at once
+            began = time.monotonic()
+            assert client.get("/sign-in").status_code == 200
+            seconds.append(time.monotonic() - began)
+    stop()
+    assert min(seconds[-8:]) < 0.03, seconds
+
+
+def test_listening_comes_before_anything_is_announced(tmp_path):
+    said = []
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ValueError, match="--port"):
+        serve_store(
+            tmp_path / "labels.sqlite", LabelingConfig(), host="127.0.0.1", port=taken.getsockname()[1],
+            announce=said.append,
+        )  # fmt: skip
+    assert said == []

@@ -1,0 +1,114 @@
+"""The score interval against Wilson's by scipy, Tango's closed form, and what must hold of any interval."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import optimize, stats
+
+from preferences.statistics.score import decided_interval, score_interval, variance_under
+
+Z = stats.norm.ppf(0.975)
+
+
+@pytest.mark.parametrize(("wins", "prompts"), [(0, 20), (1, 20), (10, 20), (17, 20), (20, 20), (1, 1), (1_900, 2_000)])
+def test_wins_and_losses_give_wilsons_interval(wins, prompts):
+    expected = stats.binomtest(wins, prompts).proportion_ci(method="wilson")
+    found = score_interval(np.repeat([1.0, 0.0], [wins, prompts - wins]))
+    assert found == pytest.approx((expected.low, expected.high), abs=1e-9)
+
+
+def tango(wins: int, losses: int, num: int) -> tuple[float, float]:
+    """Tango 1998's interval of p_win - p_loss, from his closed form of the restricted estimate."""
+
+    def score(delta: float) -> float:
+        b = -wins - losses + (2 * num - wins + losses) * delta
+        root = math.sqrt(b**2 + 8 * num * losses * delta * (1 - delta))
+        p_loss = (root - b) / (4 * num)
+        variance = num * (2 * p_loss + delta * (1 - delta))
+        return (wins - losses - num * delta) / math.sqrt(variance)
+
+    middle = (wins - losses) / num
+    low = optimize.brentq(lambda delta: score(delta) - Z, -1 + 1e-9, middle - 1e-9)
+    high = optimize.brentq(lambda delta: score(delta) + Z, middle + 1e-9, 1 - 1e-9)
+    return low, high
+
+
+@pytest.mark.parametrize(("wins", "losses", "num"), [(12, 2, 50), (3, 0, 20), (1, 0, 44), (9, 9, 20), (30, 5, 60)])
+def test_ties_give_tangos_interval_of_paired_proportions(wins, losses, num):
+    value_C = np.repeat([1.0, 0.0, 0.5], [wins, losses, num - wins - losses])
+    low, high = tango(wins, losses, num)
+    assert score_interval(value_C) == pytest.approx((0.5 + low / 2, 0.5 + high / 2), abs=1e-7)
+
+
+def test_the_weights_are_the_likeliest_with_that_mean():
+    """Against a general optimiser, over the seen values and both ends."""
+    value_X, times_X, mu = np.array([0.2, 0.5, 0.9]), np.array([3, 4, 2]), 0.7
+    support = np.append(value_X, [0.0, 1.0])
+
+    def unlikely(logs):
+        q = np.exp(logs)
+        return -(times_X * np.log(q[:3])).sum()
+
+    constraints = [
+        {"type": "eq", "fun": lambda logs: np.exp(logs).sum() - 1},
+        {"type": "eq", "fun": lambda logs: (np.exp(logs) * support).sum() - mu},
+    ]
+    found = optimize.minimize(unlikely, np.full(5, math.log(0.2)), constraints=constraints, options={"maxiter": 500})
+    q = np.exp(found.x)
+    assert variance_under(mu, value_X, times_X) == pytest.approx((q * (support - mu) ** 2).sum(), abs=1e-4)
+
+
+def test_many_soft_values_give_the_normal_interval():
+    value_C = np.random.default_rng(0).beta(2, 3, size=5_000)
+    half = Z * value_C.std() / math.sqrt(5_000)
+    assert score_interval(value_C) == pytest.approx((value_C.mean() - half, value_C.mean() + half), abs=1e-4)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.3, 0.5, 1.0])
+def test_prompts_that_all_came_out_alike_have_an_interval_with_width(value):
+    low, high = score_interval(np.full(20, value))
+    assert low <= value <= high
+    assert 0.1 < high - low < 0.25
+
+
+def test_swapping_policies_mirrors_it():
+    value_C = np.random.default_rng(1).choice([0.0, 0.25, 0.5, 1.0], size=30, p=[0.1, 0.2, 0.2, 0.5])
+    low, high = score_interval(value_C)
+    assert score_interval(1 - value_C) == pytest.approx((1 - high, 1 - low), abs=1e-9)
+
+
+def test_inflation_widens_as_fewer_prompts_would():
+    value_C = np.repeat([1.0, 0.0], [60, 40])
+    assert score_interval(value_C, inflation=4.0) == pytest.approx(score_interval(value_C[::4]), abs=1e-9)
+
+
+def test_no_prompts_are_refused():
+    with pytest.raises(ValueError, match="no prompts"):
+        score_interval(np.zeros(0))
+
+
+@pytest.mark.parametrize(("wins", "losses", "ties"), [(12, 3, 25), (5, 0, 5), (0, 2, 40), (300, 100, 600)])
+def test_of_what_was_decided_it_is_wilsons_without_the_ties(wins, losses, ties):
+    won_C, lost_C = np.repeat([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]], [wins, losses, ties], axis=0).T
+    expected = stats.binomtest(wins, wins + losses).proportion_ci(method="wilson")
+    assert decided_interval(won_C, lost_C) == pytest.approx((expected.low, expected.high), abs=1e-7)
+
+
+def test_without_ties_what_was_decided_is_all():
+    won_C = np.random.default_rng(0).uniform(0.2, 1.0, size=30)
+    assert decided_interval(won_C, 1 - won_C) == pytest.approx(score_interval(won_C), abs=1e-7)
+
+
+def test_ties_alone_leave_any_share_open():
+    assert decided_interval(np.zeros(30), np.zeros(30)) == (0.0, 1.0)
+
+
+def test_several_verdicts_a_prompt_decide_together():
+    """Copies of a prompt's verdicts are none; a prompt turned round turns the interval round."""
+    won_C, lost_C = np.array([0.5, 1.0, 0.0, 0.25] * 5), np.array([0.25, 0.0, 0.5, 0.25] * 5)
+    low, high = decided_interval(won_C, lost_C)
+    assert 0 < low < won_C.sum() / (won_C + lost_C).sum() < high < 1
+    assert decided_interval(lost_C, won_C) == pytest.approx((1 - high, 1 - low), abs=1e-7)
+    whole = decided_interval(np.repeat([1.0, 0.0], [35, 20]), np.repeat([0.0, 1.0], [35, 20]))
+    assert high - low > whole[1] - whole[0]
