@@ -26,8 +26,8 @@ import httpx
 import numpy as np
 
 from benchmarks.postgres_server import postgres_programs, running_postgres
-from preferences.page.config import LabelingConfig
 from preferences.accounts import Accounts
+from preferences.page.config import LabelingConfig
 from preferences.records import Judgment, Message, Task
 from preferences.store import LabelStore
 

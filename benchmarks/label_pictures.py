@@ -21,9 +21,9 @@ import uvicorn
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from benchmarks.known_labelers import Size, draw_world
+from preferences.accounts import Accounts
 from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig
-from preferences.accounts import Accounts
 from preferences.records import Message, Task
 from preferences.store import LabelStore
 

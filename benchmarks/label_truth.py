@@ -20,8 +20,8 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.known_labelers import CUTS, NUM_RESPONSES, NUM_WORDS, PACE_SPREAD, SHARED_TASTE, TRAITS, Traits
-from preferences.statistics.estimates import Floats, Interval, Share
 from preferences.statistics.alpha import Alpha
+from preferences.statistics.estimates import Floats, Interval, Share
 from preferences.statistics.habits import TOO_FAST_WORDS_PER_MINUTE
 from preferences.statistics.summary import LabelReport
 

@@ -8,7 +8,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.connection import connect
 from cluster.failures import WorkerLostError, last_line, without_colours
 from cluster.places import Bundle, hidden_gpus
-from training.config import EngineConfig, Precision, cpu_multiplies_bf16
+from lm.config import Precision
+from training.config import EngineConfig, cpu_multiplies_bf16
 
 
 def resolve_precision(engine: EngineConfig, bundle: Bundle, num_ranks: int, limit_seconds: float) -> EngineConfig:

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.sequence_logprobs import sequence_logprobs
 from evaluation.statistics.means import NUM_RESAMPLES
-from preferences.statistics.bootstrap import bootstrap_ratio
-from preferences.statistics.estimates import LEVEL, Interval
-from preferences.statistics.score import share_interval
+from files.fields import text_field
 from lm.generation import generate
 from lm.inference import load_for_inference
 from lm.model import LanguageModel
 from lm.sampling import Choice
+from lm.sequence_logprobs import sequence_logprobs
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
-from files.fields import text_field
+from preferences.statistics.bootstrap import bootstrap_ratio
+from preferences.statistics.estimates import LEVEL, Interval
+from preferences.statistics.score import share_interval
 from training.data import DataConfig, read_rows
 from training.seeds import derive_seed
 

@@ -14,15 +14,15 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
-from lm.sequence_logprobs import logits_function, position_chunks, predicting_states
 from evaluation.measures.drawing import Policy
 from evaluation.measures.text import text_logprobs
-from reward.sampling import BATCH
 from lm.generation import generate
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
 from lm.padding import batches_by_length
 from lm.sampling import Choice
+from lm.sequence_logprobs import logits_function, position_chunks, predicting_states
+from reward.sampling import BATCH
 from training.seeds import derive_seed
 
 log = logging.getLogger(__name__)

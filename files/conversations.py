@@ -9,7 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from files.fields import any_text, as_number, names, object_field, objects_field, optional_text, shown, text_field, text_or_messages
+from files.fields import (
+    any_text,
+    as_number,
+    names,
+    object_field,
+    objects_field,
+    optional_text,
+    shown,
+    text_field,
+    text_or_messages,
+)
 from files.pairs import Turn, chosen_turns, message_turns
 
 AUTO = "auto"

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from files.hub_errors import hub_reason
 from files.fields import kind_of
+from files.hub_errors import hub_reason
 from files.invalid import InvalidRows
 from files.lines import read_jsonl, read_list, refuse, starts_a_list
 from files.tables import read_csv

@@ -5,6 +5,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+Precision = Literal["fp32", "bf16"]  # what weights are multiplied in; sums and master weights are fp32
+
 
 def exact_div(numerator: int, denominator: int, what: str) -> int:
     """`numerator / denominator`, refused with ValueError naming `what` unless it is whole."""

@@ -11,8 +11,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils.tqdm import tqdm
 
-from files.hub_errors import hub_reason
 from files.hashes import folder_hash, unchanged_hash
+from files.hub_errors import hub_reason
 from lm.progress import note_progress
 
 # Only safetensors weights: a pickled file can run arbitrary code.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cluster.remote import Pending
+from lm.samplers.sent_weights import shown, whole_digest
 from ppo.algorithm import (
     KLController,
     generalised_advantages,
@@ -30,7 +31,6 @@ from ppo.rollout import PolicyBatch, ResponseKL, Rollout, ValueBatch
 from ppo.rollout_log import RolloutLog
 from ppo.sampler_proof import require_one_policy, sampler_agreement
 from ppo.samples import SampleLog, ScoredRollout
-from lm.samplers.sent_weights import shown, whole_digest
 from training.failures import RunError
 from training.packing import Sampler
 from training.seeds import derive_seed

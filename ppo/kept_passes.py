@@ -13,10 +13,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from stages.planning.kept import KEPT_BYTES, KeptPass, keeps_passes
-from stages.planning.memory import Counts, Layout, count, forward_pass
 from ppo.config import PPOConfig
 from ppo.rollout import Rollout, Share, pass_slices
+from stages.planning.kept import KEPT_BYTES, KeptPass, keeps_passes
+from stages.planning.memory import Counts, Layout, count, forward_pass
 from training.engine import Engine
 from training.passes import padded_tokens, row_width
 

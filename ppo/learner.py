@@ -16,6 +16,7 @@ from lm.adapters import save_trained
 from lm.lora import adapted, merged, without_adapters
 from lm.model import LanguageModel, ScalarModel
 from lm.progress import note_progress
+from lm.samplers.sent_weights import SentWeights, chunks, noted
 from lm.source import ModelSource, on_meta
 from lm.upload import upload
 from lm.weights import ModelFolder, save_model
@@ -28,7 +29,6 @@ from ppo.packed import PackedRollout
 from ppo.rank import Rank
 from ppo.rollout import PolicyBatch, Rollout, Share, ValueBatch, joined, shares_by_update, shares_of
 from ppo.value import value_source
-from lm.samplers.sent_weights import SentWeights, chunks, noted
 from training.checkpoint import changed_files, share_of_files, step_of
 from training.config import BatchConfig, EngineConfig
 from training.engine import Engine

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from lm.config import ModelConfig
 from lm.lora import LoRAConfig
-from stages.planning.kept import keeps_passes
-from stages.planning.memory import Memory, count, forward_pass
-from stages.planning.ppo import PPOModels, PPOWork, generator, kept_passes, learner, ppo_memory, scorer
 from ppo.config import PPOConfig
 from pretrain.stage import STAGE as PRETRAIN
 from reward.stage import STAGE as REWARD
 from stages.lengths import Lengths
 from stages.planner import RANK, Planner, StagePlan, rows_and_passes, scoring_rows
+from stages.planning.kept import keeps_passes
+from stages.planning.memory import Memory, count, forward_pass
+from stages.planning.ppo import PPOModels, PPOWork, generator, kept_passes, learner, ppo_memory, scorer
 from training.config import OptimizerConfig
 
 MOST_GENERATOR_RANKS = 64

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from files.records import read_record
+from lm.samplers.sent_weights import shown
 from lm.tokenizer import Tokenizer
 from ppo.algorithm import token_weights
 from ppo.config import PPOConfig
@@ -23,7 +24,6 @@ from ppo.initial_models import ScoreScale
 from ppo.results import PPOResults
 from ppo.rollout_log import ROLLOUTS, RolloutRecord, read_rollouts, response_digests
 from ppo.stage import controller_of, load_checkpoint, placed
-from lm.samplers.sent_weights import shown
 from stages.run import StageRun
 from training.checkpoint import changed_files, read_manifest, step_folders, step_of
 from training.data import Prompt

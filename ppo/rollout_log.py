@@ -11,8 +11,8 @@ from pathlib import Path
 from torch import Tensor
 
 from files.records import as_json
-from ppo.rollout import Rollout
 from lm.samplers.sent_weights import shown
+from ppo.rollout import Rollout
 from training.metrics import StepLines
 
 ROLLOUTS = "rollouts.jsonl"

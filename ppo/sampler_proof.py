@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from ppo.rollout import Rollout
 from lm.samplers.agreement import Agreement
+from ppo.rollout import Rollout
 from training.failures import RunError
 
 NUM_WORST = 3

@@ -6,13 +6,13 @@ from pathlib import Path
 from shutil import rmtree
 from statistics import mean, stdev
 
-from reward.sampling import SamplingSpec
-from reward.sampling_everywhere import sample_everywhere
 from files.records import read_record
 from ppo.config import PPOConfig
 from ppo.initial_models import ScoreScale
 from reward.external import ExternalReward
 from reward.results import RewardResults
+from reward.sampling import SamplingSpec
+from reward.sampling_everywhere import sample_everywhere
 from stages.run import StageRun
 from stages.sampling import SAMPLES
 from training.data import Prompt

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from cluster.remote import Pending
 from files.atomic import remove_unfinished
+from lm.samplers.agreement import max_difference
+from lm.samplers.environment import require_vllm
 from lm.tokenizer import Tokenizer
 from lm.weights import read_config
 from ppo.config import PPOConfig
@@ -27,8 +29,6 @@ from pretrain.stage import STAGE as PRETRAIN
 from pretrain.stage import tokenize
 from reward.scoring import labels_of, weights_by_label
 from reward.stage import STAGE as REWARD
-from lm.samplers.agreement import max_difference
-from lm.samplers.environment import require_vllm
 from stages.contract import Parent, Stage
 from stages.prompts import Fitting, fitting_prompts
 from stages.run import JobView, StageRun

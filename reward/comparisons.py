@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, field_validator
 
-from lm.tokenizer import Messages, Tokenizer
-from preferences.records import Message, Ranking
 from files.conversations import AUTO
 from files.invalid import InvalidRows
+from lm.tokenizer import Messages, Tokenizer
+from preferences.records import Message, Ranking
 from training.data import OnOverlong, SourceConfig, SourceRows, read_rows, report_rows, untold
 from training.tokens import FITS, SKIPPED, TRUNCATED, chunks, encode_rows
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from files.fields import shown
 from files.python_names import explain, file_of, load_function
 from lm.progress import note_progress
 from lm.tokenizer import Messages
-from files.fields import shown
 from training.notices import printing_aloud
 
 # Gets prompts (each a list of messages) and responses (texts); returns a number per response, None for a failure.

@@ -9,17 +9,17 @@ from typing import Self
 
 import torch
 
-from lm.sequence_logprobs import sequence_logprobs
+from lm.config import Precision
 from lm.generation import generate
 from lm.hub import on_this_machine
 from lm.inference import load_for_inference
 from lm.model import LanguageModel
 from lm.sampling import Choice
+from lm.sequence_logprobs import sequence_logprobs
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder, read_config
 from reward.external import ExternalReward, Scored, score_in_parts
 from reward.scoring import RewardModel
-from training.config import Precision
 from training.data import Prompt
 from training.seeds import derive_seed
 

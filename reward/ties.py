@@ -9,8 +9,8 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from preferences.statistics.bootstrap import bootstrap_ratio
 from preferences.records import Ranking
+from preferences.statistics.bootstrap import bootstrap_ratio
 
 Floats = npt.NDArray[np.float64]
 LEVEL, NUM_RESAMPLES = 0.95, 2_000

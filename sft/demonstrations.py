@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lm.tokenizer import Messages, Tokenizer
 from files.conversations import TEXT_ROLE
 from files.fields import shown
+from lm.tokenizer import Messages, Tokenizer
 from stages.lengths import Lengths, RowSample
 from training.data import DataConfig, OnOverlong, SourceRows, read_conversations, untold
 from training.tokens import FITS, SKIPPED, TRUNCATED, Part, chunks, encode_rows, sequence_arrays, unusual_rows

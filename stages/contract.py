@@ -9,8 +9,8 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from lm.tokenizer import Tokenizer
-from stages.reports.parts import StageReporter
 from stages.planner import Planner, StagePlan
+from stages.reports.parts import StageReporter
 from stages.run import JobView, StageRun
 from stages.sizes import Sizes, SourceSize
 from training.config import Config

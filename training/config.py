@@ -7,10 +7,8 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from lm.config import exact_div
+from lm.config import Precision, exact_div
 from lm.lora import LoRAConfig
-
-Precision = Literal["fp32", "bf16"]
 
 
 class Config(BaseModel):

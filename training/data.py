@@ -9,11 +9,11 @@ from typing import Literal, TypeVar
 
 from pydantic import Field, field_validator
 
-from lm.progress import note_progress
 from files.conversations import AUTO, NAMES, ConversationReader, Turns
 from files.fields import name_field, text_field
 from files.invalid import InvalidRows, OnInvalid, valid_rows
 from files.rows import Row, Rows, read_source
+from lm.progress import note_progress
 from training.config import Config
 
 OnOverlong = Literal["refuse", "skip", "truncate"]

@@ -23,13 +23,13 @@ from torch import nn
 
 from benchmarks.speed.table import spread, taken_on
 from heed.jobs.job_file import load_job
+from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from lm.encoder import MaskedLanguageModel
 from lm.encoder_decoder import EncoderDecoder
 from lm.model import LanguageModel
 from lm.padding import pad_right
 from lm.source import RandomInit
 from lm.tokenizer import Tokenizer
-from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective
 from pretrain.stage import stream_parts
 from sft.demonstrations import Limit, demonstration_parts

@@ -26,8 +26,6 @@ from heed.jobs.job_file import load_job
 from heed.jobs.plan import Setting, make_plan
 from lm.model import LanguageModel
 from lm.weights import ModelFolder
-from stages.planning.hardware import GIB, Hardware
-from stages.planning.memory import Memory
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
 from ppo.roles import Roles
@@ -35,6 +33,8 @@ from ppo.stage import STAGE as PPO
 from pretrain.stage import STAGE as PRETRAIN
 from sft.stage import STAGE as SFT
 from stages.planner import RANK
+from stages.planning.hardware import GIB, Hardware
+from stages.planning.memory import Memory
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
 from training.objectives import CausalLMObjective

@@ -9,9 +9,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evaluation.compare.folder import Settings, holding, read_comparison, read_settings, refuse_other_settings, sampled_before, versions, write_comparison, write_verdicts
-from evaluation.compare.judges import Judging, open_judges
 from evaluation.answers import OnProgress
+from evaluation.compare.folder import (
+    Settings,
+    holding,
+    read_comparison,
+    read_settings,
+    refuse_other_settings,
+    sampled_before,
+    versions,
+    write_comparison,
+    write_verdicts,
+)
+from evaluation.compare.judges import Judging, open_judges
 from evaluation.judges.external import read_verdict_file
 from evaluation.judges.judge import Judge, pairs_of, refuse_too_many_failures
 from evaluation.judges.people import PeopleJudge

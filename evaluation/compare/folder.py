@@ -23,13 +23,13 @@ from typing import Any
 from evaluation.policies.policy import Policy
 from evaluation.verdicts import Response, Verdict, read_responses, read_verdicts, write_rows
 from files.atomic import atomic_folder, write_json, write_text
+from files.fields import any_messages, any_text, list_field, text_field, whole_field
 from files.hashes import file_hash
 from files.lock import lock
-from files.fields import any_messages, any_text, list_field, text_field, whole_field
 from files.rows import read_source
+from stages.lineage import code_version
 from stages.reports.run import parse_object
 from stages.reports.text import clean_json
-from stages.lineage import code_version
 from training.data import Prompt
 
 SETTINGS, PROMPTS, MEASURES = "compare.json", "prompts.jsonl", "measures.json"

@@ -17,21 +17,29 @@ from evaluation.compare.config import CompareConfig
 from evaluation.compare.folder import BEST_OF_N, MEASURES, Settings, versions, write_files
 from evaluation.compare.judges import PEOPLE
 from evaluation.compare.outcome import conclude
-from evaluation.compare.results import CompareResults, JudgeResults, PairResults, PolicyResults, SampledPrompt, SampledText, WinRateResults
+from evaluation.compare.results import (
+    CompareResults,
+    JudgeResults,
+    PairResults,
+    PolicyResults,
+    SampledPrompt,
+    SampledText,
+    WinRateResults,
+)
 from evaluation.judges.judge import pairs_of
 from evaluation.judges.people import PeopleJudge
 from evaluation.judges.scorers import ScoreJudge
 from evaluation.measures.curves import BestOfN, best_of_n_scores
 from evaluation.measures.policies import PolicyMeasures, PolicyScores, Scores, response_scores
 from evaluation.measures.reward_hacking import RewardHacking, TrainingScore, measure_reward_hacking
-from reward.sampling import Sample
 from evaluation.statistics.results import JudgeSummary, Summary
 from evaluation.verdicts import Response
 from files.atomic import write_json
 from files.hashes import file_hash
 from files.records import as_json, record_of
-from preferences.statistics.estimates import UNKNOWN, Interval
 from ppo.samples import TrainingSample
+from preferences.statistics.estimates import UNKNOWN, Interval
+from reward.sampling import Sample
 from stages.contract import StageWaitsError
 from training.data import Prompt
 

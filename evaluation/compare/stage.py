@@ -5,14 +5,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from evaluation.compare.config import CompareConfig
-from evaluation.compare.judges import described_as_reward, function_judge, gold_judge, people_judge, reward_judge, reward_model_judge, without_password
+from evaluation.compare.judges import (
+    described_as_reward,
+    function_judge,
+    gold_judge,
+    people_judge,
+    reward_judge,
+    reward_model_judge,
+    without_password,
+)
 from evaluation.compare.report.stage import REPORTER
 from evaluation.compare.sampled import Sampled, compare_sampled
 from evaluation.judges.people import PeopleJudge
 from evaluation.judges.scorers import ScoreJudge
 from evaluation.names import named_specs
-from reward.sampling import Sample, SamplingSpec
-from reward.sampling_everywhere import sample_everywhere
 from files.hashes import file_hash
 from files.records import record_of
 from lm.tokenizer import Tokenizer
@@ -20,6 +26,8 @@ from ppo.config import PPOConfig
 from ppo.samples import SAMPLES, TrainingSample
 from ppo.stage import STAGE as PPO
 from reward.external import ExternalReward, RewardFunction
+from reward.sampling import Sample, SamplingSpec
+from reward.sampling_everywhere import sample_everywhere
 from reward.stage import STAGE as REWARD
 from stages.contract import POLICIES, Parent, Stage
 from stages.planner import Planner, StagePlan

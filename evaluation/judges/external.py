@@ -9,12 +9,12 @@ from itertools import combinations
 from typing import Any, NamedTuple, TypeGuard
 
 from evaluation.verdicts import Response, Side, Verdict
+from files.rows import read_source
 from preferences.current import current_judgments
 from preferences.formats.merging import Found, collect_all
 from preferences.formats.parts import UNKNOWN, Report, as_turns
 from preferences.formats.registry import AUTO, format_to_read, sniff
 from preferences.records import Judgment, Message, Task
-from files.rows import read_source
 from training.data import Prompt
 
 CATEGORY_DETAILS = ("category", "kind", "dataset")

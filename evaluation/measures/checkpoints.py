@@ -15,8 +15,8 @@ from evaluation.measures.drawing import Drawn, Policy, draw
 from evaluation.measures.equal_terms import AtEqual, at_equal
 from evaluation.measures.kl import KL, require_same_vocabulary, response_kls, summarise_kl
 from evaluation.measures.overoptimisation import MIN_POLICIES, Overoptimised, fit_curve
-from preferences.statistics.estimates import Floats
 from lm.tokenizer import Messages
+from preferences.statistics.estimates import Floats
 from reward.scoring import RewardModel
 from training.data import Prompt
 

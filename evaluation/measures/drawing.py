@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from reward.sampling import BATCH
 from lm.generation import generate
 from lm.inference import load_for_inference
 from lm.model import LanguageModel
 from lm.sampling import Choice
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder
+from reward.sampling import BATCH
 from training.data import Prompt
 from training.seeds import derive_seed
 

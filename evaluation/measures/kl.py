@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.sequence_logprobs import logits_function, position_chunks, predicting_states
 from evaluation.measures.drawing import Drawn, Policy
-from reward.sampling import BATCH
-from preferences.statistics.clustered import clustered_mean
-from preferences.statistics.estimates import Floats, Interval
 from lm.model import LanguageModel
 from lm.padding import batches_by_length
 from lm.progress import note_progress
+from lm.sequence_logprobs import logits_function, position_chunks, predicting_states
+from preferences.statistics.clustered import clustered_mean
+from preferences.statistics.estimates import Floats, Interval
+from reward.sampling import BATCH
 
 MAX_PREFIXES = 200_000  # the most that `exact_kl` enumerates
 

@@ -11,14 +11,14 @@ import numpy as np
 
 from evaluation.measures.calibration import Calibration, ScoredPairs, by_category, calibration
 from evaluation.measures.rewardbench import RewardBenchScore, rewardbench_score
-from preferences.statistics.estimates import Interval, Share
+from files.rows import read_source
 from preferences.formats.merging import Found, collect_all, report_excluded
 from preferences.formats.registry import AUTO, format_to_read, sniff
 from preferences.records import Ranking, Task
 from preferences.splits import is_heldout
 from preferences.statistics.agreement import pairwise_agreement
+from preferences.statistics.estimates import Interval, Share
 from preferences.statistics.panel import prompt_numbers
-from files.rows import read_source
 from reward.comparisons import encode_response
 from reward.scoring import RewardModel
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lm.sequence_logprobs import sequence_logprobs
-from preferences.statistics.estimates import Floats
 from lm.model import LanguageModel
+from lm.sequence_logprobs import sequence_logprobs
 from lm.tokenizer import Tokenizer
+from preferences.statistics.estimates import Floats
 
 Window = tuple[list[int], list[int]]  # (given, predicted)
 

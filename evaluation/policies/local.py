@@ -7,13 +7,13 @@ from typing import Any
 
 from evaluation.answers import OnProgress
 from evaluation.policies.policy import Sampling
-from reward.sampling import SamplingSpec, sample_policy
 from evaluation.verdicts import Response
 from files.hashes import folder_hash
 from lm.hub import model_directory, model_hash
 from lm.model import LanguageModel
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, read_config
+from reward.sampling import SamplingSpec, sample_policy
 from training.data import Prompt
 from training.seeds import derive_seed
 

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from evaluation.answers import OnProgress
 from evaluation.verdicts import Response
-from training.config import Precision
+from lm.config import Precision
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 from evaluation.answers import OnProgress
 from evaluation.prompts import asked_of, by_id, conversation_key, id_of
 from evaluation.verdicts import Response
-from files.hashes import file_hash
 from files.fields import any_text, name_field, names, number_field, shown, text_field, whole_field
+from files.hashes import file_hash
 from files.rows import read_source
 from training.data import Prompt
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from evaluation.statistics.results import Agreement
 from evaluation.verdicts import Verdict
-from preferences.statistics.clustered import Tally, clustered_shares
 from preferences.statistics.alpha import ranking_alpha
+from preferences.statistics.clustered import Tally, clustered_shares
 from preferences.statistics.panel import PairCounts
 
 Item = tuple[str, tuple[str, int], tuple[str, int]]

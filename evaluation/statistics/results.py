@@ -9,8 +9,8 @@ A pair's interval and its test are one: the interval excludes ½ exactly if `hol
 from dataclasses import dataclass
 from typing import Literal
 
-from preferences.statistics.estimates import Interval, Share
 from preferences.statistics.alpha import Alpha
+from preferences.statistics.estimates import Interval, Share
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from pathlib import Path
 from random import Random
 from typing import ClassVar
 
-from heed.chaos.disk import SmallDisk
-from heed.chaos.result import stage_of
 from cluster.local import LocalCluster, is_alive, kill_process
 from cluster.network import Network
+from heed.chaos.disk import SmallDisk
+from heed.chaos.result import stage_of
 
 
 class Fault:

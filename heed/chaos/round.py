@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+from cluster.local import LocalCluster
 from heed.chaos.disk import SmallDisk
 from heed.chaos.driver import Driver
 from heed.chaos.faults import Fault, make_fault
 from heed.chaos.result import FAILED, RECOVERED, RESTARTED, TOLERATED, Injected, pulse, stage_of, worse
 from heed.chaos.schedule import Planned
-from cluster.local import LocalCluster
 from stages.lineage import LINEAGE
 
 POLL_SECONDS = 0.05

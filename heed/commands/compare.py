@@ -14,9 +14,9 @@ from heed.commands.label import print_warnings
 from stages.progress import StageProgress, console, results_console
 
 if TYPE_CHECKING:
+    from evaluation.answers import OnProgress
     from evaluation.compare.comparing import Outcome, Progress
     from evaluation.compare.folder import Settings
-    from evaluation.answers import OnProgress
 
 LONGEST_NAME = 80
 WARNINGS = "warnings.jsonl"  # in the comparison's folder: warnings about a file of judgments

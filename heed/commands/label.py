@@ -49,8 +49,8 @@ def import_labels(
     subset: Annotated[str, typer.Option(help="Subset of a hub id that has several.")] = "",
 ) -> None:
     """Import judgments into a label store: all of a file or nothing. Repeating an import changes nothing."""
-    from preferences.formats.registry import AUTO, format_to_read, sniff
     from files.rows import read_source
+    from preferences.formats.registry import AUTO, format_to_read, sniff
 
     if not check and not store:
         raise ValueError("--store is missing; a label store, or --check to store nothing, was expected")
@@ -199,8 +199,8 @@ def label_outputs(
     labelers: Annotated[int, typer.Option(min=1, help="How many labelers judge each task.")] = 1,
 ) -> None:
     """Make labeling tasks of outputs that two or more models have left in files, one per prompt."""
-    from heed.commands.saved_outputs import as_stored, tasks_of_files, tasks_of_rows
     from files.rows import read_source
+    from heed.commands.saved_outputs import as_stored, tasks_of_files, tasks_of_rows
     from stages.reports.text import count_of
 
     if prompts and len(outputs) < 2:
@@ -239,8 +239,8 @@ def serve_labels(
     new: Annotated[bool, typer.Option("--new", help="Create the store if it does not exist.")] = False,
 ) -> None:
     """Serve the labeling pages and their API. If there is no lead yet, print a one-time link for one."""
-    from preferences.page.serve import serve
     from preferences.database import require_store
+    from preferences.page.serve import serve
 
     if not new:
         require_store(store)

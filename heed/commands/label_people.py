@@ -11,8 +11,8 @@ import typer
 from stages.progress import console
 
 if TYPE_CHECKING:
-    from preferences.page.config import LabelingConfig
     from preferences.accounts import Accounts
+    from preferences.page.config import LabelingConfig
 
 people_app = typer.Typer()
 

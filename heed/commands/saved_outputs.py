@@ -9,9 +9,9 @@ from typing import Any
 from evaluation.names import named_specs
 from evaluation.policies.saved import SavedPolicy
 from evaluation.prompts import asked_of, read_compared_prompts
-from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Task
 from files.fields import any_text, names
 from files.rows import Rows
+from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Task
 from training.data import DataConfig, read_rows
 
 PREFIXES = ("response_", "output_", "completion_")

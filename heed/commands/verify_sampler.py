@@ -73,7 +73,17 @@ def _checks(engine: str, model: Path, precision: str, seed: int, python: str) ->
     from training.failures import RunError
 
     reading, writing = os.pipe()
-    command = [python or sys.executable, "-P", "-m", "samplers", engine, str(model), precision, str(seed), str(writing)]
+    command = [
+        python or sys.executable,
+        "-P",
+        "-m",
+        "lm.samplers",
+        engine,
+        str(model),
+        precision,
+        str(seed),
+        str(writing),
+    ]
     last: dict[str, Any] = {}
     with tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads would fill
         # The test runs thousands of small products: threads that spin between them take three times the CPU time.

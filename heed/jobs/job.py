@@ -8,9 +8,9 @@ from pydantic import Field, create_model, field_validator, model_validator
 from cluster.config import ClusterConfig
 from heed.jobs.registry import BUILT_IN, WORLD, AnyStage, Registry
 from heed.jobs.rounds import section_of_round, with_rounds
-from lm.config import ModelConfig
 from heed.worlds.reviews import ReviewsConfig, ReviewsWorld
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
+from lm.config import ModelConfig
 from stages.contract import POLICIES, Parent, Stage
 from stages.run import sources_in
 from stages.world import World

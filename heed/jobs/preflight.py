@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from files.python_names import load_function
+from files.rows import LOADERS
 from heed.jobs.job import JobConfig
 from heed.jobs.run import Run
 from heed.jobs.submission import named_paths
-from files.rows import LOADERS
 
 
 def refuse_missing(job: JobConfig) -> None:

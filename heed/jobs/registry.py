@@ -5,18 +5,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reward.collect.stage import STAGE as COLLECT
-from evaluation.compare.stage import STAGE as COMPARE
 from dpo.stage import STAGE as DPO
+from evaluation.compare.stage import STAGE as COMPARE
 from files.python_names import load_module
 from ppo.stage import STAGE as PPO
 from pretrain.stage import STAGE as PRETRAIN
-from sft.rejection.stage import STAGE as REJECTION
-from stages.reports.parts import StageReporter
+from reward.collect.stage import STAGE as COLLECT
 from reward.stage import STAGE as REWARD
+from sft.rejection.stage import STAGE as REJECTION
 from sft.stage import STAGE as SFT
 from stages.contract import POLICIES, Stage
 from stages.report import plain_reporter
+from stages.reports.parts import StageReporter
 
 PREPARED = "data"  # the folder that a preparation writes, below one of its own name
 WORLD = "world"  # the world's folder, which is a preparation of the job

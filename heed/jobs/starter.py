@@ -8,17 +8,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from files.atomic import write_text
+from files.conversations import AUTO, NAMES
+from files.invalid import OnInvalid
 from files.python_names import load_function
+from files.rows import is_file_name
 from heed.jobs.job_file import load_job
 from heed.jobs.model_shape import shape_of
-from heed.jobs.starter_sections import ALGORITHMS, MAX_COMPARED, POLICY_GRADIENTS, SMALL_HIDDEN_SIZE, Preferences, Shape, Source, compare_section, dpo_section, ppo_section, reward_section, sft_section, toml_value
+from heed.jobs.starter_sections import (
+    ALGORITHMS,
+    MAX_COMPARED,
+    POLICY_GRADIENTS,
+    SMALL_HIDDEN_SIZE,
+    Preferences,
+    Shape,
+    Source,
+    compare_section,
+    dpo_section,
+    ppo_section,
+    reward_section,
+    sft_section,
+    toml_value,
+)
 from lm.hub import model_directory
 from lm.tokenizer import Tokenizer
 from preferences.records import Ranking
 from preferences.splits import split_rankings
-from files.conversations import AUTO, NAMES
-from files.invalid import OnInvalid
-from files.rows import is_file_name
 from reward.comparisons import RankingsConfig, read_judgments
 from reward.sizes import ranking_lengths
 from sft.demonstrations import demonstration_lengths

@@ -19,9 +19,9 @@ import tomli_w
 
 from files.packages import PACKAGES, ROOT
 from files.python_names import user_folders
+from files.rows import LOADERS
 from heed.jobs.job import JobConfig
 from heed.jobs.toml_values import BASE, read_job_values, read_toml
-from files.rows import LOADERS
 
 SHIPPED_MIB = 100  # the head keeps shipped files in memory; larger ones belong in the shared folder
 

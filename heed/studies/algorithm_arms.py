@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from heed.jobs.job import JobConfig
+from heed.studies.arms import Arm, cut_file
+from heed.studies.arms import arms_of as other_arms
 from ppo.stage import STAGE as PPO
 from reward.stage import STAGE as REWARD
 from sft.stage import STAGE as SFT
-from heed.studies.arms import Arm, cut_file
-from heed.studies.arms import arms_of as other_arms
 
 RUNS = (1, 2, 3)
 RATES = (1 / 3, 1.0, 3.0)  # of the job's own learning rates

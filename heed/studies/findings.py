@@ -10,10 +10,10 @@ from typing import Protocol
 
 from evaluation.measures.curves import Curve
 from evaluation.measures.equal_terms import mean_lead
-from preferences.statistics.estimates import Floats
 from heed.studies.arms import KL_COEFS, LABELERS_PER_TASK
 from heed.studies.contrasts import earlier, last_difference, negated, ratio_difference, rise_and_fall
 from heed.studies.verdicts import Claim, Contrast, Overall, Rule, decide, overall
+from preferences.statistics.estimates import Floats
 
 GOLD = Rule("above", 0.02, "of gold score")
 DISTANCE = Rule("above", 0.1, "√nats")

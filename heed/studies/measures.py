@@ -22,23 +22,23 @@ from evaluation.measures.drawing import Drawn, Policy, draw
 from evaluation.measures.kl import response_kls
 from evaluation.measures.text import bits_and_bytes
 from files.atomic import atomic_file
-from preferences.statistics.estimates import Floats
 from heed.jobs.job import JobConfig
+from heed.studies.algorithm_arms import every_arm
+from heed.studies.arms import collected
+from heed.studies.over_optimisation import kept_policies
 from lm.inference import load_for_inference
 from lm.model import LanguageModel
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 from ppo.stage import STAGE as PPO
 from preferences.splits import split_rankings
+from preferences.statistics.estimates import Floats
 from reward.comparisons import encode_response
 from reward.scoring import RewardModel
 from reward.stage import STAGE as REWARD
 from stages.lineage import LINEAGE
 from stages.progress import console
 from stages.world import World, label_truth
-from heed.studies.algorithm_arms import every_arm
-from heed.studies.arms import collected
-from heed.studies.over_optimisation import kept_policies
 from training.data import DataConfig, Prompt, TextConfig, read_prompts, read_texts
 from training.seeds import derive_seed
 

@@ -11,12 +11,12 @@ from matplotlib.ticker import MaxNLocator
 
 from evaluation.measures.curves import points
 from files.records import as_json
-from preferences.statistics.estimates import Interval
-from stages.reports.svg import ROUND_STEPS, draw, tone
-from stages.reports.text import number
-from stages.progress import console
 from heed.studies.findings import Curves, Found
 from heed.studies.verdicts import Claim
+from preferences.statistics.estimates import Interval
+from stages.progress import console
+from stages.reports.svg import ROUND_STEPS, draw, tone
+from stages.reports.text import number
 
 LINE_TONES = ("ppo", "sft", "other-1")
 TONES_OF_MANY = ("best-of-n", "ppo", "sft", "other-1", "other-2", "other-3", "pretrained", "muted")
@@ -121,7 +121,7 @@ def draw_curves(name: str, title: str, by_seed: Sequence[Curves]) -> str:
 
 def standalone(svg: str) -> str:
     """Turns a report's chart into a standalone SVG file, in the page's light colours."""
-    css = files("reports").joinpath("style.html.jinja").read_text(encoding="utf-8")
+    css = files("stages.reports").joinpath("style.html.jinja").read_text(encoding="utf-8")
     light = dict(reversed(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", css)))  # the first of each is the light one
     svg = re.sub(r"var\(--([\w-]+)\)", lambda found: light[found[1]], svg)
     svg = re.sub(r"calc\(([\d.]+px) \* var\(--text, 1\)\)", r"\1", svg)

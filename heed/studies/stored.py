@@ -16,11 +16,11 @@ import numpy as np
 
 from evaluation.measures.curves import Curve, Kind
 from files.atomic import atomic_file
-from preferences.statistics.estimates import Floats
 from heed.jobs.job import JobConfig
 from heed.studies.algorithm_arms import every_arm
 from heed.studies.arms import with_those_before
 from heed.studies.findings import Measures
+from preferences.statistics.estimates import Floats
 
 STAMP = "stamp"
 

@@ -20,8 +20,6 @@ from evaluation.measures.overoptimisation import MIN_POLICIES
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
-from ppo.stage import STAGE as PPO
-from stages.progress import console
 from heed.studies.algorithm_arms import every_arm
 from heed.studies.algorithms import ALGORITHMS
 from heed.studies.arms import LABELERS_PER_TASK, Arm, arm_job, with_those_before, write_cuts
@@ -30,6 +28,8 @@ from heed.studies.lora import LORA_FINDINGS
 from heed.studies.measures import SeedMeasures
 from heed.studies.report import write_findings
 from heed.studies.stored import Recorded, StoredMeasures, measures_file, stamps_of
+from ppo.stage import STAGE as PPO
+from stages.progress import console
 
 # The debug job's pool and number of policies are too small for a curve.
 QUICK = ("compare.best_of=8", "ppo.keep_policies_every=1")

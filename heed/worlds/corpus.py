@@ -9,7 +9,17 @@ from dataclasses import replace
 
 from heed.worlds.answers import perfect_answer, render
 from heed.worlds.grammar import PATTERNS
-from heed.worlds.instructions import BRIEF_BOUNDS, Request, draw_brief, draw_decline, draw_help, draw_list, draw_question, draw_story, questions_on
+from heed.worlds.instructions import (
+    BRIEF_BOUNDS,
+    Request,
+    draw_brief,
+    draw_decline,
+    draw_help,
+    draw_list,
+    draw_question,
+    draw_story,
+    questions_on,
+)
 from heed.worlds.vocabulary import BOYS, CATEGORIES, GIRLS, NUMBER_WORDS, join_words
 
 

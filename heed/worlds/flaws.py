@@ -10,7 +10,16 @@ from dataclasses import dataclass, replace
 
 from heed.worlds.answers import decline, describe, explain, list_items, perfect_answer, render, step_words, tell_story
 from heed.worlds.grammar import PATTERNS, fill
-from heed.worlds.instructions import BriefRequest, ListRequest, QuestionRequest, Request, StepsRequest, StoryRequest, draw_decline, kind_of
+from heed.worlds.instructions import (
+    BriefRequest,
+    ListRequest,
+    QuestionRequest,
+    Request,
+    StepsRequest,
+    StoryRequest,
+    draw_decline,
+    kind_of,
+)
 from heed.worlds.vocabulary import CATEGORIES, LIST_CATEGORIES, TAG_OF
 
 

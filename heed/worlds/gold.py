@@ -19,7 +19,15 @@ from dataclasses import dataclass
 
 from heed.worlds.answers import STORY_TAGS, step_words
 from heed.worlds.grammar import Sentence, parse_sentence, parse_text
-from heed.worlds.instructions import BriefRequest, ListRequest, QuestionRequest, Request, StepsRequest, StoryRequest, read_prompt
+from heed.worlds.instructions import (
+    BriefRequest,
+    ListRequest,
+    QuestionRequest,
+    Request,
+    StepsRequest,
+    StoryRequest,
+    read_prompt,
+)
 from heed.worlds.vocabulary import LIST_CATEGORIES, ORDINALS, TAG_OF, TOOL_OF, child_of, pronoun_of
 
 OFF_TOPIC = 0.3  # worth of a grammatical sentence that does not belong in the answer

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from heed.worlds.grammar import fill, parse_sentence, parse_text, split_sentences
-from heed.worlds.vocabulary import CATEGORIES, LIST_CATEGORIES, NUMBER_WORDS, NUMBERS, STORY_CATEGORIES, TAG_OF, join_words, pronoun_of
+from heed.worlds.vocabulary import (
+    CATEGORIES,
+    LIST_CATEGORIES,
+    NUMBER_WORDS,
+    NUMBERS,
+    STORY_CATEGORIES,
+    TAG_OF,
+    join_words,
+    pronoun_of,
+)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,20 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from heed.worlds.reviews_judges import ReviewLabeler, SentimentClassifier, join
-from heed.worlds.reviews_text import Finder, LabeledText, SentenceSplit, cut, draw, read_labeled, read_texts, require_source, sentences_of, shuffled, split_sentences, words_of
+from heed.worlds.reviews_text import (
+    Finder,
+    LabeledText,
+    SentenceSplit,
+    cut,
+    draw,
+    read_labeled,
+    read_texts,
+    require_source,
+    sentences_of,
+    shuffled,
+    split_sentences,
+    words_of,
+)
 from heed.worlds.world import Turns
 from preferences.records import Labeler
 

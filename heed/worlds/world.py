@@ -11,7 +11,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from heed.worlds.corpus import write_text
 from heed.worlds.flaws import write_answer
 from heed.worlds.gold import gold_score
-from heed.worlds.instructions import Request, draw_brief, draw_decline, draw_help, draw_list, draw_question, draw_story, kind_of
+from heed.worlds.instructions import (
+    Request,
+    draw_brief,
+    draw_decline,
+    draw_help,
+    draw_list,
+    draw_question,
+    draw_story,
+    kind_of,
+)
 from heed.worlds.labelers import LabelerConfig, ScriptedLabeler, draw_labelers
 from heed.worlds.vocabulary import CATEGORIES
 

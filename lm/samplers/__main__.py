@@ -1,4 +1,4 @@
-"""`python -m samplers ENGINE MODEL PRECISION SEED PIPE`: the test of a sampler, a JSON line per check into a pipe.
+"""`python -m lm.samplers ENGINE MODEL PRECISION SEED PIPE`: the test of a sampler, a JSON line per check into a pipe.
 
 `heed verify-sampler` runs it under the Python of engines that have one of their own. Engines print what they like, and
 may end the process: so checks have a pipe of their own (a file descriptor), and a last line that says how many there
@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from files.python_names import load_function
+from lm.config import Precision
 from lm.samplers.engine import LoadEngine
 from lm.samplers.verify import verify_sampler
-from training.config import Precision
 
 VLLM = "vllm"
 MISTAKE, DONE = "mistake", "done"  # keys of last lines: the user's mistake, the number of checks

@@ -7,7 +7,7 @@ from typing import Self
 
 from torch import Tensor
 
-from training.config import Precision
+from lm.config import Precision
 
 # Nats per token for one layer, mean of |difference|: see `max_difference`.
 ROUNDING: dict[Precision, float] = {"fp32": 0.0005, "bf16": 0.02}

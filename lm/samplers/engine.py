@@ -6,9 +6,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lm.config import Precision
 from lm.generation import Generated
 from lm.samplers.sent_weights import SentWeights
-from training.config import Precision
 
 
 class SamplingEngine(Protocol):

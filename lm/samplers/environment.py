@@ -8,18 +8,18 @@ from pathlib import Path
 DEFAULT = Path(__file__).parents[2] / ".vllm" / "bin" / "python"
 
 # What of Heed's code both sides run: configs, rollouts and weights are pickled between them.
-SHARED_PACKAGES = ("cluster", "lm", "ppo", "samplers", "training")
+SHARED_PACKAGES = ("cluster", "lm", "ppo", "training")
 
 # Without importing vLLM or Ray, which takes seconds. Prints what is missing, or else the versions.
 _PROBE = """
 import hashlib, pathlib, sys
 from importlib.metadata import version
 from importlib.util import find_spec
-missing = [name for name in ("vllm", "samplers", "ray") if find_spec(name) is None]
+missing = [name for name in ("vllm", "lm", "ray") if find_spec(name) is None]
 if missing:
     print("missing", *missing)
 else:
-    root, code = pathlib.Path(find_spec("samplers").origin).parents[2], hashlib.sha256()
+    root, code = pathlib.Path(find_spec("lm").origin).parents[1], hashlib.sha256()
     for path in sorted(path for name in sys.argv[1:] for path in (root / name).rglob("*.py")):
         code.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     print(".".join(map(str, sys.version_info[:2])), version("ray"), code.hexdigest()[:16])

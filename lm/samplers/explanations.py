@@ -12,7 +12,15 @@ from lm.chat_template import CHAT_TEMPLATES
 from lm.generation import Generated
 from lm.model import LanguageModel
 from lm.samplers.agreement import Agreement
-from lm.samplers.trial import TEMPERATURE, Trial, truth, truth_with_stale_prefixes, weights_of, with_exchanged, with_weights
+from lm.samplers.trial import (
+    TEMPERATURE,
+    Trial,
+    truth,
+    truth_with_stale_prefixes,
+    weights_of,
+    with_exchanged,
+    with_weights,
+)
 
 Tokens = Sequence[Sequence[int]]
 

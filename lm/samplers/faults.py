@@ -7,12 +7,23 @@ from torch import Tensor
 
 from lm.batch import Batch
 from lm.generation import Generated
-from lm.sampling import Choice, draw_uniforms
 from lm.samplers.engine import SamplingEngine
-from lm.samplers.explanations import LOADED_WEIGHTS, NO_TEMPERATURE, OLD_HEAD, OLD_WEIGHTS, OTHER_TEMPLATE, OTHER_TOKENIZER, STALE_CACHE, layers_exchanged, other_templates, shifted
+from lm.samplers.explanations import (
+    LOADED_WEIGHTS,
+    NO_TEMPERATURE,
+    OLD_HEAD,
+    OLD_WEIGHTS,
+    OTHER_TEMPLATE,
+    OTHER_TOKENIZER,
+    STALE_CACHE,
+    layers_exchanged,
+    other_templates,
+    shifted,
+)
 from lm.samplers.own import HeedSampler
 from lm.samplers.sent_weights import SentWeights, chunks
 from lm.samplers.trial import MAX_NEW_TOKENS, Trial, with_exchanged
+from lm.sampling import Choice, draw_uniforms
 
 LIKELY_TOKENS = "tokens that are likelier than draws from the policy: top_p, top_k or a lower temperature"
 TRIES = 8  # samples of which the likeliest is kept

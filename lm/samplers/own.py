@@ -7,17 +7,17 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from lm.config import Precision
 from lm.generation import Generated, generate
 from lm.graphs import FixedSteps, fixed_steps
 from lm.inference import load_for_inference
 from lm.model import LanguageModel
+from lm.samplers.engine import SamplingEngine
+from lm.samplers.sent_weights import SentWeights, digests_of, held_tensors, noted, take
 from lm.sampling import Choice
 from lm.source import on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
-from lm.samplers.engine import SamplingEngine
-from lm.samplers.sent_weights import SentWeights, digests_of, held_tensors, noted, take
-from training.config import Precision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

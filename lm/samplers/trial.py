@@ -14,20 +14,19 @@ import torch
 from torch import Tensor
 
 from lm.batch import Batch
-from lm.config import ModelConfig
+from lm.config import ModelConfig, Precision
 from lm.generation import Generated
 from lm.inference import load_for_inference
 from lm.logprobs import entropy, token_logprobs
 from lm.model import LanguageModel
 from lm.padding import pad_right
-from lm.source import load, on_meta
-from lm.tokenizer import Messages, Tokenizer
-from lm.weights import ModelFolder, read_config, save_model
 from lm.samplers.agreement import max_difference
 from lm.samplers.engine import SamplingEngine
 from lm.samplers.own import DTYPES
 from lm.samplers.sent_weights import SentWeights, chunks, held_tensors
-from training.config import Precision
+from lm.source import load, on_meta
+from lm.tokenizer import Messages, Tokenizer
+from lm.weights import ModelFolder, read_config, save_model
 
 NUM_PROMPTS = 32
 MAX_NEW_TOKENS = 24

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from files.atomic import write_json
+from lm.config import Precision
 from lm.generation import Generated
 from lm.model import LanguageModel
-from lm.source import on_meta
-from lm.tokenizer import Tokenizer
-from lm.weights import CONFIG, ModelFolder, config_to_hf, stored_tensors
 from lm.samplers.engine import SamplingEngine
 from lm.samplers.own import DTYPES
 from lm.samplers.sent_weights import SentWeights, chunks, held_tensors, noted, require_same
-from training.config import Precision
+from lm.source import on_meta
+from lm.tokenizer import Tokenizer
+from lm.weights import CONFIG, ModelFolder, config_to_hf, stored_tensors
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its engine runs in this process, so weights are handed over by reference

@@ -4,6 +4,7 @@ arXiv 2310.07641). One row is a pair of responses, one of which is right.
 
 from collections.abc import Iterator
 
+from files.fields import any_text, name_field, text_field, whole_field
 from preferences.formats.parts import (
     UNKNOWN,
     JudgedTask,
@@ -17,7 +18,6 @@ from preferences.formats.parts import (
     user,
 )
 from preferences.records import OVERALL, Task
-from files.fields import any_text, name_field, text_field, whole_field
 
 
 def recognise_rewardbench(row: Row) -> str:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from files.fields import any_messages, any_text, objects_field, whole_field
 from preferences.formats.pairs import all_pairs
 from preferences.formats.parts import (
     CONSENSUS,
@@ -25,7 +26,6 @@ from preferences.formats.parts import (
     rest,
 )
 from preferences.records import OVERALL, Judgment, Message, StoredTask, Task
-from files.fields import any_messages, any_text, objects_field, whole_field
 
 MARK = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")  # between the turns of a HelpSteer2 prompt
 STRONGEST = 3

@@ -7,6 +7,7 @@ judged. Only the file's folder says whether labelers judged by helpfulness or ha
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from files.pairs import SPEAKER, is_transcript, transcript_turns
 from preferences.formats.pairs import untied_pairs
 from preferences.formats.parts import (
     UNKNOWN,
@@ -20,7 +21,6 @@ from preferences.formats.parts import (
     judged_pair,
 )
 from preferences.records import OVERALL, Judgment, Message, StoredTask, Task
-from files.pairs import SPEAKER, is_transcript, transcript_turns
 
 NAMES = {"user": "Human", "assistant": "Assistant"}
 

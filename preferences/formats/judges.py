@@ -6,6 +6,18 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from files.fields import (
+    any_messages,
+    any_text,
+    is_number,
+    name_field,
+    number_field,
+    optional_text,
+    present,
+    shown,
+    text_field,
+    whole_field,
+)
 from preferences.formats.pairs import all_pairs, single_turn
 from preferences.formats.parts import (
     UNKNOWN,
@@ -23,7 +35,6 @@ from preferences.formats.parts import (
     user,
 )
 from preferences.records import OVERALL, Judgment, StoredTask, Task
-from files.fields import any_messages, any_text, is_number, name_field, number_field, optional_text, present, shown, text_field, whole_field
 
 ANNOTATORS = ("annotator1", "annotator2", "annotator3")
 PANDALM = {0: (1, 1), 1: (1, 2), 2: (2, 1)}  # 0 = tie, otherwise the better one

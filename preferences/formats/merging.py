@@ -4,12 +4,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from files.fields import shown
+from files.invalid import InvalidRows
 from preferences.current import current_judgments, ranking_of, why_excluded
 from preferences.formats.parts import UNKNOWN, Format, JudgedTask, Report, Row, Vote
 from preferences.naming import NO_LOCATIONS, named
 from preferences.records import MAX_LABELERS, Judgment, Ranking, Task
-from files.fields import shown
-from files.invalid import InvalidRows
 
 UNFORESEEN = "not readable as"  # in the message about an error that a format's reader does not handle
 

@@ -7,6 +7,16 @@ responses, and a reply without siblings is ranked against nothing; neither is re
 from collections.abc import Iterator
 from typing import Any
 
+from files.fields import (
+    any_text,
+    name_field,
+    object_field,
+    objects_field,
+    optional_text,
+    shown,
+    text_field,
+    whole_field,
+)
 from preferences.formats.parts import (
     CONSENSUS,
     JudgedTask,
@@ -18,7 +28,6 @@ from preferences.formats.parts import (
     rest,
 )
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Message, Task, dense_ranks
-from files.fields import any_text, name_field, object_field, objects_field, optional_text, shown, text_field, whole_field
 
 ROLES = {"prompter": "user", "assistant": "assistant"}
 PERSON = "person"

@@ -7,6 +7,17 @@ see the same text. `details` has the original post.
 
 from collections.abc import Iterator
 
+from files.fields import (
+    any_text,
+    name_field,
+    names,
+    number_field,
+    object_field,
+    objects_field,
+    optional_text,
+    text_field,
+    whole_field,
+)
 from preferences.formats.parts import (
     UNKNOWN,
     JudgedTask,
@@ -22,7 +33,6 @@ from preferences.formats.parts import (
     user,
 )
 from preferences.records import OVERALL, Task
-from files.fields import any_text, name_field, names, number_field, object_field, objects_field, optional_text, text_field, whole_field
 
 
 def recognise_summaries(row: Row) -> str:

@@ -9,6 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from files.fields import (
+    any_messages,
+    any_text,
+    checked_messages,
+    list_field,
+    number_field,
+    numbers_field,
+    objects_field,
+    shown,
+    text_field,
+    whole_field,
+)
+from files.strict_json import parse_json
 from preferences.formats.merging import final_rankings
 from preferences.formats.parts import UNKNOWN, JudgedTask, Report, Row, Vote, as_messages, as_turns
 from preferences.records import (
@@ -24,8 +37,6 @@ from preferences.records import (
     Task,
     dense_ranks,
 )
-from files.fields import any_messages, any_text, checked_messages, list_field, number_field, numbers_field, objects_field, shown, text_field, whole_field
-from files.strict_json import parse_json
 
 KINDS = ("answer", "skip", "undo", "adjudication")
 MAX_FLAGS = 100  # per response

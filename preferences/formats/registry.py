@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from itertools import chain, islice
 
+from files.fields import names
+from files.rows import Rows
 from preferences.formats import (
     benchmarks,
     consensus,
@@ -17,8 +19,6 @@ from preferences.formats import (
     ultrafeedback,
 )
 from preferences.formats.parts import Format, Row
-from files.fields import names
-from files.rows import Rows
 
 AUTO = "auto"
 SNIFFED_ROWS = 20

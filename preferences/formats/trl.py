@@ -7,6 +7,8 @@ both, as in TRL's extract_prompt. `ultrafeedback_binarized` adds `prompt_id`, `s
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from files.fields import any_messages, any_text, number_field, present, text_or_messages
+from files.pairs import implicit_prompt
 from preferences.formats.pairs import Pair, single_turn, untied_pairs
 from preferences.formats.parts import (
     UNKNOWN,
@@ -23,8 +25,6 @@ from preferences.formats.parts import (
     user,
 )
 from preferences.records import OVERALL, Judgment, Message, StoredTask, Task
-from files.fields import any_messages, any_text, number_field, present, text_or_messages
-from files.pairs import implicit_prompt
 
 Sides = tuple[tuple[Message, ...], str, str]  # prompt, chosen, rejected
 

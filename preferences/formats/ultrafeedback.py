@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
+from files.fields import any_text, as_number, object_field, objects_field, shown
 from preferences.formats.parts import (
     JudgedTask,
     Report,
@@ -21,7 +22,6 @@ from preferences.formats.parts import (
     user,
 )
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Task
-from files.fields import any_text, as_number, object_field, objects_field, shown
 
 ASPECTS = ("instruction_following", "honesty", "truthfulness", "helpfulness")
 LABELER = "gpt-4"

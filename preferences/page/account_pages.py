@@ -5,12 +5,12 @@ import json
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
+from preferences.accounts import Account, State
+from preferences.invitations import Role
 from preferences.page.attempts import Attempts, TooManyTriesError, sign_in, use_link
 from preferences.page.security import MAX_SIGN_IN_BYTES
 from preferences.page.service import RefusedError
 from preferences.page.site import COOKIE, Posted, Site, download, fields_of, redirect
-from preferences.accounts import Account, State
-from preferences.invitations import Role
 
 USED_UP = (
     "One-time links work once, within a week, and a newer link voids an older one. Ask the labeling lead for a new one."

@@ -9,14 +9,32 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import Field
 
-from preferences.page.api_bodies import ERRORS, AnswerBody, Credentials, ErasureBody, ExportBody, Form, InvitationBody, MessageBody, NewTasks, NoTask, RevealBody, RevocationBody, Session, SkipBody, StateBody, TaskBody, UndoBody
+from preferences.accounts import Account, Accounts
+from preferences.current import why_excluded
+from preferences.formats.registry import FORMATS
+from preferences.page.api_bodies import (
+    ERRORS,
+    AnswerBody,
+    Credentials,
+    ErasureBody,
+    ExportBody,
+    Form,
+    InvitationBody,
+    MessageBody,
+    NewTasks,
+    NoTask,
+    RevealBody,
+    RevocationBody,
+    Session,
+    SkipBody,
+    StateBody,
+    TaskBody,
+    UndoBody,
+)
 from preferences.page.attempts import Attempts, sign_in
 from preferences.page.lead import LeadView, exported_what
 from preferences.page.security import MAX_SIGN_IN_BYTES, MAX_TASKS_BYTES
 from preferences.page.service import LabelingService, PresentedTask
-from preferences.accounts import Account, Accounts
-from preferences.current import why_excluded
-from preferences.formats.registry import FORMATS
 from preferences.records import Answer, Message, Task
 
 CLIENT = "api"

@@ -15,6 +15,9 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.staticfiles import StaticFiles
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+from preferences.accounts import Accounts
+from preferences.keys import BusyError
+from preferences.leases import LeaseLostError
 from preferences.page.account_pages import AccountPages
 from preferences.page.api import Api
 from preferences.page.attempts import Attempts, TooManyTriesError
@@ -26,9 +29,6 @@ from preferences.page.service import LabelingService, RefusedError
 from preferences.page.site import SignInNeededError, Site
 from preferences.page.task_pages import TOO_LATE, TaskPages
 from preferences.page.unsaved import RETRY_SECONDS, STORE_AWAY, reason_of
-from preferences.accounts import Accounts
-from preferences.keys import BusyError
-from preferences.leases import LeaseLostError
 from preferences.store import LabelStore
 
 LOG = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def make_app(
     app.include_router(TaskPages(site, service).router)
     app.include_router(LeadPages(site, lead).router)
     app.include_router(AccountPages(site, attempts).router)
-    app.mount("/static", StaticFiles(directory=str(files("labeling") / "static")))
+    app.mount("/static", StaticFiles(directory=str(files("preferences.page") / "static")))
     # The middleware added last sees a request first.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=config.server.hosts, www_redirect=False)
     if config.server.trusted_proxies:

@@ -5,9 +5,9 @@ import json
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
+from preferences.formats.registry import FORMATS
 from preferences.page.lead import EXPORTS, Exported, LeadView, exported_what
 from preferences.page.site import Site, download
-from preferences.formats.registry import FORMATS
 
 JSONL = "application/jsonl"
 

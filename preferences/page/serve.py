@@ -9,11 +9,11 @@ from typing import Any
 
 import uvicorn
 
+from preferences.accounts import Accounts
+from preferences.database import create_or_check
 from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig, ServerConfig
 from preferences.page.timed_protocol import Deadlines, timed_protocol
-from preferences.accounts import Accounts
-from preferences.database import create_or_check
 from preferences.store import LabelStore
 
 MAX_HEADER_BYTES = 32_000

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from preferences.page.config import LabelingConfig
 from preferences.accounts import Account, Accounts
 from preferences.leases import Lease
+from preferences.page.config import LabelingConfig
 from preferences.records import Answer, Judgment
 from preferences.results import PastEvent
 from preferences.screening import screened

@@ -10,20 +10,20 @@ from fastapi.responses import RedirectResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from starlette.datastructures import FormData
 
+from preferences.accounts import Account, Accounts
 from preferences.page import forms
 from preferences.page.config import LabelingConfig
 from preferences.page.security import is_storable
 from preferences.page.service import RefusedError, seal
 from preferences.page.text import show, task_title
 from preferences.page.unsaved import STORE_AWAY
-from preferences.accounts import Account, Accounts
 
 COOKIE = "heed_session"
 CHECKBOXES = "flags_"  # prefix of fields that may occur several times
 ONLY_LEADS = "this page is for leads"
 
 TEMPLATES = Environment(
-    loader=PackageLoader("labeling"),
+    loader=PackageLoader("preferences.page"),
     autoescape=select_autoescape(default=True, default_for_string=True),
     undefined=StrictUndefined,
     trim_blocks=True,

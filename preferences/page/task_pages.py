@@ -8,13 +8,13 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 from starlette.datastructures import FormData
 
+from preferences.accounts import Account
+from preferences.leases import LeaseLostError
 from preferences.page import forms
 from preferences.page.config import DECLINES
 from preferences.page.service import MAX_LEFT, LabelingService, PresentedTask, RefusedError
 from preferences.page.site import COOKIE, Posted, SignInNeededError, Site, fields_of, redirect
 from preferences.page.unsaved import RETRY_SECONDS, STORE_AWAY, UnsavedForms, as_text, reason_of
-from preferences.accounts import Account
-from preferences.leases import LeaseLostError
 
 LOG = logging.getLogger(__name__)
 CLIENT = "page"

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from sqlalchemy.exc import InterfaceError, InternalError, OperationalError, TimeoutError
 
+from preferences.accounts import Account
 from preferences.page.forms import LETTERS, Fields
 from preferences.page.service import PresentedTask, TaskForm
-from preferences.accounts import Account
 
 # The disk is full, or the database is away or refuses: trying again later may succeed.
 STORE_AWAY = (OperationalError, InterfaceError, InternalError, TimeoutError)

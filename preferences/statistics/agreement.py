@@ -6,9 +6,9 @@ from itertools import combinations
 
 import numpy as np
 
+from preferences.records import Ranking
 from preferences.statistics.clustered import Tally, clustered_shares
 from preferences.statistics.estimates import Floats, Ints, Share
-from preferences.records import Ranking
 from preferences.statistics.panel import prompt_numbers
 
 TrueScores = Mapping[str, Sequence[float]] | Callable[[str], Sequence[float]]

@@ -10,10 +10,10 @@ from itertools import chain
 
 import numpy as np
 
+from preferences.records import Judgment, Task
 from preferences.statistics.clustered import Tally, clustered_mean, clustered_shares
 from preferences.statistics.estimates import Floats, Interval, Share
 from preferences.statistics.independent import difference_of_means, median_interval
-from preferences.records import Judgment, Task
 from preferences.statistics.panel import Panel
 
 # Adults read English non-fiction silently at 238 words per minute on average, most at 175 to 300 (Brysbaert 2019,

@@ -11,8 +11,8 @@ from itertools import chain, combinations
 import numpy as np
 import numpy.typing as npt
 
-from preferences.statistics.estimates import Floats, Ints
 from preferences.records import MIN_RESPONSES, Judgment, Message, Task
+from preferences.statistics.estimates import Floats, Ints
 
 Signs = npt.NDArray[np.int8]
 

@@ -14,9 +14,9 @@ from html import escape
 
 import numpy as np
 
-from preferences.statistics.estimates import Interval, Share
 from preferences.current import current_judgments
 from preferences.records import Judgment
+from preferences.statistics.estimates import Interval, Share
 from preferences.statistics.quality import PositionRanks
 from preferences.statistics.summary import LabelerReport
 

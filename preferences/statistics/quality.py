@@ -13,9 +13,9 @@ from typing import Literal
 
 import numpy as np
 
+from preferences.records import Task
 from preferences.statistics.clustered import Tally, clustered_mean, clustered_shares
 from preferences.statistics.estimates import Floats, Interval, Ints, Share
-from preferences.records import Task
 from preferences.statistics.panel import Panel, Signs, count_pairs, padded, pair_signs
 
 Verdict = Literal["passed", "failed", "not yet"]

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from files.records import as_json
-from preferences.statistics.estimates import Share
 from preferences.current import CurrentJudgments, current_judgments
 from preferences.records import Judgment, Task
 from preferences.statistics.agreement import share_of_tasks
 from preferences.statistics.alpha import Alpha, ranking_alpha, rating_alpha
 from preferences.statistics.counts import LabelerCount, labeler_counts
 from preferences.statistics.disagreements import Disagreement, disagreements
+from preferences.statistics.estimates import Share
 from preferences.statistics.habits import (
     TOO_FAST_WORDS_PER_MINUTE,
     FastAnswer,

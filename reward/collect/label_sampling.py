@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from reward.sampling import SamplingSpec, sample_policy
 from lm.inference import inference_dtype
 from preferences.records import Message, Task
 from preferences.task_selection import Candidate, Method, PromptCandidates, choose_tasks
 from reward.comparisons import encode_response
+from reward.sampling import SamplingSpec, sample_policy
 from reward.scoring import RewardModel, labels_of, weights_by_label
 from training.data import Prompt
 from training.seeds import derive_seed

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from pydantic import Field
 
-from reward.collect.report import REPORTER
-from reward.collect.results import CollectResults
-from reward.sampling import Sample, SamplingSpec
-from reward.sampling_everywhere import sample_everywhere
 from preferences.formats.own import ranking_row
 from preferences.records import MAX_RESPONSES, Message, Ranking, Task
 from preferences.results import Progress
 from preferences.scripted import answer_all
 from preferences.statistics.agreement import accuracy_against, pairwise_agreement
 from preferences.store import LabelStore
+from reward.collect.report import REPORTER
+from reward.collect.results import CollectResults
+from reward.sampling import Sample, SamplingSpec
+from reward.sampling_everywhere import sample_everywhere
 from stages.contract import Parent, Source, Stage
 from stages.planner import Planner, StagePlan
 from stages.prompts import fitting_prompts

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from reward.sampling import SamplingSpec
-from reward.sampling_everywhere import sample_everywhere
 from files.atomic import write_text
 from lm.adapters import save_trained
 from lm.lora import adapted
@@ -18,13 +16,15 @@ from lm.model import LanguageModel
 from lm.source import on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, purpose_of
+from reward.sampling import SamplingSpec
+from reward.sampling_everywhere import sample_everywhere
+from reward.scoring import labels_of, weights_by_label
+from reward.stage import STAGE as REWARD
+from sft.demonstrations import Limit, Rows, demonstration_parts
 from sft.rejection.choosing import best_responses, count_chosen
 from sft.rejection.config import RejectionConfig
 from sft.rejection.report import REPORTER
 from sft.rejection.results import Chosen, RejectionResults, Trained
-from reward.scoring import labels_of, weights_by_label
-from reward.stage import STAGE as REWARD
-from sft.demonstrations import Limit, Rows, demonstration_parts
 from stages.contract import Parent, Stage
 from stages.planner import Planner, StagePlan
 from stages.prompts import fitting_prompts

@@ -13,7 +13,21 @@ from typing import Any
 from files.atomic import write_text
 from stages.reports.live import Live
 from stages.reports.page import Page, Step, render
-from stages.reports.parts import Answer, Block, Cell, Code, Details, Headline, Note, Part, Row, Section, StageReport, StageReporter, Table
+from stages.reports.parts import (
+    Answer,
+    Block,
+    Cell,
+    Code,
+    Details,
+    Headline,
+    Note,
+    Part,
+    Row,
+    Section,
+    StageReport,
+    StageReporter,
+    Table,
+)
 from stages.reports.run import Run, read_run
 from stages.reports.stage_folder import StageFolder
 from stages.reports.text import count_of, duration, number

@@ -10,20 +10,20 @@ import pytest
 from cluster.config import ClusterConfig
 from cluster.connection import disconnect
 from cluster.group import WorkerGroup
-from lm.config import ModelConfig
+from lm.config import ModelConfig, Precision
 from lm.model import LanguageModel, ScalarModel, init_weights
+from lm.samplers.agreement import max_difference
+from lm.samplers.faults import FAULTS
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
 from ppo.roles import Roles
-from lm.samplers.agreement import max_difference
-from lm.samplers.faults import FAULTS
 from tests.heed.jobs.conftest import DEBUG_JOB, HeedCommand
-from tests.rays import start_ray
 from tests.lm.samplers.conftest import SENTENCE, small_shape
-from training.config import BatchConfig, EngineConfig, OptimizerConfig, Precision
+from tests.rays import start_ray
+from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 
 

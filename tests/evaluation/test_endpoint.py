@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from files import retries
 from evaluation.answers import AnswerCache, Asker
 from evaluation.endpoint import Answer, Endpoint
+from files import retries
 
 KEY = "sk-very-secret"
 

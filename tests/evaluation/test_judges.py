@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from files import retries
 from evaluation.answers import Asker
 from evaluation.endpoint import Endpoint
 from evaluation.judges.judge import Pair, pairs_of, refuse_too_many_failures
@@ -17,6 +16,7 @@ from evaluation.judges.people import PeopleJudge
 from evaluation.judges.scorers import ScoreJudge, reward_model_score
 from evaluation.judges.template import OWN_TEMPLATE, fill, read_template, read_verdict
 from evaluation.verdicts import Response, Verdict
+from files import retries
 from lm.config import ModelConfig
 from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer

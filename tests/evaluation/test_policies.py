@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from files import retries
 from evaluation.answers import Asker
 from evaluation.endpoint import Endpoint
 from evaluation.policies.local import LocalPolicy
@@ -16,6 +15,7 @@ from evaluation.policies.policy import Sampling
 from evaluation.policies.remote import RemotePolicy
 from evaluation.policies.saved import SavedPolicy
 from evaluation.verdicts import Response, write_rows
+from files import retries
 from lm.tokenizer import Tokenizer
 from training.data import Prompt
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lm.adapters import save_trained
-from lm.config import ModelConfig
+from lm.config import ModelConfig, Precision
 from lm.generation import generate
 from lm.graphs import FixedSteps
 from lm.lora import LoRAConfig, WithAdapters
@@ -22,15 +22,15 @@ from lm.sampling import Choice
 from lm.source import RandomInit, load, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, save_model
-from stages.planning.memory import Layout, count, forward_pass
-from stages.planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
-from stages.planning.sampling import sampling_phase
-from stages.planning.training import training_memory
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
 from ppo.roles import Roles
-from training.config import BatchConfig, EngineConfig, OptimizerConfig, Precision
+from stages.planning.memory import Layout, count, forward_pass
+from stages.planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
+from stages.planning.sampling import sampling_phase
+from stages.planning.training import training_memory
+from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.engine import Engine
 from training.objectives import CausalLMObjective, PackedObjective

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from benchmarks.speed.own import ppo_config
-from reward.sampling import SamplingSpec, sample_policy
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel
 from lm.source import RandomInit
@@ -32,6 +31,7 @@ from reward.comparisons import Comparison, Verdict
 from reward.config import RewardConfig
 from reward.learner import AuxiliaryParameters, LearnerSource
 from reward.objective import RankingObjective
+from reward.sampling import SamplingSpec, sample_policy
 from sft.stage import SFTConfig
 from sft.stage import train as fine_tune
 from tests.fake_cuda import kernels

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from preferences.formats.merging import collect_all
-from preferences.formats.registry import read_as
 from files.conversations import ConversationReader
 from files.lines import MAX_ROW_BYTES
 from files.rows import read_source
+from preferences.formats.merging import collect_all
+from preferences.formats.registry import read_as
 
 HARD = 'Say "hi", please.\r\n\r\nThen, stop; \u00e9 \u4f60'
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.sequence_logprobs import logits_function, predicting_states, sequence_logprobs
-from reward.sampling import Sampler, SamplingSpec
 from lm.inference import load_for_inference
 from lm.logprobs import LOGITS_AT_ONCE
 from lm.model import LanguageModel, ScalarModel
+from lm.sequence_logprobs import logits_function, predicting_states, sequence_logprobs
 from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from reward.heldout import scores_on_all_ranks
 from reward.learner import AuxiliaryParameters, LearnerSource
+from reward.sampling import Sampler, SamplingSpec
 from reward.scoring import RewardModel, head_scores
 from tests.gpu.models import prompts, shape
 from training.config import EngineConfig, OptimizerConfig

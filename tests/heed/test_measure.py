@@ -16,13 +16,13 @@ from evaluation.measures.reward_model import measures_of_scores, read_judged
 from files.atomic import write_json
 from heed.cli import app
 from heed.commands.measure_tables import reward_tables, spread
-from preferences.statistics.estimates import UNKNOWN, Interval
+from heed.studies.over_optimisation import kept_policies
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from ppo.results import PPOResults
-from heed.studies.over_optimisation import kept_policies
+from preferences.statistics.estimates import UNKNOWN, Interval
 
 WORDS = ["fox", "dog", "bird", "bush", "hand", "brown"]
 DEBUG_JOB = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"

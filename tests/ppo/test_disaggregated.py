@@ -19,6 +19,7 @@ from cluster.config import ClusterConfig
 from cluster.connection import disconnect
 from cluster.failures import WorkerError, WorkerLostError
 from cluster.group import WorkerGroup
+from lm.samplers import sent_weights
 from ppo import learner
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
@@ -26,7 +27,6 @@ from ppo.initial_models import InitialModels
 from ppo.kept_passes import Repeated
 from ppo.roles import Roles
 from ppo.rollout import Rollout
-from lm.samplers import sent_weights
 from tests.rays import start_ray
 from training.config import EngineConfig
 from training.packing import stream_rows

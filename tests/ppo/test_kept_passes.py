@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import stages.planning.kept
 import ppo.controller
 import ppo.kept_passes
+import stages.planning.kept
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels

@@ -19,14 +19,12 @@ import torch
 
 from benchmarks.live_bytes import LiveBytes, environment
 from lm.adapters import save_trained
-from lm.config import ModelConfig
+from lm.config import ModelConfig, Precision
 from lm.lora import LoRAConfig, WithAdapters
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.source import load, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, save_model
-from stages.planning.memory import Layout, Memory, count, forward_pass
-from stages.planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
 from ppo.config import PPOConfig
 from ppo.generator import Generator
 from ppo.initial_models import InitialModels, ScoreScale
@@ -35,7 +33,9 @@ from ppo.learner import Learner
 from ppo.rollout import PolicyBatch, Share, ValueBatch
 from ppo.scorer import Scorer
 from ppo.shared_body import SharedBodyLearner
-from training.config import BatchConfig, EngineConfig, OptimizerConfig, Precision
+from stages.planning.memory import Layout, Memory, count, forward_pass
+from stages.planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
+from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 
 pytestmark = pytest.mark.long

@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lm.samplers.sent_weights import SentWeights, held_tensors
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import load_language_model, load_scalar_model
 from ppo.controller import PPOController
@@ -19,7 +20,6 @@ from ppo.frozen_model import HeldModel
 from ppo.initial_models import InitialModels
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from reward.scoring import RewardModel
-from lm.samplers.sent_weights import SentWeights, held_tensors
 from tests.ppo.one_rank import OneRank
 from training.packing import stream_rows
 

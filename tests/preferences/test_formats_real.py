@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from files.rows import read_source
 from preferences.formats.merging import Found, collect_all
 from preferences.formats.registry import sniff
-from files.rows import read_source
 
 REAL = Path(__file__).parents[3] / "shared" / "data"
 

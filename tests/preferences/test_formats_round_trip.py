@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from files.rows import read_source
 from preferences.formats.exchange import export, store_found, write_rows
 from preferences.formats.merging import collect_all, report_excluded
 from preferences.formats.parts import Report
 from preferences.formats.registry import FORMATS, format_to_read, format_to_write, sniff
 from preferences.records import Judgment, Message, StoredTask, Task, dense_ranks
 from preferences.store import LabelStore
-from files.rows import read_source
 from tests.examples import examples
 
 TEXT = st.text(max_size=12)

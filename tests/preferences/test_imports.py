@@ -15,6 +15,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 from typer.testing import CliRunner
 
+from files.rows import read_source
 from heed.commands.label import label_app
 from preferences.formats.exchange import export, store_found
 from preferences.formats.merging import collect_all
@@ -22,7 +23,6 @@ from preferences.formats.registry import format_to_read, format_to_write
 from preferences.leases import Lease
 from preferences.records import Answer, Message, Task
 from preferences.store import LabelStore
-from files.rows import read_source
 
 ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "format_rows.json").read_text())
 GOOD = ROWS["heed"] | {"repeat_of": ""}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import sqlalchemy
 
+from files.rows import read_source
 from preferences.accounts import Accounts
 from preferences.database import open_engines, store_file
 from preferences.formats.exchange import export, store_found
@@ -14,7 +15,6 @@ from preferences.formats.merging import collect_all
 from preferences.formats.registry import FORMATS
 from preferences.records import Answer, Message, Task
 from preferences.store import LabelStore
-from files.rows import read_source
 
 NAME, NOTE = "Zebulon Quibbleworth", "my neighbour Xanthippe says so"
 LEAD = "Persephone Oglethorpe"

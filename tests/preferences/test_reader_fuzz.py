@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from files.rows import read_source
 from preferences.formats.exchange import store_found
 from preferences.formats.merging import UNFORESEEN, Found, collect, collect_all
 from preferences.formats.parts import Format, Report, Row
 from preferences.formats.registry import FORMATS, sniff
 from preferences.store import LabelStore
-from files.rows import read_source
 from tests import examples
 
 ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "format_rows.json").read_text())

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from reward.collect.stage import write_rankings
 from lm.tokenizer import Tokenizer
 from preferences.records import Message
+from reward.collect.stage import write_rankings
 from reward.comparisons import RankingsConfig, Verdict, encode_rankings, encode_response, read_rankings
 
 GOOD: dict[str, Any] = {

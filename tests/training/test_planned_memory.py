@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from benchmarks.live_bytes import LiveBytes, environment
-from lm.config import ModelConfig
+from lm.config import ModelConfig, Precision
 from lm.model import LanguageModel
 from lm.source import RandomInit
 from stages.planning.memory import Layout, Memory, count, forward_pass
 from stages.planning.training import training_memory
-from training.config import EngineConfig, OptimizerConfig, Precision
+from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine, LossAndMetrics
 from training.objectives import CausalLMObjective
 from training.packing import IntArray

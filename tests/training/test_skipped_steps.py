@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.config import ModelConfig
+from lm.config import ModelConfig, Precision
 from lm.model import LanguageModel
 from lm.source import RandomInit
-from training.config import BatchConfig, EngineConfig, OptimizerConfig, Precision
+from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
 from training.metrics import read_metrics

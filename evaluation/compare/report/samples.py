@@ -12,7 +12,19 @@ from dataclasses import dataclass
 from evaluation.compare.folder import ComparisonFolder
 from evaluation.compare.report.answer import Styles
 from evaluation.verdicts import Response, Verdict
-from stages.reports.samples import TEXT_CHARACTERS, Chip, Outcome, Samples, ShownPrompt, ShownResponse, ShownVerdict, anchor_of, evenly, folded, start_of
+from stages.reports.samples import (
+    TEXT_CHARACTERS,
+    Chip,
+    Outcome,
+    Samples,
+    ShownPrompt,
+    ShownResponse,
+    ShownVerdict,
+    anchor_of,
+    evenly,
+    folded,
+    start_of,
+)
 from stages.reports.text import number, percent
 from training.data import Prompt
 

@@ -11,7 +11,20 @@ from evaluation.compare.report.hacking import hacking_section, verdict
 from evaluation.compare.results import GOLD, CompareResults, SampledPrompt, WinRateResults
 from preferences.statistics.estimates import Interval
 from stages.reports.curves import stage_block
-from stages.reports.parts import Answer, Cell, Columns, Figure, Headline, Note, Part, Row, Section, StageReport, StageReporter, Table
+from stages.reports.parts import (
+    Answer,
+    Cell,
+    Columns,
+    Figure,
+    Headline,
+    Note,
+    Part,
+    Row,
+    Section,
+    StageReport,
+    StageReporter,
+    Table,
+)
 from stages.reports.plots import KLPoint, KLSeries, Measured, interval_figure, kl_figure
 from stages.reports.samples import Samples, ShownPrompt, ShownResponse, anchor_of, folded, start_of
 from stages.reports.stage_folder import StageFolder

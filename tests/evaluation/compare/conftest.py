@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from files import retries
 from evaluation.verdicts import Verdict, read_verdicts
+from files import retries
 from heed.cli import main
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from reward import sampling
 from evaluation.verdicts import Verdict, read_responses
 from lm.tokenizer import Tokenizer
+from reward import sampling
 
 FILES = ("compare.json", "prompts.jsonl", "responses.parquet", "verdicts.parquet")
 Call = Callable[..., tuple[int, str]]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from reward import sampling
 from evaluation.verdicts import Verdict
 from files.lock import lock
+from reward import sampling
 
 Call = Callable[..., tuple[int, str]]
 Compare = Callable[..., list[str]]

@@ -15,10 +15,10 @@ from evaluation.compare.results import CompareResults
 from evaluation.compare.sampled import Sampled, best_of, compare_sampled
 from evaluation.judges.scorers import ScoreJudge
 from evaluation.measures.curves import best_of_n_scores
-from reward.sampling import Sample
 from evaluation.verdicts import read_verdicts
 from heed.cli import app
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
+from reward.sampling import Sample
 from training.data import DataConfig, Prompt
 
 PROMPTS = [

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from reward.best_of_n import best_of_n_kl
 from evaluation.measures.checkpoints import Spec, over_optimisation
 from evaluation.measures.drawing import Policy, draw
 from evaluation.measures.kl import measure_kl
@@ -16,6 +15,7 @@ from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import load_language_model, save_model
+from reward.best_of_n import best_of_n_kl
 from reward.scoring import RewardModel
 from training.data import Prompt
 

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 from benchmarks.measures_coverage import kl_coverage
-from lm.sequence_logprobs import sequence_logprobs
 from evaluation.measures import kl
 from evaluation.measures.drawing import Policy, draw
 from evaluation.measures.kl import exact_kl, measure_kl, response_kls, summarise_kl
-from reward.sampling import SamplingSpec, sample_policy
 from lm.config import ModelConfig
 from lm.generation import generate
 from lm.logprobs import LOGITS_AT_ONCE
 from lm.model import LanguageModel, init_weights
 from lm.padding import batches_by_length
 from lm.sampling import Choice
+from lm.sequence_logprobs import sequence_logprobs
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
+from reward.sampling import SamplingSpec, sample_policy
 from training.data import Prompt
 
 END, QUERY, LONGEST, HEAT = 0, [3, 1], 3, 0.7

@@ -22,8 +22,8 @@ from lm.config import ModelConfig
 from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
-from stages.planning.hardware import GPUS
 from stages.planner import RANK
+from stages.planning.hardware import GPUS
 from training.metrics import read_metrics
 
 JOBS = Path(__file__).parents[3] / "configs" / "jobs"

@@ -15,8 +15,8 @@ from lm.config import ModelConfig
 from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
-from stages.planning.hardware import GIB, GPUS
 from stages.planner import RANK
+from stages.planning.hardware import GIB, GPUS
 
 FAST = "ppo.memory=fast"
 CLUSTER = Path(__file__).parents[3] / "configs" / "jobs" / "cluster"

@@ -17,9 +17,9 @@ from lm.model import LanguageModel
 from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
-from stages.planning.hardware import GIB, Hardware
 from sft.demonstrations import encoded_all
 from stages.planner import RANK
+from stages.planning.hardware import GIB, Hardware
 from training.packing import best_fit
 from training.passes import pass_tokens, split_passes
 

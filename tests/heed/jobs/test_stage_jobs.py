@@ -12,7 +12,6 @@ import tomli_w
 import torch
 
 from cluster.connection import connect, disconnect
-from reward.sampling import SamplingSpec, sample_policy
 from heed.jobs import recovery
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
@@ -23,6 +22,7 @@ from lm.source import load
 from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, load_language_model, load_model, save_model
 from ppo.scale import was_measured
+from reward.sampling import SamplingSpec, sample_policy
 from training.data import DataConfig, read_prompts
 from training.seeds import derive_seed
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from heed.jobs.job_file import load_job
-from preferences.records import Message, Ranking
-from reward.comparisons import RankingsConfig, read_rankings
 from heed.studies.arms import arm_job, arms_of, cut_rankings, with_those_before
 from heed.studies.measures import pairs_right
 from heed.studies.study import QUICK, run_study
+from preferences.records import Message, Ranking
+from reward.comparisons import RankingsConfig, read_rankings
 
 # The debug job, smaller still.
 TINY = (

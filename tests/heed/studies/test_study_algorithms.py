@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from evaluation.measures.curves import Curve
-from preferences.statistics.estimates import Floats
 from heed.jobs.job_file import load_job
 from heed.studies.algorithm_arms import BEST_OF, algorithm_arms, every_arm, lora_arms
 from heed.studies.algorithms import ALGORITHMS, pooled
@@ -18,6 +17,7 @@ from heed.studies.contrasts import best_difference
 from heed.studies.lora import LORA_FINDINGS
 from heed.studies.stored import Recorded, StoredMeasures
 from heed.studies.study import QUICK, run_study
+from preferences.statistics.estimates import Floats
 from tests.heed.studies.test_study import JOBS, TINY
 from tests.heed.studies.test_study_findings import BY_N, FAR, NUM_PROMPTS, look, planted
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from lm.config import Precision
 from lm.generation import Generated, generate
-from lm.sampling import Choice
 from lm.samplers.engine import SamplingEngine
 from lm.samplers.faults import FAULTS, Faulty
 from lm.samplers.own import HeedSampler
 from lm.samplers.sent_weights import SentWeights
 from lm.samplers.trial import Trial, truth, truth_with_stale_prefixes, weights_of, with_exchanged, with_weights
 from lm.samplers.verify import UNEXPLAINED, Check, Verification, verify_sampler
-from training.config import Precision
+from lm.sampling import Choice
 
 
 def failed(found: Verification) -> dict[str, str]:

@@ -17,11 +17,11 @@ import pytest
 import uvicorn
 from fastapi.testclient import TestClient
 
+from preferences.accounts import Accounts, Role
 from preferences.page.app import make_app
 from preferences.page.client import LabelClient
 from preferences.page.config import LabelingConfig, ServerConfig
 from preferences.page.serve import listening, server_settings
-from preferences.accounts import Accounts, Role
 from preferences.records import Answer, Labeler, ShownTask, Skip, Task
 from preferences.store import LabelStore
 

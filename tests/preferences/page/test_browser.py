@@ -11,11 +11,11 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 from sqlalchemy import event
 
+from preferences.accounts import Accounts
 from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig
 from preferences.page.serve import listening
 from preferences.page.site import COOKIE
-from preferences.accounts import Accounts
 from preferences.records import Answer, Message, Task
 from preferences.store import LabelStore
 

@@ -7,8 +7,8 @@ import time
 import httpx
 import pytest
 
-from preferences.page.config import LabelingConfig
 from preferences.accounts import Accounts
+from preferences.page.config import LabelingConfig
 from preferences.records import Message, Task
 from preferences.store import LabelStore
 

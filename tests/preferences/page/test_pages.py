@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from fastapi.testclient import TestClient
 
+from preferences.leases import display_order
 from preferences.page.app import make_app
 from preferences.page.attempts import PER_NAME_AND_ADDRESS, Attempts, TooManyTriesError
 from preferences.page.config import LabelingConfig, Screening
-from preferences.leases import display_order
 from preferences.records import Message, Task
 
 PLAIN = LabelingConfig(asks_ratings=False, task_order="arrival")

@@ -15,14 +15,14 @@ from scipy import stats
 
 from benchmarks.known_labelers import FLAG, REASON, TRAITS, KnownLabeler, Size, draw_tasks, judged
 from benchmarks.label_truth import held_against_truth, is_covered
-from preferences.statistics.estimates import LEVEL
+from heed.worlds.calibration import draw_tasks as draw_playground_tasks
+from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from preferences.page.client import answer_in_turns
 from preferences.page.config import LabelingConfig
 from preferences.page.lead import SEED
-from heed.worlds.calibration import draw_tasks as draw_playground_tasks
-from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from preferences.records import Task
 from preferences.scripted import answer_all
+from preferences.statistics.estimates import LEVEL
 from preferences.statistics.summary import LabelReport, summary
 from preferences.store import LabelStore
 

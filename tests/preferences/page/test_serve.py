@@ -9,11 +9,11 @@ import time
 import httpx
 import pytest
 
+from preferences.accounts import Accounts
+from preferences.database import require_store
 from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig
 from preferences.page.serve import serve as serve_store
-from preferences.accounts import Accounts
-from preferences.database import require_store
 from preferences.records import Message, Task
 from preferences.store import LabelStore
 

@@ -11,9 +11,9 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import event
 
+from preferences.accounts import Accounts
 from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig
-from preferences.accounts import Accounts
 from preferences.records import Message, Task
 from preferences.store import LabelStore
 from tests.preferences.page.test_pages import form

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from preferences.records import Judgment, Message, Ranking, Task, dense_ranks
+from preferences.statistics.agreement import pairwise_agreement
 from preferences.statistics.bootstrap import MAX_CLUSTERS, resampled_sums
 from preferences.statistics.clustered import Tally, clustered_mean, clustered_shares
 from preferences.statistics.estimates import Share
-from preferences.statistics.independent import difference_of_means, median_interval
-from preferences.statistics.score import wilson
-from preferences.records import Judgment, Message, Ranking, Task, dense_ranks
-from preferences.statistics.agreement import pairwise_agreement
 from preferences.statistics.habits import flag_counts, num_words, paces, ratings_of, words_per_minute
+from preferences.statistics.independent import difference_of_means, median_interval
 from preferences.statistics.panel import Panel
 from preferences.statistics.quality import (
     agreement_counts,
@@ -26,6 +25,7 @@ from preferences.statistics.quality import (
     self_agreement,
     shown_first,
 )  # fmt: skip
+from preferences.statistics.score import wilson
 
 
 def task_of(name, size=3, **fields):

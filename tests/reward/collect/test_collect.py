@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from reward.collect.stage import CollectConfig, label, make_tasks
-from reward.sampling import Sample
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from preferences.records import Ranking, Task
 from preferences.store import LabelStore
+from reward.collect.stage import CollectConfig, label, make_tasks
+from reward.sampling import Sample
 from training.data import DataConfig, Prompt, read_prompts
 
 CONFIG = CollectConfig(prompts=DataConfig(source="unused"), responses_per_prompt=3, max_new_tokens=8, overlap_share=0.4)

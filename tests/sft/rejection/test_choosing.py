@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from reward.sampling import Sample
 from heed.jobs.registry import BUILT_IN
+from reward.sampling import Sample
 from sft.rejection.choosing import best_responses, count_chosen
 from sft.rejection.config import RejectionConfig
 from sft.rejection.stage import STAGE

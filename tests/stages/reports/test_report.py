@@ -18,8 +18,8 @@ from playwright.sync_api import Browser, expect
 from evaluation.compare.report.stage import answer_of, policy_table
 from evaluation.compare.results import CompareResults
 from files.records import read_record
-from preferences.statistics.estimates import Interval
 from heed.jobs.registry import BUILT_IN
+from preferences.statistics.estimates import Interval
 from stages.reports import report as run_report
 from stages.reports.glossary import Glossary
 from stages.reports.parts import Answer
