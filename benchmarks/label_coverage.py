@@ -2,7 +2,7 @@
 
 Worlds with known labelers (`benchmarks.known_labelers`) are drawn repeatedly, each with new tasks and answers. Every
 interval of `preferences.statistics.summary` is compared with the truth (`benchmarks.label_truth`). The same labelers
-answer over HTTP in `tests/preferences/page/test_scripted_labelers.py` with the same answers, so this also covers the server.
+give the same answers over HTTP in `tests/preferences/page/test_scripted_labelers.py`, so this also covers the server.
 `tests/preferences/statistics/test_coverage.py` runs fewer worlds; docs/labels.md has the table for 2,000.
 """
 

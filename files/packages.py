@@ -8,8 +8,8 @@ ROOT = Path(__file__).parents[1]
 
 # The package list of the project, from the roof down. `benchmarks` is left out: no run needs it.
 PACKAGES = (
-    "heed", "evaluation", "sft", "dpo", "ppo", "reward", "pretrain", "stages", "cluster", "training", "lm", "preferences",
-    "files", "configs",
+    "heed", "evaluation", "sft", "dpo", "ppo", "reward", "pretrain", "stages", "cluster", "training", "lm",
+    "preferences", "files", "configs",
 )  # fmt: skip
 
 

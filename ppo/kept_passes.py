@@ -1,8 +1,8 @@
 """Forward passes that an iteration's first update would repeat, kept from when its tokens were measured.
 
 Both read the same tokens, in the same rows, with the same weights. So the update takes outputs and activations as they
-are, and the results are the same bits. A rank keeps as many passes as `stages.planning.kept.KEPT_BYTES` holds, and `heed plan`
-counts them.
+are, and the results are the same bits. A rank keeps as many passes as `stages.planning.kept.KEPT_BYTES` holds, and
+`heed plan` counts them.
 """
 
 from collections import deque

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from files.packages import PACKAGES
 from tests import examples
 from tests.serving import serving
 
@@ -72,17 +73,18 @@ gc.disable()  # while tests are imported
 # `test_chaos`, `test_two_hosts` and `test_hangs` mostly wait. They are far apart in this list, so that they run one
 # after another, at the same time as files that compute.
 LONGEST = [
-    "chaos/test_chaos.py", "jobs/test_kill.py", "test_tutorials.py", "test_splits.py", "lm/test_kernels_both_ways.py",
-    "fake_cuda/test_fake_cuda.py", "real/test_training.py", "real/test_smollm2.py",
-    "cluster/test_two_hosts.py", "ppo/test_disaggregated.py", "cluster/test_group.py", "jobs/test_resuming.py",
-    "jobs/test_submit.py", "jobs/test_pipeline.py", "jobs/test_recovery.py", "ppo/test_planned_memory.py",
-    "jobs/test_ahead.py",
-    "cluster/test_hangs.py", "labeling/test_browser.py", "labeling/test_kills.py", "samplers/test_verify.py",
-    "preferences/test_scripted.py", "ppo/test_ppo_ranks.py", "jobs/test_custom_stage.py",
-    "jobs/test_returning_nodes.py", "labeling/test_attacks.py", "cluster/test_local.py", "jobs/test_fewer_workers.py",
-    "jobs/test_external_reward.py", "jobs/test_stage_jobs.py", "jobs/test_replay.py", "jobs/test_objectives.py",
-    "jobs/test_rounds.py", "studies/test_study.py", "studies/test_study_algorithms.py", "training/test_deadline.py",
-    "training/test_planned_memory.py", "training/test_sharding.py", "labeling/test_team_tutorial.py",
+    "heed/chaos/test_chaos.py", "heed/jobs/test_kill.py", "test_tutorials.py", "test_splits.py",
+    "lm/test_kernels_both_ways.py", "fake_cuda/test_fake_cuda.py", "real/test_training.py", "real/test_smollm2.py",
+    "cluster/test_two_hosts.py", "ppo/test_disaggregated.py", "cluster/test_group.py", "heed/jobs/test_resuming.py",
+    "heed/jobs/test_submit.py", "heed/jobs/test_pipeline.py", "heed/jobs/test_recovery.py",
+    "ppo/test_planned_memory.py", "heed/jobs/test_ahead.py", "cluster/test_hangs.py",
+    "preferences/page/test_browser.py", "preferences/page/test_kills.py", "lm/samplers/test_verify.py",
+    "preferences/test_scripted.py", "ppo/test_ppo_ranks.py", "heed/jobs/test_custom_stage.py",
+    "heed/jobs/test_returning_nodes.py", "preferences/page/test_attacks.py", "cluster/test_local.py",
+    "heed/jobs/test_fewer_workers.py", "heed/jobs/test_external_reward.py", "heed/jobs/test_stage_jobs.py",
+    "heed/jobs/test_replay.py", "heed/jobs/test_objectives.py", "heed/jobs/test_rounds.py",
+    "heed/studies/test_study.py", "heed/studies/test_study_algorithms.py", "training/test_deadline.py",
+    "training/test_planned_memory.py", "training/test_sharding.py", "preferences/page/test_team_tutorial.py",
     "ppo/test_memory_ranks.py", "benchmarks/test_speed.py", "benchmarks/test_gpu.py",
 ]  # fmt: skip
 
@@ -93,6 +95,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     examples.takes_all = config.getoption("--all")
+    # A warning that Heed's own code causes is an error.
+    config.addinivalue_line("filterwarnings", rf"error:::({'|'.join(PACKAGES)})(\..*)?")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

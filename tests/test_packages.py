@@ -7,13 +7,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
+from files.packages import PACKAGES
 from stages.lineage import CODE_VERSION
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-LISTED: list[str] = PYPROJECT["tool"]["setuptools"]["packages"]
-PACKAGES = [name for name in LISTED if "." not in name]
 
 
 def origins(folder: Path, python_path: str = "") -> dict[str, Path]:
@@ -56,16 +56,21 @@ def test_code_that_came_with_a_job_wins(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_every_top_package_is_listed() -> None:
-    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert folders == set(PACKAGES)
-    first_party = PYPROJECT["tool"]["ruff"]["lint"]["isort"]["known-first-party"]
-    assert set(first_party) == folders
-    # configs holds values only: nothing to type-check or to keep apart.
-    assert set(PYPROJECT["tool"]["mypy"]["packages"]) == folders - {"configs"}
-    assert set(PYPROJECT["tool"]["importlinter"]["root_packages"]) == folders - {"configs"}
-    assert all((ROOT / name / "py.typed").is_file() for name in folders)
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == {*PACKAGES, "benchmarks"}
+    assert all((ROOT / name / "py.typed").is_file() for name in PACKAGES)
+    # configs holds values only: there is nothing to keep apart.
+    layered = PYPROJECT["tool"]["importlinter"]["root_packages"]
+    assert set(layered) == {*PACKAGES, "benchmarks"} - {"configs"}
+    floors = PYPROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
+    assert {name for floor in floors for name in floor.split(" | ")} == set(layered)
 
 
-def test_every_package_inside_another_is_listed() -> None:
-    paths = [path.parent.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("__init__.py")]
-    assert sorted(".".join(path.parts) for path in paths) == sorted(LISTED)
+def test_the_wheel_has_every_package_and_no_test() -> None:
+    options = PYPROJECT["tool"]["setuptools"]["packages"]["find"]
+    assert options == {"namespaces": False}  # `find_packages` has the same default
+    paths = [
+        path.parent.relative_to(ROOT)
+        for name in (*PACKAGES, "benchmarks")
+        for path in (ROOT / name).rglob("__init__.py")
+    ]
+    assert sorted(find_packages(str(ROOT))) == sorted(".".join(path.parts) for path in paths)

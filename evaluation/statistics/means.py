@@ -1,4 +1,4 @@
-"""Bootstrap means for studies, resampling prompts. Comparisons use `preferences.statistics.clustered` (docs/statistics.md)."""
+"""Bootstrap means for studies, resampling prompts. Comparisons use `preferences.statistics.clustered`."""
 
 from collections.abc import Sequence
 

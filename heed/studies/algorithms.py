@@ -1,6 +1,6 @@
 """The findings of `heed study algorithms`: published claims on which algorithm is better, on equal labels.
 
-Every claim compares algorithms whose arms read the same rankings and the same reward model (heed/studies/algorithm_arms.py).
+Every claim compares algorithms whose arms read the same rankings and the same reward model (`algorithm_arms.py`).
 The claims and the smallest effects that matter were fixed before any run; docs/findings.md says what the sources claim.
 """
 

@@ -1,6 +1,6 @@
 """The findings of `heed study lora`: adapters against full tuning, and one body with four roles against four models.
 
-All arms read the same rankings (heed/studies/algorithm_arms.py). The smallest effects that matter were fixed before any run.
+All arms read the same rankings (`algorithm_arms.py`). The smallest effects that matter were fixed before any run.
 """
 
 from evaluation.measures.curves import Curve

@@ -1,7 +1,7 @@
 """`heed study`: tests published findings in the playground world, over several seeds (docs/findings.md).
 
-Every arm is an ordinary job, run by `heed.jobs.pipeline`. Finished work is reused, so an interrupted study continues, and a
-later finding reuses the arms that it shares with others.
+Every arm is an ordinary job, run by `heed.jobs.pipeline`. Finished work is reused, so an interrupted study continues,
+and a later finding reuses the arms that it shares with others.
 
     runs/study/
       seed-0/jobs/ARM.toml     the arms as job files

@@ -4,7 +4,7 @@
     assert verify_sampler(MyEngine, Path("model")).passed
 
 Three rollouts, before, between and after two updates of the weights, must have the log-probs that the policy gives to
-the sampled tokens, and tokens that are drawn from it. If all is well, each fault of `lm.samplers.faults` is planted, and
+the sampled tokens, and tokens that are drawn from it. If all is well, each fault of `faults.py` is planted, and
 must be found and named within the rollout after the last update: a test that passes is one that can fail.
 """
 

@@ -1,6 +1,6 @@
 """The quality of each labeler's answers: agreement with others, with themselves, with gold tasks, and position bias.
 
-Each metric is a share of comparisons of two responses (`preferences.statistics.estimates.Share`). Prompts are a sample, labelers are
+Each metric is a share of comparisons of two responses (`estimates.Share`). Prompts are a sample, labelers are
 fixed: an interval says what similar prompts would give, not other labelers. Pairs that either side ties are left out,
 except a labeler's ties on gold tasks, which count half.
 

@@ -33,8 +33,8 @@ DEBUG = str(ROOT / "configs" / "jobs" / "debug.toml")
 def start_job(refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """`heed run` of the debug job with overrides that it must refuse before any training.
 
-    Ray and ranks, which start while data is checked, are left out; `tests/heed/jobs/test_begun_workers.py` has a mistake in
-    the data with them.
+    Ray and ranks, which start while data is checked, are left out; `tests/heed/jobs/test_begun_workers.py` has a
+    mistake in the data with them.
     """
     monkeypatch.setattr(local_ray, "begin", lambda: None)
     monkeypatch.setattr(Workers, "begin", lambda _workers: None)

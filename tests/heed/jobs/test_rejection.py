@@ -1,4 +1,4 @@
-"""The shipped job of rejection sampling: its plan, and what is refused. tests/heed/jobs/test_kill.py runs and kills one."""
+"""The shipped job of rejection sampling: its plan, and what is refused. test_kill.py runs and kills one."""
 
 from pathlib import Path
 
