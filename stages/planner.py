@@ -119,7 +119,10 @@ class Planner:
         """The length that no prompt with its response exceeds, for data that is not here."""
         tokens = self.sizes.conversation_tokens(response_tokens)
         origin = "as in SFT" if self.sizes.longest else "the model's context"
-        why = "without its vocabulary" if Path(source.source).exists() else "which is not here"
+        if not Path(source.source).exists():
+            why = "which is not here"
+        else:
+            why = "without its vocabulary" if self.run else "not read, since a model that the job names is not here"
         self.sizes.assume(f"bound: {tokens:,} tokens per prompt and response, {origin}, for {source.source}, {why}")
         return Lengths.bound(tokens)
 

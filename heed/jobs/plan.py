@@ -93,10 +93,10 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
         stage_size=lambda source: _stage_size(job, source, sizes),
     )
     times = Times(model, layout, setting.hardware, setting.share_of_peak)
-    has_models = all(map(is_on_this_machine, _models(job)))
     plans = []
     for stage in job.stages:
         # Nothing of a run is there but its data; a vocabulary that an earlier run has made is read.
+        has_models = all(map(is_on_this_machine, _models(job, stage.name)))
         run = _PlannedRun(stage.name, job, RUNS / job.name, _NoWorkers(), None) if has_models else None
         planner = Planner(stage.name, job, model, layout, sizes, times, known_shape, run)
         plans.append(stage.plan(planner, job.section_of(stage)))
@@ -109,10 +109,11 @@ def _only_shape(job: JobConfig) -> ModelConfig | None:
     return known_shape(starts[0]) if starts[0] else None
 
 
-def _models(job: JobConfig) -> set[str]:
-    """The models that the job's sections name."""
-    named = {getattr(job.section_of(stage), name) for stage in job.stages for name in stage.model_fields}
-    return named - {""}
+def _models(job: JobConfig, stage_name: str) -> set[str]:
+    """The models that the sections of a stage, and of the stages that it reads, name."""
+    stage = job.stage(stage_name)
+    named = {getattr(job.section_of(stage), name) for name in stage.model_fields} - {""}
+    return named.union(*(_models(job, parent) for parent in job.parents(stage_name) if parent in job.stage_names))
 
 
 class _PlannedRun(StageRun):

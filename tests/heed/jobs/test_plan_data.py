@@ -147,7 +147,20 @@ def test_without_a_vocabulary_lengths_are_bounded(folder: Path, tokenizer: Token
     assert any("for prompts.jsonl, without its vocabulary" in line for line in said)
     elsewhere = 'model = "gpt3-125m"\n' + GRPO.replace('"model"', '"nobody/nothing"')
     said = plan_of(folder, elsewhere).stages[0].assumptions
-    assert any("for prompts.jsonl, without its vocabulary" in line for line in said)
+    assert any("for prompts.jsonl, not read, since a model" in line for line in said)
+
+
+def test_a_judge_that_is_not_here_leaves_the_data_of_other_stages_measured(folder: Path, tokenizer: Tokenizer) -> None:
+    write(folder / "prompts.jsonl", prompts_of(tokenizer, [60]))
+    judged = f"""{GRPO}
+[compare]
+prompts = {{ source = "prompts.jsonl" }}
+judge_from = "nobody/nothing"
+max_new_tokens = 8
+"""
+    trained, compared = plan_of(folder, judged).stages
+    assert "prompts.jsonl: 1 prompts of 60 tokens on average, 60 at most" in trained.assumptions
+    assert any("for prompts.jsonl, not read, since a model" in line for line in compared.assumptions)
 
 
 def test_logits_of_the_fullest_pass_are_counted(folder: Path, tokenizer: Tokenizer) -> None:
