@@ -21,6 +21,7 @@ JOB = Path(__file__).with_name("chain.toml")
 TINY_JOB = ROOT / "configs" / "jobs" / "debug.toml"
 LONGEST_REPORT_BYTES, LONGEST_RESULTS_BYTES = 8_000_000, 20_000
 SECONDS_TO_END = 10  # what `benchmarks.gpu` keeps of the time to write its table
+LINEAGE, METRICS = "lineage.json", "metrics.jsonl"  # in a stage's folder: the first once it has finished
 PPO_METRICS = ("step", "score", "kl_nats", "response_tokens", "sampler_difference", "importance_max")
 
 
@@ -89,7 +90,7 @@ def run_chain(step: CommandStep) -> str:
         runs = Path(folder) / "runs"
         job = [str(TINY_JOB), "--set", "engine.zero_stage=1"] if step.tiny else [str(JOB)]
         status = step.run("heed", ["run", *job, "--runs", str(runs)])
-        stages = sorted(path for path in runs.glob("*/*") if path.is_dir())
+        stages = sorted({path.parent for name in (LINEAGE, METRICS) for path in runs.glob(f"*/*/{name}")})
         step.note("chain", {stage.name: _stage(stage) for stage in stages})
         if step.device == "cuda":
             _wait_for_memory()
@@ -101,7 +102,7 @@ def run_chain(step: CommandStep) -> str:
 
 def _stage(folder: Path) -> dict[str, Any]:
     """Returns what a stage's folder says: its seconds, the first and last metrics (for PPO all), its results."""
-    lineage, metrics, results = (folder / name for name in ("lineage.json", "metrics.jsonl", "results.json"))
+    lineage, metrics, results = (folder / name for name in (LINEAGE, METRICS, "results.json"))
     found: dict[str, Any] = {"unfinished": True}
     if lineage.exists():
         found = {"stage_seconds": read_json(lineage).get("seconds")}

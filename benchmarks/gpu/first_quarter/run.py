@@ -12,6 +12,7 @@ This file uses the standard library alone until the wheels are installed. It als
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ from typing import Any
 STARTED = time.monotonic()
 ROOT = Path.cwd()
 CARRIED = ROOT / ".first_quarter"  # what prepare.sh made
+NEEDED = ("pydantic", "sqlalchemy", "tomli_w", "tenacity", "datasets", "ray", "deepspeed")  # the wheels' main packages
 RESERVED_SECONDS = 3  # for writing and printing the results
 
 # Seconds by estimate on an H100, and at most.
@@ -145,16 +147,17 @@ def _commit() -> str:
 
 
 def install() -> dict[str, Any]:
-    """Installs the wheels that were carried into a folder of their own, unless they are there, and puts it on the path.
+    """Installs the carried wheels, where this Python lacks something, into a folder of their own on the path.
 
     The folder is `site` in the machine's temporary folder, or $FIRST_QUARTER_SITE. A second run finds it.
     """
     wheels, started = sorted((CARRIED / "whl").glob("*.whl")), time.monotonic()
     site = Path(os.environ.get("FIRST_QUARTER_SITE") or Path(tempfile.gettempdir()) / "site")
-    if (site / "pydantic").exists():
-        how = "already installed"
+    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if not wheels or not lacking:
+        how = f"no wheels, and {', '.join(lacking)} missing" if lacking else "nothing is missing"
     else:
-        how = _install(wheels, site) if wheels else "nothing to install"
+        how = "already installed" if (site / "pydantic").exists() else _install(wheels, site)
     paths = [str(site), str(ROOT)]
     sys.path[:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
