@@ -1,6 +1,6 @@
 #!/bin/sh
 # In the root of Heed's tree: `sh benchmarks/gpu/first_quarter/prepare.sh`. Makes .first_quarter/, which git ignores, for
-# a machine with a GPU and no network: src/ with these scripts and the commit, whl/ with the wheels that it lacks (48 MiB,
+# a machine with a GPU and no network: src/ with these scripts and the commit, whl/ with the wheels that it lacks (51 MiB,
 # for Python 3.12 on x86-64 Linux). full/ is not needed there. $PY is the Python with pip (default: .venv/bin/python).
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
@@ -19,17 +19,24 @@ pinned() {
     echo "$found"
 }
 
-download() {
+download() { # into a folder: requirements
+    folder=$1
+    shift
     "$python" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
         --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \
-        --platform manylinux2014_x86_64 --platform manylinux1_x86_64 -d ".first_quarter/$1" "$2"
+        --platform manylinux2014_x86_64 --platform manylinux1_x86_64 -d ".first_quarter/$folder" "$@"
 }
 
+# What Heed, Ray and DeepSpeed need and torch, Transformers and Accelerate do not bring.
+wheels=
 for name in pydantic pydantic-core annotated-types typing-inspection sqlalchemy alembic mako tomli-w tenacity hjson \
-    jsonschema jsonschema-specifications referencing rpds-py datasets dill multiprocess; do
+    jsonschema jsonschema-specifications referencing rpds-py attrs datasets dill multiprocess einops msgpack ninja \
+    py-cpuinfo protobuf click requests urllib3 idna certifi charset-normalizer; do
     version=$(pinned "$name")
-    download whl "$version"
+    wheels="$wheels $version"
 done
+# shellcheck disable=SC2086
+download whl $wheels
 version=$(pinned ray)
 download full "$version"
 "$python" "$here/strip_ray.py" .first_quarter/full/ray-*.whl .first_quarter/whl
