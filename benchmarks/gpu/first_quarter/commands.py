@@ -19,6 +19,7 @@ from benchmarks.gpu.first_quarter.run import read_json, write_json
 ROOT = Path(__file__).parents[3]
 JOB = Path(__file__).with_name("chain.toml")
 TINY_JOB = ROOT / "configs" / "jobs" / "debug.toml"
+TINY_SETTINGS = ("--set", "engine.zero_stage=1", "--set", "engine.trackers=[]")
 LONGEST_REPORT_BYTES, LONGEST_RESULTS_BYTES = 8_000_000, 20_000
 SECONDS_TO_END = 10  # what `benchmarks.gpu` keeps of the time to write its table
 LINEAGE, METRICS = "lineage.json", "metrics.jsonl"  # in a stage's folder: the first once it has finished
@@ -44,7 +45,8 @@ class CommandStep:
         """
         command = [sys.executable, "-m", module, *arguments]
         environment = {name: value for name, value in os.environ.items() if name != "PYTORCH_CUDA_ALLOC_CONF"}
-        with (self.out / "log.txt").open("a", encoding="utf-8") as log:
+        path = self.out / "log.txt"
+        with path.open("a", encoding="utf-8") as log:
             log.write(f"\n=== {' '.join(command)}\n")
             log.flush()
             process = subprocess.Popen(
@@ -56,7 +58,9 @@ class CommandStep:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 return f"not finished within {self.allowed_seconds:.0f} s"
-        return "ok" if code == 0 else f"ended with {code}"
+        if code == 0:
+            return "ok"
+        return f"ended with {code}: {path.read_text(encoding='utf-8', errors='replace').strip()[-300:]}"
 
 
 def run_tests(step: CommandStep) -> str:
@@ -88,7 +92,7 @@ def run_chain(step: CommandStep) -> str:
     """Runs a whole job with Ray and DeepSpeed, and notes each stage's seconds and metrics."""
     with tempfile.TemporaryDirectory(prefix="first-quarter-", ignore_cleanup_errors=True) as folder:
         runs = Path(folder) / "runs"
-        job = [str(TINY_JOB), "--set", "engine.zero_stage=1"] if step.tiny else [str(JOB)]
+        job = [str(TINY_JOB), *TINY_SETTINGS] if step.tiny else [str(JOB)]
         status = step.run("heed", ["run", *job, "--runs", str(runs)])
         stages = sorted({path.parent for name in (LINEAGE, METRICS) for path in runs.glob(f"*/*/{name}")})
         step.note("chain", {stage.name: _stage(stage) for stage in stages})

@@ -31,7 +31,10 @@ from typing import Any
 STARTED = time.monotonic()
 ROOT = Path.cwd()
 CARRIED = ROOT / ".first_quarter"  # what prepare.sh made
-NEEDED = ("pydantic", "sqlalchemy", "tomli_w", "tenacity", "datasets", "ray", "deepspeed")  # the wheels' main packages
+NEEDED = (  # what the wheels bring, by the names of their imports
+    "pydantic", "sqlalchemy", "alembic", "tomli_w", "tenacity", "hjson", "jsonschema", "attrs", "datasets", "einops",
+    "msgpack", "cpuinfo", "requests", "httpx", "ray", "deepspeed",
+)  # fmt: skip
 RESERVED_SECONDS = 3  # for writing and printing the results
 
 # Seconds by estimate on an H100, and at most.
