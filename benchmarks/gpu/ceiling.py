@@ -79,12 +79,12 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     started = now(device)
     work()
     repeats = max(1, math.ceil(SHORTEST_SECONDS / max(now(device) - started, 1e-6)))
-    measure = _by_events if device.type == "cuda" else _by_clock
+    measure = by_events if device.type == "cuda" else _by_clock
     return median(measure(work, repeats) for _ in range(NUM_MEASUREMENTS))
 
 
-def _by_events(work: Callable[[], object], repeats: int) -> float:
-    """Measures time between two events in the device's queue, which CPU launches do not delay once it has started."""
+def by_events(work: Callable[[], object], repeats: int) -> float:
+    """Returns seconds per run between two events in the device's queue, which CPU launches delay only at its start."""
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begun.record()
     for _ in range(repeats):

@@ -25,7 +25,7 @@ from lm.generation import generate
 from lm.graphs import StepKind
 from lm.model import LanguageModel, ScalarModel
 from lm.sampling import Choice
-from lm.source import RandomInit, load
+from lm.source import ModelSource, RandomInit, load
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from ppo.controller import PPOController
@@ -43,6 +43,7 @@ from training.objectives import CausalLMObjective
 Role = TypeVar("Role", bound=Closeable)
 
 COPIED_BYTES, TINY_COPIED_BYTES = 2**32, 2**22
+SEED_0 = partial(RandomInit[nn.Module], seed=0)
 FIRST_WORD = 300  # tokens below are bytes and special tokens, which no drawn prompt contains
 CEILINGS = "ceilings"  # instead of a row's name
 # The part of an iteration that each method of PPO's roles belongs to.
@@ -183,7 +184,11 @@ def draw_prompts(number: int, num_tokens: int, vocab_size: int) -> list[list[int
     return drawn
 
 
-def write_models(folder: Path, sizes: Iteration) -> None:
+def write_models(
+    folder: Path,
+    sizes: Iteration,
+    draw: Callable[[Callable[[], nn.Module]], ModelSource[nn.Module]] = SEED_0,
+) -> None:
     """Writes `policy/` and `reward/`: random weights, and a byte vocabulary that no text is ever encoded with."""
     tokenizer = Tokenizer.train(["a"], 256 + 8, "chat")
     kinds: tuple[tuple[str, Callable[[], nn.Module]], ...] = (
@@ -191,7 +196,7 @@ def write_models(folder: Path, sizes: Iteration) -> None:
         ("reward", partial(ScalarModel, sizes.critic)),
     )
     for name, build in kinds:
-        model: Any = load(RandomInit(build, seed=0))
+        model: Any = load(draw(build))
         save_model(folder / name, model, model.state_dict(), tokenizer)
 
 

@@ -1,0 +1,131 @@
+"""What every step has: its device and clock, a file for its figures, and random weights drawn on the device."""
+
+import contextlib
+import gc
+import json
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.ceiling import by_events
+from benchmarks.gpu.device import now, peak_bytes
+from benchmarks.gpu.first_quarter.run import write_json
+from lm.model import initial_weight
+from lm.source import AnyModel, Rows, on_meta, rows_of
+from stages.planning.hardware import GPUS, Hardware
+from training.config import OptimizerConfig
+
+GIB = 2**30
+OPTIMIZER = OptimizerConfig(learning_rate=1e-5, schedule="constant")
+EXPANDABLE_FAILED = "no_expandable_segments"  # a file that tells later steps
+
+
+@dataclass
+class Context:
+    """Where a step runs, and the file that has its figures as soon as they are known."""
+
+    name: str
+    device: torch.device
+    tiny: bool
+    path: Path
+    found: dict[str, Any] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+
+    def note(self, **figures: Any) -> None:
+        """Adds figures, replacing those of the same name, and writes and prints them."""
+        self.found |= {name: _rounded(value) for name, value in figures.items()}
+        self.found["seconds"] = round(time.monotonic() - self.started, 1)
+        write_json(self.path, self.found)
+        print(f"  [{self.name}] " + json.dumps({name: self.found[name] for name in figures})[:900], flush=True)
+
+    @contextlib.contextmanager
+    def attempt(self, part: str) -> Iterator[None]:
+        """Notes an error in a part of a step as the figure `PART_failed`, and lets the next part begin."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.note(**{f"{part}_failed": f"{type(error).__name__}: {str(error)[:400]}"})
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def hardware(self) -> Hardware:
+        """The data sheet that shares refer to: the H200's for one, and the H100's for anything else."""
+        is_h200 = self.on_gpu and "H200" in torch.cuda.get_device_name(self.device)
+        return GPUS["h200" if is_h200 else "h100"]
+
+    def now(self) -> float:
+        """The time in seconds, once the device has finished its work."""
+        return now(self.device)
+
+    def release_memory(self) -> None:
+        """Returns unused memory to the device, and starts a new peak."""
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_gib(self) -> float:
+        return peak_bytes(self.device) / GIB
+
+    def held_gib(self) -> float:
+        return torch.cuda.memory_allocated(self.device) / GIB if self.on_gpu else 0.0
+
+    def avoid_expandable_segments(self) -> None:
+        """For this step and later ones: virtual machines may lack what segments of memory that grow need."""
+        (self.path.parent / EXPANDABLE_FAILED).touch()
+        self.avoid_expandable_segments_if_noted()
+
+    def avoid_expandable_segments_if_noted(self) -> None:
+        if (self.path.parent / EXPANDABLE_FAILED).exists():
+            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+
+
+def _rounded(value: Any) -> Any:
+    """Returns floats with five digits, which JSON can hold: infinities and NaN as text."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def device_seconds(work: Callable[[], object], repeats: int) -> float:
+    """Returns the GPU's seconds per call, after three calls that do not count."""
+    for _ in range(3):
+        work()
+    return by_events(work, repeats)
+
+
+@dataclass(frozen=True)
+class Drawn(Generic[AnyModel]):
+    """A model with random weights, as `lm.source.RandomInit` but drawn on the device.
+
+    A CPU takes ten seconds to draw 10^9 numbers.
+    """
+
+    build: Callable[[], AnyModel]
+    device: torch.device
+    seed: int = 0
+
+    def tensors(self, rows: Rows | None = None) -> Iterator[tuple[str, Tensor]]:
+        model: Any = on_meta(self.build)
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        shapes |= {name: buffer.shape for name, buffer in model.named_buffers()}
+        buffers = {name for name, _ in model.named_buffers()}
+        for name, shape in shapes.items():
+            with self.device:
+                value = torch.zeros(shape) if name in buffers else initial_weight(name, shape, model.config, generator)
+            if rows is None or name in rows:
+                yield name, rows_of(value, rows[name] if rows else None)
