@@ -15,12 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special, stats
 
-from evaluation.statistics.judges import labelers_agree
-from evaluation.statistics.length import length_controlled
-from evaluation.statistics.position import flips, position_bias
+from evaluation.statistics.judges import flips, labelers_agree, position_bias
 from evaluation.statistics.ratings import Model, rate
 from evaluation.statistics.significance import EqualityTest
-from evaluation.statistics.win_rates import bootstrap_prompts, pair_win_rate, prompt_means
+from evaluation.statistics.win_rates import bootstrap_prompts, length_controlled, pair_win_rate, prompt_means
 from evaluation.verdicts import Comparisons, Verdict
 from preferences.statistics.bootstrap import percentiles, resampled_sums
 from preferences.statistics.estimates import Floats, Ints

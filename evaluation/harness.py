@@ -14,8 +14,8 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
-from evaluation.measures.drawing import Policy
-from evaluation.measures.text import text_logprobs
+from evaluation.measures.kl import Policy
+from evaluation.measures.language_modelling import text_logprobs
 from lm.generation import generate
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
@@ -106,7 +106,7 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
         return context[-room:]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
-        """Returns log p of whole texts, nats, after the token that begins texts (`evaluation.measures.text`)."""
+        """Returns log p of whole texts, nats, after the token that begins texts (`text_logprobs`)."""
         texts = [request.args[0] for request in requests]
         return text_logprobs(self.policy.model, self.policy.tokenizer, texts)
 

@@ -179,7 +179,7 @@ def few_shot(
     """Measure in-context learning: how well a model solves an example after k solved ones, without training."""
     from rich.table import Table
 
-    from evaluation.few_shot import evaluate_few_shot, read_examples
+    from evaluation.measures.language_modelling import evaluate_few_shot, read_examples
     from training.data import DataConfig
 
     rows = read_examples(DataConfig(source=examples, max_rows=max_rows))

@@ -1,39 +1,47 @@
-"""Comparing policies: sample them, let judges say which response is better, and keep every row.
+"""Comparing policies: sample them, let judges say which response is better, keep every row, and conclude.
 
 An interrupted comparison continues. A finished comparison is sent only to judges whose verdicts it lacks; people are
-asked again each time, because they may have judged more since.
+asked again each time, because they may have judged more since. `conclude` turns a comparison's folder into statistics,
+measures and the report.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evaluation.answers import OnProgress
+from rich.table import Table
+
 from evaluation.compare.folder import (
+    BEST_OF_N,
+    MEASURES,
+    RESPONSES,
+    VERDICTS,
     Settings,
     holding,
     read_comparison,
     read_settings,
     refuse_other_settings,
-    sampled_before,
     versions,
     write_comparison,
     write_verdicts,
 )
 from evaluation.compare.judges import Judging, open_judges
+from evaluation.compare.report.page import write_comparison_report
+from evaluation.endpoint import OnProgress
+from evaluation.inputs import named_specs, read_compared_prompts
 from evaluation.judges.external import read_verdict_file
 from evaluation.judges.judge import Judge, pairs_of, refuse_too_many_failures
 from evaluation.judges.people import PeopleJudge
 from evaluation.judges.scorers import MAX_PAIRS, ScoreJudge
-from evaluation.names import named_specs
-from evaluation.policies.local import LocalPolicy
-from evaluation.policies.policy import Policy, Sampling
-from evaluation.policies.remote import RemotePolicy
-from evaluation.policies.saved import SavedPolicy, is_saved
-from evaluation.prompts import read_compared_prompts
-from evaluation.verdicts import Response, Verdict, write_rows
+from evaluation.measures.policies import Known, measure_policies
+from evaluation.policies import LocalPolicy, Policy, RemotePolicy, Sampling, SavedPolicy, is_saved
+from evaluation.verdicts import Response, Verdict, read_responses, read_verdicts, write_rows
+from files.atomic import write_json
 from files.hashes import file_hash
+from files.records import as_json
 from preferences.formats.parts import Report
 from training.data import DataConfig, Prompt
 
@@ -212,12 +220,20 @@ def _sample(
     """Returns responses by policy; what was sampled before an interruption is read."""
     responses: dict[str, list[Response]] = {}
     for policy in policies:
-        path, found = sampled_before(aside, policy, prompts)
+        path, found = _sampled_before(aside, policy, prompts)
         if not found:
             found = policy.respond(progress(f"sample {policy.name}"))
             write_rows(path, found)
         responses[policy.name] = found
     return responses
+
+
+def _sampled_before(aside: Path, policy: Policy, prompts: Sequence[Prompt]) -> tuple[Path, list[Response]]:
+    """Returns the file for a policy's responses, and the responses that it already holds."""
+    asked = [prompt.model_dump() for prompt in prompts]
+    depends = json.dumps([policy.describe(), asked], sort_keys=True)
+    path = aside / f"{hashlib.sha256(depends.encode()).hexdigest()[:24]}.parquet"
+    return path, read_responses(path) if path.is_file() else []
 
 
 def _is_asked(judge: Judge, known: Mapping[str, Any]) -> bool:
@@ -259,3 +275,70 @@ def counts_of(responses: Sequence[Response]) -> dict[str, int]:
         "num_empty": sum(not response.text.strip() for response in responses),
         "num_unfinished": sum(response.finished is False for response in responses),
     }
+
+
+def conclude(folder: Path) -> dict[str, Any]:
+    """Compute a comparison's statistics, measures and report from its folder alone; no other place does.
+
+    Returns the contents of report.json.
+    """
+    settings = read_settings(folder)
+    responses, verdicts = read_responses(folder / RESPONSES), read_verdicts(folder / VERDICTS)
+    path = folder / MEASURES
+    # Measures from elsewhere are kept.
+    measures = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if _share_prompts(responses):
+        known = Known(
+            best_of={found["name"]: found["n"] for found in settings["policies"] if found.get("kind") == BEST_OF_N},
+            pass_marks={judge["name"]: judge["pass_mark"] for judge in settings["judges"] if "pass_mark" in judge},
+        )
+        found = measure_policies(responses, verdicts, seed=settings["seed"], known=known)
+        write_json(path, measures | {"policies": as_json(found)})
+    return write_comparison_report(folder)
+
+
+def _share_prompts(responses: Sequence[Response]) -> bool:
+    """Returns whether all policies answer at least one common prompt, which only external judgments can lack."""
+    by_policy: dict[str, set[str]] = {}
+    for response in responses:
+        by_policy.setdefault(response.policy, set()).add(response.prompt_id)
+    return bool(set.intersection(*by_policy.values()))
+
+
+def results_table(report: Mapping[str, Any]) -> Table:
+    """A table of every two policies by every judge, from the report's own numbers: the first one's win rate and the
+    verdict."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("judge", "policies", "win rate (95%)", "p (Holm)", "prompts", ""):
+        table.add_column(column, no_wrap=column not in ("judge", "policies", ""))
+    for judge in report["summary"]["judges"]:
+        for pair in judge["pairs"]:
+            rate = pair["win_rate"]
+            interval = f"({_percent(rate['low'])} to {_percent(rate['high'])})"
+            failed = f"; {pair['num_failed']} verdicts failed" if pair["num_failed"] else ""
+            table.add_row(
+                judge["judge"],
+                f"{pair['policy_a']} against {pair['policy_b']}",
+                f"{_percent(rate['mean'])} {interval}",
+                f"{pair['significance']['holm_p']:.3g}",
+                f"{rate['num_prompts']:,}",
+                in_words(pair) + failed,
+            )
+    return table
+
+
+def in_words(pair: Mapping[str, Any]) -> str:
+    """Says which of the two is better; if that is not shown, the smallest win rate that would have been shown."""
+    if pair["different"]:
+        return f"{pair['policy_a'] if pair['win_rate']['mean'] > 0.5 else pair['policy_b']} is better"
+    detectable = pair["power"]["detectable"]
+    if pair["verdicts"]["wins"] == pair["verdicts"]["losses"] == 0:
+        return "no difference shown: all verdicts are ties"
+    if detectable is None:
+        return "no difference shown: too few prompts"
+    return f"no difference shown; {_percent(0.5 + detectable)} would be"
+
+
+def _percent(value: float | None) -> str:
+    """Formats a share in percent; None is unknown."""
+    return "?" if value is None else f"{value:.1%}"

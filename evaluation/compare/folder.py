@@ -10,7 +10,6 @@ While a comparison is running, its responses are in `FOLDER.sampling/`, one file
 they depend on, so that an interrupted comparison samples no policy again.
 """
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from evaluation.policies.policy import Policy
 from evaluation.verdicts import Response, Verdict, read_responses, read_verdicts, write_rows
 from files.atomic import atomic_folder, write_json, write_text
 from files.fields import any_messages, any_text, list_field, text_field, whole_field
@@ -57,14 +55,6 @@ def holding(folder: Path) -> Iterator[Path]:
         finally:
             if folder.exists():
                 shutil.rmtree(aside)
-
-
-def sampled_before(aside: Path, policy: Policy, prompts: Sequence[Prompt]) -> tuple[Path, list[Response]]:
-    """Returns the file for a policy's responses, and the responses that it already holds."""
-    asked = [prompt.model_dump() for prompt in prompts]
-    depends = json.dumps([policy.describe(), asked], sort_keys=True)
-    path = aside / f"{hashlib.sha256(depends.encode()).hexdigest()[:24]}.parquet"
-    return path, read_responses(path) if path.is_file() else []
 
 
 def write_comparison(

@@ -7,14 +7,12 @@ from pathlib import Path
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from evaluation.answers import Asker
-from evaluation.endpoint import Endpoint
+from evaluation.endpoint import Asker, Endpoint
+from evaluation.inputs import named_specs
 from evaluation.judges.judge import Judge
-from evaluation.judges.language_model import LanguageModelJudge
+from evaluation.judges.language_model import LanguageModelJudge, read_template
 from evaluation.judges.people import PeopleJudge
 from evaluation.judges.scorers import ScoreJudge, reward_model_score
-from evaluation.judges.template import read_template
-from evaluation.names import named_specs
 from files.hashes import file_hash, folder_hash
 from lm.hub import model_directory, model_hash
 from lm.tokenizer import Messages

@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.compare.comparing import Progress, counts_of, judged
+from evaluation.compare.comparing import Progress, conclude, counts_of, judged
 from evaluation.compare.config import CompareConfig
 from evaluation.compare.folder import BEST_OF_N, MEASURES, Settings, versions, write_files
 from evaluation.compare.judges import PEOPLE
-from evaluation.compare.outcome import conclude
 from evaluation.compare.results import (
     CompareResults,
     JudgeResults,

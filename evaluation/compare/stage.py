@@ -16,9 +16,9 @@ from evaluation.compare.judges import (
 )
 from evaluation.compare.report.stage import REPORTER
 from evaluation.compare.sampled import Sampled, compare_sampled
+from evaluation.inputs import named_specs
 from evaluation.judges.people import PeopleJudge
 from evaluation.judges.scorers import ScoreJudge
-from evaluation.names import named_specs
 from files.hashes import file_hash
 from files.records import record_of
 from lm.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Protocol
 
-from evaluation.answers import OnProgress
+from evaluation.endpoint import OnProgress
 from evaluation.verdicts import Response, Side, Verdict
 from training.data import Prompt
 

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from evaluation.answers import OnProgress
+from evaluation.endpoint import OnProgress
 from evaluation.judges.judge import Pair
 from evaluation.verdicts import Verdict
 from lm.tokenizer import Messages, Tokenizer

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluation.measures.curves import Curve, Point, best_of_n_curve, points
-from evaluation.measures.drawing import Drawn, Policy, draw
-from evaluation.measures.equal_terms import AtEqual, at_equal
-from evaluation.measures.kl import KL, require_same_vocabulary, response_kls, summarise_kl
+from evaluation.measures.curves import AtEqual, Curve, Point, at_equal, best_of_n_curve, points
+from evaluation.measures.kl import KL, Drawn, Policy, draw, require_same_vocabulary, response_kls, summarise_kl
 from evaluation.measures.overoptimisation import MIN_POLICIES, Overoptimised, fit_curve
 from lm.tokenizer import Messages
 from preferences.statistics.estimates import Floats

@@ -1,19 +1,85 @@
-"""Measures of every policy of a comparison, computed from its responses and verdicts: the contents of measures.json."""
+"""Measures of every policy of a comparison, computed from its responses and verdicts: the contents of measures.json.
+
+KL, scores, and signs of collapse: similar responses to one prompt, similar responses to all prompts, repetition,
+length, EOS rate. Words are lower-cased text split at white space. Measures that depend on the amount of text use the
+same prompts, and equally many responses or words, for every policy.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from evaluation.measures.diversity import Diversity, measure_diversity
 from evaluation.verdicts import Response, Verdict
 from preferences.statistics.clustered import clustered_mean
 from preferences.statistics.estimates import UNKNOWN, Interval
 from preferences.statistics.score import share_interval
 from reward.best_of_n import best_of_n_kl
 
+BLEU_N = 4
+BLEU_EPSILON = 0.1  # stands in for zero matches
+NUM_ORDERS = 20  # random orders in which texts are concatenated until there are enough words
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+
 Scores = Mapping[tuple[str, str, int], float]  # by policy, prompt and sample
+
+
+@dataclass(frozen=True)
+class Within:
+    """Similarity of `num_samples` responses to one prompt, averaged over prompts, with 95% intervals.
+
+    `identical` is the share of pairs with the same text, `distinct_2` the share of bigrams that are distinct, and
+    `self_bleu` how much of a response appears in the others. All lie between 0 and 1, and are unknown for one sample.
+    """
+
+    num_samples: int
+    identical: Interval
+    distinct_2: Interval
+    self_bleu: Interval
+
+
+@dataclass(frozen=True)
+class Across:
+    """Similarity of the first responses to all prompts. `distinct_*` use `num_words` words. These are not means over
+    prompts, so they have no interval.
+    """
+
+    num_words: int
+    identical: float
+    distinct_1: float
+    distinct_2: float
+    self_bleu: float
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of responses in tokens or words, with the quantiles 0, 5, 25, 50, 75, 95 and 100%."""
+
+    mean: Interval
+    quantiles: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Diversity:
+    """Lengths, EOS rate, repetition and empty responses are over all responses; `within` and `across` are as above.
+
+    `tokens` and `finished` (the share that ended with EOS) are unknown if the responses do not record them.
+
+    `repetition` is the mean share of 4-grams that repeat an earlier one of the same response; responses of fewer than
+    four words have none. `empty` is the share without a word.
+    """
+
+    num_prompts: int
+    num_responses: int
+    within: Within
+    across: Across
+    words: Lengths
+    tokens: Lengths | None
+    finished: Interval
+    repetition: Interval
+    empty: Interval
 
 
 @dataclass(frozen=True)
@@ -68,11 +134,11 @@ def measure_policies(
     scores = response_scores(verdicts)
     return {
         name: PolicyMeasures(
-            kl_nats=_mean(rows, [row.log_ratio for row in rows]),
+            kl_nats=_mean_of_all(rows, [row.log_ratio for row in rows]),
             kl_bound_nats=best_of_n_kl(known.best_of[name]) if name in known.best_of else math.nan,
-            proxy_score=_mean(rows, [row.proxy_score for row in rows]),
+            proxy_score=_mean_of_all(rows, [row.proxy_score for row in rows]),
             scores={
-                judge: _scores(rows, found, categories, known.pass_marks.get(judge, math.nan))
+                judge: _policy_scores(rows, found, categories, known.pass_marks.get(judge, math.nan))
                 for judge, found in scores.items()
                 if any((name, row.prompt_id, row.index) in found for row in rows)
             },
@@ -95,7 +161,7 @@ def response_scores(verdicts: Sequence[Verdict]) -> dict[str, Scores]:
     return dict(found)
 
 
-def _mean(rows: Sequence[Response], values: Sequence[float]) -> Interval:
+def _mean_of_all(rows: Sequence[Response], values: Sequence[float]) -> Interval:
     """Returns the mean over responses with its interval over prompts; unknown if a value is missing."""
     if np.isnan(values).any():
         return UNKNOWN
@@ -106,7 +172,9 @@ def _prompt_places(rows: Sequence[Response]) -> np.ndarray[tuple[int], np.dtype[
     return np.unique([row.prompt_id for row in rows], return_inverse=True)[1].astype(np.int64)
 
 
-def _scores(rows: Sequence[Response], found: Scores, categories: Mapping[str, str], pass_mark: float) -> PolicyScores:
+def _policy_scores(
+    rows: Sequence[Response], found: Scores, categories: Mapping[str, str], pass_mark: float
+) -> PolicyScores:
     scored = [row for row in rows if (row.policy, row.prompt_id, row.index) in found]
     score_R = np.array([found[row.policy, row.prompt_id, row.index] for row in scored])
     place_R = _prompt_places(scored)
@@ -117,3 +185,199 @@ def _scores(rows: Sequence[Response], found: Scores, categories: Mapping[str, st
         pass_share=UNKNOWN if math.isnan(pass_mark) else share_interval(passed_P),
         by_category={str(name): float(score_R[category_R == name].mean()) for name in np.unique(category_R)},
     )
+
+
+def measure_diversity(responses: Mapping[str, Sequence[Response]], *, seed: int) -> dict[str, Diversity]:
+    """Measures every policy, by name, on equal amounts of text where the amount matters.
+
+    Raises: ValueError for a policy without responses, policies without a common prompt, and two responses with the same
+    policy, prompt and index.
+    """
+    by_prompt = {name: _texts_by_prompt(name, rows) for name, rows in responses.items()}
+    common = [prompt for prompt in next(iter(by_prompt.values())) if all(prompt in of for of in by_prompt.values())]
+    if not common:
+        raise ValueError(f"policies {', '.join(responses)} share no prompt; at least one common prompt was expected")
+    by_prompt = {name: {prompt: prompts[prompt] for prompt in common} for name, prompts in by_prompt.items()}
+    num_samples = min(len(texts) for prompts in by_prompt.values() for texts in prompts.values())
+    firsts = {name: [texts[0] for texts in prompts.values()] for name, prompts in by_prompt.items()}
+    num_words = min(sum(len(text.split()) for text in texts) for texts in firsts.values())
+    return {
+        name: _diversity(rows, by_prompt[name], firsts[name], num_samples, num_words, seed)
+        for name, rows in responses.items()
+    }
+
+
+def _texts_by_prompt(name: str, rows: Sequence[Response]) -> dict[str, list[str]]:
+    """Returns the texts per prompt, sorted by index."""
+    if not rows:
+        raise ValueError(f"policy {name!r} has no responses; at least one was expected")
+    seen: dict[tuple[str, int], Response] = {}
+    for row in rows:
+        if (row.prompt_id, row.index) in seen:
+            raise ValueError(f"policy {name!r}: prompt {row.prompt_id!r} has two responses with index {row.index}")
+        seen[row.prompt_id, row.index] = row
+    found: dict[str, list[str]] = {}
+    for row in sorted(rows, key=lambda row: row.index):
+        found.setdefault(row.prompt_id, []).append(row.text)
+    return found
+
+
+def _diversity(
+    rows: Sequence[Response],
+    by_prompt: Mapping[str, Sequence[str]],
+    firsts: Sequence[str],
+    num_samples: int,
+    num_words: int,
+    seed: int,
+) -> Diversity:
+    place_R = _prompt_places(rows).tolist()
+    tokens = [row.num_tokens for row in rows if row.num_tokens is not None]
+    finished = [row.finished for row in rows if row.finished is not None]
+    return Diversity(
+        num_prompts=len(set(place_R)),
+        num_responses=len(rows),
+        within=_within([texts[:num_samples] for texts in by_prompt.values()], num_samples),
+        across=Across(
+            num_words=num_words,
+            identical=identical_share(firsts),
+            distinct_1=distinct_at(firsts, 1, num_words, seed=seed),
+            distinct_2=distinct_at(firsts, 2, num_words, seed=seed),
+            self_bleu=self_bleu(firsts),
+        ),
+        words=_lengths([len(row.text.split()) for row in rows], place_R),
+        tokens=_lengths(tokens, place_R) if len(tokens) == len(rows) else None,
+        finished=_mean_of_known(finished, place_R) if len(finished) == len(rows) else UNKNOWN,
+        repetition=_mean_of_known([repetition(row.text, BLEU_N) for row in rows], place_R),
+        empty=_mean_of_known([not row.text.strip() for row in rows], place_R),
+    )
+
+
+def _within(prompts: Sequence[Sequence[str]], num_samples: int) -> Within:
+    if num_samples < 2:
+        return Within(num_samples, UNKNOWN, UNKNOWN, UNKNOWN)
+    places = list(range(len(prompts)))
+    return Within(
+        num_samples,
+        identical=_mean_of_known([identical_share(texts) for texts in prompts], places),
+        distinct_2=_mean_of_known([distinct_n(texts, 2) for texts in prompts], places),
+        self_bleu=_mean_of_known([self_bleu(texts) for texts in prompts], places),
+    )
+
+
+def _mean_of_known(values: Sequence[float], places: Sequence[int]) -> Interval:
+    """Averages the values that are not NaN, with an interval over prompts."""
+    value_R, place_R = np.array(values, dtype=np.float64), np.array(places, dtype=np.int64)
+    there_R = ~np.isnan(value_R)
+    return clustered_mean(value_R[there_R], place_R[there_R])
+
+
+def _lengths(lengths: Sequence[int], places: Sequence[int]) -> Lengths:
+    quantiles = np.quantile(lengths, QUANTILES, method="inverted_cdf")
+    return Lengths(_mean_of_known(lengths, places), tuple(float(value) for value in quantiles))
+
+
+def identical_share(texts: Sequence[str]) -> float:
+    """Returns the share of pairs of texts that are equal after stripping white space; NaN for fewer than two texts."""
+    if len(texts) < 2:
+        return math.nan
+    counts = Counter(text.strip() for text in texts).values()
+    return sum(count * (count - 1) for count in counts) / (len(texts) * (len(texts) - 1))
+
+
+def distinct_at(texts: Sequence[str], n: int, num_words: int, *, seed: int) -> float:
+    """Computes distinct-n (Li et al. 2016, arXiv 1510.03055) of `num_words` words: texts in random order, the last cut.
+
+    It falls as text grows, so policies compare only at equal numbers of words. Averaged over NUM_ORDERS orders.
+    """
+    words = [text.split() for text in texts]
+    generator = np.random.default_rng(seed)
+    found = []
+    for _ in range(NUM_ORDERS):
+        taken, left = [], num_words
+        for place in generator.permutation(len(words)):
+            taken.append(" ".join(words[place][:left]))
+            left -= min(left, len(words[place]))
+            if not left:
+                break
+        found.append(distinct_n(taken, n))
+    return float(np.mean(found))
+
+
+def self_bleu(texts: Sequence[str]) -> float:
+    """Returns each text's mean BLEU with all others as references (Zhu et al. 2018, arXiv 1802.01886); 1 if all equal.
+
+    BLEU (Papineni et al. 2002) uses up to 4-grams, or as many as a shorter text has words; an order without a match
+    counts as BLEU_EPSILON matches (Chen & Cherry 2014, method 1). Texts without words are left out; NaN if fewer than
+    two remain.
+    """
+    words = [text.lower().split() for text in texts if text.split()]
+    if len(words) < 2:
+        return math.nan
+    orders = [[_grams(text, n) for text in words] for n in range(1, BLEU_N + 1)]
+    highest = [_two_highest(counts) for counts in orders]
+    lengths = sorted(len(text) for text in words)
+    scores = []
+    for place, text in enumerate(words):
+        logs = []
+        for n in range(1, min(BLEU_N, len(text)) + 1):
+            matches = 0
+            for gram, count in orders[n - 1][place].items():
+                first, owner, second = highest[n - 1][gram]
+                matches += min(count, second if owner == place else first)
+            logs.append(math.log(max(matches, BLEU_EPSILON) / (len(text) - n + 1)))
+        closest = _closest_other(lengths, len(text))
+        brevity = min(0.0, 1 - closest / len(text))
+        scores.append(math.exp(brevity + sum(logs) / len(logs)))
+    return sum(scores) / len(scores)
+
+
+def _grams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
+    return Counter(zip(*(words[start:] for start in range(n)), strict=False))
+
+
+def _two_highest(counts: Sequence[Counter[tuple[str, ...]]]) -> dict[tuple[str, ...], tuple[int, int, int]]:
+    """Returns per n-gram: its highest count in any text, which text that is, and its highest count in the other texts.
+
+    This gives the maximum over all texts but one without a pass over all of them.
+    """
+    found: dict[tuple[str, ...], tuple[int, int, int]] = {}
+    for place, grams in enumerate(counts):
+        for gram, count in grams.items():
+            first, owner, second = found.get(gram, (0, -1, 0))
+            found[gram] = (count, place, first) if count > first else (first, owner, max(second, count))
+    return found
+
+
+def _closest_other(lengths: Sequence[int], own: int) -> int:
+    """Returns the length closest to `own` among the others (sorted, one `own` removed); the shorter one on a tie."""
+    place = int(np.searchsorted(lengths, own))
+    others = [*lengths[max(0, place - 1) : place], *lengths[place + 1 : place + 2]]
+    return min(others, key=lambda length: (abs(length - own), length))
+
+
+def distinct_n(texts: Sequence[str], n: int) -> float:
+    """Returns the share of n-grams across all texts that are distinct, from 0 (everything repeats) to 1.
+
+    It falls as the amount of text grows, so compare policies on equally many samples of similar length. NaN if no text
+    has n words. distinct-1 and distinct-2 of Li et al. 2016, arXiv 1510.03055. Raises: ValueError for n < 1.
+    """
+    return _share_distinct([gram for text in texts for gram in _ngrams(text, n)])
+
+
+def repetition(text: str, n: int) -> float:
+    """Returns the share of a text's n-grams that repeat an earlier one: 0 means none; near 1, the text loops.
+
+    NaN if the text has fewer than n words. This is seq-rep-n of Welleck et al. 2019, arXiv 1908.04319, over words.
+    """
+    return 1 - _share_distinct(list(_ngrams(text, n)))
+
+
+def _ngrams(text: str, n: int) -> Iterator[tuple[str, ...]]:
+    if n < 1:
+        raise ValueError(f"n is {n}; at least 1 was expected")
+    words = text.lower().split()
+    return zip(*(words[start:] for start in range(n)), strict=False)
+
+
+def _share_distinct(grams: Sequence[tuple[str, ...]]) -> float:
+    return len(set(grams)) / len(grams) if grams else float("nan")

@@ -9,8 +9,6 @@ from preferences.statistics.estimates import LEVEL, Floats, Interval
 
 NUM_RESAMPLES = 10_000
 
-_PAIRS_PER_CHUNK = 1_000_000  # bounds the memory of comparing all sample pairs
-
 
 def bootstrap_mean(
     values: Sequence[float] | Sequence[Floats] | Floats,

@@ -8,7 +8,7 @@ pair weigh the same, whatever the number of their verdicts: for two policies, th
 the win rate.
 
 Shape letters: V pairs of policies that were compared, O outcomes (win, [tie,] loss), P policies, C prompts, K
-coefficients (θ of all policies but the first, [log ν]), S resamples.
+coefficients (θ of all policies but the first, [log ν]), S resamples, B fits or graphs at once.
 """
 
 import math
@@ -17,10 +17,10 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import scipy
 
 from evaluation.statistics import choice
-from evaluation.statistics.connections import Truths, islands_of, reaches
 from evaluation.statistics.results import Rating, Ratings
 from evaluation.statistics.significance import EqualityTest
 from evaluation.statistics.win_rates import expanded_level
@@ -33,6 +33,7 @@ NUM_RESAMPLES = 1_000
 ALL_TIED = "every verdict is a tie; ties alone say nothing about strengths, except that no policy is shown to be ahead"
 
 Model = Literal["bradley_terry", "davidson"]
+Truths = npt.NDArray[np.bool_]
 
 
 def rate(comparisons: Comparisons, *, model: Model, anchor: str, seed: int) -> Ratings:
@@ -247,3 +248,20 @@ def _side(above: bool, below: bool) -> Literal["", "above", "below", "both"]:
     if above and below:
         return "both"
     return "above" if above else "below" if below else ""
+
+
+def islands_of(num_policies: int, a_V: Ints, b_V: Ints) -> tuple[tuple[int, ...], ...]:
+    """Returns the groups of connected policies, each in ascending order, sorted by their first policy."""
+    graph = scipy.sparse.coo_matrix((np.ones(len(a_V)), (a_V, b_V)), shape=(num_policies, num_policies))
+    _, island_P = scipy.sparse.csgraph.connected_components(graph, directed=False)
+    _, first = np.unique(island_P, return_index=True)
+    return tuple(tuple(np.flatnonzero(island_P == island_P[place]).tolist()) for place in sorted(first))
+
+
+def reaches(beats_BPP: Truths) -> Truths:
+    """Returns [B, P, P] whether a chain of wins leads from i to j; every policy reaches itself."""
+    num_policies = beats_BPP.shape[1]
+    reached_BPP = beats_BPP | np.eye(num_policies, dtype=bool)
+    for _ in range(max(1, int(np.ceil(np.log2(max(num_policies, 2)))))):
+        reached_BPP = (reached_BPP.astype(np.float32) @ reached_BPP.astype(np.float32)) > 0
+    return np.asarray(reached_BPP)

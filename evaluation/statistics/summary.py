@@ -1,15 +1,16 @@
-"""`summarise` computes all statistics of a comparison from its verdicts. The records are in `results`."""
+"""Computes all statistics of a comparison from its verdicts, which are checked and sorted before anything is counted.
 
+The records are in `results`.
+"""
+
+import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
 
-from evaluation.statistics.checks import in_order
-from evaluation.statistics.judges import judges_agree, labelers_agree
-from evaluation.statistics.length import length_controlled
-from evaluation.statistics.position import flips, position_bias
+from evaluation.statistics.judges import flips, judges_agree, labelers_agree, position_bias
 from evaluation.statistics.ratings import rate
 from evaluation.statistics.results import (
     CategoryWinRate,
@@ -21,7 +22,7 @@ from evaluation.statistics.results import (
     Summary,
 )
 from evaluation.statistics.significance import ALPHA, EqualityTest, holm, holm_level, power_of
-from evaluation.statistics.win_rates import counts_of, pair_win_rate, prompt_means
+from evaluation.statistics.win_rates import counts_of, length_controlled, pair_win_rate, prompt_means
 from evaluation.verdicts import Comparisons, Verdict, comparisons_of
 
 
@@ -31,7 +32,7 @@ def summarise(verdicts: Sequence[Verdict], policies: Sequence[str] = (), *, seed
     `policies` gives the order: ratings are differences from the first, and a pair's a comes before its b. By default
     they are sorted by name. The order of rows does not matter, and swapping policies mirrors every number.
 
-    Raises: ValueError naming the row for verdicts that `checks.in_order` refuses, for a policy not among `policies`,
+    Raises: ValueError naming the row for verdicts that `in_order` refuses, for a policy not among `policies`,
     and if there are no verdicts.
     """
     if not verdicts:
@@ -135,3 +136,55 @@ def _failures(rows: Sequence[Verdict], names: tuple[str, ...]) -> tuple[Failures
     return tuple(
         Failures(judge, names[a], names[b], failure, num) for (judge, a, b, failure), num in sorted(counted.items())
     )
+
+
+def in_order(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Sorts verdicts, regardless of their original order and of which policy is called a.
+
+    Raises: ValueError, naming the row, for a duplicate (same prompt, policies and samples, judge, labeler and display
+    order), a score that is infinite or missing on one side, a negative sample, and a prompt with two categories.
+    """
+    seen: dict[tuple[object, ...], int] = {}
+    category: dict[str, tuple[str, int]] = {}
+    for number, verdict in enumerate(verdicts):
+        _refuse_invalid(verdict, _row_text(verdict, number))
+        key = _order_key(verdict)
+        if key in seen:
+            earlier = _row_text(verdicts[seen[key]], seen[key])
+            raise ValueError(f"{_row_text(verdict, number)}: the same verdict is given twice, first at {earlier}")
+        seen[key] = number
+        named, place = category.setdefault(verdict.prompt_id, (verdict.category, number))
+        if named != verdict.category:
+            raise ValueError(
+                f"{_row_text(verdict, number)}: category is {verdict.category!r}, but {named!r} at"
+                f" {_row_text(verdicts[place], place)}; one category per prompt was expected"
+            )
+    return sorted(verdicts, key=_order_key)
+
+
+def _refuse_invalid(verdict: Verdict, row: str) -> None:
+    if math.isinf(verdict.score_a) or math.isinf(verdict.score_b):
+        raise ValueError(f"{row}: scores are {verdict.score_a} and {verdict.score_b}; finite numbers were expected")
+    if not verdict.failure and math.isnan(verdict.score_a) != math.isnan(verdict.score_b):
+        raise ValueError(
+            f"{row}: scores are {verdict.score_a} and {verdict.score_b}; a verdict that did not fail must have both"
+            " scores or neither"
+        )
+    if min(verdict.index_a, verdict.index_b) < 0:
+        raise ValueError(f"{row}: samples are {verdict.index_a} and {verdict.index_b}; 0 or more was expected")
+    if min(verdict.length_a, verdict.length_b) < 0:
+        raise ValueError(f"{row}: lengths are {verdict.length_a} and {verdict.length_b}; 0 or more was expected")
+
+
+def _row_text(verdict: Verdict, number: int) -> str:
+    place = verdict.where or f"verdict {number} (from 0)"
+    return (
+        f"{place}, prompt {verdict.prompt_id!r}, {verdict.policy_a!r} against {verdict.policy_b!r},"
+        f" judge {verdict.judge!r}, labeler {verdict.labeler!r}"
+    )
+
+
+def _order_key(verdict: Verdict) -> tuple[object, ...]:
+    a, b = (verdict.policy_a, verdict.index_a), (verdict.policy_b, verdict.index_b)
+    first = {"a": verdict.policy_a, "b": verdict.policy_b, "": ""}[verdict.first]
+    return (verdict.prompt_id, verdict.judge, verdict.labeler, min(a, b), max(a, b), first)

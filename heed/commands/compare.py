@@ -14,9 +14,9 @@ from heed.commands.label import print_warnings
 from stages.progress import StageProgress, console, results_console
 
 if TYPE_CHECKING:
-    from evaluation.answers import OnProgress
     from evaluation.compare.comparing import Outcome, Progress
     from evaluation.compare.folder import Settings
+    from evaluation.endpoint import OnProgress
 
 LONGEST_NAME = 80
 WARNINGS = "warnings.jsonl"  # in the comparison's folder: warnings about a file of judgments
@@ -83,7 +83,7 @@ def compare(
     from evaluation.compare.comparing import Compared, take_verdicts
     from evaluation.compare.comparing import compare as compare_policies
     from evaluation.compare.judges import Asking, Judging
-    from evaluation.policies.policy import Sampling
+    from evaluation.policies import Sampling
     from heed.jobs.worlds import open_world
     from training.data import DataConfig
 
@@ -144,7 +144,7 @@ def _answers(folder: Path) -> Path:
 
 def _called(specs: Sequence[str], what: str) -> str:
     """Returns a folder name made of the names of what is compared."""
-    from evaluation.names import named_specs
+    from evaluation.inputs import named_specs
 
     names = "-".join(name for name, _ in named_specs(specs, what))
     return re.sub(r"[^A-Za-z0-9._-]+", "_", names)[:LONGEST_NAME]
@@ -199,7 +199,7 @@ def _print_people(outcome: "Outcome", judges: Sequence[str]) -> None:
 
 
 def _print_results(outcome: "Outcome", folder: Path) -> None:
-    from evaluation.compare.outcome import conclude, results_table
+    from evaluation.compare.comparing import conclude, results_table
 
     if not outcome.has_verdicts:
         console.print("no verdicts yet, nothing to report")

@@ -66,7 +66,7 @@ def measure_kl(
     json_file: JsonFile = None,
 ) -> None:
     """Measure the KL of a policy to its reference, unclamped, by three estimators."""
-    from evaluation.measures.drawing import Policy, draw
+    from evaluation.measures.kl import Policy, draw
     from evaluation.measures.kl import measure_kl as measured
     from heed.commands.measure_tables import kl_table
     from training.data import DataConfig, read_prompts
@@ -133,9 +133,8 @@ def measure_tax(
     json_file: JsonFile = None,
 ) -> None:
     """Measure the alignment tax: what policies lost in bits per byte and on few-shot tasks, in paired comparisons."""
-    from evaluation.few_shot import read_examples
-    from evaluation.measures.tax import Task
-    from evaluation.measures.tax import measure_tax as measured
+    from evaluation.measures.language_modelling import Task, read_examples
+    from evaluation.measures.language_modelling import measure_tax as measured
     from heed.commands.measure_tables import tax_tables
     from training.data import DataConfig, TextConfig, read_texts
 

@@ -8,12 +8,11 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from evaluation.measures.checkpoints import OverOptimisation
-from evaluation.measures.curves import Point
-from evaluation.measures.equal_terms import AtEqual
+from evaluation.measures.curves import AtEqual, Point
 from evaluation.measures.kl import KL
+from evaluation.measures.language_modelling import Change, Tax
 from evaluation.measures.overoptimisation import Overoptimised
 from evaluation.measures.reward_model import RewardMeasures
-from evaluation.measures.tax import Change, Tax
 from preferences.statistics.estimates import Interval, Share
 from stages.reports.text import count_of
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from evaluation.names import named_specs
-from evaluation.policies.saved import SavedPolicy
-from evaluation.prompts import asked_of, read_compared_prompts
+from evaluation.inputs import asked_of, named_specs, read_compared_prompts
+from evaluation.policies import SavedPolicy
 from files.fields import any_text, names
 from files.rows import Rows
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Task

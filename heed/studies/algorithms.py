@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from evaluation.measures.curves import Curve
-from evaluation.measures.equal_terms import mean_lead
+from evaluation.measures.curves import Curve, mean_lead
 from evaluation.statistics.means import bootstrap_mean
 from heed.studies.algorithm_arms import arms_of
 from heed.studies.contrasts import best_difference, negated, rise_and_fall

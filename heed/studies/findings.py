@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from evaluation.measures.curves import Curve
-from evaluation.measures.equal_terms import mean_lead
+from evaluation.measures.curves import Curve, mean_lead
 from heed.studies.arms import KL_COEFS, LABELERS_PER_TASK
 from heed.studies.contrasts import earlier, last_difference, negated, ratio_difference, rise_and_fall
 from heed.studies.verdicts import Claim, Contrast, Overall, Rule, decide, overall

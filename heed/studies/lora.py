@@ -3,8 +3,7 @@
 All arms read the same rankings (`algorithm_arms.py`). The smallest effects that matter were fixed before any run.
 """
 
-from evaluation.measures.curves import Curve
-from evaluation.measures.equal_terms import mean_lead
+from evaluation.measures.curves import Curve, mean_lead
 from heed.studies.algorithm_arms import arms_of
 from heed.studies.algorithms import pooled
 from heed.studies.contrasts import best_difference, ratio_difference

@@ -18,9 +18,8 @@ import numpy as np
 from evaluation.compare.stage import STAGE as COMPARE
 from evaluation.measures.checkpoints import Gold, gold_of_texts
 from evaluation.measures.curves import Curve, best_of_n_curve
-from evaluation.measures.drawing import Drawn, Policy, draw
-from evaluation.measures.kl import response_kls
-from evaluation.measures.text import bits_and_bytes
+from evaluation.measures.kl import Drawn, Policy, draw, response_kls
+from evaluation.measures.language_modelling import bits_and_bytes
 from files.atomic import atomic_file
 from heed.jobs.job import JobConfig
 from heed.studies.algorithm_arms import every_arm

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from evaluation.answers import AnswerCache, Asker
-from evaluation.endpoint import Answer, Endpoint
+from evaluation.endpoint import Answer, AnswerCache, Asker, Endpoint
 from files import retries
 
 KEY = "sk-very-secret"

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from evaluation.answers import Asker
-from evaluation.endpoint import Endpoint
+from evaluation.endpoint import Asker, Endpoint
 from evaluation.judges.judge import Pair, pairs_of, refuse_too_many_failures
-from evaluation.judges.language_model import LanguageModelJudge
+from evaluation.judges.language_model import OWN_TEMPLATE, LanguageModelJudge, fill, read_template, read_verdict
 from evaluation.judges.people import PeopleJudge
 from evaluation.judges.scorers import ScoreJudge, reward_model_score
-from evaluation.judges.template import OWN_TEMPLATE, fill, read_template, read_verdict
 from evaluation.verdicts import Response, Verdict
 from files import retries
 from lm.config import ModelConfig

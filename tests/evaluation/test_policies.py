@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 
-from evaluation.answers import Asker
-from evaluation.endpoint import Endpoint
-from evaluation.policies.local import LocalPolicy
-from evaluation.policies.policy import Sampling
-from evaluation.policies.remote import RemotePolicy
-from evaluation.policies.saved import SavedPolicy
+from evaluation.endpoint import Asker, Endpoint
+from evaluation.policies import LocalPolicy, RemotePolicy, Sampling, SavedPolicy
 from evaluation.verdicts import Response, write_rows
 from files import retries
 from lm.tokenizer import Tokenizer

@@ -4,22 +4,29 @@ Both depend only on the comparison's folder, so the same folder gives the same r
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from evaluation.compare.folder import VERDICTS, ComparisonFolder, read_comparison
-from evaluation.compare.report.answer import Styles, answer_of
-from evaluation.compare.report.curves import curve_parts
-from evaluation.compare.report.measures import measure_tables
-from evaluation.compare.report.pairs import as_shown
+from evaluation.compare.report.answer import Styles, answer_of, warnings_of
+from evaluation.compare.report.measures import curve_parts, measure_tables
 from evaluation.compare.report.samples import MAX_CHARACTERS, MAX_PROMPTS, samples_of
 from evaluation.compare.report.sections import Sections, meta_of
 from evaluation.compare.report.sources import Source, sources_of
-from evaluation.compare.report.warnings import warnings_of
-from evaluation.statistics.results import Summary
+from evaluation.statistics.results import (
+    CategoryWinRate,
+    Counts,
+    JudgeSummary,
+    LengthControlled,
+    PairSummary,
+    Summary,
+    WinRate,
+)
 from evaluation.statistics.summary import summarise
 from files.records import as_json
+from preferences.statistics.estimates import Interval
 from stages.reports.page import Page
 from stages.reports.page import render as render_page
 from stages.reports.parts import Cell, Details, Note, Row, Section, Table
@@ -148,3 +155,53 @@ def flat(value: Any, path: str = "") -> list[tuple[str, str]]:
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         return [line for key, entry in entries for line in flat(entry, f"{path}.{key}" if path else str(key))]
     return [(path, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))]
+
+
+def as_shown(summary: Summary, judges: Sequence[str]) -> Summary:
+    """Returns the same summary with judges in this order, and every pair oriented so that policy_a is preferred more
+    often."""
+    ordered = sorted(summary.judges, key=lambda judge: judges.index(judge.judge))
+    return replace(summary, judges=tuple(_ahead_first(judge) for judge in ordered))
+
+
+def _ahead_first(judge: JudgeSummary) -> JudgeSummary:
+    return replace(judge, pairs=tuple(turned(pair) if pair.win_rate.mean < 0.5 else pair for pair in judge.pairs))
+
+
+def turned(pair: PairSummary) -> PairSummary:
+    """Returns the pair from the other policy's side. Tests, power, position and flips are the same from both sides."""
+    return replace(
+        pair,
+        policy_a=pair.policy_b,
+        policy_b=pair.policy_a,
+        win_rate=_turned_rate(pair.win_rate),
+        verdicts=_turned_counts(pair.verdicts),
+        prompts=_turned_counts(pair.prompts),
+        length_controlled=_turned_length(pair.length_controlled),
+        categories=tuple(_turned_category(found) for found in pair.categories),
+    )
+
+
+def _turned_rate(rate: WinRate) -> WinRate:
+    return replace(
+        rate, mean=1 - rate.mean, low=1 - rate.high, high=1 - rate.low,
+        bootstrap=_turned_interval(rate.bootstrap), over_labelers=_turned_interval(rate.over_labelers),
+    )  # fmt: skip
+
+
+def _turned_interval(found: Interval) -> Interval:
+    return Interval(1 - found.mean, 1 - found.high, 1 - found.low)
+
+
+def _turned_counts(counts: Counts) -> Counts:
+    return Counts(counts.losses, counts.ties, counts.wins)
+
+
+def _turned_length(found: LengthControlled) -> LengthControlled:
+    """The coefficient of the length difference keeps its sign, because the difference and the outcome are both
+    reversed."""
+    return replace(found, mean=1 - found.mean, low=1 - found.high, high=1 - found.low)
+
+
+def _turned_category(found: CategoryWinRate) -> CategoryWinRate:
+    return replace(found, win_rate=_turned_rate(found.win_rate))

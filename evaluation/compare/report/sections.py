@@ -1,19 +1,37 @@
-"""The sections of a comparison's page: each judge, agreement and failures. Every figure names its rows."""
+"""The sections of a comparison's page: each judge, agreement and failures. Every figure names its rows.
+
+`Sections` puts them together; the functions below it make the rows of forest plots and the table of tests.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from evaluation.compare.report.answer import Styles
-from evaluation.compare.report.forests import agreement_row, category_row, length_row, rating_rows, win_row
-from evaluation.compare.report.pairs import tests_table
+from evaluation.compare.report.answer import Styles, by_rating, is_taken_back, rank_range
 from evaluation.compare.report.sources import Source, source_text
-from evaluation.statistics.results import Agreement, JudgeSummary, Ratings, Summary
-from stages.reports.forest import Forest, ForestRow, share_row
-from stages.reports.parts import Cell, Columns, Details, Facts, Note, Part, Row, Section, Table
-from stages.reports.text import count_of, number
+from evaluation.statistics.results import (
+    Agreement,
+    CategoryWinRate,
+    Counts,
+    JudgeSummary,
+    PairSummary,
+    Ratings,
+    Summary,
+    WinRate,
+)
+from stages.reports.forest import Dot, Forest, ForestRow, Stack, axis, share_dot, share_row
+from stages.reports.parts import Cell, Columns, Details, Facts, Note, Part, Row, SampleFilter, Section, Table
+from stages.reports.text import UNKNOWN, count_of, number, p_value, percent, points, share_ends
 
 MODELS = {"bradley_terry": "Bradley–Terry", "davidson": "Davidson"}
 MAX_OPEN_CATEGORIES = 3
+PAIR_COLUMNS = ("Pair", "Wins", "Ties", "Losses", "Win rate", "p", "Detectable", "Failed")
+UNBOUNDED = {
+    "": "",
+    "above": "it lost nothing",
+    "below": "it won nothing",
+    "both": "no chain of wins ties it to the others",
+}
 
 
 class Sections:
@@ -186,3 +204,144 @@ def meta_of(summary: Summary) -> tuple[str, ...]:
         count_of(len(summary.judges), "judge"),
         f"seed {summary.seed}",
     )
+
+
+def stack_of(counts: Counts, ahead: str, behind: str, title: str) -> Stack | None:
+    """Returns wins, ties and losses of `ahead`; None if there are none."""
+    total = counts.wins + counts.ties + counts.losses
+    if not total:
+        return None
+    parts = (
+        ("won", f"{ahead} wins", counts.wins),
+        ("tied", "ties", counts.ties),
+        ("lost", f"{behind} wins", counts.losses),
+    )
+    return Stack(title, tuple((kind, whose, num / total, num) for kind, whose, num in parts))
+
+
+def _with_ends(rate: WinRate) -> tuple[float, float, float]:
+    return rate.mean, rate.low, rate.high
+
+
+def win_row(pair: PairSummary, styles: Styles) -> ForestRow:
+    """A row with the win rate of a pair's first policy, and its prompts won, tied and lost."""
+    a, b = styles[pair.policy_a], styles[pair.policy_b]
+    stack = stack_of(pair.prompts, a.title, b.title, "Prompts")
+    return share_row((a, b), _with_ends(pair.win_rate), stack=stack, unknown="no verdict stands")
+
+
+def category_row(found: CategoryWinRate) -> ForestRow:
+    """A row with the win rate of a pair's first policy in one category."""
+    cells = (p_value(found.holm_p), number(found.win_rate.num_prompts))
+    return share_row((found.category or "(no category)",), _with_ends(found.win_rate), cells)
+
+
+def length_row(pair: PairSummary, styles: Styles) -> ForestRow:
+    """Rows with a pair's plain win rate and, hollow, the one at equal length."""
+    fitted, heads = pair.length_controlled, (styles[pair.policy_a], styles[pair.policy_b])
+    if math.isnan(fitted.mean):
+        return share_row(heads, _with_ends(pair.win_rate), (UNKNOWN,), note=fitted.reason)
+    note = "fitted with a prior: these verdicts alone have no finite fit" if fitted.shrunk else ""
+    text = f"{percent(fitted.mean)} ({share_ends(fitted.low, fitted.high)})"
+    row = share_row(heads, _with_ends(pair.win_rate), (text,), note=note)
+    return replace(row, dots=(*row.dots, share_dot(fitted.mean, fitted.low, fitted.high, "hollow")))
+
+
+def agreement_row(head: str, found: Agreement) -> ForestRow:
+    """A row with the agreement of two judges, or of one judge's labelers."""
+    share, alpha = found.share, found.alpha
+    ends = "" if math.isnan(alpha.low) else f" ({number(float(alpha.low))} to {number(float(alpha.high))})"
+    cells = (number(float(alpha.value)) + ends, number(share.num_pairs))
+    return share_row((head,), (share.mean, share.low, share.high), cells, note=alpha.reason, unknown="")
+
+
+def rating_rows(
+    ratings: Ratings, styles: Styles
+) -> tuple[tuple[ForestRow, ...], tuple[tuple[float, str], ...], float | None]:
+    """Returns a row per policy, best first; the axis's ticks; and the position of 0."""
+    ordered = by_rating(ratings)
+    ends = [value for r in ordered for value in (r.value, r.low, r.high) if math.isfinite(value)]
+    low, high, ticks = axis(min(ends), max(ends))
+
+    def place(value: float) -> float:
+        return (min(max(value, low), high) - low) / (high - low)
+
+    rows = []
+    for rating in ordered:
+        is_known = not (math.isnan(rating.low) or math.isnan(rating.high))
+        interval = f"{rating_text(rating.low)} to {rating_text(rating.high)}" if is_known else "unknown"
+        dot = Dot(
+            place(rating.value),
+            place(rating.low) if is_known else None,
+            place(rating.high) if is_known else None,
+            open_low=rating.low == -math.inf,
+            open_high=rating.high == math.inf,
+        )
+        rows.append(
+            ForestRow(
+                (styles[rating.policy],),
+                (dot,),
+                rating_text(rating.value),
+                "by definition" if rating.policy == ratings.anchor else interval,
+                (rank_range(rating).removeprefix("rank "),),
+                note=UNBOUNDED[rating.unbounded],
+            )
+        )
+    zero = (0 - low) / (high - low) if low <= 0 <= high else None
+    return tuple(rows), tuple((place(tick), rating_text(tick, 1)) for tick in ticks), zero
+
+
+def rating_text(value: float, digits: int = 2) -> str:
+    """A rating in log-odds, with possibly infinite ends."""
+    if math.isinf(value):
+        return "∞" if value > 0 else "\u2212∞"
+    return number(float(value), digits) if abs(value) >= 0.5 * 10**-digits else number(0.0, digits)
+
+
+def tests_table(judge: JudgeSummary, place: int, policies: Sequence[str], styles: Styles) -> Table:
+    """A table with a row per pair and its test; the numbers of prompts filter the samples."""
+    rows = tuple(_tests_row(pair, place, policies, styles) for pair in judge.pairs)
+    holm = f" p-values are corrected for {count_of(len(rows), 'pair')} (Holm)." if len(rows) > 1 else ""
+    if any(is_taken_back(pair) for pair in judge.pairs):
+        holm += " Where that takes a difference back, the interval is widened to the level of the corrected test."
+    caption = (
+        'Prompts won, tied and lost, and the test of "preferred equally often"; a number leads to its prompts. A'
+        " difference is shown if p is below .05, which is when the interval excludes 50%: both come from the same test."
+        f"{holm} Detectable: the distance from 50% that 4 of 5 such studies would have seen, in points."
+    )
+    return Table(caption, PAIR_COLUMNS, rows, "tests", f"Test of each pair by {judge.judge}")
+
+
+def _tests_row(pair: PairSummary, judge: int, policies: Sequence[str], styles: Styles) -> Row:
+    a, b = policies.index(pair.policy_a), policies.index(pair.policy_b)
+    key, rate, significance = f"{min(a, b)}-{max(a, b)}", pair.win_rate, pair.significance
+    counts = (
+        ("wins", pair.prompts.wins, str(a)),
+        ("ties", pair.prompts.ties, "tie"),
+        ("losses", pair.prompts.losses, str(b)),
+    )
+    links = [
+        Cell(number(num), filter=SampleFilter(key, judge, verdict, f"{number(num)} {name}: show the prompts"))
+        for name, num, verdict in counts
+    ]
+    over = rate.over_labelers
+    other_labelers = "" if math.isnan(over.low) else f"; with other labelers {share_ends(over.low, over.high)}"
+    detectable = "none" if math.isnan(pair.power.detectable) else f"±{points(pair.power.detectable)}"
+    missing = f"{number(pair.num_prompts_missing)} missing" if pair.num_prompts_missing else ""
+    numbers = (
+        Cell(percent(rate.mean), share_ends(rate.low, rate.high) + other_labelers),
+        Cell(_p(significance.holm_p), "different" if pair.different else "not shown"),
+        Cell(detectable, _needed(pair)),
+        Cell(number(pair.num_failed), missing),
+    )
+    return Row((styles[pair.policy_a], styles[pair.policy_b]), (*links, *numbers), is_strong=pair.different)
+
+
+def _p(p: float) -> str:
+    return p_value(p).removeprefix("p ").removeprefix("= ")
+
+
+def _needed(pair: PairSummary) -> str:
+    """The number of prompts that would show the observed difference, if it was not shown."""
+    needed = pair.power.num_prompts_needed
+    return "" if pair.different or needed is None else f"needs {number(needed)} prompts"

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from evaluation.measures.checkpoints import Spec, over_optimisation
-from evaluation.measures.drawing import Policy, draw
-from evaluation.measures.kl import measure_kl
+from evaluation.measures.kl import Policy, draw, measure_kl
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Messages, Tokenizer

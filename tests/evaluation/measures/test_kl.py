@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks.measures_coverage import kl_coverage
 from evaluation.measures import kl
-from evaluation.measures.drawing import Policy, draw
-from evaluation.measures.kl import exact_kl, measure_kl, response_kls, summarise_kl
+from evaluation.measures.kl import Policy, draw, exact_kl, measure_kl, response_kls, summarise_kl
 from lm.config import ModelConfig
 from lm.generation import generate
 from lm.logprobs import LOGITS_AT_ONCE

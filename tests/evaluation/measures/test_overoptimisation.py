@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.measures_coverage import gao_coverage, planted_curve
-from evaluation.measures.curves import Curve, best_of_n_curve, points
-from evaluation.measures.equal_terms import at_equal, mean_lead
+from evaluation.measures.curves import Curve, at_equal, best_of_n_curve, mean_lead, points
 from evaluation.measures.overoptimisation import fit_curve, gain_at, gold_tops, top
 from reward.best_of_n import best_of_n_expected, best_of_n_kl
 

@@ -10,14 +10,15 @@ import pytest
 from benchmarks.measures_coverage import calibration_coverage, planted_pairs
 from evaluation.measures.calibration import ScoredPairs, best_scale, calibration
 from evaluation.measures.reward_model import (
+    SECTIONS,
     heldout_only,
     highest_accuracy,
     measure_reward_model,
     measures_of_scores,
     read_judged,
+    rewardbench_score,
     scored_pairs,
 )
-from evaluation.measures.rewardbench import SECTIONS, rewardbench_score
 from files.records import as_json
 from lm.config import ModelConfig
 from lm.model import ScalarModel, init_weights

@@ -11,8 +11,7 @@ import pytest
 from scipy import special, stats
 
 from benchmarks.compare_worlds import comparisons
-from evaluation.statistics.connections import islands_of
-from evaluation.statistics.ratings import ALL_TIED, rate
+from evaluation.statistics.ratings import ALL_TIED, islands_of, rate
 from evaluation.statistics.win_rates import prompt_means
 
 WINS = np.array([[0, 7, 9, 4], [3, 0, 6, 5], [1, 4, 0, 2], [6, 5, 8, 0]])  # wins of the row over the column

@@ -8,8 +8,15 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from evaluation.measures.diversity import distinct_at, distinct_n, identical_share, measure_diversity, self_bleu
-from evaluation.measures.policies import measure_policies
+from evaluation.measures.policies import (
+    distinct_at,
+    distinct_n,
+    identical_share,
+    measure_diversity,
+    measure_policies,
+    repetition,
+    self_bleu,
+)
 from evaluation.verdicts import Response
 from files.records import as_json
 
@@ -125,3 +132,25 @@ def test_refusals() -> None:
         measure_policies([Response("a", "p", 0, "x"), Response("b", "q", 0, "x")], seed=0)
     with pytest.raises(ValueError, match="policy 'b' has no responses"):
         measure_diversity({"a": rows_of("a", [["x"]]), "b": []}, seed=0)
+
+
+def test_distinct_n_by_hand():
+    texts = ["the cat sat", "The cat  ran"]  # words: the cat sat the cat ran
+    assert distinct_n(texts, 1) == 4 / 6
+    assert distinct_n(texts, 2) == 3 / 4  # the-cat twice, cat-sat, cat-ran; no n-gram spans two texts
+    assert distinct_n(texts, 3) == 1.0
+
+
+def test_distinct_n_without_ngrams_is_unknown():
+    assert math.isnan(distinct_n(["word", ""], 2))
+
+
+def test_repetition_by_hand():
+    assert repetition("a b a b a b", 2) == pytest.approx(1 - 2 / 5)  # ab ba ab ba ab
+    assert repetition("a b c d", 2) == 0.0
+    assert math.isnan(repetition("a", 2))
+
+
+def test_ngrams_refuse_n_below_one():
+    with pytest.raises(ValueError, match="n is 0"):
+        distinct_n(["a b"], 0)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from evaluation.names import named_specs
-from evaluation.prompts import read_compared_prompts
+from evaluation.inputs import named_specs, read_compared_prompts
 from training.data import DataConfig, Prompt
 
 

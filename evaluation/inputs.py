@@ -1,0 +1,139 @@
+"""What a comparison is given: policies and judges as NAME=SPEC, and prompts with ids and categories.
+
+A policy's or judge's name is the one given, or the end of its spec, made unique. A prompt is a conversation that ends
+with a user's turn.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from files.conversations import ConversationReader, turns_of
+from files.fields import names, text_field
+from training.data import DataConfig, Prompt, read_rows
+
+CATEGORY_FIELDS = ("category", "kind", "dataset")  # names of the category in published prompt sets
+
+_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.+-]*)=(.+)")
+_UNINFORMATIVE = ("model", "model_ema")  # the folder in which every run keeps its model
+_SUFFIXES = (".gz", ".jsonl", ".json", ".parquet", ".toml")
+
+
+def named_specs(specs: Sequence[str], what: str) -> list[tuple[str, str]]:
+    """Returns (name, spec) of each NAME=SPEC or SPEC, in order. `what` says in error messages what they are.
+
+    The default name is the last informative part of the spec (ppo for `runs/demo/ppo/model`). If two would get the same
+    name, both use as many parts as it takes to tell them apart (demo/ppo and other/ppo).
+    Raises: ValueError for a name given twice, and for identical specs.
+    """
+    split = [_name_and_spec(spec) for spec in specs]
+    taken = [name for name, _ in split if name]
+    for name in taken:
+        if taken.count(name) > 1:
+            raise ValueError(f"{what} {name!r}: the name is used twice; names must differ")
+    unnamed = [spec for name, spec in split if not name]
+    for spec in unnamed:
+        if unnamed.count(spec) > 1:
+            raise ValueError(f"{what} {spec!r} is given twice; NAME={spec} tells two of them apart")
+    derived = _default_names(unnamed, set(taken), what)
+    return [(name or derived[spec], spec) for name, spec in split]
+
+
+def _name_and_spec(spec: str) -> tuple[str, str]:
+    found = _NAMED.fullmatch(spec)
+    return (found[1], found[2]) if found else ("", spec)
+
+
+def _default_names(specs: Sequence[str], taken: set[str], what: str) -> dict[str, str]:
+    parts = {spec: _name_parts(spec) for spec in specs}
+    name_of = {spec: own[-1] for spec, own in parts.items()}
+    for num_parts in range(2, max((len(own) for own in parts.values()), default=0) + 1):
+        alike = [spec for spec in specs if _is_name_taken(name_of, spec, taken)]
+        name_of |= {spec: "/".join(parts[spec][-num_parts:]) for spec in alike}
+    for spec in specs:
+        if _is_name_taken(name_of, spec, taken):
+            raise ValueError(
+                f"{what} {spec!r} would be called {name_of[spec]!r} like another; name it with NAME={spec}"
+            )
+    return name_of
+
+
+def _is_name_taken(name_of: dict[str, str], spec: str, taken: set[str]) -> bool:
+    return name_of[spec] in taken or list(name_of.values()).count(name_of[spec]) > 1
+
+
+def _name_parts(spec: str) -> list[str]:
+    """Splits a spec into the parts of its name, the most informative one last; at least one."""
+    place, _, fragment = spec.partition("#")
+    if fragment:
+        return [fragment]
+    kind, separator, rest = place.partition(":")
+    if separator and not rest.startswith("//"):
+        # gold:WORLD and people:STORE are named by their kind; a function by its own name.
+        return [kind] if kind in ("gold", "people") else [Path(kind).stem, rest]
+    parts = [part for part in (rest if separator else place).split("/") if part not in ("", ".", "..", "~")]
+    while len(parts) > 1 and parts[-1] in _UNINFORMATIVE:
+        parts.pop()
+    for suffix in _SUFFIXES:
+        parts[-1:] = [part.removesuffix(suffix) or part for part in parts[-1:]]
+    return parts or [spec]
+
+
+def read_compared_prompts(data: DataConfig, category_field: str = "") -> list[Prompt]:
+    """Reads prompts in the rows' order, in one of the formats of docs/data.md.
+
+    If rows have no `prompt_id`, it is the row's number, from 0. A prompt's `kind` is the row's `category_field`, which
+    every row must then have; if it is "", it is the first of `category`, `kind` and `dataset` that the row has.
+    Raises: ValueError naming file, line and field; for a repeated id or conversation, naming both lines.
+    """
+    prompts: list[Prompt] = []
+    ids: dict[str, str] = {}
+    texts: dict[tuple[tuple[str, str], ...], str] = {}
+    reader = ConversationReader("prompt", data.format)
+    for index, (where, row) in enumerate(read_rows(data)):
+        prompt_id = id_of(where, row) if "prompt_id" in row else str(index)
+        messages = reader.read(where, row)
+        if prompt_id in ids:
+            raise ValueError(f"{where}: prompt_id {prompt_id!r} is already used in {ids[prompt_id]}")
+        if conversation_key(messages) in texts:
+            raise ValueError(f"{where}: the prompt is the same as in {texts[conversation_key(messages)]}")
+        ids[prompt_id] = texts[conversation_key(messages)] = where
+        category = category_of(where, row, category_field)
+        prompts.append(Prompt(prompt_id=prompt_id, messages=tuple(messages), kind=category))
+    if not prompts:
+        raise ValueError(f"{data.source}: no prompts; at least one was expected")
+    return prompts
+
+
+def id_of(where: str, row: Mapping[str, Any]) -> str:
+    """Returns the row's `prompt_id` as text. Raises: ValueError if it is neither text nor a whole number."""
+    value = row["prompt_id"]
+    if type(value) is int:
+        return str(value)
+    return text_field(where, row, "prompt_id")
+
+
+def asked_of(where: str, row: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Returns a row's question as messages.
+
+    Raises: ValueError naming file, line and field.
+    """
+    return turns_of(where, row, "prompt")
+
+
+def category_of(where: str, row: Mapping[str, Any], field: str) -> str:
+    """Returns the row's category as text, "" if it has none. Raises: ValueError if `field` is set and missing."""
+    if field and row.get(field) is None:
+        raise ValueError(f"{where}: the category field {field!r} is missing; found {names(row)}")
+    fields = (field,) if field else CATEGORY_FIELDS
+    return next((str(row[name]) for name in fields if isinstance(row.get(name), str | int)), "")
+
+
+def conversation_key(messages: Iterable[Mapping[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Returns a key that is equal for equal conversations; whitespace around texts is ignored."""
+    return tuple((message["role"], message["content"].strip()) for message in messages)
+
+
+def by_id(prompts: Sequence[Prompt]) -> dict[str, Prompt]:
+    return {prompt.prompt_id: prompt for prompt in prompts}

@@ -1,1 +1,0 @@
-"""The policies of a comparison: local models, models behind an endpoint, saved outputs."""
