@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 import scipy
 
-from preferences.statistics.clustered import clustered_mean
 from preferences.statistics.estimates import LEVEL, Floats, Interval
+from preferences.statistics.intervals import clustered_mean
 from reward.best_of_n import best_of_n_expected, best_of_n_kl
 
 Kind = Literal["rl", "best_of_n"]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from evaluation.verdicts import Response
-from preferences.statistics.clustered import clustered_mean
 from preferences.statistics.estimates import UNKNOWN, Interval
+from preferences.statistics.intervals import clustered_mean
 
 BLEU_N = 4
 BLEU_EPSILON = 0.1  # stands in for zero matches

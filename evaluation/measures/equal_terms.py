@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 
 from evaluation.measures.curves import Curve, expanded_level
-from preferences.statistics.bootstrap import percentiles, resampled_sums
 from preferences.statistics.estimates import UNKNOWN, Floats, Interval
+from preferences.statistics.intervals import percentiles, resampled_sums
 
 Axis = Literal["kl", "proxy"]
 

@@ -24,8 +24,8 @@ from lm.model import LanguageModel
 from lm.padding import batches_by_length
 from lm.progress import note_progress
 from lm.sequence_logprobs import logits_function, position_chunks, predicting_states
-from preferences.statistics.clustered import clustered_mean
 from preferences.statistics.estimates import Floats, Interval
+from preferences.statistics.intervals import clustered_mean
 from reward.sampling import BATCH
 
 MAX_PREFIXES = 200_000  # the most that `exact_kl` enumerates

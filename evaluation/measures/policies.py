@@ -8,9 +8,8 @@ import numpy as np
 
 from evaluation.measures.diversity import Diversity, measure_diversity
 from evaluation.verdicts import Response, Verdict
-from preferences.statistics.clustered import clustered_mean
 from preferences.statistics.estimates import UNKNOWN, Interval
-from preferences.statistics.score import share_interval
+from preferences.statistics.intervals import clustered_mean, share_interval
 from reward.best_of_n import best_of_n_kl
 
 Scores = Mapping[tuple[str, str, int], float]  # by policy, prompt and sample

@@ -14,8 +14,8 @@ import numpy as np
 from evaluation.few_shot import Example, few_shot_rows
 from evaluation.measures.drawing import Policy
 from evaluation.measures.text import bits_and_bytes
-from preferences.statistics.bootstrap import bootstrap_ratio
 from preferences.statistics.estimates import LEVEL, Floats, Interval
+from preferences.statistics.intervals import bootstrap_ratio
 
 NUM_RESAMPLES = 10_000
 

@@ -1,6 +1,6 @@
 """Agreement between judges, and between the labelers of one judge.
 
-Shape letters: T items (two responses to a prompt), as in `preferences.statistics.alpha`.
+Shape letters: T items (two responses to a prompt), as in `preferences.statistics.agreement`.
 """
 
 from collections import defaultdict
@@ -10,8 +10,8 @@ import numpy as np
 
 from evaluation.statistics.results import Agreement
 from evaluation.verdicts import Verdict
-from preferences.statistics.alpha import ranking_alpha
-from preferences.statistics.clustered import Tally, clustered_shares
+from preferences.statistics.agreement import ranking_alpha
+from preferences.statistics.intervals import Tally, clustered_shares
 from preferences.statistics.panel import PairCounts
 
 Item = tuple[str, tuple[str, int], tuple[str, int]]

@@ -13,7 +13,7 @@ import numpy as np
 from evaluation.statistics.results import Flips, PositionBias
 from evaluation.verdicts import Comparisons, Verdict
 from preferences.statistics.estimates import Floats, Ints, Share
-from preferences.statistics.score import score_interval
+from preferences.statistics.intervals import score_interval
 
 NO_ORDER = "the order in which responses were shown is not known for any verdict"
 ONE_ORDER = "no two policies were shown in both orders, so position bias cannot be separated from strength"

@@ -14,9 +14,8 @@ import scipy
 from evaluation.statistics.results import Counts, WinRate
 from evaluation.statistics.significance import ALPHA, EqualityTest
 from evaluation.verdicts import Comparisons
-from preferences.statistics.bootstrap import bootstrap_ratio, percentiles
 from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints
-from preferences.statistics.score import score_interval
+from preferences.statistics.intervals import bootstrap_ratio, percentiles, score_interval
 
 NUM_RESAMPLES = 2_000
 

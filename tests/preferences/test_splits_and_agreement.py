@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from preferences.rankings import is_heldout, split_rankings
 from preferences.records import Message, Ranking
-from preferences.splits import is_heldout, split_rankings
 from preferences.statistics.agreement import accuracy_against, pairwise_agreement
 
 

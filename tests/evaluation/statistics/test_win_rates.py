@@ -16,7 +16,7 @@ from evaluation.statistics.win_rates import (
     pair_win_rate,
     prompt_means,
 )
-from preferences.statistics.score import score_interval
+from preferences.statistics.intervals import score_interval
 
 
 def pair(rows):

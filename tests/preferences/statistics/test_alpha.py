@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from preferences.records import Judgment, Message, Task, dense_ranks
-from preferences.statistics.alpha import NO_OVERLAP, NO_VARIATION, Alpha, ordinal_alpha, ranking_alpha, rating_alpha
+from preferences.statistics.agreement import NO_OVERLAP, NO_VARIATION, Alpha, ordinal_alpha, ranking_alpha, rating_alpha
 from preferences.statistics.panel import Panel, count_pairs, pair_signs
 
 # Krippendorff 2011, Computing Krippendorff's Alpha-Reliability, part C: four observers, twelve units; 0 is missing.

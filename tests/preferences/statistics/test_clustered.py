@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from preferences.statistics.clustered import clustered_mean, mean_is_zero
+from preferences.statistics.intervals import clustered_mean, mean_is_zero
 from tests.examples import examples
 
 

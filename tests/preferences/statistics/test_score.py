@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from preferences.statistics.score import decided_interval, score_interval, variance_under
+from preferences.statistics.intervals import decided_interval, score_interval, variance_under
 
 Z = stats.norm.ppf(0.975)
 
