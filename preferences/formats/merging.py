@@ -1,5 +1,6 @@
-"""From rows to judgments to rankings: merging rows about the same task and labeler, extracting the final rankings from
-judgments, and the pairs of final rankings for formats with two responses per row.
+"""From rows to tasks and judgments, and from judgments to final rankings and their pairs of responses.
+
+Rows about the same task and labeler are merged. Pairs are for formats with two responses per row.
 """
 
 from collections import deque
