@@ -20,9 +20,8 @@ from evaluation.statistics.ratings import Model, rate
 from evaluation.statistics.significance import EqualityTest
 from evaluation.statistics.win_rates import bootstrap_prompts, length_controlled, pair_win_rate, prompt_means
 from evaluation.verdicts import Comparisons, Verdict
-from preferences.statistics.bootstrap import percentiles, resampled_sums
 from preferences.statistics.estimates import Floats, Ints
-from preferences.statistics.score import wilson
+from preferences.statistics.intervals import percentiles, resampled_sums, wilson
 
 MAX_BOOTSTRAPPED = 200  # prompts: with more, 2,000 worlds take an hour
 

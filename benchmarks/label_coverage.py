@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks.known_labelers import Size, draw_world
 from benchmarks.label_truth import held_against_truth, is_covered
-from preferences.statistics.alpha import Alpha
-from preferences.statistics.clustered import Tally, clustered_shares
+from preferences.statistics.agreement import Alpha
+from preferences.statistics.intervals import Tally, clustered_shares
 from preferences.statistics.summary import summary
 
 SIZE = Size(num_ordinary=90, num_gold=40, num_repeats=40)

@@ -20,9 +20,9 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.known_labelers import CUTS, NUM_RESPONSES, NUM_WORDS, PACE_SPREAD, SHARED_TASTE, TRAITS, Traits
-from preferences.statistics.alpha import Alpha
+from preferences.statistics.agreement import Alpha
 from preferences.statistics.estimates import Floats, Interval, Share
-from preferences.statistics.habits import TOO_FAST_WORDS_PER_MINUTE
+from preferences.statistics.quality import TOO_FAST_WORDS_PER_MINUTE
 from preferences.statistics.summary import LabelReport
 
 LIKED_BY_ALL = 1 + SHARED_TASTE**2  # variance of quality and shared taste

@@ -29,8 +29,8 @@ from heed.jobs.job_file import load_job
 from lm.dropout import sequence_keys
 from lm.source import on_meta
 from lm.tokenizer import Tokenizer
+from preferences.rankings import split_rankings
 from preferences.records import Ranking, dense_ranks
-from preferences.splits import split_rankings
 from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import Comparison, RankingsConfig, encode_rankings, read_rankings
 from reward.learner import AuxiliaryParameters, LearnerSource, RewardLearner

@@ -9,8 +9,8 @@ import numpy as np
 from dpo.objective import Floats
 from dpo.results import PairMeans
 from preferences.records import Ranking
-from preferences.statistics.clustered import clustered_mean
 from preferences.statistics.estimates import UNKNOWN, Interval
+from preferences.statistics.intervals import clustered_mean
 from reward.comparisons import Comparison
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ppo.samples import TrainingSample
-from preferences.statistics.clustered import clustered_mean
 from preferences.statistics.estimates import Interval
+from preferences.statistics.intervals import clustered_mean
 from stages.reports.parts import Cell, Details, Note, Part, Row, Section, Table
 from stages.reports.samples import Samples, ShownPrompt, ShownResponse, anchor_of, evenly, folded, start_of
 from stages.reports.styles import PolicyStyle

@@ -1,6 +1,8 @@
 """Accounts of leads and labelers: keys, sessions, one-time links, and the audit log.
 
-A closed account has no access: closing it ends its sessions and voids its link, and every entry checks its state too.
+A closed account has no access: closing it ends its sessions and voids its link, and every entry checks its state too. A
+name has at most one link. People stand in the audit log under their pseudonyms and are shown by name, unless they were
+erased.
 """
 
 import time
@@ -12,30 +14,23 @@ from typing import Any, Literal
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from preferences import audit, leases, personal_data
-from preferences.audit import COMMAND_LINE, AuditEvent
+from preferences import leases, personal_data
 from preferences.database import open_engines
-from preferences.invitations import (
-    SERVER,
-    Invitation,
-    Role,
-    find,
-    first_lead_link,
-    new_link,
-    open_links,
-    require_free,
-    use,
-    void,
-)
 from preferences.keys import KeyHasher, digest, new_key, new_token
-from preferences.labelers import is_reserved, pseudonym_of, pseudonyms
-from preferences.names import is_name, require_name
-from preferences.schema import accounts, instructions, invitations, sessions
+from preferences.names import is_name, is_reserved, look_alike, name_in, pseudonym_of, pseudonyms, require_name
+from preferences.schema import accounts, audit_log, instructions, invitations, sessions
 
+Role = Literal["lead", "labeler"]
 State = Literal["new", "admitted", "closed"]
 ROLES = ("lead", "labeler")
 STATES = ("new", "admitted", "closed")
+
 SESSION_SECONDS = 12 * 3_600.0
+INVITATION_SECONDS = 7 * 24 * 3_600.0
+SERVER = "server"  # who invites the first lead
+FIRST_LEAD = "lead"
+COMMAND_LINE = "command line"  # who acts, if no lead does
+MAX_EVENTS_SHOWN = 100
 _CHANGING = 7_243_003  # key of the advisory lock for changing accounts and links
 _NUM_LEADS = select(func.count()).where(accounts.c.role == "lead", accounts.c.state != "closed")
 
@@ -48,6 +43,26 @@ class Account:
     role: Role
     state: State
     read_version: str
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What a one-time link gives, until when (seconds since the epoch), and who made it."""
+
+    name: str
+    role: Role
+    expires_at: float
+    invited_by: str
+
+
+@dataclass(frozen=True)
+class AuditEvent:
+    """What somebody did to an account, or exported from the store. `subject` is a name or a batch."""
+
+    actor: str
+    action: str
+    subject: str
+    created_at: float
 
 
 class Accounts:
@@ -78,36 +93,36 @@ class Accounts:
             raise ValueError(f"role is {role!r}; one of {ROLES} was expected")
         with self._writer.begin() as connection:
             _lock(connection)
-            require_free(connection, name, role, self._clock())
+            _require_free(connection, name, role, self._clock())
             self._log_about(connection, by, "invited", name)
-            return new_link(connection, name, role, by, self._clock())
+            return _new_link(connection, name, role, by, self._clock())
 
     def invite_first_lead(self) -> tuple[str, str] | None:
         """Returns name and code of the only link for a first lead, or None if somebody is a lead or invited as one."""
         with self._writer.begin() as connection:
             _lock(connection)
             connection.execute(delete(invitations).where(invitations.c.invited_by == SERVER))
-            is_invited = any(link.role == "lead" for link in open_links(connection, self._clock()))
+            is_invited = any(link.role == "lead" for link in _open_links(connection, self._clock()))
             if is_invited or connection.scalar(_NUM_LEADS):
                 return None
-            return first_lead_link(connection, self._clock())
+            return _first_lead_link(connection, self._clock())
 
     def links(self) -> list[Invitation]:
         """Returns the links that can still be used, by name."""
         with self._reader.begin() as connection:
-            return open_links(connection, self._clock())
+            return _open_links(connection, self._clock())
 
     def revoke(self, name: str, *, by: str = COMMAND_LINE) -> None:
         """Voids the link of a name. Raises: ValueError if it has none."""
         with self._writer.begin() as connection:
-            if not is_name(name) or not void(connection, name, self._clock()):
+            if not is_name(name) or not _void_link(connection, name, self._clock()):
                 raise ValueError(f"name {name!a} has no link that could be revoked")
             self._log_about(connection, by, "revoked", name)
 
     def invitation(self, code: str) -> Invitation | None:
         """Returns what a link gives, or None if it was used, was voided, ran out or never existed."""
         with self._reader.begin() as connection:
-            return find(connection, code, self._clock())
+            return _find_link(connection, code, self._clock())
 
     def accept(self, code: str) -> tuple[Account, str] | None:
         """Uses a link up. Returns the account and its new key, of which only the hash is stored.
@@ -120,7 +135,7 @@ class Accounts:
         key_hash = self._hasher.hash(key)
         with self._writer.begin() as connection:
             _lock(connection)
-            link = use(connection, code, self._clock())
+            link = _use_link(connection, code, self._clock())
             account = self._join(connection, link.name, link.role, key_hash) if link is not None else None
         return (account, key) if account is not None else None
 
@@ -240,15 +255,15 @@ class Accounts:
     def log(self, actor: str, action: str, batch: str) -> None:
         """Appends an event about a batch to the audit log."""
         with self._writer.begin() as connection:
-            audit.log(connection, actor, action, batch, self._clock())
+            _log(connection, actor, action, batch, self._clock())
 
     def _log_about(self, connection: Connection, actor: str, action: str, name: str) -> None:
-        audit.log_about(connection, actor, action, name, self._clock())
+        _log(connection, actor, action, pseudonym_of(connection, name), self._clock())
 
     def audit_log(self) -> list[AuditEvent]:
         """Returns the last events, newest first."""
         with self._reader.begin() as connection:
-            return audit.newest(connection)
+            return _newest_events(connection)
 
     # ---- personal data ----
 
@@ -274,7 +289,7 @@ class Accounts:
         with self._writer.begin() as connection:
             _lock(connection)
             who = personal_data.erase(connection, name)
-            audit.log(connection, by if by != name else who, "erased", who, self._clock())
+            _log(connection, by if by != name else who, "erased", who, self._clock())
         personal_data.purge(self._writer)
         return who
 
@@ -298,3 +313,95 @@ def _lock(connection: Connection) -> None:
 
 def _as_account(row: Row[Any]) -> Account:
     return Account(row.name, row.role, row.state, row.read_version)
+
+
+# ---- one-time links ----
+
+
+def _new_link(connection: Connection, name: str, role: Role, by: str, now: float) -> str:
+    """Makes a link, which voids an older one of the name. Returns its code."""
+    code = new_token()
+    connection.execute(delete(invitations).where(invitations.c.name == name))
+    until = now + INVITATION_SECONDS
+    values = {"code_hash": digest(code), "name": name, "role": role, "expires_at": until, "invited_by": by}
+    connection.execute(insert(invitations).values(values))
+    return code
+
+
+def _first_lead_link(connection: Connection, now: float) -> tuple[str, str]:
+    """Makes the link for a first lead. Returns its name and code.
+
+    Raises: ValueError if every candidate name is taken.
+    """
+    for number in range(1, 1_000):
+        name = FIRST_LEAD if number == 1 else f"{FIRST_LEAD}-{number}"
+        try:
+            _require_free(connection, name, "lead", now)
+        except ValueError:
+            continue  # the name of a labeler or of a closed account
+        return name, _new_link(connection, name, "lead", SERVER, now)
+    raise ValueError(f"accounts: {FIRST_LEAD!r} and {FIRST_LEAD}-2 to {FIRST_LEAD}-999 are taken; invite a lead")
+
+
+def _require_free(connection: Connection, name: str, role: Role, now: float) -> None:
+    """Raises: ValueError for a name that has the other role, is closed, or looks like another name."""
+    known = connection.execute(select(accounts.c.name, accounts.c.role, accounts.c.state)).all()
+    for row in known:
+        if row.name == name and row.role != role:
+            raise ValueError(f"name {name!r} belongs to a {row.role}; a {role} needs another name")
+        if row.name == name and row.state == "closed":
+            raise ValueError(f"name {name!r}: the account is closed; admit it before inviting it again")
+    invited = connection.scalars(select(invitations.c.name).where(invitations.c.expires_at > now))
+    for other in (*(row.name for row in known), *invited):
+        if other != name and look_alike(other, name):
+            raise ValueError(f"name {name!r} looks like {other!r}, which is taken; another name was expected")
+
+
+def _open_links(connection: Connection, now: float) -> list[Invitation]:
+    """Returns the links that can still be used, by name."""
+    statement = select(invitations).where(invitations.c.expires_at > now).order_by(invitations.c.name)
+    return [_as_invitation(row) for row in connection.execute(statement)]
+
+
+def _find_link(connection: Connection, code: str, now: float) -> Invitation | None:
+    """Returns the invitation of a code, or None if it was used, was voided, ran out or never existed."""
+    statement = select(invitations).where(invitations.c.code_hash == digest(code), invitations.c.expires_at > now)
+    row = connection.execute(statement).one_or_none()
+    return _as_invitation(row) if row is not None else None
+
+
+def _use_link(connection: Connection, code: str, now: float) -> Invitation | None:
+    """Like `_find_link`, and deletes the link."""
+    found = _find_link(connection, code, now)
+    if found is None:
+        return None
+    used = delete(invitations).where(invitations.c.code_hash == digest(code))
+    return found if connection.execute(used).rowcount else None
+
+
+def _void_link(connection: Connection, name: str, now: float) -> bool:
+    """Deletes the link of a name. Returns whether there was one that could be used."""
+    deleted = delete(invitations).where(invitations.c.name == name, invitations.c.expires_at > now)
+    return bool(connection.execute(deleted).rowcount)
+
+
+def _as_invitation(row: Row[Any]) -> Invitation:
+    return Invitation(row.name, row.role, row.expires_at, row.invited_by)
+
+
+# ---- audit log ----
+
+
+def _log(connection: Connection, actor: str, action: str, subject: str, now: float) -> None:
+    """Appends an event about a batch, or about a pseudonym."""
+    is_person = actor not in (COMMAND_LINE, SERVER)
+    who = pseudonym_of(connection, actor) if is_person else actor
+    connection.execute(insert(audit_log).values(actor=who, act=action, subject=subject, created_at=now))
+
+
+def _newest_events(connection: Connection) -> list[AuditEvent]:
+    """Returns the last events, newest first."""
+    names = name_in(audit_log.c.actor).label("actor"), name_in(audit_log.c.subject).label("subject")
+    found = select(*names, audit_log.c.act, audit_log.c.created_at).order_by(audit_log.c.act_id.desc())
+    rows = connection.execute(found.limit(MAX_EVENTS_SHOWN))
+    return [AuditEvent(row.actor, row.act, row.subject, row.created_at) for row in rows]

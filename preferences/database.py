@@ -13,16 +13,17 @@ POOL_SIZE = 8
 MAX_CHECKED_BYTES = 2 * 2**30  # a file up to this size is read whole at each start, which takes some seconds
 _BEGIN = "heed_begin"
 _MIGRATING = 7_243_001  # key of the migration's advisory lock; any number that only Heed uses
-FIRST_REVISION = "0001"  # the revision of stores that are older than the migrations
+OLDEST_REVISION = "0009"  # earlier ones, and tables without a revision, belonged to unreleased versions
 
 
 def open_engines(url_or_path: str | Path) -> tuple[Engine, Engine]:
-    """Opens the database, creates a new one, migrates an old one. Returns (reader, writer) engines over one pool.
+    """Opens the database, and creates or updates its tables. Returns (reader, writer) engines over one pool.
 
     On SQLite the writer's transactions start with BEGIN IMMEDIATE: a deferred transaction that turns from reading to
     writing is refused with SQLITE_BUSY at once, whatever the busy_timeout.
 
-    Raises: ValueError for an unsupported database, one that cannot be opened, and one that a newer Heed has migrated.
+    Raises: ValueError for an unsupported database, one that cannot be opened, and one that a newer or an unreleased
+    version of Heed has written.
     """
     url = _database_url(url_or_path)
     if url.get_backend_name() == "postgresql":
@@ -97,7 +98,10 @@ def _require_sound(path: Path) -> None:
 
 
 def migrate(engine: Engine) -> None:
-    """Brings the database to the newest revision, one process at a time, in one transaction."""
+    """Brings the database to the newest revision, one process at a time, in one transaction.
+
+    Raises: ValueError for a revision that this version does not know.
+    """
     from alembic import command  # takes half a second, so import it only when a store is opened
     from alembic.config import Config
     from alembic.runtime.migration import MigrationContext
@@ -114,14 +118,19 @@ def migrate(engine: Engine) -> None:
         found = MigrationContext.configure(connection).get_current_revision()
         if found == newest:
             return
-        known = {script.revision for script in scripts.walk_revisions()}
-        if found is not None and found not in known:
+        store = f"label store {engine.url.render_as_string()}"
+        is_unreleased = found < OLDEST_REVISION if found else inspect(connection).has_table("tasks")
+        if is_unreleased:
             raise ValueError(
-                f"label store {engine.url.render_as_string()}: its tables have revision {found}, which this version of"
-                f" Heed does not know (its newest is {newest}); a newer Heed has written it"
+                f"{store}: an unreleased version of Heed wrote it (revision {found or 'none'}); this version opens"
+                f" revision {OLDEST_REVISION} and later. Export it with the version that wrote it"
+                " (heed label export --names), and import that file into a new store"
             )
-        if found is None and inspect(connection).has_table("tasks"):
-            command.stamp(config, FIRST_REVISION)
+        if found is not None and found not in {script.revision for script in scripts.walk_revisions()}:
+            raise ValueError(
+                f"{store}: its tables have revision {found}, which this version of Heed does not know (its newest is"
+                f" {newest}); a newer Heed has written it"
+            )
         command.upgrade(config, "head")
 
 

@@ -1,7 +1,18 @@
-"""Account names: which are allowed, and which look alike. Names appear on pages and in data files."""
+"""Names of people: which are allowed, which look alike, and the pseudonyms that stand for them.
 
+Names appear on pages and in data files. Judgments, assignments and the audit log hold pseudonyms; one table holds the
+name of each. Erasing a person empties the name, and nothing then connects it with the pseudonym, which is random.
+"""
+
+import re
+import secrets
 import unicodedata
 from functools import lru_cache
+
+from sqlalchemy import ColumnElement, Connection, func, select
+from sqlalchemy.dialects import postgresql, sqlite
+
+from preferences.schema import labelers
 
 MAX_NAME_CHARACTERS = 64
 # Characters that print nothing, although Unicode does not classify them as control or format characters.
@@ -9,6 +20,12 @@ _INVISIBLE = frozenset(
     "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
     + "".join(map(chr, (*range(0x180B, 0x1810), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))))
 )
+_PSEUDONYM = re.compile(r"labeler-[0-9a-f]{12}")
+_NOBODY = re.compile(r"unknown( \d+)?|consensus")  # what published data calls labelers that it does not name
+_RESERVED = ("command line", "server")  # actors in the audit log that are not people
+
+
+# ---- which names are allowed ----
 
 
 def is_name(name: str) -> bool:
@@ -23,6 +40,19 @@ def require_name(name: str) -> None:
         raise ValueError(
             f"name is {name!a}; 1 to {MAX_NAME_CHARACTERS} printable characters without space around them were expected"
         )
+
+
+def is_pseudonym(name: str) -> bool:
+    """Whether a name identifies nobody: a pseudonym of this or another store, or "unknown"."""
+    return bool(_PSEUDONYM.fullmatch(name) or _NOBODY.fullmatch(name))
+
+
+def is_reserved(name: str) -> bool:
+    """Whether no account may have this name."""
+    return is_pseudonym(name) or name in _RESERVED
+
+
+# ---- names that look alike ----
 
 
 def look_alike(one: str, other: str) -> bool:
@@ -65,3 +95,46 @@ def _prototypes() -> dict[str, str]:
         is_pair = len(confusables_data.get(other, ())) == 1
         found[letter] = min((letter, other), key=lambda text: (-len(text), text)) if is_pair else other
     return found
+
+
+# ---- names and pseudonyms, within the caller's transaction ----
+
+
+def new_pseudonym() -> str:
+    """Returns a random pseudonym. It is not derived from the name, so it cannot be traced back to one."""
+    return f"labeler-{secrets.token_hex(6)}"
+
+
+def pseudonym_of(connection: Connection, name: str) -> str:
+    """Returns the pseudonym of a name, which gets one if it has none yet."""
+    found = known_pseudonym(connection, name)
+    if found:
+        return found
+    values = {"pseudonym": name, "name": None} if is_pseudonym(name) else {"pseudonym": new_pseudonym(), "name": name}
+    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+    # Another process may name them at the same time.
+    connection.execute(insert(labelers).values(**values, is_erased=False).on_conflict_do_nothing())
+    return known_pseudonym(connection, name)
+
+
+def known_pseudonym(connection: Connection, name: str) -> str:
+    """Returns the pseudonym of a name, or of itself, or "" if the store does not know it."""
+    column = labelers.c.pseudonym if is_pseudonym(name) else labelers.c.name
+    return connection.scalar(select(labelers.c.pseudonym).where(column == name)) or ""
+
+
+def name_in(pseudonym: ColumnElement[str]) -> ColumnElement[str]:
+    """Returns the name of a column's pseudonym, or the pseudonym if it has none."""
+    found = select(labelers.c.name).where(labelers.c.pseudonym == pseudonym).scalar_subquery()
+    return func.coalesce(found, pseudonym)
+
+
+def pseudonyms(connection: Connection) -> dict[str, str]:
+    """Returns the pseudonym of each name."""
+    named = select(labelers.c.name, labelers.c.pseudonym).where(labelers.c.name.is_not(None))
+    return {row.name: row.pseudonym for row in connection.execute(named)}
+
+
+def num_erased(connection: Connection) -> int:
+    """Counts the people who were erased."""
+    return connection.scalar(select(func.count()).where(labelers.c.is_erased)) or 0

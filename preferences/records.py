@@ -1,4 +1,4 @@
-"""The records of labeling: tasks, what a labeler is shown, answers, judgments, rankings.
+"""The records of labeling: tasks, what a labeler is shown, answers, judgments, rankings; and how messages name them.
 
 Ranks count from 1 (best), equal ranks are ties, and gaps are closed (1, 1, 3 becomes 1, 1, 2).
 """
@@ -12,10 +12,13 @@ MAX_RESPONSES = 9
 MAX_LABELERS = 1_000  # per task; the store has a row for each from the start
 MAX_REVISION = 10_000  # events of one labeler on one task
 MAX_MILLISECONDS = 2**31 - 1  # nearly 25 days: the largest integer that the store's column holds
+MAX_ID_CHARACTERS = 500  # PostgreSQL's indexes take 2,704 bytes, and a character is four at most
 OVERALL = "overall"  # the objective if there is only one
 
 Flags = tuple[tuple[str, ...], ...]  # the flags that each response was given
 Kind = Literal["answer", "skip", "undo", "adjudication"]
+Locations = Mapping[tuple[str, str, int], str]  # file and line by (task, labeler, revision), a task's by (task, "", 0)
+NO_LOCATIONS: Locations = {}  # for rows that come from no file
 
 
 @dataclass(frozen=True)
@@ -155,3 +158,14 @@ def dense_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
     """Closes gaps and keeps ties: (4, 4, 9) gives (1, 1, 2)."""
     dense = {rank: number for number, rank in enumerate(sorted(set(ranks)), start=1)}
     return tuple(dense[rank] for rank in ranks)
+
+
+def named(locations: Locations, task_id: str, labeler: str = "", revision: int = 0) -> str:
+    """Names a task, and who judged it, for an error message. File and line come first if they are known."""
+    location = locations.get((task_id, labeler, revision), "")
+    name = f"task {_short(task_id)}, labeler {_short(labeler)}" if labeler else f"task {_short(task_id)}"
+    return f"{location}: {name}" if location else name
+
+
+def _short(name: str) -> str:
+    return repr(name) if len(name) <= MAX_ID_CHARACTERS // 2 else f"{name[: MAX_ID_CHARACTERS // 4]!r}..."

@@ -8,9 +8,9 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Subquery, and_, case, func, select, true
 
-from preferences.current import current_judgments, ranking_of, why_excluded
-from preferences.labelers import name_in
 from preferences.leases import Lease, display_order
+from preferences.names import name_in
+from preferences.rankings import current_judgments, ranking_of, why_excluded
 from preferences.records import Judgment, Message, Ranking, ShownTask, StoredTask
 from preferences.rows import Values, as_judgment, as_task, messages, parts
 from preferences.schema import assignments, judgments, tasks
@@ -146,7 +146,7 @@ def leases_of(
 
 
 def rankings(connection: Connection, batch: str) -> list[Ranking]:
-    """Returns the final judgments (see `preferences.current`), by the tasks' order of arrival, then labeler name.
+    """Returns the final judgments (see `preferences.rankings`), by the tasks' order of arrival, then labeler name.
 
     Leaves out gold tasks and hidden repeats, which measure labelers.
     """

@@ -7,8 +7,19 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from preferences.leases import Lease, canonical, display_order
-from preferences.naming import MAX_NAME_CHARACTERS, NO_LOCATIONS, Locations, named
-from preferences.records import MAX_LABELERS, MAX_MILLISECONDS, Answer, Judgment, Message, Task, dense_ranks
+from preferences.records import (
+    MAX_ID_CHARACTERS,
+    MAX_LABELERS,
+    MAX_MILLISECONDS,
+    NO_LOCATIONS,
+    Answer,
+    Judgment,
+    Locations,
+    Message,
+    Task,
+    dense_ranks,
+    named,
+)
 
 ROLES = ("system", "user", "assistant")
 KINDS = ("answer", "skip", "undo", "adjudication")
@@ -25,13 +36,13 @@ Values = dict[str, Any]
 def require_name(where: str, field: str, text: str) -> None:
     """Checks that a text column of every supported database can hold the text.
 
-    Raises: ValueError for NUL, half a surrogate pair, and more than MAX_NAME_CHARACTERS.
+    Raises: ValueError for NUL, half a surrogate pair, and more than MAX_ID_CHARACTERS.
     """
     found = _NO_NAME.search(text)
     if found:
         raise ValueError(f"{where}: {field} contains the character {found.group()!r}, which no name may contain")
-    if len(text) > MAX_NAME_CHARACTERS:
-        raise ValueError(f"{where}: {field} has {len(text):,} characters; at most {MAX_NAME_CHARACTERS} were expected")
+    if len(text) > MAX_ID_CHARACTERS:
+        raise ValueError(f"{where}: {field} has {len(text):,} characters; at most {MAX_ID_CHARACTERS} were expected")
 
 
 def _require_text(where: str, field: str, texts: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The label store's current tables. `migrations` creates them and brings older stores up to date.
+"""The label store's tables. `migrations` creates them.
 
 tasks        one row per task, in order of arrival; the content never changes
 places       one row per assignment (a labeler that a task wants): free, leased or done; leases are stored only here
@@ -9,8 +9,8 @@ labelers     the name of each pseudonym; triggers refuse DELETE, and every UPDAT
 A column `labeler` holds a pseudonym, and so do `actor` and `subject` of the audit log if they are people. Only an
 erasure may change a judgment: the trigger allows emptying the notes of an erased labeler, and nothing else.
 
-Tables and columns keep the names that older stores have: `assignments` is the table `places`, its column `place` the
-assignment's number, and `audit_log` is the table `people_acts`.
+In the database `assignments` is the table `places`, whose column `place` is the assignment's number, and `audit_log` is
+the table `people_acts`.
 """
 
 import secrets

@@ -12,13 +12,12 @@ from typing import Self
 
 from sqlalchemy import select
 
-from preferences import events, importing, leases, results
+from preferences import leases, recording, results
 from preferences.database import open_engines
-from preferences.importing import Import, ImportRows, stored
-from preferences.labelers import known_pseudonym, num_erased, pseudonym_of
 from preferences.leases import Lease
-from preferences.naming import NO_LOCATIONS, Locations
-from preferences.records import Answer, Judgment, Message, Ranking, StoredTask, Task
+from preferences.names import known_pseudonym, num_erased, pseudonym_of
+from preferences.recording import Import, ImportRows, stored
+from preferences.records import NO_LOCATIONS, Answer, Judgment, Locations, Message, Ranking, StoredTask, Task
 from preferences.results import BatchCounts, Coverage, PastEvent, Progress
 from preferences.rows import Values, answer_row, empty_row, messages, parts, task_row
 from preferences.schema import tasks
@@ -63,7 +62,7 @@ class LabelStore:
             raise ValueError(f"num_labelers has {len(quotas)} entries for {len(new_tasks)} tasks")
         wanted = [task_row(task, batch, quota) for task, quota in zip(new_tasks, quotas, strict=True)]
         with self._writer.begin() as connection:
-            importing.add(connection, wanted)
+            recording.add_tasks(connection, wanted)
 
     # ---- leases ----
 
@@ -211,7 +210,7 @@ class LabelStore:
         with self._writer.begin() as connection:
             now = self._clock()
             shared = {"client": client, "instructions_version": instructions_version, "created_at": now}
-            events.record(connection, [row | shared for row in rows], labeler, now, now + UNDO_SECONDS)
+            recording.record(connection, [row | shared for row in rows], labeler, now, now + UNDO_SECONDS)
 
     def import_judgments(self, batch: str, judgments: Sequence[Judgment]) -> None:
         """Stores external judgments of the batch's tasks, all or none. Those that are stored already are left alone.
@@ -222,7 +221,7 @@ class LabelStore:
         with self._writer.begin() as connection:
             known = results.task_rows(connection, batch)
             sizes = {task_id: len(row["responses"]) for task_id, row in known.items()}
-            importing.record(connection, importing.judgment_rows(batch, judgments, sizes), self._clock())
+            recording.record_external(connection, recording.judgment_rows(batch, judgments, sizes), self._clock())
 
     def import_all(
         self, coming: Sequence[Import], *, files: Locations = NO_LOCATIONS, only_check: bool = False
@@ -236,7 +235,7 @@ class LabelStore:
         """
         rows = [ImportRows.of(one, files) for one in coming]  # check what needs no database before the write lock
         with self._writer.connect() as connection, connection.begin() as transaction:
-            importing.store_rows(connection, rows, files, self._clock())
+            recording.store_rows(connection, rows, files, self._clock())
             if only_check:
                 transaction.rollback()
 

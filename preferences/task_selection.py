@@ -16,8 +16,8 @@ from typing import Literal
 import numpy as np
 
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Task
-from preferences.statistics.bootstrap import NUM_RESAMPLES, percentiles, resampled_sums
 from preferences.statistics.estimates import LEVEL, Floats, Interval
+from preferences.statistics.intervals import NUM_RESAMPLES, percentiles, resampled_sums
 from preferences.statistics.panel import prompt_numbers
 
 MAX_SETS = 5_000  # sets of responses per prompt; each has its own probability

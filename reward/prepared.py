@@ -11,8 +11,8 @@ import numpy as np
 from lm.tokenizer import Tokenizer
 from preferences.formats.merging import Found
 from preferences.formats.parts import RowWarning
+from preferences.rankings import split_rankings
 from preferences.records import OVERALL, Message, Ranking
-from preferences.splits import split_rankings
 from preferences.statistics.reliability import labeler_reliability, labeler_weights
 from reward.comparisons import Comparison, Encoded, LabelerWeights, comparison_of, fit_tasks, rankings_by_task
 from reward.config import ComparisonsConfig

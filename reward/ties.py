@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from preferences.records import Ranking
-from preferences.statistics.bootstrap import bootstrap_ratio
+from preferences.statistics.intervals import bootstrap_ratio
 
 Floats = npt.NDArray[np.float64]
 LEVEL, NUM_RESAMPLES = 0.95, 2_000

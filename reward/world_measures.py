@@ -13,7 +13,7 @@ from lm.tokenizer import Messages
 from preferences.records import Ranking
 from preferences.statistics.agreement import accuracy_against
 from preferences.statistics.estimates import Floats, Share
-from preferences.statistics.score import share_interval
+from preferences.statistics.intervals import share_interval
 from reward.comparisons import encode_scored, read_judgments
 from reward.config import RewardConfig
 from reward.prepared import split_of

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:  # most tests need no database, and the libraries take a second to load
-    from sqlalchemy import Engine
-
     from benchmarks.postgres_server import PostgresServer
 
 
@@ -56,22 +54,6 @@ def cheap_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     cheap = functools.partial(argon2.PasswordHasher, time_cost=1, memory_cost=1_024, parallelism=1)
     monkeypatch.setattr(keys, "PasswordHasher", cheap)
-
-
-@pytest.fixture
-def open_at(monkeypatch: pytest.MonkeyPatch) -> "Callable[[str, str], tuple[Engine, Engine]]":
-    """Opens a store as an older version of Heed left it: with the tables of an earlier revision."""
-    from alembic import command
-
-    from preferences.database import open_engines
-
-    def open_older(url: str, revision: str) -> "tuple[Engine, Engine]":
-        upgrade = command.upgrade
-        with monkeypatch.context() as older:
-            older.setattr(command, "upgrade", lambda config, _: upgrade(config, revision))
-            return open_engines(url)
-
-    return open_older
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, TypeGuard
 
 from evaluation.verdicts import Response, Side, Verdict
 from files.rows import read_source
-from preferences.current import current_judgments
 from preferences.formats.merging import Found, collect_all
 from preferences.formats.parts import UNKNOWN, Report, as_turns
 from preferences.formats.registry import AUTO, format_to_read, sniff
+from preferences.rankings import current_judgments
 from preferences.records import Judgment, Message, Task
 from training.data import Prompt
 

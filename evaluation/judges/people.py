@@ -9,7 +9,7 @@ from typing import Any
 from evaluation.endpoint import OnProgress
 from evaluation.judges.judge import SAME_TEXT, Pair
 from evaluation.verdicts import Side, Verdict
-from preferences.current import current_judgments
+from preferences.rankings import current_judgments
 from preferences.records import MAX_RESPONSES, Judgment, Message, Task
 from preferences.store import LabelStore
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import scipy
 
-from preferences.statistics.clustered import Tally, clustered_mean, clustered_shares
 from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints, Share
+from preferences.statistics.intervals import Tally, clustered_mean, clustered_shares
 
 NUM_BINS = 10
 NUM_DRAWS = 2_000

@@ -15,9 +15,8 @@ from typing import Literal
 import numpy as np
 import scipy
 
-from preferences.statistics.bootstrap import percentiles, resampled_sums
-from preferences.statistics.clustered import clustered_mean
 from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval
+from preferences.statistics.intervals import clustered_mean, percentiles, resampled_sums
 from reward.best_of_n import best_of_n_expected, best_of_n_kl
 
 NUM_PLACES = 8

@@ -32,8 +32,8 @@ from lm.sampling import Choice
 from lm.sequence_logprobs import logits_function, position_chunks, predicting_states
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder
-from preferences.statistics.clustered import clustered_mean
 from preferences.statistics.estimates import Floats, Interval
+from preferences.statistics.intervals import clustered_mean
 from reward.sampling import BATCH
 from training.data import Prompt
 from training.seeds import derive_seed

@@ -28,9 +28,8 @@ from lm.sampling import Choice
 from lm.sequence_logprobs import sequence_logprobs
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
-from preferences.statistics.bootstrap import bootstrap_ratio
 from preferences.statistics.estimates import LEVEL, Floats, Interval
-from preferences.statistics.score import share_interval
+from preferences.statistics.intervals import bootstrap_ratio, share_interval
 from training.data import DataConfig, read_rows
 from training.seeds import derive_seed
 

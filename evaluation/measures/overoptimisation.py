@@ -17,8 +17,8 @@ import numpy.typing as npt
 import scipy
 
 from evaluation.measures.curves import Curve, Kind, expanded_level
-from preferences.statistics.bootstrap import percentiles, resampled_sums
 from preferences.statistics.estimates import LEVEL, Floats, Interval
+from preferences.statistics.intervals import percentiles, resampled_sums
 
 NUM_RESAMPLES = 4_000
 MIN_POLICIES = 3  # at distinct distances: two points fit some α and β exactly

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from evaluation.verdicts import Response, Verdict
-from preferences.statistics.clustered import clustered_mean
 from preferences.statistics.estimates import UNKNOWN, Interval
-from preferences.statistics.score import share_interval
+from preferences.statistics.intervals import clustered_mean, share_interval
 from reward.best_of_n import best_of_n_kl
 
 BLEU_N = 4

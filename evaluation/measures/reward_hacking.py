@@ -15,9 +15,8 @@ import numpy as np
 from evaluation.measures.policies import Scores
 from evaluation.statistics.significance import GainTest, holm, holm_level
 from evaluation.verdicts import Response
-from preferences.statistics.clustered import clustered_mean
 from preferences.statistics.estimates import UNKNOWN, Floats, Interval
-from preferences.statistics.independent import difference_of_means
+from preferences.statistics.intervals import clustered_mean, difference_of_means
 
 MAX_BINS = 8  # of training
 MIN_RESPONSES = 8  # in each

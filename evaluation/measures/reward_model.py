@@ -14,8 +14,8 @@ from evaluation.measures.calibration import Calibration, ScoredPairs, by_categor
 from files.rows import read_source
 from preferences.formats.merging import Found, collect_all, report_excluded
 from preferences.formats.registry import AUTO, format_to_read, sniff
+from preferences.rankings import is_heldout
 from preferences.records import Ranking, Task
-from preferences.splits import is_heldout
 from preferences.statistics.agreement import pairwise_agreement
 from preferences.statistics.estimates import LEVEL, Floats, Interval, Share
 from preferences.statistics.panel import prompt_numbers

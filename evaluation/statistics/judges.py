@@ -3,7 +3,7 @@
 Agreement is between judges, and between the labelers of one judge.
 
 Shape letters: V verdicts, C prompts, N cells (the verdicts of one order of one pair on one prompt), S strata (one order
-of one pair), T items (two responses to a prompt), as in `preferences.statistics.alpha`.
+of one pair), T items (two responses to a prompt), as in `preferences.statistics.agreement`.
 """
 
 import math
@@ -14,11 +14,10 @@ import numpy as np
 
 from evaluation.statistics.results import Agreement, Flips, PositionBias
 from evaluation.verdicts import Comparisons, Verdict
-from preferences.statistics.alpha import ranking_alpha
-from preferences.statistics.clustered import Tally, clustered_shares
+from preferences.statistics.agreement import ranking_alpha
 from preferences.statistics.estimates import Floats, Ints, Share
+from preferences.statistics.intervals import Tally, clustered_shares, score_interval
 from preferences.statistics.panel import PairCounts
-from preferences.statistics.score import score_interval
 
 NO_ORDER = "the order in which responses were shown is not known for any verdict"
 ONE_ORDER = "no two policies were shown in both orders, so position bias cannot be separated from strength"

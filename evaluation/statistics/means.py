@@ -1,11 +1,11 @@
-"""Bootstrap means for studies, resampling prompts. Comparisons use `preferences.statistics.clustered`."""
+"""Bootstrap means for studies, resampling prompts. Comparisons use `preferences.statistics.intervals`."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from preferences.statistics.bootstrap import bootstrap_ratio
 from preferences.statistics.estimates import LEVEL, Floats, Interval
+from preferences.statistics.intervals import bootstrap_ratio
 
 NUM_RESAMPLES = 10_000
 

@@ -25,9 +25,8 @@ from evaluation.statistics.results import Rating, Ratings
 from evaluation.statistics.significance import EqualityTest
 from evaluation.statistics.win_rates import expanded_level
 from evaluation.verdicts import Comparisons
-from preferences.statistics.bootstrap import percentiles, resampled_sums
 from preferences.statistics.estimates import LEVEL, Floats, Interval, Ints
-from preferences.statistics.score import decided_interval
+from preferences.statistics.intervals import decided_interval, percentiles, resampled_sums
 
 NUM_RESAMPLES = 1_000
 ALL_TIED = "every verdict is a tie; ties alone say nothing about strengths, except that no policy is shown to be ahead"

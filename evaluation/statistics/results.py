@@ -9,7 +9,7 @@ A pair's interval and its test are one: the interval excludes ½ exactly if `hol
 from dataclasses import dataclass
 from typing import Literal
 
-from preferences.statistics.alpha import Alpha
+from preferences.statistics.agreement import Alpha
 from preferences.statistics.estimates import Interval, Share
 
 

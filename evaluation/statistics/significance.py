@@ -12,9 +12,8 @@ import numpy as np
 import scipy
 
 from evaluation.statistics.results import Power
-from preferences.statistics.clustered import clustered_mean, mean_is_zero
 from preferences.statistics.estimates import Floats, Interval, Ints
-from preferences.statistics.score import score_interval, variance_under
+from preferences.statistics.intervals import clustered_mean, mean_is_zero, score_interval, variance_under
 
 ALPHA = 0.05
 POWER = 0.8
@@ -30,7 +29,7 @@ _ROUNDING = 1e-9
 class EqualityTest:
     """The one test of "both policies are preferred equally often", and the win rate's interval, which inverts it.
 
-        T(μ) = √n·|x̄ - μ| / √V(μ),   V as in `preferences.statistics.score`
+        T(μ) = √n·|x̄ - μ| / √V(μ),   V as in `preferences.statistics.intervals`
         p = max(share of sign vectors s with |Σ s_p·d_p| >= |Σ d_p|,  2·Φ(-T(½)))
         interval = {μ: T(μ) <= max(z, T(½) of the largest Σ s_p·d_p whose p is not below α)}
 

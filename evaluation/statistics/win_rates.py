@@ -17,9 +17,8 @@ from evaluation.statistics import choice
 from evaluation.statistics.results import Counts, LengthControlled, WinRate
 from evaluation.statistics.significance import ALPHA, EqualityTest
 from evaluation.verdicts import Comparisons
-from preferences.statistics.bootstrap import bootstrap_ratio, percentiles
 from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints
-from preferences.statistics.score import score_interval
+from preferences.statistics.intervals import bootstrap_ratio, percentiles, score_interval
 
 NUM_RESAMPLES = 2_000
 MIN_PROMPTS = 5  # of a fit at equal length: enough for two coefficients and their variances

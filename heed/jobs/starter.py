@@ -31,8 +31,8 @@ from heed.jobs.starter_sections import (
 )
 from lm.hub import model_directory
 from lm.tokenizer import Tokenizer
+from preferences.rankings import split_rankings
 from preferences.records import Ranking
-from preferences.splits import split_rankings
 from reward.comparisons import RankingsConfig, read_judgments
 from reward.sizes import ranking_lengths
 from sft.demonstrations import demonstration_lengths

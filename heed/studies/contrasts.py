@@ -11,8 +11,8 @@ import numpy as np
 from evaluation.measures.curves import Curve, expanded_level
 from evaluation.measures.overoptimisation import gold_tops
 from evaluation.statistics.means import bootstrap_mean
-from preferences.statistics.bootstrap import bootstrap_ratio, percentiles, resampled_sums
 from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval
+from preferences.statistics.intervals import bootstrap_ratio, percentiles, resampled_sums
 
 NUM_RESAMPLES = 2_000
 

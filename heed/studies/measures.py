@@ -30,7 +30,7 @@ from lm.model import LanguageModel
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 from ppo.stage import STAGE as PPO
-from preferences.splits import split_rankings
+from preferences.rankings import split_rankings
 from preferences.statistics.estimates import Floats
 from reward.comparisons import encode_response
 from reward.scoring import RewardModel

@@ -13,8 +13,8 @@ from typing import Literal
 
 import numpy as np
 
-from preferences.statistics.clustered import clustered_mean
 from preferences.statistics.estimates import Interval
+from preferences.statistics.intervals import clustered_mean
 
 Verdict = Literal["replicates", "does not replicate", "undecided"]
 Overall = Literal["replicates", "does not replicate", "undecided", "replicates in part"]

@@ -11,9 +11,8 @@ from typing import IO, Any
 from files.atomic import atomic_file, atomic_folder
 from preferences.formats.merging import Found
 from preferences.formats.parts import Format, Report
-from preferences.importing import Import
-from preferences.naming import named
-from preferences.records import Judgment, Task
+from preferences.recording import Import
+from preferences.records import Judgment, Task, named
 from preferences.store import LabelStore
 
 CONTAINERS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from files.fields import any_messages, any_text, objects_field, whole_field
-from preferences.formats.pairs import all_pairs
+from preferences.formats.merging import all_pairs
 from preferences.formats.parts import (
     CONSENSUS,
     UNKNOWN,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from files.pairs import SPEAKER, is_transcript, transcript_turns
-from preferences.formats.pairs import untied_pairs
+from preferences.formats.merging import untied_pairs
 from preferences.formats.parts import (
     UNKNOWN,
     JudgedTask,

@@ -1,17 +1,23 @@
-"""Merging rows about the same task and labeler, and extracting the final rankings from judgments."""
+"""From rows to tasks and judgments, and from judgments to final rankings and their pairs of responses.
+
+Rows about the same task and labeler are merged. Pairs are for formats with two responses per row.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from files.fields import shown
 from files.invalid import InvalidRows
-from preferences.current import current_judgments, ranking_of, why_excluded
 from preferences.formats.parts import UNKNOWN, Format, JudgedTask, Report, Row, Vote
-from preferences.naming import NO_LOCATIONS, named
-from preferences.records import MAX_LABELERS, Judgment, Ranking, Task
+from preferences.rankings import current_judgments, ranking_of, why_excluded
+from preferences.records import MAX_LABELERS, NO_LOCATIONS, Judgment, Ranking, StoredTask, Task, named
 
 UNFORESEEN = "not readable as"  # in the message about an error that a format's reader does not handle
+
+
+# ---- merging rows ----
 
 
 @dataclass
@@ -235,12 +241,15 @@ def _add_judgment(own: list[Judgment], judgment: Judgment, where: str, report: R
         own.append(judgment)
 
 
+# ---- final rankings ----
+
+
 def final_rankings(
     tasks: Iterable[Task], judgments: Iterable[Judgment], report: Report
 ) -> Iterator[tuple[Task, Ranking]]:
     """Yields the final rankings that are training data, in the order of the tasks.
 
-    It reports judgments that are not final and those that are excluded (`preferences.current.why_excluded`).
+    It reports judgments that are not final and those that are excluded (`preferences.rankings.why_excluded`).
     """
     current = current_judgments(judgments)
     for judgment in current.replaced:
@@ -279,3 +288,58 @@ def _report_not_final(report: Report, judgment: Judgment, kind: str, why: str) -
     where = f"task {judgment.task_id!r}, labeler {judgment.labeler!r}"
     found = f"{judgment.kind} {judgment.revision}: {why or 'no reason given'}"
     report.add(kind, where, found, "it gives no ranking")
+
+
+# ---- pairs of final rankings ----
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two responses of a ranking, by canonical index, the better one first unless they are tied."""
+
+    task: Task
+    ranking: Ranking
+    first: int
+    second: int
+
+    @property
+    def where(self) -> str:
+        return f"task {self.task.task_id!r}, labeler {self.ranking.labeler!r}"
+
+    @property
+    def is_tie(self) -> bool:
+        return self.ranking.ranks[self.first] == self.ranking.ranks[self.second]
+
+    @property
+    def better(self) -> str:
+        return self.task.responses[self.first]
+
+    @property
+    def worse(self) -> str:
+        return self.task.responses[self.second]
+
+
+def all_pairs(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[Pair]:
+    """Yields every pair of every final ranking, ties in canonical order."""
+    for task, ranking in final_rankings([one.task for one in stored], judgments, report):
+        for first, second in combinations(range(len(task.responses)), 2):
+            swapped = ranking.ranks[first] > ranking.ranks[second]
+            yield Pair(task, ranking, *((second, first) if swapped else (first, second)))
+
+
+def untied_pairs(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[Pair]:
+    """Yields every pair with a better response. Reports ties."""
+    for pair in all_pairs(stored, judgments, report):
+        if pair.is_tie:
+            report.add("tie", pair.where, f"responses {pair.first + 1} and {pair.second + 1} are tied", "left out")
+        else:
+            yield pair
+
+
+def single_turn(pair: Pair, report: Report) -> str:
+    """Returns the text of a prompt with a single user turn, or "" and a warning for any other prompt."""
+    if len(pair.task.prompt) == 1 and pair.task.prompt[0].role == "user":
+        return pair.task.prompt[0].content
+    roles = ", ".join(message.role for message in pair.task.prompt)
+    report.add("prompt of several turns", pair.where, f"the prompt's turns are {roles}", "left out")
+    return ""

@@ -1,12 +1,16 @@
 """Heed's own formats.
 
-heed      everything in a label store: one row per task with its judgments, including revisions and undone ones
-rankings  one row per final ranking: what the reward stage reads
+heed            everything in a label store: one row per task with its judgments, including revisions and undone ones
+rankings        one row per final ranking: what the reward stage reads
+consensus       one ranking per task, of all its labelers; only written
+demonstrations  the best responses, for SFT; only written
+prompts         the prompts, for PPO; only written
 """
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
+from fractions import Fraction
 from typing import Any
 
 from files.fields import (
@@ -23,7 +27,18 @@ from files.fields import (
 )
 from files.strict_json import parse_json
 from preferences.formats.merging import final_rankings
-from preferences.formats.parts import UNKNOWN, JudgedTask, Report, Row, Vote, as_messages, as_turns
+from preferences.formats.parts import (
+    CONSENSUS,
+    UNKNOWN,
+    JudgedTask,
+    Report,
+    Row,
+    Vote,
+    as_messages,
+    as_turns,
+    is_sound_prompt,
+)
+from preferences.rankings import why_excluded
 from preferences.records import (
     MAX_LABELERS,
     MAX_MILLISECONDS,
@@ -40,6 +55,9 @@ from preferences.records import (
 
 KINDS = ("answer", "skip", "undo", "adjudication")
 MAX_FLAGS = 100  # per response
+
+
+# ---- heed ----
 
 
 def recognise_heed(row: Row) -> str:
@@ -147,6 +165,9 @@ def _details(where: str, row: Row) -> dict[str, Any]:
     return details
 
 
+# ---- rankings ----
+
+
 def recognise_rankings(row: Row) -> str:
     return "responses and ranks" if {"task_id", "responses", "ranks"} <= row.keys() else ""
 
@@ -199,3 +220,96 @@ def _ranks(where: str, row: Row, field: str, num_responses: int, *, may_be_empty
     if len(ranks) != num_responses and not (may_be_empty and not ranks):
         raise ValueError(f"{where}: field {field!r} has {len(ranks)} entries for {num_responses} responses")
     return dense_ranks(ranks)
+
+
+# ---- consensus ----
+
+
+def write_consensus(
+    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
+) -> Iterator[dict[str, Any]]:
+    """Writes one ranking per task: what its labelers say together.
+
+    Responses are ordered by their mean rank over labelers, ties sharing the mean of their places (Borda's count, which
+    treats all labelers alike). Equal means are a tie. A lead's adjudication replaces all answers to its task.
+
+    Rows are those of the format rankings with `num_labelers`, and `agreement`: the share of the labelers' untied pairs
+    of responses that are ordered as in the consensus (null if every pair is tied).
+    """
+    by_task: dict[str, tuple[Task, list[Ranking]]] = {}
+    for task, ranking in final_rankings([one.task for one in stored], judgments, report):
+        by_task.setdefault(task.task_id, (task, []))[1].append(ranking)
+    for task, rankings in by_task.values():
+        ranks = consensus_of([ranking.ranks for ranking in rankings])
+        if len(set(ranks)) == 1:
+            where = f"task {task.task_id!r}"
+            report.add(
+                "written as a tie", where, f"all responses share one mean rank of {len(rankings)} labelers", "kept"
+            )
+        row = ranking_row(replace(rankings[0], ranks=ranks, labeler=CONSENSUS, ratings=_mean_ratings(rankings)))
+        yield row | {"num_labelers": len(rankings), "agreement": _agreement(ranks, rankings)}
+
+
+def consensus_of(rankings: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Ranks, from 1, of the responses by their mean rank. Means are exact, so no tie is a matter of rounding."""
+    means = [sum(places) for places in zip(*(_places(ranks) for ranks in rankings), strict=True)]
+    return tuple(sorted(set(means)).index(mean) + 1 for mean in means)
+
+
+def _places(ranks: Sequence[int]) -> list[Fraction]:
+    """Ranks with ties sharing the mean of their places: 1, 1, 2 are 1.5, 1.5, 3."""
+    return [
+        Fraction(2 * sum(other < rank for other in ranks) + sum(other == rank for other in ranks) + 1, 2)
+        for rank in ranks
+    ]
+
+
+def _mean_ratings(rankings: Sequence[Ranking]) -> tuple[float, ...]:
+    rated = [ranking.ratings for ranking in rankings if ranking.ratings]
+    return tuple(sum(ratings) / len(rated) for ratings in zip(*rated, strict=True)) if rated else ()
+
+
+def _agreement(ranks: Sequence[int], rankings: Sequence[Ranking]) -> float | None:
+    pairs = [(i, j) for i in range(len(ranks)) for j in range(i) if ranks[i] != ranks[j]]
+    votes = [
+        (own.ranks[i] < own.ranks[j]) == (ranks[i] < ranks[j])
+        for own in rankings
+        for i, j in pairs
+        if own.ranks[i] != own.ranks[j]
+    ]
+    return sum(votes) / len(votes) if votes else None
+
+
+# ---- for SFT and PPO ----
+
+
+def write_demonstrations(
+    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
+) -> Iterator[dict[str, Any]]:
+    """Writes {"messages"}: for each task, the response that its first final ranking puts alone at the top."""
+    written = set[str]()
+    for task, ranking in final_rankings([one.task for one in stored], judgments, report):
+        where = f"task {task.task_id!r}, labeler {ranking.labeler!r}"
+        best = [response for response, rank in zip(task.responses, ranking.ranks, strict=True) if rank == 1]
+        if task.task_id in written:
+            continue
+        if len(best) > 1 or not best[0].strip():
+            found = f"{len(best)} responses share the first place" if len(best) > 1 else "the best reply is empty"
+            report.add("no best response", where, found, "left out")
+        elif is_sound_prompt(where, task.prompt, report):
+            written.add(task.task_id)
+            yield {"messages": [*as_turns(task.prompt), {"role": "assistant", "content": best[0]}]}
+
+
+def write_prompts(
+    stored: Sequence[StoredTask], _judgments: Sequence[Judgment], report: Report
+) -> Iterator[dict[str, Any]]:
+    """Writes {"prompt_id", "messages"}: every prompt once, except those that only gold tasks or repeats have."""
+    written = set[tuple[Any, ...]]()
+    for one in stored:
+        task = one.task
+        if why := why_excluded(task):
+            report.add(why, f"task {task.task_id!r}", "it measures labelers and is not training data", "left out")
+        elif task.prompt not in written and is_sound_prompt(f"task {task.task_id!r}", task.prompt, report):
+            written.add(task.prompt)
+            yield {"prompt_id": task.task_id, "messages": as_turns(task.prompt)}

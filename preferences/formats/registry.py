@@ -5,19 +5,7 @@ from itertools import chain, islice
 
 from files.fields import names
 from files.rows import Rows
-from preferences.formats import (
-    benchmarks,
-    consensus,
-    helpsteer,
-    hh,
-    judges,
-    oasst,
-    openai,
-    own,
-    prompts,
-    trl,
-    ultrafeedback,
-)
+from preferences.formats import helpsteer, hh, judges, oasst, openai, own, trl, ultrafeedback
 from preferences.formats.parts import Format, Row
 
 AUTO = "auto"
@@ -32,7 +20,7 @@ def _never(_row: Row) -> str:
 _ALL = (
     Format("heed", "everything in a label store", own.recognise_heed, own.read_heed, own.write_heed),
     Format("rankings", "what the reward stage reads", own.recognise_rankings, own.read_rankings, own.write_rankings),
-    Format("consensus", "one ranking per task, of all its labelers", _never, None, consensus.write_consensus),
+    Format("consensus", "one ranking per task, of all its labelers", _never, None, own.write_consensus),
     Format("openai", "OpenAI's comparisons of summaries", openai.recognise_summaries, openai.read_summaries, None),
     Format("webgpt", "WebGPT comparisons", openai.recognise_webgpt, openai.read_webgpt, None),
     Format("ultrafeedback", "UltraFeedback", ultrafeedback.recognise, ultrafeedback.read, None),
@@ -42,14 +30,14 @@ _ALL = (
     Format("oasst", "Open-Assistant's trees", oasst.recognise, oasst.read, None),
     Format("pandalm", "PandaLM's test set", judges.recognise_pandalm, judges.read_pandalm, None),
     Format("alpacaeval", "AlpacaEval", judges.recognise_alpacaeval, judges.read_alpacaeval, judges.write_alpacaeval),
-    Format("rewardbench", "RewardBench", benchmarks.recognise_rewardbench, benchmarks.read_rewardbench, None),
-    Format("llmbar", "LLMBar", benchmarks.recognise_llmbar, benchmarks.read_llmbar, None),
+    Format("rewardbench", "RewardBench", judges.recognise_rewardbench, judges.read_rewardbench, None),
+    Format("llmbar", "LLMBar", judges.recognise_llmbar, judges.read_llmbar, None),
     Format("arena", "Chatbot Arena, MT-Bench", judges.recognise_arena, judges.read_arena, judges.write_arena),
     Format("hh", "Anthropic's HH-RLHF", hh.recognise, hh.read, hh.write),
     Format("trl", "TRL's preferences, conversational or texts", trl.recognise, trl.read, trl.write),
     Format("trl_text", "TRL's preferences, written as texts", _never, trl.read, trl.write_text),
-    Format("demonstrations", "the best responses, for SFT", _never, None, prompts.write_demonstrations),
-    Format("prompts", "the prompts, for PPO", _never, None, prompts.write_prompts),
+    Format("demonstrations", "the best responses, for SFT", _never, None, own.write_demonstrations),
+    Format("prompts", "the prompts, for PPO", _never, None, own.write_prompts),
 )
 FORMATS = {form.name: form for form in _ALL}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from files.fields import any_messages, any_text, number_field, present, text_or_messages
 from files.pairs import implicit_prompt
-from preferences.formats.pairs import Pair, single_turn, untied_pairs
+from preferences.formats.merging import Pair, single_turn, untied_pairs
 from preferences.formats.parts import (
     UNKNOWN,
     JudgedTask,

@@ -18,17 +18,14 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from preferences.accounts import Accounts
 from preferences.keys import BusyError
 from preferences.leases import LeaseLostError
-from preferences.page.account_pages import AccountPages
 from preferences.page.api import Api
-from preferences.page.attempts import Attempts, TooManyTriesError
 from preferences.page.config import LabelingConfig
-from preferences.page.lead import LeadView
-from preferences.page.lead_pages import LeadPages
-from preferences.page.security import MAX_BODY_BYTES, Harden
-from preferences.page.service import LabelingService, RefusedError
+from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, reason_of
+from preferences.page.labeler_pages import TOO_LATE, SignInPages, TaskPages
+from preferences.page.lead_pages import LeadPages, PeoplePages
+from preferences.page.security import MAX_BODY_BYTES, Attempts, Harden, TooManyTriesError
+from preferences.page.service import LabelingService, LeadView, RefusedError
 from preferences.page.site import SignInNeededError, Site
-from preferences.page.task_pages import TOO_LATE, TaskPages
-from preferences.page.unsaved import RETRY_SECONDS, STORE_AWAY, reason_of
 from preferences.store import LabelStore
 
 LOG = logging.getLogger(__name__)
@@ -65,7 +62,8 @@ def make_app(
     app.include_router(Api(service, accounts, lead, attempts).router)
     app.include_router(TaskPages(site, service).router)
     app.include_router(LeadPages(site, lead).router)
-    app.include_router(AccountPages(site, attempts).router)
+    app.include_router(PeoplePages(site).router)
+    app.include_router(SignInPages(site, attempts).router)
     app.mount("/static", StaticFiles(directory=str(files("preferences.page") / "static")))
     # The middleware added last sees a request first.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=config.server.hosts, www_redirect=False)

@@ -1,19 +1,20 @@
-"""The lead's pages: progress, quality and exports. Adjudication uses the labelers' page, in `task_pages`."""
+"""The lead's pages: progress, quality, exports, accounts and links. `labeler_pages` has the page for adjudicating."""
 
 import json
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
+from preferences.accounts import Account, Role, State
 from preferences.formats.registry import FORMATS
-from preferences.page.lead import EXPORTS, Exported, LeadView, exported_what
-from preferences.page.site import Site, download
+from preferences.page.service import EXPORTS, Exported, LeadView, RefusedError, exported_what
+from preferences.page.site import Posted, Site, download, redirect
 
 JSONL = "application/jsonl"
 
 
 class LeadPages:
-    """The routes of the lead's pages."""
+    """The routes of the pages about batches."""
 
     def __init__(self, site: Site, lead: LeadView) -> None:
         self.site, self.lead = site, lead
@@ -80,3 +81,99 @@ class LeadPages:
 
 def _with_names(request: Request) -> bool:
     return request.query_params.get("names", "") == "true"
+
+
+class PeoplePages:
+    """The routes of the pages of accounts, one-time links and personal data."""
+
+    def __init__(self, site: Site) -> None:
+        self.site, self.accounts, self.server = site, site.accounts, site.config.server
+        self.router = APIRouter(include_in_schema=False)
+        get, post = self.router.get, self.router.post
+        get("/lead/people", response_class=HTMLResponse)(self.people)
+        post("/lead/invite")(self.invite)
+        post("/lead/revoke")(self.revoke)
+        post("/lead/state")(self.set_state)
+        get("/lead/person", response_class=HTMLResponse)(self.person)
+        post("/lead/person/data")(self.person_data)
+        post("/lead/person/erase")(self.erase)
+
+    # ---- accounts and links ----
+
+    def people(self, request: Request) -> Response:
+        account, token = self.site.lead(request)
+        return self._people_page(account, token)
+
+    def _people_page(
+        self, account: Account, token: str, link: str = "", invited: str = "", wrong: str = "", erased: str = ""
+    ) -> Response:
+        return self.site.page(
+            "people",
+            account,
+            token,
+            422 if wrong else 200,
+            accounts=self.accounts.all(),
+            links=self.accounts.links(),
+            events=self.accounts.audit_log(),
+            pseudonyms=self.accounts.pseudonyms(),
+            link=link,
+            invited=invited,
+            wrong=wrong,
+            erased=erased,
+        )
+
+    def invite(self, request: Request, posted: Posted) -> Response:
+        account, token, fields = self.site.lead_form(request, posted)
+        name = fields.text("name").strip()
+        role: Role = "lead" if fields.text("role") == "lead" else "labeler"
+        try:
+            code = self.accounts.invite(name, role, by=account.name)
+        except ValueError as error:
+            return self._people_page(account, token, wrong=str(error))
+        return self._people_page(account, token, link=self.server.link(code), invited=name)
+
+    def revoke(self, request: Request, posted: Posted) -> Response:
+        account, token, fields = self.site.lead_form(request, posted)
+        try:
+            self.accounts.revoke(fields.text("name"), by=account.name)
+        except ValueError as error:
+            return self._people_page(account, token, wrong=str(error))
+        return redirect("/lead/people")
+
+    def set_state(self, request: Request, posted: Posted) -> Response:
+        account, _, fields = self.site.lead_form(request, posted)
+        if fields.text("name") == account.name:
+            raise RefusedError("you cannot close your own account; another lead can")
+        state: State = "closed" if fields.text("state") == "closed" else "admitted"
+        self.accounts.set_state(fields.text("name"), state, by=account.name)
+        return redirect("/lead/people")
+
+    # ---- personal data ----
+
+    def person(self, request: Request) -> Response:
+        account, token = self.site.lead(request)
+        return self._person_page(account, token, request.query_params.get("name", ""))
+
+    def _person_page(self, account: Account, token: str, name: str, wrong: str = "") -> Response:
+        pseudonym = self.accounts.pseudonyms().get(name)
+        if pseudonym is None:
+            raise ValueError(f"name {name!a}: the store holds nothing under this name")
+        status = 422 if wrong else 200
+        return self.site.page("person", account, token, status, name=name, pseudonym=pseudonym, wrong=wrong)
+
+    def person_data(self, request: Request, posted: Posted) -> Response:
+        """Sends everything held about a person. It is a form's answer, because the audit log records it."""
+        account, _, fields = self.site.lead_form(request, posted)
+        name = fields.text("name")
+        held = self.accounts.held_about(name, by=account.name)
+        return download(json.dumps(held, indent=2) + "\n", f"{name}.json", "application/json")
+
+    def erase(self, request: Request, posted: Posted) -> Response:
+        account, token, fields = self.site.lead_form(request, posted)
+        name = fields.text("name")
+        if name == account.name:
+            raise RefusedError("you cannot erase yourself; another lead can")
+        if fields.text("typed").strip() != name:
+            return self._person_page(account, token, name, "Type the name exactly as it is shown.")
+        pseudonym = self.accounts.erase(name, by=account.name)
+        return self._people_page(account, token, erased=pseudonym)

@@ -13,10 +13,10 @@ from starlette.datastructures import FormData
 from preferences.accounts import Account, Accounts
 from preferences.page import forms
 from preferences.page.config import LabelingConfig
+from preferences.page.forms import STORE_AWAY
 from preferences.page.security import is_storable
 from preferences.page.service import RefusedError, seal
 from preferences.page.text import show, task_title
-from preferences.page.unsaved import STORE_AWAY
 
 COOKIE = "heed_session"
 CHECKBOXES = "flags_"  # prefix of fields that may occur several times

@@ -14,7 +14,7 @@ from html import escape
 
 import numpy as np
 
-from preferences.current import current_judgments
+from preferences.rankings import current_judgments
 from preferences.records import Judgment
 from preferences.statistics.estimates import Interval, Share
 from preferences.statistics.quality import PositionRanks

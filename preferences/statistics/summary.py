@@ -12,34 +12,38 @@ from typing import Any
 import numpy as np
 
 from files.records import as_json
-from preferences.current import CurrentJudgments, current_judgments
+from preferences.rankings import CurrentJudgments, current_judgments
 from preferences.records import Judgment, Task
-from preferences.statistics.agreement import share_of_tasks
-from preferences.statistics.alpha import Alpha, ranking_alpha, rating_alpha
-from preferences.statistics.counts import LabelerCount, labeler_counts
-from preferences.statistics.disagreements import Disagreement, disagreements
+from preferences.statistics.agreement import (
+    Alpha,
+    Disagreement,
+    disagreements,
+    ranking_alpha,
+    rating_alpha,
+    share_of_tasks,
+)
 from preferences.statistics.estimates import Share
-from preferences.statistics.habits import (
+from preferences.statistics.panel import Panel, count_pairs, pair_signs
+from preferences.statistics.quality import (  # fmt: skip
     TOO_FAST_WORDS_PER_MINUTE,
     FastAnswer,
+    LabelerCount,
     Pace,
-    Ratings,
-    fast_answers,
-    flag_counts,
-    paces,
-    ratings_of,
-    skip_reasons,
-    words_per_minute,
-)  # fmt: skip
-from preferences.statistics.panel import Panel, count_pairs, pair_signs
-from preferences.statistics.quality import (
     PositionRanks,
+    Ratings,
     agreement_counts,
     agreement_with_others,
+    fast_answers,
+    flag_counts,
     gold_accuracy,
+    labeler_counts,
+    paces,
     ranks_by_position,
+    ratings_of,
     self_agreement,
     shown_first,
+    skip_reasons,
+    words_per_minute,
 )  # fmt: skip
 
 NUM_LISTED = 100  # tasks to review, and fast answers

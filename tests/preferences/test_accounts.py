@@ -3,9 +3,8 @@
 import pytest
 import sqlalchemy
 
-from preferences.accounts import SESSION_SECONDS, Accounts
+from preferences.accounts import INVITATION_SECONDS, SESSION_SECONDS, Accounts
 from preferences.database import open_engines
-from preferences.invitations import INVITATION_SECONDS
 
 pytestmark = pytest.mark.usefixtures("cheap_hashes")
 

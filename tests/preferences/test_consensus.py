@@ -2,8 +2,7 @@
 
 import pytest
 
-from preferences.formats.consensus import consensus_of, write_consensus
-from preferences.formats.own import read_rankings
+from preferences.formats.own import consensus_of, read_rankings, write_consensus
 from preferences.formats.parts import Report
 from preferences.records import Judgment, Message, StoredTask, Task
 

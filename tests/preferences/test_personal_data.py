@@ -13,7 +13,7 @@ from preferences.database import open_engines, store_file
 from preferences.formats.exchange import export, store_found
 from preferences.formats.merging import collect_all
 from preferences.formats.registry import FORMATS
-from preferences.records import Answer, Message, Task
+from preferences.records import Answer, Judgment, Message, Task
 from preferences.store import LabelStore
 
 NAME, NOTE = "Zebulon Quibbleworth", "my neighbour Xanthippe says so"
@@ -166,41 +166,27 @@ def refuse_changes(url: str, pseudonym: str) -> None:
     reader.dispose()
 
 
-def test_names_leave_the_judgments_of_an_older_store(empty_database, open_at):
-    """A store of revision 0006, with people, an audit log and labelers that published data does not name."""
-    url = empty_database()
-    reader, writer = open_at(url, "0006")
-    is_done = "true" if url.startswith("postgresql") else "1"
-    with writer.begin() as connection:
-        for statement in (
-            'INSERT INTO tasks VALUES (1, \'t\', \'b\', 4, \'[["user", "?"]]\', \'["x", "y"]\', \'["p", "q"]\','
-            " 'overall', '[]', '', '{}', 'handle')",
-            *(
-                "INSERT INTO judgments VALUES"
-                f" ({n}, 1, '{name}', 0, 'answer', '[1, 2]', '[]', '[]', '\"\"', '[0, 1]', '1', 5, 'page', 7.0)"
-                for n, name in enumerate(("ann", "unknown", "unknown 2"), start=1)
-            ),
-            f"INSERT INTO places VALUES (1, 0, 'b', 0, 'ann', 0, {is_done}, 0)",
-            "INSERT INTO accounts VALUES ('ann', 'labeler', 'kept', 'admitted', '', 1.0)",
-            "INSERT INTO accounts VALUES ('eve', 'lead', 'kept', 'new', '', 1.0)",
-            *(
-                f"INSERT INTO people_acts (actor, act, subject, created_at) VALUES ({values}, 1.0)"
-                for values in (
-                    "'command line', 'invited', 'eve'",
-                    "'eve', 'invited', 'ann'",
-                    "'eve', 'exported', 'b (trl)'",
-                )
-            ),
-        ):
-            connection.exec_driver_sql(statement)
-    reader.dispose()
+def test_labelers_without_a_name_keep_what_they_are_called(new_database):
+    """Published data names no labelers: "unknown" is its own pseudonym, and no account may have such a name."""
+    url = new_database()
     with LabelStore(url) as store:
         accounts = Accounts(url)
+        store.add_tasks(TASKS[:1], batch="b", num_labelers=4)
+        store.import_judgments(
+            "b",
+            [
+                Judgment("t0", name, 0, "answer", (1, 2, 3), (), (), "", (0, 1, 2), "1", 5, "page", 7.0)
+                for name in ("ann", "unknown", "unknown 2")
+            ],
+        )
+        accounts.invite("eve", "lead")
+        accounts.invite("ann", "labeler", by="eve")
+        accounts.log("eve", "exported", "b (trl)")
         assert [one.labeler for one in store.judgments("b")] == ["ann", "unknown", "unknown 2"]
         ann, *unknown = [one.labeler for one in store.judgments("b", with_names=False)]
         assert accounts.pseudonyms()["ann"] == ann != "ann"
         assert unknown == ["unknown", "unknown 2"]
-        assert store.coverage("b")[0].judged_by == ("ann",)
+        assert store.coverage("b")[0].judged_by == ("ann", "unknown", "unknown 2")
         assert [(one.actor, one.action, one.subject) for one in accounts.audit_log()] == [
             ("eve", "exported", "b (trl)"), ("eve", "invited", "ann"), ("command line", "invited", "eve"),
         ]  # fmt: skip

@@ -140,7 +140,7 @@ def test_lease_many_gives_held_ones_first_then_in_order_of_arrival(store):
 
 def test_tasks_are_drawn_for_each_labeler_of_a_store(new_database, clock, monkeypatch):
     numbers = itertools.count()
-    monkeypatch.setattr("preferences.labelers.new_pseudonym", lambda: f"labeler-{next(numbers):012x}")
+    monkeypatch.setattr("preferences.names.new_pseudonym", lambda: f"labeler-{next(numbers):012x}")
 
     def orders():
         with LabelStore(new_database(), clock=clock) as store:

@@ -14,7 +14,7 @@ from lm.config import ModelConfig
 from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, load_scalar_model
-from preferences.splits import split_rankings
+from preferences.rankings import split_rankings
 from reward.comparisons import Comparison, RankingsConfig, Verdict, read_rankings
 from reward.config import RewardConfig
 from reward.learner import AuxiliaryParameters, RewardLearner

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from evaluation.statistics.significance import EqualityTest, GainTest, holm, holm_level, power_of
-from preferences.statistics.clustered import clustered_mean, mean_is_zero
-from preferences.statistics.score import score_interval
+from preferences.statistics.intervals import clustered_mean, mean_is_zero, score_interval
 from tests.examples import examples
 
 

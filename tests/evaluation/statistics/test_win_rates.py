@@ -23,7 +23,7 @@ from evaluation.statistics.win_rates import (
     pair_win_rate,
     prompt_means,
 )
-from preferences.statistics.score import score_interval
+from preferences.statistics.intervals import score_interval
 
 INTERCEPT, SLOPE = 0.40471481, 0.16810127
 ERROR, SLOPE_ERROR = 0.23064852, 0.46840432

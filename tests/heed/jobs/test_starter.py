@@ -16,7 +16,7 @@ from heed.jobs.run import Run
 from heed.jobs.starter import Starter
 from heed.jobs.starter_sections import ALGORITHMS, POLICY_GRADIENTS, batch_for, batch_toml
 from lm.tokenizer import Tokenizer
-from preferences.splits import is_heldout
+from preferences.rankings import is_heldout
 from reward.comparisons import RankingsConfig, read_rankings
 from stages.planning.hardware import GIB, Hardware
 from training.data import DataConfig, read_prompts

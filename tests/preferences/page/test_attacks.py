@@ -16,13 +16,18 @@ import httpx
 import pytest
 
 from preferences import keys
-from preferences.accounts import Accounts
-from preferences.invitations import INVITATION_SECONDS
+from preferences.accounts import INVITATION_SECONDS, Accounts
 from preferences.keys import HASHES_AT_ONCE, HASHES_WAITING
 from preferences.page.app import make_app
-from preferences.page.attempts import LINKS_PER_ADDRESS, PER_ADDRESS, PER_NAME, PER_NAME_AND_ADDRESS
 from preferences.page.config import LabelingConfig, ServerConfig
-from preferences.page.security import MAX_BODY_BYTES, MAX_SIGN_IN_BYTES
+from preferences.page.security import (
+    LINKS_PER_ADDRESS,
+    MAX_BODY_BYTES,
+    MAX_SIGN_IN_BYTES,
+    PER_ADDRESS,
+    PER_NAME,
+    PER_NAME_AND_ADDRESS,
+)
 from preferences.page.serve import server_settings
 from preferences.records import Message, Task
 from preferences.store import LabelStore

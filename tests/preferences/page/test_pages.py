@@ -11,8 +11,8 @@ from fastapi.testclient import TestClient
 
 from preferences.leases import display_order
 from preferences.page.app import make_app
-from preferences.page.attempts import PER_NAME_AND_ADDRESS, Attempts, TooManyTriesError
 from preferences.page.config import LabelingConfig, Screening
+from preferences.page.security import PER_NAME_AND_ADDRESS, Attempts, TooManyTriesError
 from preferences.records import Message, Task
 
 PLAIN = LabelingConfig(asks_ratings=False, task_order="arrival")
@@ -580,7 +580,7 @@ def test_the_page_counts_what_is_left_for_this_labeler(world, visit):
 
 def test_more_tasks_than_the_page_counts(world, visit, monkeypatch):
     monkeypatch.setattr("preferences.page.service.MAX_LEFT", 3)
-    monkeypatch.setattr("preferences.page.task_pages.MAX_LEFT", 3)
+    monkeypatch.setattr("preferences.page.labeler_pages.MAX_LEFT", 3)
     world.add(*(make_task(f"t{number}", 2) for number in range(5)))
     assert "At least 3 are left for you" in visit("ann", PLAIN).get("/task").text
 

@@ -19,7 +19,7 @@ from heed.worlds.calibration import draw_tasks as draw_playground_tasks
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from preferences.page.client import answer_in_turns
 from preferences.page.config import LabelingConfig
-from preferences.page.lead import SEED
+from preferences.page.service import SEED
 from preferences.records import Task
 from preferences.scripted import answer_all
 from preferences.statistics.estimates import LEVEL

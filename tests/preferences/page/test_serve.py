@@ -148,34 +148,15 @@ def test_links_on_the_command_line(heed_label, tmp_path):
     assert (code, "public_url" in err) == (2, True)
 
 
-def test_an_older_store_keeps_one_link_per_name_and_nothing_of_closed_accounts(empty_database, open_at):
-    """A store of revision 0004: several links per name, 16 for the first lead, and a closed account with all it had."""
-    url = empty_database()
-    reader, writer = open_at(url, "0004")
-    with writer.begin() as connection:
-        connection.exec_driver_sql(
-            'INSERT INTO tasks VALUES (1, \'t\', \'b\', 1, \'[["user", "?"]]\', \'["a", "b"]\', \'["x", "y"]\','
-            " 'overall', '[]', '', '{}')"
-        )
-        connection.exec_driver_sql("INSERT INTO places VALUES (1, 0, 'b', 0, 'mal', 9e9, (1 = 0))")
-        links = [("ann", "labeler", f"ann{n}", 9e9 + n) for n in range(3)]
-        links += [("lead", "lead", f"lead{n}", 9e9 + n) for n in range(16)]
-        links += [("mal", "lead", "mal0", 9e9)]
-        for name, role, code, until in links:
-            connection.exec_driver_sql(
-                "INSERT INTO invitations (code_hash, name, role, expires_at) VALUES"
-                f" ('{code}', '{name}', '{role}', {until})"
-            )
-        for name, role, state in (("eve", "lead", "new"), ("mal", "lead", "closed")):
-            connection.exec_driver_sql(f"INSERT INTO accounts VALUES ('{name}', '{role}', 'kept', '{state}', '', 1.0)")
-        connection.exec_driver_sql("INSERT INTO sessions VALUES ('token', 'mal', 9e9)")
-    reader.dispose()
-    accounts = Accounts(url)
-    assert [(link.name, link.expires_at) for link in accounts.links()] == [("ann", 9e9 + 2)]
-    with accounts._reader.begin() as connection:
-        assert connection.exec_driver_sql("SELECT count(*) FROM sessions").scalar() == 0
-        assert connection.exec_driver_sql("SELECT count(*) FROM places WHERE labeler IS NOT NULL").scalar() == 0
-    accounts.close()
+def test_a_store_of_an_unreleased_heed_is_answered_with_one_line(tmp_path, heed_label):
+    path = tmp_path / "labels.sqlite"
+    Accounts(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '0008'")
+    connection.close()
+    code, out, err = heed_label("links", "--store", str(path))
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "an unreleased version of Heed wrote it" in err
 
 
 def test_no_part_of_an_answer_waits_for_an_acknowledgement(world, serve_app):

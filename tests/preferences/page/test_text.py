@@ -7,8 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from preferences.page.comparing import compared
-from preferences.page.text import MAX_FORMATTED_CHARACTERS, show
+from preferences.page.text import MAX_FORMATTED_CHARACTERS, compared, show
 from tests.examples import examples
 
 

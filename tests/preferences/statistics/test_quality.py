@@ -10,22 +10,32 @@ from scipy import stats
 
 from preferences.records import Judgment, Message, Ranking, Task, dense_ranks
 from preferences.statistics.agreement import pairwise_agreement
-from preferences.statistics.bootstrap import MAX_CLUSTERS, resampled_sums
-from preferences.statistics.clustered import Tally, clustered_mean, clustered_shares
 from preferences.statistics.estimates import Share
-from preferences.statistics.habits import flag_counts, num_words, paces, ratings_of, words_per_minute
-from preferences.statistics.independent import difference_of_means, median_interval
+from preferences.statistics.intervals import (
+    MAX_CLUSTERS,
+    Tally,
+    clustered_mean,
+    clustered_shares,
+    difference_of_means,
+    median_interval,
+    resampled_sums,
+    wilson,
+)
 from preferences.statistics.panel import Panel
 from preferences.statistics.quality import (
     agreement_counts,
     agreement_with_others,
+    flag_counts,
     gold_accuracy,
+    num_words,
+    paces,
     ranks_by_position,
+    ratings_of,
     screen,
     self_agreement,
     shown_first,
+    words_per_minute,
 )  # fmt: skip
-from preferences.statistics.score import wilson
 
 
 def task_of(name, size=3, **fields):

@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from preferences.current import current_judgments
+from preferences.rankings import current_judgments
 from preferences.records import Judgment, Message, Ranking, Task
 from preferences.statistics import plots
 from preferences.statistics.agreement import pairwise_agreement
-from preferences.statistics.counts import labeler_counts
+from preferences.statistics.quality import labeler_counts
 from preferences.statistics.summary import summary
 
 REAL = Path(__file__).parents[4] / "shared" / "data" / "pandalm_testset-v1.json"

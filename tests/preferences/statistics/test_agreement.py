@@ -1,4 +1,6 @@
-"""Krippendorff's alpha: published and hand-worked values, a loop version, and undefined values."""
+"""Agreement between labelers and with the truth against counts by hand; Krippendorff's alpha against published and
+hand-worked values and a loop version, and where it is undefined.
+"""
 
 import math
 from itertools import combinations
@@ -6,8 +8,17 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from preferences.records import Judgment, Message, Task, dense_ranks
-from preferences.statistics.alpha import NO_OVERLAP, NO_VARIATION, Alpha, ordinal_alpha, ranking_alpha, rating_alpha
+from preferences.records import Judgment, Message, Ranking, Task, dense_ranks
+from preferences.statistics.agreement import (
+    NO_OVERLAP,
+    NO_VARIATION,
+    Alpha,
+    accuracy_against,
+    ordinal_alpha,
+    pairwise_agreement,
+    ranking_alpha,
+    rating_alpha,
+)
 from preferences.statistics.panel import Panel, count_pairs, pair_signs
 
 # Krippendorff 2011, Computing Krippendorff's Alpha-Reliability, part C: four observers, twelve units; 0 is missing.
@@ -17,6 +28,104 @@ PUBLISHED = (
     (0, 3, 3, 3, 2, 3, 4, 2, 2, 5, 1, 0),
     (1, 2, 3, 3, 2, 4, 4, 1, 2, 5, 1, 0),
 )
+
+
+# ---- agreement ----
+
+
+def prompt_of(text):
+    return (Message("user", text),)
+
+
+def ranked(task_id, labeler, *ranks):
+    return Ranking(task_id, prompt_of(task_id), tuple(f"{task_id}{i}" for i in range(len(ranks))), ranks, labeler)
+
+
+def test_agreement_by_hand():
+    rankings = [
+        ranked("t1", "ann", 1, 2, 3),
+        ranked("t1", "bob", 1, 3, 2),  # of 3 pairs: 01 same, 02 same, 12 not -> 2 of 3
+        ranked("t2", "ann", 1, 1, 2),
+        ranked("t2", "bob", 1, 2, 3),  # 01 is tied for ann; 02 and 12 same -> 2 of 2
+        ranked("t3", "ann", 1, 2),  # judged once
+        ranked("t4", "ann", 1, 1),
+        ranked("t4", "bob", 1, 2),  # nothing left to compare
+    ]
+    result = pairwise_agreement(rankings)
+    assert (result.mean, result.num_pairs, result.num_tasks) == (4 / 5, 5, 2)
+    assert result.low < 2 / 3  # of two prompts
+    assert result.high == pytest.approx(1.0, abs=0.05)
+
+
+def test_three_labelers_make_three_comparisons():
+    rankings = [ranked("t", "ann", 1, 2), ranked("t", "bob", 1, 2), ranked("t", "cy", 2, 1)]
+    result = pairwise_agreement(rankings)
+    assert (result.mean, result.num_pairs, result.num_tasks) == (1 / 3, 3, 1)
+    assert result.low < 1 / 3 < result.high
+
+
+def test_labelers_who_always_agree_have_an_interval_with_a_width():
+    """Wilson's lower end for n of n is n / (n + z²); a pair of two responses counts as one."""
+    rankings = [ranked(f"t{task}", name, 1, 2) for task in range(20) for name in ("ann", "bob")]
+    agreement, accuracy = pairwise_agreement(rankings), accuracy_against(rankings, lambda _: [1.0, 0.0])
+    assert (agreement.mean, agreement.low, agreement.high) == pytest.approx((1.0, 20 / (20 + 1.959964**2), 1.0))
+    assert (accuracy.mean, accuracy.low, accuracy.high) == pytest.approx((1.0, 20 / (20 + 1.959964**2), 1.0))
+
+
+def test_agreement_without_overlap_is_unknown():
+    result = pairwise_agreement([ranked("t1", "ann", 1, 2), ranked("t2", "bob", 1, 2)])
+    assert (result.num_pairs, result.num_tasks) == (0, 0)
+    assert result.as_dict() == {"mean": None, "low": None, "high": None, "num_pairs": 0, "num_tasks": 0}
+
+
+def test_rankings_of_other_responses_are_refused():
+    other = Ranking("t", prompt_of("t"), ("x", "y"), (1, 2), "bob")
+    with pytest.raises(ValueError, match="'t': responses differ"):
+        pairwise_agreement([ranked("t", "ann", 1, 2), other])
+
+
+def test_accuracy_by_hand_from_a_mapping_or_a_function():
+    rankings = [
+        ranked("t1", "ann", 1, 2, 3),  # truth 3 > 2 > 1: all 3 pairs right
+        ranked("t1", "bob", 3, 2, 1),  # all 3 wrong
+        ranked("t2", "ann", 1, 1, 2),  # untied in both: 02 right, 12 right
+        ranked("t3", "ann", 2, 1),  # the truth ties them
+    ]
+    scores = {"t1": [3.0, 2.0, 1.0], "t2": [5.0, 4.0, 0.0], "t3": [1.0, 1.0]}
+    result = accuracy_against(rankings, scores)
+    assert (result.mean, result.num_pairs, result.num_tasks) == (5 / 8, 8, 2)
+    assert accuracy_against(rankings, scores.__getitem__) == result
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ({}, "'t': scores has no entry"),
+        ({"t": [1.0]}, "'t': scores has 1 entries for 2"),
+        ({"t": [1.0, float("nan")]}, "'t': scores is"),
+    ],
+)
+def test_accuracy_refuses_by_task(scores, message):
+    with pytest.raises(ValueError, match=message):
+        accuracy_against([ranked("t", "ann", 1, 2)], scores)
+
+
+def test_a_known_noise_is_recovered():
+    """Two labelers who each flip a pair with probability 0.2 agree on 0.8^2 + 0.2^2 = 0.68 of pairs."""
+    generator = np.random.default_rng(0)
+    rankings = [
+        ranked(f"t{task}", name, *((2, 1) if generator.random() < 0.2 else (1, 2)))
+        for task in range(1_500)
+        for name in ("ann", "bob")
+    ]
+    agreement = pairwise_agreement(rankings)
+    accuracy = accuracy_against(rankings, lambda _: [1.0, 0.0])
+    assert agreement.low < 0.68 < agreement.high
+    assert accuracy.low < 0.80 < accuracy.high
+    assert agreement.high - agreement.low < 0.06
+
+
+# ---- Krippendorff's alpha ----
 
 
 def judged(labeler, task, *ranks, ratings=()):
@@ -45,9 +154,6 @@ def ratings_alpha_of(*answers) -> Alpha:
 def counts_of(table, num_values):
     columns = np.array(table).T
     return np.array([[(column == value).sum() for value in range(1, num_values + 1)] for column in columns], float)
-
-
-# ---- values of one scale ----
 
 
 def test_the_published_value():
@@ -83,9 +189,6 @@ def test_ratings_are_separate_units():
     assert result.value == pytest.approx(ordinal_alpha(np.array(units)))
     assert result.low < result.value < result.high
     assert (result.num_units, result.num_tasks) == (2 * 11, 11)  # one task was rated only once
-
-
-# ---- rankings ----
 
 
 def test_rankings_by_hand():
@@ -156,9 +259,6 @@ def test_random_answers_have_none_and_equal_answers_all():
     assert abs(by_chance.value) < 0.05
     alike = alpha_of(*(judged(name, f"t{task}", 1, 2) for task in range(5) for name in "abc"))
     assert (alike.value, alike.low, alike.high) == (1, 1, 1)
-
-
-# ---- what has no alpha ----
 
 
 @pytest.mark.parametrize(

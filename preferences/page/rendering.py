@@ -1,4 +1,7 @@
-"""Formulas in texts: finding them in Markdown, and converting LaTeX to MathML, which browsers show without a script.
+"""Formulas and code in Markdown.
+
+LaTeX becomes MathML, which browsers show without a script. Code gets Pygments' classes, which page.css colours for
+light and dark themes.
 
 A formula is shown as its source if its MathML would leave something out, or if the library cannot parse it.
 """
@@ -17,13 +20,17 @@ from markdown_it.rules_inline import StateInline
 from markdown_it.token import Token
 from mdit_py_plugins.amsmath import amsmath_plugin
 from mdit_py_plugins.dollarmath import dollarmath_plugin
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_by_name
+from pygments.token import STANDARD_TYPES
 
-TAGS = {
+MATH_TAGS = {
     "math", "semantics", "annotation", "mrow", "mi", "mo", "mn", "ms", "mtext", "mspace", "mfrac", "msqrt", "mroot",
     "msub", "msup", "msubsup", "munder", "mover", "munderover", "mmultiscripts", "mprescripts", "mtable", "mtr",
     "mtd", "mstyle", "menclose", "mpadded",
 }  # fmt: skip
-ATTRIBUTES = {
+MATH_ATTRIBUTES = {
     "math": {"display"},
     "annotation": {"encoding"},
     "mo": {"stretchy", "fence", "form", "separator", "accent", "largeop", "symmetric", "movablelimits"},
@@ -52,6 +59,18 @@ _ENTITY = re.compile("&#x([0-9A-Fa-f]{1,6});")  # how the library writes charact
 _ALIGNED = re.compile(r"(?<=\\begin)\{aligned\}|(?<=\\end)\{aligned\}")  # looks like align*, which the library knows
 _COUNTED = re.compile(r"[^\W_]|[+=<>!,/();|]")  # what must occur in the rendered formula as often as in its source
 
+CODE_PREFIX = "code-"
+CODE_CLASSES = {CODE_PREFIX + name for name in STANDARD_TYPES.values() if name}
+MAX_COLOURED_CHARACTERS = 20_000
+# The languages that responses are usually written in. Lexers are regular expressions, and rare ones are less tested.
+LANGUAGES = {
+    "bash", "c", "c++", "cpp", "cs", "csharp", "css", "diff", "go", "haskell", "html", "java", "javascript", "js",
+    "json", "jsx", "julia", "kotlin", "latex", "lua", "makefile", "matlab", "perl", "php", "py", "python", "python3",
+    "r", "rb", "ruby", "rust", "rs", "scala", "sh", "shell", "sql", "swift", "tex", "toml", "ts", "typescript",
+    "xml", "yaml", "yml", "zsh",
+}  # fmt: skip
+_FORMATTER = HtmlFormatter(nowrap=True, classprefix=CODE_PREFIX)
+
 
 def add_maths(markdown: MarkdownIt) -> None:
     r"""Recognises `$..$`, `$$..$$`, `\(..\)`, `\[..\]` and amsmath's environments as formulas, but not "$5 and $10"."""
@@ -64,7 +83,12 @@ def add_maths(markdown: MarkdownIt) -> None:
         "fence", "math_block_brackets", _block_brackets, {"alt": ["paragraph", "blockquote", "list"]}
     )
     for name in ("math_inline", "math_inline_double", "math_block", "amsmath"):
-        markdown.add_render_rule(name, _render)
+        markdown.add_render_rule(name, _formula)
+
+
+def add_code(markdown: MarkdownIt) -> None:
+    """Shows the language of fenced code, which a renderer usually drops, and highlights the code."""
+    markdown.add_render_rule("fence", _fence)
 
 
 # ---- finding formulas ----
@@ -138,7 +162,7 @@ def _block_brackets(state: StateBlock, first: int, end: int, silent: bool) -> bo
 _CLOSING = {"$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]", "": ""}
 
 
-def _render(_self: object, tokens: Sequence[Token], index: int, _options: object, _env: object) -> str:
+def _formula(_self: object, tokens: Sequence[Token], index: int, _options: object, _env: object) -> str:
     token = tokens[index]
     source = f"{token.markup}{token.content}{_CLOSING[token.markup]}"
     is_inline = token.type == "math_inline"
@@ -160,7 +184,7 @@ def _mathml(tex: str, source: str, display: str) -> str:
         return ""
     for element in math.iter():
         element.text = _ENTITY.sub(lambda found: chr(int(found[1], 16)), element.text or "") or None
-        if len(element) != NUM_CHILDREN.get(element.tag, len(element)) or element.tag not in TAGS:
+        if len(element) != NUM_CHILDREN.get(element.tag, len(element)) or element.tag not in MATH_TAGS:
             return ""
     visible = "".join(math.itertext())
     if not visible.strip() or "\\" in visible or "&" in visible or _counts(_COMMAND.sub(" ", tex)) - _counts(visible):
@@ -190,3 +214,20 @@ def _in_lines(math: ET.Element) -> list[ET.Element]:
 
 def _counts(text: str) -> Counter[str]:
     return Counter(_COUNTED.findall(normalize("NFKC", text)))
+
+
+# ---- rendering code ----
+
+
+def _fence(_self: object, tokens: Sequence[Token], index: int, _options: object, _env: object) -> str:
+    token = tokens[index]
+    named = token.info.strip()
+    label = f'<p class="language">{escape(named)}</p>' if named else ""
+    return f"{label}<pre><code>{_coloured(token.content, named.lower())}</code></pre>\n"
+
+
+def _coloured(code: str, language: str) -> str:
+    if language not in LANGUAGES or len(code) > MAX_COLOURED_CHARACTERS:
+        return escape(code)
+    lexer = get_lexer_by_name(language, stripnl=False, ensurenl=False)
+    return str(highlight(code, lexer, _FORMATTER))

@@ -1,4 +1,7 @@
-"""The labelers' pages, and the lead's page for adjudicating: plain forms that work without JavaScript."""
+"""The labelers' pages, the lead's page for adjudicating, and the pages for signing in and for one-time links.
+
+All are plain forms that work without JavaScript.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -12,9 +15,10 @@ from preferences.accounts import Account
 from preferences.leases import LeaseLostError
 from preferences.page import forms
 from preferences.page.config import DECLINES
+from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, UnsavedForms, as_text, reason_of
+from preferences.page.security import MAX_SIGN_IN_BYTES, Attempts, TooManyTriesError, sign_in, use_link
 from preferences.page.service import MAX_LEFT, LabelingService, PresentedTask, RefusedError
 from preferences.page.site import COOKIE, Posted, SignInNeededError, Site, fields_of, redirect
-from preferences.page.unsaved import RETRY_SECONDS, STORE_AWAY, UnsavedForms, as_text, reason_of
 
 LOG = logging.getLogger(__name__)
 CLIENT = "page"
@@ -30,6 +34,9 @@ LEADS_DO_NOT_LABEL = (
     "Leads adjudicate, on the Quality page: their answer overrides those of labelers. To label as well, invite yourself"
     " under another name as a labeler."
 )
+USED_UP = (
+    "One-time links work once, within a week, and a newer link voids an older one. Ask the labeling lead for a new one."
+)
 WAITING = {
     "nothing open": (
         "Nothing to judge just now",
@@ -37,6 +44,66 @@ WAITING = {
     ),
     "screening": ("Thank you", "You have judged all of the first tasks. The labeling lead will look at them."),
 }
+
+
+class SignInPages:
+    """The routes of the pages for signing in and out, and for one-time links."""
+
+    def __init__(self, site: Site, attempts: Attempts) -> None:
+        self.site, self.accounts, self.attempts = site, site.accounts, attempts
+        self.router = APIRouter(include_in_schema=False)
+        get, post = self.router.get, self.router.post
+        get("/sign-in", response_class=HTMLResponse)(self.sign_in_form)
+        post("/sign-in", max_body_size=MAX_SIGN_IN_BYTES)(self.sign_in)
+        post("/sign-out")(self.sign_out)
+        get("/welcome/{code}", response_class=HTMLResponse)(self.welcome_form)
+        post("/welcome/{code}", max_body_size=MAX_SIGN_IN_BYTES)(self.welcome)
+
+    def sign_in_form(self) -> Response:
+        return self.site.page("sign_in", None, "", wrong="", name="")
+
+    def sign_in(self, request: Request, posted: Posted) -> Response:
+        fields = fields_of(posted)
+        name, key = fields.text("name").strip(), fields.text("key").strip()
+        try:
+            token = sign_in(self.accounts, self.attempts, request, name, key)
+        except TooManyTriesError as error:
+            wrong = f"Too many tries; try again in {error.wait_seconds} seconds, or ask the lead for a one-time link."
+            page = self.site.page("sign_in", None, "", 429, wrong=wrong, name=name)
+            page.headers["Retry-After"] = str(error.wait_seconds)
+            return page
+        if token is None:
+            return self.site.page("sign_in", None, "", 403, wrong="Name and key do not match.", name=name)
+        return self._with_session(redirect("/"), token, request)
+
+    def sign_out(self, request: Request, posted: Posted) -> Response:
+        _, token, _ = self.site.form(request, posted)
+        self.accounts.sign_out(token)
+        response = redirect("/sign-in")
+        response.delete_cookie(COOKIE)
+        return response
+
+    def welcome_form(self, code: str) -> Response:
+        invitation = self.accounts.invitation(code)
+        if invitation is None:
+            return self._used_up()
+        return self.site.page("welcome", None, "", invitation=invitation, code=code)
+
+    def welcome(self, code: str, request: Request) -> Response:
+        accepted = use_link(self.accounts, self.attempts, request, code)
+        if accepted is None:
+            return self._used_up()
+        account, key = accepted
+        token = self.accounts.open_session(account.name)
+        return self._with_session(self.site.page("key", account, token, key=key), token, request)
+
+    def _used_up(self) -> Response:
+        return self.site.page("message", None, "", 410, heading="This link no longer works", text=USED_UP, typed="")
+
+    def _with_session(self, response: Response, token: str, request: Request) -> Response:
+        is_https = self.site.config.server.is_https or request.url.scheme == "https"
+        response.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=is_https)
+        return response
 
 
 class TaskPages:

@@ -1,0 +1,270 @@
+"""Recording tasks and what labelers do, within the caller's transaction.
+
+Each event (answer, skip, undo, adjudication) appends one judgment row. An answer finishes the labeler's assignment of
+the task, a skip releases it, and an undo takes the last event back and leases the assignment again. An adjudication, a
+lead's answer that overrides those of labelers, needs no assignment; neither does its undo.
+
+An import stores tasks with judgments that were made outside this store: all of them or none.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, func, insert, select
+
+from preferences import leases
+from preferences.leases import AssignmentState, LeaseLostError
+from preferences.names import pseudonym_of
+from preferences.records import NO_LOCATIONS, Judgment, Locations, Task, named
+from preferences.rows import Values, judgment_row, parts, refuse_different, refuse_other, task_row
+from preferences.schema import assignments, judgments, tasks
+
+UNDOABLE = ("answer", "skip")
+MOVES = ("answer", "skip", "undo")  # the events that change an assignment
+_IMPORTING = 7_243_003  # key of the importers' advisory lock; any number that only Heed uses
+
+
+# ---- tasks ----
+
+
+def add_tasks(connection: Connection, wanted: Sequence[Values], files: Locations = NO_LOCATIONS) -> None:
+    """Adds tasks with their assignments. A task that is stored with the same content is left alone.
+
+    Raises: ValueError, naming the task, for an id that is taken by other content, and for a repeat of an unknown task.
+    """
+    known = stored(connection, [name for row in wanted for name in (row["task_id"], row["repeat_of"]) if name])
+    missing: dict[str, Values] = {}
+    for row in wanted:
+        task_id, original = row["task_id"], row["repeat_of"]
+        if task_id in known or task_id in missing:
+            refuse_different(row, known.get(task_id) or missing[task_id], files)
+        elif original and original not in known and original not in missing:
+            where = named(files, task_id)
+            raise ValueError(f"{where}: repeat_of is {original!r}; an earlier task's id was expected")
+        else:
+            missing[task_id] = row
+    _insert_tasks(connection, list(missing.values()), known)
+
+
+def stored(connection: Connection, task_ids: Sequence[str]) -> dict[str, Values]:
+    """Returns those of these tasks that the store has, by id."""
+    found: dict[str, Values] = {}
+    for part in parts(task_ids):
+        for row in connection.execute(select(tasks).where(tasks.c.task_id.in_(part))).mappings():
+            found[row["task_id"]] = dict(row)
+    return found
+
+
+def _insert_tasks(connection: Connection, rows: Sequence[Values], known: Mapping[str, Values]) -> None:
+    """Inserts new tasks with their assignments."""
+    if not rows:
+        return
+    connection.execute(insert(tasks), rows)
+    positions = {name: row["position"] for name, row in known.items()}
+    positions |= {name: row["position"] for name, row in stored(connection, [row["task_id"] for row in rows]).items()}
+    connection.execute(
+        insert(assignments),
+        [
+            {
+                "task": positions[row["task_id"]],
+                "place": number,
+                "batch": row["batch"],
+                "original": positions.get(row["repeat_of"], 0),
+                "labeler": None,
+                "expires_at": 0.0,
+                "is_done": False,
+                "given_at": 0.0,
+            }
+            for row in rows
+            for number in range(row["num_labelers"])
+        ],
+    )
+
+
+# ---- events ----
+
+
+def record(
+    connection: Connection,
+    rows: Sequence[Values],
+    labeler: str,
+    now: float,
+    expires_at: float,
+    *,
+    external: bool = False,
+    files: Locations = NO_LOCATIONS,
+) -> None:
+    """Stores events of one labeler, in order. Events that are stored already are accepted and not stored again.
+
+    `expires_at` is when the leases that an undo grants run out. External events, recorded outside this store, may
+    follow each other in any order: an answer may have replaced another without an undo, and what was undone in the end
+    needs no assignment. `files` says where the rows come from.
+
+    Raises: ValueError for an unknown task and for an event that contradicts the stored one of its revision;
+    LeaseLostError if other labelers took the task's assignments (for external events a ValueError).
+    """
+    movers = [row for row in rows if row["kind"] != "adjudication"]
+    if external:
+        movers = list({row["task_id"]: row for row in movers}.values())  # only the last event on each task
+    moving = {(row["task_id"], row["revision"]) for row in movers}
+    who = pseudonym_of(connection, labeler)
+    for part in parts(rows):
+        _record(connection, part, labeler, who, now, expires_at, external, moving, files)
+
+
+def _record(
+    connection: Connection,
+    rows: Sequence[Values],
+    labeler: str,
+    who: str,
+    now: float,
+    expires_at: float,
+    external: bool,
+    moving: Set[tuple[str, int]],
+    files: Locations,
+) -> None:
+    positions = _positions(connection, [row["task_id"] for row in rows], labeler)
+    states = leases.lock(connection, sorted(set(positions.values())))
+    history = _history(connection, who, sorted(set(positions.values())))
+    new: list[Values] = []
+    moves: dict[int, tuple[str, int]] = {}  # position -> (kind of the last event that moves it, assignment number)
+    for row in rows:
+        position, where = positions[row["task_id"]], named(files, row["task_id"], labeler, row["revision"])
+        before = history[position]
+        if row["revision"] < len(before):
+            refuse_other(row, before[row["revision"]], where)
+            continue
+        if row["revision"] > len(before):
+            raise ValueError(f"{where}: revision is {row['revision']}, but only {len(before)} are stored")
+        if not external:
+            _require_sequence(where, row["kind"], before)
+        if (row["task_id"], row["revision"]) in moving and not _undoes_adjudication(row["kind"], before):
+            number = moves[position][1] if position in moves else _number(who, states[position], row["kind"], now)
+            if number is not None:
+                moves[position] = (row["kind"], number)
+            elif external and row["kind"] == "answer":
+                raise ValueError(
+                    f"{where}: the task wants {len(states[position])} labelers, and others have judged it already"
+                )
+            elif row["kind"] != "skip" and not external:
+                raise LeaseLostError(f"{where}: the lease ran out and other labelers took the task's assignments")
+        columns = {name: value for name, value in row.items() if name != "task_id"}
+        new.append(columns | {"task": position, "labeler": who})
+        before.append(row)
+    if new:
+        connection.execute(insert(judgments), new)
+        by_kind = {kind: [(p, number) for p, (k, number) in moves.items() if k == kind] for kind in MOVES}
+        leases.finish(connection, who, by_kind["answer"])
+        leases.release(connection, by_kind["skip"])
+        leases.grant(connection, who, by_kind["undo"], now, expires_at)
+
+
+def _positions(connection: Connection, task_ids: Sequence[str], labeler: str) -> dict[str, int]:
+    statement = select(tasks.c.task_id, tasks.c.position).where(tasks.c.task_id.in_(task_ids))
+    found = {row.task_id: row.position for row in connection.execute(statement)}
+    for task_id in task_ids:
+        if task_id not in found:
+            raise ValueError(f"task {task_id!r}, labeler {labeler!r}: task_id is not in the store")
+    return found
+
+
+def _history(connection: Connection, who: str, positions: Sequence[int]) -> dict[int, list[Mapping[str, Any]]]:
+    """Returns the labeler's events on each of these tasks so far, in order."""
+    statement = (
+        select(judgments)
+        .where(judgments.c.task.in_(positions), judgments.c.labeler == who)
+        .order_by(judgments.c.task, judgments.c.revision)
+    )
+    found: dict[int, list[Mapping[str, Any]]] = {position: [] for position in positions}
+    for row in connection.execute(statement).mappings():
+        found[row["task"]].append(dict(row))
+    return found
+
+
+def _undoes_adjudication(kind: str, before: Sequence[Mapping[str, Any]]) -> bool:
+    return kind == "undo" and bool(before) and before[-1]["kind"] == "adjudication"
+
+
+def _require_sequence(where: str, kind: str, before: Sequence[Mapping[str, Any]]) -> None:
+    last = before[-1]["kind"] if before else "undo"
+    if kind == "undo" and last not in (*UNDOABLE, "adjudication"):
+        raise ValueError(f"{where}: there is no answer or skip to take back")
+    if kind in UNDOABLE and last in UNDOABLE:
+        raise ValueError(f"{where}: already judged ({last}); take that back first")
+
+
+def _number(who: str, states: Sequence[AssignmentState], kind: str, now: float) -> int | None:
+    """Returns the labeler's own assignment of a task, else a free one (not for a skip), else None."""
+    own = [state.number for state in states if state.labeler == who]
+    free = [state.number for state in states if state.is_free(now) and kind != "skip"]
+    return next(iter([*own, *free]), None)
+
+
+# ---- imports ----
+
+
+@dataclass(frozen=True)
+class Import:
+    """Tasks of one batch with their judgments. `quotas` says how many labelers each task wants."""
+
+    batch: str
+    tasks: Sequence[Task]
+    quotas: Sequence[int]
+    judgments: Sequence[Judgment]
+
+
+@dataclass(frozen=True)
+class ImportRows:
+    """An import as table rows, checked as far as that is possible without a database."""
+
+    batch: str
+    tasks: list[Values]
+    judgments: list[Values]
+
+    @classmethod
+    def of(cls, coming: Import, files: Locations) -> "ImportRows":
+        """Raises: ValueError, naming file and line, for rows that no store accepts."""
+        pairs = zip(coming.tasks, coming.quotas, strict=True)
+        rows = [task_row(task, coming.batch, quota, files) for task, quota in pairs]
+        sizes = {task.task_id: len(task.responses) for task in coming.tasks}
+        return cls(coming.batch, rows, judgment_rows(coming.batch, coming.judgments, sizes, files))
+
+
+def judgment_rows(
+    batch: str, judgments: Sequence[Judgment], sizes: Mapping[str, int], files: Locations = NO_LOCATIONS
+) -> list[Values]:
+    """Returns rows in order of revision. `sizes` has the number of responses of each of the batch's tasks.
+
+    Raises: ValueError, naming task and labeler, for a malformed judgment and for one of a task outside the batch.
+    """
+    rows = []
+    for judgment in sorted(judgments, key=lambda judgment: judgment.revision):
+        if judgment.task_id not in sizes:
+            where = named(files, judgment.task_id, judgment.labeler, judgment.revision)
+            raise ValueError(f"{where}: batch {batch!r} has no such task")
+        rows.append(judgment_row(judgment, sizes[judgment.task_id], files))
+    return rows
+
+
+def store_rows(connection: Connection, coming: Sequence[ImportRows], files: Locations, now: float) -> None:
+    """Stores imports, one after another. Rows that are stored already are left alone.
+
+    Raises: ValueError, naming file and line, for rows that contradict the store or exceed a task's quota.
+    """
+    if connection.dialect.name == "postgresql":  # SQLite has one writer anyway
+        connection.execute(select(func.pg_advisory_xact_lock(_IMPORTING)))
+    for one in coming:
+        add_tasks(connection, one.tasks, files)
+        record_external(connection, one.judgments, now, files)
+
+
+def record_external(
+    connection: Connection, rows: Sequence[Values], now: float, files: Locations = NO_LOCATIONS
+) -> None:
+    """Stores external judgments, one labeler after another. Raises what `record` raises."""
+    by_labeler: dict[str, list[Values]] = {}
+    for row in rows:
+        by_labeler.setdefault(row["labeler"], []).append(row)
+    for labeler, own in by_labeler.items():
+        record(connection, own, labeler, now, now, external=True, files=files)

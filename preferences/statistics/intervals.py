@@ -1,0 +1,342 @@
+"""Intervals of means and shares, of independent rows and of rows that come in clusters (a prompt with all its answers).
+
+clustered_mean, mean_is_zero         the mean of all rows, by Student's distribution over clusters
+clustered_shares                     shares of comparisons, by Wilson's interval for the effective number of pairs
+wilson, score_interval,              a share, and the mean of values from 0 to 1, by the score test
+decided_interval, share_interval
+bootstrap_ratio, resampled_sums      anything that is computed from sums over clusters, by resampling clusters
+difference_of_means                  independent rows, by Welch's interval
+median_interval                      independent rows, between two order statistics
+
+Shape letters: R rows, C clusters (the prompts of a group), G groups (labelers), X distinct values, O outcomes,
+N resamples, S sums, B blocks of clusters.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import scipy  # its parts are imported where they are first used: scipy.stats takes most of a second
+
+from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints, Share, Z
+
+MANY_ERRORS = 10  # prompts with an error
+NUM_RESAMPLES = 2_000  # enough for two digits of an interval's ends
+MAX_CLUSTERS = 2_000  # more clusters than these are grouped at random into blocks, and the blocks are resampled
+_INDICES_PER_CHUNK = 1_000_000  # bounds the memory of resampling at about 20 MB
+
+
+# ---- means and shares whose rows come in clusters ----
+
+
+@dataclass(frozen=True)
+class Tally:
+    """One row per answer: group `group_R` got `right_R` of `compared_R` comparisons right on task `task_R`.
+
+    Rows with the same `prompt_R` are not independent evidence. The comparisons cover `pairs_R` distinct pairs of the
+    task's `responses_R` responses. `right_R` may contain halves.
+    """
+
+    group_R: Ints
+    task_R: Ints
+    prompt_R: Ints
+    right_R: Floats
+    compared_R: Floats
+    pairs_R: Floats
+    responses_R: Ints
+
+
+def clustered_shares(tally: Tally, num_groups: int) -> list[Share]:
+    """Returns each group's share, `right.sum() / compared.sum()`, with Wilson's interval for n* effective pairs.
+
+        n* = min(n_K·(1 + e/10), p(1 - p)/v · (z/t)²),   v = C/(C-1) · Σ_c (right_c - p·compared_c)² / (Σ_c compared_c)²
+
+    v is the variance of a ratio over C independent prompts; t is Student's quantile with C - 1 degrees of freedom (Korn
+    & Graubard 1998, Survey Methodology 24(2)). With few errors v is too small, and with none it is 0, so n_K bounds how
+    much independent evidence the pairs of one ranking can hold. In random rankings the share of pairs ordered alike
+    varies like Kendall's tau, as if (2K + 5)/9 times fewer pairs were independent coin tosses:
+    n_K = Σ_c 9·pairs_c/(2K_c + 5). The bound relaxes as e grows, the number of prompts with an error (or with a right
+    answer, if those are fewer), and v takes over. The 10 is our choice.
+    """
+    used = tally.compared_R > 0
+    group_R = tally.group_R[used]
+    group_C, cell_R = _cells(group_R, tally.prompt_R[used])
+    tasks_G = np.bincount(_cells(group_R, tally.task_R[used])[0], minlength=num_groups)
+    right_C = np.bincount(cell_R, tally.right_R[used], len(group_C))
+    compared_C = np.bincount(cell_R, tally.compared_R[used], len(group_C))
+    independent_R = 9 * tally.pairs_R[used] / (2 * tally.responses_R[used] + 5)
+    compared_G = np.bincount(group_C, compared_C, num_groups)
+    clusters_G = np.bincount(group_C, minlength=num_groups)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean_G = np.bincount(group_C, right_C, num_groups) / compared_G
+        squares_G = np.bincount(group_C, (right_C - mean_G[group_C] * compared_C) ** 2, num_groups)
+        v_G = clusters_G / (clusters_G - 1) * squares_G / compared_G**2
+        t_G = scipy.special.stdtrit(np.maximum(clusters_G - 1, 1), (1 + LEVEL) / 2)
+        seen_G = np.where(v_G > 0, mean_G * (1 - mean_G) / v_G * (Z / t_G) ** 2, np.inf)
+        bound_G = np.bincount(group_R, independent_R, num_groups)
+        wrong_G = np.bincount(group_C, right_C < compared_C, num_groups)
+        num_mixed_G = np.minimum(wrong_G, np.bincount(group_C, right_C > 0, num_groups))
+        low_G, high_G = wilson(mean_G, np.minimum(bound_G * (1 + num_mixed_G / MANY_ERRORS), seen_G))
+    counted = zip(mean_G, low_G, high_G, compared_G, tasks_G, strict=True)
+    return [Share(float(m), float(lo), float(hi), round(n), int(c)) for m, lo, hi, n, c in counted]
+
+
+def _cells(group_R: Ints, cluster_R: Ints) -> tuple[Ints, Ints]:
+    """Returns each cluster's group [C], over the clusters of all groups, and the index of each row's cluster [R]."""
+    num_clusters = int(cluster_R.max(initial=0)) + 1
+    cells, cell_R = np.unique(group_R * num_clusters + cluster_R, return_inverse=True)
+    return cells // num_clusters, cell_R
+
+
+def clustered_mean(value_R: Floats, cluster_R: Ints, *, alpha: float = 1 - LEVEL) -> Interval:
+    """Returns the mean of all rows with Student's interval over clusters, at level 1 - α: v as in `clustered_shares`,
+    C - 1 degrees of freedom."""
+    if len(value_R) == 0:
+        return UNKNOWN
+    mean, error, freedom = _mean_with_error(value_R, cluster_R)
+    half = float(scipy.special.stdtrit(freedom, 1 - alpha / 2)) * error if freedom else math.nan
+    return Interval(mean, mean - half, mean + half)
+
+
+def mean_is_zero(value_R: Floats, cluster_R: Ints) -> float:
+    """Returns the two-sided p of a mean of 0, by Student's test: `clustered_mean` at level 1 - α excludes 0 exactly if
+    p < α. It is 1 for a single cluster, which shows nothing.
+
+    Raises: ValueError if there are no rows.
+    """
+    if len(value_R) == 0:
+        raise ValueError("no rows; a test needs at least one")
+    mean, error, freedom = _mean_with_error(value_R, cluster_R)
+    if not freedom or mean == 0:
+        return 1.0
+    return 2 * float(scipy.special.stdtr(freedom, -abs(mean) / error)) if error else 0.0
+
+
+def _mean_with_error(value_R: Floats, cluster_R: Ints) -> tuple[float, float, int]:
+    """Returns the mean, its standard error, and the degrees of freedom."""
+    mean = float(value_R.mean())
+    _, index_R = np.unique(cluster_R, return_inverse=True)
+    num_clusters = int(index_R.max()) + 1
+    if num_clusters == 1:
+        return mean, math.nan, 0
+    residual_C = np.bincount(index_R, value_R - mean)
+    variance = num_clusters / (num_clusters - 1) * float((residual_C**2).sum()) / len(value_R) ** 2
+    return mean, math.sqrt(variance), num_clusters - 1
+
+
+# ---- means of values from 0 to 1 ----
+
+
+def wilson(mean: Floats, num: Floats) -> tuple[Floats, Floats]:
+    """Wilson's score interval for shares `mean` of `num` independent trials. `num` need not be a whole number.
+
+    Unlike mean ± z·s it stays within 0 to 1 and has a width even if all trials came out alike. Wilson 1927; Brown, Cai
+    & DasGupta 2001, Statistical Science 16(2), who recommend it for few trials.
+    """
+    centre = (mean + Z**2 / (2 * num)) / (1 + Z**2 / num)
+    half = Z / (1 + Z**2 / num) * np.sqrt(mean * (1 - mean) / num + Z**2 / (4 * num**2))
+    # The interval always contains the mean; clipping undoes rounding.
+    return np.clip(centre - half, 0.0, mean), np.clip(centre + half, mean, 1.0)
+
+
+def score_interval(value_C: Floats, *, quantile: float = Z, inflation: float = 1.0) -> tuple[float, float]:
+    """Returns the score interval (low, high) for the mean of independent prompts' values, each from 0 to 1.
+
+    It is Wilson's interval, generalised to values that are not all 0 or 1. For each candidate mean μ, the prompts get
+    the weights q that are most likely if μ is true,
+
+        maximise Σ log q_i  subject to  Σ q_i·x_i = μ,  where 0 and 1 may get weight even if no prompt had them,
+
+    and μ is in the interval if n·(x̄ - μ)² <= z²·Σ q_i·(x_i - μ)². The variance is the one under μ, not the observed
+    one. So the interval has a width even if all prompts came out alike, and it keeps its coverage for few prompts with
+    a mean far from ½, where mean ± t·s does not. For values 0 and 1 it is Wilson's interval (Wilson 1927); with ties at
+    ½ it is Tango's for two paired proportions (Tango 1998, Statistics in Medicine 17); in general the weights are those
+    of empirical likelihood (Owen 2001, 2.9).
+
+    `quantile` replaces z (Student's quantile, if the variance is poorly known; a test's critical value). `inflation`
+    >= 1 multiplies the variance (labelers who differ).
+
+    Raises: ValueError if there are no prompts.
+    """
+    if len(value_C) == 0:
+        raise ValueError("no prompts; an interval needs at least one")
+    value_X, times_X = np.unique(np.clip(value_C, 0.0, 1.0), return_counts=True)
+    mean = float(np.average(value_X, weights=times_X))
+
+    def excess(mu: float) -> float:
+        variance = variance_under(mu, value_X, times_X)
+        return len(value_C) * (mean - mu) ** 2 - quantile**2 * inflation * variance
+
+    return _end(excess, 0.0, mean), _end(excess, 1.0, mean)
+
+
+def decided_interval(won_C: Floats, lost_C: Floats, *, quantile: float = Z) -> tuple[float, float]:
+    """Returns (low, high) for Σ won / Σ (won + lost), the share won among decided verdicts, over independent prompts.
+
+    `won_C` and `lost_C` are shares of each prompt's verdicts; the rest are ties. ρ is in the interval if it is in the
+    score interval of the mean of won + ρ·tied, which equals ρ if the share is ρ. With one verdict per prompt this is
+    Wilson's interval over the prompts that are not tied; without ties it is `score_interval(won_C)`; if every verdict
+    is a tie, any share may be true: (0, 1).
+
+    Raises: ValueError if there are no prompts.
+    """
+    if len(won_C) == 0:
+        raise ValueError("no prompts; an interval needs at least one")
+    rows_XO, times_X = np.unique(np.stack([won_C, lost_C], axis=1), axis=0, return_counts=True)
+    won_X, tied_X = rows_XO[:, 0], 1 - rows_XO.sum(axis=1)
+    won, decided = float(times_X @ won_X), float(times_X @ rows_XO.sum(axis=1))
+    if decided < 1e-9:
+        return 0.0, 1.0
+
+    def excess(share: float) -> float:
+        value_X = np.clip(won_X + share * tied_X, 0.0, 1.0)
+        mean = float(np.average(value_X, weights=times_X))
+        return len(won_C) * (mean - share) ** 2 - quantile**2 * variance_under(share, value_X, times_X)
+
+    return _end(excess, 0.0, won / decided), _end(excess, 1.0, won / decided)
+
+
+def share_interval(value_C: Floats) -> Interval:
+    """Returns the mean of prompts' values, each from 0 to 1, with its 95% score interval.
+
+    Unlike a bootstrap interval it has a width even if all prompts came out alike: 0 of 6 gives 0 (0 to .39), not
+    0 (0 to 0).
+
+    Raises: ValueError if there are no prompts.
+    """
+    return Interval(float(value_C.mean()) if len(value_C) else math.nan, *score_interval(value_C))
+
+
+def variance_under(mu: float, value_X: Floats, times_X: Ints) -> float:
+    """Returns Σ q·(x - μ)² for the most likely weights with mean μ, 0 < μ < 1. `times_X` counts the distinct values.
+
+    The weights are q_i = 1/(n·(1 + λ·(x_i - μ))), where λ, between -1/(1 - μ) and 1/μ, is the root of
+    Σ q_i·(x_i - μ) = 0. At either end of that range, the weight missing from Σ q = 1 lies on 1 or on 0.
+    """
+    from_mu_X = value_X - mu
+
+    def slope(tilt: float) -> float:
+        return float((times_X * from_mu_X / (1 + tilt * from_mu_X)).sum())
+
+    # The slope falls with λ and is finite just inside the ends of the range.
+    low, high = -(1 - 1e-12) / (1 - mu), (1 - 1e-12) / mu
+    if slope(low) <= 0:
+        tilt = low
+    elif slope(high) >= 0:
+        tilt = high
+    else:
+        tilt = float(scipy.optimize.brentq(slope, low, high, xtol=1e-10))
+    weight_X = times_X / (times_X.sum() * (1 + tilt * from_mu_X))
+    missing = max(0.0, 1 - float(weight_X.sum()))
+    unseen = 1.0 if tilt < 0 else 0.0
+    return float((weight_X * from_mu_X**2).sum()) + missing * (unseen - mu) ** 2
+
+
+def _end(excess: Callable[[float], float], limit: float, mean: float) -> float:
+    """Returns where `excess` crosses 0 between `limit` (0 or 1) and the mean."""
+    if math.isclose(mean, limit, abs_tol=1e-12):
+        return limit
+    nearly = abs(limit - 1e-9)
+    if excess(nearly) <= 0:
+        return limit
+    inside = mean + (limit - mean) * 1e-9
+    return float(scipy.optimize.brentq(excess, nearly, inside, xtol=1e-10)) if excess(inside) < 0 else mean
+
+
+# ---- the cluster bootstrap ----
+
+
+def bootstrap_ratio(
+    sums: Floats, counts: Floats, *, seed: int, num_resamples: int, level: float
+) -> tuple[float, float, float]:
+    """Returns (mean, low, high) of all rows, resampling clusters. The mean is `sums.sum() / counts.sum()`.
+
+    Resampling rows as if they were independent would make intervals far too narrow, so whole clusters are resampled.
+    Efron & Tibshirani 1993, ch. 13 (percentile interval); Davison & Hinkley 1997, 3.8 (clusters).
+
+    `sums[c]` is the total over cluster c's rows and `counts[c]` its number of rows, above 0. `level` is the interval's
+    nominal coverage. With a single cluster low and high are NaN.
+
+    Raises: ValueError if there are no clusters, or `level` is not between 0 and 1.
+    """
+    assert sums.shape == counts.shape, f"{sums.shape} sums, {counts.shape} counts"
+    assert bool((counts > 0).all()), "a cluster without rows"
+    num_clusters = len(sums)
+    if num_clusters == 0:
+        raise ValueError("values is empty; an interval needs at least one prompt or task")
+    if not 0 < level < 1:
+        raise ValueError(f"level is {level}; a number between 0 and 1 was expected")
+    mean = float(sums.sum() / counts.sum())
+    if num_clusters == 1:
+        return mean, float("nan"), float("nan")
+    resampled_NS = resampled_sums(np.stack([sums, counts], axis=1), seed=seed, num_resamples=num_resamples)
+    low, high = percentiles(resampled_NS[:, 0] / resampled_NS[:, 1], level)
+    return mean, low, high
+
+
+def percentiles(values: Floats, level: float) -> tuple[float, float]:
+    """Returns the percentile interval, which leaves out (1 - level)/2 of the resampled values on either side."""
+    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def resampled_sums(table_CS: Floats, *, seed: int, num_resamples: int) -> Floats:
+    """Returns [N, S]: the column sums of a table with one row per cluster, for N resamples of C rows with replacement.
+
+    Above MAX_CLUSTERS clusters it resamples random blocks of equal size (to within one). Sums over blocks of
+    independent clusters are independent too, and have the same total variance.
+    """
+    if num_resamples < 1:
+        raise ValueError(f"num_resamples is {num_resamples}; at least 1 was expected")
+    generator = np.random.default_rng(seed)
+    table_BS = _blocks(table_CS, generator) if len(table_CS) > MAX_CLUSTERS else table_CS
+    num_blocks = len(table_BS)
+    sums_NS = np.empty((num_resamples, table_CS.shape[1]))
+    step = max(1, _INDICES_PER_CHUNK // num_blocks)
+    for start in range(0, num_resamples, step):
+        stop = min(start + step, num_resamples)
+        drawn_NB = generator.integers(0, num_blocks, size=(stop - start, num_blocks), dtype=np.int32)
+        # Count how often each block was drawn, so that one matrix product gives all columns.
+        index_NB = drawn_NB + num_blocks * np.arange(stop - start)[:, None]
+        times_NB = np.bincount(index_NB.ravel(), minlength=(stop - start) * num_blocks)
+        sums_NS[start:stop] = times_NB.reshape(-1, num_blocks).astype(np.float64) @ table_BS
+    return sums_NS
+
+
+def _blocks(table_CS: Floats, generator: np.random.Generator) -> Floats:
+    block_C = generator.permutation(len(table_CS)) % MAX_CLUSTERS
+    return np.stack([np.bincount(block_C, column, MAX_CLUSTERS) for column in table_CS.T], axis=1)
+
+
+# ---- independent rows ----
+
+
+def difference_of_means(earlier_R: Floats, later_R: Floats) -> Interval:
+    """Returns mean(later) - mean(earlier) with Welch's interval (1947); unknown if a side has fewer than two rows."""
+    if min(len(earlier_R), len(later_R)) < 2:
+        return UNKNOWN
+    change = float(later_R.mean() - earlier_R.mean())
+    one, other = earlier_R.var(ddof=1) / len(earlier_R), later_R.var(ddof=1) / len(later_R)
+    if one + other == 0:
+        return Interval(change, change, change)
+    freedom = (one + other) ** 2 / (one**2 / (len(earlier_R) - 1) + other**2 / (len(later_R) - 1))
+    half = float(scipy.special.stdtrit(freedom, (1 + LEVEL) / 2)) * math.sqrt(one + other)
+    return Interval(change, change - half, change + half)
+
+
+def median_interval(value_R: Floats) -> Interval:
+    """Returns the median between two order statistics: P(low <= median <= high) >= 95% for any distribution.
+
+    The number of values below the median is binomial(R, ½). low is the k-th smallest value and high the k-th largest,
+    for the largest k with P(fewer than k below) <= 2.5%. With five values or fewer there is no such k, so low and high
+    are NaN. Conover 1999, Practical Nonparametric Statistics, 3.2.
+    """
+    if len(value_R) == 0:
+        return UNKNOWN
+    ordered = np.sort(value_R)
+    median = float(np.median(ordered))
+    k = int(scipy.stats.binom.ppf((1 - LEVEL) / 2, len(ordered), 0.5))
+    if k == 0:
+        return Interval(median, math.nan, math.nan)
+    return Interval(median, float(ordered[k - 1]), float(ordered[-k]))
