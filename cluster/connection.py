@@ -19,8 +19,7 @@ from cluster.places import (
     require_places,
 )
 from cluster.sigterm import end_by_sigterm, sigterm_kept
-from training.failures import RunError
-from training.notices import say
+from training.notices import RunError, say
 
 
 def connect(num_workers: int) -> None:

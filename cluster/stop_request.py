@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
-from training.stopping import request_stop
+from training.notices import request_stop
 
 POLL_SECONDS = 0.5
 _NAMESPACE = b"heed-stop"

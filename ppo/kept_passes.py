@@ -18,7 +18,7 @@ from ppo.rollout import Rollout, Share, pass_slices
 from stages.planning.kept import KEPT_BYTES, KeptPass, keeps_passes
 from stages.planning.memory import Counts, Layout, count, forward_pass
 from training.engine import Engine
-from training.passes import padded_tokens, row_width
+from training.packing import padded_tokens, row_width
 
 
 @dataclass(frozen=True)

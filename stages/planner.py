@@ -24,7 +24,7 @@ from stages.sampling import PROMPTS_AT_ONCE
 from stages.sizes import Sizes
 from training.config import BatchConfig, FineTuningConfig, OptimizerConfig, TrainingConfig
 from training.data import DataConfig, SourceConfig
-from training.passes import bucket
+from training.packing import bucket
 
 RANK = "rank"  # the kind of all ranks where they are alike
 _ANY_OPTIMIZER = OptimizerConfig(learning_rate=1.0, schedule="constant")
@@ -127,7 +127,7 @@ class Planner:
         return Lengths.bound(tokens)
 
     def packed_width(self, num_tokens: int) -> int:
-        """Tokens of a row that holds a sequence of so many, padding included, as `training.passes` packs it."""
+        """Tokens of a row that holds a sequence of so many, padding included, as `training.packing` packs it."""
         return bucket(num_tokens) if self.layout.is_gpu else num_tokens
 
     def training(

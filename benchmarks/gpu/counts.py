@@ -8,7 +8,7 @@ from stages.planning.ppo import PPOModels, PPOWork, ppo_memory
 from stages.planning.sampling import sampling_phase
 from stages.planning.training import training_memory
 from training.config import OptimizerConfig
-from training.passes import bucket
+from training.packing import bucket
 
 BF16_BYTES = 2
 LAYOUT = Layout(ranks=1, zero_stage=0, is_bf16=True, is_gpu=True)

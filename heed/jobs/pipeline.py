@@ -42,9 +42,8 @@ from stages.run import StageRun
 from stages.sampling import SAMPLES
 from training.checkpoint import step_folders
 from training.config import Config
-from training.failures import RunError, in_one_line
 from training.metrics import read_metrics
-from training.notices import speaking_through
+from training.notices import RunError, in_one_line, speaking_through
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 

@@ -16,7 +16,7 @@ from cluster.sigterm import end_by_sigterm
 from heed.jobs.hub_models import fetch_models
 from heed.jobs.storage import STORAGE_SECONDS, storage_trouble, wait_for_storage
 from stages.progress import console
-from training.failures import RunError
+from training.notices import RunError
 
 # A stage that fails this often without saving anything new would not get further in another try.
 MAX_LOSSES_IN_PLACE = 5

@@ -15,7 +15,7 @@ from files.records import as_json
 from stages.contract import StageWaitsError
 from stages.progress import StageProgress
 from stages.status import STATUS, WRITE_EVERY_SECONDS, Restart, RunStatus
-from training.failures import in_one_line
+from training.notices import in_one_line
 
 
 class StatusFile:

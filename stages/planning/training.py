@@ -11,8 +11,8 @@ from lm.logprobs import PART_NUMBERS
 from lm.weights import MAX_FILE_BYTES
 from stages.planning.memory import MAX_LIVE, Counts, Layout, Memory, casts_of
 
-# In elements: the largest bucket of training/zero.py (not imported here, since that takes seconds), and DeepSpeed's
-# default (deepspeed/runtime/zero/config.py), which training/zero.py does not change.
+# In elements: the largest bucket of `training.distributed` (not imported here: that takes seconds), and DeepSpeed's
+# default (deepspeed/runtime/zero/config.py), which Heed does not change.
 REDUCE_BUCKET = 500_000_000
 PREFETCH_BUCKET = 50_000_000
 

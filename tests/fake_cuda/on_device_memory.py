@@ -34,8 +34,7 @@ from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.engine import Engine
 from training.objectives import CausalLMObjective, PackedObjective
-from training.packing import pack
-from training.passes import bucket
+from training.packing import bucket, pack
 
 SHAPE = ModelConfig(
     vocab_size=1024, max_position_embeddings=80, hidden_size=128, num_hidden_layers=3, num_attention_heads=4,

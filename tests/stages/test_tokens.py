@@ -15,7 +15,7 @@ from lm.tokenizer import Tokenizer
 from pretrain.stage import STAGE, tokenize, train
 from stages.tokens import TOKENS
 from training.config import EngineConfig
-from training.stage import StageContext
+from training.engine import StageContext
 from training.tokens import read_array
 
 DEBUG = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
