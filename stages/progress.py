@@ -85,14 +85,14 @@ def follow(stage: str, folder: Path) -> Iterator[StageProgress]:
 
     The last line that an interrupted run left is not shown: the stage resumes from a checkpoint before it.
     """
-    from cluster.notices import receive  # imports Ray and torch, which commands that only print do not need
+    from cluster.messages import receive_notices  # imports Ray and torch, which commands that only print do not need
     from training.metrics import read_metrics
 
     progress = StageProgress(stage)
     stop, left_over = threading.Event(), read_metrics(folder / "metrics.jsonl")[-1:]
 
     def pass_on() -> None:
-        for notice in receive():
+        for notice in receive_notices():
             print_notice(notice)
 
     def poll() -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import ClassVar
 
-from cluster.local import LocalCluster, is_alive, kill_process
-from cluster.network import Network
+from cluster.local_cluster import LocalCluster, Network, is_alive, kill_process
 from heed.chaos.disk import SmallDisk
 from heed.chaos.result import stage_of
 
@@ -205,8 +204,8 @@ def make_fault(
         case "hang":
             return WorkerHangs(worker, inf if which < 0.5 else 1.0 + (LONGEST_SHORT_HANG_SECONDS - 1.0) * length)
         case "partition":
-            assert cluster.network is not None, "cutting links needs a network of namespaces"
-            return LinkDown(cluster.network, node, seconds)
+            assert cluster.local_cluster is not None, "cutting links needs a network of namespaces"
+            return LinkDown(cluster.local_cluster, node, seconds)
         case "freeze":
             return NodeFrozen(cluster, node, seconds)
         case "disk":

@@ -15,11 +15,10 @@ import tenacity
 import tomli_w
 from rich.markup import escape
 
-from cluster.code import send_by_value
-from cluster.connection import disconnect
+from cluster.connection import disconnect, resolve_precision
 from cluster.failures import WorkerError
-from cluster.precision import resolve_precision
 from cluster.sigterm import call_on_sigterm
+from cluster.worker import send_by_value
 from files.atomic import write_text
 from files.hashes import file_hash
 from files.lock import lock
