@@ -30,7 +30,7 @@ from pretrain.stage import tokenize
 from reward.scoring import labels_of, weights_by_label
 from reward.stage import STAGE as REWARD
 from stages.contract import Parent, Stage
-from stages.prompts import Fitting, fitting_prompts
+from stages.data import Fitting, fitting_prompts
 from stages.run import JobView, StageRun
 from training.checkpoint import find_resumption
 from training.data import Prompt

@@ -29,9 +29,9 @@ from pretrain.corruption import NUM_VIEWS, DenoisingObjective, HiddenWords, Mask
 from pretrain.report import REPORTER
 from pretrain.results import PretrainResults
 from stages.contract import Preparation, Stage
+from stages.data import token_folder
 from stages.planner import Planner, StagePlan
 from stages.run import StageRun
-from stages.tokens import token_folder
 from training.config import InitConfig, TrainingConfig
 from training.data import SourceRows, TextConfig, read_texts, untold
 from training.engine import StageContext, build_engine

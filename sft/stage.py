@@ -24,9 +24,9 @@ from sft.demonstrations import Limit, Rows, demonstration_lengths, demonstration
 from sft.report import REPORTER
 from sft.results import SFTResults
 from stages.contract import Parent, Stage
+from stages.data import token_folder
 from stages.planner import Planner, StagePlan
 from stages.run import StageRun
-from stages.tokens import token_folder
 from training.config import FineTuningConfig
 from training.data import DataConfig, OnOverlong, overlong_field, untold
 from training.engine import StageContext, build_engine

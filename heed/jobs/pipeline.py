@@ -35,10 +35,10 @@ from heed.jobs.stage_folders import is_replaced, open_folder, put_aside
 from heed.jobs.status import StatusFile
 from heed.jobs.storage import missing_in_one_line
 from stages.contract import Preparation, Stage, StageWaitsError
+from stages.data import SAMPLES
 from stages.lineage import LINEAGE, Inputs, finished_with, require_outputs, write_lineage
 from stages.progress import console, follow, print_notice
 from stages.run import StageRun
-from stages.sampling import SAMPLES
 from training.checkpoint import step_folders
 from training.config import Config
 from training.metrics import read_metrics

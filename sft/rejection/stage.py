@@ -26,10 +26,9 @@ from sft.rejection.config import RejectionConfig
 from sft.rejection.report import REPORTER
 from sft.rejection.results import Chosen, RejectionResults, Trained
 from stages.contract import Parent, Stage
+from stages.data import fitting_prompts, token_folder
 from stages.planner import Planner, StagePlan
-from stages.prompts import fitting_prompts
 from stages.run import JobView, StageRun
-from stages.tokens import token_folder
 from training.data import DataConfig, Overlong, Prompt
 from training.engine import StageContext, build_engine
 from training.loop import LoopConfig, TrainingLoop

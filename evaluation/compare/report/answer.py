@@ -7,8 +7,7 @@ from typing import Literal
 from evaluation.statistics.results import JudgeSummary, PairSummary, Rating, Ratings, Summary
 from evaluation.statistics.significance import ALPHA
 from stages.reports.parts import Answer
-from stages.reports.styles import PolicyStyle
-from stages.reports.text import count_of, listed, number, p_value, percent, points, share_ends
+from stages.reports.text import PolicyStyle, count_of, listed, number, p_value, percent, points, share_ends
 
 Styles = Mapping[str, PolicyStyle]
 Tone = Literal["better", "worse", "unclear"]

@@ -17,8 +17,7 @@ from evaluation.measures.overoptimisation import Overoptimised, gain_at
 from evaluation.measures.reward_model import RewardMeasures
 from files.records import record_of
 from stages.reports.parts import Columns, Figure, Key, Note, Part
-from stages.reports.plots import MARGINS, WIDE_SIZE, KLPoint, KLSeries, kl_figure
-from stages.reports.svg import draw, set_ticks, show_percent, tone
+from stages.reports.plots import MARGINS, WIDE_SIZE, KLPoint, KLSeries, draw, kl_figure, set_ticks, show_percent, tone
 from stages.reports.text import ends_of, number, percent
 
 Kind = Literal["rl", "best_of_n"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from evaluation.compare.report.answer import Styles, by_rating, rank_range
 from evaluation.statistics.results import Agreement, CategoryWinRate, Counts, PairSummary, Ratings, WinRate
-from stages.reports.forest import Dot, ForestRow, Stack, axis, share_dot, share_row
+from stages.reports.parts import Dot, ForestRow, Stack, axis, share_dot, share_row
 from stages.reports.text import UNKNOWN, number, p_value, percent, share_ends
 
 UNBOUNDED = {

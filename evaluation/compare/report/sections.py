@@ -8,8 +8,20 @@ from evaluation.compare.report.forests import agreement_row, category_row, lengt
 from evaluation.compare.report.pairs import tests_table
 from evaluation.compare.report.sources import Source, source_text
 from evaluation.statistics.results import Agreement, JudgeSummary, Ratings, Summary
-from stages.reports.forest import Forest, ForestRow, share_row
-from stages.reports.parts import Cell, Columns, Details, Facts, Note, Part, Row, Section, Table
+from stages.reports.parts import (
+    Cell,
+    Columns,
+    Details,
+    Facts,
+    Forest,
+    ForestRow,
+    Note,
+    Part,
+    Row,
+    Section,
+    Table,
+    share_row,
+)
 from stages.reports.text import count_of, number
 
 MODELS = {"bradley_terry": "Bradley–Terry", "davidson": "Davidson"}

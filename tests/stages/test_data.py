@@ -13,7 +13,7 @@ from heed.jobs.recovery import Workers
 from heed.jobs.run import Run
 from lm.tokenizer import Tokenizer
 from pretrain.stage import STAGE, tokenize, train
-from stages.tokens import TOKENS
+from stages.data import TOKENS
 from training.config import EngineConfig
 from training.engine import StageContext
 from training.tokens import read_array
