@@ -17,12 +17,12 @@ import numpy as np
 from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import RandomInit
+from training.checkpoint import State
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
 from training.metrics import read_metrics
 from training.objectives import CausalLMObjective
-from training.state import State
 from training.writer import CheckpointWriter
 
 MODEL = ModelConfig(

@@ -35,8 +35,7 @@ from reward.objective import RankingObjective
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.engine import Engine, LossAndMetrics
-from training.packing import IntArray, PackedRows
-from training.passes import packed_rows, pass_tokens, split_passes
+from training.packing import IntArray, PackedRows, packed_rows, pass_tokens, split_passes
 from training.tokens import Sequences
 
 SHAPE = ModelConfig(

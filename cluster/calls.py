@@ -1,17 +1,67 @@
-"""Calls under way on the ranks of groups, and waiting for them while watching that the ranks live and make progress."""
+"""Calls under way on the ranks of a group: waiting for them while watching the ranks, and the first cause of a failure.
 
-from collections.abc import Sequence, Sized
-from dataclasses import dataclass
+The driver's watch (`Vigil`) knows which ranks are silent for too long, and whether all are stuck. When one rank fails,
+its peers fail in their next collective and may be heard sooner: `result_of` finds which failure came first.
+"""
+
+import time
+from collections.abc import Collection, Sequence, Sized
+from dataclasses import dataclass, field
 from typing import Any, Generic, NoReturn, TypeVar
 
 import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from cluster.failures import WorkerLostError
-from cluster.first_cause import result_of
-from cluster.ranks import Ranks
-from cluster.vigil import Vigil
+from cluster.config import ClusterConfig
+from cluster.failures import (
+    MEMORY_ADVICE,
+    Failure,
+    WorkerError,
+    WorkerLostError,
+    last_line,
+    ran_out_of_memory,
+    without_colours,
+)
+from cluster.messages import forget_beats, read_beats
+
+# Ray reports a lost node within this time; its peers' broken connections are noticed at once.
+LOSS_SECONDS = 15.0
+# How long other ranks may still report after one has failed for a reason of its own.
+ECHO_SECONDS = 1.0
 
 Result = TypeVar("Result")
+
+
+@dataclass
+class Ranks:
+    """The processes of one group, which are Ray actors, and what is needed to watch them."""
+
+    name: str  # of the group; those of its ranks begin with it
+    actors: list[Any]  # by rank; empty once closed
+    names: list[str]  # by rank, as heartbeats know them
+    placement: PlacementGroup
+    limits: ClusterConfig  # how long they may be silent or stuck
+    is_guest: bool = False  # whether the places are another group's
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.names)
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.actors)
+
+    def close(self) -> None:
+        """End the processes and free their places."""
+        if not self.is_open:
+            return
+        for actor in self.actors:
+            ray.kill(actor, no_restart=True)
+        self.actors = []
+        if not self.is_guest:
+            remove_placement_group(self.placement)  # ends stopped processes, too
+        forget_beats(self.name)
 
 
 @dataclass(frozen=True)
@@ -60,6 +110,84 @@ def wait_all(*started: Calls[Result]) -> list[list[Result]]:
     return [[results[reference] for reference in calls.references] for calls in started]
 
 
+@dataclass
+class _Clock:
+    """What is known about one worker since a call began."""
+
+    num_beats: int = 0
+    progress: int = -1
+    silent_seconds: float = 0.0
+
+
+@dataclass
+class Vigil:
+    """The watch over the workers of a call, or of several calls that wait for each other.
+
+    Time counts only between two answers of the store, so a driver that was suspended, or too busy to look, does not
+    blame its workers.
+    """
+
+    config: ClusterConfig
+    workers: Sequence[str]
+    _clocks: dict[str, _Clock] = field(default_factory=dict)
+    _stalled_seconds: float = 0.0
+    _unanswered_since: float = 0.0  # when the store was first asked in vain; 0 = it has answered
+    _answered_at: float = 0.0
+
+    @property
+    def poll_seconds(self) -> float:
+        """How often to look."""
+        return min(1.0, self.config.beat_limit_seconds / 10)
+
+    def look(self, pending: Collection[str]) -> None:
+        """Read what has been heard, and add up silence and stalls of the workers that still have work to do.
+
+        Call it every `poll_seconds`. Where Ray's head does not answer within `ANSWER_SECONDS`, nobody is blamed.
+        """
+        asked = time.monotonic()
+        try:
+            heard = read_beats(self.workers)
+        except RayError:
+            self._unanswered_since = self._unanswered_since or asked
+            return
+        now, self._unanswered_since = time.monotonic(), 0.0
+        first = self._answered_at == 0.0
+        # Time that the driver spent elsewhere is not the workers' silence.
+        elapsed = 0.0 if first else min(now - self._answered_at, 3 * self.poll_seconds)
+        self._answered_at = now
+        self._count(heard, pending, elapsed)
+
+    def _count(self, heard: dict[str, tuple[int, int]], pending: Collection[str], elapsed: float) -> None:
+        moved = False
+        for worker in pending:
+            clock = self._clocks.setdefault(worker, _Clock())
+            num_beats, progress = heard.get(worker, (clock.num_beats, clock.progress))
+            clock.silent_seconds = 0.0 if num_beats != clock.num_beats else clock.silent_seconds + elapsed
+            moved = moved or progress != clock.progress
+            clock.num_beats, clock.progress = num_beats, progress
+        self._stalled_seconds = 0.0 if moved else self._stalled_seconds + elapsed
+
+    def limit_of(self, worker: str) -> float:
+        """How long this worker may be silent: longer before its first beat, while its process starts."""
+        clock = self._clocks.get(worker, _Clock())
+        return self.config.silence_seconds if clock.num_beats else self.config.start_seconds
+
+    def is_silent(self, worker: str) -> bool:
+        clock = self._clocks.get(worker, _Clock())
+        return clock.silent_seconds > self.limit_of(worker)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether no worker that has work to do made progress for too long."""
+        return self._stalled_seconds > self.config.stall_seconds
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether Ray's head has not answered for so long that nothing will be heard again."""
+        since = self._unanswered_since
+        return since > 0 and time.monotonic() - since > self.config.start_seconds
+
+
 def _require_life(vigil: Vigil, pending: Sequence[tuple[tuple[Calls[Any], int], str]]) -> None:
     """Raises WorkerLostError naming the silent ranks or, where none makes progress, all that are pending."""
     involved = [calls for (calls, _), _ in pending]
@@ -88,3 +216,89 @@ def _give_up(calls: Calls[Any], ranks: Sequence[int], why: str, involved: Sequen
         other.ranks.close()
     named = ", ".join(map(str, ranks))
     raise WorkerLostError(f"{calls.phase}: rank {named} of {calls.ranks.num_ranks} was lost: {why}")
+
+
+def result_of(phase: str, ranks: Ranks, references: Sequence[Any], rank: int, pending: Sequence[Any]) -> Any:
+    """The result of a rank whose call has ended. `references` are the calls of all ranks; `pending` still run.
+
+    Raises:
+        WorkerLostError: the rank is gone.
+        Exception: the first cause, where the call failed; the group is closed then.
+    """
+    reply = _reply(phase, ranks, rank, references[rank])
+    if isinstance(reply, Failure):
+        rank_of = {reference: place for place, reference in enumerate(references)}
+        waiting = [reference for reference in pending if reference in rank_of]
+        _raise_first_cause(phase, ranks, rank, reply, waiting, rank_of)
+    return reply
+
+
+def _reply(phase: str, ranks: Ranks, rank: int, reference: Any, heard: str = "") -> Any:
+    """The result of a call that has ended, or its Failure.
+
+    Raises:
+        WorkerLostError: the rank is gone; the message includes `heard`.
+        WorkerError: an argument or the result cannot be sent.
+    """
+    try:
+        ok, result = ray.get(reference)
+    except ray.exceptions.RayError as error:
+        ranks.close()
+        if isinstance(error, ray.exceptions.RayTaskError) or "its creation task" in str(error):
+            text = without_colours(str(error))
+            raise WorkerError(f"{phase}: rank {rank} of {ranks.num_ranks}: {last_line(text)}\n{text}") from error
+        lost = f"{phase}: rank {rank} of {ranks.num_ranks} was lost: {_first_lines(error)}"
+        raise WorkerLostError("\n".join(filter(None, (lost, _advice(error), heard)))) from error
+    assert ok or isinstance(result, Failure), f"a failed call gave {result!r}"
+    return result
+
+
+def _raise_first_cause(
+    phase: str, ranks: Ranks, rank: int, failure: Failure, waiting: Sequence[Any], rank_of: dict[Any, int]
+) -> NoReturn:
+    """Wait briefly for what other ranks report, close the group (its ranks may be stuck), and raise the first cause.
+
+    A lost rank takes precedence over any exception.
+    """
+    failures = {rank: failure}
+    end = time.monotonic() + (LOSS_SECONDS if failure.kind == "echo" else ECHO_SECONDS)
+    while waiting and (left := end - time.monotonic()) > 0:
+        ready, waiting = ray.wait(list(waiting), timeout=left)
+        for call in ready:
+            reply = _reply(phase, ranks, rank_of[call], call, f"rank {rank}: {failure.text}\n{failure.trace}")
+            if isinstance(reply, Failure):
+                failures[rank_of[call]] = reply
+    ranks.close()
+    causes = {place: found for place, found in failures.items() if found.kind != "echo"}
+    if not causes:
+        _raise_unexplained(phase, ranks, failures, [rank_of[call] for call in waiting])
+    first_rank, first = min(causes.items(), key=lambda item: item[1].at)
+    if first.kind == "mistake":
+        raise first.error
+    where = f"{phase}: rank {first_rank} of {ranks.num_ranks}"
+    if first.kind == "loss":
+        raise WorkerLostError(f"{where} was lost: {first.text}\n{first.trace}") from first.error
+    advice = MEMORY_ADVICE if first.is_memory else ""
+    raise WorkerError(f"{where}: {first.text}\n{first.trace}{advice}") from first.error
+
+
+def _raise_unexplained(phase: str, ranks: Ranks, echoes: dict[int, Failure], silent: Sequence[int]) -> NoReturn:
+    """Raise for a group in which each failure only echoes another rank's; `silent` ranks have not answered."""
+    rank, first = min(echoes.items(), key=lambda item: item[1].at)
+    report = f"rank {rank}: {first.text}\n{first.trace}"
+    if silent:
+        raise WorkerLostError(
+            f"{phase}: rank {', '.join(map(str, silent))} of {ranks.num_ranks} was lost: it hangs or is out of reach,"
+            f" and the others waited for it in vain\n{report}"
+        )
+    raise WorkerLostError(f"{phase}: the connection between ranks was lost, and no rank reported a cause\n{report}")
+
+
+def _first_lines(error: Exception, limit: int = 4) -> str:
+    """Ray's own words for a loss, without the dump of its state that follows them."""
+    return "\n".join(without_colours(str(error)).strip().splitlines()[:limit])
+
+
+def _advice(error: Exception) -> str:
+    """Which settings to change where memory ran out; the exception says how much was asked for."""
+    return MEMORY_ADVICE if ran_out_of_memory(error) else ""

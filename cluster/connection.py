@@ -1,26 +1,34 @@
-"""Joining a Ray cluster, or starting one in this process, and whether it has room for a job."""
+"""The Ray cluster of a job: joining one or starting one in this process, its room, and what its machines compute fast.
+
+A rank takes a `Bundle` of its machine. Whether the cluster could ever hold all ranks is known before they are placed.
+"""
 
 import logging
 import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster import local_ray
-from cluster.code import HeedFirst
-from cluster.places import (
-    Bundle,
-    NoPlaceError,
-    choose_bundle,
-    cluster_gpus,
-    living_nodes,
-    require_cores,
-    require_machine,
-    require_places,
-)
+from cluster.failures import WorkerLostError, last_line, without_colours
 from cluster.sigterm import end_by_sigterm, sigterm_kept
-from training.failures import RunError
-from training.notices import say
+from cluster.worker import HeedFirst
+from lm.config import Precision
+from training.config import EngineConfig, cpu_multiplies_bf16
+from training.notices import RunError, say
+
+Bundle = Mapping[str, float]  # what one rank takes of its machine
+
+ON_CPU: Bundle = {"CPU": 1.0}
+ON_GPU: Bundle = {"CPU": 1.0, "GPU": 1.0}
+
+
+class NoPlaceError(ValueError):
+    """The cluster has no room for a group of this size."""
 
 
 def connect(num_workers: int) -> None:
@@ -106,3 +114,150 @@ def has_room(num_ranks: int, bundle: Bundle) -> bool:
     except NoPlaceError:
         return False
     return True
+
+
+def choose_bundle(num_ranks: int, num_gpus: float, *, use_gpus: bool) -> Bundle:
+    """What each of a job's ranks takes: a core, and a GPU where there is one for each of them.
+
+    Raises:
+        NoPlaceError: there are GPUs, but too few for all ranks of the job.
+    """
+    if not use_gpus or num_gpus == 0:
+        return ON_CPU
+    if num_gpus < num_ranks:
+        raise NoPlaceError(
+            f"the job has {num_ranks} ranks, each with a GPU of its own, and there are {num_gpus:g} GPUs; fewer workers"
+            " (with ppo.num_generators and ppo.num_scorers), or cluster.use_gpus = false to run all of them on CPUs,"
+            " was expected"
+        )
+    return ON_GPU
+
+
+def require_machine(num_ranks: int, *, use_gpus: bool) -> Bundle:
+    """What each of a job's ranks takes of this machine. Raises NoPlaceError where it has too few cores or GPUs."""
+    import torch
+
+    require_cores(num_ranks)
+    return choose_bundle(num_ranks, torch.cuda.device_count(), use_gpus=use_gpus)
+
+
+def require_cores(num_ranks: int) -> None:
+    """Raises NoPlaceError where this machine has fewer cores."""
+    cores = os.cpu_count() or 1
+    if num_ranks > cores:
+        raise NoPlaceError(f"workers is {num_ranks}; this machine has {cores} cores and each worker needs one")
+
+
+def require_places(num_workers: int, bundle: Bundle, nodes: Sequence[Mapping[str, float]]) -> None:
+    """Check that the nodes could hold the workers, each of which runs on one node. `nodes` are their resources, free
+    or not.
+
+    Raises:
+        NoPlaceError: the workers could never be placed; says what is asked and what there is.
+    """
+    rooms = _rooms(bundle, nodes)
+    if sum(rooms) < num_workers:
+        kinds = Counter(_words({kind: node.get(kind, 0.0) for kind in bundle}) for node in nodes)
+        has = ", ".join(f"{number} x ({words})" for words, number in kinds.items())
+        raise NoPlaceError(
+            f"workers is {num_workers}, each with {_words(bundle)} of one node; the cluster's nodes are {has} and hold"
+            f" {sum(rooms)}"
+        )
+
+
+def _rooms(bundle: Bundle, nodes: Sequence[Mapping[str, float]]) -> list[int]:
+    """How many ranks each node could hold, if nothing else ran on it."""
+    return [min(int(node.get(kind, 0.0) // amount) for kind, amount in bundle.items()) for node in nodes]
+
+
+def _words(bundle: Mapping[str, float]) -> str:
+    return " and ".join(f"{amount:g} {kind}" for kind, amount in bundle.items())
+
+
+def cluster_gpus() -> float:
+    """GPUs of all living nodes."""
+    return float(ray.cluster_resources().get("GPU", 0.0))
+
+
+def living_nodes() -> list[Mapping[str, float]]:
+    """What each living node has, free or not."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def most_ranks_per_node(num_ranks: int, bundle: Bundle) -> int:
+    """How many of a group's ranks some node could hold: what the node's cores are divided by.
+
+    It does not depend on where the ranks are placed now. Sums of tensors are taken in an order that follows the number
+    of threads, so a group that is placed otherwise after a loss must have as many, or its bits would differ.
+    """
+    return max(1, min(num_ranks, max(_rooms(bundle, living_nodes()), default=1)))
+
+
+def hidden_gpus(bundle: Bundle) -> dict[str, str]:
+    """Environment that hides GPUs from a rank that has none: it would see, and use, those of other ranks."""
+    return {} if "GPU" in bundle else {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def place(num_workers: int, bundle: Bundle, wait_seconds: float) -> PlacementGroup:
+    """Reserve the workers' places. Raises NoPlaceError, saying what the cluster has, if they are not free in time."""
+    group = placement_group([dict(bundle)] * num_workers, strategy="PACK")
+    if not group.wait(wait_seconds):
+        remove_placement_group(group)
+        raise NoPlaceError(
+            f"{num_workers} workers with {_words(bundle)} each found no place in {wait_seconds:.0f} s; the cluster"
+            f" has {ray.cluster_resources()}, free are {ray.available_resources()}"
+        )
+    return group
+
+
+def nodes_of(group: PlacementGroup) -> list[str]:
+    """The node of each of a placed group's bundles."""
+    found: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    return [found[bundle] for bundle in sorted(found)]
+
+
+def resolve_precision(engine: EngineConfig, bundle: Bundle, num_ranks: int, limit_seconds: float) -> EngineConfig:
+    """Replace "auto" in the config: by bf16 where every machine that can hold a rank is fast at it, else by fp32.
+
+    The driver's processor may differ from the workers', and the workers' from each other. If each decided for itself,
+    ranks would round differently, and samples would be drawn in another precision than the model was trained in.
+
+    Raises:
+        WorkerLostError: the machines do not answer within the limit.
+    """
+    if engine.precision != "auto":
+        return engine
+    if os.environ.get("RAY_ADDRESS"):
+        connect(num_ranks)
+        found = _precisions_of_nodes(bundle, limit_seconds)
+    else:  # all ranks run here
+        found = {fast_precision("GPU" in bundle)}
+    return engine.model_copy(update={"precision": "bf16" if found == {"bf16"} else "fp32"})
+
+
+def fast_precision(on_gpu: bool) -> Precision:
+    """The lowest precision that this machine computes fast in."""
+    return "bf16" if on_gpu or cpu_multiplies_bf16() else "fp32"
+
+
+def _precisions_of_nodes(bundle: Bundle, limit_seconds: float) -> set[Precision]:
+    """What `fast_precision` says on each living machine that can hold a rank."""
+    nodes = [
+        node["NodeID"]
+        for node in ray.nodes()
+        if node["Alive"] and all(node["Resources"].get(kind, 0.0) >= amount for kind, amount in bundle.items())
+    ]
+    remote = ray.remote(fast_precision)
+    asked = [
+        remote.options(
+            num_cpus=0,
+            runtime_env={"env_vars": hidden_gpus(bundle)},
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
+        ).remote("GPU" in bundle)
+        for node in nodes
+    ]
+    try:
+        return set(ray.get(asked, timeout=limit_seconds))
+    except ray.exceptions.RayError as error:
+        cause = last_line(without_colours(str(error)))
+        raise WorkerLostError(f"start: a machine of the cluster did not report its precision: {cause}") from error

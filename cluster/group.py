@@ -1,16 +1,36 @@
 """Groups of Ray workers: one process per rank, placed together, called together, failing with the first cause."""
 
+import os
+import secrets
+import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar, TypeVarTuple
 
-from cluster.calls import Calls, stored_once
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.calls import Calls, Ranks, stored_once
 from cluster.config import ClusterConfig
-from cluster.connection import connect
+from cluster.connection import (
+    Bundle,
+    choose_bundle,
+    cluster_gpus,
+    connect,
+    hidden_gpus,
+    living_nodes,
+    most_ranks_per_node,
+    nodes_of,
+    place,
+    require_places,
+)
+from cluster.environment import WORKER_ENVIRONMENT
 from cluster.failures import WorkerError
-from cluster.places import Bundle, choose_bundle, cluster_gpus, living_nodes, require_places
-from cluster.ranks import Ranks, start_ranks
 from cluster.remote import Closeable, Remote
+from cluster.worker import _Worker
+from files.python_names import user_folders
 
 Kept = TypeVar("Kept", bound=Closeable)
 Result = TypeVar("Result")
@@ -49,7 +69,7 @@ class WorkerGroup:
         if not waits_for_nodes and host is None:
             require_places(num_workers, bundle, living_nodes())
         places, gpus = (None, ()) if host is None else (host.ranks, host.visible_gpus())
-        self.ranks: Ranks = start_ranks(num_workers, bundle, self.config, python, places, gpus)
+        self.ranks: Ranks = _start_ranks(num_workers, bundle, self.config, python, places, gpus)
         if waits:
             self.join()
 
@@ -114,3 +134,72 @@ class WorkerGroup:
     def close(self) -> None:
         """End the workers of this group and free their places."""
         self.ranks.close()
+
+
+def require_shared(group: WorkerGroup, folder: Path) -> None:
+    """Raises ValueError naming the machines on which `folder` is missing or a different folder."""
+    with NamedTemporaryFile(dir=folder, prefix=".shared-") as marker:
+        found = group.run("run folder", _sees, folder / Path(marker.name).name)
+    blind = sorted({host for host, seen in found if not seen})
+    if blind:
+        raise ValueError(
+            f"--runs: {folder} is not the same folder on {', '.join(blind)} as on {socket.gethostname()}; an absolute"
+            " path on storage that all machines of the cluster share was expected"
+        )
+
+
+def _start_ranks(
+    num_ranks: int,
+    bundle: Bundle,
+    config: ClusterConfig,
+    python: str = "",
+    host: Ranks | None = None,
+    gpus_of_hosts: Sequence[str] = (),
+) -> Ranks:
+    """Reserve places and start one process in each; the ranks of one node are neighbours.
+
+    Returns while the processes still load their libraries. `python` is an interpreter other than the driver's. With a
+    `host`, each rank shares the place of the host's rank of the same number, and reserves nothing; `gpus_of_hosts` are
+    what these ranks see.
+
+    Raises:
+        NoPlaceError: no place is free within `cluster.wait_for_nodes_seconds`.
+    """
+    placement = host.placement if host else place(num_ranks, bundle, config.wait_for_nodes_seconds)
+    group_name = secrets.token_hex(4)
+    names = [f"{group_name}/{rank}" for rank in range(num_ranks)]
+    per_node = most_ranks_per_node(num_ranks, bundle)
+    # Loading libraries does not count as progress.
+    stall_seconds = max(config.start_seconds, config.stall_seconds)
+    limits = config.model_copy(update={"stall_seconds": stall_seconds})
+    gpus = [hidden_gpus(bundle)] * num_ranks if host is None else [*map(_shown_gpus, gpus_of_hosts)]
+    taken = bundle if host is None else {"CPU": 0.0}
+    folders, actors = [os.getcwd(), *user_folders()], []
+    for rank, index in enumerate(_neighbours(nodes_of(placement))):
+        remote = ray.remote(_Worker).options(
+            num_cpus=taken["CPU"],
+            num_gpus=taken.get("GPU", 0.0),
+            runtime_env={
+                "env_vars": {**WORKER_ENVIRONMENT, **gpus[rank]},
+                **({"py_executable": python} if python else {}),
+            },
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index),
+        )
+        limit = config.beat_limit_seconds
+        actors.append(remote.remote(rank, num_ranks, per_node, names[rank], limit, config.cpu_threads, folders))
+    return Ranks(group_name, actors, names, placement, limits, is_guest=host is not None)
+
+
+def _shown_gpus(gpus: str) -> dict[str, str]:
+    """Environment that shows these GPUs to a guest: Ray would hide all of them from an actor that requests none."""
+    return {"CUDA_VISIBLE_DEVICES": gpus, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+
+def _neighbours(nodes: list[str]) -> list[int]:
+    """Numbers of the bundles, those of one node next to each other; `nodes` are the nodes of the bundles."""
+    first = {node: index for index, node in reversed(list(enumerate(nodes)))}
+    return sorted(range(len(nodes)), key=lambda index: (first[nodes[index]], index))
+
+
+def _sees(path: Path) -> tuple[str, bool]:
+    return socket.gethostname(), path.exists()

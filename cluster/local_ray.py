@@ -93,7 +93,7 @@ def _init() -> None:
         os.environ.setdefault(name, value)
     import ray
 
-    from cluster.code import HeedFirst
+    from cluster.worker import HeedFirst
 
     atexit.register(close)
     # "local": a head that somebody started on this machine is not joined unless RAY_ADDRESS names it.

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, TypeVarTuple
 
 if TYPE_CHECKING:  # objects in this process need no Ray (`python -m benchmarks.gpu`)
-    from cluster.calls import Calls
-    from cluster.ranks import Ranks
+    from cluster.calls import Calls, Ranks
 
 
 class Closeable(Protocol):

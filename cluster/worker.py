@@ -1,18 +1,26 @@
-"""One rank: a process that keeps objects and runs what the driver calls. It imports torch once it sends heartbeats."""
+"""One rank: a process that keeps objects and runs what the driver calls. It imports torch once it sends heartbeats.
+
+Which code it imports: the driver's copy of Heed, and user code that may exist only on the driver's machine.
+"""
 
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import ray
+from ray import cloudpickle
+from ray.job_config import JobConfig
 
-from cluster.heartbeat import send_beats
+from cluster.messages import listen_for_request, send_beats, send_notice
 from files.imports import imports_uncollected
+from files.packages import source_tree
 from files.ports import free_port
 from files.python_names import import_from
+from training.notices import speak_through
 
 
 class _Worker:
@@ -43,16 +51,13 @@ class _Worker:
         with imports_uncollected():
             import torch
 
-            from cluster import notices, stop_request
-            from training.notices import speak_through
-
             with suppress(ImportError):  # the environment of another sampling engine has no Accelerate
                 import training.engine  # noqa: F401  # now, while the driver prepares data
 
         torch.set_num_threads(threads)
-        speak_through(notices.send)
+        speak_through(send_notice)
         if rank == 0:
-            stop_request.listen()
+            listen_for_request()
         self.rank = rank
         self.kept: dict[str, Any] = {}
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(num_workers))
@@ -137,3 +142,23 @@ def interface_of(address: str) -> str:
         if any(found.address == address for found in addresses):
             return str(name)
     return ""
+
+
+class HeedFirst(JobConfig):
+    """Where workers look for modules: in the driver's tree of Heed first, if that is a checkout.
+
+    Ray would put the driver's script folder and current folder before everything else, so a user's `reward.py` or
+    `datasets.py` would replace the package of that name. A rank adds the current folder after all others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_py_driver_sys_path=[source_tree()] if source_tree() else [])
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        """Claims to have one: Ray asks only to decide whether to add its folders (`ray._private.worker.connect`)."""
+        return True
+
+
+def send_by_value(module: ModuleType) -> None:
+    """From now on, send the module's functions and classes to ranks as code rather than as names to import."""
+    cloudpickle.register_pickle_by_value(module)

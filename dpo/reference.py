@@ -21,8 +21,7 @@ from lm.progress import note_progress
 from reward.comparisons import Comparison
 from training.config import BatchConfig
 from training.engine import Engine
-from training.packing import IntArray
-from training.passes import pass_tokens, split_passes
+from training.packing import IntArray, pass_tokens, split_passes
 
 REFERENCE = "reference.safetensors"
 LOGPROBS, COMPARISONS = "logprobs", "comparisons"  # in the file: its tensor, and what it was computed of

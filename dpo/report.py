@@ -3,10 +3,18 @@
 from math import isfinite
 
 from dpo.results import DPOResults
-from stages.reports.curves import GRADIENT_NORM, Panel, Series, metric_figures, stage_block, train_and_heldout
 from stages.reports.parts import Headline, StageReport, StageReporter
-from stages.reports.stage_folder import StageFolder
-from stages.reports.stage_report import headline_of, headline_of_share
+from stages.reports.run_folder import StageFolder
+from stages.reports.stage_report import (
+    GRADIENT_NORM,
+    Panel,
+    Series,
+    headline_of,
+    headline_of_share,
+    metric_figures,
+    stage_block,
+    train_and_heldout,
+)
 from stages.reports.text import count, count_of, ends_of, number, percent
 
 

@@ -15,8 +15,7 @@ from dpo.learner import PolicyLearner
 from lm.dropout import sequence_keys
 from lm.logprobs import token_logprobs
 from lm.upload import upload
-from training.packing import IntArray
-from training.passes import packed_rows
+from training.packing import IntArray, packed_rows
 from training.tokens import Sequences
 
 

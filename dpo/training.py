@@ -32,11 +32,10 @@ from reward.learner import network_weights, starting_log_nu
 from reward.metrics import labeler_metrics
 from reward.prepared import WARNINGS, PreparedRankings, weights_of_labelers
 from reward.results import LabelerResults
-from training.engine import Engine
+from training.engine import Engine, StageContext, build_engine
 from training.loop import LoopConfig, TrainingLoop
 from training.notices import say
 from training.seeds import derive_seed
-from training.stage import StageContext, build_engine
 from training.tokens import read_overlong
 
 HELDOUT_REWARDS = "heldout_rewards.json"  # {task_id: implicit rewards of its responses, in the rankings file's order}

@@ -276,7 +276,7 @@ def main() -> None:
         console.print(f"[bold red]error:[/] {escape(str(error))}")
         raise SystemExit(2) from None
     except (RuntimeError, OSError) as error:
-        from training.failures import cause_of, in_one_line
+        from training.notices import cause_of, in_one_line
 
         message = in_one_line(error) or (cause_of(error) if isinstance(error, OSError) else "")
         if not message:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from training.checkpoint import ParamShard, SavedState, State, state_of
 from training.engine import Engine
-from training.state import ParamShard, SavedState, State, state_of
 
 
 class MovingAverage:

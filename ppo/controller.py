@@ -31,7 +31,7 @@ from ppo.rollout import PolicyBatch, ResponseKL, Rollout, ValueBatch
 from ppo.rollout_log import RolloutLog
 from ppo.sampler_proof import require_one_policy, sampler_agreement
 from ppo.samples import SampleLog, ScoredRollout
-from training.failures import RunError
+from training.notices import RunError
 from training.packing import Sampler
 from training.seeds import derive_seed
 

@@ -1,7 +1,7 @@
 """Forward passes that an iteration's first update would repeat, kept from when its tokens were measured.
 
 Both read the same tokens, in the same rows, with the same weights. So the update takes outputs and activations as they
-are, and the results are the same bits. A rank keeps as many passes as `stages.planning.kept.KEPT_BYTES` holds, and
+are, and the results are the same bits. A rank keeps as many passes as `stages.planning.ppo.KEPT_BYTES` holds, and
 `heed plan` counts them.
 """
 
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ppo.config import PPOConfig
 from ppo.rollout import Rollout, Share, pass_slices
-from stages.planning.kept import KEPT_BYTES, KeptPass, keeps_passes
 from stages.planning.memory import Counts, Layout, count, forward_pass
+from stages.planning.ppo import KEPT_BYTES, KeptPass, keeps_passes
 from training.engine import Engine
-from training.passes import padded_tokens, row_width
+from training.packing import padded_tokens, row_width
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lm.upload import upload
 from ppo.rollout import Rollout
-from training.passes import packed_rows
+from training.packing import packed_rows
 from training.tokens import Sequences
 
 

@@ -9,11 +9,10 @@ from lm.lora import LoRAConfig
 from ppo.config import PPOConfig
 from pretrain.stage import STAGE as PRETRAIN
 from reward.stage import STAGE as REWARD
-from stages.lengths import Lengths
 from stages.planner import RANK, Planner, StagePlan, rows_and_passes, scoring_rows
-from stages.planning.kept import keeps_passes
 from stages.planning.memory import Memory, count, forward_pass
-from stages.planning.ppo import PPOModels, PPOWork, generator, kept_passes, learner, ppo_memory, scorer
+from stages.planning.ppo import PPOModels, PPOWork, generator, keeps_passes, kept_passes, learner, ppo_memory, scorer
+from stages.sizes import Lengths
 from training.config import OptimizerConfig
 
 MOST_GENERATOR_RANKS = 64

@@ -5,11 +5,10 @@ from math import isfinite
 from ppo.report_samples import followed_part, samples_section
 from ppo.results import PPOResults
 from ppo.samples import TrainingSample
-from stages.reports.curves import Panel, Series, fields_under, metric_figures, stage_block
 from stages.reports.parts import Columns, Details, Headline, StageReport, StageReporter
-from stages.reports.stage_folder import StageFolder
-from stages.reports.styles import styles_of
-from stages.reports.text import count, label, number
+from stages.reports.run_folder import StageFolder
+from stages.reports.stage_report import Panel, Series, fields_under, metric_figures, stage_block
+from stages.reports.text import count, label, number, styles_of
 
 
 def _ppo(field: str) -> tuple[Series, ...]:

@@ -12,8 +12,7 @@ from preferences.statistics.estimates import Interval
 from preferences.statistics.intervals import clustered_mean
 from stages.reports.parts import Cell, Details, Note, Part, Row, Section, Table
 from stages.reports.samples import Samples, ShownPrompt, ShownResponse, anchor_of, evenly, folded, start_of
-from stages.reports.styles import PolicyStyle
-from stages.reports.text import UNKNOWN, count_of, ends_of, number, percent
+from stages.reports.text import UNKNOWN, PolicyStyle, count_of, ends_of, number, percent
 
 MAX_DRAWN = 400  # responses of training on a page
 MAX_CHARACTERS = 1_500_000

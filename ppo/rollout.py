@@ -17,7 +17,7 @@ from torch import Tensor
 from cluster.remote import Pending
 from lm.config import exact_div
 from training.config import BatchConfig
-from training.passes import pass_tokens, split_passes
+from training.packing import pass_tokens, split_passes
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Share:
 
 
 def shares_of(num_tokens_B: Tensor, num_ranks: int, batch: BatchConfig, *, with_gradients: bool) -> list[Share]:
-    """How ranks share sequences of these lengths (`training.passes`)."""
+    """How ranks share sequences of these lengths (`training.packing`)."""
     units = [[length] for length in num_tokens_B.tolist()]
     ranks = split_passes(units, num_ranks, pass_tokens(batch, units, with_gradients=with_gradients))
     return [Share.of(passes) for passes in ranks]

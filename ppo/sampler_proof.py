@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lm.samplers.agreement import Agreement
 from ppo.rollout import Rollout
-from training.failures import RunError
+from training.notices import RunError
 
 NUM_WORST = 3
 

@@ -13,8 +13,8 @@ from reward.external import ExternalReward
 from reward.results import RewardResults
 from reward.sampling import SamplingSpec
 from reward.sampling_everywhere import sample_everywhere
+from stages.data import SAMPLES
 from stages.run import StageRun
-from stages.sampling import SAMPLES
 from training.data import Prompt
 from training.seeds import derive_seed
 

@@ -36,7 +36,7 @@ from reward.scoring import (
     weights_by_label,
 )
 from training.config import BatchConfig, EngineConfig
-from training.passes import pass_tokens, split_passes
+from training.packing import pass_tokens, split_passes
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 

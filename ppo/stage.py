@@ -30,16 +30,15 @@ from pretrain.stage import tokenize
 from reward.scoring import labels_of, weights_by_label
 from reward.stage import STAGE as REWARD
 from stages.contract import Parent, Stage
-from stages.prompts import Fitting, fitting_prompts
+from stages.data import Fitting, fitting_prompts
 from stages.run import JobView, StageRun
 from training.checkpoint import find_resumption
 from training.data import Prompt
+from training.engine import StageContext
 from training.metrics import MetricsLog
-from training.notices import say
+from training.notices import StoppedError, say, stop_requested
 from training.packing import stream_rows
 from training.seeds import derive_seed
-from training.stage import StageContext
-from training.stopping import StoppedError, stop_requested
 from training.tokens import array_path
 from training.writer import PROGRESS
 
@@ -100,7 +99,7 @@ def controller_of(
 def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, first: int, log: MetricsLog) -> None:
     """Run the iterations from `first`, each with its metrics, its kept policy and its checkpoint where they are due.
 
-    Raises: StoppedError after a checkpoint, if this process was asked to stop (`training.stopping`).
+    Raises: StoppedError after a checkpoint, if this process was asked to stop (`training.notices`).
     """
     waited_seconds = 0.0
     for iteration in range(first, config.num_iterations):

@@ -1,10 +1,16 @@
 """What the report of a run shows of pretraining."""
 
 from pretrain.results import PretrainResults
-from stages.reports.curves import GRADIENT_NORM, Panel, metric_figures, stage_block, train_and_heldout
 from stages.reports.parts import StageReport, StageReporter
-from stages.reports.stage_folder import StageFolder
-from stages.reports.stage_report import headline_of
+from stages.reports.run_folder import StageFolder
+from stages.reports.stage_report import (
+    GRADIENT_NORM,
+    Panel,
+    headline_of,
+    metric_figures,
+    stage_block,
+    train_and_heldout,
+)
 from stages.reports.text import count, number, percent
 
 PANELS = (Panel("Loss", "nats per token", train_and_heldout("loss")), GRADIENT_NORM)

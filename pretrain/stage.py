@@ -29,16 +29,16 @@ from pretrain.corruption import NUM_VIEWS, DenoisingObjective, HiddenWords, Mask
 from pretrain.report import REPORTER
 from pretrain.results import PretrainResults
 from stages.contract import Preparation, Stage
+from stages.data import token_folder
 from stages.planner import Planner, StagePlan
 from stages.run import StageRun
-from stages.tokens import token_folder
 from training.config import InitConfig, TrainingConfig
 from training.data import SourceRows, TextConfig, read_texts, untold
+from training.engine import StageContext, build_engine
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import CausalLMObjective
 from training.packing import stream_rows
 from training.seeds import derive_seed
-from training.stage import StageContext, build_engine
 from training.tokens import Part, TokenFolders, array_path, chunks, read_sources, unusual_rows
 
 

@@ -19,7 +19,7 @@ from reward.config import RewardConfig
 from reward.learner import RewardLearner
 from reward.scoring import PackedInputs, sequences_of, task_scores
 from training.engine import Engine
-from training.passes import split_passes
+from training.packing import split_passes
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from reward.learner import RewardLearner
 from reward.loss import davidson_loss, ranking_loss, rating_loss
 from reward.scoring import PackedInputs
 from training.config import BatchConfig
-from training.packing import IntArray
-from training.passes import pass_tokens, split_passes
+from training.packing import IntArray, pass_tokens, split_passes
 
 MAX_RESPONSES = 1 << 20  # to one prompt; numbers of sequences are spaced by it
 

@@ -16,9 +16,9 @@ from preferences.records import OVERALL, Message, Ranking
 from preferences.statistics.reliability import labeler_reliability, labeler_weights
 from reward.comparisons import Comparison, Encoded, LabelerWeights, comparison_of, fit_tasks, rankings_by_task
 from reward.config import ComparisonsConfig
+from stages.data import token_folder
 from stages.progress import console
 from stages.run import StageRun
-from stages.tokens import token_folder
 from training.data import OnOverlong, SourceRows
 from training.tokens import (
     CHECKED_SEQUENCES,

@@ -5,11 +5,18 @@ from math import isfinite, nan
 
 from preferences.statistics.estimates import Share
 from reward.results import RewardResults
-from stages.reports.curves import Panel, fields_under, metric_figures, stage_block, train_and_heldout
 from stages.reports.parts import Headline, StageReport, StageReporter
 from stages.reports.plots import Measured, interval_figure
-from stages.reports.stage_folder import StageFolder
-from stages.reports.stage_report import headline_of, headline_of_share
+from stages.reports.run_folder import StageFolder
+from stages.reports.stage_report import (
+    Panel,
+    fields_under,
+    headline_of,
+    headline_of_share,
+    metric_figures,
+    stage_block,
+    train_and_heldout,
+)
 from stages.reports.text import count, count_of, label, number, percent
 
 PANELS = (

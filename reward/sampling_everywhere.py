@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from reward.sampling import Sample, Sampler, SamplingSpec
+from stages.data import sample_in_parts
 from stages.run import StageRun
-from stages.sampling import sample_in_parts
 from training.data import Prompt
 
 

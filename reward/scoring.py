@@ -24,8 +24,7 @@ from lm.tokenizer import Messages, Tokenizer
 from lm.upload import upload
 from lm.weights import ModelFolder, purpose_of
 from reward.comparisons import Comparison, encode_scored
-from training.packing import IntArray
-from training.passes import packed_rows, split_passes
+from training.packing import IntArray, packed_rows, split_passes
 from training.tokens import Sequences
 
 RewardNetwork = ScalarModel | SequenceClassifier

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from lm.tokenizer import Tokenizer
 from reward.comparisons import Answer, RankingsConfig, encode_answers, place_of, rankings_by_task, read_judgments
 from reward.config import ComparisonsConfig
-from stages.lengths import Lengths, RowSample
 from stages.planner import Planner
 from stages.run import StageRun
+from stages.sizes import Lengths, RowSample
 
 if TYPE_CHECKING:
     from preferences.formats.merging import Found

@@ -31,9 +31,9 @@ from reward.objective import RankingObjective
 from reward.prepared import WARNINGS, PreparedRankings, Split, weights_of_labelers
 from reward.results import RewardResults
 from reward.scoring import RewardNetwork, network_folder, shifted
+from training.engine import StageContext, build_engine
 from training.loop import LoopConfig, TrainingLoop
 from training.seeds import derive_seed
-from training.stage import StageContext, build_engine
 from training.tokens import read_overlong
 
 HELDOUT_SCORES = "heldout_scores.json"  # {task_id: scores of its responses, in the order of the rankings file}

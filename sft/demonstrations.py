@@ -9,7 +9,7 @@ import numpy as np
 from files.conversations import TEXT_ROLE
 from files.fields import shown
 from lm.tokenizer import Messages, Tokenizer
-from stages.lengths import Lengths, RowSample
+from stages.sizes import Lengths, RowSample
 from training.data import DataConfig, OnOverlong, SourceRows, read_conversations, untold
 from training.tokens import FITS, SKIPPED, TRUNCATED, Part, chunks, encode_rows, sequence_arrays, unusual_rows
 

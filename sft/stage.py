@@ -24,16 +24,16 @@ from sft.demonstrations import Limit, Rows, demonstration_lengths, demonstration
 from sft.report import REPORTER
 from sft.results import SFTResults
 from stages.contract import Parent, Stage
+from stages.data import token_folder
 from stages.planner import Planner, StagePlan
 from stages.run import StageRun
-from stages.tokens import token_folder
 from training.config import FineTuningConfig
 from training.data import DataConfig, OnOverlong, overlong_field, untold
+from training.engine import StageContext, build_engine
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import PackedObjective, PairsObjective
 from training.packing import Packed, best_fit
 from training.seeds import derive_seed
-from training.stage import StageContext, build_engine
 from training.tokens import CHECKED_SEQUENCES, Sequences, TokenFolders, read_overlong, read_sources
 
 

@@ -13,18 +13,25 @@ from pathlib import Path
 from lm.config import ModelConfig
 from lm.padding import MAX_TOKENS
 from lm.tokenizer import Tokenizer
-from stages.lengths import Lengths
-from stages.planning.memory import Layout, Memory, count, forward_pass
-from stages.planning.sampling import GENERATION_ROWS, measuring_phase, rows_at_once, sampling_phase, scoring_phase
-from stages.planning.times import Times
-from stages.planning.training import training_memory
-from stages.prompts import prompt_lengths
+from stages.data import PROMPTS_AT_ONCE, prompt_lengths
+from stages.planning.hardware import Times
+from stages.planning.memory import (
+    GENERATION_ROWS,
+    Layout,
+    Memory,
+    count,
+    forward_pass,
+    measuring_phase,
+    rows_at_once,
+    sampling_phase,
+    scoring_phase,
+    training_memory,
+)
 from stages.run import JobView, StageRun
-from stages.sampling import PROMPTS_AT_ONCE
-from stages.sizes import Sizes
+from stages.sizes import Lengths, Sizes
 from training.config import BatchConfig, FineTuningConfig, OptimizerConfig, TrainingConfig
 from training.data import DataConfig, SourceConfig
-from training.passes import bucket
+from training.packing import bucket
 
 RANK = "rank"  # the kind of all ranks where they are alike
 _ANY_OPTIMIZER = OptimizerConfig(learning_rate=1.0, schedule="constant")
@@ -127,7 +134,7 @@ class Planner:
         return Lengths.bound(tokens)
 
     def packed_width(self, num_tokens: int) -> int:
-        """Tokens of a row that holds a sequence of so many, padding included, as `training.passes` packs it."""
+        """Tokens of a row that holds a sequence of so many, padding included, as `training.packing` packs it."""
         return bucket(num_tokens) if self.layout.is_gpu else num_tokens
 
     def training(

@@ -1,15 +1,17 @@
 """A stage's progress: a bar with elapsed and remaining time on a terminal, otherwise a line every 30 seconds.
 
-Stages that train write metrics.jsonl, and the bar follows that file, so workers need not report to the driver.
+Stages that train write metrics.jsonl, and the bar follows that file, so workers need not report to the driver. What a
+running job says of itself is in RUN/status.json: its stage and phase, its workers, and their restarts.
 """
 
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -26,17 +28,19 @@ from rich.progress import (
 console = Console(stderr=True, highlight=False, soft_wrap=True)  # each message stays on one line at any width
 
 POLL_SECONDS = 0.5
+LINE_EVERY_SECONDS = 30.0
 LAST_NOTICES_SECONDS = 2.0  # Ray answers at once, or not at all where its head has ended
 PIPE_COLUMNS = 1_000  # wide enough that no table in a file or a pipe is cut
+STATUS = "status.json"
+WRITE_EVERY_SECONDS = 5.0  # of status.json; it is also written when something changes
+
+State = Literal["running", "finished", "waiting", "stopped", "failed"]
 
 
 def results_console() -> Console:
     """The console for results, on standard output. Messages go to `console`, on standard error."""
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
     return Console(highlight=False, markup=False, width=width)
-
-
-LINE_EVERY_SECONDS = 30.0
 
 
 class StageProgress:
@@ -85,14 +89,14 @@ def follow(stage: str, folder: Path) -> Iterator[StageProgress]:
 
     The last line that an interrupted run left is not shown: the stage resumes from a checkpoint before it.
     """
-    from cluster.notices import receive  # imports Ray and torch, which commands that only print do not need
+    from cluster.messages import receive_notices  # imports Ray and torch, which commands that only print do not need
     from training.metrics import read_metrics
 
     progress = StageProgress(stage)
     stop, left_over = threading.Event(), read_metrics(folder / "metrics.jsonl")[-1:]
 
     def pass_on() -> None:
-        for notice in receive():
+        for notice in receive_notices():
             print_notice(notice)
 
     def poll() -> None:
@@ -122,3 +126,34 @@ def print_notice(notice: str) -> None:
 def _in_words(line: dict[str, Any]) -> str:
     shown = [f"{name} {line[name]:.3g}" for name in ("loss", "score", "kl_nats") if name in line]
     return "  ".join([*shown, f"{line['tokens_per_second']:,.0f} tokens/s"])
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Workers were lost, or the storage, and the stage continued. `at` is in seconds since the epoch."""
+
+    at: float
+    stage: str
+    why: str
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """Times are in seconds since the epoch. `done` of `total` are what the stage counts; 0 of 0 if it counts nothing.
+
+    `workers` are the ranks of each group. `message` says why a job failed, or what it waits for.
+    """
+
+    state: State
+    host: str
+    pid: int
+    started: float
+    updated: float
+    stage: str = ""
+    stage_started: float = 0.0
+    phase: str = ""
+    done: int = 0
+    total: int = 0
+    workers: Mapping[str, int] | None = None
+    restarts: tuple[Restart, ...] = ()
+    message: str = ""

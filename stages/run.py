@@ -15,9 +15,9 @@ from stages.lineage import path_hash
 from stages.progress import StageProgress
 from stages.world import World
 from training.config import Config, EngineConfig
+from training.engine import StageContext
 from training.notices import say
 from training.seeds import derive_seed
-from training.stage import StageContext
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

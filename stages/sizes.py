@@ -1,13 +1,24 @@
-"""How much data a job has, counted where it is here and assumed where it is not; assumptions are reported."""
+"""How much data a job has, for `heed plan` and `heed init`: rows of its sources, and tokens of the rows.
 
+Rows are counted where the data is here and assumed where it is not; assumptions are reported. Tokens are counted, or
+estimated from a sample if the source is large. Times depend on the mean; memory depends on the longest row, which must
+not be underestimated.
+"""
+
+import heapq
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from files.invalid import InvalidRows
-from stages.lengths import Measures
 from training.data import SourceConfig, read_valid
+
+SAMPLE_ROWS = 1000  # the longest in bytes, plus one to two times as many rows spread evenly over the source
+
+Row = TypeVar("Row")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -16,6 +27,20 @@ class SourceSize:
 
     num_rows: int
     responses_per_row: int = 1
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What was measured about a job's data, read once and shared by all plans of the job."""
+
+    known: dict[str, Any] = field(default_factory=dict)
+
+    def get(self, key: str, make: Callable[[], Value]) -> Value:
+        """Returns the value of `make`, which is called at most once per key."""
+        if key not in self.known:
+            self.known[key] = make()
+        value: Value = self.known[key]
+        return value
 
 
 class Sizes:
@@ -77,3 +102,104 @@ class Sizes:
 def _count_rows(data: SourceConfig) -> int:
     """Rows of a file that can be parsed. Raises: ValueError as `InvalidRows.finish`, for those that cannot."""
     return sum(1 for _ in read_valid(data, lambda _, row: row, InvalidRows(data.source, data.on_invalid)))
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a source's rows. `longest` is an upper bound where only a sample was measured.
+
+    `response_share` is the largest share that a response has of its row's tokens; `spread` has the tokens of rows
+    spread evenly over the source.
+    """
+
+    num_rows: int
+    num_measured: int
+    mean: float
+    shortest: int
+    longest: int
+    longest_response: int = 0
+    response_share: float = 1.0
+    spread: tuple[int, ...] = ()
+
+    @classmethod
+    def bound(cls, num_tokens: int) -> "Lengths":
+        """Stands for rows that could not be read, each assumed to be this long."""
+        return cls(0, 0, num_tokens, num_tokens, num_tokens)
+
+    def plus(self, num_tokens: int) -> "Lengths":
+        """Returns the lengths of the rows with a response of `num_tokens` added to each."""
+        return replace(
+            self,
+            mean=self.mean + num_tokens,
+            shortest=self.shortest + num_tokens,
+            longest=self.longest + num_tokens,
+            longest_response=num_tokens,
+            spread=tuple(length + num_tokens for length in self.spread),
+        )
+
+    def line(self, source: str, what: str) -> str:
+        """Says what was measured, such as "p.jsonl: 1,000 prompts of 61 tokens on average, 118 at most"."""
+        found = f"{source}: {self.num_rows:,} {what} of {self.mean:,.0f} tokens on average, {self.longest:,} at most"
+        sampled = f" (estimated from {self.num_measured:,} of them, the longest texts included)"
+        return found + (sampled if self.num_measured < self.num_rows else "")
+
+
+class RowSample(Generic[Row]):
+    """The longest rows of a stream, by the bytes of their texts, and rows spread evenly over it; if short, all rows."""
+
+    def __init__(self, num_rows: int = SAMPLE_ROWS) -> None:
+        self.limit, self.num_rows, self.step = num_rows, 0, 1
+        self._spread: dict[int, tuple[int, Row]] = {}  # by number: its bytes, and the row
+        self._longest: list[tuple[int, int, Row]] = []  # a heap of bytes, number, row
+
+    def add(self, row: Row, num_bytes: int) -> None:
+        """Take the next row into account."""
+        number = self.num_rows
+        self.num_rows += 1
+        if number % self.step == 0:
+            self._spread[number] = (num_bytes, row)
+        if len(self._spread) > 2 * self.limit:
+            self.step *= 2
+            self._spread = {number: kept for number, kept in self._spread.items() if number % self.step == 0}
+        if len(self._longest) < self.limit:
+            heapq.heappush(self._longest, (num_bytes, -number, row))
+        elif num_bytes > self._longest[0][0]:
+            heapq.heapreplace(self._longest, (num_bytes, -number, row))
+
+    def lengths(self, encode: Callable[[Sequence[Row]], Iterable[tuple[int, int]]], most_tokens: int) -> Lengths:
+        """Returns the lengths of all rows, each cut off at `most_tokens`. `encode` returns, for each of the given rows,
+        how many tokens it has and how many of them are the response's.
+        """
+        if not self.num_rows:
+            return Lengths(0, 0, 0.0, 0, 0)
+        rows = self._spread | {-number: (num_bytes, row) for num_bytes, number, row in self._longest}
+        counted = encode([row for _, row in rows.values()])
+        found = {number: (min(n, most_tokens), min(response, most_tokens)) for number, (n, response) in
+                 zip(rows, counted, strict=True)}  # fmt: skip
+        tokens = {number: total for number, (total, _) in found.items()}
+        spread = tuple(tokens[number] for number in self._spread)
+        is_sample = len(rows) < self.num_rows
+        longest = self._bound({n: (rows[n][0], tokens[n]) for n in rows}) if is_sample else max(tokens.values())
+        return Lengths(
+            num_rows=self.num_rows,
+            num_measured=len(rows),
+            mean=sum(spread) / len(spread),
+            shortest=min(tokens.values()),
+            longest=min(longest, most_tokens),
+            longest_response=max(response for _, response in found.values()),
+            response_share=1.0 if is_sample else max(response / total for total, response in found.values() if total),
+            spread=spread,
+        )
+
+    def _bound(self, measured: Mapping[int, tuple[int, int]]) -> int:
+        """Returns the most tokens that any row may have, given (bytes, tokens) of the measured rows.
+
+        A row that was not measured has at most as many bytes as the shortest row in `_longest`. It is assumed to have
+        at most as many tokens per byte as the densest measured row with more bytes than the longest row has tokens.
+        Rows of fewer bytes need not be considered: a token has at least one byte, so they cannot be longer. What a
+        template adds is the same for all rows.
+        """
+        tokens = [total for _, total in measured.values()]
+        longest, template = max(tokens), min(tokens)
+        dense = [(total - template) / size for size, total in measured.values() if size and size >= longest - template]
+        return max(longest, template + math.ceil(self._longest[0][0] * max(dense, default=1.0)))

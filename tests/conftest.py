@@ -80,7 +80,7 @@ LONGEST = [
     "ppo/test_planned_memory.py", "heed/jobs/test_ahead.py", "cluster/test_hangs.py",
     "preferences/page/test_browser.py", "preferences/page/test_kills.py", "lm/samplers/test_verify.py",
     "preferences/test_scripted.py", "ppo/test_ppo_ranks.py", "heed/jobs/test_custom_stage.py",
-    "heed/jobs/test_returning_nodes.py", "preferences/page/test_attacks.py", "cluster/test_local.py",
+    "heed/jobs/test_returning_nodes.py", "preferences/page/test_attacks.py", "cluster/test_local_cluster.py",
     "heed/jobs/test_fewer_workers.py", "heed/jobs/test_external_reward.py", "heed/jobs/test_stage_jobs.py",
     "heed/jobs/test_replay.py", "heed/jobs/test_objectives.py", "heed/jobs/test_rounds.py",
     "heed/studies/test_study.py", "heed/studies/test_study_algorithms.py", "training/test_deadline.py",

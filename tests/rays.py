@@ -3,9 +3,9 @@
 import pytest
 import ray
 
-from cluster.code import HeedFirst
 from cluster.environment import RAY_ENVIRONMENT
 from cluster.lean_node import lean_nodes
+from cluster.worker import HeedFirst
 
 
 def start_ray(num_cpus: int, num_gpus: int = 0) -> None:

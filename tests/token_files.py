@@ -17,7 +17,7 @@ from reward.config import ComparisonsConfig, RewardConfig
 from reward.prepared import PreparedRankings, ranking_parts
 from sft.demonstrations import Limit, demonstration_parts
 from sft.stage import SFTConfig
-from training.stage import StageContext
+from training.engine import StageContext
 from training.tokens import CHECKED_SEQUENCES, TokenFolders, write_arrays
 
 

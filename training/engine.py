@@ -6,24 +6,35 @@ It owns what a loss must not know: precision, sharding, the reduction of gradien
 import contextlib
 import gc
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor, nn
 
+from files.atomic import write_json
+from files.records import as_json
 from lm.head import align_heads
 from lm.linear import cache_weight_casts, round_products
 from lm.model import checkpoint_activations, compile_blocks, freeze_all_but_last
 from lm.progress import note_progress
 from lm.source import ModelSource, load, on_meta
-from training.accelerator import make_accelerator
-from training.config import EngineConfig, OptimizerConfig
-from training.determinism import deterministic_kernels
-from training.failures import RunError
-from training.gathering import Gatherer, whole_zero3_weight
+from training.checkpoint import STEP, ParamShard, SavedState, State, state_of, whole_params, whole_tensors
+from training.config import EngineConfig, OptimizerConfig, TrainingConfig
+from training.distributed import (
+    Gatherer,
+    build_sharded,
+    deepspeed_config,
+    make_accelerator,
+    whole_zero3_weight,
+    write_back,
+    zero_shards,
+)
 from training.internals import (
     do_not_broadcast_buffers,
     expect_gradients,
@@ -36,11 +47,13 @@ from training.internals import (
     step_without_dynamo,
     without_dynamo,
 )
-from training.offload import Offload
-from training.optimizers import make_optimizers
-from training.state import STEP, ParamShard, SavedState, State, state_of, whole_params, whole_tensors
+from training.notices import RunError
+from training.optimizers import Offload, make_optimizers
 from training.writer import CheckpointWriter
-from training.zero import build_sharded, deepspeed_config, write_back, zero_shards
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 MicroBatch = TypeVar("MicroBatch")
@@ -387,9 +400,58 @@ class Engine(Generic[AnyModule]):
             torch.cuda.empty_cache()
 
 
+@dataclass(frozen=True)
+class StageContext:
+    """A stage's folder, seed and engine config; the same on every rank."""
+
+    folder: Path
+    seed: int
+    num_workers: int
+    engine: EngineConfig
+
+    @property
+    def model_folder(self) -> Path:
+        return self.folder / "model"
+
+    def write_results(self, results: "DataclassInstance | Mapping[str, Any]") -> None:
+        """Write the stage's results.json, which the report and later stages read back (`files.records`)."""
+        write_json(self.folder / "results.json", as_json(results))
+
+
+def build_engine(context: StageContext, source: ModelSource[AnyModule], config: TrainingConfig) -> Engine[AnyModule]:
+    """Build this rank's engine for a stage that trains one model."""
+    micro_batch = config.batch.micro_batch_size or 1  # DeepSpeed counts with it and computes nothing by it
+    return Engine(source, config.optimizer, context.engine, world_size=context.num_workers, micro_batch=micro_batch)
+
+
 def _num_trained(source: ModelSource[Any], optimizer: OptimizerConfig) -> int:
     """How many numbers of a model are trained; nothing is read."""
     model = on_meta(source.build)
     if optimizer.trained_layers is not None:
         freeze_all_but_last(model, optimizer.trained_layers)
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+@contextlib.contextmanager
+def deterministic_kernels(is_on: bool) -> Iterator[None]:
+    """Around forward, backward and step: kernels on GPUs that give the same bits every time, if `is_on`
+    (`engine.deterministic`). On CPUs all of Heed's do.
+
+    Gradients of attention, embeddings and chosen positions are then added in a fixed order, and an operation that has
+    no such kernel raises RuntimeError. Passes without gradients need it not: none of their kernels adds in an order
+    that varies.
+    """
+    if not (is_on and torch.cuda.is_available()):
+        yield
+        return
+    # Read at the first product of the process; without it PyTorch refuses products here.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    settings: Any = torch.utils.deterministic
+    was_on, was_filled = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False  # a pass over every new tensor, and none is read unset
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on)
+        settings.fill_uninitialized_memory = was_filled

@@ -21,7 +21,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from training.state import ParamShard
+from training.checkpoint import ParamShard
 
 
 def set_gradient_sync(accelerator: Accelerator, is_on: bool) -> None:

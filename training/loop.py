@@ -22,10 +22,9 @@ from training.checkpoint import (
 from training.config import BatchConfig, TrainingConfig
 from training.engine import Engine, LossAndMetrics
 from training.metrics import MetricsLog
-from training.notices import say
+from training.notices import StoppedError, say, stop_requested
 from training.packing import IntArray, Sampler
 from training.seeds import derive_seed
-from training.stopping import StoppedError, stop_requested
 
 MODEL = "model"  # the folder of its state in a checkpoint
 
@@ -106,7 +105,7 @@ class TrainingLoop(Generic[AnyModule]):
         """Train to the end. Returns the held-out metrics of the final weights, including `loss`.
 
         Raises:
-            StoppedError: on every rank, after a checkpoint, if one of them was asked to stop (`training.stopping`).
+            StoppedError: on every rank, after a checkpoint, if one of them was asked to stop (`training.notices`).
         """
         first_step = self._resume()
         # The last step has a checkpoint too: a stage may be killed in what it does after training.

@@ -13,8 +13,7 @@ from accelerate.state import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from files.atomic import write_text
-from training.failures import cause_of
-from training.notices import say
+from training.notices import cause_of, say
 
 TENSORBOARD_FLUSH_SECONDS = 10  # a kill costs TensorBoard at most this much; metrics.jsonl has every step
 

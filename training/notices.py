@@ -1,11 +1,19 @@
-"""What the user should know during a run: where it resumes, what was skipped, what could not be saved.
+"""What the user reads of a run, one line each: notices while it continues, and why it ends. Also requests to stop it.
 
-Nobody reads a worker's log, so the process that starts a worker says where its notices go (`cluster.notices`). In any
-other process they are log messages.
+Notices say where a run resumes, what was skipped, what could not be saved. Nobody reads a worker's log, so the process
+that starts a worker says where its notices go (`cluster.messages`). In any other process they are log messages.
+
+A run that is asked to stop ends with a checkpoint: whoever controls this process passes the request on, and loops look
+for it between steps.
 """
 
+import errno
 import io
 import logging
+import os
+import re
+import sqlite3
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 
@@ -13,6 +21,29 @@ log = logging.getLogger(__name__)
 
 Speaker = Callable[[str], None]
 _speakers: list[Speaker] = []
+
+_REMEDIES = {
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there",
+    errno.EFBIG: "raise the limit on the size of files",
+    errno.ENOENT: "bring the folder back",
+    errno.EROFS: "make the folder writable",
+    errno.EACCES: "make the folder writable",
+    errno.EPERM: "make the folder writable",
+    errno.ESTALE: "mount the folder again",
+    errno.EIO: "check the disk",
+}
+# Faults of the disk rather than of Heed; a missing file may be either.
+_OF_THE_DISK = frozenset(_REMEDIES) - {errno.ENOENT}
+# SQLite has error codes of its own (sqlite.org/rescode.html). A database that can't be opened has lost its folder.
+_OF_SQLITE = {
+    sqlite3.SQLITE_FULL: errno.ENOSPC,
+    sqlite3.SQLITE_IOERR: errno.EIO,
+    sqlite3.SQLITE_CANTOPEN: errno.EIO,
+    sqlite3.SQLITE_READONLY: errno.EROFS,
+}
+
+_stop_request = threading.Event()
 
 
 def say(notice: str) -> None:
@@ -54,3 +85,73 @@ def printing_aloud(who: str) -> Iterator[None]:
     finally:
         for line in printed.getvalue().splitlines():
             say(f"{who}: {line}")
+
+
+class RunError(RuntimeError):
+    """A run cannot continue. The message is one line: what failed, why, and what to do."""
+
+
+class CheckpointError(RunError):
+    """Checkpoints cannot be written; the message says where, why, and how to continue."""
+
+
+def system_error(error: BaseException) -> int | None:
+    """Returns the operating system's error number for an exception, or None.
+
+    safetensors is written in Rust and gives the number in the message only. SQLAlchemy wraps SQLite's error in `orig`.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    code = getattr(getattr(error, "orig", error), "sqlite_errorcode", None)
+    if code is not None:
+        return _OF_SQLITE.get(code & 0xFF)  # the higher bits say which kind of, say, I/O error it was
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
+
+
+def cause_of(error: BaseException) -> str:
+    """The cause in one line: "No space left on device (ENOSPC)"."""
+    number = system_error(error)
+    if number is None:
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    name = getattr(error, "filename", None)
+    return f"{os.strerror(number)} ({errno.errorcode.get(number, number)}){f': {name}' if name else ''}"
+
+
+def remedy_of(error: BaseException) -> str:
+    """What the user can do about it, as an imperative."""
+    return _REMEDIES.get(system_error(error) or 0, "fix the cause")
+
+
+def in_one_line(error: BaseException) -> str:
+    """What the user should read instead of a traceback; "" if the cause is not known.
+
+    Also looks at what the error was raised from: a worker's failure reaches the driver inside another one.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, RunError):
+            return str(found)
+        if system_error(found) in _OF_THE_DISK:
+            stage = "" if found is error else f"{str(error).partition(':')[0]}: "
+            return f"{stage}{cause_of(found)}; {remedy_of(found)} and run the same command again"
+        found = found.__cause__
+    return ""
+
+
+class StoppedError(RunError):
+    """Training has saved a checkpoint and ended, as requested."""
+
+
+def request_stop() -> None:
+    """Have the loop in this process save after the step that it is in, and raise StoppedError."""
+    _stop_request.set()
+
+
+def stop_requested() -> bool:
+    return _stop_request.is_set()
+
+
+def withdraw_stop() -> None:
+    """Forget the request, if there was one."""
+    _stop_request.clear()

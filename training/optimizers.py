@@ -1,11 +1,23 @@
-"""AdamW and Muon, and which parameters each of them updates."""
+"""AdamW and Muon, which parameters each of them updates, and CPU memory in which their states may wait."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from training.config import OptimizerConfig
+from lm.pinned import host_bytes
+from training.config import OptimizerConfig, cpu_multiplies_bf16
 from training.internals import full_shape
-from training.muon import Muon, dtype_on
+
+# Muon's
+MOMENTUM = 0.95
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, by Jordan et al.
+NUM_ITERATIONS = 5
+EPS = 1e-7
+BUFFER = "momentum_buffer"  # its name in checkpoints
 
 
 def make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.device) -> list[torch.optim.Optimizer]:
@@ -34,3 +46,134 @@ def _make_adamw(parameters: list[nn.Parameter], config: OptimizerConfig, device:
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=device.type in ("cpu", "cuda")
     )
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks") with Nesterov momentum.
+
+    Updates are scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982). All ranks of the process group hold
+    the same weights and gradients; each orthogonalises its share of the matrices and sends the results to the others,
+    so all apply the same bits. `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")` computes them all on every rank.
+    """
+
+    def __init__(
+        self, matrices: Iterable[nn.Parameter], lr: float, weight_decay: float, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        """`dtype` is that of orthogonalised updates and of the products which compute them; the same on all ranks."""
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002 - Accelerate passes it
+        """Update every matrix that has a gradient; a collective call."""
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        for group in self.param_groups:
+            matrices = [p for p in group["params"] if p.grad is not None]
+            # The matrices that ranks compute at the same time cost about the same.
+            matrices.sort(key=lambda p: min(p.shape) * p.numel(), reverse=True)
+            for start in range(0, len(matrices), num_ranks):
+                at_once = matrices[start : start + num_ranks]
+                for matrix, update in zip(at_once, self._updates(at_once), strict=True):
+                    matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                    matrix.add_(update, alpha=-0.2 * math.sqrt(max(matrix.shape)) * group["lr"])
+
+    def _updates(self, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """The matrices' orthogonalised updates. The first is computed by rank 0, the second by rank 1, and so on."""
+        for matrix in matrices:
+            self._momentum(matrix).lerp_(_gradient(matrix), 1 - MOMENTUM)
+        if not dist.is_initialized():
+            return [self._update(matrix) for matrix in matrices]
+        mine = matrices[0].new_empty(max(matrix.numel() for matrix in matrices), dtype=self._dtype)
+        if dist.get_rank() < len(matrices):
+            update = self._update(matrices[dist.get_rank()])
+            mine[: update.numel()] = update.reshape(-1)
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, mine)
+        return [sent[: matrix.numel()].view_as(matrix) for sent, matrix in zip(gathered, matrices, strict=False)]
+
+    def _update(self, matrix: Tensor) -> Tensor:
+        return orthogonalised(_gradient(matrix).lerp(self._momentum(matrix), MOMENTUM), self._dtype)
+
+    def _momentum(self, matrix: Tensor) -> Tensor:
+        state = self.state[matrix]
+        if BUFFER not in state:
+            state[BUFFER] = torch.zeros_like(matrix)
+        momentum: Tensor = state[BUFFER]
+        return momentum
+
+
+def _gradient(matrix: Tensor) -> Tensor:
+    assert matrix.grad is not None
+    return matrix.grad
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    """The type to orthogonalise in: bf16, or fp32 where any rank multiplies bf16 slowly; a collective call."""
+    is_fast = torch.tensor(float(device.type != "cpu" or cpu_multiplies_bf16()), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(is_fast, dist.ReduceOp.MIN)
+    return torch.bfloat16 if is_fast else torch.float32
+
+
+def orthogonalised(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """U S' Vᵀ with S' near 1 from the matrix U S Vᵀ, by the quintic Newton-Schulz iteration of Jordan et al.:
+    X <- a X + (b A + c A²) X, A = X Xᵀ, computed in `dtype`.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.to(dtype).T if is_tall else matrix.to(dtype)
+    x = x / x.norm().clamp(min=EPS)  # no singular value is above 1
+    for _ in range(NUM_ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+class Offload:
+    """Moves what lies behind tensors to CPU memory and back. Tensors and their views are the same objects afterwards.
+
+    The CPU memory, pinned where the tensors are on a GPU, is kept for the next time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._away: list[tuple[torch.UntypedStorage, Tensor]] = []  # each with its bytes in CPU memory
+        self._spare: dict[int, list[Tensor]] = defaultdict(list)  # CPU memory in use by nothing, by its size in bytes
+
+    def send_away(self, tensors: Iterable[Tensor]) -> None:
+        """Free the device's memory of those that are there. Nobody may touch them until `bring_back`."""
+        there = [tensor for tensor in tensors if tensor.device.type == self.device.type]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in there}
+        for storage in storages.values():
+            spare = self._spare[storage.nbytes()]
+            host = spare.pop() if spare else self._empty_host(storage.nbytes())
+            host.copy_(self._bytes(storage), non_blocking=True)
+            self._away.append((storage, host))
+        self._finish_copies()
+        for storage, _ in self._away:
+            storage.resize_(0)
+
+    def bring_back(self) -> None:
+        """Undo `send_away`, if it was called."""
+        for storage, host in self._away:
+            storage.resize_(host.nbytes)
+            self._bytes(storage).copy_(host, non_blocking=True)
+        self._finish_copies()
+        for _, host in self._away:
+            self._spare[host.nbytes].append(host)
+        self._away.clear()
+
+    @property
+    def hosts(self) -> list[Tensor]:
+        """The CPU memory in use and kept."""
+        return [host for _, host in self._away] + [host for spare in self._spare.values() for host in spare]
+
+    def _bytes(self, storage: torch.UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+
+    def _empty_host(self, num_bytes: int) -> Tensor:
+        return host_bytes(num_bytes, pinned=self.device.type == "cuda")
+
+    def _finish_copies(self) -> None:
+        if self.device.type == "cuda" and self._away:
+            torch.cuda.synchronize(self.device)

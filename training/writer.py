@@ -1,32 +1,49 @@
 """Checkpoints written while training continues: training waits only while its state is copied.
 
-A thread per rank writes the copy (`training.checkpoint_part`). A write that fails is retried for `RETRY_SECONDS`. If
-that does not help, the user is told, training continues, and the next save tries again; `CheckpointWriter` says when
-training stops.
+A thread per rank (`CheckpointPart`) writes, syncs and hashes the copy of the rank's state, and then leaves a note with
+the hashes. It reads the next rank's files back against that rank's note. Rank 0's thread waits for all notes and
+commits the checkpoint. The threads communicate through files alone: a collective call of theirs could come between two
+of training's.
+
+A write that fails is retried for `RETRY_SECONDS`. If that does not help, the user is told, training continues, and the
+next save tries again; `CheckpointWriter` says when training stops.
 """
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from files.atomic import sync, write_json
+from files.hashes import file_hash
 from lm.pinned import host_bytes
-from training.checkpoint import begin_checkpoint
-from training.checkpoint_part import CheckpointPart
-from training.failures import CheckpointError
-from training.notices import say
-from training.state import ShardRange, State
+from lm.progress import note_progress
+from training.checkpoint import (
+    ShardRange,
+    State,
+    begin_checkpoint,
+    changed_files,
+    commit_checkpoint,
+    write_state,
+    writing_folder,
+)
+from training.notices import CheckpointError, cause_of, remedy_of, say, system_error
 
 PROGRESS = "progress.json"
 ALIGNMENT = 64  # bytes; of each tensor in the memory that states are copied to
 RETRY_SECONDS = 20.0  # a folder may be unreachable for this long
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 4.0  # between two attempts
+POLL_SECONDS = 0.02  # between two looks for other ranks' notes
+
+Result = TypeVar("Result")
 
 # Returns every rank's value, by rank; a collective call.
 Gather = Callable[[str], list[str]]
@@ -53,7 +70,7 @@ class CheckpointWriter:
     _cause: str = ""  # of the last failed checkpoint
     _waited: float = 0.0
     _arena: Tensor | None = None
-    _part: CheckpointPart | None = None
+    _part: "CheckpointPart | None" = None
 
     def __enter__(self) -> Self:
         return self
@@ -170,3 +187,184 @@ class CheckpointWriter:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class _AbandonedError(Exception):
+    """Another rank's part will not come."""
+
+
+@dataclass
+class CheckpointPart:
+    """What this rank writes of step `step`: the tensors of `models` and, on rank 0, whole `files` by name.
+
+    Of all checkpoints, rank 0 keeps the newest `keep`. `deadline_seconds` limits the wait for other ranks' parts, and
+    `retry_seconds` the time in which a failed operation is tried again.
+    """
+
+    checkpoints: Path
+    step: int
+    models: Mapping[str, State]
+    files: Mapping[str, bytes]
+    rank: int
+    num_ranks: int
+    keep: int
+    deadline_seconds: float
+    retry_seconds: float
+    failure: Exception | None = None
+    own_part: threading.Event = field(default_factory=threading.Event)  # written, or given up
+    abandoned: threading.Event = field(default_factory=threading.Event)  # no longer wait for other ranks' parts
+    thread: threading.Thread | None = None
+
+    @property
+    def folder(self) -> Path:
+        return writing_folder(self.checkpoints, self.step)
+
+    @property
+    def name(self) -> str:
+        return f"checkpoint {self.checkpoints / f'step-{self.step:06d}'}"
+
+    @property
+    def cause(self) -> str:
+        """Why it failed on this rank; "" if it did not."""
+        if self.failure is None:
+            return ""
+        return f"{self.name}, rank {self.rank}: {cause_of(self.failure)}; {remedy_of(self.failure)}"
+
+    def start(self, *, has_begun: bool) -> None:
+        """Start the thread. `has_begun` says that the folder is there, empty; otherwise rank 0's thread creates it."""
+        self.thread = threading.Thread(target=self._run, args=(has_begun,), daemon=True)
+        self.thread.start()
+
+    def join(self) -> None:
+        if self.thread is not None:
+            self.thread.join()
+
+    def _run(self, has_begun: bool) -> None:
+        """Keep a failure for training to ask for: nobody would see it in a thread."""
+        try:
+            if self.rank == 0 and not has_begun:
+                self._retry(lambda: begin_checkpoint(self.checkpoints, self.step))
+            hashes = self._retry(self._write)
+            self.own_part.set()
+            self._read_back()
+            if self.rank == 0:
+                self._commit(hashes)
+        except _AbandonedError:
+            return
+        except Exception as error:
+            self.failure = error
+            self._remove()
+            if self.rank == 0:
+                shutil.rmtree(self.folder, ignore_errors=True)  # it must not fill the disk
+                say(f"{self.cause}. The run continues without this checkpoint")
+        finally:
+            self.own_part.set()
+
+    def _retry(self, work: Callable[[], Result]) -> Result:
+        """Call `work`, and again after errors of the operating system, with growing pauses.
+
+        Raises the last error after `retry_seconds`, or once nobody waits for this part.
+        """
+        started, pause = time.monotonic(), FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return work()
+            except Exception as error:
+                is_late = time.monotonic() - started >= self.retry_seconds
+                if system_error(error) is None or is_late or self.abandoned.is_set():
+                    raise
+                if self.rank == 0 and pause == FIRST_PAUSE_SECONDS:
+                    say(f"{self.name}: {cause_of(error)}; trying again for {self.retry_seconds:g} s")
+            self.abandoned.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _write(self) -> dict[str, str]:
+        """Write this rank's files and the note with their hashes.
+
+        If that fails, what was written is removed at once: on a full disk, the next attempt needs its space.
+        """
+        hashes = {}
+        try:
+            for model, state in self.models.items():
+                path = self.folder / model / f"rank-{self.rank:05d}.safetensors"
+                path.parent.mkdir(exist_ok=True)
+                write_state(state, path)
+                hashes[str(path.relative_to(self.folder))] = _synced_hash(path)
+            for name, content in self.files.items() if self.rank == 0 else ():
+                (self.folder / name).write_bytes(content)
+                hashes[name] = _synced_hash(self.folder / name)
+            write_json(_written_note(self.folder, self.rank), hashes)
+        except Exception:
+            self._remove()
+            raise
+        return hashes
+
+    def _remove(self) -> None:
+        """Remove this rank's files, as far as its disk is there."""
+        own = [self.folder / model / f"rank-{self.rank:05d}.safetensors" for model in self.models]
+        own += [self.folder / name for name in self.files] if self.rank == 0 else []
+        for path in (*own, _written_note(self.folder, self.rank)):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError:
+                continue
+
+    def _read_back(self) -> None:
+        """Compare the next rank's files with its note.
+
+        On a cluster, another machine thus reads what one machine wrote, and no rank reads more than a rank writes.
+        """
+        other = (self.rank + 1) % self.num_ranks
+        self._wait_for(lambda rank: _written_note(self.folder, rank), [other])
+        hashes = self._retry(lambda: _read_hashes(_written_note(self.folder, other)))
+        if changed := changed_files(self.folder, hashes):
+            raise ValueError(f"{', '.join(changed)} read back other than rank {other} wrote")
+        self._retry(lambda: write_json(_verified_note(self.folder, self.rank), {}))
+
+    def _commit(self, hashes: dict[str, str]) -> None:
+        """Make the checkpoint out of all parts, once each is written and read back."""
+        ranks = list(range(self.num_ranks))
+        self._wait_for(lambda rank: _verified_note(self.folder, rank), ranks)
+        for rank in ranks:
+            hashes |= self._retry(lambda rank=rank: _read_hashes(_written_note(self.folder, rank)))  # type: ignore[misc]
+
+        def commit() -> None:
+            for rank in ranks:
+                _written_note(self.folder, rank).unlink(missing_ok=True)
+                _verified_note(self.folder, rank).unlink(missing_ok=True)
+            commit_checkpoint(self.folder, self.step, hashes, self.keep)
+
+        self._retry(commit)
+
+    def _wait_for(self, note: Callable[[int], Path], ranks: list[int]) -> None:
+        """Wait until the notes of these ranks are there."""
+        end = time.monotonic() + self.deadline_seconds
+        while missing := [rank for rank in ranks if not note(rank).exists()]:
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    f"timed out after {self.deadline_seconds:g} s: no part of step {self.step} from ranks {missing} of"
+                    f" {self.num_ranks}"
+                )
+            if self.abandoned.wait(POLL_SECONDS):
+                raise _AbandonedError
+
+
+def _written_note(folder: Path, rank: int) -> Path:
+    """Says that a rank's files are written, with their hashes."""
+    return folder / f"written-{rank:05d}.json"
+
+
+def _verified_note(folder: Path, rank: int) -> Path:
+    """Says that a rank has read another's files back."""
+    return folder / f"read-{rank:05d}.json"
+
+
+def _read_hashes(path: Path) -> dict[str, str]:
+    hashes: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+    return hashes
+
+
+def _synced_hash(path: Path) -> str:
+    sync(path)
+    note_progress()
+    return file_hash(path)

@@ -3,12 +3,10 @@
 from benchmarks.gpu.rows import Generation, Iteration, Pretraining
 from lm.config import ModelConfig
 from lm.inspection import cache_bytes_per_token, flops_per_token
-from stages.planning.memory import Layout, count, forward_pass
+from stages.planning.memory import Layout, count, forward_pass, sampling_phase, training_memory
 from stages.planning.ppo import PPOModels, PPOWork, ppo_memory
-from stages.planning.sampling import sampling_phase
-from stages.planning.training import training_memory
 from training.config import OptimizerConfig
-from training.passes import bucket
+from training.packing import bucket
 
 BF16_BYTES = 2
 LAYOUT = Layout(ranks=1, zero_stage=0, is_bf16=True, is_gpu=True)

@@ -26,7 +26,7 @@ from files.hashes import file_hash
 from files.lock import lock
 from files.rows import read_source
 from stages.lineage import code_version
-from stages.reports.run import parse_object
+from stages.reports.run_folder import parse_object
 from stages.reports.text import clean_json
 from training.data import Prompt
 

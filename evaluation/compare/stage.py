@@ -30,8 +30,8 @@ from reward.sampling import Sample, SamplingSpec
 from reward.sampling_everywhere import sample_everywhere
 from reward.stage import STAGE as REWARD
 from stages.contract import POLICIES, Parent, Stage
+from stages.data import fitting_prompts
 from stages.planner import Planner, StagePlan
-from stages.prompts import fitting_prompts
 from stages.run import JobView, StageRun
 from training.metrics import read_metrics
 from training.seeds import derive_seed

@@ -15,8 +15,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from cluster.local import LocalCluster, host_names
-from cluster.network import Network, why_no_network
+from cluster.local_cluster import LocalCluster, Network, host_names, why_no_network
 from cluster.sigterm import end_by_sigterm
 from heed.chaos.disk import SmallDisk, small_disk, why_no_disk
 from heed.chaos.driver import Driver

@@ -13,8 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import ClassVar
 
-from cluster.local import LocalCluster, is_alive, kill_process
-from cluster.network import Network
+from cluster.local_cluster import LocalCluster, Network, is_alive, kill_process
 from heed.chaos.disk import SmallDisk
 from heed.chaos.result import stage_of
 

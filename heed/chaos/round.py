@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from cluster.local import LocalCluster
+from cluster.local_cluster import LocalCluster
 from heed.chaos.disk import SmallDisk
 from heed.chaos.driver import Driver
 from heed.chaos.faults import Fault, make_fault

@@ -70,7 +70,7 @@ def _checks(engine: str, model: Path, precision: str, seed: int, python: str) ->
     """
     from lm.samplers.__main__ import DONE, MISTAKE
     from lm.samplers.verify import Check
-    from training.failures import RunError
+    from training.notices import RunError
 
     reading, writing = os.pipe()
     command = [

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from cluster.stop_request import send_request, withdraw_request
+from cluster.messages import send_request, withdraw_request
 from stages.progress import console
-from training.stopping import request_stop, stop_requested, withdraw_stop
+from training.notices import request_stop, stop_requested, withdraw_stop
 
 SAVE_SECONDS = 10.0  # in which a step must end and its checkpoint be written
 

@@ -15,11 +15,10 @@ import tenacity
 import tomli_w
 from rich.markup import escape
 
-from cluster.code import send_by_value
-from cluster.connection import disconnect
+from cluster.connection import disconnect, resolve_precision
 from cluster.failures import WorkerError
-from cluster.precision import resolve_precision
 from cluster.sigterm import call_on_sigterm
+from cluster.worker import send_by_value
 from files.atomic import write_text
 from files.hashes import file_hash
 from files.lock import lock
@@ -36,15 +35,14 @@ from heed.jobs.stage_folders import is_replaced, open_folder, put_aside
 from heed.jobs.status import StatusFile
 from heed.jobs.storage import missing_in_one_line
 from stages.contract import Preparation, Stage, StageWaitsError
+from stages.data import SAMPLES
 from stages.lineage import LINEAGE, Inputs, finished_with, require_outputs, write_lineage
 from stages.progress import console, follow, print_notice
 from stages.run import StageRun
-from stages.sampling import SAMPLES
 from training.checkpoint import step_folders
 from training.config import Config
-from training.failures import RunError, in_one_line
 from training.metrics import read_metrics
-from training.notices import speaking_through
+from training.notices import RunError, in_one_line, speaking_through
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 

@@ -10,13 +10,11 @@ from heed.jobs.model_shape import known_shape
 from heed.jobs.registry import WORLD
 from lm.config import ModelConfig
 from lm.hub import is_on_this_machine, shape_and_tokenizer
-from stages.lengths import Measures
 from stages.planner import Planner, StagePlan
-from stages.planning.hardware import Hardware
+from stages.planning.hardware import Hardware, Times
 from stages.planning.memory import Layout
-from stages.planning.times import Times
 from stages.run import StageRun
-from stages.sizes import Sizes, SourceSize
+from stages.sizes import Measures, Sizes, SourceSize
 
 # CUDA's context, NCCL's buffers and the gaps of an allocator are not counted; a tenth is what they commonly take.
 COMFORTABLE = 0.9

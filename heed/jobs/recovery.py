@@ -7,16 +7,14 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from cluster.config import ClusterConfig
-from cluster.connection import disconnect, has_room, require_room
+from cluster.connection import Bundle, NoPlaceError, disconnect, has_room, require_room
 from cluster.failures import WorkerLostError
-from cluster.group import WorkerGroup
-from cluster.places import Bundle, NoPlaceError
-from cluster.shared_folder import require_shared
+from cluster.group import WorkerGroup, require_shared
 from cluster.sigterm import end_by_sigterm
 from heed.jobs.hub_models import fetch_models
 from heed.jobs.storage import STORAGE_SECONDS, storage_trouble, wait_for_storage
 from stages.progress import console
-from training.failures import RunError
+from training.notices import RunError
 
 # A stage that fails this often without saving anything new would not get further in another try.
 MAX_LOSSES_IN_PLACE = 5

@@ -15,8 +15,8 @@ from reward.stage import STAGE as REWARD
 from sft.rejection.stage import STAGE as REJECTION
 from sft.stage import STAGE as SFT
 from stages.contract import POLICIES, Stage
-from stages.report import plain_reporter
 from stages.reports.parts import StageReporter
+from stages.reports.stage_report import plain_reporter
 
 PREPARED = "data"  # the folder that a preparation writes, below one of its own name
 WORLD = "world"  # the world's folder, which is a preparation of the job

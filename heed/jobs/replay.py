@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.precision import resolve_precision
+from cluster.connection import resolve_precision
 from files.lock import lock
 from heed.jobs.hub_models import hub_models
 from heed.jobs.inputs import inputs_of, what_changed

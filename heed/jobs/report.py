@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from heed.jobs.registry import BUILT_IN, registry_with
 from heed.jobs.rounds import with_rounds
-from stages.report import plain_reporter
+from stages.reports.stage_report import plain_reporter
 
 if TYPE_CHECKING:
-    from stages.reports.live import Live
+    from stages.reports.page import Live
     from stages.reports.parts import StageReporter
 
 

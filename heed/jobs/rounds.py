@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from heed.jobs.registry import AnyStage, Registry
-from stages.report import plain_reporter
 from stages.reports.parts import StageReport, StageReporter
-from stages.reports.stage_folder import StageFolder
+from stages.reports.run_folder import StageFolder
+from stages.reports.stage_report import plain_reporter
 from stages.run import sources_in, with_sources
 from training.config import Config
 

@@ -36,7 +36,7 @@ from preferences.records import Ranking
 from reward.comparisons import RankingsConfig, read_judgments
 from reward.sizes import ranking_lengths
 from sft.demonstrations import demonstration_lengths
-from stages.prompts import prompt_lengths
+from stages.data import prompt_lengths
 from training.data import DataConfig
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import tomli_w
 
 from files.conversations import AUTO
 from files.invalid import OnInvalid
-from stages.lengths import Lengths
+from stages.sizes import Lengths
 from training.packing import best_fit
 
 SMALL_HIDDEN_SIZE = 512  # narrower models learn at higher rates

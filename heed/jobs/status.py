@@ -13,9 +13,8 @@ from typing import Self
 from files.atomic import write_json
 from files.records import as_json
 from stages.contract import StageWaitsError
-from stages.progress import StageProgress
-from stages.status import STATUS, WRITE_EVERY_SECONDS, Restart, RunStatus
-from training.failures import in_one_line
+from stages.progress import STATUS, WRITE_EVERY_SECONDS, Restart, RunStatus, StageProgress
+from training.notices import in_one_line
 
 
 class StatusFile:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tenacity
 
-from training.failures import RunError, cause_of, system_error
+from training.notices import RunError, cause_of, system_error
 
 STORAGE_SECONDS = 120.0  # for which a stage waits for space, or for its folder
 PROBE_BYTES = 1 << 20  # with less room than this a stage would soon fail again

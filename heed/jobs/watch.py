@@ -26,11 +26,10 @@ from files.records import record_of
 from heed.jobs.report import live_run_page
 from preferences.page.security import Harden
 from preferences.page.serve import listening
-from stages.reports.live import Live, Now
-from stages.reports.page import Page, render, render_now
+from stages.progress import STATUS, RunStatus
+from stages.reports.page import Live, Now, Page, render, render_now
 from stages.reports.parts import Answer
 from stages.reports.text import clean_text, duration, number
-from stages.status import STATUS, RunStatus
 
 HOST = "127.0.0.1"
 SILENT_SECONDS = 30.0  # without a sign of life of a job that says it runs

@@ -15,7 +15,7 @@ from heed.studies.findings import Curves, Found
 from heed.studies.verdicts import Claim
 from preferences.statistics.estimates import Interval
 from stages.progress import console
-from stages.reports.svg import ROUND_STEPS, draw, tone
+from stages.reports.plots import ROUND_STEPS, draw, tone
 from stages.reports.text import number
 
 LINE_TONES = ("ppo", "sft", "other-1")

@@ -3,11 +3,10 @@
 from math import isfinite
 
 from reward.collect.results import CollectResults
-from stages.reports.curves import stage_block
 from stages.reports.parts import StageReport, StageReporter
 from stages.reports.plots import Measured, interval_figure
-from stages.reports.stage_folder import StageFolder
-from stages.reports.stage_report import headline_of_share
+from stages.reports.run_folder import StageFolder
+from stages.reports.stage_report import headline_of_share, stage_block
 from stages.reports.text import count, count_of, label, percent
 
 

@@ -19,8 +19,8 @@ from reward.collect.results import CollectResults
 from reward.sampling import Sample, SamplingSpec
 from reward.sampling_everywhere import sample_everywhere
 from stages.contract import Parent, Source, Stage
+from stages.data import fitting_prompts
 from stages.planner import Planner, StagePlan
-from stages.prompts import fitting_prompts
 from stages.run import StageRun
 from stages.sizes import SourceSize
 from stages.world import World, label_truth

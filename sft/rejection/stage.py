@@ -26,16 +26,15 @@ from sft.rejection.config import RejectionConfig
 from sft.rejection.report import REPORTER
 from sft.rejection.results import Chosen, RejectionResults, Trained
 from stages.contract import Parent, Stage
+from stages.data import fitting_prompts, token_folder
 from stages.planner import Planner, StagePlan
-from stages.prompts import fitting_prompts
 from stages.run import JobView, StageRun
-from stages.tokens import token_folder
 from training.data import DataConfig, Overlong, Prompt
+from training.engine import StageContext, build_engine
 from training.loop import LoopConfig, TrainingLoop
 from training.objectives import PackedObjective
 from training.packing import Packed
 from training.seeds import derive_seed
-from training.stage import StageContext, build_engine
 from training.tokens import CHECKED_SEQUENCES, Sequences, TokenFolders, read_overlong
 
 BEST = "best.jsonl"  # {"prompt_id", "messages", "score"}: each prompt with its best response

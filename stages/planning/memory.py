@@ -1,25 +1,44 @@
-"""The inputs of memory estimates (a model's parameter counts, the layout of the work), and their result."""
+"""Memory of a rank, part by part: a model's parameter counts, the layout of the work, and what each phase adds.
+
+P parameters, p of them trained; N ranks; c bytes per number in the compute dtype, w bytes per weight (4, or 2 with ZeRO
+in bf16; without ZeRO, autocast keeps fp32 weights). Which ZeRO stage shards what is from Rajbhandari et al. (arXiv
+1910.02054, section 3); what this code and DeepSpeed hold in addition was measured (docs/plan.md). Sampling adds the
+key-value cache, one step's logits, and the prefill of prompts.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
-from lm.activations import Pass
+from lm.activations import Pass, block_bytes, ends_bytes, forward_bytes, gradient_bytes
 from lm.block import Block
 from lm.config import ModelConfig
+from lm.graphs import PROMPT_TOKENS, rows_in
+from lm.inspection import cache_bytes_per_token
 from lm.linear import rounded_weights
+from lm.logprobs import LOGITS_AT_ONCE, PART_NUMBERS
 from lm.lora import LoRAConfig, adapted_maps, add_adapters
 from lm.model import ScalarModel, freeze_all_but_last
 from lm.native.build import library
+from lm.native.decoder import what_a_decoder_misses
+from lm.padding import MAX_ROWS, MAX_TOKENS
 from lm.source import on_meta
-from lm.weights import PRETRAINED
+from lm.weights import MAX_FILE_BYTES, PRETRAINED
 from training.config import OptimizerConfig
 
 # DeepSpeed's defaults for ZeRO-3 (deepspeed/runtime/zero/config.py): a tensor of at most so many numbers is gathered
 # once and stays whole, and at most so many numbers are gathered at a time.
 KEPT_WHOLE = 100_000
 MAX_LIVE = 1_000_000_000
+# In elements: the largest bucket of `training.distributed` (not imported here: that takes seconds), and DeepSpeed's
+# default (deepspeed/runtime/zero/config.py), which Heed does not change.
+REDUCE_BUCKET = 500_000_000
+PREFETCH_BUCKET = 50_000_000
+
+GENERATION_ROWS = 128  # lm.generation.generate's max_rows
+LOGIT_BYTES = 12  # per logit: fp32, divided by the temperature, and exponentiated for the normaliser
 
 
 @dataclass(frozen=True)
@@ -156,3 +175,206 @@ def forward_pass(layout: Layout, rows: int, seq_len: int, *, dropout: float = 0.
     """
     is_tiled = not layout.is_gpu and library() is not None  # assumes that the ranks have a compiler if this machine has
     return Pass(rows, seq_len, layout.compute_bytes, layout.weight_bytes, layout.is_gpu, dropout > 0, is_tiled)
+
+
+def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layout) -> int:
+    """Returns the bytes that one micro-batch keeps for its backward pass.
+
+    Frozen blocks before the first trained one keep nothing. Autocast keeps bf16 copies of all weights of linear layers.
+    """
+    in_decoder = min(counts.trained_layers, config.num_hidden_layers)
+    cross_attention = config.kind == "encoder-decoder"
+    casts = casts_of(counts, layout)
+    low = of.num_tokens * counts.ranks * of.compute_bytes  # of a block's adapters
+    if layout.recomputes:  # the input of every trained block
+        inputs = counts.trained_layers * of.num_tokens * config.hidden_size * of.stream_bytes
+        return inputs + ends_bytes(config, of) + casts
+    kept = in_decoder * block_bytes(config, of, cross_attention=cross_attention) + ends_bytes(config, of)
+    if counts.trained_layers > in_decoder:
+        kept += (counts.trained_layers - in_decoder) * block_bytes(config, of) + ends_bytes(config, of)
+    return kept + counts.trained_layers * low + casts
+
+
+def logit_bytes(num_logits: int, layout: Layout, *, with_gradient: bool) -> int:
+    """Returns the bytes of the logits at counted positions and of their gradient, both in the compute dtype.
+
+    On a GPU, `lm.logprobs` adds an fp32 copy (unless they are fp32) and the softmax, for some positions at a time.
+    """
+    part = min(num_logits, PART_NUMBERS["cuda"]) if layout.is_gpu else 0
+    held = num_logits * layout.compute_bytes * (2 if with_gradient else 1)
+    return held + 4 * part * (2 if layout.is_bf16 else 1)
+
+
+def _backward_of_block(config: ModelConfig, of: Pass, layout: Layout) -> int:
+    """Returns the bytes that the backward pass of a block adds. If blocks are recomputed, that is all their activations
+    except the input."""
+    if not layout.recomputes:
+        return gradient_bytes(config, of)
+    kept = block_bytes(config, of, cross_attention=config.kind == "encoder-decoder")
+    return gradient_bytes(config, of) + kept - of.num_tokens * config.hidden_size * of.stream_bytes
+
+
+def states(counts: Counts, layout: Layout) -> dict[str, int]:
+    """Returns the bytes held between steps: weights, fp32 masters, AdamW's two moments (Muon's one), gradient buffers,
+    and on a CPU the copy from which this rank's part of a checkpoint is written.
+
+    Without ZeRO, several ranks keep gradients in DDP's buckets between steps.
+    """
+    p, N, w = counts.trained, layout.ranks, layout.weight_bytes
+    copy = {} if layout.is_gpu else {"copy for checkpoints": checkpoint_copy(counts, layout)}
+    if layout.zero_stage == 0:
+        buckets = {"gradients in DDP's buckets": 4 * p} if N > 1 else {}
+        rounded = 2 * counts.rounded if layout.is_autocast else 0
+        return {"weights": 4 * counts.total - rounded, "moments": _moments(counts), **buckets, **copy}
+    held = {"weights": w * counts.total, "fp32 masters": 4 * p // N, "moments": 8 * p // N}
+    if layout.zero_stage == 3:
+        held |= {"weights": w * counts.total // N, "gradients": w * p // N}
+        held["reduce bucket"] = w * min(REDUCE_BUCKET, counts.trained)
+        held["small weights, whole"] = w * counts.kept_whole
+    return {part: size for part, size in (held | copy).items() if part not in _moved_parts(layout)}
+
+
+def host_states(counts: Counts, layout: Layout) -> dict[str, int]:
+    """Returns the bytes of CPU memory that training on a GPU needs: what is offloaded, and the copy from which a
+    checkpoint is written.
+    """
+    if not layout.is_gpu:
+        return {}
+    on_device = Layout(layout.ranks, layout.zero_stage, layout.is_bf16, is_gpu=True)
+    moved = {part: size for part, size in states(counts, on_device).items() if part in _moved_parts(layout)}
+    return {**moved, "copy for checkpoints": checkpoint_copy(counts, layout)}
+
+
+def checkpoint_copy(counts: Counts, layout: Layout) -> int:
+    """Returns the bytes of this rank's shard of fp32 weights and moments."""
+    return (4 * counts.trained + _moments(counts)) // layout.ranks
+
+
+def _moments(counts: Counts) -> int:
+    return 8 * (counts.trained - counts.by_muon) + 4 * counts.by_muon
+
+
+def _moved_parts(layout: Layout) -> set[str]:
+    moved = {"fp32 masters", "moments", "gradients"} if layout.is_offloaded("optimizer") else set[str]()
+    return moved | ({"weights"} if layout.is_offloaded("parameters") else set())
+
+
+def training_phases(
+    config: ModelConfig, counts: Counts, layout: Layout, of: Pass, num_logits: int, num_micro_batches: int
+) -> dict[str, dict[str, int]]:
+    """Returns what a training step adds to `states`, by phase. `num_logits` is counted positions times vocabulary, or
+    the number of scores.
+
+    The backward pass peaks near its start, while all activations exist: together with the logits and their gradient,
+    or with the latter and the gradient of the head's weights, or with the gradients inside the last block. Gradients of
+    earlier micro-batches add to each of these.
+    """
+    p, N, w, stage = counts.trained, layout.ranks, layout.weight_bytes, layout.zero_stage
+    # Gradients that accumulate in the backward pass. ZeRO-3's are among the states; DDP's buckets get only those of the
+    # last micro-batch.
+    share = {0: p, 1: p, 2: p // N, 3: 0}[stage]
+    before = {"gradients": w * share} if num_micro_batches > 1 and share else {}
+    head = layout.compute_bytes * num_logits + (w * counts.largest_trained if before and num_logits else 0)
+    turn = {
+        "activations": activation_bytes(config, of, counts, layout),
+        "logits, or a block's backward": max(
+            logit_bytes(num_logits, layout, with_gradient=True), head, _backward_of_block(config, of, layout)
+        ),
+    }
+    bucket = min(REDUCE_BUCKET, counts.trained)
+    buffers = 2 if layout.is_gpu else 1  # one is filled while the other is reduced
+    live = {"reduce bucket": buffers * w * bucket} if stage in (1, 2) else {}
+    if stage == 3:
+        # The backward pass reaches the embedding last; a head that shares its table needs that at once.
+        is_shared = bool(num_logits) and config.tie_word_embeddings
+        later = 0 if is_shared else config.vocab_size * config.hidden_size
+        live = {
+            "gathered weights": w * min(MAX_LIVE + PREFETCH_BUCKET, counts.total - counts.kept_whole - later),
+            "gradients being reduced": w * min(bucket, p) // N,
+        }
+    phases = {"backward": {**turn, **live, **before}}
+    if stage == 0:
+        phases["step"] = {"gradients": 4 * p if N == 1 else 0}
+    elif stage == 1:
+        phases["reduce"] = {"gradients": w * p, "reduce bucket": buffers * w * bucket}
+        phases["step"] = {"gradients": w * p, "fp32 gradients": 4 * p // N}
+    elif stage == 2:
+        # The bucket is reduced through a copy; this rank keeps its own part.
+        rest = w * max(0, p - bucket) // N
+        phases["reduce"] = {**before, "reduce bucket": (buffers + 1) * w * bucket, "gradients of this rank": rest}
+        phases["step"] = {"gradients": w * p // N, "fp32 gradients": 4 * p // N}
+    else:
+        phases["step"] = {"fp32 gradients": 4 * min(p // N, MAX_LIVE)}
+    return phases
+
+
+def training_memory(
+    config: ModelConfig, counts: Counts, layout: Layout, of: Pass, num_logits: int, num_micro_batches: int
+) -> Memory:
+    """Returns the memory of a stage that trains one model."""
+    phases = training_phases(config, counts, layout, of, num_logits, num_micro_batches)
+    return Memory(states(counts, layout), phases, host_states(counts, layout), weights_to_save(counts, layout))
+
+
+def weights_to_save(counts: Counts, layout: Layout) -> dict[str, int]:
+    """Returns the CPU memory in which rank 0 gathers the weights of one file, and the tensor that no longer fits it."""
+    one_file = MAX_FILE_BYTES + 2 * 4 * counts.largest
+    return {"fp32 weights to be saved": min(4 * counts.total, one_file)} if layout.is_gpu else {}
+
+
+def rows_at_once(config: ModelConfig, layout: Layout, free: int, rows: int, seq_len: int) -> int:
+    """Returns how many rows generation runs at once in `free` bytes. On a GPU it runs fewer instead of failing."""
+    if not layout.is_gpu or free <= 0:
+        return rows
+    return rows_in(free, config, layout.compute_bytes, rows, seq_len)
+
+
+def scoring_phase(config: ModelConfig, counts: Counts, layout: Layout, of: Pass) -> dict[str, int]:
+    """Returns the bytes for scoring with a model in training, with weights that ZeRO-3 gathers or autocast casts."""
+    found = {"a pass": forward_bytes(config, of)}
+    if layout.zero_stage == 3:
+        found["gathered weights"] = layout.weight_bytes * min(MAX_LIVE, counts.total - counts.kept_whole)
+    if layout.is_autocast:
+        found["weights in bf16"] = casts_of(counts, layout)
+    return found
+
+
+def rows_of_a_pass(seq_len: int) -> int:
+    """Returns the rows of a pass without gradients, batched as in `lm.padding`."""
+    return max(1, min(MAX_ROWS, MAX_TOKENS // seq_len))
+
+
+def sampling_phase(
+    config: ModelConfig, layout: Layout, num_parameters: int, rows: int, prompt_tokens: int, response_tokens: int
+) -> dict[str, int]:
+    """Returns the bytes for generating `rows` responses at once.
+
+    The cache is allocated once. Prefill (on a GPU a few thousand tokens at a time, on a CPU all of them) and drawing
+    (logits and fp32 probabilities) do not overlap, so the larger counts. On a CPU the weights are there a second time,
+    in the layout of its kernels, unless they are in fp32 and of a shape that these do not take.
+    """
+    c, prompts = layout.compute_bytes, rows
+    if layout.is_gpu:
+        prompts = min(rows, -(-PROMPT_TOKENS // prompt_tokens))
+    prompt_pass = forward_bytes(config, forward_pass(layout, prompts, prompt_tokens))
+    drawing = (2 * c + 12) * rows * config.vocab_size
+    held = {
+        "key-value cache": cache_bytes_per_token(config, c) * rows * (prompt_tokens + response_tokens),
+        "prompts being read, or logits": max(prompt_pass, drawing),
+    }
+    if not layout.is_gpu and (layout.is_bf16 or not what_a_decoder_misses(config, torch.float32)):
+        held["weights as the CPU reads them"] = c * num_parameters
+    return held
+
+
+def measuring_phase(config: ModelConfig, layout: Layout, seq_len: int, response_tokens: int) -> dict[str, int]:
+    """Returns the bytes for log-probs and scores of samples without gradients.
+
+    A pass has as many rows as `lm.padding` allows, logits are computed for some positions at a time, and on a GPU the
+    head's weights are in fp32.
+    """
+    rows = rows_of_a_pass(seq_len)
+    logits = min(rows * response_tokens * config.vocab_size, LOGITS_AT_ONCE["cuda" if layout.is_gpu else "cpu"])
+    head = 4 * config.vocab_size * config.hidden_size if layout.is_gpu else 0
+    a_pass = forward_bytes(config, forward_pass(layout, rows, seq_len))
+    return {"a pass, or logits": max(a_pass, LOGIT_BYTES * logits), "head in fp32": head}

@@ -1,26 +1,46 @@
 """A page of typed parts, as HTML. It stands alone: nothing is loaded, and its script only searches samples. A live page
-(`heed watch`) also fetches what has changed.
+(`heed watch`) also fetches what has changed, and begins with what its run is doing now.
+
+The terms of the field that a page uses are linked where they stand and explained at its end.
 """
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from stages.reports.glossary import Glossary
-from stages.reports.live import Live, Now
 from stages.reports.parts import Answer, Block, Columns, Details, Headline, Part, Section
 from stages.reports.samples import Samples
-from stages.reports.styles import PolicyStyle
-from stages.reports.text import clean_text
+from stages.reports.text import PolicyStyle, clean_text
 
 HERE = Path(__file__).parent
 SCRIPT, LIVE_SCRIPT = HERE / "samples.js", HERE / "live.js"
+
+
+@dataclass(frozen=True)
+class Now:
+    """A run's state in a sentence, how far its stage is (None where that is not known), and what happened to it."""
+
+    tone: Literal["better", "worse", "unclear"]
+    text: str
+    share: float | None = None
+    facts: tuple[tuple[str, str], ...] = ()
+    events: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Live:
+    """A page that follows its run. `version` changes when the page would be another one."""
+
+    now: Now
+    version: str
 
 
 @dataclass(frozen=True)
@@ -91,3 +111,95 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term of the glossary: the link `#glossary-ANCHOR` leads to it, from what `pattern` matches."""
+
+    anchor: str
+    title: str
+    pattern: re.Pattern[str]
+    meaning: str
+
+
+def _term(anchor: str, title: str, pattern: str, meaning: str) -> Term:
+    return Term(anchor, title, re.compile(pattern, re.IGNORECASE), meaning)
+
+
+# A term comes before the terms that its pattern contains. Patterns match escaped text, so they have no quotes.
+TERMS = (
+    _term(
+        "kl-from-sft", "KL from SFT", r"KL from (SFT|the reference)|KL to the reference|nats of KL|against KL",
+        "How far a policy has moved from the one that it started from: the mean, over its responses, of log(its"
+        " probability of the response / the other's). 0 means that the two are the same.",
+    ),
+    _term(
+        "nats", "nats", r"\bnats?\b",
+        "The unit of a natural logarithm. 1 nat is 1.44 bits; a policy at 1 nat writes its responses about 2.7 times as"
+        " often as the one that it is compared with would.",
+    ),
+    _term(
+        "win-rate", "Win rate", r"\bwin rates?\b|\bbeats\b|\bover SFT\b",
+        "How often one policy's response is preferred to another's, with ties counting half. Every prompt weighs the"
+        " same; 50% means that neither is ahead.",
+    ),
+    _term(
+        "gold-score", "Gold score", r"\bgold score\b",
+        "The score of the judge that belongs to a world of prompts and knows what a good response is. No stage is"
+        " trained on it.",
+    ),
+    _term(
+        "proxy-score", "Proxy score", r"\bproxy score\b",
+        "The score that a policy is trained on, which stands in for what counts.",
+    ),
+    _term(
+        "pass-share", "Pass mark", r"\bpass mark\b",
+        "The score from which the judge calls a response good. The share above it counts responses, however far above"
+        " it they are.",
+    ),
+    _term(
+        "distinct-2", "Distinct-2", r"\bdistinct-2\b",
+        "The share of different word pairs among all word pairs of a policy's responses, measured on equally many words"
+        " of each policy. Lower means that the responses repeat themselves more.",
+    ),
+    _term(
+        "best-of-n", "Best of n", r"\bbest[ -]of[ -](n|\d+)\b",
+        "Of n responses that SFT samples to a prompt, the one that the reward model scores highest. It needs no"
+        " training, but n times the sampling.",
+    ),
+    _term(
+        "reward-hacking", "Reward hacking", r"\breward hacking\b",
+        "The score that a policy is trained on rises, while its responses do not get better.",
+    ),
+    _term(
+        "interval", "95% interval", r"\b95% intervals?\b",
+        "A range made so that it contains the true value in 95 of 100 such studies, each with other prompts.",
+    ),
+)  # fmt: skip
+
+
+@dataclass
+class Glossary:
+    """The terms that one page uses. `link` collects them."""
+
+    used: set[str] = field(default_factory=set)
+
+    def link(self, text: str) -> Markup:
+        """Returns the text, escaped, with a link at the first use of each term."""
+        found = str(escape(text))
+        spans: list[tuple[int, int, str]] = []
+        for term in TERMS:
+            match = term.pattern.search(found)
+            if match and not any(match.start() < end and start < match.end() for start, end, _ in spans):
+                spans.append((*match.span(), term.anchor))
+        for start, end, anchor in sorted(spans, reverse=True):
+            link = f'<a class="term" href="#glossary-{anchor}">{found[start:end]}</a>'
+            found = found[:start] + link + found[end:]
+        self.used.update(anchor for *_, anchor in spans)
+        return Markup(found)  # every part was escaped, or is a link made here
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """The terms used, by title."""
+        return tuple(sorted((term for term in TERMS if term.anchor in self.used), key=lambda term: term.title.lower()))

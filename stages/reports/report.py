@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from files.atomic import write_text
-from stages.reports.live import Live
-from stages.reports.page import Page, Step, render
+from stages.reports.page import Live, Page, Step, render
 from stages.reports.parts import (
     Answer,
     Block,
@@ -28,8 +27,7 @@ from stages.reports.parts import (
     StageReporter,
     Table,
 )
-from stages.reports.run import Run, read_run
-from stages.reports.stage_folder import StageFolder
+from stages.reports.run_folder import Run, StageFolder, read_run
 from stages.reports.text import count_of, duration, number
 
 Reporters = Mapping[str, StageReporter]

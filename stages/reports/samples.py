@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 from urllib.parse import quote
 
-from stages.reports.styles import PolicyStyle
+from stages.reports.text import PolicyStyle
 
 UNFOLDED_CHARACTERS = 1_200  # of one text; the rest is folded away
 TEXT_CHARACTERS = 20_000  # of one text; the rest is in the files

@@ -14,8 +14,7 @@ import ray
 
 from cluster.connection import connect, disconnect
 from cluster.group import WorkerGroup
-from training.failures import RunError
-from training.notices import speaking_through
+from training.notices import RunError, speaking_through
 
 ROOT = Path(__file__).parents[2]
 

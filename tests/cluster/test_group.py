@@ -11,13 +11,12 @@ import pytest
 import ray
 from ray import cloudpickle
 
-from cluster import first_cause
+from cluster import calls
 from cluster.config import ClusterConfig
-from cluster.connection import connect, disconnect
+from cluster.connection import connect, disconnect, require_places
 from cluster.environment import WORKER_ENVIRONMENT
 from cluster.failures import Failure, WorkerError, WorkerLostError
 from cluster.group import WorkerGroup
-from cluster.places import require_places
 from cluster.remote import Local
 
 # Workers cannot import this module, so its functions and classes are pickled by value.
@@ -266,7 +265,7 @@ def test_an_unexplained_broken_connection_is_a_loss(pair: WorkerGroup) -> None:
 
 
 def test_a_rank_that_hangs_is_named_and_not_those_that_wait(pair: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_cause, "LOSS_SECONDS", 1.0)
+    monkeypatch.setattr(calls, "LOSS_SECONDS", 1.0)
 
     def wait() -> None:
         if rank() == 1:
@@ -296,8 +295,8 @@ def test_memory_that_ran_out_comes_with_advice(pair: WorkerGroup) -> None:
 
 def test_a_worker_that_ray_ended_for_its_memory_comes_with_advice() -> None:
     error = ray.exceptions.OutOfMemoryError("Task was killed due to the node running low on memory.")
-    assert "a smaller micro_batch_size" in first_cause._advice(error)
-    assert first_cause._advice(ray.exceptions.RayError("the worker was killed")) == ""
+    assert "a smaller micro_batch_size" in calls._advice(error)
+    assert calls._advice(ray.exceptions.RayError("the worker was killed")) == ""
 
 
 @pytest.mark.long

@@ -10,9 +10,17 @@ import pytest
 import ray
 
 from cluster.config import ClusterConfig
-from cluster.connection import disconnect, require_room
+from cluster.connection import (
+    ON_CPU,
+    ON_GPU,
+    NoPlaceError,
+    choose_bundle,
+    disconnect,
+    most_ranks_per_node,
+    require_machine,
+    require_room,
+)
 from cluster.group import WorkerGroup
-from cluster.places import ON_CPU, ON_GPU, NoPlaceError, choose_bundle, most_ranks_per_node, require_machine
 from cluster.worker import usable_cores
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
@@ -111,7 +119,7 @@ def test_threads_follow_affinity_and_the_containers_limit(tmp_path: Path) -> Non
 def test_threads_do_not_depend_on_where_ranks_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that is placed differently after a loss sums in the same order, so its bits are the same."""
     nodes = [{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 1.0}]
-    monkeypatch.setattr("cluster.places.living_nodes", lambda: nodes)
+    monkeypatch.setattr("cluster.connection.living_nodes", lambda: nodes)
     assert [most_ranks_per_node(num, {"CPU": 1.0}) for num in (1, 2, 4)] == [1, 2, 2]
-    monkeypatch.setattr("cluster.places.living_nodes", lambda: [{"CPU": 128.0, "GPU": 8.0}] * 8)
+    monkeypatch.setattr("cluster.connection.living_nodes", lambda: [{"CPU": 128.0, "GPU": 8.0}] * 8)
     assert most_ranks_per_node(64, {"CPU": 1.0, "GPU": 1.0}) == 8

@@ -2,10 +2,8 @@
 
 import pytest
 
-from cluster.connection import disconnect
-from cluster.local import LocalCluster
-from cluster.places import ON_CPU
-from cluster.precision import fast_precision, resolve_precision
+from cluster.connection import ON_CPU, disconnect, fast_precision, resolve_precision
+from cluster.local_cluster import LocalCluster
 from training.config import EngineConfig
 
 
@@ -17,7 +15,7 @@ def test_the_workers_machines_decide_and_not_the_drivers(monkeypatch: pytest.Mon
         for name, value in cluster.environment.items():
             monkeypatch.setenv(name, value)
         # The driver's machine has other units than the workers' machines.
-        monkeypatch.setattr("cluster.precision.cpu_multiplies_bf16", lambda: other == "bf16")
+        monkeypatch.setattr("cluster.connection.cpu_multiplies_bf16", lambda: other == "bf16")
         assert fast_precision(False) == other
         try:
             found = resolve_precision(EngineConfig(), ON_CPU, 1, 120.0)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.connection import connect, disconnect
-from cluster.group import WorkerGroup
-from cluster.shared_folder import require_shared
+from cluster.group import WorkerGroup, require_shared
 
 
 @pytest.fixture(scope="module")

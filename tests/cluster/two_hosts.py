@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 
 from cluster.config import ClusterConfig
-from cluster.connection import connect
+from cluster.connection import connect, living_nodes
 from cluster.group import WorkerGroup
-from cluster.places import living_nodes
 from heed.jobs.recovery import Workers, run_to_end
 from lm.progress import note_progress
 

@@ -21,8 +21,8 @@ from preferences.rankings import split_rankings
 from reward.comparisons import read_rankings
 from tests.token_files import train_dpo
 from training.config import EngineConfig
+from training.engine import StageContext
 from training.metrics import read_metrics
-from training.stage import StageContext
 
 SEED = 3
 Values = dict[str, Any]

@@ -26,16 +26,13 @@ from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
 from ppo.roles import Roles
-from stages.planning.memory import Layout, count, forward_pass
+from stages.planning.memory import Layout, count, forward_pass, sampling_phase, training_memory
 from stages.planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
-from stages.planning.sampling import sampling_phase
-from stages.planning.training import training_memory
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.engine import Engine
 from training.objectives import CausalLMObjective, PackedObjective
-from training.packing import pack
-from training.passes import bucket
+from training.packing import bucket, pack
 
 SHAPE = ModelConfig(
     vocab_size=1024, max_position_embeddings=80, hidden_size=128, num_hidden_layers=3, num_attention_heads=4,

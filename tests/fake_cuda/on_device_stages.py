@@ -38,11 +38,10 @@ from tests.fake_cuda import kernels
 from tests.token_files import pretrain_tokens, sft_tokens, train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import Prompt
-from training.engine import Engine
+from training.engine import Engine, StageContext
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import CausalLMObjective, PackedObjective
 from training.packing import pack
-from training.stage import StageContext
 
 ENGINE = EngineConfig(precision="bf16", trackers=())
 OPTIMIZER = {"learning_rate": 1e-3, "schedule": "constant"}

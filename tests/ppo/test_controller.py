@@ -20,7 +20,7 @@ from ppo.initial_models import ScoreScale
 from ppo.roles import Measured
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from training.checkpoint import changed_files
-from training.failures import RunError
+from training.notices import RunError
 
 GOOD, R = 1, 4  # the other token is 0
 SCALE = ScoreScale(0.5, 0.25)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ppo.controller
 import ppo.kept_passes
-import stages.planning.kept
+import stages.planning.ppo
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels
@@ -187,7 +187,7 @@ def test_who_keeps_passes(start: Start, changes: dict[str, object], found: set[s
 
 
 def test_without_kernels_bf16_with_pretraining_rows_keeps_none(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages.planning.kept, "library", lambda: None)
+    monkeypatch.setattr(stages.planning.ppo, "library", lambda: None)
     bf16, ptx = {"engine": {"precision": "bf16"}}, {"ptx_coef": 0.3, "ptx_rows": 4}
     found = [{**ONE_UPDATE, **changes} for changes in ({**bf16, **ptx}, bf16, ptx)]
     assert [len(start(**changes).learner.kept._models) for changes in found] == [0, 2, 2]

@@ -19,8 +19,8 @@ from ppo.frozen_model import ShardedModel
 from ppo.initial_models import InitialModels
 from tests.ppo.one_rank import OneRank
 from tests.ppo.phases import PHASES
-from training.accelerator import freeze_imports
 from training.config import EngineConfig
+from training.distributed import freeze_imports
 from training.packing import stream_rows
 
 

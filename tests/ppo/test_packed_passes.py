@@ -10,7 +10,7 @@ from ppo.initial_models import InitialModels
 from ppo.rollout import PolicyBatch, Rollout
 from tests.ppo.one_rank import OneRank
 from training.config import BatchConfig, EngineConfig
-from training.passes import pass_tokens
+from training.packing import pass_tokens
 
 Start = Callable[..., OneRank]
 

@@ -18,7 +18,7 @@ from ppo.roles import Roles
 from ppo.rollout import Rollout
 from training.config import EngineConfig
 from training.data import Prompt
-from training.stage import StageContext
+from training.engine import StageContext
 
 ENGINE = EngineConfig(precision="fp32", trackers=())
 NUM_ROLLOUTS = 16

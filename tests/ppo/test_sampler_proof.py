@@ -14,7 +14,7 @@ from ppo.controller import PPOController
 from ppo.rollout import Rollout
 from ppo.sampler_proof import require_one_policy, sampler_agreement
 from tests.ppo.one_rank import OneRank
-from training.failures import RunError
+from training.notices import RunError
 
 PROMPTS = [[5 + row, 6, 7] for row in range(24)]
 Start = Callable[..., OneRank]

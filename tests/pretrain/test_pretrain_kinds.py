@@ -17,8 +17,8 @@ from pretrain.stage import PretrainConfig, prepare_tokenizer, train
 from tests.token_files import pretrain_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import TextConfig
+from training.engine import StageContext
 from training.metrics import read_metrics
-from training.stage import StageContext
 
 TEXTS = [
     f"The {animal} sleeps in the {place}." for animal in ("fox", "dog", "bird") for place in ("bush", "hand", "山")

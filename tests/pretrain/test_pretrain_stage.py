@@ -16,9 +16,9 @@ from pretrain.stage import PretrainConfig, bits_per_byte, prepare_tokenizer, tra
 from tests.token_files import pretrain_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import TextConfig
+from training.engine import StageContext
 from training.metrics import read_metrics
 from training.packing import stream_rows
-from training.stage import StageContext
 from training.tokens import TokenFolders
 
 MODEL = ModelConfig(

@@ -19,7 +19,7 @@ from reward.training import network_source
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
-from training.stage import StageContext
+from training.engine import StageContext
 
 ASKED = [{"role": "user", "content": "Where is the dog?"}]
 

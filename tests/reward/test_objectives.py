@@ -25,8 +25,8 @@ from reward.training import network_source
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
+from training.engine import StageContext
 from training.metrics import read_metrics
-from training.stage import StageContext
 
 CPU = torch.device("cpu")
 SEED = 3

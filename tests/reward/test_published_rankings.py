@@ -16,8 +16,8 @@ from reward.prepared import WARNINGS, warnings_about
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
+from training.engine import StageContext
 from training.metrics import read_metrics
-from training.stage import StageContext
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "hh-rlhf" / "harmless-base" / "test.jsonl.gz"
 NUM_ROWS = 90  # the first odd row is among them

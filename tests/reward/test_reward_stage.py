@@ -23,8 +23,8 @@ from reward.scoring import head_scores, read_by, scores_of
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
+from training.engine import StageContext
 from training.metrics import read_metrics
-from training.stage import StageContext
 
 CPU = torch.device("cpu")
 SEED = 3

@@ -39,7 +39,7 @@ def test_a_worker_loads_each_model_once(tmp_path: Path, model_folder: Path, monk
         return load_for_inference(source, *args)
 
     monkeypatch.setattr(sampling, "load_for_inference", load)
-    monkeypatch.setattr("stages.sampling.PROMPTS_AT_ONCE", 2)
+    monkeypatch.setattr("stages.data.PROMPTS_AT_ONCE", 2)
     prompts = [
         Prompt(prompt_id=f"p{i}", messages=({"role": "user", "content": "a" * i},), kind="") for i in range(1, 8)
     ]

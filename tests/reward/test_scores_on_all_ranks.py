@@ -20,7 +20,7 @@ from lm.weights import load_scalar_model
 from reward.config import RewardConfig
 from tests.token_files import train_reward
 from training.config import EngineConfig
-from training.stage import StageContext
+from training.engine import StageContext
 
 pytestmark = pytest.mark.long
 

@@ -19,7 +19,7 @@ from sft.stage import SFTConfig, train
 from tests.token_files import sft_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
-from training.stage import StageContext
+from training.engine import StageContext
 
 PAIRS = [("Where is the fox?", "In the bush."), ("Where is the dog?", "Far."), ("The bird?", "In the hand, 山.")]
 CONFIG = ModelConfig(

@@ -16,8 +16,8 @@ from sft.stage import SFTConfig, make_objective, train
 from tests.token_files import sft_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
+from training.engine import StageContext
 from training.metrics import read_metrics
-from training.stage import StageContext
 from training.tokens import FITS, SKIPPED, TRUNCATED, sequence_arrays
 
 PAIRS = [("Where is the fox?", "In the bush."), ("Where is the dog?", "Far."), ("The bird?", "In the hand, 山.")]

@@ -17,7 +17,7 @@ from lm.model import LanguageModel
 from lm.source import RandomInit, load
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine, LossAndMetrics
-from training.failures import RunError
+from training.notices import RunError
 from training.objectives import PackedObjective
 from training.packing import IntArray, pack
 

@@ -24,10 +24,10 @@ from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import RandomInit
 from training import internals
+from training.checkpoint import ParamShard
 from training.config import EngineConfig, OptimizerConfig
+from training.distributed import write_back, zero_shards
 from training.engine import Engine
-from training.state import ParamShard
-from training.zero import write_back, zero_shards
 
 # Odd sizes: with two ranks every parameter is split, and under ZeRO-3 its last part is padded.
 CONFIG = ModelConfig(

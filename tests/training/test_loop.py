@@ -19,12 +19,11 @@ from lm.model import LanguageModel
 from lm.source import RandomInit, load
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import Engine
-from training.failures import CheckpointError
 from training.loop import LoopConfig, TrainingLoop
 from training.metrics import read_metrics
+from training.notices import CheckpointError, StoppedError, request_stop, withdraw_stop
 from training.objectives import CausalLMObjective
 from training.packing import IntArray
-from training.stopping import StoppedError, request_stop, withdraw_stop
 from training.writer import CheckpointWriter
 
 OPTIMIZER = OptimizerConfig(learning_rate=0.01, schedule="cosine", warmup_steps=2, weight_decay=0.1)

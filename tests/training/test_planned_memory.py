@@ -20,8 +20,7 @@ from benchmarks.live_bytes import LiveBytes, environment
 from lm.config import ModelConfig, Precision
 from lm.model import LanguageModel
 from lm.source import RandomInit
-from stages.planning.memory import Layout, Memory, count, forward_pass
-from stages.planning.training import training_memory
+from stages.planning.memory import Layout, Memory, count, forward_pass, training_memory
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine, LossAndMetrics
 from training.objectives import CausalLMObjective

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import training.checkpoint_part as part_module
-from training.checkpoint import find_resumption, latest_checkpoint
-from training.failures import CheckpointError
-from training.state import SavedState, ShardRange, State
+import training.writer as writer_module
+from training.checkpoint import SavedState, ShardRange, State, find_resumption, latest_checkpoint
+from training.notices import CheckpointError
 from training.writer import CheckpointWriter
 
 LimitFileSize = Callable[[int], AbstractContextManager[None]]
@@ -49,13 +48,13 @@ def read(checkpoint: Path, size: int) -> list[float]:
 @pytest.fixture
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """No file of a state is written until this is set."""
-    event, original = threading.Event(), part_module.write_state
+    event, original = threading.Event(), writer_module.write_state
 
     def write(state: State, path: Path) -> None:
         assert event.wait(30)
         original(state, path)
 
-    monkeypatch.setattr(part_module, "write_state", write)
+    monkeypatch.setattr(writer_module, "write_state", write)
     yield event
     event.set()
 
@@ -224,14 +223,14 @@ def test_a_part_that_changes_on_the_disk_makes_no_checkpoint(
     writer.keep = 1
     writer.save(tmp_path, 1, part(1.0))
     writer.wait()
-    original = part_module.write_json
+    original = writer_module.write_json
 
     def write(path: Path, hashes: Mapping[str, str]) -> None:
         original(path, hashes)
         if path.name.startswith("written"):
             (tmp_path / ".writing-000002" / "progress.json").write_text("other")
 
-    monkeypatch.setattr(part_module, "write_json", write)
+    monkeypatch.setattr(writer_module, "write_json", write)
     writer.save(tmp_path, 2, part(2.0))
     writer.wait()
     assert "progress.json read back other than rank 0 wrote" in caplog.text
@@ -274,14 +273,14 @@ def test_ranks_agree_on_what_became_of_a_checkpoint(
 ) -> None:
     """One rank's disk is full for steps 2 to 4; the other rank's part of these checkpoints is written and then
     removed."""
-    original, gathering = part_module.write_state, Gathering(2)
+    original, gathering = writer_module.write_state, Gathering(2)
 
     def write(state: State, path: Path) -> None:
         original(state, path)
         if path.name == "rank-00001.safetensors" and path.parts[-3] > ".writing-000001":
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(part_module, "write_state", write)
+    monkeypatch.setattr(writer_module, "write_state", write)
     stopped: list[str] = []
 
     def run(rank: int) -> None:

@@ -13,8 +13,7 @@ from evaluation.statistics.results import JudgeSummary, PairSummary, Rating, Rat
 from evaluation.statistics.significance import ALPHA
 from evaluation.verdicts import Verdict
 from stages.reports.parts import Answer
-from stages.reports.styles import PolicyStyle
-from stages.reports.text import count_of, listed, number, p_value, percent, points, share_ends
+from stages.reports.text import PolicyStyle, count_of, listed, number, p_value, percent, points, share_ends
 
 Styles = Mapping[str, PolicyStyle]
 Tone = Literal["better", "worse", "unclear"]

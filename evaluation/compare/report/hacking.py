@@ -8,8 +8,7 @@ from evaluation.measures.reward_hacking import Gain, RewardHacking, TrainingBin
 from evaluation.statistics.significance import ALPHA
 from preferences.statistics.estimates import Interval
 from stages.reports.parts import Answer, Cell, Columns, Figure, Note, Part, Row, Section, Table
-from stages.reports.plots import MARGINS, WIDE_SIZE
-from stages.reports.svg import draw, set_ticks, tone
+from stages.reports.plots import MARGINS, WIDE_SIZE, draw, set_ticks, tone
 from stages.reports.text import UNKNOWN, ends_of, label, listed, number, p_value
 
 

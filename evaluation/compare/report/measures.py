@@ -26,8 +26,7 @@ from evaluation.measures.reward_model import RewardMeasures
 from files.records import as_json, record_of
 from preferences.statistics.estimates import Interval
 from stages.reports.parts import Cell, Columns, Details, Figure, Key, Note, Part, Row, Table
-from stages.reports.plots import MARGINS, WIDE_SIZE, KLPoint, KLSeries, kl_figure
-from stages.reports.svg import draw, set_ticks, show_percent, tone
+from stages.reports.plots import MARGINS, WIDE_SIZE, KLPoint, KLSeries, draw, kl_figure, set_ticks, show_percent, tone
 from stages.reports.text import UNKNOWN, ends_of, number, percent
 
 # Labels of places in PolicyMeasures; other places are their own labels.

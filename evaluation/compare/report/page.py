@@ -32,8 +32,7 @@ from stages.reports.page import render as render_page
 from stages.reports.parts import Cell, Details, Note, Row, Section, Table
 from stages.reports.report import write_pages
 from stages.reports.samples import Samples
-from stages.reports.styles import styles_of
-from stages.reports.text import clean_json, number
+from stages.reports.text import clean_json, number, styles_of
 
 
 def write_comparison_report(folder: Path) -> dict[str, Any]:

@@ -19,8 +19,25 @@ from evaluation.statistics.results import (
     Summary,
     WinRate,
 )
-from stages.reports.forest import Dot, Forest, ForestRow, Stack, axis, share_dot, share_row
-from stages.reports.parts import Cell, Columns, Details, Facts, Note, Part, Row, SampleFilter, Section, Table
+from stages.reports.parts import (
+    Cell,
+    Columns,
+    Details,
+    Dot,
+    Facts,
+    Forest,
+    ForestRow,
+    Note,
+    Part,
+    Row,
+    SampleFilter,
+    Section,
+    Stack,
+    Table,
+    axis,
+    share_dot,
+    share_row,
+)
 from stages.reports.text import UNKNOWN, count_of, number, p_value, percent, points, share_ends
 
 MODELS = {"bradley_terry": "Bradley–Terry", "davidson": "Davidson"}

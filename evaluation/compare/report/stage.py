@@ -10,7 +10,6 @@ import numpy as np
 from evaluation.compare.report.hacking import hacking_section, verdict
 from evaluation.compare.results import GOLD, CompareResults, SampledPrompt, WinRateResults
 from preferences.statistics.estimates import Interval
-from stages.reports.curves import stage_block
 from stages.reports.parts import (
     Answer,
     Cell,
@@ -26,11 +25,10 @@ from stages.reports.parts import (
     Table,
 )
 from stages.reports.plots import KLPoint, KLSeries, Measured, interval_figure, kl_figure
+from stages.reports.run_folder import StageFolder
 from stages.reports.samples import Samples, ShownPrompt, ShownResponse, anchor_of, folded, start_of
-from stages.reports.stage_folder import StageFolder
-from stages.reports.stage_report import headline_of, headline_of_share
-from stages.reports.styles import PolicyStyle, styles_of
-from stages.reports.text import UNKNOWN, count, ends_of, label, number, percent, share_ends
+from stages.reports.stage_report import headline_of, headline_of_share, stage_block
+from stages.reports.text import UNKNOWN, PolicyStyle, count, ends_of, label, number, percent, share_ends, styles_of
 
 # Below these shares of SFT's value, or of all responses, the answer warns of collapse.
 LEAST_DIVERSITY_KEPT = 0.85

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.failures import WorkerLostError
-from cluster.network import why_no_network
+from cluster.local_cluster import why_no_network
 from heed.chaos.campaign import choose_kinds, run_chaos, shortest_seconds
 from heed.chaos.disk import small_disk, why_no_disk
 from heed.chaos.driver import Driver

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.local import LocalCluster
+from cluster.local_cluster import LocalCluster
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from lm.weights import load_language_model

@@ -16,7 +16,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
 from ppo.initial_models import InitialModels, ScoreScale
 from tests.hub_server import NAME, Hub, serve
-from training.stage import StageContext
+from training.engine import StageContext
 
 pytestmark = pytest.mark.long
 

@@ -14,7 +14,7 @@ import tomli_w
 
 from heed.jobs import interrupts
 from heed.jobs.interrupts import saving_on_interrupt
-from training.stopping import StoppedError, stop_requested
+from training.notices import StoppedError, stop_requested
 
 DEBUG_JOB = Path(__file__).parents[3] / "configs" / "jobs" / "debug.toml"
 PRETRAIN = ("--only", "pretrain", "--workers", "2", "--set", "pretrain.num_steps=150", "--set",

@@ -21,9 +21,8 @@ from heed.jobs.plan import Plan, Setting, make_plan, places
 from lm.activations import block_bytes, forward_bytes
 from lm.config import ModelConfig
 from stages.planning.hardware import GIB, GPUS, hardware
-from stages.planning.memory import Layout, Memory, count, forward_pass
+from stages.planning.memory import Layout, Memory, activation_bytes, count, forward_pass, states, training_memory
 from stages.planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
-from stages.planning.training import activation_bytes, states, training_memory
 from training.config import OptimizerConfig
 
 ROOT = Path(__file__).parents[3]

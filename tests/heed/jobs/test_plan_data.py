@@ -20,8 +20,7 @@ from lm.weights import save_model
 from sft.demonstrations import encoded_all
 from stages.planner import RANK
 from stages.planning.hardware import GIB, Hardware
-from training.packing import best_fit
-from training.passes import pass_tokens, split_passes
+from training.packing import best_fit, pass_tokens, split_passes
 
 LAPTOP = Hardware("cpu", 16 * GIB, 5e11, 4e10, 0.0, is_gpu=False)
 VOCABULARY, CONTEXT = 49152, 8192

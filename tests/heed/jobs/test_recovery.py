@@ -18,8 +18,8 @@ from cluster.failures import WorkerLostError
 from files.records import read_record
 from heed.jobs.recovery import MAX_LOSSES_IN_PLACE, Workers, run_to_end
 from heed.jobs.status import StatusFile
-from stages.status import STATUS, RunStatus
-from training.failures import RunError
+from stages.progress import STATUS, RunStatus
+from training.notices import RunError
 
 
 def worker_of(pids: list[int]) -> int | None:

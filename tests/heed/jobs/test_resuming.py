@@ -16,7 +16,7 @@ import heed.jobs.pipeline as pipeline_module
 from heed.jobs.job_file import load_job
 from heed.jobs.run import Run
 from stages.lineage import Inputs, finished_with
-from training.failures import RunError
+from training.notices import RunError
 
 DEBUG_JOB = Path(__file__).parents[3] / "configs" / "jobs" / "debug.toml"
 SAVED = ("--set", "pretrain.save_every_steps=2", "--set", "pretrain.num_steps=400")

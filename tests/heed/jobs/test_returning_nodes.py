@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ClusterConfig
-from cluster.connection import disconnect
+from cluster.connection import disconnect, living_nodes
 from cluster.failures import WorkerLostError
 from cluster.group import WorkerGroup
-from cluster.local import LocalCluster
-from cluster.places import living_nodes
+from cluster.local_cluster import LocalCluster
 from heed.jobs.recovery import Workers
 
 CONFIG = ClusterConfig(wait_for_nodes_seconds=2)

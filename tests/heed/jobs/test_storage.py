@@ -15,7 +15,7 @@ from heed.jobs.storage import missing_in_one_line, storage_trouble, wait_for_sto
 from preferences.records import Message, Task
 from preferences.store import LabelStore
 from stages.lineage import require_outputs
-from training.failures import CheckpointError, RunError
+from training.notices import CheckpointError, RunError
 
 
 def make_stage(run: Path) -> Path:

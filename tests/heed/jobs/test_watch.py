@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from files.records import as_json
 from heed.jobs.watch import Watched, make_app, now_of, watch
-from stages.status import Restart, RunStatus
+from stages.progress import Restart, RunStatus
 
 STATUS = RunStatus(
     "running", "node-1", 42, started=1_000.0, updated=1_600.0, stage="ppo", stage_started=1_500.0, phase="sampling",

@@ -21,11 +21,10 @@ from files.records import read_record
 from heed.jobs.registry import BUILT_IN
 from preferences.statistics.estimates import Interval
 from stages.reports import report as run_report
-from stages.reports.glossary import Glossary
+from stages.reports.page import Glossary
 from stages.reports.parts import Answer
-from stages.reports.styles import styles_of
-from stages.reports.svg import running_mean
-from stages.reports.text import clean_json, clean_text, duration, ends_of, number, percent, share_ends
+from stages.reports.plots import running_mean
+from stages.reports.text import clean_json, clean_text, duration, ends_of, number, percent, share_ends, styles_of
 
 ReadPage = Callable[[str], Any]
 

@@ -20,8 +20,7 @@ from evaluation.verdicts import Response
 from files.records import as_json
 from preferences.statistics.estimates import Interval, Share
 from stages.reports.parts import Table
-from stages.reports.styles import styles_of
-from stages.reports.text import percent
+from stages.reports.text import percent, styles_of
 
 
 def curve(kind: Any) -> Curve:

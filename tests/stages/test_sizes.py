@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pytest
 
-from stages.lengths import Lengths, Measures, RowSample
+from stages.sizes import Lengths, Measures, RowSample
 
 Row = tuple[int, int, int]  # bytes, tokens, tokens of the response
 

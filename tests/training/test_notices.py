@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from training.failures import CheckpointError, in_one_line
+from training.notices import CheckpointError, in_one_line
 
 
 def raised_from(cause: Exception) -> RuntimeError:

@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from stages.reports.svg import show_percent
+from stages.reports.plots import show_percent
 
 
 def test_ticks_of_shares_have_the_digits_that_they_need() -> None:

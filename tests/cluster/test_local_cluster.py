@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.local import HEAD, LocalCluster, host_names, is_alive, kill_process
-from cluster.network import Network, why_no_network
+from cluster.local_cluster import HEAD, LocalCluster, Network, host_names, is_alive, kill_process, why_no_network
 
 pytestmark = pytest.mark.long
 

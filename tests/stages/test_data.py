@@ -13,9 +13,9 @@ from heed.jobs.recovery import Workers
 from heed.jobs.run import Run
 from lm.tokenizer import Tokenizer
 from pretrain.stage import STAGE, tokenize, train
-from stages.tokens import TOKENS
+from stages.data import TOKENS
 from training.config import EngineConfig
-from training.stage import StageContext
+from training.engine import StageContext
 from training.tokens import read_array
 
 DEBUG = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"

@@ -1,6 +1,6 @@
 """Muon: PyTorch's bits, with the work shared by ranks; an update agrees with a singular value decomposition.
 
-This file is also the ranks' program: `python test_muon.py FOLDER`.
+This file is also the ranks' program: `python test_optimizers.py FOLDER`.
 """
 
 import sys
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from training import muon
-from training.muon import NUM_ITERATIONS, Muon, dtype_on, orthogonalised
+from training import optimizers
+from training.optimizers import NUM_ITERATIONS, Muon, dtype_on, orthogonalised
 
 # Five with gradients, so that of three ranks one has no matrix in the last turn; the third has none.
 SHAPES = [(6, 4), (4, 12), (5, 5), (3, 4), (12, 4), (6, 6)]
@@ -51,9 +51,9 @@ def rank_program(folder: Path) -> None:
         computed.append(tuple(matrix.shape))
         return orthogonalised(matrix, dtype)
 
-    muon.orthogonalised = counting
+    optimizers.orthogonalised = counting
     matrices, slow_rank = steps(of_heed), 1
-    setattr(muon, "cpu_multiplies_bf16", lambda: dist.get_rank() != slow_rank)  # noqa: B010 - it is not exported
+    setattr(optimizers, "cpu_multiplies_bf16", lambda: dist.get_rank() != slow_rank)  # noqa: B010 - it is not exported
     found = {"matrices": matrices, "computed": computed, "dtype": dtype_on(torch.device("cpu"))}
     torch.save(found, folder / f"rank-{dist.get_rank()}.pt")
     dist.destroy_process_group()
@@ -81,7 +81,7 @@ def test_each_matrix_is_orthogonalised_by_one_rank(ranks: list[dict[str, Any]]) 
 def test_ranks_on_different_cpus_agree_on_a_type(ranks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     assert [found["dtype"] for found in ranks] == [torch.float32] * NUM_RANKS
     for is_fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(muon, "cpu_multiplies_bf16", lambda answer=is_fast: answer)
+        monkeypatch.setattr(optimizers, "cpu_multiplies_bf16", lambda answer=is_fast: answer)
         assert dtype_on(torch.device("cpu")) == expected
 
 

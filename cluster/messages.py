@@ -1,0 +1,144 @@
+"""Messages between driver and ranks in the key-value store of Ray's head: heartbeats, notices, a request to stop.
+
+Every process has a connection to the store anyway. Workers import this before torch, so it imports nothing that imports
+torch.
+
+Heartbeats: a thread of each worker sends beats with the count of work done (`lm.progress`). A stopped process, or one
+whose machine is out of reach, sends none; one that is stuck sends beats with the same count. `cluster.calls` draws the
+conclusions.
+
+Notices: lines for the driver's console, kept until the driver takes them. Passing on a worker's output through Ray
+would pass on everything it prints, and a file might be on the disk that causes the trouble.
+
+Request to stop: a rank in a call takes no other call, so a thread of each rank 0 looks for it. `training.loop` tells
+the other ranks.
+"""
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.experimental import internal_kv
+
+from lm.progress import progress_noted
+from training.notices import request_stop
+
+log = logging.getLogger(__name__)
+
+BEATS_IN_LIMIT = 6  # so that a late beat is not taken for silence
+MAX_BEAT_SECONDS = 5.0
+ANSWER_SECONDS = 2.0  # how long to wait for the store, which normally answers within milliseconds
+STOP_POLL_SECONDS = 0.5  # between two looks for the request to stop
+_BEATS, _NOTICES, _STOP = b"heed-beats", b"heed-notices", b"heed-stop"  # namespaces of the store
+_notice_numbers = itertools.count()
+
+
+def send_beats(worker: str, limit_seconds: float) -> None:
+    """Start the thread that sends beats, several within the limit, as long as this process lives."""
+    pause = min(MAX_BEAT_SECONDS, limit_seconds / BEATS_IN_LIMIT)
+
+    def run() -> None:
+        for number in itertools.count(1):
+            beat = f"{number} {progress_noted()}".encode()
+            try:
+                _store().internal_kv_put(worker.encode(), beat, True, _BEATS, ANSWER_SECONDS)
+            except RayError as error:  # the head is out of reach; the next beat may get through
+                log.warning("heartbeat %d was not sent: %s", number, error)
+            time.sleep(pause)
+
+    threading.Thread(target=run, name="heartbeat", daemon=True).start()
+
+
+def read_beats(workers: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Returns the number of beats and the last count of work, for each of these workers that was heard.
+
+    Raises:
+        RayError: Ray's head does not answer.
+    """
+    keys = [worker.encode() for worker in workers]
+    found = _store().internal_kv_multi_get(keys, _BEATS, ANSWER_SECONDS)
+    beats = {key.decode(): beat.split() for key, beat in found.items()}
+    return {worker: (int(number), int(progress)) for worker, (number, progress) in beats.items()}
+
+
+def forget_beats(group: str) -> None:
+    """Remove the beats of a group's workers, whose names begin with `group/`.
+
+    What a worker sends while it ends remains: a few bytes that nobody reads, as no later group has this name.
+    """
+    with suppress(RayError):
+        _store().internal_kv_del(f"{group}/".encode(), True, _BEATS, ANSWER_SECONDS)
+
+
+def _store() -> Any:
+    """The store's client, which Ray replaces when a process leaves a cluster and joins another."""
+    return internal_kv.internal_kv_get_gcs_client()
+
+
+def send_notice(notice: str) -> None:
+    """Send a notice from a worker to its driver. Where Ray's head is out of reach, write it to the worker's log."""
+    key = f"{_job()}-{time.time():020.6f}-{os.getpid()}-{next(_notice_numbers):06d}"
+    try:
+        internal_kv._internal_kv_put(key.encode(), notice.encode(), namespace=_NOTICES)
+    except Exception as error:  # of any kind: a notice must not end a run
+        log.warning("%s (not sent: %s)", notice, error)
+
+
+def receive_notices() -> list[str]:
+    """All notices that this driver's workers sent since the last call, oldest first."""
+    if not ray.is_initialized():
+        return []
+    found = []
+    try:
+        for key in sorted(internal_kv._internal_kv_list(f"{_job()}-".encode(), namespace=_NOTICES)):
+            notice = internal_kv._internal_kv_get(key, namespace=_NOTICES)
+            internal_kv._internal_kv_del(key, namespace=_NOTICES)
+            if notice is not None:
+                found.append(notice.decode())
+    except Exception as error:
+        log.debug("no notices: %s", error)  # the head is unreachable; whoever waits for the workers reports it
+    return found
+
+
+def send_request() -> None:
+    """Ask all ranks of this driver to save a checkpoint and stop, if Ray's head can be reached."""
+    if ray.is_initialized():
+        with suppress(RayError):
+            internal_kv._internal_kv_put(_job().encode(), b"stop", namespace=_STOP)
+
+
+def withdraw_request() -> None:
+    """Take the request to stop back, for ranks that start later."""
+    if ray.is_initialized():
+        with suppress(RayError):
+            internal_kv._internal_kv_del(_job().encode(), namespace=_STOP)
+
+
+def listen_for_request() -> None:
+    """Start the thread of a rank that waits for the request to stop."""
+
+    def wait() -> None:
+        key = _job().encode()
+        while True:
+            time.sleep(STOP_POLL_SECONDS)
+            try:
+                is_requested = internal_kv._internal_kv_get(key, namespace=_STOP) is not None
+            except RayError:  # the head is out of reach, which others report
+                continue
+            if is_requested:
+                request_stop()
+                return
+
+    threading.Thread(target=wait, name="stop request", daemon=True).start()
+
+
+def _job() -> str:
+    """The id of this driver's job, which begins its keys: a cluster may run several."""
+    return str(ray.get_runtime_context().get_job_id())

@@ -1,0 +1,249 @@
+"""What the engine does on several ranks: Accelerate's process group, DeepSpeed's config, and models in ZeRO's shards.
+
+Models are built in shards and put together again one tensor at a time: no rank needs room for two copies of a model.
+"""
+
+import functools
+import gc
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from torch import Tensor, nn
+
+from files.ports import free_port
+from lm.progress import note_progress
+from lm.source import ModelSource
+from training.checkpoint import ParamShard
+from training.config import EngineConfig
+from training.internals import (
+    full_shape,
+    is_accelerate_initialised,
+    shard_zero3,
+    shard_zero12,
+    update_deepspeed_config,
+    without_operators,
+    write_back_zero3,
+    write_back_zero12,
+    zero3_shard,
+)
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+MAIN = 0  # the rank that reads models for all, and writes files
+REDUCE_BUCKET = 500_000_000  # gradients reduced at once, at most; DeepSpeed allocates a buffer of that many numbers
+OFFLOADED = {"optimizer": "optimizer", "parameters": "param"}  # Heed's names and those of DeepSpeed's config
+
+# Returns every rank's value, by rank; a collective call.
+Exchange = Callable[[Any], list[Any]]
+
+
+def make_accelerator(config: EngineConfig, deepspeed: dict[str, Any], world_size: int) -> Accelerator:
+    """This rank's `Accelerator`, in a process group of `world_size` ranks; `deepspeed` are settings from ZeRO-1 up."""
+    accelerator = _make_accelerator(config, deepspeed)
+    # Accelerate falls back to worlds of one rank, or drops DeepSpeed, without a message.
+    found = accelerator.num_processes
+    assert found == world_size, f"the process group has {found} ranks where {world_size} were started"
+    freeze_imports()
+    return accelerator
+
+
+@functools.cache
+def freeze_imports() -> None:
+    """Spare the garbage collector, once per process, what imports have made: each engine that closes makes it look at
+    everything, which takes a second.
+    """
+    gc.freeze()
+
+
+def _make_accelerator(config: EngineConfig, deepspeed: dict[str, Any]) -> Accelerator:
+    on_cpu = not torch.cuda.is_available()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = str(config.zero_stage > 0).lower()
+    if on_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it at its first import
+    precision = "bf16" if config.resolved_precision() == "bf16" else "no"
+    _name_the_only_rank()
+    timeout = timedelta(seconds=config.collective_timeout_seconds)
+    handlers = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=timeout)]
+    if config.zero_stage == 0:
+        # Gradients are views of DDP's buckets rather than copies.
+        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+        return Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[*handlers, ddp])
+    if on_cpu:
+        without_operators()
+    if is_accelerate_initialised():  # the first engine of this process brought the plugin, with its own settings
+        accelerator = Accelerator(kwargs_handlers=handlers)
+        update_deepspeed_config(accelerator, deepspeed)
+        return accelerator
+    plugin = DeepSpeedPlugin(hf_ds_config=deepspeed)
+    return Accelerator(mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers)
+
+
+def _name_the_only_rank() -> None:
+    """If no launcher named ranks, this process is a world of one."""
+    if "RANK" in os.environ:
+        return
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", **address)
+
+
+def deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: int, num_trained: int) -> dict[str, Any]:
+    """DeepSpeed's own config, derived from Heed's, for a model of which `num_trained` numbers are trained."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": 1,  # `Engine.accumulate` marks the boundaries itself
+        "gradient_clipping": max_grad_norm,
+        "bf16": {"enabled": config.resolved_precision() == "bf16"},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": config.zero_stage,
+            "stage3_gather_16bit_weights_on_model_save": config.zero_stage == 3,
+            **({"overlap_comm": True} if on_gpu else {}),  # gradients are reduced while the next ones are computed
+            "reduce_bucket_size": min(REDUCE_BUCKET, num_trained),
+            **{f"offload_{OFFLOADED[name]}": {"device": "cpu", "pin_memory": on_gpu} for name in config.offload},
+        },
+        "steps_per_print": 1_000_000_000,
+    }
+
+
+@torch.no_grad()
+def build_sharded(source: ModelSource[AnyModule], config: Mapping[str, Any]) -> AnyModule:
+    """Build a model in ZeRO-3's shards; a collective call. A rank holds its shards and one whole tensor at a time.
+
+    Rank 0 alone reads the source, and all ranks get their shards from it.
+    """
+    from deepspeed import zero
+
+    with zero.Init(config_dict_or_path=dict(config)):
+        model = source.build()
+    is_main = dist.get_rank() == MAIN
+    tensors = source.tensors() if is_main else iter(())
+    for name, parameter in model.named_parameters():
+        with zero.GatheredParameters([parameter], modifier_rank=MAIN):  # broadcasts what rank 0 has written
+            if is_main:
+                found, tensor = next(tensors)
+                assert found == name, f"the source yields {found} where a {type(model).__name__} has {name}"
+                parameter.copy_(tensor)
+                del tensor  # before the next one is read
+    buffers = dict(model.named_buffers())
+    if buffers:
+        rest = [dict(tensors)]
+        dist.broadcast_object_list(rest, MAIN)
+        for name, buffer in buffers.items():
+            buffer.copy_(rest[0][name])
+    return model
+
+
+def zero_shards(module: nn.Module, zero_optimizer: Any, zero_stage: int, rank: int) -> list[ParamShard]:
+    """This rank's part of every trained parameter."""
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if zero_stage == 3:
+        found = [shard_zero3(zero_optimizer, name, parameter, rank) for name, parameter in trained]
+    else:
+        found = [shard_zero12(zero_optimizer, name, parameter) for name, parameter in trained]
+    return [shard for shard in found if shard is not None]
+
+
+@torch.no_grad()
+def write_back(zero_optimizer: Any, zero_stage: int) -> None:
+    """After ZeRO's fp32 weights have changed: round them into the parameters, as a step does. A collective call."""
+    if zero_stage == 3:
+        write_back_zero3(zero_optimizer)
+    else:
+        write_back_zero12(zero_optimizer)
+
+
+class Gatherer:
+    """Gathers fp32 tensors of which each rank holds some consecutive numbers, laid out as in `shards`.
+
+    Making one and gathering are collective calls. `device` is the one that ranks exchange tensors on.
+    """
+
+    def __init__(self, shards: Iterable[ParamShard], rank: int, device: torch.device, exchange: Exchange) -> None:
+        self._rank, self._device = rank, device
+        own = {shard.name: (shard.offset, shard.length) for shard in shards if shard.length}
+        self._ranges: dict[str, list[tuple[int, int, int]]] = defaultdict(list)  # (rank, first number, length)
+        for owner, held in enumerate(exchange(own)):
+            for name, (offset, length) in held.items():
+                self._ranges[name].append((owner, offset, length))
+
+    def whole(self, name: str, parameter: nn.Parameter, own: Tensor | None, *, on_main_alone: bool) -> Tensor | None:
+        """The whole tensor from all ranks' `own` shards of it [n]; None on ranks that do not keep it."""
+        note_progress()
+        shape = full_shape(parameter)
+        if on_main_alone and self._rank != MAIN:
+            if own is not None:
+                _exchanged([dist.P2POp(dist.isend, own.to(self._device).contiguous(), MAIN)])
+            return None
+        whole = torch.empty(shape, dtype=torch.float32, device=self._device)
+        parts = [(owner, whole.view(-1).narrow(0, first, length)) for owner, first, length in self._ranges[name]]
+        for owner, part in parts:
+            if owner == self._rank:
+                assert own is not None, f"this rank holds {len(part)} numbers of {name}; they were not given"
+                part.copy_(own)
+        if on_main_alone:
+            _exchanged([dist.P2POp(dist.irecv, part, owner) for owner, part in parts if owner != self._rank])
+        else:
+            for owner, part in parts:
+                dist.broadcast(part, owner)
+        return whole
+
+    def tensors(
+        self,
+        module: nn.Module,
+        own: Mapping[str, Tensor],
+        originals: Iterable[tuple[str, Tensor]],
+        *,
+        on_main_alone: bool,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of `module` one at a time, tied ones once: trained weights from `own` shards, frozen ones
+        from `originals`, of which no rank holds fp32 shards. With `on_main_alone` on the CPU, and none elsewhere.
+
+        `originals` come in the order of `named_parameters`.
+        """
+        keep = self._rank == MAIN or not on_main_alone
+        device = torch.device("cpu") if on_main_alone else self._device
+        frozen = iter(originals)
+        for name, parameter in module.named_parameters():
+            found: Tensor | None = None
+            if parameter.requires_grad:
+                found = self.whole(name, parameter, own.get(name), on_main_alone=on_main_alone)
+            elif keep:
+                found = next(tensor for original, tensor in frozen if original == name).detach()
+            if found is not None:
+                found = found.to(device)
+                yield name, found
+            del found  # before the next one is gathered
+        if keep:
+            yield from ((name, buffer.detach().to(device)) for name, buffer in module.named_buffers())
+
+
+def _exchanged(operations: list[dist.P2POp]) -> None:
+    """Wait for transfers between pairs of ranks; as one batch, NCCL needs no connection of its own for each pair."""
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+def whole_zero3_weight(
+    parameter: nn.Parameter, rank: int, num_ranks: int, device: torch.device, *, on_main_alone: bool
+) -> Tensor | None:
+    """A parameter as ZeRO-3's passes use it, whole on `device`; None on ranks that do not keep it. Collective."""
+    note_progress()
+    shard, shape = zero3_shard(parameter).to(device), full_shape(parameter)
+    if on_main_alone and rank != MAIN:
+        dist.gather(shard, dst=MAIN)
+        return None
+    padded = torch.empty(num_ranks * len(shard), dtype=shard.dtype, device=device)
+    if on_main_alone:
+        dist.gather(shard, list(padded.chunk(num_ranks)), dst=MAIN)
+    else:
+        dist.all_gather_into_tensor(padded, shard)
+    return padded[: torch.Size(shape).numel()].view(shape)
