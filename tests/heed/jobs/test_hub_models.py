@@ -8,8 +8,8 @@ import pytest
 
 from cluster.config import ClusterConfig
 from cluster.connection import connect, disconnect
-from heed.jobs.hub_models import fetch_models, hub_models
 from heed.jobs.job_file import load_job
+from heed.jobs.models import fetch_models, hub_models
 from heed.jobs.recovery import Workers
 from heed.jobs.run import Run
 from lm.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from heed.jobs.job_file import load_job
-from heed.jobs.model_shape import built_in_names, built_in_shape
+from heed.jobs.models import built_in_names, built_in_shape
 from lm.config import ModelConfig
 from lm.model import LanguageModel, count_parameters
 
@@ -61,7 +61,7 @@ def test_a_plan_knows_the_shape_of_a_published_model_without_the_network(
     def fetch(name: str) -> Path:
         raise ValueError(f"{name} would be fetched")
 
-    monkeypatch.setattr("heed.jobs.model_shape.model_directory", fetch)
+    monkeypatch.setattr("heed.jobs.models.model_directory", fetch)
     path = write(tmp_path / "job.toml", "")
     job = load_job(path, opens_models=False)
     assert (job.model.hidden_size, job.model.attention_bias) == (896, "qkv")
