@@ -260,43 +260,6 @@ def serve_labels(
     serve(store, merged, host=host, port=port, announce=typer.echo)
 
 
-def open_store(url_or_path: str) -> "LabelStore":
-    from preferences.store import LabelStore
-
-    return LabelStore(url_or_path)
-
-
-def print_warnings(report: "Report", path: Path | None) -> None:
-    """Prints the number of warnings of each kind and the first few; writes all of them to the report file."""
-    by_kind: dict[str, list[RowWarning]] = {}
-    for warning in report.warnings:
-        by_kind.setdefault(warning.kind, []).append(warning)
-    for kind, count in report.counts().items():
-        console.print(f"{kind}: {count:,}", style="bold", markup=False)
-        for warning in by_kind[kind][:SHOWN_PER_KIND]:
-            console.print(f"  {warning.where}: {warning.found}; {warning.done}", markup=False)
-        if count > SHOWN_PER_KIND:
-            rest = f"  and {count - SHOWN_PER_KIND:,} more"
-            console.print(rest + ("" if path else " (use --report FILE for all of them)"))
-    if path is not None:
-        path.write_text("".join(json.dumps(vars(warning)) + "\n" for warning in report.warnings), encoding="utf-8")
-        console.print(f"{len(report.warnings):,} warnings in {path}", markup=False)
-
-
-def _summary(found: "Found", done: str) -> str:
-    labelers = {judgment.labeler for judgment in found.judgments}
-    lines = [
-        f"{found.report.num_rows:,} rows: {len(found.tasks):,} tasks, {len(found.judgments):,} judgments by"
-        f" {_names(sorted(labelers))}; {done}",
-        *(f"  {count:>7,}  {kind}" for kind, count in found.report.counts().items()),
-    ]
-    return "\n".join(lines)
-
-
-def _names(labelers: Sequence[str]) -> str:
-    return ", ".join(labelers) if 0 < len(labelers) <= 3 else f"{len(labelers):,} labelers"
-
-
 @label_app.command("invite")
 def invite_labeler(
     name: Annotated[str, typer.Argument(help="The account's name. Pages show it; exports have a pseudonym.")],
@@ -369,6 +332,43 @@ def erase_person(
             typer.confirm(f"Erase {name} from {store}? It cannot be undone.", abort=True)
         pseudonym = accounts.erase(name)
     typer.echo(f"{name} is erased; the judgments stay, as those of {pseudonym}. Backups still hold the name.")
+
+
+def open_store(url_or_path: str) -> "LabelStore":
+    from preferences.store import LabelStore
+
+    return LabelStore(url_or_path)
+
+
+def print_warnings(report: "Report", path: Path | None) -> None:
+    """Prints the number of warnings of each kind and the first few; writes all of them to the report file."""
+    by_kind: dict[str, list[RowWarning]] = {}
+    for warning in report.warnings:
+        by_kind.setdefault(warning.kind, []).append(warning)
+    for kind, count in report.counts().items():
+        console.print(f"{kind}: {count:,}", style="bold", markup=False)
+        for warning in by_kind[kind][:SHOWN_PER_KIND]:
+            console.print(f"  {warning.where}: {warning.found}; {warning.done}", markup=False)
+        if count > SHOWN_PER_KIND:
+            rest = f"  and {count - SHOWN_PER_KIND:,} more"
+            console.print(rest + ("" if path else " (use --report FILE for all of them)"))
+    if path is not None:
+        path.write_text("".join(json.dumps(vars(warning)) + "\n" for warning in report.warnings), encoding="utf-8")
+        console.print(f"{len(report.warnings):,} warnings in {path}", markup=False)
+
+
+def _summary(found: "Found", done: str) -> str:
+    labelers = {judgment.labeler for judgment in found.judgments}
+    lines = [
+        f"{found.report.num_rows:,} rows: {len(found.tasks):,} tasks, {len(found.judgments):,} judgments by"
+        f" {_names(sorted(labelers))}; {done}",
+        *(f"  {count:>7,}  {kind}" for kind, count in found.report.counts().items()),
+    ]
+    return "\n".join(lines)
+
+
+def _names(labelers: Sequence[str]) -> str:
+    return ", ".join(labelers) if 0 < len(labelers) <= 3 else f"{len(labelers):,} labelers"
 
 
 @contextmanager
