@@ -109,7 +109,7 @@ class Stage(Generic[AnyConfig]):
     conversation_tokens: Callable[[AnyConfig], int] | None = None  # bound on the conversations it teaches
     report: StageReporter | None = None  # what the run's page shows; None: the numbers of results.json
 
-    # Set for a stage of a later round (heed/jobs/rounds.py).
+    # Set for a stage of a later round (heed/jobs/registry.py).
     repeats: str = ""  # the stage of the first round, whose section it has
     round: int = 1
     reads: Mapping[str, str] = field(default_factory=dict)  # what it reads for a stage that the first round reads

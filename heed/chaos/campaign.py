@@ -17,12 +17,9 @@ from pathlib import Path
 
 from cluster.local_cluster import LocalCluster, Network, host_names, why_no_network
 from cluster.sigterm import end_by_sigterm
-from heed.chaos.disk import SmallDisk, small_disk, why_no_disk
-from heed.chaos.driver import Driver
-from heed.chaos.faults import KINDS
+from heed.chaos.faults import KINDS, Schedule, SmallDisk, small_disk, why_no_disk
 from heed.chaos.result import ChaosResult, Injected, differing_stages
-from heed.chaos.round import Round, wait_for_nodes
-from heed.chaos.schedule import Schedule
+from heed.chaos.round import Driver, Round, wait_for_nodes
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
 from stages.lineage import LINEAGE

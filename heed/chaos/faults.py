@@ -1,21 +1,137 @@
-"""The faults of a campaign: each is injected once, lasts for some seconds, and is then repaired.
+"""The faults of a campaign: their schedule, and what each does.
 
-Repair stands for the operator or the environment: a node restarts, a link comes back, space is freed. Finding and
-replacing a hung worker is the job's own task, and restarting the driver is the round's.
+The schedule is drawn from the seed before anything runs, so a campaign can be repeated. A fault is injected once, lasts
+for some seconds, and is then repaired. Repair stands for the operator or the environment: a node restarts, a link comes
+back, space is freed. Finding and replacing a hung worker is the job's own task, and restarting the driver is the
+round's.
 """
 
 import os
 import signal
-from collections.abc import Sequence
-from contextlib import suppress
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from random import Random
 from typing import ClassVar
 
 from cluster.local_cluster import LocalCluster, Network, is_alive, kill_process
-from heed.chaos.disk import SmallDisk
 from heed.chaos.result import stage_of
+
+KINDS = ("worker", "node", "driver", "hang", "partition", "freeze", "disk", "folder")
+LONGEST_SHORT_HANG_SECONDS = 6.0
+SECONDS = {  # minimum and maximum duration per kind
+    "node": (0.0, 5.0),
+    "partition": (5.0, 40.0),
+    "freeze": (5.0, 40.0),
+    "disk": (2.0, 12.0),
+    "folder": (2.0, 8.0),
+}
+FILLER = ".filler"  # the file that fills the small disk
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A planned fault: its kind, the stage in which it is due, and the moment as a fraction of that stage's duration.
+
+    `seed` draws its target and duration.
+    """
+
+    kind: str
+    stage: str
+    moment: float
+    seed: int
+
+
+class Schedule:
+    """Draws faults so that kinds and stages each occur equally often, up to one; moments are uniform."""
+
+    def __init__(self, num_faults: int, seed: int, kinds: Sequence[str], stages: Sequence[str]) -> None:
+        chance = Random(seed)
+        drawn_kinds, drawn_stages = (_deal(num_faults, names, chance) for names in (kinds, stages))
+        self._stages = tuple(stages)
+        self._to_come = [
+            Planned(kind, stage, chance.random(), chance.getrandbits(32))
+            for kind, stage in zip(drawn_kinds, drawn_stages, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        """Returns the number of remaining faults."""
+        return len(self._to_come)
+
+    def take(self, number: int) -> list[Planned]:
+        """Takes at most `number` faults for one run, in the order of its stages."""
+        taken, self._to_come = self._to_come[:number], self._to_come[number:]
+        return sorted(taken, key=lambda planned: (self._stages.index(planned.stage), planned.moment))
+
+    def give_back(self, planned: Sequence[Planned]) -> None:
+        """Returns faults that a run ended too early for; the next run takes them first."""
+        self._to_come = [*planned, *self._to_come]
+
+
+def _deal(number: int, names: Sequence[str], chance: Random) -> list[str]:
+    dealt = list[str]()
+    while len(dealt) < number:
+        dealt += chance.sample(names, len(names))
+    return dealt[:number]
+
+
+class SmallDisk:
+    """A disk that only the campaign uses and can fill: a tmpfs, so that no other process runs out of space.
+
+    Its contents are lost when it is closed.
+
+    Raises: OSError if this process may not mount anything.
+    """
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        _run("mount", "-t", "tmpfs", "-o", f"size={num_bytes},mode=700", "heed-chaos", str(folder))
+
+    def fill(self) -> None:
+        """Takes all free space; call it again to take space freed since."""
+        with suppress(OSError), (self.folder / FILLER).open("ab", buffering=0) as file:
+            while file.write(bytes(1 << 16)):
+                pass
+
+    def free(self) -> None:
+        (self.folder / FILLER).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Unmounts at once, or if the disk is in use, as soon as it no longer is."""
+        try:
+            _run("umount", str(self.folder))
+        except OSError:
+            _run("umount", "--lazy", str(self.folder))
+        self.folder.rmdir()
+
+
+@contextmanager
+def small_disk(folder: Path, num_bytes: int) -> Iterator[SmallDisk]:
+    disk = SmallDisk(folder, num_bytes)
+    try:
+        yield disk
+    finally:
+        disk.close()
+
+
+def why_no_disk() -> str:
+    """Returns why this process cannot mount a disk, or "" if it can. It tries to mount one and removes it."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="heed-probe-") as folder, small_disk(Path(folder) / "disk", 1 << 20):
+            return ""
+    except OSError as error:
+        return f"cannot mount a disk of limited size ({error}); root can"
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {' '.join(done.stderr.split())}")
 
 
 class Fault:
@@ -174,17 +290,6 @@ class FolderMissing(Fault):
         self._away.rename(self._folder)
 
 
-KINDS = ("worker", "node", "driver", "hang", "partition", "freeze", "disk", "folder")
-LONGEST_SHORT_HANG_SECONDS = 6.0
-SECONDS = {  # minimum and maximum duration per kind
-    "node": (0.0, 5.0),
-    "partition": (5.0, 40.0),
-    "freeze": (5.0, 40.0),
-    "disk": (2.0, 12.0),
-    "folder": (2.0, 8.0),
-}
-
-
 def make_fault(
     kind: str, chance: Random, *, cluster: LocalCluster, workers: Sequence[int], disk: SmallDisk | None, folder: Path
 ) -> Fault:
@@ -204,8 +309,8 @@ def make_fault(
         case "hang":
             return WorkerHangs(worker, inf if which < 0.5 else 1.0 + (LONGEST_SHORT_HANG_SECONDS - 1.0) * length)
         case "partition":
-            assert cluster.network is not None, "cutting links needs a network of namespaces"
-            return LinkDown(cluster.network, node, seconds)
+            assert cluster.local_cluster is not None, "cutting links needs a network of namespaces"
+            return LinkDown(cluster.local_cluster, node, seconds)
         case "freeze":
             return NodeFrozen(cluster, node, seconds)
         case "disk":

@@ -1,22 +1,72 @@
-"""One run under faults: wait for the moment, inject, repair, and check that the run makes progress again."""
+"""One run under faults: wait for the moment, inject, repair, and check that the run makes progress again.
 
+The run is `heed run` as a separate process, which the campaign kills and restarts as an operator would.
+"""
+
+import os
+import signal
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 from cluster.local_cluster import LocalCluster
-from heed.chaos.disk import SmallDisk
-from heed.chaos.driver import Driver
-from heed.chaos.faults import Fault, make_fault
-from heed.chaos.result import FAILED, RECOVERED, RESTARTED, TOLERATED, Injected, pulse, stage_of, worse
-from heed.chaos.schedule import Planned
+from heed.chaos.faults import Fault, Planned, SmallDisk, make_fault
+from heed.chaos.result import FAILED, LOSS, RECOVERED, RESTARTED, TOLERATED, Injected, pulse, stage_of, worse
 from stages.lineage import LINEAGE
 
 POLL_SECONDS = 0.05
 STUCK_SECONDS = 240.0  # after this long without progress the run is given up and the fault counts as failed
 MAX_ENDS = 5  # number of times in a row that a driver may end without progress
+
+
+class Driver:
+    """One run of a command in its own process group; its output is appended to `log`."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self.log, self._start_of_output = log, log.stat().st_size if log.exists() else 0
+        self.was_killed = False
+        with log.open("a") as file:
+            self.process = subprocess.Popen(
+                command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=file,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def output(self) -> str:
+        """The output of this process, without that of earlier ones."""
+        with self.log.open("rb") as file:
+            file.seek(self._start_of_output)
+            return file.read().decode(errors="replace")
+
+    @property
+    def num_losses(self) -> int:
+        """How often it has reported lost workers and continued."""
+        return len(LOSS.findall(self.output))
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def has_finished(self) -> bool:
+        return self.process.poll() == 0
+
+    @property
+    def was_explained(self) -> bool:
+        """Whether it ended as documented: with one line that says what to do, without a traceback."""
+        return not self.is_running and "Traceback (most recent call last)" not in self.output
+
+    @property
+    def last_line(self) -> str:
+        return next((line for line in reversed(self.output.splitlines()) if line.strip()), "")
+
+    def kill(self) -> None:
+        self.was_killed = True
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 class Round:

@@ -84,7 +84,7 @@ def compare(
     from evaluation.compare.comparing import compare as compare_policies
     from evaluation.compare.judges import Asking, Judging
     from evaluation.policies import Sampling
-    from heed.jobs.worlds import open_world
+    from heed.jobs.job_file import open_world
     from training.data import DataConfig
 
     if verdicts and (policies or prompts or judge):
@@ -124,7 +124,7 @@ def judge_again(
     from evaluation.compare.comparing import judge_again as judge_folder
     from evaluation.compare.folder import holding, read_comparison, read_settings
     from evaluation.compare.judges import Asking, Judging, open_judges
-    from heed.jobs.worlds import open_world
+    from heed.jobs.job_file import open_world
 
     settings = read_settings(folder)
     asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)

@@ -49,9 +49,7 @@ def read_shape(path: Path) -> "ModelConfig":
 
     Raises: ValueError naming file and field.
     """
-    from heed.jobs.config_errors import validated
-    from heed.jobs.job_file import load_job
-    from heed.jobs.toml_values import read_toml
+    from heed.jobs.job_file import load_job, read_toml, validated
     from lm.config import ModelConfig
     from lm.hub import is_gguf
     from lm.weights import purpose_of, read_config

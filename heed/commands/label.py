@@ -1,32 +1,45 @@
-"""`heed label`: import and export labels, sample tasks, serve the labeling pages. People are in `label_people`."""
+"""`heed label`: import and export labels, make tasks, serve the labeling pages, and manage the people who label.
 
+Tasks are sampled from policies, or made from outputs that models have left in files.
+"""
+
+import hashlib
 import json
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heed.commands.label_people import LabelToml, PublicUrl, Store, labeling_config, people_app
+from files.fields import any_text
+from files.fields import names as field_names
 from heed.commands.options import Weights, length_that_fits, read_weights
+from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Task
 from stages.progress import console
 
 if TYPE_CHECKING:
+    from files.rows import Rows
+    from preferences.accounts import Accounts
     from preferences.formats.merging import Found
     from preferences.formats.parts import Report, RowWarning
+    from preferences.page.config import LabelingConfig
     from preferences.store import LabelStore
     from preferences.task_selection import Method
 
 label_app = typer.Typer(no_args_is_help=True, help="Collect labels; import and export published and own ones.")
-label_app.add_typer(people_app)
 
 SHOWN_PER_KIND = 10  # warnings of each kind that are printed; a report file has them all
 STATUS_ROWS = 500
+RESPONSE_PREFIXES = ("response_", "output_", "completion_")  # of fields of saved outputs
 
 Strict = Annotated[bool, typer.Option(help="Stop at the first warning instead of reporting it and continuing.")]
 ReportFile = Annotated[Path | None, typer.Option("--report", help="Write every warning to this file, as JSONL.")]
+Store = Annotated[str, typer.Option(help="The label store: a file path or a database URL.", show_default=False)]
+LabelToml = Annotated[Path | None, typer.Option(help="TOML file: title, instructions, flags, ...; see docs/labels.md.")]
+PublicUrl = Annotated[str, typer.Option(help="The server's address for its users, such as https://labels.example.org.")]
 
 
 @label_app.command("import")
@@ -200,7 +213,6 @@ def label_outputs(
 ) -> None:
     """Make labeling tasks of outputs that two or more models have left in files, one per prompt."""
     from files.rows import read_source
-    from heed.commands.saved_outputs import as_stored, tasks_of_files, tasks_of_rows
     from stages.reports.text import count_of
 
     if prompts and len(outputs) < 2:
@@ -248,6 +260,80 @@ def serve_labels(
     serve(store, merged, host=host, port=port, announce=typer.echo)
 
 
+@label_app.command("invite")
+def invite_labeler(
+    name: Annotated[str, typer.Argument(help="The account's name. Pages show it; exports have a pseudonym.")],
+    store: Store,
+    lead: Annotated[bool, typer.Option("--lead", help="Invite a lead instead of a labeler.")] = False,
+    config: LabelToml = None,
+    public_url: PublicUrl = "",
+) -> None:
+    """Make a one-time link for somebody new, or for somebody who lost their key. It voids an older link."""
+    server = labeling_config(config, public_url, [], []).server
+    with _people(store) as accounts:
+        link = server.link(accounts.invite(name, "lead" if lead else "labeler"))
+    typer.echo(f"Send this link to {name}. It works once, within a week, and shows the key to sign in with:\n{link}")
+    if not server.public_url:
+        console.print("It points to a server on this machine; use --public-url for another address.", markup=False)
+
+
+@label_app.command("links")
+def list_links(store: Store) -> None:
+    """List one-time links that nobody has used yet."""
+    from datetime import UTC, datetime
+
+    with _people(store) as accounts:
+        links = accounts.links()
+    for link in links:
+        until = datetime.fromtimestamp(link.expires_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        typer.echo(f"{link.name}: {link.role}, until {until}, invited by {link.invited_by or 'unknown'}")
+    if not links:
+        console.print("there are no unused links")
+
+
+@label_app.command("revoke")
+def revoke_link(name: Annotated[str, typer.Argument(help="The name that the link is for.")], store: Store) -> None:
+    """Void an unused one-time link. To close an account, use the People page."""
+    with _people(store) as accounts:
+        accounts.revoke(name)
+    typer.echo(f"the link of {name} no longer works")
+
+
+@label_app.command("person")
+def export_person(
+    name: Annotated[str, typer.Argument(help="A labeler's or lead's name.")],
+    store: Store,
+    out: Annotated[Path, typer.Option(help="A new .json file.")],
+) -> None:
+    """Export everything that the store holds about one person."""
+    from files.atomic import atomic_file
+
+    if out.exists():
+        raise ValueError(f"{out}: already exists; a new path was expected")
+    with _people(store) as accounts:
+        held = accounts.held_about(name)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(out) as temporary:
+        temporary.write_text(json.dumps(held, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    typer.echo(f"{len(held['judgments']):,} judgments of {name} ({held['pseudonym']}), and everything else, in {out}")
+
+
+@label_app.command("erase")
+def erase_person(
+    name: Annotated[str, typer.Argument(help="A labeler's or lead's name.")],
+    store: Store,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Erase a person: name, account, links and notes. Judgments stay, under a pseudonym."""
+    with _people(store) as accounts:
+        if name not in accounts.pseudonyms():
+            raise ValueError(f"name {name!a}: the store holds nothing under this name")
+        if not yes:
+            typer.confirm(f"Erase {name} from {store}? It cannot be undone.", abort=True)
+        pseudonym = accounts.erase(name)
+    typer.echo(f"{name} is erased; the judgments stay, as those of {pseudonym}. Backups still hold the name.")
+
+
 def open_store(url_or_path: str) -> "LabelStore":
     from preferences.store import LabelStore
 
@@ -283,3 +369,130 @@ def _summary(found: "Found", done: str) -> str:
 
 def _names(labelers: Sequence[str]) -> str:
     return ", ".join(labelers) if 0 < len(labelers) <= 3 else f"{len(labelers):,} labelers"
+
+
+@contextmanager
+def _people(store: str) -> "Iterator[Accounts]":
+    from preferences.accounts import Accounts
+    from preferences.database import require_store
+
+    require_store(store)
+    accounts = Accounts(store)
+    try:
+        yield accounts
+    finally:
+        accounts.close()
+
+
+def labeling_config(
+    path: Path | None, public_url: str, proxies: Sequence[str], hosts: Sequence[str]
+) -> "LabelingConfig":
+    """Returns the file's configuration, with the server options of the command line."""
+    from preferences.page.config import LabelingConfig
+
+    config = LabelingConfig.load(path) if path is not None else LabelingConfig()
+    options = {"public_url": public_url, "trusted_proxies": tuple(proxies), "trusted_hosts": tuple(hosts)}
+    return config.with_server({name: value for name, value in options.items() if value})
+
+
+def tasks_of_files(specs: Sequence[str], prompts: str) -> tuple[list[Task], int]:
+    """One task per prompt from files of outputs, NAME=FILE, each with one model's response to every prompt.
+
+    A prompt's row may have a `warning`, which labelers see first.
+
+    A text that several models wrote is one response. Its source names them all, and so do the task's details, under
+    `policies`: one list of names per response, as `heed compare` writes them.
+
+    Returns the tasks, and how many prompts are left out because all responses to them are the same.
+    Raises: ValueError naming file and line of a malformed row, and prompts without a response.
+    """
+    from evaluation.inputs import named_specs, read_compared_prompts
+    from evaluation.policies import SavedPolicy
+    from training.data import DataConfig, read_rows
+
+    asked = read_compared_prompts(DataConfig(source=prompts))
+    warnings = [_warning_of(where, row) for where, row in read_rows(DataConfig(source=prompts))]
+    policies = [SavedPolicy.open(name, spec, asked, allow_empty=True) for name, spec in named_specs(specs, "outputs")]
+    texts = [{row.prompt_id: row.text for row in reversed(policy.responses)} for policy in policies]
+    sources = [policy.name for policy in policies]
+    found = [
+        _task_of(prompt.messages, dict(zip(sources, (own[prompt.prompt_id] for own in texts), strict=True)), warning)
+        for prompt, warning in zip(asked, warnings, strict=True)
+    ]
+    return _different_tasks(found)
+
+
+def tasks_of_rows(rows: "Rows") -> tuple[list[Task], int]:
+    """One task per row that holds a prompt and the responses to it.
+
+    The responses are `responses`, a list of texts or an object {model: text}, or fields such as `response_a` and
+    `response_b`, or `output_1` and `output_2`. A row may have a `warning`. Returns and raises as `tasks_of_files`.
+    """
+    from evaluation.inputs import asked_of
+
+    tasks = [_task_of(asked_of(where, row), _responses_of(where, row), _warning_of(where, row)) for where, row in rows]
+    return _different_tasks(tasks)
+
+
+def _responses_of(where: str, row: Mapping[str, Any]) -> dict[str, str]:
+    """Texts by who wrote them; a field's name, or the number in a list, stands for a model without a name."""
+    found = row.get("responses")
+    if isinstance(found, list):
+        found = {str(number): text for number, text in enumerate(found, 1)}
+    if found is None:
+        fields = [name for name in row if name.startswith(RESPONSE_PREFIXES) and row[name] is not None]
+        found = {name: row[name] for name in fields}
+    if not isinstance(found, Mapping) or not MIN_RESPONSES <= len(found) <= MAX_RESPONSES:
+        raise ValueError(
+            f"{where}: {MIN_RESPONSES} to {MAX_RESPONSES} responses were expected, in 'responses' (a list, or an object"
+            f" {{model: text}}) or in fields such as 'response_a' and 'response_b'; found {field_names(row)}"
+        )
+    return {name: any_text(where, found, name) for name in found}
+
+
+def _warning_of(where: str, row: Mapping[str, Any]) -> str:
+    return any_text(where, row, "warning") if row.get("warning") is not None else ""
+
+
+def _task_of(messages: Sequence[Mapping[str, str]], responses: Mapping[str, str], warning: str) -> Task | None:
+    """Returns the task, or None if all responses are the same.
+
+    The same prompt and responses are the same task, so a command that is repeated adds nothing. The id is that of
+    all responses, equal ones too: tasks stored before equal responses became one keep their ids.
+    """
+    names: dict[str, list[str]] = {}
+    for source, text in responses.items():
+        names.setdefault(text, []).append(source)
+    if len(names) < MIN_RESPONSES:
+        return None
+    content = json.dumps([list(map(dict, messages)), list(responses.items())])
+    details: dict[str, Any] = {"from": "saved outputs"}
+    if len(names) < len(responses):  # otherwise as before, because a stored task with other details is refused
+        details["policies"] = list(names.values())
+    return Task(
+        task_id=hashlib.sha256(content.encode("utf-8", "replace")).hexdigest()[:16],
+        prompt=tuple(Message(turn["role"], turn["content"]) for turn in messages),
+        responses=tuple(names),
+        sources=tuple(", ".join(sources) for sources in names.values()),
+        details=details,
+        warning=warning,
+    )
+
+
+def as_stored(tasks: Sequence[Task], stored: Sequence[Task]) -> list[Task]:
+    """Returns the tasks; one that the store holds with equal responses apart, as until November 2026, stays like that.
+
+    Labelers may have judged it, and to `LabelStore.add_tasks` it would be another task with the same id.
+    """
+    apart = {task.task_id: task for task in stored if len(set(task.responses)) < len(task.responses)}
+    return [
+        replace(task, responses=old.responses, sources=old.sources, details=old.details)
+        if (old := apart.get(task.task_id)) is not None
+        else task
+        for task in tasks
+    ]
+
+
+def _different_tasks(tasks: Sequence[Task | None]) -> tuple[list[Task], int]:
+    kept = {task.task_id: task for task in tasks if task is not None}
+    return list(kept.values()), len(tasks) - len(kept)

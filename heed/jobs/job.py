@@ -6,8 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import Field, create_model, field_validator, model_validator
 
 from cluster.config import ClusterConfig
-from heed.jobs.registry import BUILT_IN, WORLD, AnyStage, Registry
-from heed.jobs.rounds import section_of_round, with_rounds
+from heed.jobs.registry import BUILT_IN, WORLD, AnyStage, Registry, section_of_round, with_rounds
 from heed.worlds.reviews import ReviewsConfig, ReviewsWorld
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from lm.config import ModelConfig

@@ -1,15 +1,148 @@
 """Reading a job file: TOML, bases and `--set` overrides to a checked job, or an error that names the place."""
 
+import re
+import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from heed.jobs.config_errors import fields_at, literals_of, unknown_key, validated
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from heed.jobs.foreign_keys import counterpart
 from heed.jobs.job import BUILT_IN_JOB, JobConfig, job_type
-from heed.jobs.model_shape import take_shape
+from heed.jobs.models import take_shape
 from heed.jobs.registry import registry_with
-from heed.jobs.toml_values import NONE, Override, read_job_values, read_toml
+from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
+from stages.world import World
+
+BASE = "base"
+WITHOUT = "without"
+OWN_KEYS = ("name", "note")  # a job that inherits them would write into its base's run folder
+NONE = "none"  # the value of `--set` that removes a key
+_NUMBER = re.compile(r"[+-]?(\.\d+|\d+\.)([eE][+-]?\d+)?")  # numbers that TOML wants with digits on both sides
+PLAYGROUND = "playground"  # a world that `open_world` knows by name
+
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
+
+
+def read_toml(source: Traversable, name: str) -> dict[str, Any]:
+    """Raises: ValueError naming the file, and the line where it is not TOML."""
+    try:
+        return tomllib.loads(source.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{name}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}: cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{name}: not TOML: {error}") from None
+
+
+def read_job_values(path: Path, inherited_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A job file's values on top of those of its `base`, a path relative to the file.
+
+    Tables are merged, anything else is replaced. A base's `name` and `note` are not inherited, nor are the dotted keys
+    listed as `without`.
+    Raises: ValueError naming the file for a base that is missing or inherits from itself, and for a key in `without`
+        that the base does not have.
+    """
+    values = read_toml(path, str(path))
+    if BASE not in values:
+        return values
+    base, without = values.pop(BASE), values.pop(WITHOUT, [])
+    if not isinstance(base, str):
+        raise ValueError(f"{path}: base is {base!r}; the path of a job file was expected")
+    chain = (*inherited_by, path.resolve())
+    parent = path.parent / base
+    if not parent.is_file():
+        raise ValueError(f"{path}: base {base!r}: no such file; paths are relative to the job file")
+    if parent.resolve() in chain:
+        cycle = " -> ".join(found.name for found in (*chain[chain.index(parent.resolve()) :], parent))
+        raise ValueError(f"{path}: base {base!r} inherits from itself: {cycle}")
+    below = read_job_values(parent, chain)
+    if not isinstance(without, list):
+        raise ValueError(f"{path}: {WITHOUT} is {without!r}; a list of keys of the base was expected")
+    for key in without:
+        if not _remove(below, str(key).split(".")):
+            where = f"{path}: {WITHOUT} {key!r}: base {base!r}"
+            raise ValueError(f"{where} has no such key; a key of the base was expected")
+    return merged({key: value for key, value in below.items() if key not in OWN_KEYS}, values)
+
+
+def _remove(values: dict[str, Any], key: Sequence[str]) -> bool:
+    """Remove a key of nested tables. Returns whether it was there."""
+    *parents, leaf = key
+    place: Any = values
+    for parent in parents:
+        place = place.get(parent) if isinstance(place, dict) else None
+    is_there = isinstance(place, dict) and leaf in place
+    if is_there:
+        del place[leaf]
+    return is_there
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`below` with the values of `above`; tables that both have are merged, anything else is replaced."""
+    both = {
+        key: merged(below[key], value)
+        for key, value in above.items()
+        if isinstance(value, Mapping) and isinstance(below.get(key), Mapping)
+    }
+    return {**below, **above, **both}
+
+
+@dataclass(frozen=True)
+class Override:
+    """One `--set`: a dotted key, and its value as written."""
+
+    key: str
+    text: str
+
+    @classmethod
+    def parse(cls, given: str) -> "Override":
+        """Raises: ValueError for anything but KEY=VALUE."""
+        key, separator, text = given.partition("=")
+        if not separator or not key.strip():
+            raise ValueError(f"--set {given!r}: KEY=VALUE was expected")
+        return cls(key.strip(), text.strip())
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        return tuple(self.key.split("."))
+
+    @property
+    def removes(self) -> bool:
+        """Whether it says `none`. TOML has no such value: the key is removed, so that its default holds."""
+        return self.text == NONE
+
+    @property
+    def value(self) -> Any:
+        """The value as TOML has it, a number as people write it (".1"), or a bare string."""
+        try:
+            return tomllib.loads(f"value = {self.text}")["value"]
+        except tomllib.TOMLDecodeError:
+            return float(self.text) if _NUMBER.fullmatch(self.text) else self.text
+
+    def set(self, values: dict[str, Any]) -> None:
+        """Set the key in a job's values. Raises: ValueError where a section has another value."""
+        *parents, leaf = self.path
+        place = values
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"--set {self}: {parent!r} is not a section")
+        place[leaf] = self.value
+
+    def remove(self, values: dict[str, Any]) -> bool:
+        """Remove the key from a job's values. Returns whether it was there."""
+        return _remove(values, self.path)
+
+    def __str__(self) -> str:
+        return repr(f"{self.key}={self.text}")
 
 
 def load_job(path: Path | None, overrides: Sequence[str] = (), *, opens_models: bool = True) -> JobConfig:
@@ -54,3 +187,109 @@ def _job_type(name: str, values: Mapping[str, Any]) -> type[JobConfig]:
         return job_type(registry_with(places))
     except ValueError as error:
         raise ValueError(f"{name}: custom_stages: {error}") from None
+
+
+def open_world(place: str) -> World:
+    """Open the world of a job file, or the playground by its name.
+
+    Raises: ValueError if `place` is neither, or the job has no world.
+    """
+    if place == PLAYGROUND:
+        return PlaygroundWorld(PlaygroundConfig())
+    path = Path(place)
+    if not place or not path.is_file():
+        raise ValueError(f"gold:{place}: gold:{PLAYGROUND}, or gold:JOB.toml of a job with a world")
+    world = load_job(path, []).open_world()
+    if world is None:
+        raise ValueError(f"{path} has no [world], so nothing scores its responses")
+    return world
+
+
+def validated(model: type[AnyModel], values: Mapping[str, Any], name: str) -> AnyModel:
+    """Raises: ValueError naming the file and every key that is wrong, what was found, and what was expected."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        problems = "; ".join(explain(dict(problem), model) for problem in error.errors())
+        raise ValueError(f"{name}: {problems}") from None
+
+
+def explain(problem: Mapping[str, Any], model: type[BaseModel]) -> str:
+    """One validation error as: full key, what was found, what was expected."""
+    if problem["type"] == "extra_forbidden":
+        *section, unknown = problem["loc"]
+        return unknown_key(_without_tags(section, model), str(unknown), model)
+    key = ".".join(_without_tags(problem["loc"], model))
+    if problem["type"] == "missing":
+        return f"{key}: missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    simple = isinstance(problem["input"], str | int | float | bool)
+    return (f"{key}: " if key else "") + message + (f", found {problem['input']!r}" if simple else "")
+
+
+def unknown_key(section: Sequence[str], key: str, model: type[BaseModel]) -> str:
+    """Says what an unknown key may stand for: another project's name, a typing error, or which keys there are."""
+    known = [name for found in _sections(section, model) for name in found.model_fields]
+    where = f" in [{'.'.join(section)}]" if section else ""
+    hint = counterpart(key, known, tuple(model.model_fields))
+    if not hint:
+        below = [f"`{place}`" for place in _places_of(key, section, model)]
+        close = [f"`{name}`" for name in get_close_matches(key, known, n=1)]
+        hint = f"did you mean {_or(below or close)}?" if below or close else f"known here: {', '.join(sorted(known))}"
+    return f"`{key}`: unknown key{where}; {hint}"
+
+
+def _or(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+
+
+def _places_of(key: str, section: Sequence[str], model: type[BaseModel]) -> list[str]:
+    """The keys of this name in the tables below a section, written from the top of the job."""
+    found: list[str] = []
+    for field in dict.fromkeys(name for table in _sections(section, model) for name in table.model_fields):
+        place = [*section, field]
+        below = _sections(place, model)
+        if any(key in table.model_fields for table in below):
+            found.append(".".join([*place, key]))
+        elif below:
+            found += _places_of(key, place, model)
+    return found
+
+
+def fields_at(model: type[BaseModel], path: Sequence[str]) -> list[FieldInfo]:
+    """The fields of a config that a dotted key names: none for an unknown key, several in a union of sections."""
+    *section, key = path
+    return [table.model_fields[key] for table in _sections(section, model) if key in table.model_fields]
+
+
+def literals_of(annotation: Any) -> set[object]:
+    """The values of the Literals in a type."""
+    if get_origin(annotation) is Literal:
+        return set(get_args(annotation))
+    return {value for part in get_args(annotation) for value in literals_of(part)}
+
+
+def _without_tags(location: Sequence[str | int], model: type[BaseModel]) -> list[str]:
+    """The location without the tag that a discriminated union puts into it: users do not write that."""
+    place: list[str] = []
+    for part in location:
+        union = _sections(place, model)
+        if len(union) < 2 or any(part in section.model_fields for section in union):
+            place.append(str(part))
+    return place
+
+
+def _sections(place: Sequence[str], model: type[BaseModel]) -> list[type[BaseModel]]:
+    """The config classes that a section may be; several for a union."""
+    models = [model]
+    for part in place:
+        if not part.isdigit():
+            fields = [found.model_fields[part].annotation for found in models if part in found.model_fields]
+            models = [found for field in fields for found in _models_in(field)]
+    return models
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for part in getattr(annotation, "__args__", ()) for found in _models_in(part)]

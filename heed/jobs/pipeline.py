@@ -1,4 +1,7 @@
-"""Runs a job: decides which stages must run, in which order, and records what each was made from."""
+"""Runs a job: checks its data, decides which stages must run, in which order, and records what each was made from.
+
+What can be known to be wrong before any training starts is found first: rows that do not parse, prompts too long.
+"""
 
 import os
 import shutil
@@ -22,18 +25,15 @@ from cluster.worker import send_by_value
 from files.atomic import write_text
 from files.hashes import file_hash
 from files.lock import lock
-from heed.jobs.hub_models import hub_models
-from heed.jobs.inputs import inputs_of
-from heed.jobs.interrupts import saving_on_interrupt
+from files.python_names import load_function
+from files.rows import LOADERS
 from heed.jobs.job import JobConfig
-from heed.jobs.preflight import check_data, refuse_missing
-from heed.jobs.recovery import Workers, run_to_end
+from heed.jobs.models import hub_models
+from heed.jobs.recovery import Workers, missing_in_one_line, run_to_end, saving_on_interrupt
 from heed.jobs.registry import PREPARED, WORLD, AnyStage
-from heed.jobs.report import write_run_report
-from heed.jobs.run import Run
-from heed.jobs.stage_folders import is_replaced, open_folder, put_aside
-from heed.jobs.status import StatusFile
-from heed.jobs.storage import missing_in_one_line
+from heed.jobs.report import StatusFile, write_run_report
+from heed.jobs.run import Run, inputs_of, is_replaced, open_folder, put_aside
+from heed.jobs.submission import named_paths
 from stages.contract import Preparation, Stage, StageWaitsError
 from stages.data import SAMPLES
 from stages.lineage import LINEAGE, Inputs, finished_with, require_outputs, write_lineage
@@ -256,6 +256,32 @@ def _say_stale_parents(run: Run, stage: AnyStage) -> None:
             console.print(
                 f"{parent.name}: made with other settings than this job's; {stage.name} uses it anyway (--only)"
             )
+
+
+def refuse_missing(job: JobConfig) -> None:
+    """Raise ValueError, naming the job's field, where a data file that it names is missing."""
+    for field, name in named_paths(job):
+        is_file = field.endswith(".source") and Path(name.removesuffix(".gz")).suffix in LOADERS
+        if is_file and not Path(name).exists():
+            raise ValueError(f"{field}: {name}: no such file")
+
+
+def check_data(run: Run) -> None:
+    """Read every row that a later stage will read, with the tokenizer it will use; what training reads is tokenized for
+    good, while no rank has a place yet.
+
+    Raises: ValueError naming file, line and field.
+    """
+    job = run.job
+    for stage in job.stages:  # these take no time
+        for field in stage.function_fields:
+            name = getattr(job.section_of(stage), field)
+            if name:
+                load_function(name, field.replace("_", " "))
+    # The first stages have the most data: a mistake in that of later ones shows before hours of tokenizing.
+    for stage in reversed(job.stages):
+        stage_run = run.of(stage.name)
+        stage.preflight(stage_run, stage_run.resolve(job.section_of(stage)))
 
 
 def _prepare_world(run: Run) -> None:

@@ -9,8 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from heed.jobs.job_file import load_job
-from heed.jobs.plan import COMFORTABLE, Plan, Setting, make_plan, places
-from heed.jobs.plan_advice import advice
+from heed.jobs.plan import COMFORTABLE, Plan, Setting, advice, make_plan, places
 from stages.planner import StagePlan
 from stages.planning.hardware import GIB, hardware
 from stages.planning.memory import Memory

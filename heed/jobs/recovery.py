@@ -1,25 +1,39 @@
-"""Recovery from lost workers: a stage whose group lost a rank runs again from its newest checkpoint."""
+"""What a stage survives: lost workers, storage that fails for a while, and Ctrl-C.
 
+A stage whose group lost a rank runs again from its newest checkpoint. Storage that fails is waited for. At Ctrl-C the
+ranks save a checkpoint first, if they can within seconds.
+"""
+
+import errno
 import os
+import signal
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+
+import tenacity
 
 from cluster.config import ClusterConfig
 from cluster.connection import Bundle, NoPlaceError, disconnect, has_room, require_room
 from cluster.failures import WorkerLostError
 from cluster.group import WorkerGroup, require_shared
+from cluster.messages import send_request, withdraw_request
 from cluster.sigterm import end_by_sigterm
-from heed.jobs.hub_models import fetch_models
-from heed.jobs.storage import STORAGE_SECONDS, storage_trouble, wait_for_storage
+from heed.jobs.models import fetch_models
 from stages.progress import console
-from training.notices import RunError
+from training.notices import RunError, cause_of, request_stop, stop_requested, system_error, withdraw_stop
 
 # A stage that fails this often without saving anything new would not get further in another try.
 MAX_LOSSES_IN_PLACE = 5
-
 FEWER_SECONDS = 60.0  # to wait for places for a smaller group while processes of the last one may still be ending
+STORAGE_SECONDS = 120.0  # for which a stage waits for space, or for its folder
+PROBE_BYTES = 1 << 20  # with less room than this a stage would soon fail again
+_OF_STORAGE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE})
+SAVE_SECONDS = 10.0  # in which a step must end and its checkpoint be written
 
 
 class Workers:
@@ -234,3 +248,95 @@ def milestones(folder: Path) -> list[str]:
 
 def _since(saved: list[str]) -> str:
     return f"from {saved[-1]}" if saved else "from its start"
+
+
+def storage_trouble(error: BaseException, folder: Path) -> str:
+    """Describes in one line what is wrong with the storage of a stage that failed; "" if the storage is not the cause.
+
+    A missing file is the storage's fault if it lies in the run of the stage's `folder`; readers report it as a
+    ValueError ("...: no such file"). The exceptions that `error` was raised from count too. A `RunError` is final.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, RunError):
+            return ""
+        number = system_error(found)
+        is_missing = number == errno.ENOENT or (isinstance(found, ValueError) and "no such file" in str(found))
+        if number in _OF_STORAGE or (is_missing and str(folder.parent) in str(found)):
+            return cause_of(found) if number is not None else str(found).splitlines()[0]
+        found = found.__cause__
+    return ""
+
+
+def wait_for_storage(folder: Path, seconds: float = STORAGE_SECONDS) -> bool:
+    """Wait until a stage's folder is there and has room; False where it stays away."""
+    found: bool = tenacity.Retrying(
+        retry=tenacity.retry_if_result(lambda usable: not usable),
+        stop=tenacity.stop_after_delay(seconds),
+        wait=tenacity.wait_fixed(0.5),
+        retry_error_callback=lambda _: False,
+    )(_is_usable, folder)
+    return found
+
+
+@contextmanager
+def missing_in_one_line(run: Path) -> Iterator[None]:
+    """Between stages nothing waits for the storage. Raises: RunError where files of the run's folder are missing."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if str(run) not in str(error):
+            raise
+        raise RunError(f"{cause_of(error)}; bring the folder back and run the same command again") from error
+
+
+def _is_usable(folder: Path) -> bool:
+    """`inputs.json` is the first thing in it, so a folder that somebody has made again is told from the stage's own."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(os.urandom(PROBE_BYTES))  # no file system can make less of it
+            file.flush()
+            os.fsync(file.fileno())
+        return (folder / "inputs.json").is_file()
+    except OSError:
+        return False
+
+
+@contextmanager
+def saving_on_interrupt(stage: str, can_save: Callable[[], bool]) -> Iterator[None]:
+    """At the first Ctrl-C, ask whoever trains to save and stop. A second one, or `SAVE_SECONDS`, ends the wait.
+
+    `can_save` is asked whether there is anything to save yet. Outside the main thread, and where Ctrl-C is ignored,
+    nothing changes.
+    Raises: KeyboardInterrupt in the end, however the block ends after the request.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # ignored, as in a shell's background
+        yield
+        return
+    last_call = threading.Timer(SAVE_SECONDS, os.kill, (os.getpid(), signal.SIGINT))
+    last_call.daemon = True
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        if stop_requested() or not can_save():
+            raise KeyboardInterrupt
+        request_stop()
+        last_call.start()
+        threading.Thread(target=send_request, name="interrupt", daemon=True).start()
+        console.print(f"{stage}: saving a checkpoint before it stops; Ctrl-C again stops at once", markup=False)
+
+    earlier = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+        if stop_requested():  # it was at its end
+            raise KeyboardInterrupt
+    except Exception as error:  # the ranks' StoppedError, or what else came in between
+        if stop_requested():
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+        last_call.cancel()
+        if stop_requested():
+            withdraw_stop()
+            withdraw_request()

@@ -1,9 +1,15 @@
-"""The stages that a job can have: the built-in ones in their order, and those that a job file brings."""
+"""The stages that a job can have: the built-in ones in order, those that a job file brings, and those of later rounds.
+
+A job with rounds samples the policy that it has trained, learns from those samples, and does so again. A later round is
+more stages, so that pipeline, lineage, plan and report need to know nothing about rounds. Round 2 of `dpo` is the stage
+`dpo_2`. It has the settings of [dpo]; where `dpo` starts from `sft`, it starts from `dpo`, and where `dpo` reads
+`collect`, it reads `collect_2`.
+"""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from dpo.stage import STAGE as DPO
 from evaluation.compare.stage import STAGE as COMPARE
@@ -15,13 +21,17 @@ from reward.stage import STAGE as REWARD
 from sft.rejection.stage import STAGE as REJECTION
 from sft.stage import STAGE as SFT
 from stages.contract import POLICIES, Stage
-from stages.reports.parts import StageReporter
+from stages.reports.parts import StageReport, StageReporter
+from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import plain_reporter
+from stages.run import sources_in, with_sources
+from training.config import Config
 
 PREPARED = "data"  # the folder that a preparation writes, below one of its own name
 WORLD = "world"  # the world's folder, which is a preparation of the job
 
 AnyStage = Stage[Any]
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 @dataclass(frozen=True)
@@ -91,3 +101,91 @@ def registry_with(custom_stages: Sequence[str]) -> Registry:
             raise ValueError(f"stage {place!r}: the name {found.name!r} is taken")
         added.append(replace(found, module=module))
     return BUILT_IN.with_stages(added)
+
+
+def with_rounds(registry: Registry, num_rounds: int, values: Mapping[str, Any]) -> Registry:
+    """The registry with the stages of later rounds after those of the first. `values` are a job's sections, as dicts.
+
+    Raises: ValueError for a job in which no stage or several train a policy, or nothing samples it.
+    """
+    if num_rounds < 2:
+        return registry
+    first = repeated_stages(registry, num_rounds, values)
+    place = registry.names.index(first[-1].name) + 1
+    later = [_of_round(stage, number, first) for number in range(2, num_rounds + 1) for stage in first]
+    taken = [stage.name for stage in later if stage.name in registry]
+    if taken:
+        raise ValueError(f"rounds = {num_rounds}: {taken[0]} is the name of a stage; another name for it was expected")
+    return Registry((*registry.stages[:place], *later, *registry.stages[place:]))
+
+
+def repeated_stages(registry: Registry, num_rounds: int, values: Mapping[str, Any]) -> tuple[AnyStage, ...]:
+    """What a round consists of: the stage that trains the policy, last, and those before it that it learns from."""
+    here = [stage for stage in registry if isinstance(values.get(stage.name), Mapping)]
+    policies = [stage for stage in here if stage.policy_from]
+    if len(policies) != 1:
+        named = ", ".join(f"[{stage.name}]" for stage in policies) or "none"
+        raise ValueError(f"rounds = {num_rounds}: one stage that trains a policy was expected; the job has {named}")
+    policy, names = policies[0], registry.names
+    span = range(names.index(policy.policy_from) + 1, names.index(policy.name) + 1)
+    between, read = [stage for stage in here if names.index(stage.name) in span], {policy.name}
+    for stage in reversed(between):
+        if stage.name in read:
+            sources = {source.partition(":")[0] for source in sources_in(dict(values[stage.name]))}
+            read |= {parent.stage for parent in stage.parents} | sources
+    found = tuple(stage for stage in between if stage.name in read)
+    if not any("prompts" in stage.config.model_fields for stage in found):
+        raise ValueError(
+            f"rounds = {num_rounds}: nothing samples the policy that a round leaves; [collect], and"
+            f' {policy.name}.rankings.source = "collect:rankings", were expected'
+        )
+    return found
+
+
+def _of_round(stage: AnyStage, number: int, first: tuple[AnyStage, ...]) -> AnyStage:
+    policy = first[-1]
+    before = policy.name if number == 2 else _round_name(policy, number - 1)
+    reads = {policy.policy_from: before, **{other.name: _round_name(other, number) for other in first[:-1]}}
+    return replace(
+        stage,
+        name=_round_name(stage, number),
+        repeats=stage.name,
+        round=number,
+        reads=reads,
+        parents=tuple(replace(parent, stage=reads.get(parent.stage, parent.stage)) for parent in stage.parents),
+        policy_from=reads.get(stage.policy_from, ""),
+        report=_round_reporter(stage, number),
+    )
+
+
+def _round_name(stage: AnyStage, number: int) -> str:
+    return f"{stage.name}_{number}"
+
+
+def section_of_round(stage: AnyStage, section: AnyConfig) -> AnyConfig:
+    """The settings of a later round's stage: those of the first round, with what that round reads.
+
+    A policy's `init_from` is dropped, since a later round starts from the policy before it. Any other stage keeps what
+    it starts from.
+    """
+
+    def renamed(source: str) -> str:
+        prefix, separator, name = source.partition(":")
+        return f"{stage.reads.get(prefix, prefix)}{separator}{name}"
+
+    values = with_sources(section.model_dump(), renamed)
+    if stage.policy_from:
+        own = {field for parent in stage.parents if parent.stage == stage.policy_from for field in parent.substitutes}
+        values |= {field: "" for field in (*own, "end_token") if field in values}
+    return type(section).model_validate(values)
+
+
+def _round_reporter(stage: AnyStage, number: int) -> StageReporter:
+    reporter = stage.report or plain_reporter(stage.name)
+
+    def report(folder: StageFolder) -> StageReport:
+        found = reporter.report(folder)
+        headlines = tuple(replace(line, title=f"{line.title}, round {number}") for line in found.headlines)
+        return replace(found, headlines=headlines, sentence=found.sentence and f"Round {number}: {found.sentence}")
+
+    return replace(reporter, title=f"{reporter.title}, round {number}", report=report)

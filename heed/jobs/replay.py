@@ -10,12 +10,11 @@ from typing import Any
 
 from cluster.connection import resolve_precision
 from files.lock import lock
-from heed.jobs.hub_models import hub_models
-from heed.jobs.inputs import inputs_of, what_changed
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
+from heed.jobs.models import hub_models
 from heed.jobs.recovery import Workers
-from heed.jobs.run import Run
+from heed.jobs.run import Run, inputs_of, what_changed
 from lm.tokenizer import Messages
 from ppo.config import PPOConfig
 from ppo.replay import Replayed, replay_iterations

@@ -1,12 +1,23 @@
-"""The report of a run, with what each of its stages shows."""
+"""What a run shows: status.json while it runs, report.json and report.html, and for `heed watch` a page of both."""
 
+import os
+import socket
+import threading
+import time
 import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from heed.jobs.registry import BUILT_IN, registry_with
-from heed.jobs.rounds import with_rounds
+from files.atomic import write_json
+from files.records import as_json
+from heed.jobs.registry import BUILT_IN, registry_with, with_rounds
+from stages.contract import StageWaitsError
+from stages.progress import STATUS, WRITE_EVERY_SECONDS, Restart, RunStatus, StageProgress
 from stages.reports.stage_report import plain_reporter
+from training.notices import in_one_line
 
 if TYPE_CHECKING:
     from stages.reports.page import Live
@@ -44,3 +55,69 @@ def _reporters(folder: Path) -> "dict[str, StageReporter]":
     except ValueError:
         begun = [path.parent.name for path in sorted(folder.glob("*/inputs.json"))]
         return BUILT_IN.reporters | {name: plain_reporter(name) for name in begun if name not in BUILT_IN}
+
+
+class StatusFile:
+    """Keeps the status of a job and writes it every few seconds; use it as a context manager around the job.
+
+    Nothing in the job depends on the file.
+    """
+
+    def __init__(self, folder: Path, num_ranks: Callable[[], Mapping[str, int]]) -> None:
+        now = time.time()
+        self._path, self._num_ranks = folder / STATUS, num_ranks
+        self._status = RunStatus("running", socket.gethostname(), os.getpid(), now, now)
+        self._progress: StageProgress | None = None
+        self._stop, self._lock = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        if error is None:
+            self._change(state="finished", stage="", phase="")
+        elif isinstance(error, StageWaitsError):
+            self._change(state="waiting", message=str(error))
+        elif isinstance(error, KeyboardInterrupt):
+            self.stopped()
+        else:
+            self._change(state="failed", message=in_one_line(error) or str(error).split("\n")[0])
+
+    @contextmanager
+    def stage(self, progress: StageProgress) -> Iterator[None]:
+        """While a stage runs: its name, and what it counts."""
+        self._progress = progress
+        self._change(stage=progress.stage, stage_started=time.time(), phase="", done=0, total=0)
+        yield
+        self._progress = None
+
+    def stopped(self) -> None:
+        """Somebody has ended the run."""
+        self._change(state="stopped")
+
+    def restarted(self, why: str) -> None:
+        """The stage continues after a loss."""
+        found = Restart(time.time(), self._status.stage, why)
+        self._change(restarts=(*self._status.restarts, found))
+
+    def _change(self, **values: object) -> None:
+        with self._lock:
+            self._status = replace(self._status, **values)  # type: ignore[arg-type]
+        self._write()
+
+    def _run(self) -> None:
+        while not self._stop.wait(WRITE_EVERY_SECONDS):
+            self._write()
+
+    def _write(self) -> None:
+        with self._lock, suppress(OSError):  # a full or missing folder is the job's own trouble, which it reports
+            now = replace(self._status, updated=time.time(), workers=self._num_ranks())
+            progress = self._progress
+            if progress is not None:
+                now = replace(now, phase=progress.phase, done=progress.done, total=progress.total)
+            write_json(self._path, as_json(now))

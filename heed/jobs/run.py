@@ -1,17 +1,45 @@
-"""One run of a job: its folder, and the workers that work for it."""
+"""One run of a job on disk: its folder, what each of its stages is made from, and the folders of the stages.
 
+The folder of a stage is kept if the stage continues, replaced if it runs again, and restored if it then cannot begin.
+"""
+
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import tomli_w
+
+from files.atomic import write_json, write_text
+from files.hashes import file_hash
+from files.python_names import file_of, load_function
 from heed.jobs.job import JobConfig
-from stages.progress import StageProgress
+from heed.jobs.registry import AnyStage
+from lm.hub import model_hash
+from stages.contract import StageWaitsError
+from stages.lineage import LINEAGE, Inputs, outputs_hash, started_with
+from stages.progress import StageProgress, console
 from stages.run import StageRun, StageWorkers
 from stages.world import World
+
+NUM_KEYS_SHOWN = 4  # of those that changed
+REPLACED = "replaced"
+_OPENED = ("inputs.json", "config.toml")  # what `open_folder` writes
+
+# Keys of any stage that say how a batch is split, how often the stage saves and evaluates, and whether invalid rows
+# stop it, which changes no result of a stage that was not stopped.
+_SPLIT_KEYS = ("micro_batch_size", "micro_batch_tokens", "forward_tokens")
+LAYOUT_KEYS = frozenset(
+    (*_SPLIT_KEYS, "save_every_steps", "save_every_iterations", "evaluate_every_steps", "on_invalid")
+)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a job."""
+    """One run of a job: its folder, and the workers that work for it."""
 
     job: JobConfig
     folder: Path
@@ -29,3 +57,113 @@ class Run:
     def output(self, name: str) -> Path:
         """What later stages read of a stage or a preparation."""
         return self.folder / name / self.job.registry.output(name)
+
+
+def inputs_of(run: Run, stage: AnyStage) -> Inputs:
+    """What the stage would be made from now, without how the work is split and logged, which changes no result."""
+    # The stage's config is kept as TOML, which has no null.
+    sections = {
+        name: run.job.part(name).model_dump(mode="json", exclude_none=True)
+        for name in (stage.name, *stage.sections, *stage.optional_sections)
+        if run.job.part(name) is not None
+    }
+    config = {name: _without(section, LAYOUT_KEYS | stage.layout_keys) for name, section in sections.items()}
+    config["precision"] = run.job.engine.resolved_precision()
+    parents = {parent: outputs_hash(run.output(parent)) for parent in run.job.parents(stage.name)}
+    return Inputs(stage.name, run.job.seed, config, parents, _data_hashes(run.of(stage.name), stage, config))
+
+
+def _without(value: Any, left_out: frozenset[str]) -> Any:
+    """A dumped config without some keys, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without(item, left_out) for key, item in value.items() if key not in left_out}
+    return [_without(item, left_out) for item in value] if isinstance(value, list) else value
+
+
+def _data_hashes(run: StageRun, stage: AnyStage, config: Mapping[str, Any]) -> dict[str, str]:
+    """SHA-256 by name of what the config's sections read, of the models that the stage's own section names,
+    and of the files in which the functions that it names, and a stage that the job brings, are written.
+    """
+    found, section = run.source_hashes(dict(config)), config[stage.name]
+    for field in stage.model_fields:
+        if section.get(field):
+            found[section[field]] = model_hash(section[field])
+    for field in stage.function_fields:
+        if section.get(field):
+            found[section[field]] = file_hash(file_of(load_function(section[field], field.replace("_", " "))))
+    if stage.module is not None:
+        found[f"stage {stage.name}"] = file_hash(Path(str(stage.module.__file__)))
+    return found
+
+
+def what_changed(folder: Path, inputs: Inputs) -> str:
+    """Returns which keys differ from those that the stage in `folder` was made with, or else what may differ."""
+    try:
+        before = _flat(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
+    except OSError:
+        return "changed"
+    now = _flat(tomllib.loads(tomli_w.dumps({"seed": inputs.seed, **inputs.config})))
+    keys = [key for key in sorted({**before, **now}) if before.get(key) != now.get(key)]
+    shown = ", ".join(keys[:NUM_KEYS_SHOWN]) + (", ..." if len(keys) > NUM_KEYS_SHOWN else "")
+    return f"changed: {shown}" if keys else "its data or an earlier stage changed"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens nested tables to dotted keys."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
+def is_replaced(folder: Path, inputs: Inputs, *, forced: bool) -> bool:
+    """Returns whether the stage has an earlier folder and starts over: its inputs changed, or a rerun is forced."""
+    is_interrupted = started_with(folder) == inputs.fingerprint and not (folder / LINEAGE).exists()
+    return folder.exists() and (forced or not is_interrupted)
+
+
+@contextmanager
+def open_folder(folder: Path, inputs: Inputs, *, forced: bool) -> Iterator[None]:
+    """Keep the folder of an interrupted stage with the same inputs; otherwise move it away and start an empty one.
+
+    If the block fails, or is interrupted, before it has written anything, the folder that was moved away is put back.
+    """
+    kept = None
+    if is_replaced(folder, inputs, forced=forced):
+        kept = put_aside(folder, "forced" if forced else what_changed(folder, inputs))
+    try:
+        folder.mkdir(exist_ok=True)
+        write_json(folder / "inputs.json", {"fingerprint": inputs.fingerprint})
+        config: dict[str, Any] = dict(inputs.config)
+        write_text(folder / "config.toml", tomli_w.dumps({"seed": inputs.seed, **config}))
+        yield
+    except StageWaitsError:
+        raise
+    except BaseException:  # Ctrl-C too
+        if kept is not None:
+            _put_back(folder, kept)
+        raise
+
+
+def put_aside(folder: Path, reason: str = "changed") -> Path:
+    """Move a replaced stage's folder into `replaced/`, where nothing is deleted. Returns its new path."""
+    target = folder.parent / REPLACED
+    target.mkdir(exist_ok=True)
+    numbers = (path.name.removeprefix(f"{folder.name}-") for path in target.glob(f"{folder.name}-*"))
+    kept = target / f"{folder.name}-{1 + max((int(number) for number in numbers if number.isdigit()), default=0)}"
+    folder.rename(kept)
+    console.print(f"{folder.name}: runs again ({reason}); the earlier result is kept in {kept}", markup=False)
+    return kept
+
+
+def _put_back(folder: Path, kept: Path) -> None:
+    """Undo `put_aside`, unless the new run of the stage has written something or the storage is unavailable."""
+    if any(path.is_file() and path.name not in _OPENED for path in folder.rglob("*")):
+        return
+    with suppress(OSError):
+        for name in _OPENED:
+            (folder / name).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+        kept.rename(folder)
+        console.print(f"{folder.name}: failed before it began; the earlier result is in {folder} again", markup=False)
+        kept.parent.rmdir()  # unless it holds other results

@@ -21,7 +21,7 @@ from files.packages import PACKAGES, ROOT
 from files.python_names import user_folders
 from files.rows import LOADERS
 from heed.jobs.job import JobConfig
-from heed.jobs.toml_values import BASE, read_job_values, read_toml
+from heed.jobs.job_file import BASE, read_job_values, read_toml
 
 SHIPPED_MIB = 100  # the head keeps shipped files in memory; larger ones belong in the shared folder
 

@@ -1,17 +1,36 @@
 """The findings that a study tests: the arms each needs, and the claims that decide it (heed/studies/verdicts.py).
 
-The smallest effects that matter were fixed before any run. Gold scores lie between 0 and 1; PPO's gain over SFT in the
-demo is about .24.
+`FINDINGS` are about reward models, PPO and labels. Every claim of `ALGORITHMS` compares algorithms whose arms read the
+same rankings and the same reward model. `LORA_FINDINGS` compare adapters with full tuning, and one body with four roles
+with four models.
+
+The claims and the smallest effects that matter were fixed before any run; docs/findings.md says what the sources claim.
+Gold scores lie between 0 and 1; PPO's gain over SFT in the demo is about .24.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+
 from evaluation.measures.curves import Curve, mean_lead
-from heed.studies.arms import KL_COEFS, LABELERS_PER_TASK
-from heed.studies.contrasts import earlier, last_difference, negated, ratio_difference, rise_and_fall
-from heed.studies.verdicts import Claim, Contrast, Overall, Rule, decide, overall
+from evaluation.statistics.means import bootstrap_mean
+from heed.studies.arms import KL_COEFS, LABELERS_PER_TASK, arm_names
+from heed.studies.verdicts import (
+    Claim,
+    Contrast,
+    Overall,
+    Rule,
+    best_difference,
+    decide,
+    earlier,
+    last_difference,
+    negated,
+    overall,
+    ratio_difference,
+    rise_and_fall,
+)
 from preferences.statistics.estimates import Floats
 
 GOLD = Rule("above", 0.02, "of gold score")
@@ -21,6 +40,17 @@ BITS = Rule("above", 0.01, "bits per byte")
 ACCURACY = Rule("above", 0.01, "of accuracy")
 NO_SHIFT = Rule("within", 0.05, "of gold score")
 LITTLE_COST = Rule("below", 0.05, "of gold score")
+TOKENS = Rule("above", 1.0, "tokens")
+SAME_ACCURACY = Rule("within", 0.02, "of accuracy")
+
+REWARD_MODELS = {"full": "full", "a smaller reward model": "small", "fewer comparisons": "few"}
+PTX_STAGES = ("ppo-kl-low/ppo", "ppo-ptx/ppo")
+ALGORITHM_TITLES = {
+    "ppo": "PPO", "rloo": "RLOO", "grpo": "GRPO", "dr-grpo": "Dr. GRPO", "dpo": "DPO", "ipo": "IPO",
+    "rejection": "rejection sampling",
+}  # fmt: skip
+TITLES = {**ALGORITHM_TITLES, "lora": "PPO by adapters", "shared": "PPO on a shared body"}
+LORA_SOURCE = 'Schulman et al. 2025, "LoRA Without Regret" (thinkingmachines.ai/blog/lora)'
 
 
 class Measures(Protocol):
@@ -68,9 +98,6 @@ class Finding:
         by_seed = [self.contrasts(measures) for measures in seeds]
         claims = tuple(decide(of_claim) for of_claim in zip(*by_seed, strict=True))
         return Found(self, claims, overall(claims), tuple(self.curves(measures) for measures in seeds))
-
-
-REWARD_MODELS = {"full": "full", "a smaller reward model": "small", "fewer comparisons": "few"}
 
 
 def _over_optimisation_curves(of: Measures) -> Curves:
@@ -126,9 +153,6 @@ def _ptx(of: Measures) -> list[Contrast]:
         Contrast("PPO-ptx lowers it by", BITS, ratio_difference(plain, mixed, num_bytes, seed=of.seed)),
         Contrast("PPO-ptx's cost in gold score", LITTLE_COST, cost),
     ]
-
-
-PTX_STAGES = ("ppo-kl-low/ppo", "ppo-ptx/ppo")
 
 
 def _equal_kl_curves(of: Measures) -> Curves:
@@ -200,4 +224,167 @@ FINDINGS = (
         _labelers,
         lambda _of: {},
     ),
+)
+
+
+def pooled(of: Measures, name: str) -> Curve:
+    """The policies of all runs of an algorithm as one curve."""
+    curves = [of.rl(arm) for arm in arm_names(name)]
+    names = tuple(
+        f"{arm}, {policy}" for arm, curve in zip(arm_names(name), curves, strict=True) for policy in curve.names
+    )
+    return replace(
+        curves[0],
+        names=names,
+        kl_KP=np.concatenate([curve.kl_KP for curve in curves]),
+        gold_KP=np.concatenate([curve.gold_KP for curve in curves]),
+        proxy_KP=np.concatenate([curve.proxy_KP for curve in curves]),
+    )
+
+
+def _curves(*names: str) -> Callable[[Measures], Curves]:
+    return lambda of: {TITLES[name]: pooled(of, name) for name in names}
+
+
+def _at_equal_kl(of: Measures, one: str, other: str, rule: Rule = GOLD) -> Contrast:
+    lead = mean_lead("kl", pooled(of, one), pooled(of, other), seed=of.seed)
+    return Contrast(f"{TITLES[one]} minus {TITLES[other]}: gold at equal KL", rule, lead)
+
+
+def _best(of: Measures, one: str, other: str, rule: Rule = GOLD) -> Contrast:
+    lead = best_difference(pooled(of, one), pooled(of, other), seed=of.seed)
+    return Contrast(f"{TITLES[one]} minus {TITLES[other]}: gold of the best policy", rule, lead)
+
+
+def _response_lengths(of: Measures) -> Contrast:
+    grpo_P, dr_grpo_P = (np.mean([of.tokens(arm) for arm in arm_names(name)], axis=0) for name in ("grpo", "dr-grpo"))
+    value = bootstrap_mean(grpo_P - dr_grpo_P, seed=of.seed)
+    return Contrast("GRPO minus Dr. GRPO: tokens of the last policies' responses", TOKENS, value)
+
+
+def _falls(of: Measures) -> list[Contrast]:
+    return [
+        Contrast(
+            f"{TITLES[name]}: gold falls from its maximum to the furthest policy by",
+            GOLD,
+            rise_and_fall(pooled(of, name), seed=of.seed)[1],
+        )
+        for name in ("dpo", "ipo")
+    ]
+
+
+def _best_of_n_curves(of: Measures) -> Curves:
+    return {"best-of-n": of.best_of_n("reward-full"), **_curves(*ALGORITHM_TITLES)(of)}
+
+
+def _best_of_n(of: Measures) -> list[Contrast]:
+    best, *others = _best_of_n_curves(of).items()
+    return [
+        Contrast(
+            f"best-of-n minus {title}: gold at equal KL", GOLD, negated(mean_lead("kl", curve, best[1], seed=of.seed))
+        )
+        for title, curve in others
+    ]
+
+
+def _arms(*names: str) -> tuple[str, ...]:
+    return tuple(arm for name in names for arm in arm_names(name))
+
+
+ALGORITHMS = (
+    Finding(
+        "dpo-frontier",
+        "DPO has more gold than PPO at equal KL",
+        "Rafailov et al. 2023, arXiv 2305.18290, figure 2",
+        _arms("dpo", "ppo"),
+        lambda of: [_at_equal_kl(of, "dpo", "ppo")],
+        _curves("dpo", "ppo"),
+    ),
+    Finding(
+        "ppo-over-dpo",
+        "PPO's best policy is better than DPO's",
+        "Xu et al. 2024, arXiv 2404.10719",
+        _arms("dpo", "ppo"),
+        lambda of: [_best(of, "ppo", "dpo")],
+        _curves("ppo", "dpo"),
+    ),
+    Finding(
+        "rloo",
+        "RLOO is better than PPO",
+        "Ahmadian et al. 2024, arXiv 2402.14740",
+        _arms("rloo", "ppo"),
+        lambda of: [_at_equal_kl(of, "rloo", "ppo"), _best(of, "rloo", "ppo")],
+        _curves("rloo", "ppo"),
+    ),
+    Finding(
+        "dr-grpo",
+        "GRPO lengthens responses; Dr. GRPO does not, at equal quality",
+        "Liu et al. 2025, arXiv 2503.20783",
+        _arms("grpo", "dr-grpo"),
+        lambda of: [_response_lengths(of), _at_equal_kl(of, "dr-grpo", "grpo", NO_SHIFT)],
+        _curves("grpo", "dr-grpo"),
+    ),
+    Finding(
+        "dpo-over-optimisation",
+        "Direct alignment over-optimises: gold falls at the smallest β",
+        "Rafailov et al. 2024, arXiv 2406.02900",
+        _arms("dpo", "ipo"),
+        _falls,
+        _curves("dpo", "ipo"),
+    ),
+    Finding(
+        "online",
+        "Online algorithms have more gold than offline ones at equal KL",
+        "Tang et al. 2024, arXiv 2405.08448, for IPO's loss online and offline",
+        _arms("rloo", "ppo", "ipo"),
+        lambda of: [_at_equal_kl(of, "rloo", "ipo"), _at_equal_kl(of, "ppo", "ipo")],
+        _curves("rloo", "ppo", "ipo"),
+    ),
+    Finding(
+        "raft",
+        "Rejection sampling is better than PPO",
+        "Dong et al. 2023, arXiv 2304.06767",
+        _arms("rejection", "ppo"),
+        lambda of: [_at_equal_kl(of, "rejection", "ppo"), _best(of, "rejection", "ppo")],
+        _curves("rejection", "ppo"),
+    ),
+    Finding(
+        "best-of-n",
+        "Best-of-n has more gold at equal KL than every algorithm that trains",
+        "Gao et al. 2022, arXiv 2210.10760, for PPO",
+        _arms(*ALGORITHM_TITLES),
+        _best_of_n,
+        _best_of_n_curves,
+    ),
+)
+
+
+def _lora_accuracy(of: Measures) -> list[Contrast]:
+    (right, compared), (full, _) = of.right_pairs("reward-lora"), of.right_pairs("reward-full")
+    lead = ratio_difference(right, full, compared, seed=of.seed)
+    return [Contrast("reward model by adapters minus full: accuracy", SAME_ACCURACY, lead)]
+
+
+def _against_ppo(name: str, title: str, source: str, arm: str) -> Finding:
+    return Finding(
+        name,
+        title,
+        source,
+        _arms(arm, "ppo"),
+        lambda of: [_at_equal_kl(of, arm, "ppo", NO_SHIFT), _best(of, arm, "ppo", NO_SHIFT)],
+        _curves(arm, "ppo"),
+    )
+
+
+LORA_FINDINGS = (
+    Finding(
+        "lora-reward",
+        "A reward model of adapters is as accurate as a fully tuned one",
+        LORA_SOURCE,
+        ("reward-lora", "reward-full"),
+        _lora_accuracy,
+        lambda of: {name: of.best_of_n(name) for name in ("reward-lora", "reward-full")},
+    ),
+    _against_ppo("lora-ppo", "PPO by adapters against PPO of all weights", LORA_SOURCE, "lora"),
+    _against_ppo("shared-body", "PPO on one shared body against PPO with four models", "Heed", "shared"),
 )

@@ -8,7 +8,7 @@ and a later finding reuses the arms that it shares with others.
       seed-0/ARM/              their run folders
       seed-0/rankings/         subsets of the base's comparisons, one per reward model
       seed-0/measured/         samples and scores
-      measures/seed-0.npz      what the findings are computed from (heed/studies/stored.py)
+      measures/seed-0.npz      what the findings are computed from (heed/studies/measures.py)
       findings.json, findings.md, figures/
 """
 
@@ -20,14 +20,10 @@ from evaluation.measures.overoptimisation import MIN_POLICIES
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
-from heed.studies.algorithm_arms import every_arm
-from heed.studies.algorithms import ALGORITHMS
-from heed.studies.arms import LABELERS_PER_TASK, Arm, arm_job, with_those_before, write_cuts
-from heed.studies.findings import FINDINGS, Finding, Found, Measures
-from heed.studies.lora import LORA_FINDINGS
-from heed.studies.measures import SeedMeasures
+from heed.studies.arms import LABELERS_PER_TASK, Arm, arm_job, every_arm, with_those_before, write_cuts
+from heed.studies.findings import ALGORITHMS, FINDINGS, LORA_FINDINGS, Finding, Found, Measures
+from heed.studies.measures import Recorded, SeedMeasures, StoredMeasures, measures_file, stamps_of
 from heed.studies.report import write_findings
-from heed.studies.stored import Recorded, StoredMeasures, measures_file, stamps_of
 from ppo.stage import STAGE as PPO
 from stages.progress import console
 

@@ -8,7 +8,7 @@ import random
 from dataclasses import replace
 
 from heed.worlds.answers import perfect_answer, render
-from heed.worlds.grammar import PATTERNS
+from heed.worlds.grammar import BOYS, CATEGORIES, GIRLS, NUMBER_WORDS, PATTERNS, join_words
 from heed.worlds.instructions import (
     BRIEF_BOUNDS,
     Request,
@@ -20,7 +20,6 @@ from heed.worlds.instructions import (
     draw_story,
     questions_on,
 )
-from heed.worlds.vocabulary import BOYS, CATEGORIES, GIRLS, NUMBER_WORDS, join_words
 
 
 def _story(rng: random.Random) -> str:

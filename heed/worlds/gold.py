@@ -18,7 +18,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from heed.worlds.answers import STORY_TAGS, step_words
-from heed.worlds.grammar import Sentence, parse_sentence, parse_text
+from heed.worlds.grammar import (
+    LIST_CATEGORIES,
+    ORDINALS,
+    TAG_OF,
+    TOOL_OF,
+    Sentence,
+    child_of,
+    parse_sentence,
+    parse_text,
+    pronoun_of,
+)
 from heed.worlds.instructions import (
     BriefRequest,
     ListRequest,
@@ -28,7 +38,6 @@ from heed.worlds.instructions import (
     StoryRequest,
     read_prompt,
 )
-from heed.worlds.vocabulary import LIST_CATEGORIES, ORDINALS, TAG_OF, TOOL_OF, child_of, pronoun_of
 
 OFF_TOPIC = 0.3  # worth of a grammatical sentence that does not belong in the answer
 MISPLACED = 0.6  # worth of a sentence that belongs, but elsewhere

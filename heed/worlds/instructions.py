@@ -10,16 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from heed.worlds.grammar import fill, parse_sentence, parse_text, split_sentences
-from heed.worlds.vocabulary import (
+from heed.worlds.grammar import (
     CATEGORIES,
     LIST_CATEGORIES,
     NUMBER_WORDS,
     NUMBERS,
     STORY_CATEGORIES,
     TAG_OF,
+    fill,
     join_words,
+    parse_sentence,
+    parse_text,
     pronoun_of,
+    split_sentences,
 )
 
 

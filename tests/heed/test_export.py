@@ -13,10 +13,9 @@ import torch
 
 from files.hashes import file_hash
 from heed.cli import main
-from heed.jobs.hub_models import _fetch, hub_models
-from heed.jobs.inputs import inputs_of
 from heed.jobs.job_file import load_job
-from heed.jobs.run import Run
+from heed.jobs.models import _fetch, hub_models
+from heed.jobs.run import Run, inputs_of
 from lm.hub import model_directory, on_this_machine
 from lm.model import ScalarModel
 from lm.source import RandomInit, load

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from evaluation.measures.reward_model import measures_of_scores, read_judged
 from files.atomic import write_json
 from heed.cli import app
-from heed.commands.measure_tables import reward_tables, spread
+from heed.commands.measure import reward_tables, spread
 from heed.studies.over_optimisation import kept_policies
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights

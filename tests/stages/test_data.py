@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from heed.jobs.job_file import load_job
-from heed.jobs.pipeline import _prepare_stages, _prepare_world
-from heed.jobs.preflight import check_data
+from heed.jobs.pipeline import _prepare_stages, _prepare_world, check_data
 from heed.jobs.recovery import Workers
 from heed.jobs.run import Run
 from lm.tokenizer import Tokenizer

@@ -12,9 +12,7 @@ import pytest
 from cluster.failures import WorkerLostError
 from cluster.local_cluster import why_no_network
 from heed.chaos.campaign import choose_kinds, run_chaos, shortest_seconds
-from heed.chaos.disk import small_disk, why_no_disk
-from heed.chaos.driver import Driver
-from heed.chaos.faults import DiskFull, FolderMissing, WorkerHangs
+from heed.chaos.faults import DiskFull, FolderMissing, Schedule, WorkerHangs, small_disk, why_no_disk
 from heed.chaos.result import (
     FAILED,
     RECOVERED,
@@ -27,7 +25,7 @@ from heed.chaos.result import (
     stage_of,
     summary,
 )
-from heed.chaos.schedule import Schedule
+from heed.chaos.round import Driver
 from heed.jobs.recovery import run_to_end
 from heed.jobs.registry import BUILT_IN
 

@@ -6,9 +6,8 @@ from typing import cast
 import pytest
 import tomli_w
 
-from heed.jobs.inputs import inputs_of, what_changed
 from heed.jobs.job_file import load_job
-from heed.jobs.run import Run
+from heed.jobs.run import Run, inputs_of, what_changed
 from stages.world import World
 
 DEBUG = Path(__file__).parents[3] / "configs" / "jobs" / "debug.toml"

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from heed.jobs import interrupts
-from heed.jobs.interrupts import saving_on_interrupt
+from heed.jobs.recovery import saving_on_interrupt
 from training.notices import StoppedError, stop_requested
 
 DEBUG_JOB = Path(__file__).parents[3] / "configs" / "jobs" / "debug.toml"
@@ -47,7 +46,7 @@ def test_the_first_press_asks_and_the_second_stops(capsys: pytest.CaptureFixture
 
 
 def test_the_wait_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupts, "SAVE_SECONDS", 0.2)
+    monkeypatch.setattr("heed.jobs.recovery.SAVE_SECONDS", 0.2)
     begun = time.monotonic()
     assert pressed(1, lambda: time.sleep(30)) == 1
     assert time.monotonic() - begun < 20

@@ -7,9 +7,8 @@ import pytest
 import tomli_w
 
 from heed.jobs.job import JobConfig
-from heed.jobs.job_file import load_job
+from heed.jobs.job_file import load_job, read_job_values
 from heed.jobs.registry import BUILT_IN
-from heed.jobs.toml_values import read_job_values
 from heed.worlds.world import PlaygroundWorld
 
 ROOT = Path(__file__).parents[3]

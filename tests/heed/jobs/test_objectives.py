@@ -14,9 +14,8 @@ import tomli_w
 from cluster.connection import connect, disconnect
 from heed.jobs import recovery
 from heed.jobs.job_file import load_job
-from heed.jobs.pipeline import run_job
+from heed.jobs.pipeline import check_data, run_job
 from heed.jobs.plan import Setting, make_plan
-from heed.jobs.preflight import check_data
 from heed.jobs.run import Run
 from lm.config import ModelConfig
 from lm.model import ScalarModel, init_weights

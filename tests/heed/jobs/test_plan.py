@@ -338,12 +338,11 @@ def test_the_command_prints_tables_and_says_what_does_not_fit() -> None:
 
 
 def test_a_shape_that_is_written_out_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    from heed.jobs import model_shape
 
     def fetch(name: str) -> Path:
         raise ValueError(f"{name} would be fetched")
 
-    monkeypatch.setattr(model_shape, "model_directory", fetch)
+    monkeypatch.setattr("heed.jobs.models.model_directory", fetch)
     path = JOBS / "cluster" / "hh-0.5b-1gpu.toml"
     assert load_job(path, opens_models=False).model is not None
     with pytest.raises(ValueError, match=r"sft\.init_from: Qwen/Qwen2\.5-0\.5B would be fetched"):

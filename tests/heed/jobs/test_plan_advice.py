@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from heed.cli import app
 from heed.jobs.job_file import load_job
-from heed.jobs.plan import Plan, Setting, make_plan
-from heed.jobs.plan_advice import advice, changes_that_fit
+from heed.jobs.plan import Plan, Setting, advice, changes_that_fit, make_plan
 from lm.config import ModelConfig
 from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from heed.jobs.job_file import load_job
-from heed.jobs.preflight import check_data
+from heed.jobs.pipeline import check_data
 from heed.jobs.run import Run
 from training.notices import speaking_through
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from heed.jobs.job_file import load_job
-from heed.jobs.preflight import check_data
+from heed.jobs.pipeline import check_data
 from heed.jobs.run import Run
 from tests.lm.published_tokens import PUBLISHED
 from tests.lm.test_published_tokens import write

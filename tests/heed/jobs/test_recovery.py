@@ -17,7 +17,7 @@ from cluster.connection import disconnect
 from cluster.failures import WorkerLostError
 from files.records import read_record
 from heed.jobs.recovery import MAX_LOSSES_IN_PLACE, Workers, run_to_end
-from heed.jobs.status import StatusFile
+from heed.jobs.report import StatusFile
 from stages.progress import STATUS, RunStatus
 from training.notices import RunError
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from heed.jobs.stage_folders import open_folder, put_aside
+from heed.jobs.run import open_folder, put_aside
 from stages.lineage import LINEAGE, Inputs
 
 

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from heed.jobs.job_file import load_job
-from heed.jobs.pipeline import run_job
+from heed.jobs.pipeline import check_data, run_job
 from heed.jobs.plan import Plan, Setting, make_plan
-from heed.jobs.preflight import check_data
 from heed.jobs.run import Run
-from heed.jobs.starter import Starter
-from heed.jobs.starter_sections import ALGORITHMS, POLICY_GRADIENTS, batch_for, batch_toml
+from heed.jobs.starter import ALGORITHMS, POLICY_GRADIENTS, Starter, batch_for, batch_toml
 from lm.tokenizer import Tokenizer
 from preferences.rankings import is_heldout
 from reward.comparisons import RankingsConfig, read_rankings

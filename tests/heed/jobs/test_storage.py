@@ -10,8 +10,7 @@ from sqlalchemy import Connection, event
 
 import heed.jobs.recovery as recovery_module
 from cluster.failures import WorkerError
-from heed.jobs.recovery import MAX_LOSSES_IN_PLACE, run_to_end
-from heed.jobs.storage import missing_in_one_line, storage_trouble, wait_for_storage
+from heed.jobs.recovery import MAX_LOSSES_IN_PLACE, missing_in_one_line, run_to_end, storage_trouble, wait_for_storage
 from preferences.records import Message, Task
 from preferences.store import LabelStore
 from stages.lineage import require_outputs

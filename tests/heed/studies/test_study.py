@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from heed.jobs.job_file import load_job
-from heed.studies.arms import arm_job, arms_of, cut_rankings, with_those_before
+from heed.studies.arms import arm_job, basic_arms, cut_rankings, with_those_before
 from heed.studies.measures import pairs_right
 from heed.studies.study import QUICK, run_study
 from preferences.records import Message, Ranking
@@ -109,7 +109,7 @@ def test_arms_are_jobs_that_differ_in_what_they_are_named_for(tmp_path: Path, mo
     for stage in ("base/pretrain", "base/sft", "small-base/sft"):
         shutil.copytree(model_folder, tmp_path / stage / "model")
     job = load_job(JOBS / "study.toml", ["pretrain.seq_len=65", "sft.seq_len=65"])  # what the tiny model holds
-    arms = arms_of(job, tmp_path)
+    arms = basic_arms(job, tmp_path)
     jobs = {name: arm_job(job, arm, tmp_path).model_dump(exclude={"name"}) for name, arm in arms.items()}
     assert {name: arm.stages for name, arm in arms.items() if name.startswith("reward")} == {
         f"reward-{name}": ("reward",) for name in ("full", "few", "small", "2", "4")

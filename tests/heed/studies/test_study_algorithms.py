@@ -10,13 +10,11 @@ import pytest
 
 from evaluation.measures.curves import Curve
 from heed.jobs.job_file import load_job
-from heed.studies.algorithm_arms import BEST_OF, algorithm_arms, every_arm, lora_arms
-from heed.studies.algorithms import ALGORITHMS, pooled
-from heed.studies.arms import arm_job
-from heed.studies.contrasts import best_difference
-from heed.studies.lora import LORA_FINDINGS
-from heed.studies.stored import Recorded, StoredMeasures
+from heed.studies.arms import BEST_OF, algorithm_arms, arm_job, every_arm, lora_arms
+from heed.studies.findings import ALGORITHMS, LORA_FINDINGS, pooled
+from heed.studies.measures import Recorded, StoredMeasures
 from heed.studies.study import QUICK, run_study
+from heed.studies.verdicts import best_difference
 from preferences.statistics.estimates import Floats
 from tests.heed.studies.test_study import JOBS, TINY
 from tests.heed.studies.test_study_findings import BY_N, FAR, NUM_PROMPTS, look, planted

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from evaluation.measures.curves import Curve
-from heed.studies.contrasts import earlier, ratio_difference, rise_and_fall
 from heed.studies.findings import FINDINGS, GOLD, LITTLE_COST, NO_SHIFT, Finding, Found
 from heed.studies.report import as_markdown, draw_curves, standalone
-from heed.studies.verdicts import Contrast, Rule, decide, overall
+from heed.studies.verdicts import Contrast, Rule, decide, earlier, overall, ratio_difference, rise_and_fall
 from preferences.statistics.estimates import UNKNOWN, Floats, Interval
 from reward.best_of_n import best_of_n_kl
 

@@ -4,12 +4,10 @@ import random
 
 import pytest
 
-from heed.worlds.answers import perfect_answer, render
-from heed.worlds.flaws import FLAWS, SECOND_FLAWS, Draft
+from heed.worlds.answers import FLAWS, SECOND_FLAWS, Draft, perfect_answer, render
 from heed.worlds.gold import gold_score
-from heed.worlds.grammar import parse_sentence
+from heed.worlds.grammar import CATEGORIES, TAG_OF, parse_sentence
 from heed.worlds.instructions import draw_question, kind_of, questions_on, read_prompt
-from heed.worlds.vocabulary import CATEGORIES, TAG_OF
 from heed.worlds.world import DRAWS, KIND_WEIGHTS
 
 

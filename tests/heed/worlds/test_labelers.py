@@ -8,9 +8,8 @@ import pytest
 from pydantic import ValidationError
 from scipy.stats import multivariate_normal
 
-from heed.worlds.calibration import Agreement, draw_tasks, measure_agreement
 from heed.worlds.labelers import LabelerConfig, ScriptedLabeler, Taste, draw_labelers
-from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
+from heed.worlds.world import Agreement, PlaygroundConfig, PlaygroundWorld, draw_tasks, measure_agreement
 from preferences.records import Judgment, Message, ShownTask, Task
 from preferences.statistics.summary import summary
 

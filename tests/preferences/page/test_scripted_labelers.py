@@ -15,8 +15,8 @@ from scipy import stats
 
 from benchmarks.known_labelers import FLAG, REASON, TRAITS, KnownLabeler, Size, draw_tasks, judged
 from benchmarks.label_truth import held_against_truth, is_covered
-from heed.worlds.calibration import draw_tasks as draw_playground_tasks
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
+from heed.worlds.world import draw_tasks as draw_playground_tasks
 from preferences.page.client import answer_in_turns
 from preferences.page.config import LabelingConfig
 from preferences.page.service import SEED

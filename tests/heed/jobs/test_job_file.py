@@ -5,9 +5,8 @@ from textwrap import dedent
 
 import pytest
 
-from heed.jobs.job_file import load_job
+from heed.jobs.job_file import load_job, merged, read_job_values
 from heed.jobs.submission import packed
-from heed.jobs.toml_values import merged, read_job_values
 
 DEBUG = Path(__file__).parents[3] / "configs" / "jobs" / "debug.toml"
 

@@ -1,14 +1,21 @@
-"""The shape of a job's policy: written out, named, pasted from a config.json, or that of the model it starts from."""
+"""The models that a job names: the shape of its policy, and the copies that each machine downloads.
 
+The shape is written out, named, pasted from a config.json, or that of the model that the first stage starts from.
+Models from the hub and GGUF files are downloaded, or dequantised, by every machine for itself.
+"""
+
+import socket
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from cluster.group import WorkerGroup
+from heed.jobs.job import JobConfig
 from heed.jobs.registry import Registry
 from lm.config import ModelConfig
-from lm.hub import is_gguf, model_directory, shape_and_tokenizer
+from lm.hub import hub_name, is_gguf, model_directory, on_this_machine, shape_and_tokenizer
 from lm.weights import PRETRAINED, PURPOSES, config_from_hf, purpose_of, read_config
 
 
@@ -88,3 +95,39 @@ def built_in_shape(name: str) -> dict[str, Any] | None:
 
 def _shape_files(folder: Path) -> list[Path]:
     return [*folder.glob("*.toml"), *folder.glob("*/*.toml")]
+
+
+def hub_models(job: JobConfig) -> tuple[Path, ...]:
+    """The folders on this machine of the hub models that the job's stages name, downloaded if needed; the GGUF files.
+
+    Raises: ValueError naming the field of a model that is neither a folder, nor a GGUF file, nor on the hub.
+    """
+    found = list[Path]()
+    for stage in job.stages:
+        for field in stage.model_fields:
+            name = getattr(job.section_of(stage), field)
+            try:
+                folder = model_directory(name) if name else Path()
+                found += [folder] if hub_name(folder) else []
+                found += [Path(name).expanduser().absolute()] if is_gguf(name) else []
+            except ValueError as error:
+                raise ValueError(f"{stage.name}.{field}: {error}") from None
+    return tuple(dict.fromkeys(found))
+
+
+def fetch_models(group: WorkerGroup, models: Sequence[Path]) -> None:
+    """Download these models on each machine of a group that lacks them, and dequantise these GGUF files, which all
+    machines must see. No rank waits for another meanwhile.
+
+    Raises: ValueError naming the machine that cannot, and why.
+    """
+    if models:
+        group.run("hub models", _fetch, models)
+
+
+def _fetch(models: Sequence[Path]) -> None:
+    for folder in models:
+        try:
+            _ = model_directory(str(folder)) if is_gguf(str(folder)) else on_this_machine(folder)
+        except ValueError as error:
+            raise ValueError(f"{socket.gethostname()}: {error}") from None
