@@ -309,8 +309,8 @@ def make_fault(
         case "hang":
             return WorkerHangs(worker, inf if which < 0.5 else 1.0 + (LONGEST_SHORT_HANG_SECONDS - 1.0) * length)
         case "partition":
-            assert cluster.local_cluster is not None, "cutting links needs a network of namespaces"
-            return LinkDown(cluster.local_cluster, node, seconds)
+            assert cluster.network is not None, "cutting links needs a network of namespaces"
+            return LinkDown(cluster.network, node, seconds)
         case "freeze":
             return NodeFrozen(cluster, node, seconds)
         case "disk":
