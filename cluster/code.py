@@ -5,7 +5,7 @@ from types import ModuleType
 from ray import cloudpickle
 from ray.job_config import JobConfig
 
-from files.packages import source_tree
+from files.importing import source_tree
 
 
 class HeedFirst(JobConfig):

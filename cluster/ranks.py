@@ -17,7 +17,7 @@ from cluster.environment import WORKER_ENVIRONMENT
 from cluster.heartbeat import forget_beats
 from cluster.places import Bundle, hidden_gpus, most_ranks_per_node, nodes_of, place
 from cluster.worker import _Worker
-from files.python_names import user_folders
+from files.importing import user_folders
 
 
 @dataclass

@@ -10,9 +10,8 @@ from typing import Any
 import ray
 
 from cluster.heartbeat import send_beats
-from files.imports import imports_uncollected
+from files.importing import import_from, imports_uncollected
 from files.ports import free_port
-from files.python_names import import_from
 
 
 class _Worker:

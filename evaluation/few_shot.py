@@ -12,10 +12,10 @@ import numpy as np
 from evaluation.statistics.means import NUM_RESAMPLES
 from files.fields import text_field
 from lm.generation import generate
-from lm.inference import load_for_inference
 from lm.model import LanguageModel
 from lm.sampling import Choice
 from lm.sequence_logprobs import sequence_logprobs
+from lm.source import load_for_inference
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 from preferences.statistics.bootstrap import bootstrap_ratio

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from files.invalid import InvalidRows
+from files.rows import InvalidRows
 from stages.lengths import Measures
 from training.data import SourceConfig, read_valid
 

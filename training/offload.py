@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lm.pinned import host_bytes
+from lm.transfer import host_bytes
 
 
 class Offload:

@@ -17,7 +17,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lm.pinned import host_bytes
+from lm.transfer import host_bytes
 from training.checkpoint import begin_checkpoint
 from training.checkpoint_part import CheckpointPart
 from training.failures import CheckpointError

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Self
 
 from lm.generation import generate
-from lm.inference import load_for_inference
 from lm.model import LanguageModel
 from lm.sampling import Choice
+from lm.source import load_for_inference
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder
 from reward.sampling import BATCH

@@ -8,7 +8,7 @@ from typing import Any
 import tomli_w
 
 from files.hashes import file_hash
-from files.python_names import file_of, load_function
+from files.importing import file_of, load_function
 from heed.jobs.registry import AnyStage
 from heed.jobs.run import Run
 from lm.hub import model_hash

@@ -20,9 +20,8 @@ from cluster.connection import disconnect
 from cluster.failures import WorkerError
 from cluster.precision import resolve_precision
 from cluster.sigterm import call_on_sigterm
-from files.atomic import write_text
+from files.atomic import lock, write_text
 from files.hashes import file_hash
-from files.lock import lock
 from heed.jobs.hub_models import hub_models
 from heed.jobs.inputs import inputs_of
 from heed.jobs.interrupts import saving_on_interrupt

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from files.python_names import load_function
+from files.importing import load_function
 from files.rows import LOADERS
 from heed.jobs.job import JobConfig
 from heed.jobs.run import Run

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.precision import resolve_precision
-from files.lock import lock
+from files.atomic import lock
 from heed.jobs.hub_models import hub_models
 from heed.jobs.inputs import inputs_of, what_changed
 from heed.jobs.job import JobConfig

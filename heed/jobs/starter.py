@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from files.atomic import write_text
 from files.conversations import AUTO, NAMES
-from files.invalid import OnInvalid
-from files.python_names import load_function
-from files.rows import is_file_name
+from files.importing import load_function
+from files.rows import OnInvalid, is_file_name
 from heed.jobs.job_file import load_job
 from heed.jobs.model_shape import shape_of
 from heed.jobs.starter_sections import (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import tomli_w
 
 from files.conversations import AUTO
-from files.invalid import OnInvalid
+from files.rows import OnInvalid
 from stages.lengths import Lengths
 from training.packing import best_fit
 

@@ -26,8 +26,8 @@ from heed.jobs.job import JobConfig
 from heed.studies.algorithm_arms import every_arm
 from heed.studies.arms import collected
 from heed.studies.over_optimisation import kept_policies
-from lm.inference import load_for_inference
 from lm.model import LanguageModel
+from lm.source import load_for_inference
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 from ppo.stage import STAGE as PPO

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from files.fields import shown
-from files.invalid import InvalidRows
+from files.rows import InvalidRows
 from preferences.current import current_judgments, ranking_of, why_excluded
 from preferences.formats.parts import UNKNOWN, Format, JudgedTask, Report, Row, Vote
 from preferences.naming import NO_LOCATIONS, named

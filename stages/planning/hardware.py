@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 import lm.native.install  # noqa: F401  # products as a model's layers compute them
-from lm.linear import linear
+from lm.layers import linear
 
 GIB = 2**30
 

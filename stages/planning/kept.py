@@ -5,9 +5,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lm.activations import Pass
 from lm.config import ModelConfig
-from lm.native.build import library
+from lm.inspection import Pass
+from lm.native.kernels import library
 from stages.planning.memory import Counts, Layout, casts_of
 from stages.planning.training import activation_bytes, training_phases
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from lm.activations import Pass, forward_bytes
 from lm.config import ModelConfig
+from lm.inspection import Pass, forward_bytes
 from stages.planning.kept import KEPT_BYTES, KeptPass, KeptPasses
 from stages.planning.memory import Counts, Layout, Memory, casts_of
 from stages.planning.sampling import GENERATION_ROWS, rows_at_once, sampling_phase, scoring_phase

@@ -2,10 +2,9 @@
 
 import torch
 
-from lm.activations import Pass, forward_bytes
 from lm.config import ModelConfig
-from lm.graphs import PROMPT_TOKENS, rows_in
-from lm.inspection import cache_bytes_per_token
+from lm.decoding import PROMPT_TOKENS, rows_in
+from lm.inspection import Pass, cache_bytes_per_token, forward_bytes
 from lm.logprobs import LOGITS_AT_ONCE
 from lm.native.decoder import what_a_decoder_misses
 from lm.padding import MAX_ROWS, MAX_TOKENS

@@ -5,8 +5,8 @@ in bf16; without ZeRO, autocast keeps fp32 weights). Which ZeRO stage shards wha
 1910.02054, section 3); what this code and DeepSpeed hold in addition was measured (docs/plan.md).
 """
 
-from lm.activations import Pass, block_bytes, ends_bytes, gradient_bytes
 from lm.config import ModelConfig
+from lm.inspection import Pass, block_bytes, ends_bytes, gradient_bytes
 from lm.logprobs import PART_NUMBERS
 from lm.weights import MAX_FILE_BYTES
 from stages.planning.memory import MAX_LIVE, Counts, Layout, Memory, casts_of
