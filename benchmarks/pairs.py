@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from heed.jobs.job_file import load_job
-from lm.dropout import sequence_keys
+from lm.layers import sequence_keys
 from lm.source import on_meta
 from lm.tokenizer import Tokenizer
 from preferences.rankings import split_rankings

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 from lm.config import RopeScaling
-from lm.encoder_decoder import EncoderDecoder
+from lm.encoder import EncoderDecoder
 from lm.families import family_of
 from lm.generation import generate
 from lm.model import LanguageModel, count_parameters

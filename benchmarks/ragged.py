@@ -18,12 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lm.attention import grouped_mask
 from lm.config import ModelConfig
-from lm.grouped_attention import grouped_mask
-from lm.model import LanguageModel, ScalarModel, init_weights
+from lm.model import LanguageModel, ScalarModel, init_weights, one_per_row
 from lm.source import RandomInit
 from lm.tokenizer import Tokenizer
-from lm.transformer import one_per_row
 from lm.weights import save_model
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels, ScoreScale

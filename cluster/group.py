@@ -30,7 +30,7 @@ from cluster.environment import WORKER_ENVIRONMENT
 from cluster.failures import WorkerError
 from cluster.remote import Closeable, Remote
 from cluster.worker import _Worker
-from files.python_names import user_folders
+from files.importing import user_folders
 
 Kept = TypeVar("Kept", bound=Closeable)
 Result = TypeVar("Result")

@@ -16,10 +16,8 @@ from ray import cloudpickle
 from ray.job_config import JobConfig
 
 from cluster.messages import listen_for_request, send_beats, send_notice
-from files.imports import imports_uncollected
-from files.packages import source_tree
+from files.importing import import_from, imports_uncollected, source_tree
 from files.ports import free_port
-from files.python_names import import_from
 from training.notices import speak_through
 
 

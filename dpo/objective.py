@@ -15,7 +15,7 @@ from dpo.config import DPOConfig
 from dpo.learner import PolicyLearner
 from dpo.loss import UntiedPairs, implicit_rewards, preference_loss, sft_loss
 from dpo.responses import PackedResponses
-from lm.upload import spread, upload
+from lm.transfer import spread, upload
 from reward.comparisons import Comparison
 from reward.objective import MAX_RESPONSES, ComparisonObjective
 from training.packing import IntArray

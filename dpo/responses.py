@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dpo.learner import PolicyLearner
-from lm.dropout import sequence_keys
+from lm.layers import sequence_keys
 from lm.logprobs import token_logprobs
-from lm.upload import upload
+from lm.transfer import upload
 from training.packing import IntArray, packed_rows
 from training.tokens import Sequences
 

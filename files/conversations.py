@@ -1,26 +1,30 @@
 """The formats of conversations in files. Rows are recognised by their fields, and all rows of a file have one format.
 
 To add a format, write a function from a row to turns, and add an entry to FORMATS. docs/data.md shows a row of each.
+`preferences.formats` reads both sides of a preference pair; here, demonstrations and prompts are read from the chosen
+side.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from files.fields import (
+    any_messages,
     any_text,
     as_number,
     names,
     object_field,
     objects_field,
     optional_text,
+    present,
     shown,
     text_field,
     text_or_messages,
 )
-from files.pairs import Turn, chosen_turns, message_turns
 
 AUTO = "auto"
 TEXT_ROLE = "text"  # of a plain text, which stands outside any chat template
@@ -39,6 +43,18 @@ SHAREGPT_ROLES = {
 }
 TREE_FIELDS = ("message_tree_id", "prompt")
 TREE_ROLES = {"prompter": "user", "assistant": "assistant"}  # Open-Assistant's
+SPEAKER = re.compile(r"\n\n(Human|Assistant):")  # in HH-RLHF
+TRANSCRIPT_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+class Turn(NamedTuple):
+    """A turn of a conversation, and what the file calls the fields of its text and of its role (if it has one)."""
+
+    role: str
+    content: str
+    content_field: str
+    role_field: str = ""
+    speaker: str = ""  # what the file calls the role; "" = the same as `role`
 
 
 @dataclass(frozen=True)
@@ -123,6 +139,71 @@ def _alpaca(where: str, row: Row, part: Part) -> list[Turn]:
 def _pair(where: str, row: Row, _part: Part) -> list[Turn]:
     """The prompt and the chosen side of a preference pair."""
     return chosen_turns(where, row)
+
+
+def is_transcript(text: Any) -> bool:
+    """Returns whether a text is one of HH-RLHF's transcripts."""
+    return isinstance(text, str) and text.startswith("\n\nHuman:")
+
+
+def transcript_turns(where: str, row: Mapping[str, Any], field: str) -> list[Turn]:
+    """Splits a transcript into turns. The space after a speaker's name is not part of the text."""
+    text = any_text(where, row, field)
+    start, *parts = SPEAKER.split(text)
+    if start.strip() or not parts:
+        raise ValueError(f"{where}: field {field!r} begins with {text[:20]!r}; '\\n\\nHuman: ...' was expected")
+    spoken = enumerate(zip(parts[::2], parts[1::2], strict=True), start=1)
+    return [
+        Turn(
+            TRANSCRIPT_ROLES[name], text.removeprefix(" "), f"{field} (turn {number})", f"{field} (turn {number})", name
+        )
+        for number, (name, text) in spoken
+    ]
+
+
+def implicit_prompt(chosen: str, rejected: str) -> int:
+    """Returns the length of the common beginning of two texts, which is their prompt; 0 if there is none."""
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    length = next((place for place, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    if length and chosen[length - 1] == " ":
+        length -= 1  # the space belongs to the replies
+    return length if chosen[:length].strip() else 0
+
+
+def chosen_turns(where: str, row: Mapping[str, Any]) -> list[Turn]:
+    """Returns the prompt of a preference pair and its chosen answer.
+
+    Raises: ValueError naming file, line and field.
+    """
+    chosen = present(where, row, "chosen")
+    if is_transcript(chosen):
+        return transcript_turns(where, row, "chosen")
+    if not isinstance(chosen, str):
+        turns = message_turns(where, text_or_messages(where, row, "chosen"), "chosen")
+        return [*_pair_prompt(where, row), *turns] if len(turns) == 1 else turns
+    if row.get("prompt") is not None:
+        return [*_pair_prompt(where, row), Turn("assistant", chosen, "chosen")]
+    length = implicit_prompt(chosen, any_text(where, row, "rejected"))
+    if not length:
+        raise ValueError(
+            f"{where}: fields 'chosen' and 'rejected' begin differently; a common prompt, or a field 'prompt', was"
+            " expected"
+        )
+    return [Turn("user", chosen[:length], "chosen"), Turn("assistant", chosen[length:], "chosen")]
+
+
+def message_turns(where: str, messages: Any, field: str) -> list[Turn]:
+    """Returns the turns of a list of messages; their texts may be empty."""
+    turns = enumerate(any_messages(where, messages, field))
+    return [
+        Turn(turn["role"], turn["content"], f"{field}[{index}].content", f"{field}[{index}].role")
+        for index, turn in turns
+    ]
+
+
+def _pair_prompt(where: str, row: Mapping[str, Any]) -> list[Turn]:
+    prompt = text_or_messages(where, row, "prompt")
+    return [Turn("user", prompt, "prompt")] if isinstance(prompt, str) else message_turns(where, prompt, "prompt")
 
 
 def _tree(where: str, row: Row, part: Part) -> list[Turn]:

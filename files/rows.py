@@ -1,25 +1,121 @@
 """Streaming the rows of a file, a folder or a hub id, each with its location for error messages.
 
 It reads JSONL, JSON (a list of objects), CSV, Parquet and plain text, each also as .gz, folders that `datasets` saved
-or can load, and hub ids.
+or can load, and hub ids. Of rows that cannot be used, Heed counts all in a source, names the first few, and refuses or
+skips them.
 """
 
+import csv
+import gzip
+import io
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from files.fields import kind_of
-from files.hub_errors import hub_reason
-from files.invalid import InvalidRows
-from files.lines import read_jsonl, read_list, refuse, starts_a_list
-from files.tables import read_csv
+from files.strict_json import MAX_ROW_BYTES, open_bytes, read_jsonl, read_list, refuse, starts_a_list
 
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".md": "text"}
 SAVED = ("dataset_dict.json", "state.json")  # files in a folder that `datasets` saved
+OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # of CSV, which are refused
+
+HINT = 'on_invalid = "skip" in a job\'s source, or --on-invalid skip of heed init, leaves such rows out'
+SHOWN_ROWS, KEPT_ROWS = 5, 1000  # invalid rows named in an error, and remembered at most
+COUNTED_ROWS = 1_000_000  # most rows read after the first refused one, to count the other invalid ones
+
+OFFLINE = "HF_HUB_OFFLINE is set, and there is no earlier download"
+UNREACHABLE = "the hub cannot be reached, and there is no earlier download"
+REFUSED = "there is no such repository, or it needs `hf auth login` and its licence accepted"
+# Names of the clients' exceptions, which several libraries define.
+ABSENT = frozenset({"RepositoryNotFoundError", "GatedRepoError", "DatasetNotFoundError"})
+AWAY = frozenset(
+    {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError", "ConnectTimeout"}
+)
 
 Row = dict[str, Any]
 Rows = Iterator[tuple[str, Row]]  # (where, row); `where` names file and line, or file and row
+OnInvalid = Literal["refuse", "skip"]
+AnyRow = TypeVar("AnyRow")
+Item = TypeVar("Item")
+
+
+class InvalidRows:
+    """Counts the invalid rows of one source, and keeps the messages about the first KEPT_ROWS of them."""
+
+    def __init__(self, source: str, on_invalid: OnInvalid = "refuse") -> None:
+        self.source, self.on_invalid = source, on_invalid
+        self.num_rows = self.num_invalid = 0
+        self.messages: list[str] = []
+        self._last_row = 0  # where counting stops once a row has been refused
+
+    def add(self, error: ValueError) -> None:
+        """Counts the row that `error` is about."""
+        if not self.num_invalid and self.on_invalid == "refuse":
+            self._last_row = self.num_rows + COUNTED_ROWS
+        self.num_invalid += 1
+        if len(self.messages) < KEPT_ROWS:
+            self.messages.append(str(error))
+
+    def add_unreadable(self, error: ValueError) -> None:
+        """Counts a row that could not even be parsed, so `valid_rows` never sees it."""
+        self.num_rows += 1
+        self.add(error)
+
+    def forget(self) -> None:
+        """Resets the counts, after rows that are not going to be used."""
+        self.num_rows = self.num_invalid = 0
+        self.messages.clear()
+
+    @property
+    def first(self) -> list[str]:
+        return self.messages[:SHOWN_ROWS]
+
+    @property
+    def are_refused(self) -> bool:
+        return bool(self.num_invalid) and self.on_invalid == "refuse"
+
+    @property
+    def has_counted_enough(self) -> bool:
+        return self.are_refused and self.num_rows >= self._last_row
+
+    def finish(self) -> None:
+        """Raises: ValueError that names the first invalid rows, if they are refused or if no row is valid."""
+        if not self.num_invalid or (self.on_invalid == "skip" and self.num_invalid < self.num_rows):
+            return
+        skips = f" ({HINT})" if self.on_invalid == "refuse" else ""
+        if self.num_invalid == 1:
+            raise ValueError(f"{self.first[0]}{skips}")
+        if self.num_invalid == self.num_rows > SHOWN_ROWS:  # most often the same mistake in all of them
+            raise ValueError(f"{self.first[0]} (and none of the {self.num_rows:,} rows is valid)")
+        count = f"{self.num_invalid:,} of {'the first ' if self.has_counted_enough else ''}{self.num_rows:,} rows"
+        more = self.num_invalid - len(self.first)
+        lines = [f"{self.source}: {count} are invalid{skips}:", *self.first, *([f"and {more:,} more"] if more else [])]
+        raise ValueError("\n  ".join(lines))
+
+
+def valid_rows(
+    rows: Iterator[tuple[str, AnyRow]], read: Callable[[str, AnyRow], Item], invalid: InvalidRows
+) -> Iterator[tuple[str, Item]]:
+    """Yields (where, `read(where, row)`) for every row for which `read` raises no ValueError.
+
+    After a refused row it yields nothing more, but keeps reading to count the other invalid rows.
+
+    Raises: ValueError as `InvalidRows.finish` does.
+    """
+    for where, row in rows:
+        invalid.num_rows += 1
+        try:
+            item = read(where, row)
+        except ValueError as error:  # a mistake in the file, with its line
+            invalid.add(error)
+        else:
+            if not invalid.are_refused:
+                yield where, item
+        if invalid.has_counted_enough:
+            break
+    invalid.finish()
 
 
 def read_source(
@@ -104,3 +200,86 @@ def _objects(rows: Iterator[tuple[str, Any]], on_unreadable: Callable[[ValueErro
             yield where, row
         else:
             on_unreadable(ValueError(f"{where}: {kind_of(row)} found; a JSON object was expected"))
+
+
+def read_csv(path: Path, on_unreadable: Callable[[ValueError], None] = refuse) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields (where, row) for every row after the first, whose cells name the columns. Every value is a text.
+
+    It reads RFC 4180: commas, quotes doubled inside quotes, line breaks inside quotes. `where` names the line on which
+    the row begins. Blank lines are passed over. `on_unreadable` gets the error about a row with too few or too many
+    cells; unless it raises, the next row is read.
+
+    Raises: ValueError naming the file and the line, and the column where there is one.
+    """
+    csv.field_size_limit(MAX_ROW_BYTES)
+    # utf-8-sig drops the byte order mark that Excel writes.
+    with open_bytes(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        reader = csv.reader(text, strict=True)
+        columns: list[str] = []
+        while True:
+            where = f"{path}: line {reader.line_num + 1}"
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                raise ValueError(f"{where}: not CSV: {error}") from None
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}, or soon after: not UTF-8: {error.reason}") from None
+            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+                raise ValueError(f"{where}: not a whole gzip file: {error}") from None
+            if cells is None:
+                return
+            if not cells:
+                continue
+            if not columns:
+                columns = _csv_columns(where, cells)
+                continue
+            try:
+                row = _csv_row(where, columns, cells)
+            except ValueError as error:
+                on_unreadable(error)
+            else:
+                yield where, row
+
+
+def _csv_columns(where: str, cells: list[str]) -> list[str]:
+    columns = [cell.strip() for cell in cells]
+    for number, name in enumerate(columns, start=1):
+        if not name:
+            raise ValueError(f"{where}: column {number} has no name; the first line names the columns")
+        if name in columns[: number - 1]:
+            raise ValueError(f"{where}: two columns are named {name!r}; each name was expected once")
+    for separator, separators in OTHER_SEPARATORS.items():
+        if len(columns) == 1 and separator in columns[0]:
+            raise ValueError(f"{where}: columns are separated by {separators}; commas were expected")
+    return columns
+
+
+def _csv_row(where: str, columns: list[str], cells: list[str]) -> dict[str, str]:
+    if len(cells) < len(columns):
+        raise ValueError(f"{where}: column {columns[len(cells)]!r} is missing: {len(cells)} of {len(columns)} cells")
+    if len(cells) > len(columns):
+        raise ValueError(
+            f"{where}: {len(cells)} cells, but {len(columns)} columns; a text with a comma in it must stand in quotes"
+        )
+    return dict(zip(columns, cells, strict=True))
+
+
+def hub_reason(error: BaseException) -> str:
+    """Returns why the hub provided nothing; for an error that is not known here, its type and text."""
+    from huggingface_hub import constants  # takes a moment, and only errors need it
+
+    names = {type(one).__name__ for one in _causes(error)}
+    if constants.HF_HUB_OFFLINE and names & {*ABSENT, *AWAY}:
+        return OFFLINE
+    if names & ABSENT:
+        return REFUSED
+    if names & AWAY:
+        return UNREACHABLE
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    found = [error]
+    while (cause := found[-1].__cause__ or found[-1].__context__) is not None and cause not in found:
+        found.append(cause)
+    return found

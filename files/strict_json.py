@@ -1,16 +1,26 @@
-"""Strict JSON for rows: refuses what Python's parser would silently accept, change or crash on.
+"""Strict JSON for rows, in files of lines or of one list, compressed or not, in bounded memory.
 
-It refuses duplicate keys (of which the last would win), integers beyond 64 bits, deep nesting, and halves of a
-surrogate pair, which no UTF-8 file, tokenizer or database can hold. It reads NaN and Infinity as floats: published
-files contain them, and a field that needs a number refuses them by name.
+It refuses what Python's parser would silently accept, change or crash on: duplicate keys (of which the last would win),
+integers beyond 64 bits, deep nesting, and halves of a surrogate pair, which no UTF-8 file, tokenizer or database can
+hold. It reads NaN and Infinity as floats: published files contain them, and a field that needs a number refuses them by
+name.
 """
 
+import codecs
+import gzip
 import json
 import re
-from collections.abc import Iterator
-from typing import Any
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
 
 MAX_NESTING = 200  # nested lists and objects; Open-Assistant's deepest trees have some 40 levels
+MAX_ROW_BYTES = 32 * 2**20  # uncompressed: a .gz of half a megabyte can hold a line of half a gigabyte
+CHUNK_BYTES = 2**16  # longer than any escape or literal; see _Window.value
+SPACES = " \t\n\r"  # JSON's
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
 _MAX_DIGITS = 20  # of integers that fit 64 bits, including the sign
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -102,3 +112,181 @@ def _integer(digits: str) -> int:
 
 TOO_DEEP = f"nested more than {MAX_NESTING} levels deep"
 DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)
+
+
+def open_bytes(path: Path) -> IO[bytes]:
+    """Opens a file for reading bytes, and decompresses a .gz."""
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+def starts_a_list(path: Path) -> bool:
+    """Whether the first character other than white space opens a list."""
+    with open_bytes(path) as file:
+        while chunk := read_part(path, file, CHUNK_BYTES):
+            if start := chunk.removeprefix(codecs.BOM_UTF8).lstrip():
+                return start.startswith(b"[")
+    return False
+
+
+def refuse(error: ValueError) -> None:
+    """Raises the error about a row that cannot be parsed, so that no later one is read."""
+    raise error
+
+
+def read_jsonl(path: Path, on_unreadable: Callable[[ValueError], None] = refuse) -> Iterator[tuple[str, Any]]:
+    """Yields (where, value) for every line that is not blank.
+
+    It does not use `datasets`, whose parser does not say which line is malformed. `on_unreadable` gets the error about
+    a line that is not JSON or not UTF-8, which names file and line; unless it raises, the next line is read.
+
+    Raises: ValueError, naming file and line, for one that is longer than MAX_ROW_BYTES.
+    """
+    with open_bytes(path) as file:
+        number = 0
+        while line := _read_line(path, file, number + 1):
+            number += 1
+            where = f"{path}: line {number}"
+            if number == 1:
+                line = _without_bom(where, line)
+            if line.strip():
+                try:
+                    value = parse_json(where, _decoded(where, line))
+                except ValueError as error:
+                    on_unreadable(error)
+                else:
+                    yield where, value
+
+
+def _decoded(where: str, line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
+
+
+def _read_line(path: Path, file: IO[bytes], number: int) -> bytes:
+    try:
+        line = file.readline(MAX_ROW_BYTES + 1)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: line {number}: not a whole gzip file: {error}") from None
+    if len(line) > MAX_ROW_BYTES:
+        raise ValueError(f"{path}: line {number}: {_too_long('line')}")
+    return line
+
+
+def _too_long(what: str) -> str:
+    return f"this {what} is longer than {MAX_ROW_BYTES:,} bytes; rows of at most that size were expected"
+
+
+def read_part(path: Path, file: IO[bytes], size: int) -> bytes:
+    """Reads up to `size` bytes. Raises: ValueError for a .gz file that is cut short or not in gzip format."""
+    try:
+        return file.read(size)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: not a whole gzip file: {error}") from None
+
+
+def _without_bom(where: str, start: bytes) -> bytes:
+    """Removes the byte order mark that Excel and Windows put before UTF-8. Raises: ValueError for UTF-16."""
+    if start.startswith(UTF16_MARKS):
+        raise ValueError(f"{where}: the file is UTF-16 according to its first two bytes; save it as UTF-8")
+    return start.removeprefix(codecs.BOM_UTF8)
+
+
+def read_list(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields (where, value) for every entry of a file that is one JSON list, holding one entry at a time.
+
+    Raises: ValueError naming file and line for what is not JSON, and file and row for other errors.
+    """
+    with open_bytes(path) as file:
+        text, number = _Window(path, file), 0
+        assert text.take() == "[", f"{path} does not start a list"
+        ended = text.peek() == "]"
+        while not ended:
+            number += 1
+            where = f"{path}: row {number}"
+            yield where, text.value(where)
+            ended = text.peek() == "]"
+            if not ended and text.peek() != ",":
+                raise text.not_json("Expecting ',' delimiter")
+            if not ended:
+                text.take()
+        text.take()
+        if text.peek():
+            raise text.not_json("Extra data")
+
+
+class _Window:
+    """The part of a file's text that is being parsed. `_at` is the index of the next character."""
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self._path, self._file = path, file
+        self._decode = codecs.getincrementaldecoder("utf-8")().decode
+        self._text, self._at = "", 0
+        self._line, self._column = 1, 1  # of the window's first character
+        self._is_new = True
+
+    def peek(self) -> str:
+        """Returns the next character other than white space, or "" at the end."""
+        while True:
+            while self._at < len(self._text):
+                if self._text[self._at] not in SPACES:
+                    return self._text[self._at]
+                self._at += 1
+            if not self._more():
+                return ""
+
+    def take(self) -> str:
+        found = self.peek()
+        self._at += len(found)
+        return found
+
+    def value(self, where: str) -> Any:
+        """Parses the next value. If the window's end cuts it off, it is parsed again with twice as much text."""
+        self.peek()
+        # The error of the last try. If it stays in the same place with CHUNK_BYTES more, it is not due to the cut.
+        before = ("", -1)
+        while True:
+            try:
+                value, end = DECODER.raw_decode(self._text, self._at)
+                refuse_unsound(value, self._text[self._at : end])
+            except json.JSONDecodeError as error:
+                is_open = error.msg.startswith("Unterminated string")
+                if len(self._text) - self._at > MAX_ROW_BYTES:
+                    raise ValueError(f"{where}: {_too_long('row')}") from None
+                found = (error.msg, error.pos - self._at)
+                if (found == before and not is_open) or not self._more():
+                    raise self.not_json(error.msg, found[1]) from None
+                before = found
+            except NotPlainJSONError as error:
+                raise ValueError(f"{where}: {error}") from None
+            except RecursionError:
+                raise ValueError(f"{where}: {TOO_DEEP}") from None
+            else:
+                self._at = end
+                return value
+
+    def not_json(self, message: str, offset: int = 0) -> ValueError:
+        """Returns an error about the text `offset` characters from here."""
+        line, column = self._place(self._at + offset)
+        return ValueError(f"{self._path}: line {line}: not JSON: {message} at column {column}")
+
+    def _place(self, at: int) -> tuple[int, int]:
+        newline = self._text.rfind("\n", 0, at)
+        column = at - newline if newline >= 0 else self._column + at
+        return self._line + self._text.count("\n", 0, at), column
+
+    def _more(self) -> bool:
+        """Drops the parsed text and reads at least as much as is left. Returns False at the end of the file."""
+        self._line, self._column = self._place(self._at)
+        self._text, self._at = self._text[self._at :], 0
+        size = min(max(CHUNK_BYTES, len(self._text)), max(CHUNK_BYTES, MAX_ROW_BYTES - len(self._text) + 1))
+        chunk = read_part(self._path, self._file, size)
+        if self._is_new:
+            chunk, self._is_new = _without_bom(f"{self._path}: line 1", chunk), False
+        try:
+            self._text += self._decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            line = self._place(len(self._text))[0] + error.object.count(b"\n", 0, error.start)
+            raise ValueError(f"{self._path}: line {line}: not UTF-8: {error.reason}") from None
+        return bool(chunk)

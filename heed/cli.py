@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cluster import local_ray
-from files.imports import imports_uncollected
+from files.importing import imports_uncollected
 from heed.commands.chat import chat
 from heed.commands.compare import compare, judge_again
 from heed.commands.export import export_app

@@ -33,7 +33,7 @@ def require_visible_packages() -> None:
         if spec is None or spec.origin != str(ROOT / "files" / "__init__.py"):
             hiding = spec.origin if spec else "nothing"
             raise ImportError(f"{hiding} hides Heed's package 'files': rename it, or take its folder out of PYTHONPATH")
-        from files.packages import refuse_hidden
+        from files.importing import refuse_hidden
 
         refuse_hidden()
     except ImportError as error:

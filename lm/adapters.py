@@ -1,20 +1,27 @@
-"""Adapters in PEFT's files: `adapter_config.json` and `adapter_model.safetensors`."""
+"""LoRA adapters in PEFT's files, `adapter_config.json` and `adapter_model.safetensors`: read, checked, and written.
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+Checked against PEFT 0.21 (`peft/tuners/lora/config.py`, `check_target_module_exists`, `get_pattern_key`).
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from files.atomic import write_json
-from lm.adapter_folder import ADAPTER_WEIGHTS, PREFIX, A, AdapterFolder, B, adaptable_maps, check_fit, places_of
 from lm.config import ModelConfig
-from lm.encoder import SequenceClassifier, SpanPredictor, TokenClassifier
+from lm.encoder import EncoderModel, SequenceClassifier, SpanPredictor, TokenClassifier
 from lm.families import Stored, family_of
 from lm.hub import ADAPTER_CONFIG, hub_name
+from lm.layers import Linear
 from lm.lora import (
     DOWN,
     UP,
@@ -23,104 +30,282 @@ from lm.lora import (
     adapted_maps,
     freeze_body,
     interleaved,
+    is_adapter,
     kept_adapters,
     linear_maps,
     merged,
     part_rows,
     replace_map,
 )
-from lm.model import ScalarModel
+from lm.model import SCORE, ScalarModel
 from lm.source import ModelSource, on_meta
-from lm.tensor_files import open_tensors
-from lm.tokenizer import Tokenizer
+from lm.tensor_files import open_tensors, part_shape
+from lm.tokenizer import Tokenizer, read_json
 from lm.weights import PURPOSES, Model, WithNewHead, any_folder, purpose_of, save_model
 
-AnyModel = TypeVar("AnyModel", bound=nn.Module)
 ADAPTER = "adapter"  # folder, next to the merged model's
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # before the base's own names
+A, B = ".lora_A.weight", ".lora_B.weight"  # after them
+
+# Fields that change nothing once an adapter is trained, whatever they say. PEFT has many more, whose meaning Heed does
+# not compute: they must be off.
+WITHOUT_EFFECT = {
+    "auto_mapping", "peft_version", "inference_mode", "fan_in_fan_out", "lora_dropout", "megatron_core",
+    "qalora_group_size", "runtime_config", "eva_config", "corda_config", "loftq_config", "lora_ga_config",
+}  # fmt: skip
+# The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change the base's weights, which the adapter's files do not have.
+INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 # PEFT's names of what a model is for; it has none for predicting masked words.
 TASKS = {
     "language": "CAUSAL_LM", "translate": "SEQ_2_SEQ_LM", "score": "SEQ_CLS", "sequence": "SEQ_CLS",
     "token": "TOKEN_CLS", "span": "QUESTION_ANS", "body": "FEATURE_EXTRACTION",
 }  # fmt: skip
 
+AnyModel = TypeVar("AnyModel", bound=nn.Module)
+Layers = dict[str, int | None]  # outputs by name of a layer in the base's layout; None: all of a map's
 
-def save_trained(
-    folder: Path,
-    plain: Model,
-    network: nn.Module,
-    weights: Iterable[tuple[str, Tensor]],
-    tokenizer: Tokenizer,
-    lora: LoRAConfig | None,
-    base: Path,
-    *,
-    name: str = "model",
-) -> None:
-    """Write a trained model into folder/name. One with adapters is merged, and folder/adapter holds only them.
 
-    `plain` is the model without adapters; `network` is what was trained, whose `weights` come in its order. `base` is
-    the model that was adapted.
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is no regular expression: {error}") from None
+    return text
+
+
+Pattern = Annotated[str, AfterValidator(_pattern)]
+
+
+class AdapterConfig(BaseModel):
+    """The fields of `adapter_config.json` that are read: which maps have an adapter, of which rank and scale.
+
+    Layers have the base's names.
     """
-    if lora is None:
-        save_model(folder / name, plain, weights, tokenizer)
-        return
-    kept = dict[str, Tensor]()
-    save_model(folder / name, plain, merged(network, kept_adapters(weights, kept)), tokenizer)
-    save_adapter(folder / ADAPTER, plain, network, kept, lora, base)
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    peft_type: Literal["LORA"]
+    task_type: str | None = None
+    base_model_name_or_path: str | None = None
+    revision: str | None = None
+    r: StrictInt = Field(ge=1)
+    lora_alpha: StrictFloat = Field(gt=0, allow_inf_nan=False)
+    rank_pattern: dict[Pattern, StrictInt] | None = None
+    alpha_pattern: dict[Pattern, StrictFloat] | None = None
+    use_rslora: bool | None = None
+    bias: Literal["none"] | None = None
+    init_lora_weights: bool | str | None = None
+    target_modules: list[str] | Pattern
+    exclude_modules: list[str] | Pattern | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[Pattern] | Pattern | None = None
+    modules_to_save: list[Pattern] | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> "AdapterConfig":
+        """Raises: ValueError naming file, field and value for another type of adapter, a missing field, and an option
+        that Heed does not compute.
+        """
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file; the folder of an adapter in PEFT's layout was expected")
+        raw = read_json(path)
+        if raw.get("peft_type") != "LORA":  # another type has other fields; the first thing to say is which it is
+            raise ValueError(f"{path}: peft_type is {raw.get('peft_type')!r}; 'LORA' was expected")
+        initial = raw.get("init_lora_weights")
+        if (initial.lower() if isinstance(initial, str) else initial) not in INITIALISATIONS:
+            known = " or ".join(map(repr, INITIALISATIONS))
+            raise ValueError(
+                f"{path}: init_lora_weights is {initial!r}; {known} was expected, which leave the base's weights as"
+                " they are (PEFT's save_pretrained converts others, given path_initial_model_for_weight_conversion)"
+            )
+        for field, value in raw.items():
+            if field not in cls.model_fields and field not in WITHOUT_EFFECT and value:
+                raise ValueError(f"{path}: {field} is {value!r}; Heed reads adapters without it")
+        try:
+            return cls.model_validate({field: raw[field] for field in cls.model_fields if field in raw})
+        except ValidationError as error:
+            raise ValueError(f"{path}: {_explained(error, raw)}") from None
+
+    def rank(self, layer: str) -> int:
+        """The rank of a layer's adapter."""
+        return _of_pattern(self.rank_pattern, layer, self.r)
+
+    def scale(self, layer: str) -> float:
+        """alpha / rank, or alpha / √rank in rank-stabilised LoRA (arXiv 2312.03732)."""
+        rank = self.rank(layer)
+        alpha = _of_pattern(self.alpha_pattern, layer, self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def targets(self, layer: str) -> bool:
+        """Whether PEFT puts an adapter on the layer of this name; it leaves out a file's tensors of any other."""
+        is_saved = any(re.match(rf"(^|.*\.){name}($|\..*)", layer) for name in self.modules_to_save or ())
+        if is_saved or _names(self.exclude_modules, layer):
+            return False
+        if isinstance(self.target_modules, str):
+            return self.target_modules == "all-linear" or _names(self.target_modules, layer)
+        return _names(self.target_modules, layer) and self._transforms(layer)
+
+    def saves(self, module: str) -> bool:
+        """Whether the file must hold a module's weights whole, itself or as a part of another module."""
+        parts = module.split(".")
+        owners = (".".join(parts[: end + 1]) for end in range(len(parts)))
+        return any(owner.endswith(name) for owner in owners for name in self.modules_to_save or ())
+
+    def _transforms(self, layer: str) -> bool:
+        """Whether a layer is one of `layers_to_transform`, which are counted by the first number in names."""
+        wanted, patterns = self.layers_to_transform, self.layers_pattern
+        if wanted is None or wanted == []:
+            return True
+        listed = [patterns] if isinstance(patterns, str) else patterns
+        places = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in listed or ()] or [r".*?\.[^.]*\.(\d+)\."]
+        found = next((match for place in places if (match := re.match(place, layer))), None)
+        return found is not None and int(found[1]) in ([wanted] if isinstance(wanted, int) else wanted)
 
 
-def save_adapter(
-    folder: Path, plain: Model, network: nn.Module, kept: Mapping[str, Tensor], lora: LoRAConfig, base: Path
-) -> None:
-    """Write an adapter. `kept` are the values of A, B and new heads by name; the rest as in `save_trained`."""
-    folder.mkdir(exist_ok=True)
-    stored, adapted, is_transposed = dict[str, Tensor](), set[str](), False
-    purpose = PURPOSES[type(plain)]
-    family = family_of(plain.config, purpose)
-    for name, module, place in linear_maps(network):
-        if not isinstance(module, LoRALinear):
-            continue
-        layers = [theirs.removesuffix(".weight") for theirs in place.parts]
-        adapted.update(layers)
-        is_transposed |= place.transposed
-        downs, ups = kept[f"{name}.{DOWN}"].split(module.rank), kept[f"{name}.{UP}"].split(module.part_rows)
-        for layer, down, up in zip(layers, downs, ups, strict=True):
-            stored[f"{PREFIX}{layer}{A}"] = down.detach().contiguous()
-            stored[f"{PREFIX}{layer}{B}"] = up.detach().contiguous()
-    heads = set[str]()
-    own_names = dict(plain.named_parameters())
-    for name, tensor in kept.items():
-        if name in own_names:
-            (theirs,) = family.stored(plain.config, name).parts
-            heads.add(theirs.rpartition(".")[0])
-            stored[f"{PREFIX}{theirs}"] = tensor.detach().contiguous()
-    everything = {theirs.rpartition(".")[0] for name in own_names for theirs in family.stored(plain.config, name).parts}
-    save_file(stored, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    config: dict[str, Any] = {
-        "peft_type": "LORA",
-        "task_type": TASKS[purpose],
-        "base_model_name_or_path": hub_name(base) or str(base),
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": _endings(adapted, everything - adapted),
-        "modules_to_save": sorted(heads) or None,
-        "bias": "none",
-        "lora_dropout": 0.0,
-        "fan_in_fan_out": is_transposed,
-        "use_rslora": False,
-        "inference_mode": True,
-    }
-    write_json(folder / ADAPTER_CONFIG, config)
+def _names(modules: str | Sequence[str] | None, layer: str) -> bool:
+    """Whether modules, an expression for whole names or a list of their ends, name the layer."""
+    if isinstance(modules, str):
+        return re.fullmatch(modules, layer) is not None
+    return any(f".{layer}".endswith(f".{name}") for name in modules or ())
 
 
-def _endings(adapted: set[str], others: set[str]) -> list[str]:
-    """The shortest ends of names by which PEFT finds the adapted maps and no other modules."""
+def _of_pattern(values: Mapping[str, Any] | None, layer: str, default: Any) -> Any:
+    """The value of the first pattern that is the whole end of the layer's name."""
+    found = (value for pattern, value in (values or {}).items() if re.match(rf"(.*\.)?({pattern})$", layer))
+    return next(found, default)
 
-    def ending(name: str) -> str:
-        parts = name.split(".")
-        ends = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
-        return next(end for end in ends if not any(f".{other}".endswith(f".{end}") for other in others))
 
-    return sorted({ending(name) for name in adapted})
+def _explained(error: ValidationError, raw: Mapping[str, Any]) -> str:
+    """The first of the errors: field, value, and what was expected."""
+    first = error.errors()[0]
+    field = str(first["loc"][0])
+    if first["type"] == "missing":
+        return f"{field} is missing"
+    return f"{field} is {raw[field]!r}; {first['msg'].removeprefix('Value error, ')}"
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """A LoRA adapter in PEFT's layout. Raises: as `AdapterConfig.read`; ValueError for missing or damaged weights."""
+
+    folder: Path
+
+    @cached_property
+    def config(self) -> AdapterConfig:
+        return AdapterConfig.read(self.folder / ADAPTER_CONFIG)
+
+    @property
+    def weights(self) -> Path:
+        path = self.folder / ADAPTER_WEIGHTS
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file; weights as PEFT saves them, in safetensors, were expected")
+        return path
+
+    @cached_property
+    def shapes(self) -> dict[str, list[int]]:
+        """Shape of each tensor, by its name in the base's layout."""
+        with open_tensors(self.weights) as file:
+            shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        wrong = next((name for name in shapes if not name.startswith(PREFIX)), None)
+        if wrong is not None:
+            raise ValueError(f"{self.weights}: a tensor {wrong!r}; names that start with {PREFIX} were expected")
+        return {name.removeprefix(PREFIX): shape for name, shape in shapes.items()}
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """A classifier's labels. PEFT keeps no names, so several are called what `transformers` calls them."""
+        heads = [self.shapes[name] for name in ("score.weight", "classifier.weight") if name in self.shapes]
+        num_labels = heads[0][0] if heads else 1
+        return (SCORE,) if num_labels == 1 else tuple(f"LABEL_{number}" for number in range(num_labels))
+
+    def rank(self, layer: str) -> int:
+        """The rank of a layer's adapter; 0 where the file has none."""
+        return self.config.rank(layer) if f"{layer}{A}" in self.shapes else 0
+
+
+def check_fit(adapter: AdapterFolder, model: nn.Module, new: Set[str]) -> None:
+    """Compare names and shapes of an adapter's tensors with the model and with the adapter's config; none is read.
+
+    `new` are our names of weights that the base does not have: the adapter must have them.
+    Raises: ValueError naming the tensors that have no place, that the config leaves out, that are missing, or whose
+    shapes differ; and for an adapter of nothing.
+    """
+    found = adapter.shapes.keys()
+    pairs, left_out = _adapter_shapes(adapter, model)
+    wholes, required = _whole_shapes(adapter, model, new)
+    expected = pairs | wholes
+    layers = {name.removesuffix(A).removesuffix(B) for name in found & pairs.keys()}
+    required |= {f"{layer}{kind}" for layer in layers for kind in (A, B)}
+    wrong = [f"{name}: found, but {ADAPTER_CONFIG} does not target it" for name in sorted(found & left_out)]
+    wrong += [f"{name}: found, not expected" for name in sorted(found - expected.keys() - left_out)]
+    wrong += [f"{name}: expected {expected[name]}, missing" for name in sorted(required - found)]
+    for name in sorted(found & expected.keys()):
+        if adapter.shapes[name] != expected[name]:
+            wrong.append(f"{name}: expected {expected[name]}, found {adapter.shapes[name]}")
+    if wrong:
+        raise ValueError(
+            f"{adapter.weights}: {len(wrong)} tensors do not fit the base model (a {type(model).__name__};"
+            f" {ADAPTER_CONFIG} names {adapter.config.base_model_name_or_path}): {'; '.join(wrong[:3])}"
+        )
+    if not layers:
+        raise ValueError(f"{adapter.weights}: no adapter; tensors named *{A} and *{B} were expected")
+
+
+def _adapter_shapes(adapter: AdapterFolder, model: nn.Module) -> tuple[dict[str, list[int]], set[str]]:
+    """Shapes of A and B of all maps that the config targets; the names of the others."""
+    pairs, left_out = dict[str, list[int]](), set[str]()
+    for module, layers in adaptable_maps(model).values():
+        for layer, rows in zip(layers, part_rows(module, layers), strict=True):
+            rank = adapter.config.rank(layer)
+            pair = {f"{layer}{A}": [rank, module.in_features], f"{layer}{B}": [rows, rank]}
+            if adapter.config.targets(layer):
+                pairs |= pair
+            else:
+                left_out |= pair.keys()
+    return pairs, left_out
+
+
+def _whole_shapes(adapter: AdapterFolder, model: nn.Module, new: Set[str]) -> tuple[dict[str, list[int]], set[str]]:
+    """Shapes of the weights that an adapter may have whole; the names of those that it must have."""
+    shapes = {ours: parameter.shape for ours, parameter in model.named_parameters()}
+    wholes, required = dict[str, list[int]](), set[str]()
+    for ours, place in places_of(model).items():
+        wholes |= {theirs: part_shape(shapes[ours], rows, place) for theirs, rows in place.parts.items()}
+        required |= {theirs for theirs in place.parts if ours in new or adapter.config.saves(theirs.rpartition(".")[0])}
+    return wholes, required
+
+
+def adaptable_maps(model: nn.Module) -> dict[str, tuple[nn.Linear, Layers]]:
+    """The linear maps that may have adapters, by our names, and their layers.
+
+    Heads (`lm.layers.Head`, `lm.layers.Fp32Linear`) compute in their own ways: an adapter has them whole, or not at
+    all.
+    """
+    found, places = dict[str, tuple[nn.Linear, Layers]](), places_of(model)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and type(module) in (nn.Linear, Linear, LoRALinear):
+            parts = places[f"{name}.weight"].parts
+            found[name] = module, {theirs.removesuffix(".weight"): rows for theirs, rows in parts.items()}
+    return found
+
+
+def places_of(model: nn.Module) -> dict[str, Stored]:
+    """Where PEFT has our weights, by our names. A table that the head shares is left out: an adapter that has it whole
+    would untie the model.
+    """
+    shape = model.config
+    assert isinstance(shape, ModelConfig)
+    family = family_of(shape, PURPOSES[type(model)])
+    is_tied = shape.tie_word_embeddings and hasattr(model, "head")
+    names = [name for name, _ in model.named_parameters() if not is_adapter(name)]
+    untied = [name for name in names if not (is_tied and name.endswith("coder.embedding.weight"))]
+    prefix = "bert." if type(model) is EncoderModel else ""  # `transformers` has it only where there is a head
+    return {name: _without_prefix(family.stored(shape, name), prefix) for name in untied}
+
+
+def _without_prefix(place: Stored, prefix: str) -> Stored:
+    return replace(place, parts={theirs.removeprefix(prefix): rows for theirs, rows in place.parts.items()})
 
 
 @dataclass(frozen=True)
@@ -216,3 +401,82 @@ def _with_whole_parts(tensor: Tensor, place: Stored, names: Set[str], own: Calla
 
     before = zip(place.parts, tensor.split(sizes), strict=True)
     return torch.cat([part(theirs) if theirs in names else rows for theirs, rows in before])
+
+
+def save_trained(
+    folder: Path,
+    plain: Model,
+    network: nn.Module,
+    weights: Iterable[tuple[str, Tensor]],
+    tokenizer: Tokenizer,
+    lora: LoRAConfig | None,
+    base: Path,
+    *,
+    name: str = "model",
+) -> None:
+    """Write a trained model into folder/name. One with adapters is merged, and folder/adapter holds only them.
+
+    `plain` is the model without adapters; `network` is what was trained, whose `weights` come in its order. `base` is
+    the model that was adapted.
+    """
+    if lora is None:
+        save_model(folder / name, plain, weights, tokenizer)
+        return
+    kept = dict[str, Tensor]()
+    save_model(folder / name, plain, merged(network, kept_adapters(weights, kept)), tokenizer)
+    save_adapter(folder / ADAPTER, plain, network, kept, lora, base)
+
+
+def save_adapter(
+    folder: Path, plain: Model, network: nn.Module, kept: Mapping[str, Tensor], lora: LoRAConfig, base: Path
+) -> None:
+    """Write an adapter. `kept` are the values of A, B and new heads by name; the rest as in `save_trained`."""
+    folder.mkdir(exist_ok=True)
+    stored, adapted, is_transposed = dict[str, Tensor](), set[str](), False
+    purpose = PURPOSES[type(plain)]
+    family = family_of(plain.config, purpose)
+    for name, module, place in linear_maps(network):
+        if not isinstance(module, LoRALinear):
+            continue
+        layers = [theirs.removesuffix(".weight") for theirs in place.parts]
+        adapted.update(layers)
+        is_transposed |= place.transposed
+        downs, ups = kept[f"{name}.{DOWN}"].split(module.rank), kept[f"{name}.{UP}"].split(module.part_rows)
+        for layer, down, up in zip(layers, downs, ups, strict=True):
+            stored[f"{PREFIX}{layer}{A}"] = down.detach().contiguous()
+            stored[f"{PREFIX}{layer}{B}"] = up.detach().contiguous()
+    heads = set[str]()
+    own_names = dict(plain.named_parameters())
+    for name, tensor in kept.items():
+        if name in own_names:
+            (theirs,) = family.stored(plain.config, name).parts
+            heads.add(theirs.rpartition(".")[0])
+            stored[f"{PREFIX}{theirs}"] = tensor.detach().contiguous()
+    everything = {theirs.rpartition(".")[0] for name in own_names for theirs in family.stored(plain.config, name).parts}
+    save_file(stored, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": TASKS[purpose],
+        "base_model_name_or_path": hub_name(base) or str(base),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": _endings(adapted, everything - adapted),
+        "modules_to_save": sorted(heads) or None,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": is_transposed,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+    write_json(folder / ADAPTER_CONFIG, config)
+
+
+def _endings(adapted: set[str], others: set[str]) -> list[str]:
+    """The shortest ends of names by which PEFT finds the adapted maps and no other modules."""
+
+    def ending(name: str) -> str:
+        parts = name.split(".")
+        ends = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
+        return next(end for end in ends if not any(f".{other}".endswith(f".{end}") for other in others))
+
+    return sorted({ending(name) for name in adapted})

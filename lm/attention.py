@@ -1,24 +1,169 @@
-"""Attention: masks, the equation, and the modules around it.
+"""Attention: positions, masks, the equation and its kernels, and the modules around it.
+
+Rows may hold several sequences. On a CPU these are put side by side in groups of like length, so that no score between
+two of them is computed. On a GPU, PyTorch's kernels serve (none of this has run on one yet):
+
+| rows                                               | kernel                                                |
+|----------------------------------------------------|-------------------------------------------------------|
+| packed, padded (encoder), or with a sliding window | variable-length flash attention                       |
+| one sequence each, padding on the right at most    | flash attention, causal                               |
+| one query each, over a cache                       | memory-efficient; heads that share keys are its rows  |
+| any other, and all in fp32                         | memory-efficient with a mask, keys and values repeated |
+
+Memory-efficient attention takes no grouped heads. With a mask and grouped heads PyTorch is left with the equation
+written out, which repeats keys and values in fp32, or with cuDNN, which plans a kernel for every new shape, and lengths
+are new all the time.
 
 Shape letters: B batch, T query tokens, S key tokens, D model width, N heads, G key-value heads, H head dim,
-E = (N + 2G) H.
+h = H/2 frequencies, E = (N + 2G) H, n sequences, L tokens of a group's longest sequence, M places of all groups.
 """
 
+import functools
+import inspect
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.cache import CrossAttentionCache, PassCache
-from lm.config import ModelConfig
-from lm.gpu_attention import PackedMask, attend_on_gpu, is_on_gpu, whole_rows
-from lm.grouped_attention import GroupedMask, attend_in_groups
-from lm.linear import Linear
-from lm.norms import RMSNorm
-from lm.positions import Rotary, rotate
-from lm.replaceable import Replaceable
+from lm.config import ModelConfig, RopeScaling
+from lm.layers import Linear, Replaceable, RMSNorm, compute_dtype
+from lm.transfer import upload
+
+torch.backends.cuda.enable_cudnn_sdp(False)
+
+MOST_PADDING = 1.5  # a group's longest sequence over its shortest, at most: fewer groups for less padding
+
+Rotary = tuple[Tensor, Tensor]  # cos and signed sin, [B, T, 1, H]
+
+
+def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
+    """Radians per token for each pair of dimensions, [h]: θ^(-2i/H), stretched as `scaling` says."""
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    frequencies_h = theta**-exponents
+    if scaling is None:
+        return frequencies_h
+    if scaling.rope_type == "linear":
+        return frequencies_h / scaling.factor
+    assert scaling.original_max_position_embeddings is not None  # the config's own check
+    turns_h = scaling.original_max_position_embeddings * frequencies_h / (2 * math.pi)  # in the original context
+    if scaling.rope_type == "llama3":
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept_h = ((turns_h - low) / (high - low)).clamp(0, 1)
+    else:
+        kept_h = 1 - _yarn_ramp(head_dim, theta, scaling, device)
+    return frequencies_h * (kept_h + (1 - kept_h) / scaling.factor)
+
+
+def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling, device: torch.device) -> Tensor:
+    """0 where a pair turns `beta_fast` times in the original context, 1 at `beta_slow`, linear in its index."""
+
+    def index_of(turns: float) -> float:
+        assert scaling.original_max_position_embeddings is not None
+        return (
+            head_dim
+            * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
+
+    first = max(math.floor(index_of(scaling.beta_fast)), 0)
+    last = min(math.ceil(index_of(scaling.beta_slow)), head_dim - 1)
+    index_h = torch.arange(head_dim // 2, device=device, dtype=torch.float32)
+    return ((index_h - first) / max(last - first, 0.001)).clamp(0, 1)
+
+
+def attention_sharpening(scaling: RopeScaling | None) -> float:
+    """The factor on queries and keys: YaRN's 0.1 ln(factor) + 1 (arXiv 2309.00071, eq. 22), else 1."""
+    return 0.1 * math.log(scaling.factor) + 1 if scaling is not None and scaling.rope_type == "yarn" else 1.0
+
+
+def rotary_tables(
+    positions_BT: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and signed sin [B, T, 1, H] of position · frequency, each frequency twice (arXiv 2104.09864, eq. 34).
+
+    The sine's first half is negative: with it a rotation is two products and a roll.
+    """
+    frequencies_h = rotary_frequencies(head_dim, theta, scaling, positions_BT.device)
+    angles_BTh = positions_BT[..., None].float() * frequencies_h
+    sharpening = attention_sharpening(scaling)
+    cos, sin = angles_BTh.cos() * sharpening, angles_BTh.sin() * sharpening
+    tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+    return tables[0].to(dtype)[:, :, None], tables[1].to(dtype)[:, :, None]
+
+
+def rotate(x_BTNH: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the pairs (x_i, x_{i+H/2}), the layout of the Hugging Face checkpoints."""
+    cos, sin = rotary
+    return torch.addcmul(x_BTNH * cos, x_BTNH.roll(x_BTNH.shape[-1] // 2, dims=-1), sin)
+
+
+def sinusoids(positions_BT: Tensor, width: int) -> Tensor:
+    """e(t) [B, T, D]: sin and cos of t · 10000^(-2i/D) at dimensions 2i and 2i+1 (arXiv 1706.03762, section 3.5)."""
+    exponents = torch.arange(0, width, 2, device=positions_BT.device, dtype=torch.float32) / width
+    angles_BTi = positions_BT[..., None].float() * 10_000.0**-exponents
+    return torch.stack([angles_BTi.sin(), angles_BTi.cos()], dim=-1).flatten(-2)
+
+
+def shift_matrix(num_tokens: int, width: int) -> Tensor:
+    """The linear map [D, D] with `sinusoids(t + num_tokens) = shift_matrix(num_tokens) @ sinusoids(t)` for every t.
+
+    Each pair (sin, cos) is turned by its own angle, num_tokens · 10000^(-2i/D): relative positions are linear.
+    """
+    exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
+    angles_i = num_tokens * 10_000.0**-exponents
+    turns = [torch.tensor([[math.cos(a), math.sin(a)], [-math.sin(a), math.cos(a)]]) for a in angles_i.tolist()]
+    return torch.block_diag(*turns)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sequences of like length: `num_sequences` of at most `longest` tokens, padded on the right.
+
+    The mask [n or 1, L, L] is True where a query may attend, None = causal.
+    """
+
+    num_sequences: int
+    longest: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class GroupedMask:
+    """Tokens attend within their sequence. Groups lie one after another, in M places.
+
+    `places_M` has the token [B * T] at each place, any at padding, where `is_padding_M` is True. `back` [B * T] has the
+    place of each token, any at the rows' padding, where `is_padding` is True.
+    """
+
+    groups: tuple[Group, ...]
+    places_M: Tensor
+    is_padding_M: Tensor
+    back: Tensor
+    is_padding: Tensor
+
+    def with_masks(self, change: Callable[[Tensor | None, int], Tensor | None]) -> "GroupedMask":
+        """`change` gets each group's mask and its number of tokens."""
+        return replace(self, groups=tuple(replace(g, mask=change(g.mask, g.longest)) for g in self.groups))
+
+
+@dataclass(frozen=True)
+class PackedMask:
+    """Tokens attend within their sequence; rows are flattened.
+
+    `starts` [n + 1] int32 has each sequence's first token in [B * T], and at the end their number; none is longer than
+    `longest`. A query sees the last `window` keys up to itself (0 = all); if not `causal`, its whole sequence.
+    """
+
+    starts: Tensor
+    longest: int
+    causal: bool = True
+    window: int = 0
+
 
 # Who attends to whom: [B, T, S], True = may, or what is added to the scores; None = causal.
 Mask = Tensor | PackedMask | GroupedMask | None
@@ -58,6 +203,54 @@ def with_window(mask: Mask, window: int, tokens_BT: Tensor, *, packs: bool) -> M
     return sliding_window_mask(mask, window, T, tokens_BT.device)
 
 
+def grouped_mask(segments_BT: Tensor, *, causal: bool) -> GroupedMask:
+    """For rows in which runs of equal numbers are sequences; 0 = padding."""
+    flat = segments_BT.flatten()
+    begins_BT = torch.ones_like(segments_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
+    starts = begins_BT.flatten().nonzero()[:, 0]
+    lengths = torch.diff(starts, append=torch.tensor([len(flat)]))
+    is_real = flat[starts] > 0
+    starts, lengths = starts[is_real], lengths[is_real]
+    lengths, order = lengths.sort(descending=True, stable=True)
+    starts = starts[order]
+    groups, places, paddings, first = [], [], [], 0
+    while first < len(lengths):
+        L = int(lengths[first])
+        n = int((lengths[first:] * MOST_PADDING >= L).sum())
+        lengths_n1, offsets_L = lengths[first : first + n, None], torch.arange(L)
+        is_padding_nL = offsets_L >= lengths_n1
+        places.append((starts[first : first + n, None] + offsets_L.clamp(max=lengths_n1 - 1)).flatten())
+        paddings.append(is_padding_nL.flatten())
+        # Padding attends to padding, so that no row of the softmax is empty.
+        same_nLL = is_padding_nL[:, :, None] == is_padding_nL[:, None, :]
+        groups.append(Group(n, L, None if causal else same_nLL))
+        first += n
+    places_M, is_padding_M = torch.cat(places), torch.cat(paddings)
+    back = torch.zeros_like(flat, dtype=torch.int64)
+    back[places_M[~is_padding_M]] = (~is_padding_M).nonzero()[:, 0]
+    return GroupedMask(tuple(groups), places_M, is_padding_M, back, flat == 0)
+
+
+def packed_mask(segments_BT: Tensor, device: torch.device, *, causal: bool) -> PackedMask:
+    """For rows in which runs of equal numbers are sequences, those of padding too.
+
+    Segments in the CPU's memory spare it waiting for the GPU, as it has to know how many sequences there are.
+    """
+    T = segments_BT.shape[1]
+    begins_BT = torch.ones_like(segments_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
+    starts = F.pad(begins_BT.flatten().nonzero()[:, 0], (0, 1), value=segments_BT.numel())
+    return PackedMask(upload(starts.to(torch.int32), device), T, causal)
+
+
+def whole_rows(tokens_BT: Tensor, *, causal: bool, window: int = 0) -> PackedMask:
+    """For rows of one sequence each."""
+    B, T = tokens_BT.shape
+    starts = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=tokens_BT.device)
+    return PackedMask(starts, T, causal, window)
+
+
 def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Mask) -> Tensor:
     """softmax(Q Kᵀ / √H) V, [B, N, T, H]; a mask [B, T, S] is True where a query may attend, None = causal (T = S).
 
@@ -65,9 +258,9 @@ def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Mask) -> Tensor
     gradients must round alike, since PPO divides the probabilities of one by those of the other.
     """
     if isinstance(mask, GroupedMask):
-        return attend_in_groups(q_BNTH, k_BGSH, v_BGSH, mask, attend_written_out)
+        return _attend_in_groups(q_BNTH, k_BGSH, v_BGSH, mask)
     if is_on_gpu(q_BNTH):
-        return attend_on_gpu(q_BNTH, k_BGSH, v_BGSH, mask)
+        return _attend_on_gpu(q_BNTH, k_BGSH, v_BGSH, mask)
     assert not isinstance(mask, PackedMask), "only a GPU takes packed rows without a mask"
     if q_BNTH.shape[2] == 1 and not q_BNTH.requires_grad:
         mask_B1TS = None if mask is None else mask[:, None]
@@ -93,6 +286,118 @@ def attend_written_out(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS:
     q, k, v = q_BNTH.reshape(B * G, rows, H), k_BGSH.reshape(B * G, S, H), v_BGSH.reshape(B * G, S, -1)
     weights = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=1 / math.sqrt(H)).softmax(dim=-1)
     return torch.bmm(weights, v).view(B, N, T, -1)
+
+
+def _attend_in_groups(q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask: GroupedMask) -> Tensor:
+    """`attend` [B, N, T, H] group by group; 0 at the rows' padding."""
+    B, _, T, _ = q_BNTH.shape
+    sizes = [group.num_sequences * group.longest for group in mask.groups]
+    parts = [
+        _Rearranged.apply(x.transpose(1, 2).flatten(0, 1), mask.places_M, mask.back, mask.is_padding).split(sizes)  # type: ignore[no-untyped-call]
+        for x in (q_BNTH, k_BGTH, v_BGTH)
+    ]
+    found = []
+    for group, *qkv in zip(mask.groups, *parts, strict=True):
+        q, k, v = (x.unflatten(0, (group.num_sequences, group.longest)).transpose(1, 2) for x in qkv)
+        found.append(attend_written_out(q, k, v, group.mask).transpose(1, 2).flatten(0, 1))
+    y = _Rearranged.apply(torch.cat(found), mask.back, mask.places_M, mask.is_padding_M)  # type: ignore[no-untyped-call]
+    return y.unflatten(0, (B, T)).transpose(1, 2)
+
+
+class _Rearranged(torch.autograd.Function):
+    """x[places]. Where x is not padding, `back` says which place has it, so the gradient is no sum but is moved back
+    alike. Padding gets none: no token that counts attends to it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor, back: Tensor, is_padding: Tensor) -> Tensor:
+        ctx.save_for_backward(back, is_padding)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        back, is_padding = ctx.saved_tensors
+        moved = gradient.index_select(0, back)
+        moved[is_padding] = 0
+        return moved, None, None, None
+
+
+def _attend_on_gpu(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Tensor | PackedMask | None) -> Tensor:
+    """`attend` by the table above."""
+    B, N, T, H = q_BNTH.shape
+    G = k_BGSH.shape[1]
+    if isinstance(mask, PackedMask):
+        return _attend_packed(q_BNTH, k_BGSH, v_BGSH, mask)
+    mask_B1TS = None if mask is None else mask[:, None]
+    if T == 1:
+        # The query heads of a key-value head are adjacent, and all see the same keys: they are that head's queries.
+        rows = q_BNTH.reshape(B, G, N // G, H)
+        return F.scaled_dot_product_attention(rows, k_BGSH, v_BGSH, mask_B1TS).reshape(B, N, T, -1)
+    if mask is None and flash_takes(q_BNTH.dtype, H):
+        return F.scaled_dot_product_attention(q_BNTH, k_BGSH, v_BGSH, is_causal=True, enable_gqa=True)
+    k_BNSH, v_BNSH = (part.repeat_interleave(N // G, dim=1) if G != N else part for part in (k_BGSH, v_BGSH))
+    return F.scaled_dot_product_attention(q_BNTH, k_BNSH, v_BNSH, mask_B1TS, is_causal=mask is None)
+
+
+def _attend_packed(q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask: PackedMask) -> Tensor:
+    B, N, T, _ = q_BNTH.shape
+    G = k_BGTH.shape[1]
+    kernel = varlen_attention()
+    assert kernel is not None, "takes_packed_rows said that there is one"
+    shared: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in kernel.options else {}
+    if G != N and not shared:
+        k_BGTH, v_BGTH = (part.repeat_interleave(N // G, dim=1) for part in (k_BGTH, v_BGTH))
+    q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q_BNTH, k_BGTH, v_BGTH))
+    # (left, right): how many tokens before and after its own a query sees; -1 = all.
+    window = (mask.window - 1 if mask.window else -1, 0 if mask.causal else -1)
+    longest = mask.longest
+    y = kernel.attend(q, k, v, mask.starts, mask.starts, longest, longest, window_size=window, **shared)
+    assert isinstance(y, Tensor)
+    return y.unflatten(0, (B, T)).transpose(1, 2)
+
+
+def scores_bias(mask_BTS: Tensor, like: Tensor) -> Tensor:
+    """What the kernels add to the scores: made once per step, as PyTorch makes it from a mask in every layer."""
+    return torch.zeros(mask_BTS.shape, dtype=compute_dtype(like), device=like.device).masked_fill_(
+        ~mask_BTS, -torch.inf
+    )
+
+
+def is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def takes_packed_rows(x: Tensor, head_dim: int) -> bool:
+    """Whether variable-length attention serves products with `x`: bf16 or fp16 on a GPU, in this version of PyTorch."""
+    if not (is_on_gpu(x) and flash_takes(compute_dtype(x), head_dim)):
+        return False
+    kernel = varlen_attention()
+    return kernel is not None and "window_size" in kernel.options
+
+
+def flash_takes(dtype: torch.dtype, head_dim: int) -> bool:
+    return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
+
+
+@dataclass(frozen=True)
+class VarlenAttention:
+    """PyTorch's variable-length attention, and the names of its options."""
+
+    attend: Callable[..., Any]
+    options: frozenset[str]
+
+
+@functools.cache
+def varlen_attention() -> VarlenAttention | None:
+    """None before torch 2.10, which has `is_causal` instead of `window_size`; `enable_gqa` came later.
+
+    It is imported for the first rows on a GPU: it brings TorchDynamo, which takes a second or two of every process.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return VarlenAttention(varlen_attn, frozenset(inspect.signature(varlen_attn).parameters))
 
 
 @Replaceable

@@ -1,29 +1,31 @@
-"""A transformer block, as in the papers. Shape letters: B batch, T query tokens, S key tokens, D model width."""
+"""A transformer block, as in the papers, and passes through all blocks: plain, or compiled by `torch.compile`.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+Shape letters: B batch, T query tokens, S key tokens, D model width.
+"""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lm.attention import Attention, CrossAttention, Mask
+from lm.attention import Attention, CrossAttention, Mask, Rotary
 from lm.cache import CrossAttentionCache, PassCache
 from lm.config import ModelConfig
-from lm.dropout import Dropout
-from lm.mlp import MLP
-from lm.norms import make_norm
-from lm.positions import Rotary
-from lm.replaceable import Replaceable
+from lm.layers import MLP, Dropout, Replaceable, make_norm, site_offset
+from lm.native.operators import prepare_for_compile
 
 BRANCHES = 3  # at most, per block: each has a dropout site of its own
+BACKEND = "inductor"  # of `torch.compile`
 
 
 @dataclass(frozen=True)
 class BlockInputs:
     """What the blocks of one pass share; `masks` has an entry per layer.
 
-    `dropout_keys_BT` are the tokens' keys (`lm.dropout`).
+    `dropout_keys_BT` are the tokens' keys (`lm.layers.Dropout`).
     """
 
     masks: Sequence[Mask]
@@ -89,3 +91,39 @@ def run_blocks(
         run = partial(checkpoint, block, use_reentrant=False) if recompute else block
         x_BTD = run(x_BTD, inputs, layer)
     return final_norm(x_BTD)
+
+
+def run_compiled_blocks(blocks: nn.ModuleList, x_BTD: Tensor, inputs: BlockInputs, *, recompute: bool) -> Tensor:
+    """All blocks in order, without the final norm, for training passes (`engine.compile_blocks`); `recompute` as for
+    `run_blocks`.
+
+    All blocks of a model share one graph: what differs between them, weights, mask and dropout's keys, is given to it.
+    A second length of rows makes one more, for all lengths. Steps of generation are recorded instead (`lm.decoding`),
+    and a decoder that attends to an encoder stays as it is. On a GPU norms, SwiGLU, rotary positions and the residual
+    stream become a few kernels. Not yet measured on a GPU.
+    """
+    run = _compiled(BACKEND)
+    for layer, block in enumerate(blocks):
+        own = _of_layer(inputs, layer)
+        x_BTD = checkpoint(run, block, x_BTD, own, use_reentrant=False) if recompute else run(block, x_BTD, own)
+    return x_BTD
+
+
+@cache
+def _compiled(backend: str) -> Callable[[nn.Module, Tensor, BlockInputs], Tensor]:
+    prepare_for_compile()
+    return torch.compile(_run_block, backend=backend)
+
+
+def _run_block(block: nn.Module, x_BTD: Tensor, inputs: BlockInputs) -> Tensor:
+    y_BTD: Tensor = block(x_BTD, inputs, 0)
+    return y_BTD
+
+
+def _of_layer(inputs: BlockInputs, layer: int) -> BlockInputs:
+    """The inputs for which the first layer computes what this one does of those given: a graph names no layer."""
+    assert inputs.cache is None, "a cache has an entry per layer"
+    assert inputs.cross_cache is None, "a cache has an entry per layer"
+    keys_BT = inputs.dropout_keys_BT
+    own_keys_BT = None if keys_BT is None else keys_BT + site_offset(BRANCHES * layer)
+    return replace(inputs, masks=(inputs.masks[layer],), dropout_keys_BT=own_keys_BT)

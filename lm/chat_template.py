@@ -10,8 +10,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from lm.names import Names, Rendered, marked_throughout
-from lm.sections import Turn
+from lm.chat_encoding import Names, Rendered, Turn, marked_throughout
 
 SHOWN_CHARACTERS = 200  # of a rendering, in an error message
 

@@ -1,18 +1,38 @@
-"""How generation takes its steps, one token per sequence: by the model's modules, as a recorded graph on a GPU
-(`lm.graphs`), or in one call on a CPU (`lm.native.decoder`).
+"""How generation takes its steps, one token per sequence, and how fast.
 
-Shape letters: B sequences, V vocabulary.
+| steps  | by                                                | on               |
+|--------|---------------------------------------------------|------------------|
+| eager  | the model's modules; on a CPU in bf16 `prepacked` | CPU, GPU         |
+| fixed  | a recorded graph (`FixedSteps`)                   | GPU, a decoder   |
+| native | one call (`lm.native.decoder`)                    | CPU, a decoder   |
+
+Shape letters: B sequences, S columns of the cache, D model width, G key-value heads, H head dim, V vocabulary; of a
+linear map M rows, D in, F out.
 """
 
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache as cached
+from typing import Any, Literal, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from lm.cache import KVCache
-from lm.encoder_decoder import EncoderDecoder
-from lm.graphs import FixedSteps, StepKind, fixed_steps, rows_that_fit
+from lm.attention import is_on_gpu, scores_bias
+from lm.block import BlockInputs, run_blocks
+from lm.cache import CrossAttentionCache, KVCache, TokenWriter
+from lm.config import ModelConfig
+from lm.encoder import EncoderDecoder
+from lm.layers import compute_dtype
 from lm.model import LanguageModel
 from lm.native.decoder import NativeSteps, what_native_steps_miss
+
+ROWS, COLUMNS = 8, 64  # recorded steps have multiples of these, unless the cache has less
+# Tokens of one pass over prompts on a GPU: enough to keep it busy, and little memory next to the weights.
+PROMPT_TOKENS = 8192
+
+StepKind = Literal["auto", "eager", "fixed", "native"]
+Step = Callable[[], None]
 
 
 class Steps(Protocol):
@@ -52,3 +72,227 @@ def cache_for(model: LanguageModel | EncoderDecoder, steps: Steps | None, max_ro
         return steps.cache_for(max_rows, num_columns)
     rows = rows_that_fit(model, max_rows, num_columns)
     return KVCache.empty(model.config, rows, num_columns, like=model.head.weight)
+
+
+def decode(
+    model: LanguageModel | EncoderDecoder,
+    tokens_B: Tensor,
+    columns_B: Tensor,
+    cache: KVCache,
+    num_columns: int,
+    cross_cache: CrossAttentionCache | None = None,
+) -> Tensor:
+    """Logits [B, V] after the tokens, which are those of the first slots; their keys and values go to `columns_B`.
+
+    Neither shapes nor Python values depend on `columns_B`, so the step can be captured in a CUDA graph. A sequence with
+    `num_columns` tokens or more has ended: it may idle, and nothing reads its logits.
+    """
+    stack, config = model.decoder, model.config
+    columns_B = columns_B.clamp(max=num_columns - 1)
+    positions_BT = columns_B.clamp(max=config.max_position_embeddings - 1)[:, None]
+    x_BTD = stack.embed(tokens_B[:, None], positions_BT)
+    rotary = stack.rotary(positions_BT, compute_dtype(x_BTD))
+    distance_BTS = (columns_B[:, None] - torch.arange(num_columns, device=tokens_B.device))[:, None]
+    seen_BTS = distance_BTS >= 0
+    by_window = {window: seen_BTS & (distance_BTS < window) if window else seen_BTS for window in config.sliding_window}
+    if is_on_gpu(x_BTD):
+        by_window = {window: scores_bias(mask_BTS, x_BTD) for window, mask_BTS in by_window.items()}
+    masks = [by_window[config.window(layer)] for layer in range(config.num_hidden_layers)]
+    inputs = BlockInputs(masks, rotary, TokenWriter(cache, columns_B, num_columns), cross_cache)
+    hidden_BTD = run_blocks(stack.blocks, stack.norm, x_BTD, inputs)
+    return model.head(hidden_BTD[:, -1])
+
+
+@contextmanager
+def prepacked(model: nn.Module, num_rows: int) -> Iterator[None]:
+    """Inside this context the model's linear maps use copies of their weights prepacked for a CPU's bf16 instructions
+    (oneDNN), where that helps.
+
+    The weights must not change meanwhile. The copies take as much memory as the weights.
+    """
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear) and gains(module.weight)]
+    for linear in linears:
+        linear.forward = PrepackedLinear(linear, num_rows)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for linear in linears:
+            del linear.forward
+
+
+class PrepackedLinear:
+    """x Wᵀ + b, the same numbers as `nn.Linear`, from a copy of W [F, D] packed for products with M rows.
+
+    PyTorch packs W in every call, which takes as long as a product with few rows.
+    """
+
+    def __init__(self, linear: nn.Linear, num_rows: int) -> None:
+        self.bias = linear.bias
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), num_rows)
+
+    def __call__(self, x_MD: Tensor) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x_MD, self.weight, self.bias, "none", [], "")
+        return product
+
+
+def gains(weight: Tensor) -> bool:
+    """Whether prepacking helps: bf16 on a CPU that multiplies it natively."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+class FixedSteps:
+    """Steps over one cache, each recorded the first time that its size is needed.
+
+    A step of one token is hundreds of short kernels, and launching each takes the CPU longer than most of them run. A
+    CUDA graph launches all at once; but it records addresses, not values, so everything that changes between steps is
+    in fixed buffers, the sequences' lengths included. A step reads the cache up to a fixed column and masks what a
+    sequence has not written yet. Rows and columns are rounded up to a few sizes; a step is recorded once for each pair
+    of sizes.
+
+    One that is kept between calls of `generate` keeps its cache and its recordings; the weights may change in place.
+    """
+
+    leave_below = 0.9  # rows that leave let others in; it costs moving some and reading few prompts at a time
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model, self.num_recordings = model, 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Release the recordings and the cache."""
+        self._replays: dict[tuple[int, int], Step] = {}
+        self._cache: KVCache | None = None
+        self._tokens_B = self._columns_B = self._logits_BV = torch.empty(0)
+        self._pool: Any = None
+        self._max_rows = 0
+
+    def cache_for(self, max_rows: int, num_columns: int) -> KVCache:
+        """The cache of these steps, for at most so many sequences. It is made again if the last one was for less."""
+        if self._cache is None or self._max_rows < max_rows or self._cache.num_columns < num_columns:
+            self.forget()
+            columns = -(-num_columns // 8) * 8  # the attention kernels' masks are aligned to 16 bytes
+            rows = rows_that_fit(self.model, max_rows, columns)
+            self._take(KVCache.empty(self.model.config, rows, columns, like=self.model.head.weight))
+            self._max_rows = max_rows
+        assert self._cache is not None
+        return self._cache
+
+    def _take(self, cache: KVCache) -> None:
+        if cache is not self._cache:
+            self.forget()
+            self._cache, weight = cache, self.model.head.weight
+            self._tokens_B = torch.zeros(cache.num_slots, dtype=torch.int64, device=weight.device)
+            self._columns_B = torch.zeros_like(self._tokens_B)
+            self._logits_BV = weight.new_empty(cache.num_slots, self.model.config.vocab_size)
+
+    def next_logits(self, tokens_B: Tensor, columns_B: Tensor, cache: KVCache, num_columns: int) -> Tensor:
+        """Logits [B, V] of what follows the tokens, which the next call may overwrite."""
+        self._take(cache)
+        B = len(tokens_B)
+        self._tokens_B[:B].copy_(tokens_B)
+        self._columns_B[:B].copy_(columns_B)
+        size = rounded_up(B, ROWS, cache.num_slots), rounded_up(num_columns, COLUMNS, cache.num_columns)
+        if size in self._replays:
+            self._replays[size]()
+        else:
+            self._record(cache, size)
+        return self._logits_BV[:B]
+
+    def _record(self, cache: KVCache, size: tuple[int, int]) -> None:
+        B, S = size
+        tokens_B, columns_B, logits_BV = self._tokens_B[:B], self._columns_B[:B], self._logits_BV[:B]
+
+        def step() -> None:
+            # Rows beyond those that run write to slots that nobody uses. One buffer for all sizes: recordings share the
+            # memory of what they compute on the way, but each one's result would have its own.
+            logits_BV.copy_(decode(self.model, tokens_B, columns_B, cache, S))
+
+        self._replays[size], self._pool = record(step, tokens_B.device, self._pool)
+        self.num_recordings += 1
+
+
+def fixed_steps(model: LanguageModel | EncoderDecoder, kind: StepKind) -> FixedSteps | None:
+    """None = eager steps. "auto" is fixed steps for a decoder on a GPU; they gain nothing on a CPU, and under autocast
+    every replay would round the weights again. Raises: ValueError for fixed steps of an encoder-decoder.
+    """
+    if isinstance(model, EncoderDecoder):
+        if kind == "fixed":
+            raise ValueError('steps is "fixed", which only a decoder takes; "auto" or "eager" was expected')
+        return None
+    helps = _is_on_gpu(model) and not torch.is_autocast_enabled(model.head.weight.device.type)
+    return FixedSteps(model) if kind == "fixed" or (kind == "auto" and helps) else None
+
+
+def _is_on_gpu(model: LanguageModel) -> bool:
+    return model.head.weight.is_cuda
+
+
+def rounded_up(count: int, multiple: int, limit: int) -> int:
+    """The size for so many rows or columns: of `multiple`, or of an eighth to a quarter of the size if that is more.
+
+    So sizes are at most a quarter more than is needed, and there are few.
+    """
+    step = max(multiple, 1 << max(0, count.bit_length() - 3))
+    return min(-(-count // step) * step, limit)
+
+
+def record(step: Step, device: torch.device, pool: Any) -> tuple[Step, Any]:
+    """Takes the step, and returns what repeats it on the same buffers: its kernels on a GPU, else all of it; and the
+    memory pool of the recordings, which the next one shares.
+
+    Repeating the step must be harmless.
+    """
+    if device.type == "cuda":
+        return _capture(step, device, pool or torch.cuda.graph_pool_handle())
+    step()
+    return step, pool
+
+
+def _capture(step: Step, device: torch.device, pool: Any) -> tuple[Step, Any]:
+    stream, current = _side_stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        # Loads kernels and makes workspaces, which a capture cannot do; this is also the requested step.
+        step()
+        # `torch.cuda.graph` would also wait for the device and give back all cached memory, at every recording.
+        # Another thread may be copying a checkpoint at the same time.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            step()
+        finally:
+            graph.capture_end()
+    current.wait_stream(stream)
+    return graph.replay, pool
+
+
+@cached
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all captures, since each stream keeps its own workspace."""
+    return torch.cuda.Stream(device)
+
+
+def rows_that_fit(model: LanguageModel | EncoderDecoder, max_rows: int, num_columns: int) -> int:
+    """How many sequences of so many tokens a GPU's free memory holds, up to `max_rows`; on a CPU all."""
+    weight = model.head.weight
+    if not weight.is_cuda:
+        return max_rows
+    free, _ = torch.cuda.mem_get_info(weight.device)
+    free += torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
+    return rows_in(free, model.config, weight.itemsize, max_rows, num_columns)
+
+
+def rows_in(free: int, config: ModelConfig, itemsize: int, max_rows: int, num_columns: int) -> int:
+    """As `rows_that_fit`, in so many bytes; at least 1. A tenth of the memory stays free."""
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    # Activations of a pass over prompts, and per row the cache, logits and what is drawn from them in fp32.
+    width = 3 * config.intermediate_size + 6 * config.hidden_size + 2 * heads * config.head_dim
+    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * num_columns * config.head_dim
+    row = itemsize * (cache + 2 * config.vocab_size) + 16 * config.vocab_size
+    rows = max(1, int(0.9 * free - itemsize * PROMPT_TOKENS * width) // row)
+    return min(max_rows, rows // ROWS * ROWS or rows)

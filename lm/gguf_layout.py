@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lm.attention import rotary_frequencies
 from lm.config import ModelConfig, RopeScaling
 from lm.families import FAMILIES, Family, expect
 from lm.families.family import Fields
-from lm.positions import rotary_frequencies
 
 Metadata = Mapping[str, Any]
 ROPE_FREQUENCIES = "rope_freqs.weight"  # llama.cpp divides the rotary frequencies by it: Llama 3's scaling
@@ -186,7 +186,7 @@ def _rope_fields(given: "_Keys", divisors: Tensor | None) -> Fields:
 
 
 def _llama3_fields(theta: float, divisors: Tensor) -> Fields:
-    """Recovers Llama 3's scaling from the numbers that divide the frequencies (`lm.positions` has the formula).
+    """Recovers Llama 3's scaling from the numbers that divide the frequencies (`lm.attention` has the formula).
 
     Between the two bounds, 1 / divisor is linear in the frequency, and this line gives the bounds. The third number,
     the original context, is free, since only its ratios to the bounds count; published models have a low bound of 1.

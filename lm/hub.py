@@ -12,7 +12,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils.tqdm import tqdm
 
 from files.hashes import folder_hash, unchanged_hash
-from files.hub_errors import hub_reason
+from files.rows import hub_reason
 from lm.progress import note_progress
 
 # Only safetensors weights: a pickled file can run arbitrary code.
@@ -32,11 +32,11 @@ _FROM_GGUF = re.compile(r".*/heed/gguf/[0-9a-f]{64}-\d+")
 def model_directory(name: str, revision: str | None = None) -> Path:
     """The folder of a model, downloaded from the hub if needed: at a commit, branch or tag, or as it is now.
 
-    A GGUF file's is written when it is first named (`lm.gguf_import`).
+    A GGUF file's is written when it is first named (`lm.gguf_files`).
     Raises: ValueError saying why neither a folder nor the hub provides it, and for an adapter.
     """
     if is_gguf(name):
-        from lm.gguf_import import cached_model  # it reads tokenizers and weights, which import this module
+        from lm.gguf_files import cached_model  # it reads tokenizers and weights, which import this module
 
         return cached_model(Path(name).expanduser())
     folder = adapter_directory(name, revision)
@@ -47,7 +47,7 @@ def model_directory(name: str, revision: str | None = None) -> Path:
 def shape_and_tokenizer(name: str) -> Path:
     """As `model_directory`, but a GGUF file's folder may lack the weights, which take long to convert."""
     if is_gguf(name):
-        from lm.gguf_import import cached_model
+        from lm.gguf_files import cached_model
 
         return cached_model(Path(name).expanduser(), has_weights=False)
     return model_directory(name)

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.head import padded_rows
-from lm.replaceable import Replaceable
+from lm.layers import Replaceable, padded_rows
 
 # fp32 numbers in memory at once: on a CPU as many as fit a core's cache, on a GPU enough to make launches negligible.
 PART_NUMBERS = {"cpu": 2**18, "cuda": 2**26}
@@ -36,7 +35,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     Written out so that fp32 numbers over the vocabulary exist for some positions at a time: whole, they would be the
     largest tensors of a small model's step, and each pass over them would go through memory. Columns from `num_tokens`
-    on are a head's padding (`lm.head`), with a gradient of 0.
+    on are a head's padding (`lm.layers.Head`), with a gradient of 0.
     """
 
     @staticmethod

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lm.config import ModelConfig
 from lm.families import Stored, family_of
-from lm.linear import Linear, linear
+from lm.layers import Linear, linear
 from lm.source import ModelSource, on_meta
 from lm.weights import PURPOSES
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.upload import upload
+from lm.transfer import upload
 
 MAX_ROWS, MAX_TOKENS = 128, 2**15  # of a pass without gradients, with padding: 3.6 GiB at 8B
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lm.layers import Replaceable
 from lm.logprobs import token_logprobs
-from lm.replaceable import Replaceable
 
 STRIDE = 64  # tokens whose probabilities are summed before the search; kernels.cpp has the same number
 

@@ -1,4 +1,4 @@
-"""A model before it is in memory: its modules, and its tensors one at a time.
+"""A model before it is in memory: its modules, its tensors one at a time, and loading them.
 
 A consumer stores each tensor and releases it, so that memory never holds a second copy of the model, nor a full copy on
 a rank that keeps a shard of each tensor.
@@ -109,3 +109,26 @@ def load(
     missing = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     assert not missing, f"the source of a {type(model).__name__} has no {missing}"
     return model
+
+
+def load_for_inference(source: ModelSource[AnyModel], dtype: torch.dtype | None = None) -> AnyModel:
+    """The model on `inference_device`, without dropout or gradients, its parameters in `dtype` (default:
+    `inference_dtype`).
+
+    Scoring, sampling and chat outside of training load their models here: this is the one place that decides where a
+    model computes that is not trained, and in which type. The stages' own ranks compute on the engine's device in the
+    engine's precision.
+    Raises: ValueError as for the source.
+    """
+    return load(source, inference_device(), dtype or inference_dtype()).eval().requires_grad_(False)
+
+
+def inference_device() -> torch.device:
+    """This process' GPU, or the CPU if it sees none."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def inference_dtype() -> torch.dtype:
+    """bf16 on GPUs that multiply it, else fp32."""
+    is_fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if is_fast else torch.float32

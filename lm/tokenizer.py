@@ -11,11 +11,10 @@ from typing import Any, Self
 from tokenizers import AddedToken, Encoding, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as BPE
 
+from lm.chat_encoding import Conversation, Names, Section, SectionEncoder, Turn, encode_texts
 from lm.chat_template import CHAT_TEMPLATES as CHAT_TEMPLATES  # also for users of this module
 from lm.chat_template import ChatTemplate, turn_of
 from lm.chat_template import Messages as Messages
-from lm.names import Names
-from lm.sections import Conversation, Section, SectionEncoder, Turn, encode_texts
 
 PAD, END, MASK = "<|pad|>", "<|end|>", "<|mask|>"
 ROLES = ("system", "user", "assistant")
@@ -317,8 +316,8 @@ class Tokenizer:
     def encode_conversations(self, conversations: Sequence[Messages]) -> list[tuple[list[int], list[bool]]]:
         """Tokens of each, and per token whether it belongs to an assistant's response, its end token included.
 
-        They are the tokens of the whole rendering, and a prompt's tokens are always a prefix of them (`lm.sections`
-        explains how both can hold). Many conversations at once are encoded on all the library's threads.
+        They are the tokens of the whole rendering, and a prompt's tokens are always a prefix of them; how both can hold
+        is in `lm.chat_encoding`. Many conversations at once are encoded on all the library's threads.
         Raises: ValueError for a template whose rendering of a conversation does not extend that of its beginning.
         """
         return self._encode_all([self._template.render_with_turns(messages) for messages in conversations])

@@ -17,8 +17,14 @@ from torch import Tensor, nn
 
 from files.atomic import write_json
 from lm.config import ModelConfig
-from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier
-from lm.encoder_decoder import EncoderDecoder
+from lm.encoder import (
+    EncoderDecoder,
+    EncoderModel,
+    MaskedLanguageModel,
+    SequenceClassifier,
+    SpanPredictor,
+    TokenClassifier,
+)
 from lm.families import FAMILIES, Family, Stored, expect, family_of
 from lm.hub import refuse_adapter
 from lm.model import SCORE, LanguageModel, ScalarModel, initial_weight

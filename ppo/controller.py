@@ -78,7 +78,7 @@ class PPOController:
     ) -> None:
         """`followed` are rows of prompts whose responses are logged at intervals; no update learns from those.
         `max_difference` is how far rounding may take sampler and learner apart, in nats per token
-        (`lm.samplers.agreement`).
+        (`lm.samplers.engine`).
         """
         self.config, self.roles, self.prompts, self.scale, self.seed = config, roles, prompts, scale, seed
         self.weights_O = torch.tensor([*config.objective_weights.values()] or [1.0])

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lm.attention import Attention
-from lm.mlp import MLP
-from lm.pinned import host_bytes
+from lm.layers import MLP
 from lm.progress import note_progress
 from lm.source import PartialSource, on_meta
+from lm.transfer import host_bytes
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 AnyModule_co = TypeVar("AnyModule_co", bound=nn.Module, covariant=True)

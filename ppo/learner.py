@@ -18,7 +18,7 @@ from lm.model import LanguageModel, ScalarModel
 from lm.progress import note_progress
 from lm.samplers.sent_weights import SentWeights, chunks, noted
 from lm.source import ModelSource, on_meta
-from lm.upload import upload
+from lm.transfer import upload
 from lm.weights import ModelFolder, save_model
 from ppo.algorithm import policy_loss, response_kl_loss, value_loss
 from ppo.average import MovingAverage

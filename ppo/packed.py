@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.upload import upload
+from lm.transfer import upload
 from ppo.rollout import Rollout
 from training.packing import packed_rows
 from training.tokens import Sequences

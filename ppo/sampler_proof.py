@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from lm.samplers.agreement import Agreement
+from lm.samplers.engine import Agreement
 from ppo.rollout import Rollout
 from training.notices import RunError
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster.remote import Handle, Pending
-from lm.head import align_heads
-from lm.linear import round_products
+from lm.layers import align_heads, round_products
 from lm.model import LanguageModel
 from lm.progress import note_progress
 from lm.source import PartialSource, load

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cluster.remote import Pending
 from files.atomic import remove_unfinished
-from lm.samplers.agreement import max_difference
+from lm.samplers.engine import max_difference
 from lm.samplers.environment import require_vllm
 from lm.tokenizer import Tokenizer
 from lm.weights import read_config

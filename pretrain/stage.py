@@ -18,8 +18,7 @@ from pydantic import Field
 
 from files.hashes import file_hash
 from lm.config import ModelConfig
-from lm.encoder import MaskedLanguageModel
-from lm.encoder_decoder import EncoderDecoder
+from lm.encoder import EncoderDecoder, MaskedLanguageModel
 from lm.hub import model_directory
 from lm.model import LanguageModel, count_parameters
 from lm.source import ModelSource, RandomInit, on_meta

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field, field_validator
 
 from files.conversations import AUTO
-from files.invalid import InvalidRows
+from files.rows import InvalidRows
 from lm.tokenizer import Messages, Tokenizer
 from preferences.records import Message, Ranking
 from training.data import OnOverlong, SourceConfig, SourceRows, read_rows, report_rows, untold

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from files.fields import shown
-from files.python_names import explain, file_of, load_function
+from files.importing import explain, file_of, load_function
 from lm.progress import note_progress
 from lm.tokenizer import Messages
 from training.notices import printing_aloud

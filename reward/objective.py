@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.dropout import sequence_keys
-from lm.upload import spread, upload
+from lm.layers import sequence_keys
+from lm.transfer import spread, upload
 from reward.comparisons import Comparison
 from reward.learner import RewardLearner
 from reward.loss import davidson_loss, ranking_loss, rating_loss

@@ -12,10 +12,10 @@ import torch
 from lm.config import Precision
 from lm.generation import generate
 from lm.hub import on_this_machine
-from lm.inference import load_for_inference
 from lm.model import LanguageModel
 from lm.sampling import Choice
 from lm.sequence_logprobs import sequence_logprobs
+from lm.source import load_for_inference
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder, read_config
 from reward.external import ExternalReward, Scored, score_in_parts

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lm.encoder import SequenceClassifier
-from lm.inference import load_for_inference
 from lm.model import ScalarModel
 from lm.padding import MAX_TOKENS, last_tokens, pad_right
 from lm.progress import note_progress
-from lm.source import PartialSource, on_meta
+from lm.source import PartialSource, load_for_inference, on_meta
 from lm.tokenizer import Messages, Tokenizer
-from lm.upload import upload
+from lm.transfer import upload
 from lm.weights import ModelFolder, purpose_of
 from reward.comparisons import Comparison, encode_scored
 from training.packing import IntArray, packed_rows, split_passes
@@ -83,7 +82,7 @@ class PackedInputs:
 
 def scores_of(network: nn.Module, read: Sequence[Tensor | None], sequence_keys_BT: Tensor | None = None) -> Tensor:
     """Scores [sequences, O] of what `read_by` and `PackedInputs` give; keys [B, 1] or [B, T] are for dropout
-    (`lm.dropout`).
+    (`lm.layers`).
     """
     scores: Tensor = network(*read, sequence_keys_BT=sequence_keys_BT)
     return scores if scores.dim() == 2 else scores[:, None]
@@ -156,7 +155,7 @@ class RewardModel:
 
     @classmethod
     def load(cls, folder: Path, weights: Mapping[str, float] | None = None) -> Self:
-        """On the device that `lm.inference` chooses.
+        """On the device that `lm.source` chooses.
 
         Raises: ValueError as for `weights_by_label`, and for a directory that holds no reward model.
         """

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from lm.adapters import save_trained
-from lm.encoder_decoder import EncoderDecoder
+from lm.encoder import EncoderDecoder
 from lm.lora import adapted
 from lm.model import LanguageModel
 from lm.source import ModelSource, on_meta

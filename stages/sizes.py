@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from files.invalid import InvalidRows
+from files.rows import InvalidRows
 from training.data import SourceConfig, read_valid
 
 SAMPLE_ROWS = 1000  # the longest in bytes, plus one to two times as many rows spread evenly over the source

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from files.packages import PACKAGES
+from files.importing import PACKAGES
 from tests import examples
 from tests.serving import serving
 

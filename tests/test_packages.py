@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from setuptools import find_packages
 
-from files.packages import PACKAGES
+from files.importing import PACKAGES
 from stages.lineage import CODE_VERSION
 
 ROOT = Path(__file__).parents[1]

@@ -28,8 +28,7 @@ from dpo.learner import PolicySource
 from dpo.objective import PreferenceObjective
 from files.ports import free_port
 from lm.config import ModelConfig
-from lm.encoder import MaskedLanguageModel, SequenceClassifier
-from lm.encoder_decoder import EncoderDecoder
+from lm.encoder import EncoderDecoder, MaskedLanguageModel, SequenceClassifier
 from lm.lora import UP, LoRAConfig, WithAdapters
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.source import ModelSource, RandomInit, load

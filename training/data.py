@@ -11,8 +11,7 @@ from pydantic import Field, field_validator
 
 from files.conversations import AUTO, NAMES, ConversationReader, Turns
 from files.fields import name_field, text_field
-from files.invalid import InvalidRows, OnInvalid, valid_rows
-from files.rows import Row, Rows, read_source
+from files.rows import InvalidRows, OnInvalid, Row, Rows, read_source, valid_rows
 from lm.progress import note_progress
 from training.config import Config
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from files.atomic import write_json
 from files.records import as_json
-from lm.head import align_heads
-from lm.linear import cache_weight_casts, round_products
+from lm.layers import align_heads, cache_weight_casts, round_products
 from lm.model import checkpoint_activations, compile_blocks, freeze_all_but_last
 from lm.progress import note_progress
 from lm.source import ModelSource, load, on_meta

@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lm.dropout import sequence_keys
-from lm.encoder_decoder import EncoderDecoder
+from lm.encoder import EncoderDecoder
+from lm.layers import sequence_keys
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
 from lm.padding import pad_right
-from lm.upload import upload
+from lm.transfer import upload
 from training.packing import IntArray, Packed, PackedRows
 
 
@@ -116,7 +116,7 @@ def teacher_forcing_loss(
     """-Σ log p(token | tokens before it, its source), in nats, over all targets.
 
     The decoder starts from the EOS token, as BART's does. `sequence_keys_B1` are the pairs' keys for dropout
-    (`lm.dropout`).
+    (`lm.layers`).
     """
     sources_BS, source_segments_BS = pad_right(sources, device)
     given_BT, segments_BT = pad_right([[end_id, *target[:-1]] for target in targets], device)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lm.pinned import host_bytes
+from lm.transfer import host_bytes
 from training.config import OptimizerConfig, cpu_multiplies_bf16
 from training.internals import full_shape
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from files.atomic import sync, write_json
 from files.hashes import file_hash
-from lm.pinned import host_bytes
 from lm.progress import note_progress
+from lm.transfer import host_bytes
 from training.checkpoint import (
     ShardRange,
     State,

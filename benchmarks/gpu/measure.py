@@ -21,8 +21,8 @@ from benchmarks.gpu.rows import ROWS, TINY_ROWS, Generation, Iteration, Pretrain
 from benchmarks.speed.own import ENGINE, NO_END, OPTIMIZER, OneRow, Timed, ppo_config
 from benchmarks.speed.protocol import Clock, Task
 from cluster.remote import Closeable, Local
+from lm.decoding import StepKind
 from lm.generation import generate
-from lm.graphs import StepKind
 from lm.model import LanguageModel, ScalarModel
 from lm.sampling import Choice
 from lm.source import ModelSource, RandomInit, load

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.speed.protocol import Task
+from lm.decoding import PrepackedLinear, gains
 from lm.native.kernels import weight_gradient
 from lm.native.operators import is_available
-from lm.prepacked import PrepackedLinear, gains
 from lm.weights import load_language_model
 
 Product = tuple[str, int, int, int]  # "forward", "input" or "weight" (its two gradients), M, N, K

@@ -24,8 +24,7 @@ from torch import nn
 from benchmarks.speed.table import spread, taken_on
 from heed.jobs.job_file import load_job
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
-from lm.encoder import MaskedLanguageModel
-from lm.encoder_decoder import EncoderDecoder
+from lm.encoder import EncoderDecoder, MaskedLanguageModel
 from lm.model import LanguageModel
 from lm.padding import pad_right
 from lm.source import RandomInit

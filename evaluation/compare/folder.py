@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.verdicts import Response, Verdict, read_responses, read_verdicts, write_rows
-from files.atomic import atomic_folder, write_json, write_text
+from files.atomic import atomic_folder, lock, write_json, write_text
 from files.fields import any_messages, any_text, list_field, text_field, whole_field
 from files.hashes import file_hash
-from files.lock import lock
 from files.rows import read_source
 from stages.lineage import code_version
 from stages.reports.run_folder import parse_object

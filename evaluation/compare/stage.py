@@ -215,7 +215,7 @@ def plan(planner: Planner, config: CompareConfig) -> StagePlan:
     pool = max(config.best_of, config.num_samples)
     others = len(policies_of(planner.job)) + ("pretrain" in planner.job.stage_names)
     per_prompt = pool + config.num_samples * others
-    # Reward models of this stage are bf16 on a GPU, otherwise fp32 (`lm.inference`).
+    # Reward models of this stage are bf16 on a GPU, otherwise fp32 (`lm.source`).
     measured_by = {"reference": planner.layout.compute_bytes, "reward model": 2 if planner.layout.is_gpu else 4}
     lengths = planner.answered(config.prompts, config.max_new_tokens, lambda run: start_of(run).tokenizer)
     return planner.sampling(

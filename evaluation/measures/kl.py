@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from lm.generation import generate
-from lm.inference import load_for_inference
 from lm.model import LanguageModel
 from lm.padding import batches_by_length
 from lm.progress import note_progress
 from lm.sampling import Choice
 from lm.sequence_logprobs import logits_function, position_chunks, predicting_states
+from lm.source import load_for_inference
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder
 from preferences.statistics.estimates import Floats, Interval

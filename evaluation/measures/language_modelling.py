@@ -22,10 +22,10 @@ import numpy as np
 from evaluation.measures.kl import Policy
 from files.fields import text_field
 from lm.generation import generate
-from lm.inference import load_for_inference
 from lm.model import LanguageModel
 from lm.sampling import Choice
 from lm.sequence_logprobs import sequence_logprobs
+from lm.source import load_for_inference
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 from preferences.statistics.estimates import LEVEL, Floats, Interval

@@ -17,9 +17,9 @@ from heed.commands.options import Weights, read_weights
 from stages.progress import console
 
 if TYPE_CHECKING:
-    from lm.best_of import Scorer
-    from lm.encoder_decoder import EncoderDecoder
+    from lm.encoder import EncoderDecoder
     from lm.model import LanguageModel
+    from lm.search import Scorer
     from lm.tokenizer import Messages, Tokenizer
     from reward.scoring import RewardModel
 
@@ -234,10 +234,10 @@ class Speaker:
         self, messages: list[dict[str, str]], line: str, show: Callable[[str], None] | None
     ) -> tuple[str, Sequence[float]]:
         """The response, and the scores of all. `show` gets the text so far, where there is one response to sample."""
-        from lm.best_of import best_of
-        from lm.encoder_decoder import EncoderDecoder
+        from lm.encoder import EncoderDecoder
         from lm.generation import never
         from lm.sampling import Choice
+        from lm.search import best_of
         from training.seeds import derive_seed
 
         prompt = self.tokenizer.encode_prompt(messages)
@@ -264,10 +264,10 @@ class Speaker:
 
 
 def load_writer(folder: Path) -> "LanguageModel | EncoderDecoder":
-    """Loads a decoder, or an encoder-decoder, on the device that `lm.inference` chooses."""
-    from lm.encoder_decoder import EncoderDecoder
-    from lm.inference import load_for_inference
+    """Loads a decoder, or an encoder-decoder, on the device that `lm.source` chooses."""
+    from lm.encoder import EncoderDecoder
     from lm.model import LanguageModel
+    from lm.source import load_for_inference
     from lm.weights import ModelFolder, purpose_of
 
     if purpose_of(folder) == "translate":

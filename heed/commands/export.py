@@ -33,7 +33,7 @@ def export_gguf(
 
     A model trained with LoRA is written with its adapters merged.
     """
-    from lm.gguf_export import export_gguf as export
+    from lm.gguf_files import export_gguf as export
     from lm.weights import CONFIG, read_config
 
     if output.exists():

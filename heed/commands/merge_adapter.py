@@ -8,7 +8,7 @@ import typer
 from stages.progress import console, results_console
 
 if TYPE_CHECKING:
-    from lm.adapter_folder import AdapterFolder
+    from lm.adapters import AdapterFolder
     from lm.tokenizer import Tokenizer
 
 
@@ -25,8 +25,7 @@ def merge_adapter(
     Every stage takes it as init_from or reward_from; transformers and vLLM load it.
     """
     from files.atomic import atomic_folder
-    from lm.adapter_folder import AdapterFolder
-    from lm.adapters import adapted_folder
+    from lm.adapters import AdapterFolder, adapted_folder
     from lm.hub import ADAPTER_CONFIG, adapter_directory, model_directory
     from lm.lora import merged
     from lm.source import on_meta
@@ -61,8 +60,7 @@ def merge_adapter(
 def _refuse_merged(base: Path, adapter: "AdapterFolder") -> None:
     """Raises: ValueError for a base that a run wrote next to this adapter, merged with it."""
     from files.hashes import file_hash
-    from lm.adapter_folder import ADAPTER_WEIGHTS
-    from lm.adapters import ADAPTER
+    from lm.adapters import ADAPTER, ADAPTER_WEIGHTS
 
     written = base.parent / ADAPTER / ADAPTER_WEIGHTS
     if written.is_file() and file_hash(written) == file_hash(adapter.weights):

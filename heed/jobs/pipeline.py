@@ -22,10 +22,9 @@ from cluster.connection import disconnect, resolve_precision
 from cluster.failures import WorkerError
 from cluster.sigterm import call_on_sigterm
 from cluster.worker import send_by_value
-from files.atomic import write_text
+from files.atomic import lock, write_text
 from files.hashes import file_hash
-from files.lock import lock
-from files.python_names import load_function
+from files.importing import load_function
 from files.rows import LOADERS
 from heed.jobs.job import JobConfig
 from heed.jobs.models import hub_models

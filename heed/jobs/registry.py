@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from dpo.stage import STAGE as DPO
 from evaluation.compare.stage import STAGE as COMPARE
-from files.python_names import load_module
+from files.importing import load_module
 from ppo.stage import STAGE as PPO
 from pretrain.stage import STAGE as PRETRAIN
 from reward.collect.stage import STAGE as COLLECT

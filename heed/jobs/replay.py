@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.connection import resolve_precision
-from files.lock import lock
+from files.atomic import lock
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
 from heed.jobs.models import hub_models

@@ -15,7 +15,7 @@ import tomli_w
 
 from files.atomic import write_json, write_text
 from files.hashes import file_hash
-from files.python_names import file_of, load_function
+from files.importing import file_of, load_function
 from heed.jobs.job import JobConfig
 from heed.jobs.registry import AnyStage
 from lm.hub import model_hash

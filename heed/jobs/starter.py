@@ -14,9 +14,8 @@ import tomli_w
 
 from files.atomic import write_text
 from files.conversations import AUTO, NAMES
-from files.invalid import OnInvalid
-from files.python_names import load_function
-from files.rows import is_file_name
+from files.importing import load_function
+from files.rows import OnInvalid, is_file_name
 from heed.jobs.job_file import load_job
 from heed.jobs.models import shape_of
 from lm.hub import model_directory

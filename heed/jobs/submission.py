@@ -17,8 +17,7 @@ from typing import Any
 
 import tomli_w
 
-from files.packages import PACKAGES, ROOT
-from files.python_names import user_folders
+from files.importing import PACKAGES, ROOT, user_folders
 from files.rows import LOADERS
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import BASE, read_job_values, read_toml

@@ -32,8 +32,8 @@ from heed.jobs.job import JobConfig
 from heed.studies.arms import collected, every_arm, with_those_before
 from heed.studies.findings import Measures
 from heed.studies.over_optimisation import kept_policies
-from lm.inference import load_for_inference
 from lm.model import LanguageModel
+from lm.source import load_for_inference
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 from ppo.stage import STAGE as PPO

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lm.config import ModelConfig
-from lm.families.classic import ACTIVATIONS, CLASSIC, activation_to_hf
-from lm.families.family import Fields, Stored, expect
+from lm.families.family import ACTIVATIONS, CLASSIC, Fields, Stored, activation_to_hf, expect
 
 
 class BertFamily:

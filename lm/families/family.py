@@ -46,3 +46,14 @@ def expect(raw: Mapping[str, Any], field: str, *values: Any) -> None:
     """Raises: ValueError if the field is present with none of these values."""
     if field in raw and raw[field] not in values:
         raise ValueError(f"{field} is {raw[field]!r}; {' or '.join(map(repr, values))} was expected")
+
+
+# What GPT-2, BERT and BART share.
+CLASSIC: Fields = {"mlp_bias": True, "attention_bias": "all", "positions": "learned", "norm": "layer"}
+# Their names of activations, and Heed's.
+ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
+
+
+def activation_to_hf(config: ModelConfig) -> str:
+    """Their name of the MLP's activation."""
+    return {"gelu_tanh": "gelu_new"}.get(config.mlp, config.mlp)

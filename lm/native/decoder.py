@@ -14,7 +14,7 @@ from lm.block import Block
 from lm.cache import KVCache
 from lm.config import ModelConfig
 from lm.model import LanguageModel
-from lm.native.build import library
+from lm.native.kernels import library
 from lm.native.operators import TYPES
 
 LARGEST_HEAD = 256

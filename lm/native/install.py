@@ -1,19 +1,21 @@
 """Puts the CPU's kernels in place of the plain functions that they compute, where they take the arguments.
 
-Importing this module installs them; `lm.transformer` does.
+Importing this module installs them; `lm.model` does.
 """
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from lm import attention, block, dropout, linear, logprobs, mlp, norms, sampling
-from lm.native import fused, operators
-from lm.native.operators import TYPES, is_available, runs
-from lm.positions import Rotary
+from lm import attention, layers, logprobs, sampling
+from lm.attention import Rotary
+from lm.block import Block, BlockInputs, run_blocks
+from lm.layers import RMSNorm, cast_weight, compute_dtype
+from lm.native import operators
+from lm.native.operators import TYPES, add_rms_norm, is_available, runs
 
 # At fp32, MKL, PyTorch's default, uses no AVX-512 on AMD: .11 TFLOP/s of a core instead of .24. Without AVX-512 MKL is
 # the faster one (docs/log.md).
@@ -23,7 +25,6 @@ ONEDNN_IS_FASTER = (
     and torch.backends.mkl.is_available()
     and torch.backends.mkldnn.is_available()
 )
-
 BLOCK, DEPTH = 128, 512  # rows or outputs, and inputs, that are multiplied at a time
 # Without such instructions PyTorch multiplies bf16 at a ninth of the speed of fp32 (docs/log.md).
 MULTIPLIES_BF16 = torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -50,7 +51,7 @@ def _takes_dropout(x: Tensor, keys: Tensor, threshold: int) -> bool:
 
 
 def _dropout(x: Tensor, keys: Tensor, threshold: int) -> Tensor:
-    return operators.dropout(x.contiguous(), keys, threshold, dropout.scale(threshold))
+    return operators.dropout(x.contiguous(), keys, threshold, layers.dropout_scale(threshold))
 
 
 def _takes_heads(qkv_BTE: Tensor, rotary: Rotary | None, num_heads: int, num_kv_heads: int) -> bool:
@@ -119,13 +120,13 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # Autocast keeps no copy of a frozen weight either.
-        narrow, narrow_weight = x.bfloat16(), linear.cast(weight) if weight.requires_grad else weight.bfloat16()
+        narrow, narrow_weight = x.bfloat16(), cast_weight(weight) if weight.requires_grad else weight.bfloat16()
         needs_x, needs_weight, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
         kept = narrow if needs_weight else None, narrow_weight if needs_x else None
         ctx.save_for_backward(*kept)  # type: ignore[arg-type]
         ctx.dtypes = x.dtype, weight.dtype  # type: ignore[attr-defined]
         product = F.linear if MULTIPLIES_BF16 else _product_by_blocks
-        return product(narrow, narrow_weight, None if bias is None else linear.cast(bias))
+        return product(narrow, narrow_weight, None if bias is None else cast_weight(bias))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -165,13 +166,60 @@ def takes_fp32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return is_fp32 and ONEDNN_IS_FASTER
 
 
-norms.rms_norm.replace_where(_takes_rms_norm, _rms_norm)
-mlp.swiglu.replace_where(_takes_swiglu, _swiglu)
-dropout.drop.replace_where(_takes_dropout, _dropout)
+def _takes_blocks(
+    blocks: nn.ModuleList, final_norm: nn.Module, x_BTD: Tensor, inputs: BlockInputs, recompute: bool = False
+) -> bool:
+    """Whether the blocks' norms come first and are RMSNorm; recomputed blocks must each end with their own sum."""
+    return isinstance(final_norm, RMSNorm) and runs(x_BTD, final_norm.weight) and not recompute
+
+
+def _run_blocks(
+    blocks: nn.ModuleList, final_norm: nn.Module, x_BTD: Tensor, inputs: BlockInputs, recompute: bool = False
+) -> Tensor:
+    """`lm.block.run_blocks`, with the residual stream and its norms in one pass over memory.
+
+    A block ends by adding its last branch to the stream, and the next one begins by reading the stream for its norm.
+    Here the addition waits for that norm, and one kernel does both. Each number is computed and rounded as in
+    `lm.block`.
+    """
+    branch_BTD: Tensor | None = None
+    for layer, block in enumerate(blocks):
+        assert isinstance(block, Block), type(block)
+        x_BTD, branch_BTD = _run_block(block, x_BTD, branch_BTD, inputs, layer)
+    return add_norm(x_BTD, branch_BTD, final_norm)[1]
+
+
+def _run_block(
+    block: Block, x_BTD: Tensor, branch_BTD: Tensor | None, inputs: BlockInputs, layer: int
+) -> tuple[Tensor, Tensor]:
+    """The stream and the branch to be added to it next, from the same of the block before."""
+    x_BTD, normed_BTD = add_norm(x_BTD, branch_BTD, block.attention_norm)
+    branch_BTD = block.attend(normed_BTD, inputs, layer)
+    if block.cross_norm is not None:
+        x_BTD, normed_BTD = add_norm(x_BTD, branch_BTD, block.cross_norm)
+        branch_BTD = block.attend_to_encoder(normed_BTD, inputs, layer)
+    x_BTD, normed_BTD = add_norm(x_BTD, branch_BTD, block.mlp_norm)
+    return x_BTD, block.transform(normed_BTD, inputs, layer)
+
+
+def add_norm(x_BTD: Tensor, branch_BTD: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """x + branch, if there is one, and its norm."""
+    if branch_BTD is None:
+        return x_BTD, norm(x_BTD)
+    if isinstance(norm, RMSNorm) and branch_BTD.dtype == compute_dtype(x_BTD) and runs(x_BTD, branch_BTD, norm.weight):
+        total_BTD, normed_BTD, _ = add_rms_norm(x_BTD, branch_BTD, norm.weight, norm.eps)
+        return total_BTD, normed_BTD
+    x_BTD = x_BTD + branch_BTD
+    return x_BTD, norm(x_BTD)
+
+
+layers.rms_norm.replace_where(_takes_rms_norm, _rms_norm)
+layers.swiglu.replace_where(_takes_swiglu, _swiglu)
+layers.drop.replace_where(_takes_dropout, _dropout)
 attention.split_heads.replace_where(_takes_heads, _split_heads)
 attention.attend_written_out.replace_where(takes_attention, _attend)
 logprobs.logprobs_of_rows.replace_where(_takes_logprobs, _logprobs)
 sampling.sample.replace_where(_takes_sampling, _sample)
-linear.linear.replace_where(takes_linear, _linear)
-linear.linear.replace_where(takes_fp32_linear, operators.fp32_linear)
-block.run_blocks.replace_where(fused.accepts, fused.run_blocks)
+layers.linear.replace_where(takes_linear, _linear)
+layers.linear.replace_where(takes_fp32_linear, operators.fp32_linear)
+run_blocks.replace_where(_takes_blocks, _run_blocks)

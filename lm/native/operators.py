@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lm.native import kernels
-from lm.native.build import library
+from lm.native.kernels import library
 
 P = ParamSpec("P")
 R = TypeVar("R")

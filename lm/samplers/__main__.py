@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from files.python_names import load_function
+from files.importing import load_function
 from lm.config import Precision
 from lm.samplers.engine import LoadEngine
 from lm.samplers.verify import verify_sampler

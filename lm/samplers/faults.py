@@ -5,24 +5,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lm.batch import Batch
-from lm.generation import Generated
+from lm.generation import Batch, Generated
 from lm.samplers.engine import SamplingEngine
-from lm.samplers.explanations import (
+from lm.samplers.own import HeedSampler
+from lm.samplers.sent_weights import SentWeights, chunks
+from lm.samplers.trial import (
     LOADED_WEIGHTS,
+    MAX_NEW_TOKENS,
     NO_TEMPERATURE,
     OLD_HEAD,
     OLD_WEIGHTS,
     OTHER_TEMPLATE,
     OTHER_TOKENIZER,
     STALE_CACHE,
+    Trial,
     layers_exchanged,
     other_templates,
     shifted,
+    with_exchanged,
 )
-from lm.samplers.own import HeedSampler
-from lm.samplers.sent_weights import SentWeights, chunks
-from lm.samplers.trial import MAX_NEW_TOKENS, Trial, with_exchanged
 from lm.sampling import Choice, draw_uniforms
 
 LIKELY_TOKENS = "tokens that are likelier than draws from the policy: top_p, top_k or a lower temperature"

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from lm.config import Precision
+from lm.decoding import FixedSteps, fixed_steps
 from lm.generation import Generated, generate
-from lm.graphs import FixedSteps, fixed_steps
-from lm.inference import load_for_inference
 from lm.model import LanguageModel
 from lm.samplers.engine import SamplingEngine
 from lm.samplers.sent_weights import SentWeights, digests_of, held_tensors, noted, take
 from lm.sampling import Choice
-from lm.source import on_meta
+from lm.source import load_for_inference, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 

@@ -18,12 +18,10 @@ import torch
 
 from lm.config import Precision
 from lm.generation import Generated
-from lm.samplers.agreement import Agreement
-from lm.samplers.engine import LoadEngine, SamplingEngine
-from lm.samplers.explanations import explain
+from lm.samplers.engine import Agreement, LoadEngine, SamplingEngine
 from lm.samplers.faults import FAULTS, LIKELY_TOKENS, StaleCache
 from lm.samplers.own import HeedSampler
-from lm.samplers.trial import MAX_NEW_TOKENS, NUM_VERSIONS, TEMPERATURE, Trial, save_untied, truth
+from lm.samplers.trial import MAX_NEW_TOKENS, NUM_VERSIONS, TEMPERATURE, Trial, explain, save_untied, truth
 
 MAX_SURPLUS = 4.5  # standard deviations; draws from the policy go beyond it once in 150,000 tests
 MORE_DRAWS = 4  # responses per prompt for the test of draws

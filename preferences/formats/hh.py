@@ -7,7 +7,7 @@ judged. Only the file's folder says whether labelers judged by helpfulness or ha
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from files.pairs import SPEAKER, is_transcript, transcript_turns
+from files.conversations import SPEAKER, is_transcript, transcript_turns
 from preferences.formats.merging import untied_pairs
 from preferences.formats.parts import (
     UNKNOWN,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from files.fields import shown
-from files.invalid import InvalidRows
+from files.rows import InvalidRows
 from preferences.formats.parts import UNKNOWN, Format, JudgedTask, Report, Row, Vote
 from preferences.rankings import current_judgments, ranking_of, why_excluded
 from preferences.records import MAX_LABELERS, NO_LOCATIONS, Judgment, Ranking, StoredTask, Task, named

@@ -7,8 +7,8 @@ both, as in TRL's extract_prompt. `ultrafeedback_binarized` adds `prompt_id`, `s
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from files.conversations import implicit_prompt
 from files.fields import any_messages, any_text, number_field, present, text_or_messages
-from files.pairs import implicit_prompt
 from preferences.formats.merging import Pair, single_turn, untied_pairs
 from preferences.formats.parts import (
     UNKNOWN,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from lm.inference import inference_dtype
+from lm.source import inference_dtype
 from preferences.records import Message, Task
 from preferences.task_selection import Candidate, Method, PromptCandidates, choose_tasks
 from reward.comparisons import encode_response

@@ -14,7 +14,7 @@ import torch
 import lm.native.install  # noqa: F401  # products as a model's layers compute them
 from lm.config import ModelConfig
 from lm.inspection import cache_bytes_per_token, flops_per_source_token, flops_per_token
-from lm.linear import linear
+from lm.layers import linear
 from stages.planning.memory import GENERATION_ROWS, Counts, Layout
 
 GIB = 2**30

@@ -12,17 +12,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lm.activations import Pass, block_bytes, ends_bytes, forward_bytes, gradient_bytes
 from lm.block import Block
 from lm.config import ModelConfig
-from lm.graphs import PROMPT_TOKENS, rows_in
-from lm.inspection import cache_bytes_per_token
-from lm.linear import rounded_weights
+from lm.decoding import PROMPT_TOKENS, rows_in
+from lm.inspection import Pass, block_bytes, cache_bytes_per_token, ends_bytes, forward_bytes, gradient_bytes
+from lm.layers import rounded_weights
 from lm.logprobs import LOGITS_AT_ONCE, PART_NUMBERS
 from lm.lora import LoRAConfig, adapted_maps, add_adapters
 from lm.model import ScalarModel, freeze_all_but_last
-from lm.native.build import library
 from lm.native.decoder import what_a_decoder_misses
+from lm.native.kernels import library
 from lm.padding import MAX_ROWS, MAX_TOKENS
 from lm.source import on_meta
 from lm.weights import MAX_FILE_BYTES, PRETRAINED
@@ -171,7 +170,7 @@ def casts_of(counts: Counts, layout: Layout) -> int:
 def forward_pass(layout: Layout, rows: int, seq_len: int, *, dropout: float = 0.0) -> Pass:
     """Returns the pass of one micro-batch. Without ZeRO, autocast leaves the residual stream in fp32.
 
-    On a GPU, attention is fused for every layout of rows (`lm.gpu_attention`).
+    On a GPU, attention is fused for every layout of rows (`lm.attention`).
     """
     is_tiled = not layout.is_gpu and library() is not None  # assumes that the ranks have a compiler if this machine has
     return Pass(rows, seq_len, layout.compute_bytes, layout.weight_bytes, layout.is_gpu, dropout > 0, is_tiled)

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from lm.activations import Pass, forward_bytes
 from lm.config import ModelConfig
-from lm.native.build import library
+from lm.inspection import Pass, forward_bytes
+from lm.native.kernels import library
 from stages.planning.memory import (
     GENERATION_ROWS,
     Counts,

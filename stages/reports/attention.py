@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lm.encoder_decoder import EncoderDecoder
+from lm.encoder import EncoderDecoder
 from lm.inspection import attention_weights
 from lm.model import LanguageModel, ScalarModel
 from lm.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from cluster.connection import disconnect
 from cluster.group import WorkerGroup
 from lm.config import ModelConfig, Precision
 from lm.model import LanguageModel, ScalarModel, init_weights
-from lm.samplers.agreement import max_difference
+from lm.samplers.engine import max_difference
 from lm.samplers.faults import FAULTS
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model

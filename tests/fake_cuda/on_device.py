@@ -10,15 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from lm import compiled
+from lm import block as compiled
 from lm.attention import attention_mask
+from lm.decoding import FixedSteps
 from lm.generation import generate
-from lm.graphs import FixedSteps
-from lm.head import align_heads
-from lm.mlp import swiglu
+from lm.layers import align_heads, rms_norm, swiglu
 from lm.model import compile_blocks
 from lm.native import operators  # noqa: F401  (registers the CPU's operators)
-from lm.norms import rms_norm
 from lm.sampling import Choice
 from tests.fake_cuda import attention, kernels, runtime
 from tests.gpu.models import SHAPES, pair, prompts, shape, tokens

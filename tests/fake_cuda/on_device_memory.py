@@ -14,8 +14,8 @@ import torch
 
 from lm.adapters import save_trained
 from lm.config import ModelConfig, Precision
+from lm.decoding import FixedSteps
 from lm.generation import generate
-from lm.graphs import FixedSteps
 from lm.lora import LoRAConfig, WithAdapters
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.sampling import Choice

@@ -1,4 +1,6 @@
-"""A kill or an error in the middle of a write leaves the old file or folder, and what is left behind is recognised."""
+"""A kill or an error in the middle of a write leaves the old file or folder, and what is left behind is recognised. Two
+runs never work in one folder at a time.
+"""
 
 import json
 import os
@@ -14,6 +16,7 @@ import pytest
 from files.atomic import (
     atomic_file,
     atomic_folder,
+    lock,
     remove_folder,
     remove_unfinished,
     temporary_path,
@@ -127,3 +130,34 @@ def test_a_folder_that_has_disappeared_is_not_created_again(tmp_path: Path, writ
 def test_json_is_indented_and_ends_with_a_newline(tmp_path: Path) -> None:
     write_json(tmp_path / "file.json", {"a": [1]})
     assert (tmp_path / "file.json").read_text() == '{\n  "a": [\n    1\n  ]\n}\n'
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from files.atomic import lock
+with lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_second_run_is_refused_with_the_first_ones_process(tmp_path: Path) -> None:
+    with lock(tmp_path), pytest.raises(ValueError, match=rf"process {os.getpid()} is running this job"), lock(tmp_path):
+        pass
+    with lock(tmp_path):
+        assert (tmp_path / "run.lock").read_text() == str(os.getpid())
+
+
+def test_a_killed_run_locks_nothing(tmp_path: Path) -> None:
+    locker = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert locker.stdout is not None
+    try:
+        assert locker.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=f"process {locker.pid}"), lock(tmp_path):
+            pass
+    finally:
+        locker.send_signal(signal.SIGKILL)
+        locker.wait()
+    with lock(tmp_path):
+        pass

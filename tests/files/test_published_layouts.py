@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from files.conversations import ConversationReader
-from files.invalid import InvalidRows, valid_rows
-from files.rows import read_source
+from files.rows import InvalidRows, read_source, valid_rows
 from reward.comparisons import RankingsConfig, read_rankings
 
 QUESTION, ANSWER, WORSE = "What is 2 + 2?", "It is 4.", "It is 5."

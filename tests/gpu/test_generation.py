@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from lm.decoding import FixedSteps, StepKind
 from lm.generation import Generated, generate
-from lm.graphs import FixedSteps, StepKind
 from lm.inspection import cache_bytes_per_token
 from lm.model import LanguageModel
 from lm.sampling import Choice

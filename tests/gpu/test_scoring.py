@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.inference import load_for_inference
 from lm.logprobs import LOGITS_AT_ONCE
 from lm.model import LanguageModel, ScalarModel
 from lm.sequence_logprobs import logits_function, predicting_states, sequence_logprobs
-from lm.source import RandomInit, load
+from lm.source import RandomInit, load, load_for_inference
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from reward.heldout import scores_on_all_ranks

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lm import compiled
+from lm import block as compiled
 from lm.model import LanguageModel
 from lm.source import RandomInit, load
 from tests.gpu.models import CPU, distance, shape, tokens

@@ -16,7 +16,7 @@ from heed.cli import main
 from heed.jobs.recovery import Workers
 from heed.jobs.registry import BUILT_IN
 from lm.config import ModelConfig
-from lm.encoder_decoder import EncoderDecoder
+from lm.encoder import EncoderDecoder
 from lm.generation import generate
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.sampling import Choice

@@ -10,7 +10,7 @@ from PIL import Image
 
 from heed.cli import main
 from lm.config import ModelConfig
-from lm.encoder_decoder import EncoderDecoder
+from lm.encoder import EncoderDecoder
 from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model

@@ -12,8 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lm.adapter_folder import AdapterFolder
-from lm.adapters import FromAdapter, adapted_folder, save_trained
+from lm.adapters import AdapterFolder, FromAdapter, adapted_folder, save_trained
 from lm.encoder import MaskedLanguageModel, SequenceClassifier
 from lm.lora import LoRAConfig, WithAdapters, adapted_maps, merged
 from lm.model import LanguageModel, ScalarModel

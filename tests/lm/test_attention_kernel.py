@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lm.attention import attend, attention_mask
 from lm.native import install
-from lm.native.build import library
+from lm.native.kernels import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="needs a compiler")
 

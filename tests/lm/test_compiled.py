@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm import compiled
+from lm import block as compiled
 from lm.config import ModelConfig
-from lm.dropout import sequence_keys
+from lm.layers import sequence_keys
 from lm.model import LanguageModel, checkpoint_activations, compile_blocks
 from lm.source import RandomInit, load
 from tests.gpu.models import CPU, SHAPES, tokens

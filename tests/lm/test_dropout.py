@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lm.config import ModelConfig
-from lm.dropout import LEVELS, Dropout, kept, mix, sequence_keys, token_keys
 from lm.encoder import MaskedLanguageModel, SequenceClassifier
+from lm.layers import LEVELS, Dropout, kept_columns, mix, sequence_keys, token_keys
 from lm.model import LanguageModel, checkpoint_activations, init_weights
 from lm.native import operators
 
@@ -36,7 +36,7 @@ def test_masks_are_split_mixs_numbers() -> None:
         columns += [(number >> 16 * lane) % LEVELS for lane in range(4)]
     # As signed numbers, 16 bits lie in the order 32,768 .. 65,535, 0 .. 32,767.
     expected = [(bits + LEVELS // 2) % LEVELS >= threshold for bits in columns[:width]]
-    assert kept(torch.tensor([key]), width, threshold)[0].tolist() == expected
+    assert kept_columns(torch.tensor([key]), width, threshold)[0].tolist() == expected
     assert any(expected)
     assert not all(expected)
 

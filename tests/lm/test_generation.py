@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lm import batch, generation, graphs
+from lm import decoding, generation
+from lm.decoding import StepKind
 from lm.generation import Generated, generate
-from lm.graphs import StepKind
 from lm.inspection import cache_bytes_per_token
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
@@ -119,8 +119,8 @@ def test_what_is_done_for_gpus_gives_the_same_samples(
     """Tokens are read every few steps, while ended sequences idle; prompts are read one row and one part at a time."""
     expected = sample(decoder, PROMPTS * 3, range(18), max_rows=max_rows)
     monkeypatch.setitem(generation.STEPS_PER_READING, "cpu", 5)
-    monkeypatch.setattr(batch, "reads_packed", lambda _: True)
-    monkeypatch.setattr(graphs, "PROMPT_TOKENS", 8)
+    monkeypatch.setattr(generation, "reads_packed", lambda _: True)
+    monkeypatch.setattr(decoding, "PROMPT_TOKENS", 8)
     read: list[int] = []
     hook = decoder.decoder.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].numel()))
     found = generate(
@@ -307,7 +307,7 @@ def test_the_cache_is_allocated_once_and_holds_prompts_and_responses(
 ) -> None:
     """Rows leave and enter continually, and only their tokens take memory that grows with the cache."""
     monkeypatch.setattr(operators, "library", lambda: None)
-    monkeypatch.setattr(graphs, "COLUMNS", 4)
+    monkeypatch.setattr(decoding, "COLUMNS", 4)
     config = DECODERS["llama"].model_copy(update={"num_hidden_layers": 16, "head_dim": 32, "num_key_value_heads": 4})
     model = small_decoder(config)
     rng, longest, num_new, max_rows = random.Random(0), 16, 24, 16

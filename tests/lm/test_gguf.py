@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from files.hashes import file_hash
 from lm.config import ModelConfig
-from lm.gguf_export import export_gguf
-from lm.gguf_import import GGUFFile
+from lm.gguf_files import GGUFFile, export_gguf
 from lm.gguf_vocabulary import _CUTS, tokenizer_files, vocabulary_metadata
 from lm.hub import model_directory, model_hash, on_this_machine
 from lm.model import LanguageModel

@@ -11,13 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm import attention, batch, gpu_attention, graphs, transformer
-from lm.batch import Batch
+from lm import attention, decoding, generation, model
+from lm.attention import VarlenAttention, flash_takes, packed_mask, takes_packed_rows
 from lm.config import ModelConfig
-from lm.encoder import EncoderModel
-from lm.encoder_decoder import EncoderDecoder
-from lm.gpu_attention import VarlenAttention, flash_takes, packed_mask, takes_packed_rows
-from lm.graphs import FixedSteps
+from lm.decoding import FixedSteps
+from lm.encoder import EncoderDecoder, EncoderModel
+from lm.generation import Batch
 from lm.model import LanguageModel, init_weights
 from tests.lm.conftest import DECODERS, small_decoder
 
@@ -66,12 +65,12 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Call]]:
         return sdpa(q, k, v, mask, **options)
 
     def start(options: frozenset[str] = frozenset({"window_size", "enable_gqa"})) -> list[Call]:
-        for module in (attention, gpu_attention, graphs, transformer):
+        for module in (attention, decoding, model):
             monkeypatch.setattr(module, "is_on_gpu", lambda _: True)
         kernel = VarlenAttention(varlen, options)
-        monkeypatch.setattr(gpu_attention, "varlen_attention", lambda: kernel)
+        monkeypatch.setattr(attention, "varlen_attention", lambda: kernel)
         monkeypatch.setattr(F, "scaled_dot_product_attention", fused)
-        monkeypatch.setattr(gpu_attention, "flash_takes", lambda *_: True)  # the small models are in fp32
+        monkeypatch.setattr(attention, "flash_takes", lambda *_: True)  # the small models are in fp32
         return calls
 
     return start
@@ -138,8 +137,8 @@ def test_prompts_and_steps(
 
     expected = run()
     calls = on_gpu()
-    monkeypatch.setattr(batch, "reads_packed", lambda _: True)
-    monkeypatch.setattr(graphs, "PROMPT_TOKENS", 8)
+    monkeypatch.setattr(generation, "reads_packed", lambda _: True)
+    monkeypatch.setattr(decoding, "PROMPT_TOKENS", 8)
     torch.testing.assert_close(run(), expected, atol=1e-5, rtol=1e-5)
     N, G, H = heads(decoder.config)
     reads = [("varlen", (8, N, H), (8, G, H), [0, 1, 6, 8], window) for window in windows(decoder.config)]
@@ -212,7 +211,7 @@ def test_fp32_has_its_own_kernel(on_gpu: Callable[[], list[Call]], monkeypatch: 
     decoder = small_decoder(DECODERS["llama"])
     expected = decoder(TOKENS), decoder(TOKENS, SEGMENTS, SEGMENTS > 0)
     calls = on_gpu()
-    monkeypatch.setattr(gpu_attention, "flash_takes", flash_takes)
+    monkeypatch.setattr(attention, "flash_takes", flash_takes)
     torch.testing.assert_close(
         (decoder(TOKENS), decoder(TOKENS, SEGMENTS, SEGMENTS > 0)), expected, atol=1e-5, rtol=1e-5
     )
@@ -234,7 +233,7 @@ def test_flash_attention_takes_half_precision_and_heads_of_multiples_of_8() -> N
 def test_autocast_decides_the_type(on_gpu: Callable[[], list[Call]]) -> None:
     on_gpu()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_attention, "flash_takes", flash_takes)
+        patch.setattr(attention, "flash_takes", flash_takes)
         assert not takes_packed_rows(torch.ones(1), 64)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert takes_packed_rows(torch.ones(1), 64)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lm.encoder import MaskedLanguageModel
-from lm.head import Head, align_heads, padded_rows
+from lm.layers import Head, align_heads, padded_rows
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
 from lm.source import RandomInit, load

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.native.build import library
+from lm.native.kernels import library
 
 HERE = Path(__file__).parent
 TESTS = ("test_attention_kernel.py", "test_linear.py", "test_decoding.py")

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lm.linear import Linear, cache_weight_casts
+from lm.layers import Linear, cache_weight_casts
 from lm.native import install, kernels
-from lm.native.build import library
+from lm.native.kernels import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="needs a compiler")
 

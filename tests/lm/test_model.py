@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lm.config import ModelConfig, exact_div
-from lm.dropout import sequence_keys
-from lm.encoder import SequenceClassifier
-from lm.encoder_decoder import EncoderDecoder
-from lm.mlp import _SquaredReLU
+from lm.encoder import EncoderDecoder, SequenceClassifier
+from lm.layers import RMSNorm, _SquaredReLU, sequence_keys
 from lm.model import (
     LanguageModel,
     ScalarModel,
@@ -19,9 +17,8 @@ from lm.model import (
     freeze_all_but_last,
     init_weights,
     initial_weight,
+    segment_positions,
 )
-from lm.norms import RMSNorm
-from lm.transformer import segment_positions
 
 
 def build(config: ModelConfig, seed: int = 0) -> LanguageModel:

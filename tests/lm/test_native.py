@@ -11,15 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.attention import split_heads
-from lm.native import build, operators
+from lm.attention import rotary_tables, split_heads
+from lm.layers import RMSNorm
 from lm.native import kernels as ops
-from lm.native.fused import add_norm
-from lm.norms import RMSNorm
-from lm.positions import rotary_tables
+from lm.native import operators
+from lm.native.install import add_norm
 from lm.sampling import Choice
 
-pytestmark = pytest.mark.skipif(build.library() is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(ops.library() is None, reason="needs a C++ compiler")
 
 TYPES = [torch.float32, torch.bfloat16]
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 2e-6}, torch.bfloat16: {"rtol": 8e-3, "atol": 1e-3}}
@@ -219,13 +218,13 @@ def test_other_types_and_layouts_take_pytorch_s_way() -> None:
 @pytest.mark.long
 def test_compiling_is_done_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXXFLAGS", "-O0")  # in a fifth of the time
-    made = build.compiled(tmp_path / "kept")
+    made = ops.compiled(tmp_path / "kept")
     assert ctypes.CDLL(str(made)).rms_norm
     assert list((tmp_path / "kept").iterdir()) == [made]
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert build.compiled(tmp_path / "kept") == made
+    assert ops.compiled(tmp_path / "kept") == made
     with pytest.raises(FileNotFoundError, match="no-such-compiler"):
-        build.compiled(tmp_path / "other")
+        ops.compiled(tmp_path / "other")
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
@@ -235,7 +234,7 @@ def test_without_a_compiler_the_work_goes_on_and_says_why(
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.warns(RuntimeWarning, match="slower"):
-        assert build.library.__wrapped__() is None
+        assert ops.library.__wrapped__() is None
     monkeypatch.setattr(operators, "library", lambda: None)
     assert not operators.runs(torch.ones(2))
     torch.testing.assert_close(RMSNorm(2, 0.0)(torch.ones(1, 2)), torch.ones(1, 2))
@@ -253,4 +252,4 @@ def test_without_a_home_the_work_goes_on_and_says_what_to_set(monkeypatch: pytes
     with pytest.raises(RuntimeError):
         Path.home()
     with pytest.warns(RuntimeWarning, match=r"slower: there is no home folder .* set HOME or XDG_CACHE_HOME"):
-        assert build.library.__wrapped__() is None
+        assert ops.library.__wrapped__() is None

@@ -10,18 +10,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lm.attention import split_heads
+from lm.attention import rotary_tables, split_heads
 from lm.config import ModelConfig
+from lm.layers import rms_norm, swiglu
 from lm.logprobs import logprobs_of_rows, token_logprobs
-from lm.mlp import swiglu
 from lm.model import LanguageModel, init_weights
-from lm.native import build, decoder, kernels, operators
+from lm.native import decoder, kernels, operators
 from lm.native.operators import prepare_for_compile
-from lm.norms import rms_norm
-from lm.positions import rotary_tables
 from tests.lm.conftest import DECODERS
 
-pytestmark = pytest.mark.skipif(build.library() is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(kernels.library() is None, reason="needs a C++ compiler")
 
 LLAMA = DECODERS["llama"]
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
@@ -148,7 +146,7 @@ def test_the_fused_residual_stream_gives_the_same_bits(monkeypatch: pytest.Monke
         return [logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))]
 
     fused = passed()
-    monkeypatch.setattr("lm.native.fused.add_rms_norm", None)
+    monkeypatch.setattr("lm.native.install.add_rms_norm", None)
     with pytest.raises(TypeError):  # the fused stream was used
         model(TOKENS)
     monkeypatch.setattr("lm.block.run_blocks._replacements", [])
@@ -157,7 +155,9 @@ def test_the_fused_residual_stream_gives_the_same_bits(monkeypatch: pytest.Monke
 
 def test_python_calls_the_kernels_as_cpp_declares_them() -> None:
     """Compares argument by argument: a pointer, a bool, an int64 or a float."""
-    sources = [path.read_text() for path in build.SOURCES if path.stem != "decoder"]  # which contain structs to compare
+    sources = [
+        path.read_text() for path in kernels.SOURCES if path.stem != "decoder"
+    ]  # which contain structs to compare
     exported = "".join(source.partition('extern "C" {')[2] for source in sources)
     kinds = {"*": "p", "bool": "b", "int64_t": "i", "float": "f"}
     for name, letters in kernels.ARGUMENTS.items():
@@ -167,7 +167,7 @@ def test_python_calls_the_kernels_as_cpp_declares_them() -> None:
 
 
 def test_structs_lie_as_the_compiler_lays_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = build.library()
+    loaded = kernels.library()
     assert loaded is not None
     decoder.check_layouts(loaded)
 

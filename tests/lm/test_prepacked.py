@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from lm.decoding import gains, prepacked
 from lm.generation import generate
 from lm.model import LanguageModel
-from lm.prepacked import gains, prepacked
 from lm.sampling import Choice
 
 needs_bf16 = pytest.mark.skipif(

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lm.config import ModelConfig, RopeScaling
-from lm.encoder import MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier
-from lm.encoder_decoder import EncoderDecoder
+from lm.encoder import EncoderDecoder, MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier
 from lm.families import family_of
 from lm.generation import Batch, generate
 from lm.model import LanguageModel, ScalarModel, init_weights

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ppo.controller
-from lm.mlp import MLP
+from lm.layers import MLP
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.frozen_model import ShardedModel

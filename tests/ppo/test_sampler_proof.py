@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lm.model import LanguageModel
-from lm.samplers.agreement import max_difference
+from lm.samplers.engine import max_difference
 from ppo.controller import PPOController
 from ppo.rollout import Rollout
 from ppo.sampler_proof import require_one_policy, sampler_agreement

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from lm.config import ModelConfig
-from lm.encoder import MaskedLanguageModel
-from lm.encoder_decoder import EncoderDecoder
+from lm.encoder import EncoderDecoder, MaskedLanguageModel
 from lm.model import init_weights
 from lm.tokenizer import Tokenizer
 from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective

@@ -9,8 +9,7 @@ import torch
 import transformers
 
 from lm.config import ModelConfig
-from lm.encoder import MaskedLanguageModel
-from lm.encoder_decoder import EncoderDecoder
+from lm.encoder import EncoderDecoder, MaskedLanguageModel
 from lm.tokenizer import Tokenizer
 from lm.weights import load_model
 from pretrain.stage import PretrainConfig, prepare_tokenizer, train

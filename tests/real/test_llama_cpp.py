@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lm.config import ModelConfig
-from lm.gguf_export import export_gguf
+from lm.gguf_files import export_gguf
 from lm.model import LanguageModel
 from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from heed.cli import main
-from lm.gguf_export import export_gguf
+from lm.gguf_files import export_gguf
 from lm.hub import model_directory
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model

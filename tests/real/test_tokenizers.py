@@ -18,7 +18,7 @@ import jinja2
 import pytest
 
 from lm.config import ModelConfig
-from lm.gguf_export import export_gguf
+from lm.gguf_files import export_gguf
 from lm.gguf_vocabulary import CONTROL, NORMAL, tokenizer_files, vocabulary_metadata
 from lm.model import LanguageModel
 from lm.source import RandomInit, load

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from files.hashes import file_hash
 from heed.jobs.replay import replay_response
-from lm.gguf_export import export_gguf
+from lm.gguf_files import export_gguf
 from lm.hub import model_directory
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model

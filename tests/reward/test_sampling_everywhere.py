@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.remote import Local
-from lm.inference import load_for_inference
+from lm.source import load_for_inference
 from reward import sampling
 from reward.sampling import SamplingSpec, sample_policy
 from reward.sampling_everywhere import sample_everywhere

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
-from lm.transformer import Transformer
+from lm.model import Transformer
 from lm.weights import load_scalar_model
 from reward.config import RewardConfig
 from tests.token_files import train_reward

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lm.config import ModelConfig
-from lm.encoder_decoder import EncoderDecoder
+from lm.encoder import EncoderDecoder
 from lm.generation import generate
 from lm.model import init_weights
 from lm.sampling import Choice

@@ -2,7 +2,7 @@
 
 import os
 
-from files.imports import imports_uncollected
+from files.importing import imports_uncollected
 from tests.training.rank_process import VARIABLES
 
 os.environ.update(VARIABLES)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.head import align_heads
+from lm.layers import align_heads
 from lm.model import LanguageModel
 from lm.source import RandomInit
 from tests.gpu.models import shape, tokens

@@ -14,8 +14,8 @@ from benchmarks.gpu.first_quarter.shapes import LLAMA8, LLAMA13, QWEN, Fields, s
 from benchmarks.gpu.rows import Generation
 from benchmarks.speed.own import NO_END
 from lm.config import ModelConfig
+from lm.decoding import FixedSteps, StepKind
 from lm.generation import generate
-from lm.graphs import FixedSteps, StepKind
 from lm.model import LanguageModel
 from lm.sampling import Choice
 from lm.source import load

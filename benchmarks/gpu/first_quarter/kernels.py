@@ -15,8 +15,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.first_quarter.context import Context, device_seconds
-from lm.attention import Mask, attend
-from lm.gpu_attention import packed_mask, scores_bias, varlen_attention
+from lm.attention import Mask, attend, packed_mask, scores_bias, varlen_attention
 
 # Parts of kernels' names; the first kind that matches counts.
 KINDS = (

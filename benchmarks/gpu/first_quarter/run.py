@@ -185,7 +185,7 @@ def _install(wheels: Sequence[Path], site: Path) -> str:
 
 def compile_kernels() -> None:
     """Starts to compile Heed's CPU kernels, which takes half a minute; comparisons with the CPU need them."""
-    command = [sys.executable, "-c", "from lm.native.build import library; library()"]
+    command = [sys.executable, "-c", "from lm.native.kernels import library; library()"]
     subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from evaluation.verdicts import Verdict
-from files.lock import lock
+from files.atomic import lock
 from reward import sampling
 
 Call = Callable[..., tuple[int, str]]

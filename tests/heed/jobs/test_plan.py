@@ -18,8 +18,8 @@ from heed.commands.inspect import read_shape
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from heed.jobs.plan import Plan, Setting, make_plan, places
-from lm.activations import block_bytes, forward_bytes
 from lm.config import ModelConfig
+from lm.inspection import block_bytes, forward_bytes
 from stages.planning.hardware import GIB, GPUS, hardware
 from stages.planning.memory import Layout, Memory, activation_bytes, count, forward_pass, states, training_memory
 from stages.planning.ppo import Mode, PPOModels, PPOWork, ppo_memory

@@ -12,7 +12,7 @@ from heed.cli import app
 from heed.jobs.job_file import load_job
 from heed.jobs.plan import Plan, Setting, make_plan
 from lm.config import ModelConfig
-from lm.gguf_export import export_gguf
+from lm.gguf_files import export_gguf
 from lm.model import LanguageModel
 from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from lm.config import ModelConfig
-from lm.inference import inference_device, inference_dtype, load_for_inference
 from lm.model import LanguageModel, ScalarModel
-from lm.source import RandomInit
+from lm.source import RandomInit, inference_device, inference_dtype, load_for_inference
 
 ROOT = Path(__file__).parents[2]
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -44,7 +43,7 @@ def test_no_other_place_of_these_packages_chooses_a_device(package: str) -> None
     chosen = re.compile(r"cuda\.is_available|device\(\"cuda|load_(language_|scalar_|)model\(")
     for path in (ROOT / package).rglob("*.py"):
         found = chosen.findall(path.read_text(encoding="utf-8"))
-        assert not found, f"{path.relative_to(ROOT)}: {found}; lm.inference loads models that only compute"
+        assert not found, f"{path.relative_to(ROOT)}: {found}; lm.source loads models that only compute"
 
 
 class WatchedSource:

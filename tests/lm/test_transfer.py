@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from lm.pinned import host_bytes
+from lm.transfer import host_bytes
 
 TWO_GIB_AND_A_BIT = 2**31 + 5
 

@@ -1,21 +1,56 @@
-"""Objects of a user's Python code, found by `MODULE:NAME` or `FILE.py:NAME`, and what that code raises."""
+"""Imports: Heed's own packages and what hides one, objects of a user's Python code, and large libraries in less time.
 
+Heed's packages have common words as names. Standard library only.
+"""
+
+import gc
 import hashlib
 import importlib
 import importlib.util
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from files.packages import PACKAGES
-
+ROOT = Path(__file__).parents[1]
 SHOWN_FRAMES = 4  # of a traceback through a user's code
+
+# The package list of the project, from the roof down. `benchmarks` is left out: no run needs it.
+PACKAGES = (
+    "heed", "evaluation", "sft", "dpo", "ppo", "reward", "pretrain", "stages", "cluster", "training", "lm",
+    "preferences", "files", "configs",
+)  # fmt: skip
+
 _INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
 _user_folders: list[str] = []
+
+
+def source_tree() -> str:
+    """Returns the folder of this code if it is a checkout; "" if it is installed as a package or shipped with a job."""
+    return str(ROOT) if (ROOT / "pyproject.toml").is_file() else ""
+
+
+def hiding_file(package: str) -> str:
+    """Returns the file or folder that Python finds in place of one of Heed's packages; "" if it finds Heed's."""
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return ""
+    found = spec.origin or next(iter(spec.submodule_search_locations or ()), "")
+    return "" if found == str(ROOT / package / "__init__.py") else found
+
+
+def refuse_hidden() -> None:
+    """Raise ImportError naming the file that hides one of Heed's packages, and what to do about it."""
+    for package in PACKAGES:
+        hiding = hiding_file(package)
+        if hiding:
+            folder = Path(hiding).parents[1 if hiding.endswith("__init__.py") else 0]
+            where = "PYTHONPATH" if str(folder) in sys.path else "Python's search path"
+            raise ImportError(f"{hiding} hides Heed's package {package!r}: rename it, or take {folder} out of {where}")
 
 
 def load_function(name: str, what: str) -> Callable[..., Any]:
@@ -107,3 +142,19 @@ def explain(error: Exception, caller: str = "") -> str:
 def _is_users(file: str) -> bool:
     """Whether a file is neither this one nor part of Python or an installed library."""
     return file != __file__ and not file.startswith(("<", *_INSTALLED))
+
+
+@contextmanager
+def imports_uncollected() -> Iterator[None]:
+    """For imports at a process's start: no garbage collection looks at what they make, neither now nor later.
+
+    Collections take a quarter of the time in which PyTorch and a job's other libraries are imported.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_on:
+            gc.enable()

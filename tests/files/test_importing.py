@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from files.python_names import file_of, load_function
+from files.importing import file_of, load_function
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import files.lines
+import files.strict_json
 from files.rows import read_source
 from tests.examples import examples
 
@@ -77,7 +77,7 @@ def test_lists_come_back_whatever_the_size_of_a_part(
         size=st.integers(16, 80),  # the longest escape has 12
     )
     def there_and_back(rows: list[Any], indent: int | None, mark: bytes, is_ascii: bool, size: int) -> None:
-        monkeypatch.setattr(files.lines, "CHUNK_BYTES", size)
+        monkeypatch.setattr(files.strict_json, "CHUNK_BYTES", size)
         path = tmp_path_factory.mktemp("rows") / name
         text = json.dumps(rows, indent=indent, ensure_ascii=is_ascii)
         path.write_bytes(packed(mark + b" \r\n" + text.encode() + b"\n", name))
@@ -124,7 +124,7 @@ def test_what_rows_may_not_hold_is_named(name: str, bad: str, words: str, tmp_pa
 def test_a_malformed_list_is_named_by_line_and_column(
     text: str, words: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files.lines, "CHUNK_BYTES", size)
+    monkeypatch.setattr(files.strict_json, "CHUNK_BYTES", size)
     path = tmp_path / "a.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="not JSON") as refusal:

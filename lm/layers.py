@@ -1,0 +1,442 @@
+"""The layers of a transformer other than attention: linear maps, the head, norms, the MLP, dropout.
+
+Functions with more than one implementation are `Replaceable`: the code here states the equation in plain PyTorch, and
+`lm.native.install` puts the CPU's kernels in its place.
+
+Shape letters: B batch, T tokens, D model width, M MLP width, C positions, V vocabulary, P padded vocabulary,
+G groups of four columns.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial, update_wrapper
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from lm.config import ModelConfig
+from lm.transfer import upload
+
+ALIGNED_ROWS = 64  # of a head on a GPU: 128 bytes in bf16
+LEVELS = 1 << 16  # dropout: a column is dropped if its 16 bits are below rate · LEVELS
+GROUP = 4  # columns that share 64 bits
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class Replaceable(Generic[Arguments, Result]):
+    """A function in plain PyTorch, and implementations that replace it where they accept the arguments.
+
+    A replacement returns the same numbers up to rounding. `lm.native.install` adds those for CPUs.
+    """
+
+    def __init__(self, plain: Callable[Arguments, Result]) -> None:
+        self.plain = plain
+        self._replacements: list[tuple[Callable[Arguments, bool], Callable[Arguments, Result]]] = []
+        update_wrapper(self, plain)
+
+    def replace_where(self, accepts: Callable[Arguments, bool], implementation: Callable[Arguments, Result]) -> None:
+        """Use `implementation` for arguments that it `accepts`; of several the one that was added first."""
+        self._replacements.append((accepts, implementation))
+
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        for accepts, implementation in self._replacements:
+            if accepts(*args, **kwargs):
+                return implementation(*args, **kwargs)
+        return self.plain(*args, **kwargs)
+
+
+class Linear(nn.Linear):
+    """x Wᵀ + b."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class Fp32Linear(nn.Linear):
+    """x Wᵀ + b in fp32, from operands of any type: a head whose few results would tie if bf16 rounded them.
+
+    Scores of 4 to 8 are 1/32 apart in bf16.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+
+
+@Replaceable
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + b."""
+    return F.linear(x, weight, bias)
+
+
+# fp32 tensors by their bf16 copies, while `cache_weight_casts` is active.
+_rounded: ContextVar[dict[Tensor, Tensor] | None] = ContextVar("rounded", default=None)
+
+
+@contextmanager
+def cache_weight_casts() -> Iterator[None]:
+    """Caches each weight's bf16 cast across passes. Use it while weights are fixed."""
+    if _rounded.get() is not None:
+        yield
+        return
+    token = _rounded.set({})
+    try:
+        yield
+    finally:
+        _rounded.reset(token)
+
+
+def cast_weight(weight: Tensor) -> Tensor:
+    """The weight in bf16: the cached copy inside `cache_weight_casts`."""
+    known = _rounded.get()
+    if known is None:
+        return weight.bfloat16()
+    if weight not in known:
+        known[weight] = weight.bfloat16()
+    return known[weight]
+
+
+def round_products(model: nn.Module) -> None:
+    """Keep frozen weights in bf16 that autocast would round at every use, which gives the same bits."""
+    for parameter in rounded_weights(model):
+        parameter.data = parameter.data.bfloat16()
+
+
+def rounded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Frozen weights that only products in bf16 use: no embedding's table that a head shares, no head in fp32."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for module in model.modules():
+        is_product = isinstance(module, nn.Linear) and not isinstance(module, Fp32Linear)
+        if is_product and id(module.weight) not in tables:
+            yield from (p for p in module.parameters(recurse=False) if not p.requires_grad)
+
+
+class Head(Linear):
+    """x Wᵀ + b, [..., V], the head over the vocabulary. Its products have aligned rows on GPUs.
+
+    cuBLAS reads and writes the matrices of bf16 products several numbers at a time, and only if their rows begin at
+    multiples of 16 bytes. Logits of 50,257 tokens have rows that do not, so all three products of the head would use
+    slower kernels. On GPUs the head multiplies by a copy of its weight with rows of 0 at the end, so that their number
+    is a multiple of `row_multiple`, and the logits are a view that ends with the vocabulary. So weights, checkpoints
+    and files know nothing of it. Not yet measured on a GPU.
+    """
+
+    row_multiple = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        V = len(self.weight)
+        if V % self.row_multiple == 0:
+            return super().forward(x)
+        P, dtype = -(-V // self.row_multiple) * self.row_multiple, compute_dtype(x)
+        weight_PD, bias_P = (part if part is None else pad_rows(part, P, dtype) for part in (self.weight, self.bias))
+        assert weight_PD is not None
+        return F.linear(x, weight_PD, bias_P)[..., :V]
+
+
+def align_heads(model: nn.Module, device: torch.device, row_multiple: int = ALIGNED_ROWS) -> None:
+    """Give the products of a model's head aligned rows where `device` is a GPU.
+
+    Models that are compared bit by bit, such as a policy and its reference, need the same.
+    """
+    for module in model.modules():
+        if isinstance(module, Head) and device.type == "cuda":
+            module.row_multiple = row_multiple
+
+
+def padded_rows(logits_CV: Tensor) -> Tensor:
+    """The logits [C, P] whose first columns are a head's [C, V], or these themselves where none were added.
+
+    A gradient for all of them goes to the head's product as it is; one for the view would be copied.
+    """
+    whole, (C, V), (P, step) = logits_CV._base, logits_CV.shape, logits_CV.stride()
+    if whole is None or P <= V or step != 1 or logits_CV.storage_offset():
+        return logits_CV
+    is_padded = whole.is_contiguous() and whole.shape[-1] == P and whole.numel() == C * P
+    return whole.view(C, P) if is_padded else logits_CV
+
+
+def pad_rows(values: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+    """The rows, and rows of 0, as `dtype`."""
+    return _PadRows.apply(values, num_rows, dtype)  # type: ignore[no-untyped-call]
+
+
+class _PadRows(torch.autograd.Function):
+    """Rounds and pads in one pass; the gradient's rows are taken as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+        ctx.like = (len(values), values.dtype)
+        padded = values.new_empty(num_rows, *values.shape[1:], dtype=dtype)
+        padded[: len(values)] = values
+        padded[len(values) :] = 0
+        return padded
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        num_rows, dtype = ctx.like
+        return gradient[:num_rows].to(dtype), None, None
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The type of a matrix product with x: autocast's where it is enabled."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight, computed in fp32 (arXiv 1910.07467, eq. 4)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        # A matrix product follows, so under autocast the result may as well be rounded for it.
+        return rms_norm(x, self.weight, self.eps, compute_dtype(x))
+
+
+@Replaceable
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight as `dtype`, [..., D]."""
+    return _RMSNorm.apply(x, weight_D, eps, dtype)  # type: ignore[no-untyped-call]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Half the passes over memory that autograd's own formula would take.
+
+    With n = x / rms(x):  dx = (g·w - n · mean(g·w·n)) / rms(x),  dw = Σ g·n.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        wide = x.float()
+        inverse_rms = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1] + eps).rsqrt()
+        ctx.save_for_backward(x, inverse_rms, weight)
+        return (wide * inverse_rms * weight).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, inverse_rms, weight = ctx.saved_tensors
+        normed, wide = x.float() * inverse_rms, gradient.float()
+        product = wide * normed
+        weight_gradient = product.sum(dim=tuple(range(product.dim() - 1)))
+        mean = (product @ weight.float()).unsqueeze(-1) / normed.shape[-1]
+        x_gradient = torch.addcmul(wide * weight, normed, mean, value=-1).mul_(inverse_rms)
+        return x_gradient.to(x.dtype), weight_gradient.to(weight.dtype), None, None
+
+
+def _is_fused_kernel_there() -> bool:
+    """From torch 2.9 on; before, an operator of another signature has the name."""
+    found = getattr(torch.ops.aten, "_fused_rms_norm", None)
+    return found is not None and "int[] normalized_shape" in str(found.default._schema)
+
+
+IS_FUSED = _is_fused_kernel_there()
+
+
+def takes_fused_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> bool:
+    """Whether the fused kernel computes this norm: on a GPU, x and weight of one type."""
+    return IS_FUSED and x.is_cuda and x.dtype == weight_D.dtype
+
+
+def fused_rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """`rms_norm` by PyTorch's fused kernels for GPUs: one pass over memory forward, two backward. Written out it is
+    eight passes forward and nine to thirteen backward. Not yet run on a GPU.
+
+    The kernel computes in fp32, and its result has x's type: under autocast, where that is fp32, rounding it is a pass
+    of its own.
+    """
+    normed: Tensor = torch.ops.aten._fused_rms_norm(x, weight_D.shape, weight_D, eps)[0]
+    return normed.to(dtype)
+
+
+rms_norm.replace_where(takes_fused_norm, fused_rms_norm)
+
+
+def make_norm(config: ModelConfig, width: int) -> nn.Module:
+    """The config's kind of norm over `width` numbers."""
+    return RMSNorm(width, config.norm_eps) if config.norm == "rms" else nn.LayerNorm(width, config.norm_eps)
+
+
+class MLP(nn.Module):
+    """down(activation(up(x))); SwiGLU's `up` holds the gate's rows too."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.activation = swiglu if config.mlp == "swiglu" else ACTIVATIONS[config.mlp]
+        rows = config.intermediate_size * (2 if config.mlp == "swiglu" else 1)
+        self.up = Linear(config.hidden_size, rows, bias=config.mlp_bias)
+        self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x_BTD)))
+
+
+@Replaceable
+def swiglu(gate_and_up: Tensor) -> Tensor:
+    """silu(gate) · up, [..., M], of both side by side, [..., 2M] (arXiv 2002.05202)."""
+    return _SwiGLU.apply(gate_and_up)  # type: ignore[no-untyped-call]
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Saves only its input for the gradient: two elementwise passes forward, four backward.
+
+    With s = sigmoid(gate):  d up = g · gate · s,  d gate = g · up · s · (1 + gate · (1 - s)).
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, gate_and_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_and_up)
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (gate_and_up,) = ctx.saved_tensors
+        if torch.compiler.is_compiling():  # which fuses it, and takes no `out`
+            gate, up = gate_and_up.chunk(2, dim=-1)
+            return torch.cat([torch.ops.aten.silu_backward(gradient * up, gate), gradient * F.silu(gate)], dim=-1)
+        result = torch.empty_like(gate_and_up)
+        (gate, up), (of_gate, of_up) = gate_and_up.chunk(2, dim=-1), result.chunk(2, dim=-1)
+        # Each half in place: nothing as large is allocated, and nothing is put together.
+        torch.mul(gradient, up, out=of_gate)
+        torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
+        torch.ops.aten.silu.out(gate, out=of_up)
+        of_up.mul_(gradient)
+        return result
+
+
+class _SquaredReLU(torch.autograd.Function):
+    """relu(x)², saving only relu(x) for the gradient 2·relu(x)."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        positive = x.relu()
+        ctx.save_for_backward(positive)
+        return positive * positive
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (positive,) = ctx.saved_tensors
+        return (gradient * positive).mul_(2)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,  # of the gate
+    "relu2": _SquaredReLU.apply,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class Dropout(nn.Module):
+    """x / (1 - rate) where kept, else 0; x itself outside training. The rate is rounded to a multiple of 1 / 65,536.
+
+    Masks depend on the data, never on how a batch is split: a mask is a function of (seed of the step, sequence,
+    position, site in the model, column). Nothing is drawn in order, so micro-batches, ranks, padding, packing and
+    recomputation all drop the same numbers, on CPUs and GPUs alike. It is a counter-based generator as in Salmon et al.
+    (Random123, 2011): the finaliser of SplitMix64 (Steele et al. 2014) over a counter; 64 bits decide about four
+    columns.
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.threshold = min(round(rate * LEVELS), LEVELS - 1)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it currently drops anything."""
+        return self.training and self.threshold > 0
+
+    def forward(self, x: Tensor, keys: Tensor | None, site: int) -> Tensor:
+        """`keys` has x's dimensions without the last; `site` numbers the dropouts that apply to the same token."""
+        if not self.is_active:
+            return x
+        assert keys is not None, "dropout draws its masks from the sequences' keys, and none were given"
+        site_keys = mix(keys + site_offset(site)).expand(x.shape[:-1]).contiguous()
+        return drop(x, site_keys, self.threshold)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.threshold / LEVELS:g}"
+
+
+@Replaceable
+def drop(x: Tensor, keys: Tensor, threshold: int) -> Tensor:
+    """x with some columns set to 0 and the others scaled so that the expectation stays; `keys` is [...], x [..., D]."""
+    return _Dropout.apply(x, keys, threshold)  # type: ignore[no-untyped-call]
+
+
+class _Dropout(torch.autograd.Function):
+    """Saves only the keys for the gradient, which draws the mask again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keys: Tensor, threshold: int) -> Tensor:
+        ctx.save_for_backward(keys)
+        ctx.threshold = threshold
+        return _masked(x, keys, threshold)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (keys,) = ctx.saved_tensors
+        return _masked(gradient, keys, ctx.threshold), None, None
+
+
+def _masked(x: Tensor, keys: Tensor, threshold: int) -> Tensor:
+    return torch.where(kept_columns(keys, x.shape[-1], threshold), x * dropout_scale(threshold), 0.0).to(x.dtype)
+
+
+def dropout_scale(threshold: int) -> float:
+    """1 / (share of columns kept)."""
+    return LEVELS / (LEVELS - threshold)
+
+
+def kept_columns(keys: Tensor, width: int, threshold: int) -> Tensor:
+    """True = kept, [..., D]."""
+    counter_G = (torch.arange(-(-width // GROUP), device=keys.device) + 1) * GOLDEN
+    bits = mix(keys[..., None] + counter_G).view(torch.int16)[..., :width]
+    return bits >= threshold - LEVELS // 2  # 16 bits as a signed number: uniform from -32,768 on
+
+
+def _signed(number: int) -> int:
+    """Its lowest 64 bits as a signed integer, PyTorch's representation."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+GOLDEN = _signed(0x9E3779B97F4A7C15)  # the counter's step, 2⁶⁴ / φ
+FIRST_FACTOR, SECOND_FACTOR = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+
+
+def sequence_keys(seed: int, numbers: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Keys of sequences from their numbers in the data set, in the same shape.
+
+    A model takes them as [B, 1], one sequence per row, or as [B, T], one per token, for packed rows.
+    """
+    return mix(seed + (upload(torch.from_numpy(np.asarray(numbers, dtype=np.int64)), device) + 1) * GOLDEN)
+
+
+def token_keys(keys_BT: Tensor, positions_BT: Tensor, part: int) -> Tensor:
+    """Keys of tokens [B, T] from their sequences' keys and their positions. `part` distinguishes the parts of a model
+    that see the same positions.
+    """
+    return mix(mix(keys_BT + _signed(part * GOLDEN)) + (positions_BT + 1) * GOLDEN)
+
+
+def site_offset(site: int) -> int:
+    """What is added to a token's key at a place of the model. Offsets add up: of 2 and 3 sites, that of 5."""
+    return _signed(site * GOLDEN)
+
+
+def mix(z: Tensor) -> Tensor:
+    """SplitMix64's finaliser, a bijection of 64 bits; PyTorch's `>>` extends the sign, which the masks remove."""
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * FIRST_FACTOR
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * SECOND_FACTOR
+    return z ^ ((z >> 31) & ((1 << 33) - 1))
