@@ -38,7 +38,7 @@ def test_tied_weights_stay_tied(tiny_config: ModelConfig) -> None:
     assert model.head.weight is model.decoder.embedding.weight
 
 
-@pytest.mark.parametrize("package", ["collect", "compare", "evaluation", "heed", "reward", "stages", "studies"])
+@pytest.mark.parametrize("package", ["evaluation", "heed", "reward", "sft", "stages"])
 def test_no_other_place_of_these_packages_chooses_a_device(package: str) -> None:
     chosen = re.compile(r"cuda\.is_available|device\(\"cuda|load_(language_|scalar_|)model\(")
     for path in (ROOT / package).rglob("*.py"):
