@@ -1,4 +1,6 @@
-"""Samples a policy on prompts, and measures the samples: KL to a reference, a reward model's score."""
+"""Samples a policy on prompts, on one worker or on all workers of a stage, and measures the samples: KL to a reference,
+a reward model's score.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,6 +22,8 @@ from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder, read_config
 from reward.external import ExternalReward, Scored, score_in_parts
 from reward.scoring import RewardModel
+from stages.run import StageRun
+from stages.sampling import sample_in_parts
 from training.data import Prompt
 from training.seeds import derive_seed
 
@@ -195,3 +199,10 @@ def length_that_fits(policies: Sequence[Path], prompts: Sequence[Prompt], max_ne
 def sample_policy(spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]:
     """Samples one list of prompts, as `Sampler.sample` does."""
     return Sampler(spec).sample(prompts)
+
+
+def sample_everywhere(run: StageRun, phase: str, spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]:
+    """Runs `sample_policy` on all workers, each of which loads the policy once. The result does not depend on their
+    number.
+    """
+    return [Sample(**row) for row in sample_in_parts(run, phase, Sampler, spec, prompts)]

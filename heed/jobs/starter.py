@@ -34,7 +34,7 @@ from lm.tokenizer import Tokenizer
 from preferences.records import Ranking
 from preferences.splits import split_rankings
 from reward.comparisons import RankingsConfig, read_judgments
-from reward.sizes import ranking_lengths
+from reward.prepared import ranking_lengths
 from sft.demonstrations import demonstration_lengths
 from stages.prompts import prompt_lengths
 from training.data import DataConfig

@@ -7,7 +7,7 @@ import pytest
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from preferences.records import Ranking, Task
 from preferences.store import LabelStore
-from reward.collect.stage import CollectConfig, label, make_tasks
+from reward.collect import CollectConfig, label, make_tasks
 from reward.sampling import Sample
 from training.data import DataConfig, Prompt, read_prompts
 
