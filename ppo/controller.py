@@ -108,7 +108,7 @@ class PPOController:
 
     def step(self, iteration: int) -> dict[str, float]:
         """One iteration of the algorithm, 0 .. num_iterations - 1. Returns its metrics."""
-        followed_rollout = self._start_followed(iteration)
+        followed_rollout = self._start_followed(iteration)  # to be read in samples.jsonl; no update learns from it
         with self.phases.timed("sampling"):
             rollout = self._sample(iteration)
         minibatches = self.minibatches(iteration, self.config.rollout_batch_size)
@@ -121,7 +121,7 @@ class PPOController:
         self.kl.update(metrics["kl_nats"], len(batch.rollout))
         with self.phases.timed("sync"):
             self.roles.sync_weights()
-        self.batch = batch
+        self.batch = batch  # for `heed replay`
         return metrics
 
     # Sample.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -22,10 +22,11 @@ from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder, read_config
 from reward.external import ExternalReward, Scored, score_in_parts
 from reward.scoring import RewardModel
-from stages.run import StageRun
-from stages.sampling import sample_in_parts
 from training.data import Prompt
 from training.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from stages.run import StageRun
 
 BATCH = 128
 
@@ -201,8 +202,10 @@ def sample_policy(spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]
     return Sampler(spec).sample(prompts)
 
 
-def sample_everywhere(run: StageRun, phase: str, spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]:
+def sample_everywhere(run: "StageRun", phase: str, spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]:
     """Runs `sample_policy` on all workers, each of which loads the policy once. The result does not depend on their
     number.
     """
+    from stages.sampling import sample_in_parts  # imports Ray, which sampling in this process does without
+
     return [Sample(**row) for row in sample_in_parts(run, phase, Sampler, spec, prompts)]
