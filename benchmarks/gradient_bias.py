@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ppo.algorithm import (
+    Advantages,
     generalised_advantages,
     importance_weights,
     policy_loss,
@@ -27,7 +28,6 @@ from ppo.algorithm import (
     token_weights,
 )
 from ppo.config import PPOConfig
-from ppo.groups import Advantages
 from training.config import BatchConfig, OptimizerConfig
 from training.data import DataConfig
 

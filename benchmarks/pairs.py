@@ -36,7 +36,7 @@ from reward.comparisons import Comparison, RankingsConfig, encode_rankings, read
 from reward.learner import AuxiliaryParameters, LearnerSource, RewardLearner
 from reward.objective import RankingObjective
 from reward.scoring import head_scores, read_by, sequences_of, task_scores
-from reward.training import network_source
+from reward.stage import network_source
 from stages.world import World, label_truth
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import Engine

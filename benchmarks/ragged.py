@@ -26,6 +26,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels, ScoreScale
+from ppo.learner import Learner
 from ppo.roles import Roles
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from reward.comparisons import Comparison, Verdict
@@ -80,7 +81,7 @@ def in_order(units: Sequence[Sequence[int]], _num_ranks: int, _max_tokens: int) 
 def padding() -> Iterator[None]:
     """While this is open, the stages pad."""
     with (
-        mock.patch("ppo.packed.packed_rows", padded_rows),
+        mock.patch("ppo.rank.packed_rows", padded_rows),
         mock.patch("reward.scoring.packed_rows", padded_rows),
         mock.patch("ppo.rollout.split_passes", in_order),
         mock.patch("ppo.scorer.split_passes", in_order),
@@ -102,8 +103,8 @@ def ppo_work(roles: Roles, lengths: NDArray[np.int64]) -> dict[str, Work]:
     value = ValueBatch(rollout, table_BR, table_BR + 1, mask_BR, num_tokens)
     learners, scorers = roles.learners, roles.scorers
     return {
-        "PPO: update of the policy": lambda: learners.update_policy(policy, 1e-5, 0),
-        "PPO: update of the value function": lambda: learners.update_value(value, 1e-5, 0),
+        "PPO: update of the policy": lambda: learners.update(Learner.update_policy, policy, 1e-5, 0),
+        "PPO: update of the value function": lambda: learners.update(Learner.update_value, value, 1e-5, 0),
         "PPO: log-probs": lambda: learners.start_policy_logprobs(rollout, whole)(),
         "PPO: scores": lambda: scorers.start_scores(rollout)(),
     }

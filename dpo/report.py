@@ -1,8 +1,11 @@
-"""What the report of a run shows of DPO."""
+"""What DPO leaves in results.json, and what the report of a run shows of it."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import isfinite
 
-from dpo.results import DPOResults
+from preferences.statistics.estimates import Interval, Share
+from reward.report import LabelerResults
 from stages.reports.parts import Headline, StageReport, StageReporter
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import (
@@ -16,6 +19,48 @@ from stages.reports.stage_report import (
     train_and_heldout,
 )
 from stages.reports.text import count, count_of, ends_of, number, percent
+from training.data import Overlong, SourceRows
+
+
+@dataclass(frozen=True)
+class PairMeans:
+    """Means over held-out pairs that are no ties, each weighing the same: of the better response and of the worse.
+
+    Log-probabilities are sums over a response, nats, before training (the reference's) and after.
+    """
+
+    chosen_logprob_before: float
+    chosen_logprob: float
+    rejected_logprob_before: float
+    rejected_logprob: float
+    chosen_tokens: float
+    rejected_tokens: float
+
+
+@dataclass(frozen=True)
+class DPOResults:
+    """`heldout_accuracy` is that of implicit rewards; `margin` is their difference, the better response's less the
+    worse's. `length_correlation` is that of implicit rewards with length within comparisons, None where lengths or
+    rewards do not differ. `num_equal_pairs` of the `num_pairs` to learn from are of two equal responses, which no
+    gradient can tell apart. `learned_nu` is there with ties = "davidson".
+    """
+
+    loss: str
+    beta: float
+    num_steps: int
+    train_comparisons: int
+    train_rankings: int
+    heldout_comparisons: int
+    heldout_accuracy: Share
+    margin: Interval
+    pairs: PairMeans | None
+    length_correlation: float | None
+    num_pairs: int
+    num_equal_pairs: int
+    learned_nu: float | None = None
+    labelers: Mapping[str, LabelerResults] = field(default_factory=dict)
+    overlong: Overlong | None = None  # of the comparisons
+    sources: tuple[SourceRows, ...] = ()  # of the rankings, if rows are unusual
 
 
 def _both(field: str) -> tuple[Series, ...]:

@@ -1,18 +1,60 @@
-"""DPO as a stage: what it reads, what is checked before it runs, what it will take."""
+"""DPO as a stage: training on each rank, what it measures on held-out rankings, checks before it runs, and its plan.
 
+The policy's own log-probabilities before the first step are the reference's, so no second model is in memory.
+"""
+
+import itertools
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from dpo.config import DPOConfig
-from dpo.report import REPORTER
-from dpo.training import train
+from dpo.learner import PolicyLearner, PolicySource
+from dpo.objective import Floats, PreferenceObjective, implicit_rewards
+from dpo.reference import check_first_loss, logprobs_on_all_ranks, reference_logprobs
+from dpo.report import REPORTER, DPOResults, PairMeans
+from files.atomic import write_json
+from files.records import record_of
+from lm.adapters import save_trained
+from lm.lora import adapted
+from lm.model import LanguageModel
+from lm.source import on_meta
 from lm.tokenizer import Tokenizer
-from lm.weights import purpose_of
-from reward.comparisons import read_judgments
-from reward.prepared import PreparedRankings, check_objectives, report_overlong, report_rankings, tokenize
-from reward.sizes import comparison_lengths, comparison_steps
+from lm.weights import ModelFolder, purpose_of
+from preferences.records import Ranking
+from preferences.statistics.agreement import accuracy_against
+from preferences.statistics.estimates import UNKNOWN, Interval
+from preferences.statistics.intervals import clustered_mean
+from reward.comparisons import Comparison, read_judgments
+from reward.learner import network_weights, starting_log_nu
+from reward.metrics import labeler_metrics
+from reward.prepared import (
+    WARNINGS,
+    PreparedRankings,
+    check_objectives,
+    comparison_lengths,
+    comparison_steps,
+    report_overlong,
+    report_rankings,
+    tokenize,
+    weights_of_labelers,
+)
+from reward.report import LabelerResults
 from stages.contract import Parent, Stage
 from stages.planner import Planner, StagePlan, rows_and_passes
 from stages.run import JobView, StageRun
+from training.engine import Engine, StageContext, build_engine
+from training.loop import LoopConfig, TrainingLoop
+from training.notices import say
+from training.seeds import derive_seed
+from training.tokens import read_overlong
+
+HELDOUT_REWARDS = "heldout_rewards.json"  # {task_id: implicit rewards of its responses, in the rankings file's order}
 
 
 def run_dpo(run: StageRun, config: DPOConfig) -> None:
@@ -22,6 +64,146 @@ def run_dpo(run: StageRun, config: DPOConfig) -> None:
     found = read_judgments(config.rankings)
     folder = tokenize(run, config, tokenizer, found, run.model.max_position_embeddings)
     run.on_ranks(train, config, start, PreparedRankings.of(found, config, run.seed, folder))
+
+
+def train(context: StageContext, config: DPOConfig, start: Path, data: PreparedRankings) -> None:
+    """Train on this rank; rank 0 writes `model/`, `heldout_rewards.json` and `results.json`.
+
+    Raises: ValueError unless policy and reference agree before the first step.
+    """
+    tokenizer = Tokenizer.load(start, end=config.end_token)
+    tokenizer = tokenizer.with_template(config.chat_template)
+    trained_on = data.comparisons(data.split.train, weights_of_labelers(data.split, config))
+    unseen = data.comparisons(data.split.heldout)  # all labelers weigh the same in measurements
+    log_nu = starting_log_nu(trained_on, 0) if config.ties == "davidson" else None
+    policy = ModelFolder(start, LanguageModel, config.dropout)
+    network = adapted(policy, config.lora, derive_seed(context.seed, "dpo", "lora"))
+    engine = build_engine(context, PolicySource(network, log_nu), config)
+    reference = reference_logprobs(engine, context.folder, [*trained_on, *unseen], config.batch)
+    before = reference[len(trained_on) :]
+    training = PreferenceObjective(trained_on, reference[: len(trained_on)], config)
+    num_steps = max(1, round(config.num_epochs * len(trained_on) / config.batch.batch_size))
+    loop_config = LoopConfig.of("dpo", context.seed, num_steps, config)
+    loop = TrainingLoop(engine, loop_config, training, PreferenceObjective(unseen, before, config), context.folder)
+    check_first_loss(engine, training, loop.sampler.batch(0), config.batch)
+    loop.run()
+    after = logprobs_on_all_ranks(engine, unseen, config.batch)
+    weights, others = engine.weights_for_file(), dict[str, Tensor]()
+    if engine.is_main:
+        own, trained = network_weights(weights, others), engine.module.network
+        save_trained(context.folder, on_meta(policy.build), trained, own, tokenizer, config.lora, start)
+        learned_nu = None if log_nu is None else _learned_nu(engine, log_nu, others)
+        write_results(context, config, data, (trained_on, unseen), (before, after), num_steps, learned_nu)
+    engine.barrier()
+    engine.close()
+
+
+def _learned_nu(engine: Engine[PolicyLearner], log_nu: float, others: dict[str, Tensor]) -> float:
+    return math.exp(log_nu + engine.module.network.config.hidden_size * float(others["nu"]))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of a comparison's K responses: log-probabilities before and after training, implicit rewards, tokens."""
+
+    before: Floats
+    after: Floats
+    rewards: Floats
+    tokens: Floats
+
+
+def write_results(
+    context: StageContext,
+    config: DPOConfig,
+    data: PreparedRankings,
+    comparisons: tuple[Sequence[Comparison], Sequence[Comparison]],
+    logprobs: tuple[Sequence[Floats], Sequence[Floats]],
+    num_steps: int,
+    learned_nu: float | None,
+) -> None:
+    """Write what was learned: `comparisons` are those trained on and those held out; `logprobs`, of the held-out ones,
+    the reference's and the trained policy's.
+    """
+    (trained_on, unseen), split = comparisons, data.split
+    measured = {
+        comparison.task_id: _measured(config, comparison, *values)
+        for comparison, *values in zip(unseen, *logprobs, strict=True)
+    }
+    rewards = {task_id: of.rewards.tolist() for task_id, of in measured.items()}
+    write_json(context.folder / HELDOUT_REWARDS, rewards)
+    write_json(context.folder / WARNINGS, list(data.warnings))
+    num_pairs, num_equal = count_pairs(trained_on)
+    if num_equal:
+        say(f"dpo: {num_equal:,} of {num_pairs:,} pairs are of equal responses, from which nothing is learned")
+    margin, pairs = margin_and_means(split.heldout, measured)
+    weights = {name: weight for (_, name), weight in weights_of_labelers(split, config).items()}
+    labelers = labeler_metrics(split.train, weights)
+    context.write_results(
+        DPOResults(
+            loss=config.loss,
+            beta=config.beta,
+            num_steps=num_steps,
+            train_comparisons=len(trained_on),
+            train_rankings=len(split.train),
+            heldout_comparisons=len(unseen),
+            heldout_accuracy=accuracy_against(split.heldout, rewards),
+            margin=margin,
+            pairs=pairs,
+            length_correlation=length_correlation(list(measured.values())),
+            num_pairs=num_pairs,
+            num_equal_pairs=num_equal,
+            learned_nu=learned_nu,
+            labelers={name: record_of(of, LabelerResults, name) for name, of in labelers.items()},
+            overlong=read_overlong(data.folder) or None,
+            sources=data.sources,
+        )
+    )
+
+
+def _measured(config: DPOConfig, comparison: Comparison, before: Floats, after: Floats) -> Measured:
+    tokens = np.array(comparison.response_tokens, dtype=np.float32)
+    ratios, lengths = torch.from_numpy(after - before), torch.from_numpy(tokens)
+    return Measured(before, after, implicit_rewards(config.loss, ratios, lengths, config.beta).numpy(), tokens)
+
+
+def margin_and_means(
+    rankings: Sequence[Ranking], measured: Mapping[str, Measured]
+) -> tuple[Interval, PairMeans | None]:
+    """The mean margin over all untied pairs, with its interval over prompts, and the means of both sides."""
+    sides: list[tuple[Floats, Floats]] = []
+    prompts: list[int] = []
+    numbers: dict[object, int] = {}
+    for ranking in rankings:
+        of = measured[ranking.task_id]
+        values_4K = np.stack([of.rewards, of.before, of.after, of.tokens])
+        for i, j in itertools.permutations(range(len(ranking.ranks)), 2):
+            if ranking.ranks[i] < ranking.ranks[j]:
+                sides.append((values_4K[:, i], values_4K[:, j]))
+                prompts.append(numbers.setdefault(ranking.prompt, len(numbers)))
+    if not sides:
+        return UNKNOWN, None
+    better_P4, worse_P4 = (np.stack(side).astype(np.float64) for side in zip(*sides, strict=True))
+    margin = clustered_mean(better_P4[:, 0] - worse_P4[:, 0], np.array(prompts))
+    (_, *chosen), (_, *rejected) = better_P4.mean(axis=0).tolist(), worse_P4.mean(axis=0).tolist()
+    return margin, PairMeans(chosen[0], chosen[1], rejected[0], rejected[1], chosen[2], rejected[2])
+
+
+def length_correlation(measured: Sequence[Measured]) -> float | None:
+    """Pearson's correlation of implicit rewards and lengths, both less their mean within the comparison."""
+    rewards_N = np.concatenate([of.rewards - of.rewards.mean() for of in measured]).astype(np.float64)
+    tokens_N = np.concatenate([of.tokens - of.tokens.mean() for of in measured]).astype(np.float64)
+    scale = float(np.sqrt((rewards_N**2).sum() * (tokens_N**2).sum()))
+    return float((rewards_N * tokens_N).sum()) / scale if scale > 0 else None
+
+
+def count_pairs(comparisons: Sequence[Comparison]) -> tuple[int, int]:
+    """Pairs of responses, and those of two equal ones, whose difference has no gradient."""
+    found = equal = 0
+    for comparison in comparisons:
+        texts = [bytes(np.asarray(tokens, dtype=np.int32)) for tokens in comparison.sequences]
+        pairs = [one == other for one, other in itertools.combinations(texts, 2)]
+        found, equal = found + len(pairs), equal + sum(pairs)
+    return found, equal
 
 
 def check(config: DPOConfig, _job: JobView) -> None:

@@ -1,11 +1,17 @@
 """Policy gradients of a language model, with or without a value function: the whole algorithm.
 
-Sample, score, penalise, estimate advantages, learn in epochs of minibatches, adjust the KL coefficient. Where the
-models are and how many ranks share the work is up to the roles. With `max_staleness` the next rollouts are sampled
-meanwhile, by weights that are a fixed number of iterations old, no matter which side is faster.
+`PPOController.step` is one iteration: sample responses, score them, subtract penalties, estimate advantages, learn in
+epochs of minibatches, adjust the KL coefficient, send the new weights to the sampler. Where the models are and how many
+ranks share the work is up to the roles. With `max_staleness` the next rollouts are sampled while the learner learns, by
+weights that are a fixed number of iterations old, no matter which side is faster.
+
+Shape letters: B responses, O objectives, R response tokens, C counted tokens.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,24 +19,24 @@ import torch
 from torch import Tensor
 
 from cluster.remote import Pending
+from lm.samplers.engine import Agreement
 from lm.samplers.sent_weights import shown, whole_digest
 from ppo.algorithm import (
+    Advantages,
     KLController,
     generalised_advantages,
     importance_weights,
+    informative_groups,
     token_rewards,
     token_weights,
     whiten,
 )
 from ppo.config import PPOConfig
-from ppo.groups import Advantages, informative_groups
 from ppo.initial_models import ScoreScale
-from ppo.phase_seconds import PhaseSeconds
-from ppo.roles import Measured, Roles
-from ppo.rollout import PolicyBatch, ResponseKL, Rollout, ValueBatch
-from ppo.rollout_log import RolloutLog
-from ppo.sampler_proof import require_one_policy, sampler_agreement
-from ppo.samples import SampleLog, ScoredRollout
+from ppo.learner import Learner
+from ppo.roles import ModelOutputs, Roles
+from ppo.rollout import PolicyBatch, PPOBatch, ResponseKL, Rollout, ValueBatch
+from ppo.rollout_log import RolloutLog, SampleLog, ScoredRollout
 from training.notices import RunError
 from training.packing import Sampler
 from training.seeds import derive_seed
@@ -41,24 +47,27 @@ MAX_FIRST_RATIO_ERROR = 0.05
 # The first update takes passes that are kept from measuring. In one iteration of so many, the first one of a run among
 # them, it computes them again: only so can the ratio show that passes with and without gradients disagree.
 REPEATED_EVERY = 16
+NUM_WORST = 3  # tokens that the error names where sampler and learner disagree
+PHASES = ("sampling", "scoring", "policy_updates", "value_updates", "sync")
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What an iteration's updates learn from. Shape letters: B responses, R response tokens."""
+class Experience:
+    """A rollout as it was scored: all that rewards and advantages are computed from."""
 
     rollout: Rollout
-    scores_B: Tensor  # of the reward; NaN where it failed
-    kl_B: Tensor  # nats from the reference
-    rewards_BR: Tensor  # the scaled score at the last token, less the KL penalty at each
-    scored_BR: Tensor  # True = a token of a response with a score
-    counted_BR: Tensor  # True = counted in the policy loss
-    logprobs_BR: Tensor
-    ref_logprobs_BR: Tensor
-    advantages_BR: Tensor
-    values_BR: Tensor  # 0 where there is no value function
-    returns_BR: Tensor  # likewise
-    importance_BR: Tensor  # weight of a token for having been sampled by other weights; in the advantages already
+    scores_BO: Tensor  # of the reward, by objective; NaN where it failed
+    scores_B: Tensor  # the objectives' scores by their weights
+    scored_B: Tensor  # True = has a score
+    outputs: ModelOutputs  # log-probs of policy and reference, and values
+    staleness: int  # iterations between the weights that sampled the rollout and those that learn from it
+    sampler_difference: float  # between the sampler's and the learner's log-probs, nats per token
+    oversampling: Mapping[str, float]  # metrics of the choice among the sampled groups
+
+    @property
+    def scored_BR(self) -> Tensor:
+        """True = a token of a response with a score."""
+        return self.rollout.response_mask_BR & self.scored_B[:, None]
 
 
 class PPOController:
@@ -75,18 +84,21 @@ class PPOController:
         seed: int,
         followed: Sequence[int] = (),
         max_difference: float = 0.05,
+        samples: SampleLog | None = None,
+        rollouts: RolloutLog | None = None,
+        enter: Callable[[str], None] = lambda _phase: None,
     ) -> None:
-        """`followed` are rows of prompts whose responses are logged at intervals; no update learns from those.
+        """`samples` is where responses are logged, `rollouts` where it is logged which weights sampled what.
+        `followed` are rows of prompts whose responses are logged at intervals; no update learns from those.
         `max_difference` is how far rounding may take sampler and learner apart, in nats per token
-        (`lm.samplers.engine`).
+        (`lm.samplers.engine`). `enter` is called with each phase that begins.
         """
         self.config, self.roles, self.prompts, self.scale, self.seed = config, roles, prompts, scale, seed
+        self.followed, self.max_difference, self.samples, self.rollouts = followed, max_difference, samples, rollouts
+        self.phases = PhaseSeconds(enter)
         self.weights_O = torch.tensor([*config.objective_weights.values()] or [1.0])
         self.kl = KLController(config, config.kl_coef)
-        self.followed, self.phases, self.max_difference = followed, PhaseSeconds(), max_difference
-        self.samples: SampleLog | None = None  # where responses are logged
-        self.rollouts: RolloutLog | None = None  # where it is logged which weights sampled what
-        self.lesson: Lesson | None = None  # of the last iteration
+        self.batch: PPOBatch | None = None  # of the last iteration
         self.sent_digests: Mapping[str, int] = {}  # of the weights that this iteration starts with
         self.started_with: dict[int, int] = {}  # digest of the weights that an iteration started with
         self.in_flight: dict[int, Pending[Rollout]] = {}  # by the iteration that will learn from it
@@ -96,134 +108,37 @@ class PPOController:
 
     def step(self, iteration: int) -> dict[str, float]:
         """One iteration of the algorithm, 0 .. num_iterations - 1. Returns its metrics."""
-        followed = self._start_followed(iteration)
-        with self.phases.of("sampling"):
-            rollout = self._sampled(iteration)
+        followed_rollout = self._start_followed(iteration)  # to be read in samples.jsonl; no update learns from it
+        with self.phases.timed("sampling"):
+            rollout = self._sample(iteration)
         minibatches = self.minibatches(iteration, self.config.rollout_batch_size)
-        with self.phases.of("scoring"):
-            measured = self._measured(iteration, rollout, minibatches[: self.config.num_minibatches])
-        lesson, told = self._lesson(iteration, *measured)
-        if self.samples is not None:
-            self.samples.log_drawn(iteration, ScoredRollout(lesson.rollout, lesson.scores_B, lesson.kl_B))
-        if self.samples is not None and followed is not None:
-            self.samples.log_followed(iteration, self._scored(followed(), iteration))
-        if self.rollouts is not None:
-            self.rollouts.write(iteration, lesson.rollout, lesson.scores_B, self.sent_digests)
-        self.lesson = lesson
-        metrics = self._learn(iteration, minibatches, lesson) | told
-        self.kl.update(metrics["kl_nats"], len(lesson.rollout))
-        with self.phases.of("sync"):
+        with self.phases.timed("scoring"):
+            experience = self._score(iteration, rollout, minibatches)
+        rewards_BR, kl_B = self._penalise(experience)
+        batch, metrics = self._estimate_advantages(experience, rewards_BR, kl_B)
+        self._log(iteration, batch, followed_rollout)
+        metrics = self._learn(iteration, batch, minibatches) | metrics
+        self.kl.update(metrics["kl_nats"], len(batch.rollout))
+        with self.phases.timed("sync"):
             self.roles.sync_weights()
+        self.batch = batch  # for `heed replay`
         return metrics
 
-    def _measured(
-        self, iteration: int, rollout: Rollout, first_epoch: Sequence[Tensor]
-    ) -> tuple[Rollout, Tensor, Measured, dict[str, float]]:
-        """The responses to learn from, their scores [B, O], what the models say of them, and metrics of the choice."""
-        scores, oversampling = self.roles.scorers.start_scores(rollout), dict[str, float]()
-        if self.config.oversample > 1:  # what is not kept needs no further passes
-            rollout, scores, oversampling = self._keep_informative(rollout, scores())
-        keeps = iteration % REPEATED_EVERY > 0
-        measuring = self.roles.start_measuring(rollout, first_epoch, keeps=keeps)
-        return rollout, scores(), measuring(), oversampling
+    # Sample.
 
-    def _lesson(
-        self, iteration: int, rollout: Rollout, scores_BO: Tensor, found: Measured, oversampling: dict[str, float]
-    ) -> tuple[Lesson, dict[str, float]]:
-        """What the updates learn from, and metrics."""
-        config, staleness = self.config, min(iteration, self.config.max_staleness)
-        if staleness:
-            agreement = sampler_agreement(found.logprobs_BR, rollout)
-        else:
-            agreement = require_one_policy(found.logprobs_BR, rollout, iteration, self.max_difference)
-        scores_B = self._weighted(scores_BO)
-        # Oversampling has checked all that were sampled; the kept ones may be the ones that failed.
-        scored_B = torch.isfinite(scores_B) if oversampling else self._require_scores(scores_B)
-        mask_BR = rollout.response_mask_BR & scored_B[:, None]
-        rewards_BR, kl_B = token_rewards(
-            self._terminal_rewards(rollout, scores_B), found.logprobs_BR, found.ref_logprobs_BR, mask_BR,
-            self.kl.coef if config.kl_in == "reward" else 0.0,
-        )  # fmt: skip
-        advantages, returns_BR = self._advantages(rewards_BR, found.values_BR, mask_BR)
-        importance_BR, importance_metrics = importance_weights(
-            found.logprobs_BR, rollout.behaviour_logprobs_BR, mask_BR, config.importance_cap, config.importance_floor,
-            config.importance_beyond,
-        )  # fmt: skip
-        advantages_BR = advantages.advantages_BR
-        if staleness or config.generator != "heed":  # otherwise both are one policy, and differ by rounding
-            advantages_BR = importance_BR * advantages_BR
-        lesson = Lesson(
-            rollout, scores_B, kl_B, rewards_BR, mask_BR, advantages.counted_BR, found.logprobs_BR,
-            found.ref_logprobs_BR, advantages_BR, found.values_BR, returns_BR, importance_BR,
-        )  # fmt: skip
-        means_O = scores_BO[scored_B].mean(dim=0).tolist()
-        by_objective = {f"score/{name}": mean for name, mean in zip(config.objective_weights, means_O, strict=False)}
-        own = self._metrics(lesson, scored_B) | {
-            "staleness": float(staleness),
-            "sampler_difference": agreement.difference,
-        }
-        return lesson, by_objective | importance_metrics | advantages.metrics | oversampling | own
-
-    def _metrics(self, lesson: Lesson, scored_B: Tensor) -> dict[str, float]:
-        """Metrics of the rollout. Scores, KL and entropy are means over the responses that have a score."""
-        rollout, scores_B = lesson.rollout, lesson.scores_B
-        return {
-            "score": float(scores_B[scored_B].mean()),
-            "scaled_score": float(self.scale.apply(scores_B)[scored_B].mean()),
-            "kl_nats": float(lesson.kl_B[scored_B].mean()),
-            "kl_coef": self.kl.coef,
-            "eos_rate": float(rollout.finished_B.float().mean()),
-            "response_tokens": float(rollout.response_tokens_B.float().mean()),
-            "entropy_estimate": float(-lesson.logprobs_BR[lesson.scored_BR].mean()),
-            "failed_scores": float((~scored_B).sum()),
-        }
-
-    def _keep_informative(
-        self, rollout: Rollout, scores_BO: Tensor
-    ) -> tuple[Rollout, Pending[Tensor], dict[str, float]]:
-        """The groups that an iteration learns from, out of those sampled, with their scores, and a metric."""
-        config, scores_B = self.config, self._weighted(scores_BO)
-        scored_B = self._require_scores(scores_B)
-        rows, informative_share = informative_groups(
-            self._terminal_rewards(rollout, scores_B), scored_B, config.samples_per_prompt, config.num_prompts
-        )
-        return rollout.rows(rows), lambda: scores_BO[rows], {"sampled_informative_share": informative_share}
-
-    def _weighted(self, scores_BO: Tensor) -> Tensor:
-        """One score per response [B]: the objectives' scores by their weights."""
-        return (scores_BO * self.weights_O).sum(dim=1)
-
-    def _terminal_rewards(self, rollout: Rollout, scores_B: Tensor) -> Tensor:
-        """What the last tokens get; 0 where scoring failed."""
-        rewards_B = self.scale.apply(scores_B) - self.config.missing_eos_penalty * ~rollout.finished_B
-        return torch.where(torch.isfinite(scores_B), rewards_B, 0.0)
-
-    def _advantages(self, rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor) -> tuple[Advantages, Tensor]:
-        """Advantages, and what the value function learns [B, R]; 0 where there is none."""
-        config = self.config
-        if not config.has_value_function:
-            return Advantages.of(rewards_BR, mask_BR, config), torch.zeros_like(rewards_BR)
-        advantages_BR, returns_BR = generalised_advantages(
-            rewards_BR, values_BR, mask_BR, config.gamma, config.gae_lambda
-        )
-        explained = _explained(values_BR[mask_BR], returns_BR[mask_BR])
-        if config.advantage_scale == "batch":
-            advantages_BR = whiten(advantages_BR, mask_BR)
-        return Advantages(advantages_BR, mask_BR, {"value_explained": explained}), returns_BR
-
-    def _sampled(self, iteration: int) -> Rollout:
+    def _sample(self, iteration: int) -> Rollout:
         """The iteration's rollout, proved to be sampled by the weights that it should be."""
         self.start_sampling(iteration)
         rollout = self.in_flight.pop(iteration)()
         self.sent_digests = self.roles.learners.sent_digests()
         if self.sent_digests:  # until the first are sent, sampler and learner hold the model that both loaded
             self.started_with[iteration] = whole_digest(self.sent_digests)
-        sampler = self.started_with.get(iteration - min(iteration, self.config.max_staleness))
-        if sampler is not None and bool((rollout.sampled_by_B != sampler).any()):
+        expected = self.started_with.get(iteration - self._staleness(iteration))
+        if expected is not None and bool((rollout.sampled_by_B != expected).any()):
             others = sorted({shown(digest) for digest in rollout.sampled_by_B.tolist()})
             raise RunError(
                 f"ppo: iteration {iteration + 1}: its responses were sampled by the weights {', '.join(others)}, and"
-                f" those sent for it are {shown(sampler)}; this is a defect of Heed"
+                f" those sent for it are {shown(expected)}; this is a defect of Heed"
             )
         return rollout
 
@@ -240,26 +155,6 @@ class PPOController:
                 prompts = [self.prompts[row] for row in chosen]
                 self.in_flight[ahead] = self.roles.start_sampling(chosen, prompts, seeds)
 
-    def _start_followed(self, iteration: int) -> Pending[Rollout] | None:
-        """Begin responses to the followed prompts in the iterations that have them. They change no result: they have
-        seeds of their own, and nothing reads them but the log.
-        """
-        every, last = self.config.follow_every_iterations, self.config.num_iterations - 1
-        if self.samples is None or not self.followed or not (every and (iteration % every == 0 or iteration == last)):
-            return None
-        seeds = [derive_seed(self.seed, "ppo", "followed", iteration, place) for place in range(len(self.followed))]
-        prompts = [self.prompts[row] for row in self.followed]
-        return self.roles.start_sampling(self.followed, prompts, seeds, again=True)
-
-    def _scored(self, rollout: Rollout, iteration: int) -> ScoredRollout:
-        whole = [torch.arange(len(rollout))]
-        scores_BO = self.roles.scorers.start_scores(rollout)()
-        logprobs_BR = self.roles.learners.start_policy_logprobs(rollout, whole)()
-        # The weights of this iteration sample these, however stale its own rollout is.
-        require_one_policy(logprobs_BR, rollout, iteration, self.max_difference)
-        ref_logprobs_BR = self.roles.scorers.start_reference_logprobs(rollout, whole)()
-        return ScoredRollout(rollout, self._weighted(scores_BO), (logprobs_BR - ref_logprobs_BR).sum(dim=1))
-
     def stale_rollouts(self, iteration: int) -> dict[int, Rollout]:
         """Wait for the rollouts, for this and later iterations, that are sampled with older weights than this one's.
 
@@ -269,6 +164,59 @@ class PPOController:
 
     def _window(self, iteration: int, size: int) -> range:
         return range(iteration, min(iteration + size, self.config.num_iterations))
+
+    def _staleness(self, iteration: int) -> int:
+        """How many iterations older than its learner the weights are that sample an iteration's rollout."""
+        return min(iteration, self.config.max_staleness)
+
+    # Score.
+
+    def _score(self, iteration: int, rollout: Rollout, minibatches: Sequence[Tensor]) -> Experience:
+        """Scores, log-probs of policy and reference, and values. With `oversample`, of the groups that are kept.
+
+        Raises:
+            RunError: sampler and learner are not the same policy.
+            ValueError: too many scores failed.
+        """
+        scores, oversampling = self.roles.scorers.start_scores(rollout), dict[str, float]()
+        if self.config.oversample > 1:  # what is not kept needs no further passes
+            rollout, scores, oversampling = self._keep_informative(rollout, scores())
+        first_epoch, keeps = minibatches[: self.config.num_minibatches], iteration % REPEATED_EVERY > 0
+        forward_passes = self.roles.start_forward_passes(rollout, first_epoch, keeps=keeps)
+        scores_BO, outputs = scores(), forward_passes()
+        staleness = self._staleness(iteration)
+        if staleness:
+            agreement = sampler_agreement(outputs.logprobs_BR, rollout)
+        else:
+            agreement = require_one_policy(outputs.logprobs_BR, rollout, iteration, self.max_difference)
+        scores_B = self._weighted(scores_BO)
+        # Oversampling has checked all that were sampled; the kept ones may be the ones that failed.
+        scored_B = torch.isfinite(scores_B) if oversampling else self._require_scores(scores_B)
+        return Experience(
+            rollout=rollout,
+            scores_BO=scores_BO,
+            scores_B=scores_B,
+            scored_B=scored_B,
+            outputs=outputs,
+            staleness=staleness,
+            sampler_difference=agreement.difference,
+            oversampling=oversampling,
+        )
+
+    def _keep_informative(
+        self, rollout: Rollout, scores_BO: Tensor
+    ) -> tuple[Rollout, Pending[Tensor], dict[str, float]]:
+        """The groups that an iteration learns from, out of those sampled, with their scores, and a metric."""
+        config, scores_B = self.config, self._weighted(scores_BO)
+        scored_B = self._require_scores(scores_B)
+        rows, informative_share = informative_groups(
+            self._terminal_rewards(rollout, scores_B), scored_B, config.samples_per_prompt, config.num_prompts
+        )
+        return rollout.rows(rows), lambda: scores_BO[rows], {"sampled_informative_share": informative_share}
+
+    def _weighted(self, scores_BO: Tensor) -> Tensor:
+        """One score per response [B]: the objectives' scores by their weights."""
+        return (scores_BO * self.weights_O).sum(dim=1)
 
     def _require_scores(self, scores_B: Tensor) -> Tensor:
         """True = scored. Raises ValueError where too many scores failed."""
@@ -282,44 +230,140 @@ class PPOController:
             )
         return scored_B
 
-    def _learn(self, iteration: int, minibatches: Sequence[Tensor], lesson: Lesson) -> dict[str, float]:
+    # Penalise.
+
+    def _penalise(self, experience: Experience) -> tuple[Tensor, Tensor]:
+        """Rewards [B, R]: the scaled score at the last token, less the penalty for a missing end, and less the KL
+        penalty at each token unless that is in the loss. And the KL from the reference [B], nats.
+        """
+        outputs, kl_coef = experience.outputs, self.kl.coef if self.config.kl_in == "reward" else 0.0
+        terminal_rewards_B = self._terminal_rewards(experience.rollout, experience.scores_B)
+        return token_rewards(
+            terminal_rewards_B, outputs.logprobs_BR, outputs.ref_logprobs_BR, experience.scored_BR, kl_coef
+        )
+
+    def _terminal_rewards(self, rollout: Rollout, scores_B: Tensor) -> Tensor:
+        """Rewards [B] of the last tokens, without the KL penalty; 0 where scoring failed."""
+        rewards_B = self.scale.apply(scores_B) - self.config.missing_eos_penalty * ~rollout.finished_B
+        return torch.where(torch.isfinite(scores_B), rewards_B, 0.0)
+
+    # Estimate advantages.
+
+    def _estimate_advantages(
+        self, experience: Experience, rewards_BR: Tensor, kl_B: Tensor
+    ) -> tuple[PPOBatch, dict[str, float]]:
+        """The batch that the updates learn from, and metrics of the iteration before them."""
+        config, outputs, scored_BR = self.config, experience.outputs, experience.scored_BR
+        advantages, returns_BR = self._advantages(rewards_BR, outputs.values_BR, scored_BR)
+        importance_BR, importance_metrics = importance_weights(
+            outputs.logprobs_BR,
+            experience.rollout.behaviour_logprobs_BR,
+            scored_BR,
+            cap=config.importance_cap,
+            floor=config.importance_floor,
+            beyond=config.importance_beyond,
+        )
+        advantages_BR = advantages.advantages_BR
+        # Otherwise the policy that sampled is the one that learns, and the weights are 1 up to rounding.
+        if experience.staleness or config.generator != "heed":
+            advantages_BR = importance_BR * advantages_BR
+        batch = PPOBatch(
+            rollout=experience.rollout,
+            scores_B=experience.scores_B,
+            kl_B=kl_B,
+            rewards_BR=rewards_BR,
+            scored_BR=scored_BR,
+            counted_BR=advantages.counted_BR,
+            logprobs_BR=outputs.logprobs_BR,
+            ref_logprobs_BR=outputs.ref_logprobs_BR,
+            advantages_BR=advantages_BR,
+            values_BR=outputs.values_BR,
+            returns_BR=returns_BR,
+        )
+        by_objective = self._scores_by_objective(experience)
+        own = self._metrics(experience, kl_B)
+        return batch, by_objective | importance_metrics | advantages.metrics | {**experience.oversampling} | own
+
+    def _advantages(self, rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor) -> tuple[Advantages, Tensor]:
+        """Advantages, and what the value function learns [B, R]; 0 where there is none."""
+        config = self.config
+        if not config.has_value_function:
+            return Advantages.of(rewards_BR, mask_BR, config), torch.zeros_like(rewards_BR)
+        advantages_BR, returns_BR = generalised_advantages(
+            rewards_BR, values_BR, mask_BR, config.gamma, config.gae_lambda
+        )
+        explained = _explained(values_BR[mask_BR], returns_BR[mask_BR])
+        if config.advantage_scale == "batch":
+            advantages_BR = whiten(advantages_BR, mask_BR)
+        return Advantages(advantages_BR, mask_BR, {"value_explained": explained}), returns_BR
+
+    def _scores_by_objective(self, experience: Experience) -> dict[str, float]:
+        """The mean score of each objective, where there are several."""
+        means_O = experience.scores_BO[experience.scored_B].mean(dim=0).tolist()
+        return {f"score/{name}": mean for name, mean in zip(self.config.objective_weights, means_O, strict=False)}
+
+    def _metrics(self, experience: Experience, kl_B: Tensor) -> dict[str, float]:
+        """Metrics of the rollout. Scores, KL and entropy are means over the responses that have a score."""
+        rollout, scores_B, scored_B = experience.rollout, experience.scores_B, experience.scored_B
+        return {
+            "score": float(scores_B[scored_B].mean()),
+            "scaled_score": float(self.scale.apply(scores_B)[scored_B].mean()),
+            "kl_nats": float(kl_B[scored_B].mean()),
+            "kl_coef": self.kl.coef,
+            "eos_rate": float(rollout.finished_B.float().mean()),
+            "response_tokens": float(rollout.response_tokens_B.float().mean()),
+            "entropy_estimate": float(-experience.outputs.logprobs_BR[experience.scored_BR].mean()),
+            "failed_scores": float((~scored_B).sum()),
+            "staleness": float(experience.staleness),
+            "sampler_difference": experience.sampler_difference,
+        }
+
+    # Learn.
+
+    def _learn(self, iteration: int, batch: PPOBatch, minibatches: Sequence[Tensor]) -> dict[str, float]:
         """Update policy and value function on epochs of minibatches. Returns the means of the updates' metrics."""
-        config, learners = self.config, self.roles.learners
-        num_updates = config.num_iterations * config.updates_per_iteration
         collected: list[Mapping[str, float]] = []
         for number, rows in enumerate(minibatches):
-            update = iteration * config.updates_per_iteration + number
-            batch = self._policy_batch(lesson, rows, update)
-            rate = config.policy_optimizer.rate(update, num_updates)
-            with self.phases.of("policy_updates"):
-                metrics = {**learners.update_policy(batch, rate, update), "learning_rate": rate}
-            if config.value_optimizer is not None:
-                value_rate = config.value_optimizer.rate(update, num_updates)
-                scored_BR = lesson.scored_BR[rows]
-                value_batch = ValueBatch(
-                    batch.rollout, lesson.values_BR[rows], lesson.returns_BR[rows], scored_BR, _num_counted(scored_BR)
-                )
-                with self.phases.of("value_updates"):
-                    value = learners.update_value(value_batch, value_rate, update)
-                metrics |= {**value, "value_learning_rate": value_rate}
+            metrics = self._update(batch.rows(rows), iteration * self.config.updates_per_iteration + number)
             if number == 0:
                 _require_same_policy(metrics["ratio_error"], iteration, max(MAX_FIRST_RATIO_ERROR, self.max_difference))
             collected.append(metrics)
         return {name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]}
 
-    def _policy_batch(self, lesson: Lesson, rows: Tensor, update: int) -> PolicyBatch:
-        """A minibatch, whose weights are those of all its tokens, whichever rank will read them."""
+    def _update(self, minibatch: PPOBatch, update: int) -> dict[str, float]:
+        """One optimizer step of the policy, and one of the value function where there is one. Returns their metrics."""
+        config, learners = self.config, self.roles.learners
+        num_updates = config.num_iterations * config.updates_per_iteration
+        policy_batch, rate = self._policy_batch(minibatch, update), config.policy_optimizer.rate(update, num_updates)
+        with self.phases.timed("policy_updates"):
+            metrics = {**learners.update(Learner.update_policy, policy_batch, rate, update), "learning_rate": rate}
+        if config.value_optimizer is not None:
+            value_batch, rate = _value_batch(minibatch), config.value_optimizer.rate(update, num_updates)
+            with self.phases.timed("value_updates"):
+                metrics |= learners.update(Learner.update_value, value_batch, rate, update)
+            metrics["value_learning_rate"] = rate
+        return metrics
+
+    def _policy_batch(self, minibatch: PPOBatch, update: int) -> PolicyBatch:
+        """What a policy update reads. The weights are those of all its tokens, whichever rank will read them."""
         config, ptx_rows, kl = self.config, torch.arange(0), None
         if config.ptx_rows:
             ptx_rows = torch.from_numpy(self.ptx_order.batch(update))
-        weight_BR, num_tokens = token_weights(lesson.counted_BR[rows], config.token_weight, config.max_new_tokens)
+        weight_BR, num_tokens = token_weights(minibatch.counted_BR, config.token_weight, config.max_new_tokens)
         if config.kl_in == "loss":  # counts groups of equal scores too: their KL has a gradient
-            kl_weight_BR, num_scored = token_weights(lesson.scored_BR[rows], config.token_weight, config.max_new_tokens)
+            kl_weight_BR, num_scored = token_weights(minibatch.scored_BR, config.token_weight, config.max_new_tokens)
             kl_weight_B = self.kl.coef * kl_weight_BR.amax(dim=1) / num_scored
-            kl = ResponseKL(lesson.ref_logprobs_BR[rows].sum(dim=1), kl_weight_B)
-        logprobs_BR, advantages_BR = lesson.logprobs_BR[rows], lesson.advantages_BR[rows]
-        part = lesson.rollout.rows(rows)
-        return PolicyBatch(part, logprobs_BR, advantages_BR, weight_BR, num_tokens, ptx_rows, len(ptx_rows), kl=kl)
+            kl = ResponseKL(minibatch.ref_logprobs_BR.sum(dim=1), kl_weight_B)
+        return PolicyBatch(
+            rollout=minibatch.rollout,
+            logprobs_BR=minibatch.logprobs_BR,
+            advantages_BR=minibatch.advantages_BR,
+            weight_BR=weight_BR,
+            num_tokens=num_tokens,
+            ptx_rows=ptx_rows,
+            num_ptx_rows=len(ptx_rows),
+            kl=kl,
+        )
 
     def minibatches(self, iteration: int, num_responses: int) -> list[Tensor]:
         """Row numbers of every update of an iteration: each epoch shuffles again."""
@@ -329,6 +373,45 @@ class PPOController:
             rows = torch.randperm(num_responses, generator=torch.Generator().manual_seed(seed))
             batches.extend(rows.split(self.config.minibatch.batch_size))
         return batches
+
+    # Log.
+
+    def _log(self, iteration: int, batch: PPOBatch, followed_rollout: Pending[Rollout] | None) -> None:
+        """Write the responses, and which weights sampled them, to the logs that there are."""
+        if self.samples is not None:
+            self.samples.log_drawn(iteration, ScoredRollout(batch.rollout, batch.scores_B, batch.kl_B))
+        if self.samples is not None and followed_rollout is not None:
+            self.samples.log_followed(iteration, self._score_followed(iteration, followed_rollout()))
+        if self.rollouts is not None:
+            self.rollouts.write(iteration, batch.rollout, batch.scores_B, self.sent_digests)
+
+    def _start_followed(self, iteration: int) -> Pending[Rollout] | None:
+        """Begin responses to the followed prompts in the iterations that have them. They change no result: they have
+        seeds of their own, and nothing reads them but the log.
+        """
+        every, last = self.config.follow_every_iterations, self.config.num_iterations - 1
+        if self.samples is None or not self.followed or not (every and (iteration % every == 0 or iteration == last)):
+            return None
+        seeds = [derive_seed(self.seed, "ppo", "followed", iteration, place) for place in range(len(self.followed))]
+        prompts = [self.prompts[row] for row in self.followed]
+        return self.roles.start_sampling(self.followed, prompts, seeds, again=True)
+
+    def _score_followed(self, iteration: int, rollout: Rollout) -> ScoredRollout:
+        """Scores of the followed prompts' responses, and their KL from the reference."""
+        whole = [torch.arange(len(rollout))]
+        scores_BO = self.roles.scorers.start_scores(rollout)()
+        logprobs_BR = self.roles.learners.start_policy_logprobs(rollout, whole)()
+        # The weights of this iteration sample these, however stale its own rollout is.
+        require_one_policy(logprobs_BR, rollout, iteration, self.max_difference)
+        ref_logprobs_BR = self.roles.scorers.start_reference_logprobs(rollout, whole)()
+        return ScoredRollout(rollout, self._weighted(scores_BO), (logprobs_BR - ref_logprobs_BR).sum(dim=1))
+
+
+def _value_batch(minibatch: PPOBatch) -> ValueBatch:
+    """What a value update reads."""
+    scored_BR = minibatch.scored_BR
+    num_tokens = max(1, int(scored_BR.sum()))  # 0 are scored where every score of the minibatch failed
+    return ValueBatch(minibatch.rollout, minibatch.values_BR, minibatch.returns_BR, scored_BR, num_tokens)
 
 
 def _require_same_policy(ratio_error: float, iteration: int, most: float) -> None:
@@ -341,11 +424,71 @@ def _require_same_policy(ratio_error: float, iteration: int, most: float) -> Non
         )
 
 
-def _num_counted(mask_BR: Tensor) -> int:
-    return max(1, int(mask_BR.sum()))  # 0 where every score of the minibatch failed
-
-
 def _explained(values_C: Tensor, returns_C: Tensor) -> float:
     """Share of the returns' variance that the values explain; 1 is best, negative is worse than a constant."""
     variance = returns_C.var(correction=0)
     return float(1 - (returns_C - values_C).var(correction=0) / variance) if variance > 0 else float("nan")
+
+
+def sampler_agreement(logprobs_BR: Tensor, rollout: Rollout) -> Agreement:
+    """How far the learner's log-probs are from those that the sampler reported."""
+    difference_C = (logprobs_BR - rollout.behaviour_logprobs_BR)[rollout.response_mask_BR]
+    return Agreement.of(difference_C, rollout.response_tokens_B.tolist())
+
+
+def require_one_policy(logprobs_BR: Tensor, rollout: Rollout, iteration: int, max_difference: float) -> Agreement:
+    """Prove that the sampler holds the policy that learns, by its log-probs of the tokens that it sampled. Returns how
+    the two agree.
+
+    Digests prove that weights arrived. This proves what an engine computes from them, whatever it is: layers in the
+    wrong place, an output head that was kept, weights or a cache that are one update old, another temperature or
+    tokenizer all move these numbers far beyond rounding.
+
+    Raises: RunError, which names the worst tokens, if they are further apart than a rounding of `max_difference` nats
+    per token explains.
+    """
+    agreement = sampler_agreement(logprobs_BR, rollout)
+    if agreement.holds(max_difference):
+        return agreement
+    mask_BR, sampler_BR = rollout.response_mask_BR, rollout.behaviour_logprobs_BR
+    difference_BR = torch.where(mask_BR, logprobs_BR - sampler_BR, 0.0)
+    worst = difference_BR.abs().nan_to_num(math.inf).view(-1).topk(min(NUM_WORST, difference_BR.numel())).indices
+    tokens = [divmod(flat, mask_BR.shape[1]) for flat in worst.tolist()]
+    named = "; ".join(
+        f"prompt {int(rollout.prompt_rows_B[row])}, token {place + 1} (id {int(rollout.response_BR[row, place])}):"
+        f" sampler {float(sampler_BR[row, place]):.3f}, learner {float(logprobs_BR[row, place]):.3f}"
+        for row, place in tokens
+    )
+    raise RunError(
+        f"ppo: iteration {iteration + 1}: the sampler is another policy than the one that learns: their log-probs of"
+        f" {int(mask_BR.sum()):,} sampled tokens differ by {agreement.difference:.4f} nats on average (at most"
+        f" {max_difference:.4f} is rounding) and by {agreement.worst_response:.4f} in the worst response; the mean"
+        f" ratio is {agreement.ratio:.4f}. Its weights, cache, temperature or tokenizer are not the"
+        f" learner's. The worst: {named}"
+    )
+
+
+class PhaseSeconds:
+    """Adds up wall-clock seconds by phase. A phase is what the controller waits for: work of other ranks that overlaps
+    with it is not counted. `enter` is called with each phase that begins.
+    """
+
+    def __init__(self, enter: Callable[[str], None]) -> None:
+        self._enter = enter
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count the time of a block."""
+        self._enter(phase.replace("_", " "))
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - started
+
+    def take(self) -> Mapping[str, float]:
+        """Returns the seconds of the phases since the last call, by metric: "sampling_seconds" and so on."""
+        seconds = {f"{phase}_seconds": self._seconds[phase] for phase in PHASES if phase in self._seconds}
+        self._seconds = {}
+        return seconds

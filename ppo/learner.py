@@ -1,11 +1,12 @@
-"""Learning: what the controller calls, with whole batches, and what each rank does with its share.
+"""Learning: what the controller calls, with whole batches; what each rank does with its share; and the moving average
+of the policy's weights, which a run may export instead of the last weights.
 
 Shape letters: B responses, R response tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,21 +22,20 @@ from lm.source import ModelSource, on_meta
 from lm.transfer import upload
 from lm.weights import ModelFolder, save_model
 from ppo.algorithm import policy_loss, response_kl_loss, value_loss
-from ppo.average import MovingAverage
 from ppo.config import PPOConfig
-from ppo.initial_models import InitialModels
+from ppo.initial_models import InitialModels, value_source
 from ppo.kept_passes import NOT_REPEATED, KeptPasses, Repeated, Taken
-from ppo.packed import PackedRollout
-from ppo.rank import Rank
+from ppo.rank import PackedRollout, Rank
 from ppo.rollout import PolicyBatch, Rollout, Share, ValueBatch, joined, shares_by_update, shares_of
-from ppo.value import value_source
-from training.checkpoint import changed_files, share_of_files, step_of
+from training.checkpoint import ParamShard, SavedState, State, changed_files, share_of_files, state_of, step_of
 from training.config import BatchConfig, EngineConfig
 from training.engine import Engine
 from training.notices import say
 from training.objectives import CausalLMObjective
 from training.packing import stream_rows
 from training.seeds import derive_seed
+
+AnyBatch = TypeVar("AnyBatch", PolicyBatch, ValueBatch)
 
 
 class Learners:
@@ -57,8 +57,8 @@ class Learners:
         the first of those updates comes next, and takes passes that are kept for it (`ppo.kept_passes`).
         """
         shares, repeated = self._by_update(rollout, minibatches, keeps=keeps)
-        given = [(rollout.rows(share.rows), share.pass_sizes, repeated) for share in shares]
-        return joined(self.ranks.start_split(Learner.policy_logprobs, given), shares)
+        arguments = [(rollout.rows(share.rows), share.pass_sizes, repeated) for share in shares]
+        return joined(self.ranks.start_split(Learner.policy_logprobs, arguments), shares)
 
     def start_values(self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False) -> Pending[Tensor]:
         """Start the value of the state before each response token [B, R]; 0 where there is no token.
@@ -70,8 +70,8 @@ class Learners:
             repeated = NOT_REPEATED
         else:
             shares, repeated = self._by_update(rollout, minibatches, keeps=keeps)
-        given = [(rollout.rows(share.rows), share.pass_sizes, repeated) for share in shares]
-        return joined(self.ranks.start_split(Learner.values, given), shares)
+        arguments = [(rollout.rows(share.rows), share.pass_sizes, repeated) for share in shares]
+        return joined(self.ranks.start_split(Learner.values, arguments), shares)
 
     def _by_update(
         self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool
@@ -82,17 +82,22 @@ class Learners:
         first, *_ = shares_by_update(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, minibatches[:1])
         return shares, Repeated.of(rollout, shares, len(first.pass_sizes))
 
-    def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> dict[str, float]:
-        """One optimizer step. Returns metrics: means over the batch's counted tokens."""
-        shares = [(share, learning_rate, update) for share in batch.shares(self._shares(batch.rollout))]
-        return _total(self.ranks.call_split(Learner.update_policy, shares))
+    def update(
+        self,
+        method: Callable[["Learner", AnyBatch, float, int], Mapping[str, float]],
+        batch: AnyBatch,
+        learning_rate: float,
+        update: int,
+    ) -> dict[str, float]:
+        """One optimizer step: `Learner.update_policy` or `Learner.update_value` on each rank's share of the batch.
 
-    def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> dict[str, float]:
-        """One optimizer step. Returns metrics: means over the batch's counted tokens."""
-        shares = [(share, learning_rate, update) for share in batch.shares(self._shares(batch.rollout))]
-        return _total(self.ranks.call_split(Learner.update_value, shares))
+        Returns metrics: means over the batch's counted tokens.
+        """
+        shares = [(share, learning_rate, update) for share in batch.shares(self.shares(batch.rollout))]
+        return _total(self.ranks.call_split(method, shares))
 
-    def _shares(self, minibatch: Rollout) -> list[Share]:
+    def shares(self, minibatch: Rollout) -> list[Share]:
+        """How the ranks share an update's minibatch."""
         return shares_of(minibatch.num_tokens_B, self.ranks.num_ranks, self.batch, with_gradients=True)
 
     def make_room(self) -> None:
@@ -188,14 +193,14 @@ class Learner(Rank):
         """As `_by_pass`; passes for which there is room are kept for the next update."""
         engine, parts = self.engines[name], rollout.parts(pass_sizes)
         num_kept = self.kept.reserve(name, repeated)
-        found = list[Tensor]()
+        outputs = list[Tensor]()
         if num_kept:
             with engine.forward_ahead():
-                found += map(measure, parts[:num_kept])
-            self.kept.put(name, parts[:num_kept], found)
+                outputs += map(measure, parts[:num_kept])
+            self.kept.put(name, parts[:num_kept], outputs)
         with torch.no_grad(), engine.cache_weight_casts():
-            found += map(measure, parts[num_kept:])
-        return self._joined(found, pass_sizes)
+            outputs += map(measure, parts[num_kept:])
+        return self._joined(outputs, pass_sizes)
 
     @torch.no_grad()
     def reference_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
@@ -212,6 +217,7 @@ class Learner(Rank):
         return packed.spread(self.value.model(packed.tokens_LT, packed.segments_LT, packed.states_LT).float())
 
     def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
+        """One optimizer step of the policy; `update` counts them, from 0."""
         self.policy.set_learning_rate(learning_rate)
         kept = self.kept.take("policy")
         shares = self.policy.accumulate(batch.parts(), lambda part: self._policy_loss(part, batch, kept))
@@ -233,22 +239,23 @@ class Learner(Rank):
             config.clip_range_high,
             by_response=config.ratio == "response",
         )
-        shares = _shares({"policy_loss": loss, **sums}, whole.num_tokens)
+        shares = _shares_of_mean({"policy_loss": loss, **sums}, whole.num_tokens)
         loss = loss / whole.num_tokens
         if part.kl is not None:
             ref_logprob_B, weight_B = upload(part.kl.ref_logprob_B, self.device), upload(part.kl.weight_B, self.device)
             kl_loss = response_kl_loss(logprobs_BR, ref_logprob_B, weight_B)
-            loss, shares = loss + kl_loss, shares | _shares({"kl_loss": kl_loss}, 1)
+            loss, shares = loss + kl_loss, shares | _shares_of_mean({"kl_loss": kl_loss}, 1)
         if not len(part.ptx_rows):
             return loss, shares
         assert self.stream is not None, "the controller draws rows of a stream only where there is one"
         rows = part.ptx_rows.numpy()
         ptx_sum, _ = self.stream.loss(self.policy.model, rows, self.device)
         num_ptx_tokens = whole.num_ptx_rows * self.stream.count(rows) // len(rows)
-        shares |= _shares({"ptx_loss": ptx_sum}, num_ptx_tokens)
+        shares |= _shares_of_mean({"ptx_loss": ptx_sum}, num_ptx_tokens)
         return loss + config.ptx_coef * ptx_sum / num_ptx_tokens, shares
 
     def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> Mapping[str, float]:
+        """One optimizer step of the value function; `update` counts them, from 0."""
         self.value.set_learning_rate(learning_rate)
         kept = self.kept.take("value")
         shares = self.value.accumulate(batch.parts(), lambda part: self._value_loss(part, batch, kept))
@@ -266,7 +273,7 @@ class Learner(Rank):
             upload(part.mask_BR, self.device),
             self.config.value_clip_range,
         )
-        return loss / whole.num_tokens, _shares({"value_loss": loss, **sums}, whole.num_tokens)
+        return loss / whole.num_tokens, _shares_of_mean({"value_loss": loss, **sums}, whole.num_tokens)
 
     def _say_skipped(self, role: str, engine: Engine[Any], update: int) -> None:
         if engine.has_skipped and engine.is_main:
@@ -357,7 +364,44 @@ class Learner(Rank):
             engine.close()
 
 
-def _shares(sums: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+class MovingAverage:
+    """average ← decay · average + (1 - decay) · weights, once per iteration, of the trained weights in fp32.
+
+    Each rank holds the average of its own shard of the weights: next to it, or in CPU memory with `on_cpu`. A decay of
+    0 makes the average the last weights; then nothing is held.
+    """
+
+    def __init__(self, engine: Engine[Any], decay: float, *, on_cpu: bool = False) -> None:
+        self.engine, self.decay = engine, decay
+        self._device = torch.device("cpu") if on_cpu else None
+        self.shards: dict[str, ParamShard] = {}
+        for shard in engine.shards() if decay else ():
+            held = shard.view(shard.storage).to(self._device, torch.float32, copy=True)
+            self.shards[shard.name] = ParamShard(shard.name, shard.offset, held, 0, shard.length, {})
+
+    def advance(self) -> None:
+        """Take a step towards the weights."""
+        for shard in self.engine.shards() if self.decay else ():
+            average = self.shards[shard.name].storage
+            average.lerp_(shard.view(shard.storage).to(average.device), 1 - self.decay)
+
+    def weights_for_file(self) -> Iterator[tuple[str, Tensor]]:
+        """As `Engine.weights_for_file`, of the averaged weights."""
+        own = {name: shard.storage for name, shard in self.shards.items()}
+        return self.engine.weights_for_file(own if self.decay else None)
+
+    def state(self) -> State:
+        """This rank's part, for a checkpoint; not copied."""
+        return state_of([*self.shards.values()])
+
+    def load(self, folder: Path) -> None:
+        if self.decay:
+            saved = SavedState(folder)
+            for shard in self.shards.values():
+                shard.restore(saved)
+
+
+def _shares_of_mean(sums: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
     """Sums over a part, divided by the count of the whole: parts' shares add up to the mean."""
     return {name: value.detach().double() / count for name, value in sums.items()}
 

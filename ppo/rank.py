@@ -1,23 +1,32 @@
-"""What learners, generators and scorers have in common on a rank.
+"""What learners, generators and scorers have in common on a rank: packed passes, and the group that broadcasts weights.
 
-Shape letters: B responses, R response tokens, C counted positions, V vocabulary.
+Shape letters: B responses, R response tokens, L rows, T tokens of a row, C tokens of all responses, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self
 
+import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.logprobs import token_logprobs
 from lm.progress import note_progress
 from lm.tokenizer import Tokenizer
-from ppo.broadcast import WeightBroadcast
+from lm.transfer import upload
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
-from ppo.packed import PackedRollout
 from ppo.rollout import Rollout
 from training.config import EngineConfig
+from training.packing import packed_rows
+from training.tokens import Sequences
+
+SENDER = 0  # the rank that broadcasts weights; all others receive
 
 
 class Rank:
@@ -66,3 +75,95 @@ class Rank:
 
     def close(self) -> None:
         """Release memory."""
+
+
+@dataclass(frozen=True)
+class PackedRollout:
+    """A model's inputs: tokens on the device; segments and states, which are True where a token of a response is
+    predicted, in the CPU's memory. `targets_C` are the tokens predicted, row by row, and `places_C` are theirs in
+    [B, R].
+    """
+
+    tokens_LT: Tensor
+    segments_LT: Tensor
+    states_LT: Tensor
+    targets_C: Tensor
+    places_C: Tensor
+    num_responses: int
+    max_new_tokens: int
+
+    @classmethod
+    def of(cls, rollout: Rollout, device: torch.device) -> Self:
+        lengths_B, responses_B = rollout.num_tokens_B, rollout.response_tokens_B
+        columns = torch.arange(rollout.tokens_BT.shape[1])
+        real_BT = columns < lengths_B[:, None]
+        counted = (columns >= rollout.prompt_tokens_B[:, None])[real_BT]
+        tokens, ends = rollout.tokens_BT[real_BT].to(torch.int32), lengths_B.cumsum(0)
+        num_counted = responses_B.to(torch.int32)
+        sequences = Sequences(tokens.numpy(), counted.numpy(), ends.numpy(), num_counted.numpy())
+        rows = packed_rows(sequences, device)
+        counted_LT, tokens_LT = torch.from_numpy(rows.counted), torch.from_numpy(rows.tokens)
+        order = torch.from_numpy(rows.numbers[rows.numbers >= 0])  # the responses, row by row
+        R = rollout.max_new_tokens
+        numbers_BR = torch.arange(len(rollout) * R).view(-1, R)[order]
+        places_C = numbers_BR[torch.arange(R) < responses_B[order, None]]
+        assert len(places_C) == np.count_nonzero(rows.counted), "every prompt has a token that predicts the first one"
+        return cls(
+            upload(tokens_LT, device),
+            torch.from_numpy(rows.segments),
+            F.pad(counted_LT, (0, 1))[:, 1:],  # a token is predicted from the one before it
+            upload(tokens_LT[counted_LT], device),
+            upload(places_C, device),
+            len(rollout),
+            R,
+        )
+
+    def spread(self, flat_C: Tensor) -> Tensor:
+        """[B, R] from one number per counted position, row by row; 0 elsewhere."""
+        shape = self.num_responses, self.max_new_tokens
+        return flat_C.new_zeros(shape).flatten().scatter(0, self.places_C, flat_C).view(shape)
+
+
+class WeightBroadcast:
+    """One rank's end of a process group that is separate from the one that the learners train in.
+
+    All `num_ranks` construct theirs at the same time, with the address of a free port on the sender's machine. All of
+    them make each call together, with tensors of the same names, shapes and types.
+
+    Raises:
+        RuntimeError: a peer is gone or takes longer than `timeout_seconds`.
+    """
+
+    def __init__(
+        self, host: str, port: int, rank: int, num_ranks: int, *, device: torch.device, timeout_seconds: float
+    ) -> None:
+        timeout = timedelta(seconds=timeout_seconds)
+        self.rank, self.device = rank, device
+        store = dist.TCPStore(host, port, num_ranks, is_master=rank == SENDER, timeout=timeout)  # type: ignore[attr-defined]
+        self._group: Any  # PyTorch's stubs leave out the methods of backends
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+        else:
+            self._group = dist.ProcessGroupGloo(store, rank, num_ranks, timeout)
+
+    def send(self, weights: Mapping[str, Tensor], digests: Mapping[str, int]) -> None:
+        """Send some weights. On a GPU this returns when the transfer is queued; later work on them waits for it."""
+        assert self.rank == SENDER, f"rank {self.rank} sends; rank {SENDER} was expected"
+        self._exchange(weights)
+        in_order = [digests[name] for name in sorted(weights)]
+        self._exchange({"digests": torch.tensor(in_order, device=self.device)})
+
+    def receive(self, weights: Mapping[str, Tensor]) -> dict[str, int]:
+        """Write the weights sent into `weights`, in place. Returns the sender's digest of each."""
+        self._exchange(weights)
+        digests = torch.zeros(len(weights), dtype=torch.int64, device=self.device)
+        self._exchange({"digests": digests})
+        return dict(zip(sorted(weights), digests.tolist(), strict=True))
+
+    def _exchange(self, weights: Mapping[str, Tensor]) -> None:
+        # As bytes, since not every backend knows every type; by name, since ZeRO gives them in another order.
+        works = [self._group.broadcast(weights[name].view(torch.uint8), SENDER) for name in sorted(weights)]
+        for work in works:
+            work.wait()

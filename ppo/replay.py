@@ -21,7 +21,7 @@ from ppo.algorithm import token_weights
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import ScoreScale
-from ppo.results import PPOResults
+from ppo.report import PPOResults
 from ppo.rollout_log import ROLLOUTS, RolloutRecord, read_rollouts, response_digests
 from ppo.stage import controller_of, load_checkpoint, placed
 from stages.run import StageRun
@@ -135,22 +135,22 @@ def _replayed(
     response: int,
     first: int,
 ) -> Replayed:
-    lesson = controller.lesson
-    assert lesson is not None, "an iteration was computed"
-    rollout, config, recorded_score = lesson.rollout, controller.config, record.scores[response]
+    batch = controller.batch
+    assert batch is not None, "an iteration was computed"
+    rollout, config, recorded_score = batch.rollout, controller.config, record.scores[response]
     minibatches = controller.minibatches(record.step - 1, len(rollout))[: config.num_minibatches]
     after_BR = controller.roles.learners.start_policy_logprobs(rollout, minibatches)()
     rows = next(rows for rows in minibatches if response in rows.tolist())
-    weight_BR, num_tokens = token_weights(lesson.counted_BR[rows], config.token_weight, config.max_new_tokens)
+    weight_BR, num_tokens = token_weights(batch.counted_BR[rows], config.token_weight, config.max_new_tokens)
     weight_R = weight_BR[rows.tolist().index(response)] / num_tokens
     columns = {
         "logprob": rollout.behaviour_logprobs_BR[response],
-        "kl": (lesson.logprobs_BR - lesson.ref_logprobs_BR)[response],
-        "reward": lesson.rewards_BR[response],
-        "value": lesson.values_BR[response],
-        "advantage": lesson.advantages_BR[response],
-        "ratio": (lesson.logprobs_BR - rollout.behaviour_logprobs_BR)[response].exp(),
-        "ratio_after": (after_BR - lesson.logprobs_BR)[response].exp(),
+        "kl": (batch.logprobs_BR - batch.ref_logprobs_BR)[response],
+        "reward": batch.rewards_BR[response],
+        "value": batch.values_BR[response],
+        "advantage": batch.advantages_BR[response],
+        "ratio": (batch.logprobs_BR - rollout.behaviour_logprobs_BR)[response].exp(),
+        "ratio_after": (after_BR - batch.logprobs_BR)[response].exp(),
         "weight": weight_R,
     }
     length = int(rollout.response_tokens_B[response])
@@ -159,7 +159,7 @@ def _replayed(
     return Replayed(
         prompt=prompts[int(rollout.prompt_rows_B[response])],
         response=tokenizer.decode(tokens),
-        score=float(lesson.scores_B[response]),
+        score=float(batch.scores_B[response]),
         tokens=[
             ReplayedToken(tokenizer.token_text(token), **dict(zip(columns, row, strict=True)))
             for token, row in zip(tokens, numbers, strict=True)

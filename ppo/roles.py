@@ -1,18 +1,19 @@
 """Who does PPO's work: learners, generators and scorers, on the same ranks (colocated) or on their own (disaggregated).
 
-The controller is the same for both, and for one rank in its own process.
+The controller is the same for both, and for one rank in its own process. Weights go from learners to generators, never
+through the driver (`ppo.weight_transport`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from cluster.remote import Handle, Local, Pending
+from cluster.remote import Handle, Local, Pending, Remote
 from lm.tokenizer import Messages
 from ppo.config import PPOConfig
 from ppo.generator import Generator, Generators
@@ -21,7 +22,6 @@ from ppo.learner import Learner, Learners
 from ppo.rollout import Rollout, joined, shares_by_update
 from ppo.scorer import Scorer, Scorers
 from ppo.shared_body import SharedBodyLearner
-from ppo.weight_transport import Broadcast, Direct, WeightTransport, broadcasts
 from training.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What the models say of a rollout, before its updates. Shape letters: B responses, R response tokens."""
+class ModelOutputs:
+    """What the models compute of a rollout before its updates. Shape letters: B responses, R response tokens."""
 
     logprobs_BR: Tensor  # nats, at the sampling temperature; 0 where there is no token
     ref_logprobs_BR: Tensor
@@ -45,7 +45,7 @@ class Roles:
     learners: Learners
     generators: Generators
     scorers: Scorers
-    transport: WeightTransport
+    transport: "WeightTransport"
     makes_room: bool = False  # whether learners leave their device to generators of the same ranks
 
     @classmethod
@@ -93,10 +93,11 @@ class Roles:
         scorers = _scorers(config, models, conversations, learning, own or learning)
         return cls(config, Learners(learning, config.minibatch), Generators(sampling), scorers, direct, makes_room)
 
-    def start_measuring(
+    def start_forward_passes(
         self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False
-    ) -> Pending[Measured]:
-        """Start what the models say of a rollout, whose rows are packed as the updates on `minibatches` will pack them.
+    ) -> Pending[ModelOutputs]:
+        """Start the passes of policy, reference and value function over a rollout, whose rows are packed as the updates
+        on `minibatches` will pack them.
 
         All are started together: on ranks of their own, scorers and learners work at the same time. With `keeps`,
         learners keep passes that the first update would repeat.
@@ -105,17 +106,18 @@ class Roles:
         if self.config.shared_body:  # one pass serves all
             ranks: Handle[Any] = learners.ranks
             shares = shares_by_update(rollout.num_tokens_B, ranks.num_ranks, learners.batch, minibatches)
-            given = [(rollout.rows(share.rows), share.pass_sizes) for share in shares]
-            found = joined(ranks.start_split(SharedBodyLearner.measure, given), shares)
-            return lambda: Measured(*found().unbind(dim=1))
+            arguments = [(rollout.rows(share.rows), share.pass_sizes) for share in shares]
+            outputs = joined(ranks.start_split(SharedBodyLearner.measure, arguments), shares)
+            return lambda: ModelOutputs(*outputs().unbind(dim=1))
         logprobs = learners.start_policy_logprobs(rollout, minibatches, keeps=keeps)
         ref_logprobs = self.scorers.start_reference_logprobs(rollout, minibatches)
         has_values = self.config.has_value_function
         values = learners.start_values(rollout, minibatches, keeps=keeps) if has_values else None
 
-        def collect() -> Measured:
+        def collect() -> ModelOutputs:
             logprobs_BR, ref_logprobs_BR = logprobs(), ref_logprobs()
-            return Measured(logprobs_BR, ref_logprobs_BR, torch.zeros_like(logprobs_BR) if values is None else values())
+            values_BR = torch.zeros_like(logprobs_BR) if values is None else values()
+            return ModelOutputs(logprobs_BR, ref_logprobs_BR, values_BR)
 
         return collect
 
@@ -158,5 +160,74 @@ def _scorers(
     scoring: Handle[Any],
 ) -> Scorers:
     """With adapters, learners are the reference."""
-    asked = conversations if models.reward_reads_texts else ()
-    return Scorers(scoring, asked, config.minibatch, learning if config.lora is not None else scoring)
+    read = conversations if models.reward_reads_texts else ()
+    return Scorers(scoring, read, config.minibatch, learning if config.lora is not None else scoring)
+
+
+class WeightTransport(Protocol):
+    def advance_and_send(self) -> Pending[object]:
+        """Advance the moving average and send the weights. The returned function waits until they have arrived."""
+        ...
+
+    def send(self) -> Pending[object]:
+        """Send the weights as they are."""
+        ...
+
+
+@dataclass(frozen=True)
+class Direct(WeightTransport):
+    """On the same rank by a call, else through Ray's object store.
+
+    Learners do not wait for generators that still sample: those take the weights in their turn, after the rollouts that
+    were begun before and before those that are begun later.
+    """
+
+    learners: Handle[Learner]
+    generators: Handle[Generator]
+
+    def advance_and_send(self) -> Pending[object]:
+        return self.learners.pass_on(Learner.advance_and_send, self.generators, Generator.receive)
+
+    def send(self) -> Pending[object]:
+        return self.learners.pass_on(Learner.send, self.generators, Generator.receive)
+
+
+@dataclass(frozen=True)
+class Broadcast(WeightTransport):
+    """By one collective of the first learner and all generators; all of them take part at once."""
+
+    learners: Remote[Learner]
+    generators: Remote[Generator]
+
+    @classmethod
+    def open(cls, group: "WorkerGroup", learners: Remote[Learner], generators: Remote[Generator]) -> "Broadcast":
+        """The first learner, of `group`, is rank 0; generators follow. Other learners have no part in it."""
+        host, port = group.free_address()
+        num_ranks = 1 + generators.num_ranks
+        sender = learners.start_first(Learner.open_broadcast, host, port, 0, num_ranks)
+        ends = [(host, port, rank, num_ranks) for rank in range(1, num_ranks)]
+        from cluster.calls import wait_all
+
+        wait_all(sender, generators.start_split(Generator.open_broadcast, ends))
+        return cls(learners, generators)
+
+    def advance_and_send(self) -> Pending[object]:
+        return self._exchanged(Learner.advance_and_broadcast)
+
+    def send(self) -> Pending[object]:
+        return self._exchanged(Learner.broadcast_weights)
+
+    def _exchanged(self, method: Callable[[Learner], None]) -> Pending[object]:
+        from cluster.calls import wait_all
+
+        wait_all(self.learners.start_all(method), self.generators.start_all(Generator.receive_broadcast))
+        return lambda: None
+
+
+def broadcasts(config: PPOConfig, learners: Handle[Learner], generators: Handle[Generator]) -> bool:
+    """Whether weights go from group to group by broadcast: "auto" does between GPUs, unless generators are ahead."""
+    if config.weight_transport != "auto":
+        return config.weight_transport == "broadcast"
+    if config.max_staleness:
+        return False
+    return all([*learners.call_all(Learner.on_gpu), *generators.call_all(Generator.on_gpu)])

@@ -178,6 +178,27 @@ class Rollout:
 
 
 @dataclass(frozen=True)
+class PPOBatch:
+    """What an iteration's updates learn from."""
+
+    rollout: Rollout
+    scores_B: Tensor  # of the reward; NaN where it failed
+    kl_B: Tensor  # nats from the reference
+    rewards_BR: Tensor  # the scaled score at the last token, less the KL penalty at each
+    scored_BR: Tensor  # True = a token of a response with a score
+    counted_BR: Tensor  # True = counted in the policy loss
+    logprobs_BR: Tensor  # nats, under the policy before the updates, at the sampling temperature
+    ref_logprobs_BR: Tensor
+    advantages_BR: Tensor  # times the importance weights where the rollout is stale
+    values_BR: Tensor  # 0 where there is no value function
+    returns_BR: Tensor  # likewise
+
+    def rows(self, index: slice | Tensor) -> Self:
+        """Select responses, as for a minibatch."""
+        return replace(self, **_rows_of(self, index), rollout=self.rollout.rows(index))
+
+
+@dataclass(frozen=True)
 class ResponseKL:
     """The KL term of a policy's loss: `weight_B`, coefficient included, times half the square of log π/π_ref."""
 

@@ -1,26 +1,123 @@
-"""rollouts.jsonl: for each iteration, which weights sampled its responses, and a digest and the score of each.
+"""What PPO keeps of its rollouts while it trains; training reads neither file.
 
+samples.jsonl has responses to be read, of two kinds: a few of those that each iteration learns from, drawn at random;
+and, at intervals, responses to the same few prompts, sampled in addition, which show how the policy's answers change.
+rollouts.jsonl has, for each iteration, which weights sampled its responses, and a digest and the score of each;
 `heed replay` samples them again and compares.
+
+Shape letter: B responses.
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import nan
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 from torch import Tensor
 
 from files.records import as_json
 from lm.samplers.sent_weights import shown
+from lm.tokenizer import Messages, Tokenizer
 from ppo.rollout import Rollout
+from training.data import Prompt
 from training.metrics import StepLines
+from training.seeds import derive_seed
 
-ROLLOUTS = "rollouts.jsonl"
+SAMPLES, ROLLOUTS = "samples.jsonl", "rollouts.jsonl"
+NUM_DRAWN = 4  # responses kept of those that an iteration learns from
+NUM_FOLLOWED = 8  # prompts that are answered again and again, or as many as divide among the ranks
+
+
+@dataclass(frozen=True)
+class TrainingSample:
+    """One line of samples.jsonl. `step` is the iteration; its responses are sampled before its updates.
+
+    `score` is the reward's, before scaling and penalties; NaN (null) where it failed. `kl_nats` is log π - log π_ref
+    of the response.
+    """
+
+    step: int
+    kind: Literal["drawn", "followed"]
+    prompt_id: str
+    category: str
+    messages: Messages
+    response: str
+    score: float
+    kl_nats: float
+    num_tokens: int
+    finished: bool
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    """Responses with what samples.jsonl keeps of them."""
+
+    rollout: Rollout
+    scores_B: Tensor  # NaN where it failed
+    kl_B: Tensor  # nats
+
+
+def followed_rows(num_prompts: int, rows_multiple: int, seed: int) -> list[int]:
+    """Draw which prompts are followed, by row. Their number divides among the ranks, so some occur twice where the job
+    has few prompts.
+    """
+    number = -(-min(NUM_FOLLOWED, num_prompts) // rows_multiple) * rows_multiple
+    order = np.random.default_rng(derive_seed(seed, "ppo", "followed")).permutation(num_prompts)
+    return [int(row) for row in np.resize(order, number)]
+
+
+class SampleLog:
+    """Writes samples.jsonl; on resume, as the metrics, without what will be done again."""
+
+    def __init__(
+        self, folder: Path, prompts: Sequence[Prompt], tokenizer: Tokenizer, *, seed: int, resume_step: int
+    ) -> None:
+        self.prompts, self.tokenizer, self.seed = prompts, tokenizer, seed
+        self._lines = StepLines(folder / SAMPLES, resume_step=resume_step)
+
+    def log_drawn(self, iteration: int, scored: ScoredRollout) -> None:
+        """Keep a few of the responses that an iteration learns from, drawn from (seed, iteration)."""
+        generator = np.random.default_rng(derive_seed(self.seed, "ppo", "drawn", iteration))
+        number = len(scored.rollout)
+        rows = generator.choice(number, size=min(NUM_DRAWN, number), replace=False)
+        self._write(iteration, "drawn", scored, sorted(int(row) for row in rows))
+
+    def log_followed(self, iteration: int, scored: ScoredRollout) -> None:
+        """Keep one response to each followed prompt."""
+        prompt_rows: list[int] = scored.rollout.prompt_rows_B.tolist()
+        firsts = [row for row, prompt in enumerate(prompt_rows) if prompt not in prompt_rows[:row]][:NUM_FOLLOWED]
+        self._write(iteration, "followed", scored, firsts)
+
+    def _write(
+        self, iteration: int, kind: Literal["drawn", "followed"], scored: ScoredRollout, rows: Sequence[int]
+    ) -> None:
+        rollout, (_, responses) = scored.rollout, scored.rollout.token_lists()
+        for row in rows:
+            prompt, score = self.prompts[int(rollout.prompt_rows_B[row])], float(scored.scores_B[row])
+            sample = TrainingSample(
+                step=iteration + 1,
+                kind=kind,
+                prompt_id=prompt.prompt_id,
+                category=prompt.kind,
+                messages=list(prompt.messages),
+                response=self.tokenizer.decode(responses[row]).strip(),
+                score=score,
+                kl_nats=float(scored.kl_B[row]) if np.isfinite(score) else nan,
+                num_tokens=len(responses[row]),
+                finished=bool(rollout.finished_B[row]),
+            )
+            self._lines.write(as_json(asdict(sample)))
+
+    def close(self) -> None:
+        self._lines.close()
 
 
 @dataclass(frozen=True)
 class RolloutRecord:
-    """One line. `step` is the iteration that learns from the responses, counted from 1.
+    """One line of rollouts.jsonl. `step` is the iteration that learns from the responses, counted from 1.
 
     All digests are 16 hexadecimal digits: `sampled_by` of all weights that sampled a response, `responses` of its
     tokens and log-probs, and `tensors` of each weight that was sent before this iteration; none where the model is
@@ -51,13 +148,13 @@ class RolloutLog:
 
 
 def response_digests(rollout: Rollout) -> list[str]:
-    """Of each response, a digest of its prompt's and its own tokens, and of the bits of their log-probs."""
-    found, lengths = [], zip(rollout.num_tokens_B.tolist(), rollout.response_tokens_B.tolist(), strict=True)
+    """For each response, a digest of its prompt's and its own tokens, and of the bits of their log-probs."""
+    digests, lengths = [], zip(rollout.num_tokens_B.tolist(), rollout.response_tokens_B.tolist(), strict=True)
     for row, (num_tokens, num_response) in enumerate(lengths):
         tokens = rollout.tokens_BT[row, :num_tokens].contiguous().numpy().tobytes()
         logprobs = rollout.behaviour_logprobs_BR[row, :num_response].contiguous().numpy().tobytes()
-        found.append(hashlib.sha256(tokens + logprobs).hexdigest()[:16])
-    return found
+        digests.append(hashlib.sha256(tokens + logprobs).hexdigest()[:16])
+    return digests
 
 
 def read_rollouts(lines: Sequence[Mapping[str, object]]) -> dict[int, RolloutRecord]:

@@ -23,13 +23,11 @@ from lm.source import ModelSource, load, on_meta
 from lm.tokenizer import Messages
 from lm.weights import ModelFolder, WithNewHead
 from ppo.config import PPOConfig
-from ppo.frozen_model import HeldModel
-from ppo.initial_models import InitialModels
+from ppo.initial_models import InitialModels, joined_heads
 from ppo.learner import Learner
-from ppo.packed import PackedRollout
+from ppo.rank import PackedRollout
 from ppo.rollout import Rollout
-from ppo.scorer import Scorer
-from ppo.value import joined_heads
+from ppo.scorer import HeldModel, Scorer
 from training.config import EngineConfig
 
 ROUNDING = 1e-6  # of the largest weight: two machines may add an adapter to it in another order

@@ -1,14 +1,20 @@
-"""The PPO stage: the controller's loop with its metrics and checkpoints."""
+"""PPO as a stage: the controller's loop with its metrics and checkpoints, the unit of its scores, the places of its
+roles, and what is checked before it runs.
+"""
 
 import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
+from shutil import rmtree
+from statistics import mean, stdev
 
 from cluster.remote import Pending
 from files.atomic import remove_unfinished
+from files.records import read_record
 from lm.samplers.engine import max_difference
 from lm.samplers.environment import require_vllm
 from lm.tokenizer import Tokenizer
@@ -17,22 +23,22 @@ from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale, TokenStream
 from ppo.plan import plan
-from ppo.report import REPORTER
-from ppo.results import PPOResults
+from ppo.report import REPORTER, PPOResults
 from ppo.roles import Roles
 from ppo.rollout import Rollout
-from ppo.rollout_log import RolloutLog
-from ppo.samples import SampleLog, followed_rows
-from ppo.scale import score_scale
+from ppo.rollout_log import RolloutLog, SampleLog, followed_rows
 from ppo.shared_body import adapter_of, require_same_body, require_same_shape
 from pretrain.stage import STAGE as PRETRAIN
 from pretrain.stage import tokenize
+from reward.external import ExternalReward
+from reward.report import RewardResults
+from reward.sampling import SamplingSpec, sample_everywhere
 from reward.scoring import labels_of, weights_by_label
 from reward.stage import STAGE as REWARD
 from stages.contract import Parent, Stage
-from stages.data import Fitting, fitting_prompts
+from stages.data import SAMPLES, Fitting, fitting_prompts
 from stages.run import JobView, StageRun
-from training.checkpoint import find_resumption
+from training.checkpoint import Resumption, find_resumption
 from training.data import Prompt
 from training.engine import StageContext
 from training.metrics import MetricsLog
@@ -42,6 +48,8 @@ from training.seeds import derive_seed
 from training.tokens import array_path
 from training.writer import PROGRESS
 
+SCALE_PROMPTS = 512  # on which the spread of an unknown reward model's scores is measured
+
 
 def run(
     context: StageContext,
@@ -49,29 +57,33 @@ def run(
     roles: Roles,
     models: InitialModels,
     prompts: Sequence[Prompt],
+    *,
     fitting: Fitting | None = None,
     enter: Callable[[str], None] = lambda _phase: None,
 ) -> None:
     """Iterate from the newest checkpoint to the end; write `model/`, `model_ema/` and `results.json`.
 
     `samples.jsonl` keeps some responses to be read, and `rollouts.jsonl` which weights sampled what. With
-    `keep_policies_every`, also `policies/NNNNNN/`: model directories of the policy during training. `enter` is told
-    each phase. `fitting` is what the prompts were chosen from.
+    `keep_policies_every`, also `policies/NNNNNN/`: model directories of the policy during training. `enter` is called
+    with each phase that begins. `fitting` is what the prompts were chosen from.
 
     Raises:
         ValueError: a prompt leaves no room for a response, or too many scores fail.
     """
-    tokenizer = Tokenizer.load(models.sft)
-    controller = controller_of(context, config, roles, models, prompts)
-    controller.phases.entered = enter
-    first = _resume(context, controller)
+    tokenizer, checkpoints = Tokenizer.load(models.sft), context.folder / "checkpoints"
+    resumption = _find_resumption(context, config, roles)
+    first = resumption.step
     with (
         closing(MetricsLog(context.folder, context.engine.trackers, resume_step=first)) as log,
         closing(SampleLog(context.folder, prompts, tokenizer, seed=context.seed, resume_step=first)) as samples,
         closing(RolloutLog(context.folder, resume_step=first)) as rollouts,
     ):
-        controller.samples, controller.rollouts = samples, rollouts
-        _iterate(context.folder / "checkpoints", config, controller, first, log)
+        controller = controller_of(
+            context, config, roles, models, prompts, samples=samples, rollouts=rollouts, enter=enter
+        )
+        if resumption.name:
+            load_checkpoint(controller, checkpoints / resumption.name)
+        _iterate(checkpoints, config, controller, first, log)
     roles.learners.finish_saving()
     roles.learners.export_policy(context.folder)
     kl_coef, scale = controller.kl.coef, models.scale
@@ -82,18 +94,35 @@ def run(
 
 
 def controller_of(
-    context: StageContext, config: PPOConfig, roles: Roles, models: InitialModels, prompts: Sequence[Prompt]
+    context: StageContext,
+    config: PPOConfig,
+    roles: Roles,
+    models: InitialModels,
+    prompts: Sequence[Prompt],
+    *,
+    samples: SampleLog | None = None,
+    rollouts: RolloutLog | None = None,
+    enter: Callable[[str], None] = lambda _phase: None,
 ) -> PPOController:
-    """The controller before its first iteration."""
+    """The controller before its first iteration. Keywords as for `PPOController`."""
     tokenizer, stream = Tokenizer.load(models.sft), models.pretraining
     num_rows = len(stream_rows(stream.path, stream.seq_len)) if stream else 0
     encoded = tokenizer.encode_prompts([prompt.messages for prompt in prompts])
     followed = followed_rows(len(prompts), roles.rows_multiple, context.seed) if config.follow_every_iterations else ()
     shape, _, _ = read_config(models.sft, "language")
     return PPOController(
-        config, roles, encoded, models.scale, num_pretraining_rows=num_rows, seed=context.seed, followed=followed,
+        config,
+        roles,
+        encoded,
+        models.scale,
+        num_pretraining_rows=num_rows,
+        seed=context.seed,
+        followed=followed,
         max_difference=max_difference(context.engine.resolved_precision(), shape.num_hidden_layers),
-    )  # fmt: skip
+        samples=samples,
+        rollouts=rollouts,
+        enter=enter,
+    )
 
 
 def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, first: int, log: MetricsLog) -> None:
@@ -137,8 +166,8 @@ def _save(controller: PPOController, checkpoints: Path, done: int) -> None:
     controller.roles.learners.save(checkpoints, done, {"kl_coef": controller.kl.coef}, rollouts)
 
 
-def _resume(context: StageContext, controller: PPOController) -> int:
-    """Load the newest sound checkpoint; returns the iteration to start at. The learners verify the files.
+def _find_resumption(context: StageContext, config: PPOConfig, roles: Roles) -> Resumption:
+    """Find the newest sound checkpoint, and report it. The learners verify the files.
 
     Raises:
         ValueError: there are checkpoints, and all of them are damaged.
@@ -146,12 +175,10 @@ def _resume(context: StageContext, controller: PPOController) -> int:
     checkpoints = context.folder / "checkpoints"
     remove_unfinished(checkpoints)
     stage = context.folder.name  # of a later round, "ppo_2"
-    found = find_resumption(checkpoints, stage, controller.roles.learners.changed_files)
-    for notice in found.notices(stage, controller.config.num_iterations, "iteration"):
+    resumption = find_resumption(checkpoints, stage, roles.learners.changed_files)
+    for notice in resumption.notices(stage, config.num_iterations, "iteration"):
         say(notice)
-    if found.name:
-        load_checkpoint(controller, checkpoints / found.name)
-    return found.step
+    return resumption
 
 
 def load_checkpoint(controller: PPOController, folder: Path) -> None:
@@ -164,6 +191,61 @@ def load_checkpoint(controller: PPOController, folder: Path) -> None:
 
 def _held(rollout: Rollout) -> Pending[Rollout]:
     return lambda: rollout
+
+
+def was_measured(run: StageRun) -> bool:
+    """Whether the rankings that the reward stage scores are samples of the policy that PPO starts from."""
+    return {"sft", "reward"} <= set(run.parents) and "collect" in run.at("reward").parents
+
+
+def score_scale(
+    run: StageRun, policy: Path, judge: Path | ExternalReward, prompts: Sequence[Prompt], config: PPOConfig
+) -> ScoreScale:
+    """Mean and standard deviation of the scores of the initial policy's own samples: the unit of PPO's scores.
+
+    Where [collect] sampled that policy, the reward stage has measured them. Otherwise they are measured here, on one
+    sample per prompt: published rankings hold responses of other policies, whose scores may differ. The samples
+    are kept until the stage is done, so a run that resumes has the same scale.
+
+    Raises:
+        ValueError: the reward gives every sample the same score, or too many fail.
+    """
+    if was_measured(run) and not config.objective_weights:
+        path = run.folder_of("reward") / "results.json"
+        where, results = str(path), read_record(path, RewardResults)
+        assert results.sample_score_mean is not None, "a reward model of a single objective has a mean score"
+        assert results.sample_score_std is not None, "a reward model of a single objective has a spread of scores"
+        scale = ScoreScale(results.sample_score_mean, results.sample_score_std)
+    else:
+        where = run.job.substitute(run.name, run.own("reward")) or str(judge)
+        spec = SamplingSpec(
+            policy=policy,
+            num_samples=1,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            seed=derive_seed(run.seed, "ppo", "scale"),
+            precision=run.engine.resolved_precision(),
+            reward=str(judge) if isinstance(judge, Path) else "",
+            objective_weights=config.objective_weights,
+            external_reward=None if isinstance(judge, Path) else judge,
+        )
+        samples = sample_everywhere(run, "scale", spec, prompts[:SCALE_PROMPTS])
+        scores = [sample.score for sample in samples if isfinite(sample.score)]
+        num_failed = len(samples) - len(scores)
+        if len(scores) < 2 or num_failed > config.max_failed_share * len(samples):
+            rmtree(run.folder / SAMPLES / "scale")  # so that the next try asks again
+            raise ValueError(
+                f"{num_failed} of {len(samples)} samples of the SFT policy have no finite score; ppo.max_failed_share"
+                f" allows {config.max_failed_share:.0%}, and at least two scores are needed."
+                f" The first: {next(sample.failure for sample in samples if not isfinite(sample.score))}"
+            )
+        scale = ScoreScale(mean(scores), stdev(scores))
+    if not scale.std > 0:
+        raise ValueError(
+            f"{where}: the scores of the SFT policy's samples have a spread of {scale.std}; a reward that tells them"
+            " apart was expected"
+        )
+    return scale
 
 
 @dataclass(frozen=True)
@@ -214,9 +296,9 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
 
 def run_ppo(stage: StageRun, config: PPOConfig) -> None:
     """Place the roles, and iterate."""
-    found = placed(stage, config)
-    run(stage.context(), config, found.roles, found.models, found.prompts, found.fitting, stage.enter)
-    found.roles.close()
+    ppo = placed(stage, config)
+    run(stage.context(), config, ppo.roles, ppo.models, ppo.prompts, fitting=ppo.fitting, enter=stage.enter)
+    ppo.roles.close()
 
 
 def generator_python(config: PPOConfig) -> str:

@@ -1,6 +1,7 @@
-"""What the report of a run shows of pretraining."""
+"""What pretraining leaves in results.json, and what the report of a run shows of it."""
 
-from pretrain.results import PretrainResults
+from dataclasses import dataclass
+
 from stages.reports.parts import StageReport, StageReporter
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import (
@@ -12,8 +13,23 @@ from stages.reports.stage_report import (
     train_and_heldout,
 )
 from stages.reports.text import count, number, percent
+from training.data import SourceRows
 
 PANELS = (Panel("Loss", "nats per token", train_and_heldout("loss")), GRADIENT_NORM)
+
+
+@dataclass(frozen=True)
+class PretrainResults:
+    """Losses in nats per token; `heldout_accuracy` of hidden words (masked models), the bits of decoders."""
+
+    heldout_loss: float
+    num_parameters: int
+    vocab_size: int
+    train_tokens: int
+    trained_tokens: int
+    heldout_accuracy: float | None = None
+    heldout_bits_per_byte: float | None = None
+    sources: tuple[SourceRows, ...] = ()  # of the texts, if rows are unusual
 
 
 def report(stage: StageFolder) -> StageReport:

@@ -25,8 +25,7 @@ from lm.source import ModelSource, RandomInit, on_meta
 from lm.tokenizer import TOKENIZER_FILES, Tokenizer
 from lm.weights import PRETRAINED, ModelFolder, save_model
 from pretrain.corruption import NUM_VIEWS, DenoisingObjective, HiddenWords, MaskedObjective
-from pretrain.report import REPORTER
-from pretrain.results import PretrainResults
+from pretrain.report import REPORTER, PretrainResults
 from stages.contract import Preparation, Stage
 from stages.data import token_folder
 from stages.planner import Planner, StagePlan

@@ -1,4 +1,5 @@
-"""Scores by the model in training: every rank scores its share of the sequences on its own device.
+"""Scores by the model in training, of held-out rankings and of the conversations whose mean score becomes 0: every rank
+scores its share of the sequences on its own device.
 
 Shape letters: B sequences, O objectives.
 """
@@ -13,13 +14,14 @@ from torch import Tensor
 from lm.padding import MAX_TOKENS
 from lm.progress import note_progress
 from lm.tokenizer import Tokenizer
-from reward.calibration import best_responses, calibration_sequences
-from reward.comparisons import Comparison
+from reward.comparisons import Comparison, encode_scored
 from reward.config import RewardConfig
 from reward.learner import RewardLearner
 from reward.scoring import PackedInputs, sequences_of, task_scores
+from training.data import read_conversations
 from training.engine import Engine
 from training.packing import split_passes
+from training.tokens import encode_rows
 
 
 @dataclass(frozen=True)
@@ -76,3 +78,29 @@ def scores_on_all_ranks(engine: Engine[RewardLearner], sequences: Sequence[Seque
             if rows:
                 scores_BO[rows] = packed.in_order(found_BO).to(scores_BO)
     return engine.sum_over_ranks(scores_BO).cpu()
+
+
+def calibration_sequences(config: RewardConfig, tokenizer: Tokenizer, max_tokens: int) -> list[tuple[int, ...]]:
+    """Tokens of the first `num_calibration` demonstrations, of those that are too long what `on_overlong` leaves.
+
+    Raises: ValueError naming file and line of a row that is no demonstration or, if it is refused, too long.
+    """
+    found = []
+    for where, messages in islice(read_conversations(config.demonstrations), config.num_calibration):
+        (tokens,) = encode_rows(lambda of: [encode_scored(tokenizer, one) for one in of], [(where, messages)])
+        if len(tokens) > max_tokens and config.on_overlong == "refuse":
+            raise ValueError(
+                f"{where}: the conversation has {len(tokens)} tokens; the reward model reads {max_tokens}"
+                ' (reward.on_overlong = "skip" or "truncate" accepts longer ones)'
+            )
+        if len(tokens) <= max_tokens or config.on_overlong == "truncate":
+            found.append(tokens[:max_tokens])
+    return found
+
+
+def best_responses(comparisons: Sequence[Comparison], limit: int) -> list[Sequence[int]]:
+    """The sequences that the first labeler of each of the first `limit` comparisons ranks best."""
+    return [
+        comparison.sequences[comparison.verdicts[0].ranks.index(min(comparison.verdicts[0].ranks))]
+        for comparison in comparisons[:limit]
+    ]

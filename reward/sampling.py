@@ -1,11 +1,13 @@
-"""Samples a policy on prompts, and measures the samples: KL to a reference, a reward model's score."""
+"""Samples a policy on prompts, on one worker or on all workers of a stage, and measures the samples: KL to a reference,
+a reward model's score.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -22,6 +24,9 @@ from reward.external import ExternalReward, Scored, score_in_parts
 from reward.scoring import RewardModel
 from training.data import Prompt
 from training.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from stages.run import StageRun
 
 BATCH = 128
 
@@ -195,3 +200,12 @@ def length_that_fits(policies: Sequence[Path], prompts: Sequence[Prompt], max_ne
 def sample_policy(spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]:
     """Samples one list of prompts, as `Sampler.sample` does."""
     return Sampler(spec).sample(prompts)
+
+
+def sample_everywhere(run: "StageRun", phase: str, spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]:
+    """Runs `sample_policy` on all workers, each of which loads the policy once. The result does not depend on their
+    number.
+    """
+    from stages.data import sample_in_parts  # imports Ray, which sampling in this process does without
+
+    return [Sample(**row) for row in sample_in_parts(run, phase, Sampler, spec, prompts)]

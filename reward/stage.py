@@ -1,20 +1,65 @@
-"""The reward model as a stage: what it reads, what is checked before it runs, what it will take."""
+"""The reward model as a stage: training on each rank, measures, checks before it runs, and its plan.
 
+The SFT model (or another decoder, or an encoder) gets a scalar head per objective and is trained on rankings of K
+responses. Held-out rankings are on prompts that training never saw. After training, the bias is shifted so that
+demonstrations score 0 on average under every head: preferences determine scores only up to a constant. All ranks score
+the held-out responses with the model that was trained, in the precision of training.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from lm.source import on_meta
-from lm.tokenizer import Tokenizer
-from reward.calibration import calibration_sequences
-from reward.comparisons import read_judgments
+import numpy as np
+from torch import Tensor
+
+from files.atomic import write_json
+from files.records import read_record, record_of
+from lm.adapters import save_trained
+from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
+from lm.lora import adapted
+from lm.model import SCORE, LanguageModel, ScalarModel
+from lm.source import ModelSource, on_meta
+from lm.tokenizer import Messages, Tokenizer
+from lm.weights import WithNewHead, purpose_of
+from preferences.records import Ranking
+from preferences.statistics.agreement import accuracy_against
+from preferences.statistics.estimates import Floats, Share
+from preferences.statistics.intervals import share_interval
+from reward.comparisons import Comparison, encode_scored, read_judgments
 from reward.config import RewardConfig
-from reward.prepared import PreparedRankings, check_objectives, report_overlong, report_rankings, tokenize
-from reward.report import REPORTER
-from reward.sizes import comparison_lengths, comparison_steps
-from reward.training import network_source, train
-from reward.world_measures import measure_reward_model
+from reward.heldout import FinalScores, calibration_sequences, final_scores
+from reward.learner import AuxiliaryParameters, LearnerSource, network_weights, spread_of_ratings, starting_log_nu
+from reward.metrics import joined_metrics, labeler_metrics, objective_metrics, rating_metrics
+from reward.objective import RankingObjective
+from reward.prepared import (
+    WARNINGS,
+    PreparedRankings,
+    Split,
+    check_objectives,
+    comparison_lengths,
+    comparison_steps,
+    report_overlong,
+    report_rankings,
+    split_of,
+    tokenize,
+    weights_of_labelers,
+)
+from reward.report import REPORTER, RewardResults
+from reward.scoring import RewardModel, RewardNetwork, network_folder, shifted
 from stages.contract import Parent, Stage
 from stages.planner import Planner, StagePlan
 from stages.run import JobView, StageRun
+from stages.world import label_truth
+from training.engine import StageContext, build_engine
+from training.loop import LoopConfig, TrainingLoop
+from training.seeds import derive_seed
+from training.tokens import read_overlong
+
+HELDOUT_SCORES = "heldout_scores.json"  # {task_id: scores of its responses, in the order of the rankings file}
 
 
 def run_reward(run: StageRun, config: RewardConfig) -> None:
@@ -26,6 +71,158 @@ def run_reward(run: StageRun, config: RewardConfig) -> None:
     run.on_ranks(train, config, start, PreparedRankings.of(found, config, run.seed, folder))
     if "collect" in run.parents:  # so the world knows what its labelers went by
         run.write_results(measure_reward_model(run, config))
+
+
+def network_source(
+    folder: Path, dropout: float, seed: int, labels: Sequence[str] = (SCORE,)
+) -> ModelSource[RewardNetwork]:
+    """A reward model to train further, or the trunk of a language model or an encoder with heads drawn from `seed`.
+
+    Raises: ValueError for a directory of anything else, and for a reward model with other labels.
+    """
+    purpose = purpose_of(folder)
+    if purpose == "language":
+        return WithNewHead(folder, LanguageModel, lambda shape: ScalarModel(shape, dropout, labels), seed)
+    if purpose in ("masked", "body"):
+        kind = MaskedLanguageModel if purpose == "masked" else EncoderModel
+        return WithNewHead(folder, kind, lambda shape: SequenceClassifier(shape, labels, dropout), seed)
+    trained = network_folder(folder, dropout)
+    found = on_meta(trained.build).labels
+    if found != tuple(labels):
+        raise ValueError(
+            f"{folder / 'config.json'}: id2label names {', '.join(found)}; {', '.join(labels)} was expected, the"
+            " objectives that are to be learned, in their order (score: the only one)"
+        )
+    return trained
+
+
+def train(context: StageContext, config: RewardConfig, start: Path, data: PreparedRankings) -> None:
+    """Train on this rank; rank 0 writes `model/`, `heldout_scores.json` and `results.json`.
+
+    Raises: ValueError for rankings that have no ratings although `rating_coef` counts them.
+    """
+    tokenizer = Tokenizer.load(start, end=config.end_token)
+    tokenizer = tokenizer.with_template(config.chat_template)
+    source = network_source(start, config.dropout, derive_seed(context.seed, "reward", "head"), config.labels)
+    shape = on_meta(source.build).config
+    split = data.split
+    trained_on = data.comparisons(split.train, weights_of_labelers(split, config))
+    unseen = data.comparisons(split.heldout)  # all labelers weigh the same in measurements
+    auxiliary = auxiliary_parameters(config, split, trained_on)
+    network = adapted(source, config.lora, derive_seed(context.seed, "reward", "lora"))
+    engine = build_engine(context, LearnerSource(network, auxiliary), config)
+    objectives = [
+        RankingObjective(
+            part,
+            shape.kind,
+            objectives=split.objectives,
+            rating_coef=config.rating_coef,
+            rating_std=auxiliary.rating_std,
+        )
+        for part in (trained_on, unseen)
+    ]
+    num_steps = max(1, round(config.num_epochs * len(trained_on) / config.batch.batch_size))
+    loop_config = LoopConfig.of("reward", context.seed, num_steps, config)
+    TrainingLoop(engine, loop_config, objectives[0], objectives[1], context.folder).run()
+    scores = final_scores(engine, tokenizer, config, trained_on, unseen)
+    weights, others = engine.weights_for_file(), dict[str, Tensor]()
+    if engine.is_main:
+        # Auxiliary parameters are not part of the model; they go to the results.
+        plain, trained = on_meta(source.build), engine.module.network
+        shifted_weights = shifted(plain, network_weights(weights, others), scores.shift)
+        save_trained(context.folder, plain, trained, shifted_weights, tokenizer, config.lora, start)
+        learned = [auxiliary.learned(others, shape.hidden_size, place) for place in range(len(split.objectives))]
+        write_results(context, config, split, scores, learned, data)
+        write_json(context.folder / WARNINGS, list(data.warnings))
+    engine.barrier()
+    engine.close()
+
+
+def auxiliary_parameters(config: RewardConfig, split: Split, comparisons: Sequence[Comparison]) -> AuxiliaryParameters:
+    """Initial values of the auxiliary parameters that the configured losses need, from the training comparisons.
+
+    Raises: ValueError if ratings are to be learned and there are none, or none that differ.
+    """
+    places = range(len(split.objectives))
+    spread = tuple(spread_of_ratings(comparisons, place) for place in places) if config.rating_coef else ()
+    if config.rating_coef and not any(spread):
+        raise ValueError(
+            f"reward.rating_coef is {config.rating_coef}, but no ranking of {config.rankings.source} has ratings that"
+            " tell its responses apart; a field 'ratings' with a number a response was expected"
+        )
+    log_nu = (starting_log_nu(comparisons, place) for place in places)
+    return AuxiliaryParameters(tuple(log_nu) if config.ties == "davidson" else (), spread)
+
+
+def write_results(
+    context: StageContext,
+    config: RewardConfig,
+    split: Split,
+    scores: FinalScores,
+    learned: Sequence[Mapping[str, float]],
+    data: PreparedRankings,
+) -> None:
+    """Measure the model by its scores of the rankings; `learned` has the auxiliary values of each head."""
+    write_json(context.folder / HELDOUT_SCORES, scores.heldout)
+    known = {**scores.trained_on, **scores.heldout}
+    weights, metrics = weights_of_labelers(split, config), dict[str, dict[str, Any]]()
+    for place, objective in enumerate(split.objectives):
+        train, heldout = split.of(objective)
+        found = objective_metrics(train, heldout, known, score_shift=scores.shift[place], seed=context.seed)
+        found["ties"] = {"kind": config.ties, **found["ties"]}
+        found["labelers"] = labeler_metrics(train, {n: w for (of, n), w in weights.items() if of == objective})
+        if "nu" in learned[place]:
+            found["ties"]["learned_nu"] = learned[place]["nu"]
+        if "rating_scale" in learned[place]:
+            found["ratings"] = rating_metrics(heldout, scores.heldout, learned[place]["rating_scale"])
+        metrics[objective] = found
+    several = len(metrics) > 1
+    results = joined_metrics(metrics, split.heldout, scores.heldout) if several else next(iter(metrics.values()))
+    measured = record_of(results, RewardResults, "results.json")
+    context.write_results(replace(measured, overlong=read_overlong(data.folder) or None, sources=data.sources))
+
+
+def measure_reward_model(run: StageRun, config: RewardConfig) -> RewardResults:
+    """The results of the finished stage, with what the world knows: `gold_accuracy`, the share of held-out pairs
+    ordered as a noiseless labeler would, and `human_pairs_accuracy` where it has pairs that people ordered.
+    """
+    folder, world = run.folder, run.world
+    scores = json.loads((folder / HELDOUT_SCORES).read_text(encoding="utf-8"))
+    split = split_of(read_judgments(config.rankings).rankings, config, run.seed)
+    heldout = [ranking for ranking in split.heldout if ranking.task_id in scores]  # the others were too long
+    truth = label_truth(heldout, world)
+    unique = {ranking.task_id: ranking for ranking in heldout}
+    by_truth = [Ranking(task, r.prompt, r.responses, _ranks_of(truth[task]), "noiseless") for task, r in unique.items()]
+    results = replace(
+        read_record(folder / "results.json", RewardResults), gold_accuracy=accuracy_against(by_truth, scores)
+    )
+    pairs = world.judged_pairs()
+    if pairs:
+        workers = run.workers()
+        bounds = [len(pairs) * rank // workers.num_workers for rank in range(workers.num_workers + 1)]
+        shares = [(folder / "model", pairs[start:end]) for start, end in pairwise(bounds)]
+        right = np.concatenate(workers.run_split(f"{run.name}: pairs", right_pairs, shares))
+        found = share_interval(right)
+        share = Share(found.mean, found.low, found.high, num_pairs=len(pairs), num_tasks=len(pairs))
+        results = replace(results, human_pairs_accuracy=share)
+    return results
+
+
+def right_pairs(folder: Path, pairs: Sequence[tuple[Messages, Messages]]) -> Floats:
+    """1 for each pair (better, worse) that the reward model in `folder` orders so, ½ for a tie, else 0."""
+    if not pairs:
+        return np.empty(0)
+    judge = RewardModel.load(folder)
+    better, worse = (
+        np.array(judge.score_sequences([encode_scored(judge.tokenizer, pair[side]) for pair in pairs]))
+        for side in (0, 1)
+    )
+    return (better > worse) + 0.5 * (better == worse)
+
+
+def _ranks_of(scores: list[float]) -> tuple[int, ...]:
+    """Rank 1 is the highest score; equal scores tie."""
+    return tuple(1 + sum(other > score for other in scores) for score in scores)
 
 
 def check(config: RewardConfig, _job: JobView) -> None:

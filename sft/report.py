@@ -1,6 +1,7 @@
-"""What the report of a run shows of supervised fine-tuning."""
+"""What supervised fine-tuning leaves in results.json, and what the report of a run shows of it."""
 
-from sft.results import SFTResults
+from dataclasses import dataclass
+
 from stages.reports.parts import StageReport, StageReporter
 from stages.reports.run_folder import StageFolder
 from stages.reports.stage_report import (
@@ -12,8 +13,22 @@ from stages.reports.stage_report import (
     train_and_heldout,
 )
 from stages.reports.text import count, number, percent
+from training.data import Overlong, SourceRows
 
 PANELS = (Panel("Loss", "nats per response token", train_and_heldout("loss")), GRADIENT_NORM)
+
+
+@dataclass(frozen=True)
+class SFTResults:
+    """Losses in nats per response token, before and after training; `packing_efficiency` is the share of no padding."""
+
+    heldout_loss: float
+    heldout_loss_before: float
+    num_steps: int
+    num_rows: int
+    packing_efficiency: float
+    overlong: Overlong | None = None  # of the demonstrations
+    sources: tuple[SourceRows, ...] = ()  # of the demonstrations, if rows are unusual
 
 
 def report(stage: StageFolder) -> StageReport:

@@ -21,8 +21,7 @@ from lm.source import ModelSource, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, purpose_of
 from sft.demonstrations import Limit, Rows, demonstration_lengths, demonstration_parts, split_pair
-from sft.report import REPORTER
-from sft.results import SFTResults
+from sft.report import REPORTER, SFTResults
 from stages.contract import Parent, Stage
 from stages.data import token_folder
 from stages.planner import Planner, StagePlan

@@ -4,14 +4,14 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from dpo import training as dpo
+from dpo import stage as dpo
 from dpo.config import DPOConfig
 from lm.model import LanguageModel
 from lm.source import on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 from pretrain.stage import PretrainConfig, heldout_parts, stream_parts
-from reward import training as reward
+from reward import stage as reward
 from reward.comparisons import read_judgments
 from reward.config import ComparisonsConfig, RewardConfig
 from reward.prepared import PreparedRankings, ranking_parts

@@ -32,9 +32,8 @@ from ppo.controller import PPOController
 from ppo.generator import Generator, Generators
 from ppo.initial_models import InitialModels, ScoreScale
 from ppo.learner import Learner, Learners
-from ppo.roles import Roles
+from ppo.roles import Direct, Roles
 from ppo.scorer import Scorer, Scorers
-from ppo.weight_transport import Direct
 from training.config import BatchConfig
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop

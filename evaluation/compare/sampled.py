@@ -36,7 +36,7 @@ from evaluation.verdicts import Response
 from files.atomic import write_json
 from files.hashes import file_hash
 from files.records import as_json, record_of
-from ppo.samples import TrainingSample
+from ppo.rollout_log import TrainingSample
 from preferences.statistics.estimates import UNKNOWN, Interval
 from reward.sampling import Sample
 from stages.contract import StageWaitsError

@@ -23,11 +23,10 @@ from files.hashes import file_hash
 from files.records import record_of
 from lm.tokenizer import Tokenizer
 from ppo.config import PPOConfig
-from ppo.samples import SAMPLES, TrainingSample
+from ppo.rollout_log import SAMPLES, TrainingSample
 from ppo.stage import STAGE as PPO
 from reward.external import ExternalReward, RewardFunction
-from reward.sampling import Sample, SamplingSpec
-from reward.sampling_everywhere import sample_everywhere
+from reward.sampling import Sample, SamplingSpec, sample_everywhere
 from reward.stage import STAGE as REWARD
 from stages.contract import POLICIES, Parent, Stage
 from stages.data import fitting_prompts

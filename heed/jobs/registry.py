@@ -16,9 +16,9 @@ from evaluation.compare.stage import STAGE as COMPARE
 from files.importing import load_module
 from ppo.stage import STAGE as PPO
 from pretrain.stage import STAGE as PRETRAIN
-from reward.collect.stage import STAGE as COLLECT
+from reward.collect import STAGE as COLLECT
 from reward.stage import STAGE as REWARD
-from sft.rejection.stage import STAGE as REJECTION
+from sft.rejection import STAGE as REJECTION
 from sft.stage import STAGE as SFT
 from stages.contract import POLICIES, Stage
 from stages.reports.parts import StageReport, StageReporter

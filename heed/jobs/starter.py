@@ -23,7 +23,7 @@ from lm.tokenizer import Tokenizer
 from preferences.rankings import split_rankings
 from preferences.records import Ranking
 from reward.comparisons import RankingsConfig, read_judgments
-from reward.sizes import ranking_lengths
+from reward.prepared import ranking_lengths
 from sft.demonstrations import demonstration_lengths
 from stages.data import prompt_lengths
 from stages.sizes import Lengths

@@ -39,7 +39,7 @@ from heed.jobs.job_file import load_job
 from ppo.config import PPOConfig
 from ppo.stage import STAGE as PPO
 from preferences.records import Ranking
-from reward.collect.stage import write_rankings
+from reward.collect import write_rankings
 from reward.comparisons import RankingsConfig, read_rankings
 from reward.stage import STAGE as REWARD
 from sft.stage import STAGE as SFT

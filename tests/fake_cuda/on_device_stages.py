@@ -23,6 +23,7 @@ from lm.weights import load_language_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
+from ppo.learner import Learner
 from ppo.roles import Roles
 from ppo.rollout import PolicyBatch, ValueBatch
 from pretrain.stage import PretrainConfig
@@ -237,8 +238,8 @@ def test_phases_of_ppo_wait_for_the_device_a_stated_number_of_times(run: Path) -
         "reference log-probs": (1, lambda: roles.scorers.start_reference_logprobs(rollout, whole)()),
         "log-probs": (1, lambda: roles.learners.start_policy_logprobs(rollout, whole)()),
         "values": (1, lambda: roles.learners.start_values(rollout, whole)()),
-        "policy update": (2, lambda: roles.learners.update_policy(policy, 1e-4, 0)),
-        "value update": (2, lambda: roles.learners.update_value(value, 1e-4, 0)),
+        "policy update": (2, lambda: roles.learners.update(Learner.update_policy, policy, 1e-4, 0)),
+        "value update": (2, lambda: roles.learners.update(Learner.update_value, value, 1e-4, 0)),
     }
     for name, (syncs, work) in phases.items():
         with kernels.counted() as counts:

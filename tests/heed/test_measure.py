@@ -21,7 +21,7 @@ from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
-from ppo.results import PPOResults
+from ppo.report import PPOResults
 from preferences.statistics.estimates import UNKNOWN, Interval
 
 WORDS = ["fox", "dog", "bird", "bush", "hand", "brown"]

@@ -17,7 +17,7 @@ from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.source import load
 from lm.tokenizer import Tokenizer
 from lm.weights import load_any, load_language_model, load_model, load_scalar_model, save_model
-from reward.training import network_source
+from reward.stage import network_source
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
 

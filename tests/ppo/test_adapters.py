@@ -18,10 +18,10 @@ from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, WithNewHead, load_language_model, load_scalar_model, save_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels
+from ppo.initial_models import InitialModels, joined_heads
+from ppo.learner import Learner
 from ppo.rollout import Rollout
 from ppo.shared_body import require_same_body
-from ppo.value import joined_heads
 from tests.ppo.one_rank import OneRank
 from tests.ppo.test_workers import batches, naive_adamw, naive_policy_loss, naive_value_loss, sequences
 from training.config import EngineConfig
@@ -128,7 +128,7 @@ def test_with_adapters_no_reference_is_held(start: Start) -> None:
 def test_four_roles_on_one_body_say_what_four_models_say(start: Start, prompts: Prompts, precision: str) -> None:
     worker = start(precision, **SHARED)
     rollout, models, atol = worker.sample(prompts, range(16)), worker.models, 2e-5 if precision == "fp32" else 0.1
-    found = worker.roles.start_measuring(rollout, [torch.arange(16)])()
+    found = worker.roles.start_forward_passes(rollout, [torch.arange(16)])()
     policy, value, reward = separate_policy(models), separate_value(models), load_scalar_model(models.reward)
     torch.testing.assert_close(found.logprobs_BR, logprobs_of(policy, worker, rollout), atol=atol, rtol=0)
     reference = logprobs_of(load_language_model(models.sft), worker, rollout)
@@ -150,12 +150,12 @@ def test_updates_on_one_body_are_those_of_separate_models(start: Start, prompts:
     policy_batch, value_batch = batches(worker, prompts)
     policy, value = separate_policy(worker.models), separate_value(worker.models)
     loss, ptx = naive_policy_loss(worker, policy, policy_batch)
-    metrics = worker.roles.learners.update_policy(policy_batch, 1e-2, 0)
+    metrics = worker.roles.learners.update(Learner.update_policy, policy_batch, 1e-2, 0)
     norm = naive_adamw(policy, loss + 0.3 * ptx, 1e-2)
     assert metrics["policy_loss"] == pytest.approx(loss.item(), abs=1e-5)
     assert metrics["policy_gradient_norm"] == pytest.approx(norm, rel=1e-4)
     loss = naive_value_loss(value, value_batch)
-    metrics = worker.roles.learners.update_value(value_batch, 1e-2, 0)
+    metrics = worker.roles.learners.update(Learner.update_value, value_batch, 1e-2, 0)
     norm = naive_adamw(value, loss, 1e-2)
     assert metrics["value_loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert metrics["value_gradient_norm"] == pytest.approx(norm, rel=1e-4)

@@ -17,7 +17,7 @@ from cluster.remote import Pending
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import ScoreScale
-from ppo.roles import Measured
+from ppo.roles import ModelOutputs
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from training.checkpoint import changed_files
 from training.notices import RunError
@@ -82,10 +82,12 @@ class ToyRoles:
     def start_policy_logprobs(self, rollout: Rollout, _minibatches: Sequence[Tensor]) -> Pending[Tensor]:
         return lambda: self.policy_logprobs(rollout)
 
-    def start_measuring(self, rollout: Rollout, _minibatches: Sequence[Tensor], *, keeps: bool) -> Pending[Measured]:
+    def start_forward_passes(
+        self, rollout: Rollout, _minibatches: Sequence[Tensor], *, keeps: bool
+    ) -> Pending[ModelOutputs]:
         self.kept.append(keeps)
         found = self.policy_logprobs(rollout), self.reference_logprobs(rollout), self.values(rollout)
-        return lambda: Measured(*found)
+        return lambda: ModelOutputs(*found)
 
     def values(self, rollout: Rollout) -> Tensor:
         return self.value * rollout.response_mask_BR
@@ -95,6 +97,16 @@ class ToyRoles:
 
     def policy_logprobs(self, rollout: Rollout) -> Tensor:
         return self._logprobs(self.odds, rollout)
+
+    def update(
+        self,
+        method: Callable[..., Mapping[str, float]],
+        batch: PolicyBatch | ValueBatch,
+        learning_rate: float,
+        update: int,
+    ) -> Mapping[str, float]:
+        own: Mapping[str, float] = getattr(self, method.__name__)(batch, learning_rate, update)
+        return own
 
     def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
         assert update == len(self.policy_batches)

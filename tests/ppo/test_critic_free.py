@@ -11,6 +11,7 @@ from lm.weights import load_language_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels
+from ppo.learner import Learner
 from ppo.rollout import PolicyBatch, Rollout
 from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig
@@ -42,13 +43,14 @@ def start(models: InitialModels, prompts: Prompts, ppo_config: Callable[..., PPO
 
 def recorded(worker: OneRank) -> list[PolicyBatch]:
     """Records the batches of the policy's updates from now on."""
-    batches, update = list[PolicyBatch](), worker.roles.learners.update_policy
+    batches, update = list[PolicyBatch](), worker.roles.learners.update
 
-    def record(batch: PolicyBatch, learning_rate: float, number: int) -> dict[str, float]:
+    def record(method: object, batch: PolicyBatch, learning_rate: float, number: int) -> dict[str, float]:
+        assert method is Learner.update_policy
         batches.append(batch)
-        return update(batch, learning_rate, number)
+        return update(Learner.update_policy, batch, learning_rate, number)
 
-    worker.roles.learners.update_policy = record  # type: ignore[method-assign]
+    worker.roles.learners.update = record  # type: ignore[assignment, method-assign]
     return batches
 
 
@@ -222,15 +224,15 @@ def test_an_update_equals_the_naive_one(start: Start, micro: int) -> None:
         controller.step(0)  # so that the KL is not 0
         kept: list[PolicyBatch] = []
         learners = worker.roles.learners
-        monitor = learners.update_policy
+        update = learners.update
 
-        def record(batch: PolicyBatch, *_: object, kept: list[PolicyBatch] = kept) -> dict[str, float]:
+        def record(_method: object, batch: PolicyBatch, *_: object, kept: list[PolicyBatch] = kept) -> dict[str, float]:
             kept.append(batch)
             return {"ratio_error": 0.0, "policy_gradient_norm": 0.0}
 
-        learners.update_policy = record  # type: ignore[method-assign]
+        learners.update = record  # type: ignore[assignment, method-assign]
         controller.step(1)
-        learners.update_policy = monitor  # type: ignore[method-assign]
+        learners.update = update  # type: ignore[method-assign]
         (batch,) = kept
         # Old log-probabilities a little off, so that some ratios are clipped.
         shift_BR = 0.3 * torch.randn(batch.logprobs_BR.shape, generator=torch.Generator().manual_seed(2))
@@ -242,7 +244,7 @@ def test_an_update_equals_the_naive_one(start: Start, micro: int) -> None:
         loss = naive_loss(worker.config, naive, batch)
         gradients = torch.autograd.grad(loss, list(naive.parameters()))
         norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        metrics = learners.update_policy(batch, 1e-2, 9)
+        metrics = learners.update(Learner.update_policy, batch, 1e-2, 9)
         assert metrics["policy_loss"] + metrics.get("kl_loss", 0.0) == pytest.approx(loss.item(), abs=1e-5)
         assert metrics["policy_gradient_norm"] == pytest.approx(float(norm), rel=1e-4)
 

@@ -18,9 +18,8 @@ from lm.tensor_files import Checkpoint
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, save_model
 from ppo.config import PPOConfig
-from ppo.frozen_model import ShardedModel
 from ppo.initial_models import InitialModels
-from ppo.scorer import Scorer
+from ppo.scorer import Scorer, ShardedModel
 from training.config import EngineConfig
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}

@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from ppo.algorithm import policy_loss, response_kl_loss, token_rewards, token_weights
+from ppo.algorithm import (
+    Advantages,
+    group_advantages,
+    informative_groups,
+    policy_loss,
+    response_kl_loss,
+    token_rewards,
+    token_weights,
+)
 from ppo.config import PPOConfig
-from ppo.groups import Advantages, group_advantages, informative_groups
 from tests.examples import examples
 
 YES = torch.ones(4, dtype=torch.bool)

@@ -16,6 +16,7 @@ from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels
 from ppo.kept_passes import NOT_REPEATED, Repeated
+from ppo.learner import Learner
 from ppo.rollout import PolicyBatch, Rollout
 from tests.ppo.one_rank import OneRank
 from training.config import BatchConfig, EngineConfig
@@ -199,7 +200,7 @@ def test_values_measured_in_passes_of_their_own_are_not_kept(start: Start, promp
     worker.roles.learners.batch = BatchConfig.model_validate(batch)
     rollout, whole = worker.sample(prompts, range(16)), [torch.arange(16)]
     counts = counted(worker)
-    worker.roles.start_measuring(rollout, whole, keeps=True)()
+    worker.roles.start_forward_passes(rollout, whole, keeps=True)()
     assert (counts["policy, measuring"], counts["value, measuring"], counts["value"]) == (0, 1, 0)
     assert counts["policy"] > 1
 
@@ -212,7 +213,9 @@ def test_kept_passes_are_refused_for_other_responses_and_other_weights(start: St
 
     def update(own: Rollout) -> None:
         ones_BR = torch.ones_like(own.behaviour_logprobs_BR)
-        learners.update_policy(PolicyBatch(own, ones_BR, ones_BR, mask_BR, int(mask_BR.sum()), none, 0), 1e-3, 0)
+        learners.update(
+            Learner.update_policy, PolicyBatch(own, ones_BR, ones_BR, mask_BR, int(mask_BR.sum()), none, 0), 1e-3, 0
+        )
 
     learners.start_policy_logprobs(rollout, whole, keeps=True)()
     other = worker.sample(prompts, range(16, 32))

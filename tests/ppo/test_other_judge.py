@@ -14,7 +14,7 @@ from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels
 from reward.scoring import network_folder
-from reward.training import network_source
+from reward.stage import network_source
 from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig
 

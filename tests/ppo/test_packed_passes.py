@@ -7,6 +7,7 @@ import torch
 
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
+from ppo.learner import Learner
 from ppo.rollout import PolicyBatch, Rollout
 from tests.ppo.one_rank import OneRank
 from training.config import BatchConfig, EngineConfig
@@ -45,8 +46,8 @@ def test_the_first_ratio_is_exactly_1(
     mask_BR, none = rollout.response_mask_BR, torch.empty(0, dtype=torch.int64)
     for rows in minibatches:
         minibatch = PolicyBatch(rollout.rows(rows), logprobs_BR[rows], logprobs_BR[rows], mask_BR[rows], 40, none, 0)
-        assert len(minibatch.shares(learners._shares(minibatch.rollout))[0].pass_sizes) > 1
-        metrics = learners.update_policy(minibatch, 0.0, 0)  # the rate is 0: no weight moves
+        assert len(minibatch.shares(learners.shares(minibatch.rollout))[0].pass_sizes) > 1
+        metrics = learners.update(Learner.update_policy, minibatch, 0.0, 0)  # the rate is 0: no weight moves
         assert (metrics["ratio_error"], metrics["approx_kl"]) == (0.0, 0.0)
 
 

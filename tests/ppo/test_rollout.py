@@ -7,7 +7,7 @@ import pytest
 import torch
 from ray import cloudpickle
 
-from ppo.packed import PackedRollout
+from ppo.rank import PackedRollout
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch, joined, shares_by_update, shares_of
 from training.config import BatchConfig
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from lm.model import LanguageModel
 from lm.samplers.engine import max_difference
-from ppo.controller import PPOController
+from ppo.controller import PPOController, require_one_policy, sampler_agreement
 from ppo.rollout import Rollout
-from ppo.sampler_proof import require_one_policy, sampler_agreement
 from tests.ppo.one_rank import OneRank
 from training.notices import RunError
 

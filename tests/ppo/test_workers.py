@@ -16,9 +16,10 @@ from lm.samplers.sent_weights import SentWeights, held_tensors
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import load_language_model, load_scalar_model
 from ppo.controller import PPOController
-from ppo.frozen_model import HeldModel
 from ppo.initial_models import InitialModels
+from ppo.learner import Learner
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+from ppo.scorer import HeldModel
 from reward.scoring import RewardModel
 from tests.ppo.one_rank import OneRank
 from training.packing import stream_rows
@@ -233,7 +234,7 @@ def test_a_policy_update_equals_the_naive_one_for_every_micro_batch_size(
     batch, _ = batches(worker, prompts)
     naive = load_language_model(models.sft)
     loss, ptx = naive_policy_loss(worker, naive, batch)
-    metrics = worker.roles.learners.update_policy(batch, 1e-2, 0)
+    metrics = worker.roles.learners.update(Learner.update_policy, batch, 1e-2, 0)
     norm = naive_adamw(naive, loss + 0.3 * ptx, 1e-2)
     assert metrics["policy_loss"] == pytest.approx(loss.item(), abs=1e-5)
     assert metrics["ptx_loss"] == pytest.approx(ptx.item(), rel=1e-5)
@@ -256,7 +257,7 @@ def test_a_value_update_equals_the_naive_one_for_every_micro_batch_size(
         naive.score.weight /= 2.0
         naive.bias.copy_((naive.bias - 0.5) / 2.0)
     loss = naive_value_loss(naive, batch)
-    metrics = worker.roles.learners.update_value(batch, 1e-2, 0)
+    metrics = worker.roles.learners.update(Learner.update_value, batch, 1e-2, 0)
     norm = naive_adamw(naive, loss, 1e-2)
     assert metrics["value_loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert metrics["value_gradient_norm"] == pytest.approx(norm, rel=1e-4)
@@ -295,7 +296,7 @@ def test_a_minibatch_whose_scores_all_failed(start: Start, prompts: Prompts) -> 
 def test_after_a_sync_generator_and_learner_hold_the_same_weights(start: Start, prompts: Prompts) -> None:
     worker = start(learning_rate=1e-2)
     batch, _ = batches(worker, prompts)
-    worker.roles.learners.update_policy(batch, 1e-2, 0)
+    worker.roles.learners.update(Learner.update_policy, batch, 1e-2, 0)
     found = weights_of(worker)
     assert not torch.equal(found["policy.head.weight"], found["generator.head.weight"])
     worker.roles.sync_weights()
@@ -308,7 +309,7 @@ def test_after_a_sync_generator_and_learner_hold_the_same_weights(start: Start, 
 def test_a_sync_that_does_not_arrive_is_found_out(start: Start, prompts: Prompts) -> None:
     worker = start()
     batch, _ = batches(worker, prompts)
-    worker.roles.learners.update_policy(batch, 1e-2, 0)
+    worker.roles.learners.update(Learner.update_policy, batch, 1e-2, 0)
     old, send = held_tensors(load_language_model(worker.models.sft)), worker.learner.advance_and_send
     worker.learner.advance_and_send = lambda: (  # type: ignore[method-assign]
         SentWeights({name: old[name] for name in chunk.weights}, chunk.digests) for chunk in send()
@@ -322,7 +323,7 @@ def test_without_decay_no_average_is_held_and_the_last_weights_are_exported(
 ) -> None:
     worker = start(ema_decay=0.0)
     batch, _ = batches(worker, prompts)
-    worker.roles.learners.update_policy(batch, 1e-2, 0)
+    worker.roles.learners.update(Learner.update_policy, batch, 1e-2, 0)
     worker.roles.sync_weights()
     assert worker.learner.average.shards == {}
     worker.learner.save(tmp_path / "checkpoints", 1, {}, {})
@@ -339,7 +340,7 @@ def test_the_moving_average_by_hand(start: Start, models: InitialModels, prompts
     batch, _ = batches(worker, prompts)
     expected = {name: tensor.clone() for name, tensor in load_language_model(models.sft).state_dict().items()}
     for update in range(3):
-        worker.roles.learners.update_policy(batch, 1e-2, update)
+        worker.roles.learners.update(Learner.update_policy, batch, 1e-2, update)
         worker.roles.sync_weights()
         for name, weight in worker.learner.policy.module.state_dict().items():
             expected[name] = 0.75 * expected[name] + 0.25 * weight
@@ -357,7 +358,7 @@ def test_the_moving_average_by_hand(start: Start, models: InitialModels, prompts
 def test_the_last_weights_are_exported_with_the_sft_template(start: Start, prompts: Prompts, tmp_path: Path) -> None:
     worker = start()
     batch, _ = batches(worker, prompts)
-    worker.roles.learners.update_policy(batch, 1e-2, 0)
+    worker.roles.learners.update(Learner.update_policy, batch, 1e-2, 0)
     worker.roles.sync_weights()
     worker.learner.export_policy(tmp_path)
     exported = load_language_model(tmp_path / "model").state_dict()
@@ -405,7 +406,7 @@ def test_an_update_without_a_finite_gradient_is_skipped(
         batch = PolicyBatch(
             rollout.rows(rows), old_BR[rows], advantages_BR[rows], mask_BR[rows], num_tokens, torch.arange(0), 0
         )
-        worker.roles.learners.update_policy(batch, 1e-3, 4)
+        worker.roles.learners.update(Learner.update_policy, batch, 1e-3, 4)
         is_same = all(
             torch.equal(weight, before[name]) for name, weight in worker.learner.policy.full_weights().items()
         )

@@ -8,7 +8,7 @@ import pytest
 
 from lm.tokenizer import Tokenizer
 from preferences.records import Message
-from reward.collect.stage import write_rankings
+from reward.collect import write_rankings
 from reward.comparisons import RankingsConfig, Verdict, encode_rankings, encode_response, read_rankings
 
 GOOD: dict[str, Any] = {

@@ -15,7 +15,7 @@ from lm.weights import ModelFolder, load_model, read_config, save_model
 from reward.comparisons import RankingsConfig
 from reward.config import RewardConfig
 from reward.scoring import RewardModel, head_scores, network_folder
-from reward.training import network_source
+from reward.stage import network_source
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig

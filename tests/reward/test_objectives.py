@@ -21,7 +21,7 @@ from reward.config import RewardConfig
 from reward.learner import AuxiliaryParameters, RewardLearner
 from reward.objective import RankingObjective
 from reward.scoring import RewardModel, head_scores, weights_by_label
-from reward.training import network_source
+from reward.stage import network_source
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig

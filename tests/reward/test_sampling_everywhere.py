@@ -9,8 +9,7 @@ import pytest
 from cluster.remote import Local
 from lm.source import load_for_inference
 from reward import sampling
-from reward.sampling import SamplingSpec, sample_policy
-from reward.sampling_everywhere import sample_everywhere
+from reward.sampling import SamplingSpec, sample_everywhere, sample_policy
 from training.data import Prompt
 
 

@@ -21,7 +21,7 @@ from lm.model import LanguageModel
 from lm.source import RandomInit
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, save_model
-from ppo.average import MovingAverage
+from ppo.learner import MovingAverage
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import RandomInit, load
-from ppo.frozen_model import ALIGNMENT, ShardedModel
+from ppo.scorer import ALIGNMENT, ShardedModel
 from training.checkpoint import STEP, WEIGHT, ParamShard, SavedState, state_of, whole_params, write_state
 
 # Sizes that few world sizes divide: ranks get parts of unequal lengths, some of them empty.

@@ -22,7 +22,7 @@ from benchmarks.gpu.rows import Pretraining
 from files.ports import free_port
 from lm.model import LanguageModel
 from lm.samplers.sent_weights import digests_of
-from ppo.broadcast import WeightBroadcast
+from ppo.rank import WeightBroadcast
 from training.checkpoint import step_folder
 from training.config import EngineConfig
 from training.engine import Engine

@@ -17,7 +17,7 @@ from heed.jobs import recovery
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from heed.jobs.submission import named_paths
-from ppo.samples import NUM_FOLLOWED
+from ppo.rollout_log import NUM_FOLLOWED
 from reward.external import RewardFunction
 from tests.serving import serving
 from training.metrics import read_metrics

@@ -14,7 +14,7 @@ from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from heed.jobs.plan import Setting, make_plan
 from heed.jobs.run import Run
-from ppo.scale import was_measured
+from ppo.stage import was_measured
 from preferences.store import LabelStore
 from stages.planning.hardware import GPUS
 from training.seeds import derive_seed

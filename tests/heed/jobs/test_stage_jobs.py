@@ -21,7 +21,7 @@ from lm.model import LanguageModel, ScalarModel
 from lm.source import load
 from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, load_language_model, load_model, save_model
-from ppo.scale import was_measured
+from ppo.stage import was_measured
 from reward.sampling import SamplingSpec, sample_policy
 from training.data import DataConfig, read_prompts
 from training.seeds import derive_seed

@@ -1,9 +1,12 @@
-"""Collecting preferences: K samples of the SFT policy a prompt, put to labelers through the label store's door."""
+"""Collecting preferences: K samples of the SFT policy per prompt, which labelers rank through the label store's client
+interface.
+"""
 
 import hashlib
 import json
 from collections.abc import Callable, Container, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 
 from pydantic import Field
@@ -13,19 +16,22 @@ from preferences.records import MAX_RESPONSES, Message, Ranking, Task
 from preferences.results import Progress
 from preferences.scripted import answer_all
 from preferences.statistics.agreement import accuracy_against, pairwise_agreement
+from preferences.statistics.estimates import Share
 from preferences.store import LabelStore
-from reward.collect.report import REPORTER
-from reward.collect.results import CollectResults
-from reward.sampling import Sample, SamplingSpec
-from reward.sampling_everywhere import sample_everywhere
+from reward.sampling import Sample, SamplingSpec, sample_everywhere
 from stages.contract import Parent, Source, Stage
 from stages.data import fitting_prompts
 from stages.planner import Planner, StagePlan
+from stages.reports.parts import StageReport, StageReporter
+from stages.reports.plots import Measured, interval_figure
+from stages.reports.run_folder import StageFolder
+from stages.reports.stage_report import headline_of_share, stage_block
+from stages.reports.text import count, count_of, label, percent
 from stages.run import StageRun
 from stages.sizes import SourceSize
 from stages.world import World, label_truth
 from training.config import Config
-from training.data import DataConfig, OnOverlong, Prompt, overlong_field
+from training.data import DataConfig, OnOverlong, Overlong, Prompt, SourceRows, overlong_field
 from training.seeds import derive_seed
 
 
@@ -47,6 +53,25 @@ class CollectConfig(Config):
     instructions_version: str = Field(
         default="1", description="Version of the instructions, recorded with each judgment."
     )
+
+
+@dataclass(frozen=True)
+class CollectResults:
+    """`agreement` is of pairs of labelers, `gold_accuracy` of labelers with what they would say without noise.
+
+    `num_identical` prompts were left out: all responses to them were the same text.
+    """
+
+    num_prompts: int
+    num_identical: int
+    responses_per_prompt: int
+    num_judgments: int
+    tie_share: float
+    agreement: Share
+    gold_accuracy: Share
+    labelers: tuple[str, ...]
+    overlong: Overlong | None = None  # of the prompts
+    sources: tuple[SourceRows, ...] = ()  # of the prompts, if rows are unusual
 
 
 def make_tasks(
@@ -82,7 +107,7 @@ def _digest(*content: object) -> str:
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=6).hexdigest()
 
 
-def label(
+def label_tasks(
     store: LabelStore,
     world: World,
     tasks: Sequence[Task],
@@ -161,7 +186,7 @@ def run_collect(run: StageRun, config: CollectConfig) -> None:
         others = [other for other in store.batches() if other != batch]
         taken = {stored.task.task_id for other in others for stored in store.tasks(other)}
         tasks = make_tasks(batch, prompts, samples, run.own("sft"), taken=taken)
-        rankings = label(
+        rankings = label_tasks(
             store, run.world, tasks, config, batch=batch, seed=run.job.seed,  # the same labelers in each round
             on_progress=lambda state: run.show(state.num_tasks - state.num_open, state.num_tasks, "labeled"),
         )  # fmt: skip
@@ -169,6 +194,44 @@ def run_collect(run: StageRun, config: CollectConfig) -> None:
     num_identical = len(prompts) - len(tasks)
     results = collect_results(rankings, len(prompts), num_identical, run.world, config.responses_per_prompt)
     run.write_results(replace(results, overlong=fitting.overlong or None, sources=fitting.sources))
+
+
+def report(stage: StageFolder) -> StageReport:
+    results = stage.results(CollectResults)
+    if results is None:
+        return StageReport((stage_block(stage, (), ()),))
+    facts = (
+        ("Prompts", count(results.num_prompts)),
+        ("Responses per prompt", count(results.responses_per_prompt)),
+        ("Judgments", count(results.num_judgments)),
+        ("Ties", percent(results.tie_share)),
+        ("Labelers", ", ".join(label(name) for name in results.labelers)),
+        *((("Prompts read", str(results.overlong)),) if results.overlong else ()),
+        *(rows.fact for rows in results.sources),
+    )
+    rows = [
+        Measured(name, "muted", marker, share)
+        for name, marker, share in (
+            ("Labelers, each other", "o", results.agreement),
+            ("Labelers, gold", "s", results.gold_accuracy),
+        )
+        if isfinite(share.mean)
+    ]
+    unit = "pairs of responses ordered alike; chance is 50%"
+    figures = [interval_figure(rows, title="Agreement", unit=unit, name="agreement", is_share=True)] if rows else []
+    found = results.agreement
+    span = (found.mean, found.low, found.high)
+    headlines = (
+        [headline_of_share(stage, "agreement", "Labelers agree", span, count_of(found.num_pairs, "pair"))]
+        if isfinite(found.mean)
+        else []
+    )
+    return StageReport((stage_block(stage, facts, figures),), headlines=tuple(headlines))
+
+
+REPORTER = StageReporter(
+    "Collecting preferences", "Labelers rank several responses of the SFT policy to each prompt.", report
+)
 
 
 def preflight(run: StageRun, config: CollectConfig) -> None:

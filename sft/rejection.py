@@ -5,9 +5,13 @@ what was kept to `best.jsonl`, which is a file of demonstrations; training is SF
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
+
+from pydantic import Field
 
 from files.atomic import write_text
 from lm.adapters import save_trained
@@ -16,20 +20,17 @@ from lm.model import LanguageModel
 from lm.source import on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, purpose_of
-from reward.sampling import SamplingSpec
-from reward.sampling_everywhere import sample_everywhere
+from reward.sampling import Sample, SamplingSpec, sample_everywhere
 from reward.scoring import labels_of, weights_by_label
 from reward.stage import STAGE as REWARD
 from sft.demonstrations import Limit, Rows, demonstration_parts
-from sft.rejection.choosing import best_responses, count_chosen
-from sft.rejection.config import RejectionConfig
-from sft.rejection.report import REPORTER
-from sft.rejection.results import Chosen, RejectionResults, Trained
+from sft.rejection_report import REPORTER, Chosen, RejectionResults, Trained
 from stages.contract import Parent, Stage
 from stages.data import fitting_prompts, token_folder
 from stages.planner import Planner, StagePlan
 from stages.run import JobView, StageRun
-from training.data import DataConfig, Overlong, Prompt
+from training.config import FineTuningConfig
+from training.data import DataConfig, OnOverlong, Overlong, Prompt, overlong_field
 from training.engine import StageContext, build_engine
 from training.loop import LoopConfig, TrainingLoop
 from training.objectives import PackedObjective
@@ -38,6 +39,29 @@ from training.seeds import derive_seed
 from training.tokens import CHECKED_SEQUENCES, Sequences, TokenFolders, read_overlong
 
 BEST = "best.jsonl"  # {"prompt_id", "messages", "score"}: each prompt with its best response
+
+
+class RejectionConfig(FineTuningConfig):
+    """`batch.batch_size` counts packed rows of `seq_len` tokens."""
+
+    prompts: DataConfig = Field(description="Prompts to sample responses to.")
+    on_overlong: OnOverlong = overlong_field()
+    reward_from: str = Field(
+        default="", description="Model directory or hub id of the reward model that chooses; empty = [reward]'s."
+    )
+    objective_weights: dict[str, float] = Field(
+        default={}, description="Weight of each objective of a reward model with several."
+    )
+    num_samples: int = Field(default=8, ge=2, description="Responses per prompt, of which the best is kept.")
+    max_new_tokens: int = Field(
+        ge=1, description="Length limit of a response, in tokens; responses that reach it are not kept."
+    )
+    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature.")
+    heldout_share: float = Field(default=0.05, gt=0, le=0.5, description="Fraction of the kept responses held out.")
+    seq_len: int = Field(
+        ge=2, description="Tokens per packed row; a longer prompt with its response is left out and counted."
+    )
+    num_epochs: float = Field(default=1.0, gt=0, description="Passes over the kept responses.")
 
 
 def run_rejection(run: StageRun, config: RejectionConfig) -> None:
@@ -85,6 +109,44 @@ def _sample(run: StageRun, config: RejectionConfig, start: Path, prompts: Sequen
     ]
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
     return count_chosen(samples, best, len(prompts), config.num_samples)
+
+
+def is_usable(sample: Sample) -> bool:
+    """Whether a sample may be kept. One without an end would teach the policy not to stop."""
+    return sample.finished and bool(sample.response) and math.isfinite(sample.score)
+
+
+def best_responses(samples: Sequence[Sample]) -> dict[str, Sample]:
+    """The usable sample with the highest score by prompt, the first of equals; a prompt without one is left out."""
+    found: dict[str, Sample] = {}
+    for sample in filter(is_usable, samples):
+        known = found.get(sample.prompt_id)
+        if known is None or sample.score > known.score:
+            found[sample.prompt_id] = sample
+    return found
+
+
+def count_chosen(samples: Sequence[Sample], best: Mapping[str, Sample], num_prompts: int, num_samples: int) -> Chosen:
+    """Count what was kept, and why the rest was not."""
+    texts: dict[str, set[str]] = {}
+    best_texts: dict[str, set[str]] = {}
+    for sample in filter(is_usable, samples):
+        texts.setdefault(sample.prompt_id, set()).add(sample.response)
+        if sample.score == best[sample.prompt_id].score:
+            best_texts.setdefault(sample.prompt_id, set()).add(sample.response)
+    ended = [sample for sample in samples if sample.finished]
+    return Chosen(
+        num_prompts=num_prompts,
+        num_samples=num_samples,
+        num_kept=len(best),
+        num_truncated=len(samples) - len(ended),
+        num_empty=sum(not sample.response for sample in ended),
+        num_failed=sum(bool(sample.response) and not math.isfinite(sample.score) for sample in ended),
+        num_identical=sum(len(found) == 1 for found in texts.values()),
+        num_tied=sum(len(found) > 1 for found in best_texts.values()),
+        sample_score=fmean(sample.score for sample in samples if math.isfinite(sample.score)),
+        kept_score=fmean(sample.score for sample in best.values()),
+    )
 
 
 def _tokenize(run: StageRun, config: RejectionConfig, tokenizer: Tokenizer, path: Path) -> TokenFolders:

@@ -6,9 +6,7 @@ import pytest
 
 from heed.jobs.registry import BUILT_IN
 from reward.sampling import Sample
-from sft.rejection.choosing import best_responses, count_chosen
-from sft.rejection.config import RejectionConfig
-from sft.rejection.stage import STAGE
+from sft.rejection import STAGE, RejectionConfig, best_responses, count_chosen
 
 
 def sample(prompt_id: str, index: int, score: float, *, finished: bool = True, text: str = "answer") -> Sample:

@@ -7,7 +7,7 @@ import pytest
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from preferences.records import Ranking, Task
 from preferences.store import LabelStore
-from reward.collect.stage import CollectConfig, label, make_tasks
+from reward.collect import CollectConfig, label_tasks, make_tasks
 from reward.sampling import Sample
 from training.data import DataConfig, Prompt, read_prompts
 
@@ -39,7 +39,7 @@ def samples(prompts: list[Prompt], changed: str = "") -> list[Sample]:
 def labeled(path: Path, batch: str, tasks: list[Task]) -> dict[tuple[str, str], tuple[int, ...]]:
     """Ranks by prompt and labeler."""
     with LabelStore(path) as store:
-        found = label(store, WORLD, tasks, CONFIG, batch=batch, seed=3, on_progress=lambda _: None)
+        found = label_tasks(store, WORLD, tasks, CONFIG, batch=batch, seed=3, on_progress=lambda _: None)
     return {(ranking.prompt[0].content, ranking.labeler): ranking.ranks for ranking in found}
 
 

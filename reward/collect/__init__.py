@@ -1,1 +1,0 @@
-"""Stage 3: samples of the SFT policy, put to labelers."""
