@@ -113,3 +113,24 @@ def test_no_shipped_file_names_this_machine() -> None:
         if (ROOT / name).is_file() and (match := pattern.search((ROOT / name).read_bytes()))
     ]
     assert found == []
+
+
+def test_every_source_file_that_a_page_names_exists() -> None:
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    files = [path.relative_to(ROOT).as_posix() for folder in folders for path in folder.rglob("*.*") if path.is_file()]
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").rglob("*.md"),
+    ]
+    # A path may begin inside a package: `samplers/engine.py` in a sentence on `lm`. Runs have files of their own.
+    named = re.compile(r"`((?!runs/)[\w/]+/[\w/]+\.(?:py|toml|jinja|sh))(?:::\w+)?`")
+    missing = [
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in pages
+        if page.name != "log.md"  # history
+        for name in named.findall(page.read_text(encoding="utf-8"))
+        if not any(f"/{file}".endswith(f"/{name}") for file in files)
+    ]
+    assert missing == []
