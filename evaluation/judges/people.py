@@ -1,4 +1,4 @@
-"""Accounts as judges: comparisons become tasks in a label store, and the labelers' judgments so far become verdicts."""
+"""Uses people as judges: comparisons become tasks in a label store, and the labelers' judgments become verdicts."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class PeopleJudge:
-    """`store_url` opens the label store and is never written to a file; `spec` is the form that may be.
+    """People who judge in a label store. `store_url` opens the store and is never written to a file; `spec` may be.
 
     All policies' i-th samples for a prompt form one task, which `num_labelers` people rank. A text that several
     policies wrote is shown once, and those policies tie. Verdicts name labelers by the store's pseudonyms.
