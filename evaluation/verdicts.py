@@ -47,7 +47,7 @@ class Verdict:
     """The verdict of a judge, or of one of its labelers, on two policies' responses to one prompt.
 
     `preference_a` is 1 if a is better, 0 if b is, ½ for a tie, a value in between if the judge is uncertain, and NaN if
-    it failed; `failure` then says why. It has no meaning which of the two policies is called a. `first` says whose
+    it failed; `failure` then says why. Which of the two policies is called a has no meaning. `first` says whose
     response was shown first; it is "" if that is unknown or irrelevant (a reward model reads one response at a time).
     `labeler` is the person, or the judge's name if the judge is a single scorer. `score_a` and `score_b` are NaN if a
     judge gives no scores. `where` names the file and line of an external verdict.

@@ -65,7 +65,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The settings of a comparison with what came of it, and whether there are verdicts.
+    """The settings of a comparison after it ran, with counts of responses and failures, and whether it has verdicts.
 
     If `has_verdicts` is false, there is no folder yet: the only judges are people, none of them has judged, and the
     tasks are in their label store.
@@ -184,8 +184,8 @@ def open_policies(compared: Compared, prompts: Sequence[Prompt]) -> list[Policy]
 
 
 def _fitted(policies: Sequence[Policy], sampling: Sampling, tell: Callable[[str], None]) -> list[Policy]:
-    """Returns the policies, their `max_new_tokens` reduced so that every model's context has room for the longest
-    prompt and its response.
+    """Returns the policies, with `max_new_tokens` reduced if necessary, so that the longest prompt and its response fit
+    into every model's context.
     """
     room = min((one.room_tokens for one in policies if isinstance(one, LocalPolicy)), default=sampling.max_new_tokens)
     if room >= sampling.max_new_tokens:
@@ -239,8 +239,8 @@ def _sampled_before(aside: Path, policy: Policy, prompts: Sequence[Prompt]) -> t
 
 
 def _is_asked(judge: Judge, known: Mapping[str, Any]) -> bool:
-    """Returns whether to ask a judge: `known`, its entry in the folder, has failed verdicts or describes it otherwise,
-    or the judges are people. Raises: ValueError if external judgments have the judge's name.
+    """Returns whether to ask a judge: people always, others if `known`, the folder's entry with the judge's name, is
+    missing, has failed verdicts or describes another judge. Raises: ValueError if external judgments have the name.
     """
     if known.get("kind") == EXTERNAL:
         raise ValueError(f"judge {judge.name!r} has the name of external judgments; NAME=SPEC gives it another")
@@ -289,7 +289,7 @@ def conclude(folder: Path) -> dict[str, Any]:
     settings = read_settings(folder)
     responses, verdicts = read_responses(folder / RESPONSES), read_verdicts(folder / VERDICTS)
     path = folder / MEASURES
-    # Keeps measures that other commands wrote.
+    # Keep measures that other commands wrote.
     measures = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if _share_prompts(responses):
         known = Known(

@@ -192,8 +192,8 @@ def check(config: CompareConfig, job: JobView) -> None:
 
 
 def _drawn(run: StageRun, config: CompareConfig, ppo: PPOConfig) -> list[TrainingSample]:
-    """Returns those of its training responses that PPO kept; empty if the judge is people or the reward itself. A
-    world's judge scores only answers to its own prompts.
+    """Returns the training responses that PPO kept; empty if the judge is people or the reward itself, or if it is a
+    world's and the prompts are not, because a world's judge scores only answers to its own prompts.
     """
     is_gold = not (config.judge_from or config.judge_function)
     if config.judge_people or config.judge_reward or (is_gold and not ppo.prompts.source.startswith("world:")):

@@ -44,7 +44,7 @@ class ExternalJudgments:
 def read_verdict_file(source: str, form: str = AUTO, *, judge: str, category: str = "") -> ExternalJudgments:
     """Reads judgments into prompts, responses and verdicts; a ranking of K responses gives all its pairs.
 
-    Each of AlpacaEval's annotators becomes a judge, and preferences between 0 and 1 are kept as they are. In other
+    Each of AlpacaEval's annotators becomes a judge, whose preferences between 0 and 1 are kept as they are. In other
     formats all annotators are labelers of the one `judge`. `category` names the field of the rows that holds the
     category; if "", it is the first of `category`, `kind` and `dataset`.
     Raises: ValueError naming file and line of a malformed row, and if no verdict on two policies is left.

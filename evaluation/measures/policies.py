@@ -62,7 +62,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Diversity:
-    """Lengths, EOS rate, repetition and empty responses are over all responses; `within` and `across` are as above.
+    """Lengths, EOS rate, repetition and empty responses over all responses, and diversity as in `Within` and `Across`.
 
     `tokens` and `finished` (the share that ended with EOS) are unknown if the responses do not record them.
 

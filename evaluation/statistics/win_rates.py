@@ -70,7 +70,7 @@ def bootstrap_prompts(x_P: Floats, *, seed: int) -> Interval:
 
 
 def expanded_level(num_clusters: int) -> float:
-    """Returns the level 1 - 2·Φ(-t·√(n/(n-1))), at which a bootstrap over n clusters gives about a 95% interval.
+    """Returns the level 1 - 2·Φ(-t·√(n/(n-1))) at which bootstrap percentiles over n clusters are about a 95% interval.
 
     A bootstrap's spread is too small by √((n-1)/n), and its quantiles are normal instead of Student's with n - 1
     degrees of freedom. Hesterberg 2015, What teachers should know about the bootstrap, American Statistician 69(4),

@@ -91,7 +91,7 @@ def _of_two(pair: PairSummary, judge: str, styles: Styles) -> tuple[Tone, str]:
 
 
 def detectable(pair: PairSummary) -> str:
-    """Says what the smallest difference is that this many prompts could have shown."""
+    """Describes the smallest difference that this many prompts could have shown."""
     prompts = count_of(pair.win_rate.num_prompts, "prompt")
     if math.isnan(pair.power.detectable):
         decided = pair.prompts.wins + pair.prompts.losses
@@ -106,7 +106,7 @@ def detectable(pair: PairSummary) -> str:
 
 
 def _other_judge(judge: JudgeSummary, first: PairSummary, styles: Styles) -> str:
-    """Says what another judge's result on the same two policies is."""
+    """Describes another judge's result on the same two policies."""
     pair = judge.pairs[0]
     said = f"{often(pair, styles)} ({evidence(pair)})"
     if not pair.different:

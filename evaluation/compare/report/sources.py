@@ -27,7 +27,7 @@ class Source:
     """Where a field of report.json comes from. `num_rows` rows pass the filter; `how` says how the field is computed
     from them.
 
-    For a JSON file, `field` is the dotted path in it, and there are no rows.
+    For a JSON file, `field` is the place in it, and there are no rows.
     """
 
     file: str
