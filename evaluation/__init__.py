@@ -1,1 +1,1 @@
-"""Stage 6: sampling policies and comparing them with honest intervals."""
+"""Stage 6: samples policies and compares them, with honest confidence intervals."""

@@ -27,7 +27,7 @@ from training.seeds import derive_seed
 
 log = logging.getLogger(__name__)
 
-MAX_NEW_TOKENS = 256  # unless the task or the context size says less, as in the harness' own models
+MAX_NEW_TOKENS = 256  # unless the task or the context size allows fewer, as in the harness' own models
 GENERATION_KWARGS = ("do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p")
 
 Pair = tuple[list[int], list[int]]  # context, continuation
@@ -43,11 +43,11 @@ class Settings:
 
 
 class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find the extra
-    """Log-likelihoods and greedy or sampled text of a model directory.
+    """A model directory as a model of the harness, which asks it for log-likelihoods and for greedy or sampled text.
 
-    With `chat`, strings are rendered by the model's chat template and its special tokens become tokens. Without it, the
-    names of special tokens in a task's texts are plain text. Contexts that are too long lose their beginning, as in the
-    harness' own models, and are counted in `num_shortened`.
+    With `chat`, strings are rendered by the model's chat template, and its special tokens are encoded as such. Without
+    it, names of special tokens in a task's texts are encoded as plain text. Contexts that are too long are cut at the
+    beginning, as in the harness' own models, and are counted in `num_shortened`.
     """
 
     def __init__(self, folder: Path, *, chat: bool = False, seed: int = 0) -> None:
@@ -251,7 +251,7 @@ def run_tasks(
 
 
 def _results(found: Mapping[str, Any]) -> list[TaskResult]:
-    """Metrics are named "acc,none" (by metric and filter), their standard errors "acc_stderr,none"."""
+    """Reads metrics, which the harness names "acc,none" (metric, filter), and standard errors, "acc_stderr,none"."""
     rows = []
     for task, metrics in found["results"].items():
         num_documents = int(found.get("n-samples", {}).get(task, {}).get("effective", 0))

@@ -1,7 +1,7 @@
-"""What a comparison is given: policies and judges as NAME=SPEC, and prompts with ids and categories.
+"""Reads the inputs of a comparison: policies and judges as NAME=SPEC, and prompts with ids and categories.
 
-A policy's or judge's name is the one given, or the end of its spec, made unique. A prompt is a conversation that ends
-with a user's turn.
+A policy or judge without a NAME is named after the end of its spec, and such names are made unique. A prompt is a
+conversation that ends with a user's turn.
 """
 
 import re
@@ -16,12 +16,12 @@ from training.data import DataConfig, Prompt, read_rows
 CATEGORY_FIELDS = ("category", "kind", "dataset")  # names of the category in published prompt sets
 
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.+-]*)=(.+)")
-_UNINFORMATIVE = ("model", "model_ema")  # the folder in which every run keeps its model
+_UNINFORMATIVE = ("model", "model_ema")  # every run keeps its model in a folder of this name
 _SUFFIXES = (".gz", ".jsonl", ".json", ".parquet", ".toml")
 
 
 def named_specs(specs: Sequence[str], what: str) -> list[tuple[str, str]]:
-    """Returns (name, spec) of each NAME=SPEC or SPEC, in order. `what` says in error messages what they are.
+    """Returns (name, spec) of each NAME=SPEC or SPEC, in order. Error messages call them `what`.
 
     The default name is the last informative part of the spec (ppo for `runs/demo/ppo/model`). If two would get the same
     name, both use as many parts as it takes to tell them apart (demo/ppo and other/ppo).

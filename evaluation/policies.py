@@ -33,9 +33,9 @@ ASKING_FIELDS = ("messages", "prompt", "instruction")
 
 @dataclass(frozen=True)
 class Sampling:
-    """How policies are sampled. Seeds are derived from policy, prompt and sample, so no two share one.
+    """How policies are sampled. Seeds are derived from policy, prompt and sample, so no two responses share one.
 
-    `reference` is a model directory; "" measures no KL.
+    `reference` is the model directory to measure KL against; if it is "", no KL is measured.
     """
 
     num_samples: int
@@ -72,7 +72,7 @@ class LocalPolicy:
 
     `reference` is the model to measure its KL against; "" if none is set or its tokens differ from the policy's.
 
-    `room_tokens` is what the longest prompt leaves of the context.
+    `room_tokens` is the number of tokens of the context that remain after the longest prompt.
     """
 
     name: str
@@ -86,8 +86,8 @@ class LocalPolicy:
 
     @classmethod
     def open(cls, name: str, spec: str, prompts: Sequence[Prompt], sampling: Sampling) -> "LocalPolicy":
-        """Raises: ValueError for a folder that holds no decoder, and naming a prompt that leaves no room for the
-        response.
+        """Raises: ValueError for a folder that holds no decoder, and for a prompt that leaves no room for the response;
+        the message names the prompt.
         """
         folder = model_directory(spec)
         ModelFolder(folder, LanguageModel).check()
@@ -200,7 +200,7 @@ def is_saved(spec: str) -> bool:
 class SavedPolicy:
     """A file of saved outputs: Heed's own rows, AlpacaEval's model_outputs, or a comparison's responses.
 
-    `num_unused` rows answer no prompt of the comparison.
+    `num_unused` counts the rows that answer no prompt of the comparison.
     """
 
     name: str
@@ -322,7 +322,7 @@ def _flag(where: str, row: Mapping[str, Any], field: str) -> bool | None:
 
 
 def _measured(where: str, row: Mapping[str, Any], field: str) -> float:
-    """Treats NaN, as Parquet stores it, like an absent field: not measured."""
+    """Returns the field's number; NaN if it is absent, or NaN already, which is how Parquet stores an absent one."""
     value = row.get(field)
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return float("nan")

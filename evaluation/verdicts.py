@@ -26,9 +26,9 @@ class Response:
     """One response of a policy to a prompt. `index` counts a policy's samples of the prompt from 0.
 
     `num_tokens` and `finished` (it ended with EOS) are None if the source does not say. `log_ratio`, log π - log π_ref
-    of the whole response in nats, is NaN if no reference was measured; `proxy_score`, of the reward model that a policy
-    was trained on, is NaN if it was not asked. `where` names the file and line it was read from, "" if it was sampled
-    here.
+    of the whole response in nats, is NaN if no reference was measured; `proxy_score`, by the reward model that a policy
+    was trained on, is NaN if that model did not score it. `where` names the file and line it was read from; it is "" if
+    the response was sampled here.
     """
 
     policy: str
@@ -44,13 +44,13 @@ class Response:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One labeler's verdict, within a judge, on two policies' responses to one prompt.
+    """The verdict of a judge, or of one of its labelers, on two policies' responses to one prompt.
 
-    `preference_a` is 1 if a is better, 0 if b is, ½ for a tie, anything between for an uncertain judge, and NaN if the
-    judge failed; `failure` then says why. Which policy is a has no meaning. `first` is whose response was shown first,
-    "" if that is unknown or irrelevant (a reward model reads one response at a time). `labeler` is the person, or the
-    judge's name if the judge is a single scorer. `score_a` and `score_b` are NaN if a judge gives no scores. `where`
-    names the file and line of an external verdict.
+    `preference_a` is 1 if a is better, 0 if b is, ½ for a tie, a value in between if the judge is uncertain, and NaN if
+    it failed; `failure` then says why. Which of the two policies is called a has no meaning. `first` says whose
+    response was shown first; it is "" if that is unknown or irrelevant (a reward model reads one response at a time).
+    `labeler` is the person, or the judge's name if the judge is a single scorer. `score_a` and `score_b` are NaN if a
+    judge gives no scores. `where` names the file and line of an external verdict.
     """
 
     prompt_id: str

@@ -1,4 +1,4 @@
-"""Comparing policies: sample them, let judges say which response is better, keep every row, and conclude.
+"""Compares policies: samples them, lets judges say which response is better, stores every row, and draws conclusions.
 
 An interrupted comparison continues. A finished comparison is sent only to judges whose verdicts it lacks; people are
 asked again each time, because they may have judged more since. `conclude` turns a comparison's folder into statistics,
@@ -52,7 +52,7 @@ Progress = Callable[[str], OnProgress]  # returns the progress callback of a nam
 
 @dataclass(frozen=True)
 class Compared:
-    """What is compared: specs of policies and judges as given, prompts, and how they are sampled and judged."""
+    """The input of a comparison: specs of policies and judges, prompts, and how to sample and judge them."""
 
     policies: Sequence[str]
     prompts: DataConfig
@@ -65,10 +65,10 @@ class Compared:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The settings and their outcome.
+    """The settings of a comparison after it ran, with counts of responses and failures, and whether it has verdicts.
 
-    Without `has_verdicts` there is no folder yet: the only judges are people, nobody has judged, and the tasks are in
-    their label store.
+    If `has_verdicts` is false, there is no folder yet: the only judges are people, none of them has judged, and the
+    tasks are in their label store.
     """
 
     settings: Settings
@@ -107,7 +107,7 @@ def compare(compared: Compared, folder: Path, progress: Progress, tell: Callable
 
 
 def judge_again(folder: Path, judges: Sequence[Judge], max_failed_share: float, progress: Progress) -> Outcome:
-    """Let judges judge a finished comparison, without sampling.
+    """Send a finished comparison to judges, without sampling again.
 
     A judge's verdicts replace those of the same name in the folder. A judge that has not changed and never failed is
     not asked again, except people.
@@ -118,7 +118,7 @@ def judge_again(folder: Path, judges: Sequence[Judge], max_failed_share: float, 
     found = read_comparison(folder)
     by_judge: dict[str, list[Verdict]] = {entry["name"]: [] for entry in settings["judges"]}
     for verdict in found.verdicts:
-        if verdict.judge in by_judge:  # otherwise a run ended between writing it and naming its judge
+        if verdict.judge in by_judge:  # otherwise a run ended after writing it and before naming its judge
             by_judge[verdict.judge].append(verdict)
     entries = {entry["name"]: entry for entry in settings["judges"]}
     asked = [judge for judge in judges if _is_asked(judge, entries.get(judge.name, {}))]
@@ -133,7 +133,7 @@ def judge_again(folder: Path, judges: Sequence[Judge], max_failed_share: float, 
 
 
 def take_verdicts(spec: str, form: str, folder: Path, *, category: str, seed: int) -> tuple[Outcome, Report]:
-    """A comparison of external judgments, FILE or NAME=FILE; returns warnings about the file's rows too.
+    """Write a comparison of external judgments, FILE or NAME=FILE. Returns its outcome and a report of unusual rows.
 
     Raises: as `read_verdict_file` does; ValueError if `folder` holds another comparison.
     """
@@ -184,7 +184,9 @@ def open_policies(compared: Compared, prompts: Sequence[Prompt]) -> list[Policy]
 
 
 def _fitted(policies: Sequence[Policy], sampling: Sampling, tell: Callable[[str], None]) -> list[Policy]:
-    """Returns the policies with a limit on responses that fits next to the longest prompt in every model's context."""
+    """Returns the policies, with `max_new_tokens` reduced if necessary, so that the longest prompt and its response fit
+    into every model's context.
+    """
     room = min((one.room_tokens for one in policies if isinstance(one, LocalPolicy)), default=sampling.max_new_tokens)
     if room >= sampling.max_new_tokens:
         return list(policies)
@@ -217,7 +219,7 @@ def _settings(compared: Compared, prompts: Sequence[Prompt], policies: Sequence[
 def _sample(
     policies: Sequence[Policy], prompts: Sequence[Prompt], aside: Path, progress: Progress
 ) -> dict[str, list[Response]]:
-    """Returns responses by policy; what was sampled before an interruption is read."""
+    """Returns responses by policy. Those that were sampled before an interruption are read from `aside`."""
     responses: dict[str, list[Response]] = {}
     for policy in policies:
         path, found = _sampled_before(aside, policy, prompts)
@@ -237,7 +239,9 @@ def _sampled_before(aside: Path, policy: Policy, prompts: Sequence[Prompt]) -> t
 
 
 def _is_asked(judge: Judge, known: Mapping[str, Any]) -> bool:
-    """Returns whether a judge can add verdicts to what a folder's entry with its name holds."""
+    """Returns whether to ask a judge: people always, others if `known`, the folder's entry with the judge's name, is
+    missing, has failed verdicts or describes another judge. Raises: ValueError if external judgments have the name.
+    """
     if known.get("kind") == EXTERNAL:
         raise ValueError(f"judge {judge.name!r} has the name of external judgments; NAME=SPEC gives it another")
     is_as_it_was = known.items() >= judge.describe().items() and not known["num_failed"]
@@ -278,14 +282,14 @@ def counts_of(responses: Sequence[Response]) -> dict[str, int]:
 
 
 def conclude(folder: Path) -> dict[str, Any]:
-    """Compute a comparison's statistics, measures and report from its folder alone; no other place does.
+    """Compute a comparison's statistics, measures and report from its folder alone. No other function computes them.
 
     Returns the contents of report.json.
     """
     settings = read_settings(folder)
     responses, verdicts = read_responses(folder / RESPONSES), read_verdicts(folder / VERDICTS)
     path = folder / MEASURES
-    # Measures from elsewhere are kept.
+    # Keep measures that other commands wrote.
     measures = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if _share_prompts(responses):
         known = Known(
@@ -306,8 +310,9 @@ def _share_prompts(responses: Sequence[Response]) -> bool:
 
 
 def results_table(report: Mapping[str, Any]) -> Table:
-    """A table of every two policies by every judge, from the report's own numbers: the first one's win rate and the
-    verdict."""
+    """Returns a table with a row per judge and pair of policies: the first policy's win rate, and which one is better.
+    The numbers are the report's own.
+    """
     table = Table(box=None, pad_edge=False)
     for column in ("judge", "policies", "win rate (95%)", "p (Holm)", "prompts", ""):
         table.add_column(column, no_wrap=column not in ("judge", "policies", ""))

@@ -1,6 +1,6 @@
 """The folder of a comparison: writing it and reading it. The same settings give the same bytes.
 
-    compare.json        settings as resolved: policies, prompts, judges and what came of them, versions
+    compare.json        resolved settings: policies, prompts, judges and their outcomes, versions
     prompts.jsonl       prompt_id, messages, category
     responses.parquet   evaluation.verdicts.Response
     verdicts.parquet    evaluation.verdicts.Verdict, of every judge
@@ -44,8 +44,9 @@ def versions() -> dict[str, str]:
 
 @contextmanager
 def holding(folder: Path) -> Iterator[Path]:
-    """Keep other comparisons out of a folder; yields the folder for unfinished work, which is removed once `folder`
-    exists."""
+    """Lock a folder against other comparisons. Yields the folder for unfinished work, which is removed once `folder`
+    exists.
+    """
     aside = folder.with_name(f"{folder.name}.sampling")
     aside.mkdir(parents=True, exist_ok=True)
     with lock(aside, doing="comparing", other="--out"):
@@ -63,7 +64,7 @@ def write_comparison(
     responses: Sequence[Response],
     verdicts: Sequence[Verdict],
 ) -> None:
-    """Write a new folder, complete or not at all. Raises: ValueError if it already exists."""
+    """Write a new folder atomically. Raises: ValueError if it already exists."""
     if folder.exists():
         raise ValueError(f"{folder}: already exists; a new folder was expected (--out)")
     folder.parent.mkdir(parents=True, exist_ok=True)

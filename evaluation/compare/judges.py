@@ -96,7 +96,8 @@ def function_judge(name: str, spec: str) -> ScoreJudge:
 
 def reward_model_judge(name: str, spec: str) -> ScoreJudge:
     """Open a reward model by directory or hub id; "#OBJECTIVE" selects one of its objectives. Raises: ValueError if
-    none."""
+    there is none.
+    """
     source, _, objective = spec.partition("#")
     folder = model_directory(source)
     score = reward_model_score(folder, _weights(folder, objective) if objective else {})
@@ -107,8 +108,8 @@ def reward_model_judge(name: str, spec: str) -> ScoreJudge:
 def reward_judge(
     name: str, reward: ExternalReward | Path, objective_weights: Mapping[str, float], *, is_climbed: bool = True
 ) -> ScoreJudge:
-    """Open a run's reward: its reward model's folder, or a function or server. `is_climbed`: the policies were trained
-    to raise it, as DPO's are not.
+    """Open a run's reward: its reward model's folder, or a function or server. `is_climbed` says whether the policies
+    were trained to raise it; DPO's are not.
     """
     if isinstance(reward, RewardFunction):
         judge = function_judge(name, reward.name)
@@ -122,7 +123,7 @@ def reward_judge(
 
 
 def described_as_reward(judge: ScoreJudge, relation: str) -> ScoreJudge:
-    """The judge with a note that it cannot show whether the reward was gamed; `relation` says why."""
+    """Returns the judge, described as unable to show whether the reward was gamed; `relation` says why."""
     description = f"{judge.details['description']}, which {relation}: whatever it overlooks stays unseen here"
     return replace(judge, details={**judge.details, "description": description, "is_reward": True})
 
@@ -169,7 +170,7 @@ def people_judge(
 
 
 def without_password(store_url: str) -> str:
-    """The URL with its password as "***"; a file's path as it is."""
+    """Returns a URL with its password as "***"; a file's path stays unchanged."""
     try:
         return make_url(store_url).render_as_string(hide_password=True)
     except ArgumentError:  # a file's path

@@ -57,9 +57,9 @@ class PairResults:
 
 @dataclass(frozen=True)
 class JudgeResults:
-    """Who judged, what it measures, and whether it is a world's gold scorer, a reward model or a function.
+    """The judge: its name, what it measures, and whether it is a world's gold scorer, a reward model or a function.
 
-    `is_reward`: it is what the policies were trained to raise, or comes from the same file.
+    `is_reward` is true if the judge is the reward that the policies were trained to raise, or comes from the same file.
     """
 
     name: str
@@ -89,7 +89,7 @@ class SampledPrompt:
 
 @dataclass(frozen=True)
 class CompareResults:
-    """All results.
+    """The contents of results.json.
 
     `best_of_n` chooses among the SFT policy's samples by the reward model. `training_kl_nats` and `training_scores` are
     PPO's, per iteration, from its metrics; `hacking` compares PPO with SFT.

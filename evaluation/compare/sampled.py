@@ -51,7 +51,7 @@ class Sampled:
     """Samples by policy, in the order of the report.
 
     `pool` is the policy that best-of-n chooses from, "" if nothing scores its samples; `training` is PPO's (KL, score)
-    per iteration, and `drawn` holds responses that it learned from.
+    per iteration, and `drawn` holds responses that PPO learned from.
     """
 
     prompts: Sequence[Prompt]
@@ -88,7 +88,7 @@ def best_of_name(n: int) -> str:
 def compare_sampled(
     folder: Path, config: CompareConfig, sampled: Sampled, judge: ScoreJudge | PeopleJudge, progress: Progress
 ) -> CompareResults:
-    """Judge the samples, and write the comparison's files and report into `folder`, which exists.
+    """Judge the samples, and write the comparison's files and report into the existing `folder`.
 
     Raises:
         ValueError: a prompt has too few samples to choose from, or the judge fails too often.
@@ -101,7 +101,7 @@ def compare_sampled(
     entry, verdicts = judged(judge, sampled.prompts, responses, MAX_FAILED_SHARE, progress)
     settings = _settings(config, sampled, responses, entry)
     write_files(folder, settings, sampled.prompts, [row for own in responses.values() for row in own], verdicts)
-    scores = response_scores(verdicts).get(judge.name, {})  # of people, their ratings, if they gave any
+    scores = response_scores(verdicts).get(judge.name, {})  # people's ratings, if they gave any
     best = () if isinstance(judge, PeopleJudge) else _best_of_n(sampled, responses, scores)
     write_json(folder / MEASURES, {"best_of_n": as_json(best)})
     report = conclude(folder)
@@ -119,15 +119,16 @@ def compare_sampled(
         training_kl_nats=tuple(kl for kl, _ in sampled.training),
         training_scores=tuple(score for _, score in sampled.training),
         samples=_shown(sampled.prompts[: config.num_shown], responses, scores),
+        # Needs a scorer other than the reward that training raised.
         hacking=None
-        if isinstance(judge, PeopleJudge) or config.judge_reward or judge.details.get("is_reward")  # it confirms itself
+        if isinstance(judge, PeopleJudge) or config.judge_reward or judge.details.get("is_reward")
         else _hacking(sampled, responses, scores, judge),
     )
 
 
 def _asked(responses: Mapping[str, Sequence[Response]], num_samples: int) -> dict[str, list[Response]]:
-    """The first `num_samples` responses of each policy to each prompt: people do not see all that best-of-n was chosen
-    from.
+    """Returns the first `num_samples` responses of each policy to each prompt, since people do not judge the whole pool
+    of best-of-n.
     """
     found: dict[str, list[Response]] = {}
     for name, own in responses.items():
@@ -166,7 +167,7 @@ def _described(judge: ScoreJudge | PeopleJudge) -> JudgeResults:
 
 
 def _responses(sampled: Sampled, n: int) -> dict[str, list[Response]]:
-    """Yields responses by policy, best-of-n after the policy that it chooses from."""
+    """Returns responses by policy; best-of-n comes after the policy that it chooses from."""
     found: dict[str, list[Response]] = {}
     for name, samples in sampled.policies.items():
         found[name] = [_response(name, sample) for sample in samples]
@@ -217,7 +218,7 @@ def _settings(
 
 
 def _best_of_n(sampled: Sampled, responses: Mapping[str, Sequence[Response]], gold: Scores) -> tuple[BestOfN, ...]:
-    """Best-of-n scores from the whole pool, which is sorted by prompt; none without a pool."""
+    """Returns best-of-n scores from the whole pool, which is sorted by prompt; empty if there is no pool."""
     if not sampled.pool:
         return ()
     pool = responses[sampled.pool]
@@ -245,8 +246,8 @@ def _policy(found: PolicyMeasures, judge: str) -> PolicyResults:
 def _hacking(
     sampled: Sampled, responses: Mapping[str, Sequence[Response]], scores: Scores, judge: ScoreJudge
 ) -> RewardHacking | None:
-    """PPO against SFT by both scores, and both scores of what PPO learned from, which the judge scores here; None
-    without PPO: other policies climb no score.
+    """Compare PPO with SFT by both scores, also on the responses that PPO learned from, which the judge scores here.
+    Returns None without PPO, because other policies are not trained to raise a score.
     """
     if "ppo" not in responses:
         return None

@@ -55,7 +55,7 @@ class PolicyStart:
 
 @dataclass(frozen=True)
 class Proxy:
-    """A reward model's directory, or an external reward; neither exists where both are empty."""
+    """A reward model's directory, or an external reward. If both are empty, there is no proxy."""
 
     model: str = ""
     objective_weights: Mapping[str, float] = field(default_factory=dict)
@@ -74,7 +74,7 @@ def run_compare(run: StageRun, config: CompareConfig) -> None:
     prompts = fitting.prompts
 
     def samples_of(name: str, num_samples: int) -> list[Sample]:
-        # The pretrained model has seen no chat template, so it is prompted with the one that SFT taught.
+        # The pretrained model has seen no chat template, so it is prompted with SFT's.
         spec = SamplingSpec(
             policy=initial if name == "sft" else run.model_of(name),
             num_samples=num_samples,
@@ -119,14 +119,14 @@ def policies_of(job: JobView) -> tuple[str, ...]:
 
 
 def start_of(run: StageRun) -> PolicyStart:
-    """What the policies start from: "sft" in the comparison, and the reference of every KL."""
+    """Returns the model that the policies start from: "sft" in the comparison, and the reference of every KL."""
     name = policies_of(run.job)[0]
     return PolicyStart(run.at(name), run.job.stage(name).policy_from)
 
 
 def proxy_of(run: StageRun) -> Proxy:
-    """What scores the samples next to the judge, and chooses best-of-n: the score that PPO climbs, or without PPO the
-    job's reward model, if it has one.
+    """Returns what scores the samples in addition to the judge, and chooses best-of-n: the reward that PPO is trained
+    on, or without PPO the job's reward model, if it has one.
     """
     ppo = run.job.section(PPO)
     if ppo is None:
@@ -161,7 +161,7 @@ def judge_of(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:
 
 
 def check(config: CompareConfig, job: JobView) -> None:
-    """Check that there are policies to compare, which start from one model, and that exactly one judge is given."""
+    """Check that there are policies to compare, that they start from one model, and that exactly one judge is set."""
     policies = policies_of(job)
     if not policies:
         raise ValueError("compare needs a policy: a stage that trains one, such as [ppo] or [dpo], was expected")
@@ -192,8 +192,9 @@ def check(config: CompareConfig, job: JobView) -> None:
 
 
 def _drawn(run: StageRun, config: CompareConfig, ppo: PPOConfig) -> list[TrainingSample]:
-    """Returns the responses that PPO kept of those it learned from. A world's judge scores only answers to its own
-    prompts."""
+    """Returns the training responses that PPO kept; empty if the judge is people or the reward itself, or if it is a
+    world's and the prompts are not, because a world's judge scores only answers to its own prompts.
+    """
     is_gold = not (config.judge_from or config.judge_function)
     if config.judge_people or config.judge_reward or (is_gold and not ppo.prompts.source.startswith("world:")):
         return []

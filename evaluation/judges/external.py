@@ -24,8 +24,9 @@ CATEGORY_DETAILS = ("category", "kind", "dataset")
 class ExternalJudgments:
     """The contents of a file of judgments. `report` lists rows that were left out or had to be interpreted.
 
-    `num_same_policy` pairs compare a policy with itself and `num_unknown` name no policy; neither gives a verdict.
-    `num_again` verdicts repeat an earlier one by the same labeler on the same two responses; they are averaged with it.
+    `num_same_policy` counts pairs that compare a policy with itself, and `num_unknown` pairs that name no policy;
+    neither gives a verdict. `num_again` counts verdicts that repeat an earlier one by the same labeler on the same two
+    responses; they are averaged with it.
     """
 
     format: str
@@ -43,9 +44,9 @@ class ExternalJudgments:
 def read_verdict_file(source: str, form: str = AUTO, *, judge: str, category: str = "") -> ExternalJudgments:
     """Reads judgments into prompts, responses and verdicts; a ranking of K responses gives all its pairs.
 
-    AlpacaEval's annotators each become a judge, and their preferences keep their uncertainty. In other formats everyone
-    is a labeler of the one `judge`. `category` names the field of the rows that holds the category; if "", it is the
-    first of `category`, `kind` and `dataset`.
+    Each of AlpacaEval's annotators becomes a judge, whose preferences between 0 and 1 are kept as they are. In other
+    formats all annotators are labelers of the one `judge`. `category` names the field of the rows that holds the
+    category; if "", it is the first of `category`, `kind` and `dataset`.
     Raises: ValueError naming file and line of a malformed row, and if no verdict on two policies is left.
     """
     chosen = sniff(read_source(source))[0] if form == AUTO else format_to_read(form)
@@ -78,9 +79,10 @@ def read_verdict_file(source: str, form: str = AUTO, *, judge: str, category: st
 
 
 def _once(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Averages a labeler's verdicts on the same two responses in the same display order, as far as it is known.
+    """Averages a labeler's verdicts on the same two responses in the same display order.
 
-    So a labeler who was shown both orders counts as often as others even if the data does not record the order.
+    Verdicts with an unknown order are averaged with each other, so a labeler who was shown both orders counts as often
+    as others even if the data does not record the order.
     """
     alike: dict[tuple[Any, ...], list[Verdict]] = {}
     for verdict in verdicts:
@@ -110,7 +112,9 @@ class _Wrote(NamedTuple):
 
 
 def _wrote(task: Task) -> list[_Wrote]:
-    """Returns who wrote what. Tasks of `heed compare` show a text of several policies once and name them in details."""
+    """Returns which policy wrote which response. Tasks of `heed compare` show a text that several policies wrote only
+    once, and list those policies in their details.
+    """
     policies = task.details.get("policies")
     if not _are_names(policies) or len(policies) != len(task.responses):
         policies = [[source] for source in task.sources]
@@ -118,7 +122,7 @@ def _wrote(task: Task) -> list[_Wrote]:
 
 
 def _are_names(policies: Any) -> TypeGuard[list[list[str]]]:
-    """Returns whether details called `policies` were written by `heed compare`; other data may use the word too."""
+    """Returns whether `heed compare` wrote this `policies` field; other data may have a field of the same name."""
     return isinstance(policies, list) and all(
         isinstance(names, list) and all(isinstance(name, str) for name in names) for names in policies
     )
@@ -130,7 +134,7 @@ class _Rows:
 
     judge: str
     category_field: str
-    is_soft: bool  # ratings are the chances of being preferred
+    is_soft: bool  # True = ratings are probabilities of being preferred
     prompts: dict[str, Prompt] = field(default_factory=dict)
     responses: list[Response] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
@@ -174,7 +178,7 @@ class _Rows:
         return str(found)
 
     def _index(self, policy: str, prompt_id: str, text: str, where: str) -> int:
-        """Returns which of the policy's responses to the prompt this text is; a new text becomes a row."""
+        """Returns the text's index among the policy's responses to the prompt, and adds a row for a new text."""
         key = (policy, prompt_id, text)
         if key not in self._places:
             self._places[key] = self._counts[policy, prompt_id]

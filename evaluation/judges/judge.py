@@ -1,4 +1,4 @@
-"""What a comparison needs from a judge, and which pairs of responses judges see."""
+"""Defines the interface of judges, and which pairs of responses they judge."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -71,13 +71,13 @@ class Judge(Protocol):
 def pairs_of(
     prompts: Sequence[Prompt], responses: Mapping[str, Sequence[Response]], *, max_pairs: int = 0
 ) -> list[Pair]:
-    """Returns the pairs to judge: for each prompt every two policies, sample by sample. `responses` is keyed by policy,
-    and its order is the order of the policies.
+    """Returns the pairs to judge: for each prompt, the responses of every two policies, sample by sample. `responses`
+    is keyed by policy, and its order is the order of the policies.
 
     The i-th sample of one policy is compared with the i-th of the other. If one has fewer samples, they are reused in
     turn, so that every response is judged and the number of verdicts grows with the samples, not with their square.
-    With `max_pairs`, the i-th is compared with the (i+1)-th, (i+2)-th, ... too, in as many whole rounds as give at most
-    `max_pairs` pairs per prompt and two policies; if `max_pairs` is large enough, every two samples meet once.
+    With `max_pairs`, the i-th is also compared with the (i+1)-th, (i+2)-th, ..., in as many whole rounds as fit into
+    `max_pairs` pairs per prompt and two policies; if `max_pairs` is large enough, every two samples are compared once.
     Two policies are compared on the prompts that both have answered.
     """
     found: dict[tuple[str, str], list[Response]] = {}
@@ -94,7 +94,9 @@ def pairs_of(
 
 
 def _meetings(num_ours: int, num_theirs: int, max_pairs: int) -> list[tuple[int, int]]:
-    """Returns the indices of samples to compare, in rounds in which each sample of the longer side meets another."""
+    """Returns the indices of samples to compare, round by round: each round pairs every sample of the longer side with
+    one that it has not been paired with yet.
+    """
     longer, shorter = max(num_ours, num_theirs), min(num_ours, num_theirs)
     num_rounds = min(shorter, max(1, max_pairs // longer))
     rounds = [(i, (i + shift) % shorter) for shift in range(num_rounds) for i in range(longer)]

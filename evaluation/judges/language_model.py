@@ -117,7 +117,9 @@ def read_template(path: Path | None) -> str:
 
 
 def fill(template: str, messages: Messages, first: str, second: str) -> str:
-    """Returns the whole question. A single-turn conversation is its text; longer ones show the role above each turn."""
+    """Returns the filled template. A single-turn conversation becomes its text; longer ones show the role above each
+    turn.
+    """
     turns = [message["content"] for message in messages]
     if len(turns) > 1:
         turns = [f"{message['role'].capitalize()}:\n{message['content']}" for message in messages]

@@ -1,4 +1,4 @@
-"""Accounts as judges: comparisons become tasks in a label store, and the labelers' judgments so far become verdicts."""
+"""Uses people as judges: comparisons become tasks in a label store, and the judgments so far become verdicts."""
 
 import hashlib
 import json
@@ -25,7 +25,9 @@ class Coverage:
 
 @dataclass(frozen=True)
 class PeopleJudge:
-    """`store_url` opens the label store and is never written to a file; `spec` is the form that may be.
+    """People who judge in a label store.
+
+    `store_url` opens the store and is never written to a file; `spec` names the store in files.
 
     All policies' i-th samples for a prompt form one task, which `num_labelers` people rank. A text that several
     policies wrote is shown once, and those policies tie. Verdicts name labelers by the store's pseudonyms.
@@ -50,7 +52,7 @@ class PeopleJudge:
     def put_tasks(self, pairs: Sequence[Pair]) -> Coverage:
         """Adds missing tasks to the store and returns the labelers' progress.
 
-        Raises: ValueError for more policies than a task can hold, and for whatever the store refuses.
+        Raises: ValueError for more policies than a task can hold, and for anything that the store refuses.
         """
         tasks = list({task.task_id: task for pair in _groups(pairs) if (task := self._task(pair))}.values())
         with LabelStore(self.store_url) as store:

@@ -19,7 +19,7 @@ from reward.scoring import RewardModel, check_network, labels_of, weights_by_lab
 Score = Callable[[Sequence[Messages], Sequence[str]], Sequence[Scored]]
 
 BATCH = 128  # responses per call
-MAX_PAIRS = 64  # of one prompt and two policies: a score costs the same however many responses it is compared with
+MAX_PAIRS = 64  # per prompt and two policies; comparing a response with more others needs no further scoring
 
 
 @dataclass(frozen=True)

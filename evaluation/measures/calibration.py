@@ -1,6 +1,6 @@
 """How often a reward model is right, and whether its confidence matches its accuracy.
 
-A pair is two responses of which a labeler prefers one. With score difference Δ, the model predicts that the
+A pair is two responses, and a labeler prefers one of them. With score difference Δ, the model predicts that the
 higher-scored response is preferred with probability σ(|Δ|), between ½ and 1: its confidence. It is right if the
 higher-scored response was preferred; equal scores count as half right. Pairs that a labeler tied are left out.
 
@@ -92,7 +92,7 @@ class Calibration:
 
 
 def calibration(pairs: ScoredPairs, *, seed: int, num_bins: int = NUM_BINS) -> Calibration:
-    """Computes all of it, with 95% intervals over prompts. Raises: ValueError for no pairs, or a non-finite lead."""
+    """Computes all fields, with 95% intervals over prompts. Raises: ValueError for no pairs, or a non-finite lead."""
     if len(pairs) == 0:
         raise ValueError("there are no pairs with a preferred response; at least one was expected")
     if not np.isfinite(pairs.lead_N).all():

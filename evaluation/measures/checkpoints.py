@@ -126,7 +126,10 @@ def summarise(
     *,
     seed: int,
 ) -> OverOptimisation:
-    """Computes the measures from samples; `kl_P` is each policy's mean KL per prompt. Raises: as above."""
+    """Computes the measures from samples; `kl_P` is each policy's mean KL per prompt.
+
+    Raises: ValueError as `over_optimisation` does.
+    """
     sound_P = np.ones(len(pool.gold_PS), dtype=bool)
     first_failure = ""
     for name, of_policy in {"the reference": pool, **scores}.items():

@@ -1,6 +1,6 @@
 """Policies at growing distance from a reference: curves of scores against KL, and the lead of one curve over another.
 
-RL compares with best-of-n at the same KL, and at the same proxy score. Equal KL is not a fair comparison (Gao et al.
+RL is compared with best-of-n at the same KL, and at the same proxy score. Equal KL is not a fair comparison (Gao et al.
 2022, arXiv 2210.10760): RL spends KL that changes no score, and the KL of best-of-n is an upper bound, so its curve
 lies too far to the right. Gold score at equal proxy score is fair to both.
 
@@ -155,8 +155,9 @@ def expanded_level(num_prompts: int) -> float:
 
 @dataclass(frozen=True)
 class AtEqual:
-    """Both gold scores at one place of the axis, above the reference's, and RL's lead with a 95% interval over prompts.
-    `place` is a KL in nats, or a proxy score above the reference's.
+    """Both gold scores at one place on the axis, and RL's lead with a 95% interval over prompts.
+
+    `place` is a KL in nats or a proxy score. All scores are gains over the reference.
     """
 
     place: float
@@ -186,9 +187,10 @@ def at_equal(axis: Axis, rl: Curve, best_of_n: Curve, *, seed: int) -> tuple[AtE
 
 
 def mean_lead(axis: Axis, one: Curve, other: Curve, *, seed: int) -> Interval:
-    """Returns the first curve's mean lead over the second, of any kinds, over the places of `at_equal`.
+    """Returns the first curve's lead over the second, averaged over the places of `at_equal`. The curves may be of any
+    kind.
 
-    Unknown if they share no range. Raises: as `at_equal` does.
+    The lead is unknown if they share no range. Raises: as `at_equal` does.
     """
     _, gold, leads_SG = _leads(axis, one, other, seed)
     if not leads_SG.size:

@@ -1,7 +1,7 @@
 """KL(policy || reference) over whole responses, in nats: three estimators, and the exact value.
 
-With x a prompt, y a response sampled from the policy (truncated at a number of tokens, as both policies then are) and
-r_t = π_ref(y_t | x, y_<t) / π(y_t | x, y_<t):
+With x a prompt, y a response sampled from the policy (cut off at a limit of tokens, so this is the KL between both
+policies with that limit) and r_t = π_ref(y_t | x, y_<t) / π(y_t | x, y_<t):
 
     k1    Σ_t -log r_t                              unclamped: may be negative for a single response
     k3    Σ_t (r_t - 1 - log r_t)                   never negative (Schulman 2020, "Approximating KL Divergence")

@@ -8,8 +8,9 @@ early enough to be full.
 Few-shot (in-context) learning: a model sees k solved examples as plain text and solves the next one (arXiv
 2005.14165). No weight changes. An example is its prompt, a space and its completion; an empty line separates examples.
 
-The alignment tax (Ouyang et al. 2022, arXiv 2203.02155) is what a policy lost of both during alignment. Policies are
-measured on the same documents and examples, so intervals are on differences: what is hard for all policies cancels.
+The alignment tax (Ouyang et al. 2022, arXiv 2203.02155) is how much of both a policy lost during alignment. Policies
+are measured on the same documents and examples, and intervals are on differences, so what is hard for all policies
+cancels.
 """
 
 import math
@@ -39,7 +40,7 @@ Window = tuple[list[int], list[int]]  # (given, predicted)
 
 
 def windows(tokens: Sequence[int], start_id: int, max_position_embeddings: int) -> Iterator[Window]:
-    """Yields the text's tokens in order, in windows that fill the context; the last reaches back to fill its own."""
+    """Yields the text's tokens in order, in windows that fill the context; the last starts early enough to be full."""
     with_start = [start_id, *tokens]
     for begin in range(1, len(with_start), max_position_embeddings - 1):
         end = min(begin + max_position_embeddings - 1, len(with_start))
@@ -152,7 +153,7 @@ def few_shot_rows(folder: Path, examples: Sequence[Example], num_shots: int, *, 
     contexts = [few_shot_context(examples, index, num_shots, seed) for index in range(len(examples))]
     queries = tokenizer.encode_plain(contexts)
     answers = tokenizer.encode_plain([f" {example.completion}" for example in examples])
-    longest = max(len(answer) for answer in answers) + 1  # and the end of the line
+    longest = max(len(answer) for answer in answers) + 1  # one more for the end of the line
     for example, query in zip(examples, queries, strict=True):
         if len(query) + longest > model.config.max_position_embeddings:
             raise ValueError(

@@ -220,7 +220,7 @@ def _delta(kind: Kind, fit: Fit, d: float, num_prompts: int) -> Interval:
 
 
 def advice(curve: Curve, fit: Fit, optimum: Optimum) -> str:
-    """Says where to stop, in words; whatever lies beyond the furthest policy is marked as extrapolation."""
+    """Says where to stop, in words; anything beyond the furthest policy is marked as extrapolation."""
     d, largest = optimum.d, optimum.largest_d
     furthest = f"the furthest policy measured (d = {largest:.2f}, KL = {largest**2:.2f} nats)"
     rises = float(_slope(curve.kind, fit.alpha.mean, fit.beta.mean, np.array(largest))) > 0

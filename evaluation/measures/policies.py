@@ -62,7 +62,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Diversity:
-    """Lengths, EOS rate, repetition and empty responses are over all responses; `within` and `across` are as above.
+    """Lengths, EOS rate, repetition and empty responses over all responses, and diversity as in `Within` and `Across`.
 
     `tokens` and `finished` (the share that ended with EOS) are unknown if the responses do not record them.
 
@@ -96,8 +96,8 @@ class PolicyScores:
 @dataclass(frozen=True)
 class PolicyMeasures:
     """`kl_nats` is the k1 estimate of the KL to the reference (`evaluation.measures.kl`), unclamped, with its 95%
-    interval over prompts; unknown if responses carry no log-ratio. The KL of best-of-n is at most `kl_bound_nats`, and
-    unknown otherwise: the log-ratio of a chosen sample says nothing about the choosing policy.
+    interval over prompts; it is unknown if responses have no log-ratio. All that is known of best-of-n's KL is the
+    bound `kl_bound_nats`, because the log-ratio of a chosen sample says nothing about the choosing policy.
 
     `proxy_score` is the mean score of the reward model that policies were trained on. `scores` are by the judges that
     score one response at a time.
@@ -286,7 +286,7 @@ def identical_share(texts: Sequence[str]) -> float:
 def distinct_at(texts: Sequence[str], n: int, num_words: int, *, seed: int) -> float:
     """Computes distinct-n (Li et al. 2016, arXiv 1510.03055) of `num_words` words: texts in random order, the last cut.
 
-    It falls as text grows, so policies compare only at equal numbers of words. Averaged over NUM_ORDERS orders.
+    Averages over NUM_ORDERS orders. Distinct-n falls as text grows, so compare policies only at equal numbers of words.
     """
     words = [text.split() for text in texts]
     generator = np.random.default_rng(seed)

@@ -20,20 +20,20 @@ from preferences.statistics.intervals import clustered_mean, difference_of_means
 
 MAX_BINS = 8  # of training
 MIN_RESPONSES = 8  # in each
-MIN_CATEGORY = 5  # prompts of a category that is shown
-SEED = 0  # of the sign vectors of tests; the same gains get the same p in every report
+MIN_CATEGORY = 5  # prompts; smaller categories are not shown
+SEED = 0  # for the random sign vectors of tests, so the same gains get the same p in every report
 
 
 @dataclass(frozen=True)
 class Gain:
     """The later policy's scores minus the earlier one's: means over prompts with 95% intervals.
 
-    `holm_p` is the p of no gain of the judge's (`GainTest`); `judge` excludes 0 exactly if it is below 5%. For a
-    category, it is corrected for all categories, and where the correction takes a gain back, `judge` is the wider
+    `holm_p` is the p-value of "the judge's mean gain is 0" (`GainTest`); `judge` excludes 0 exactly if it is below 5%.
+    For a category, it is corrected for all categories, and if the correction takes a gain back, `judge` is the wider
     interval at the level of that test.
     """
 
-    category: str  # "" = of all prompts, or of those without one
+    category: str  # "" = all prompts, or those without a category
     num_prompts: int
     proxy: Interval
     judge: Interval

@@ -25,8 +25,8 @@ from reward.scoring import RewardModel
 CATEGORY_FIELDS = ("subset", "category", "domain", "kind")  # of a task's details; the first present one counts
 REWARDBENCH = "rewardbench"
 
-# RewardBench's sections and the weights of their subsets, those of its published code (rewardbench/constants.py): a
-# subset's number of prompts, except for math-prm, whose 447 prompts count as 984, as many as there are code prompts.
+# RewardBench's sections and the weights of their subsets, from its published code (rewardbench/constants.py). A weight
+# is the subset's number of prompts, except that the 447 prompts of math-prm count as 984, the number of code prompts.
 SECTIONS: Mapping[str, Mapping[str, int]] = {
     "Chat": {
         "alpacaeval-easy": 100, "alpacaeval-length": 95, "alpacaeval-hard": 95, "mt-bench-easy": 28, "mt-bench-med": 40,
@@ -73,7 +73,8 @@ class RewardMeasures:
     """`agreement` is how often two labelers order a pair alike (unknown if no task has two), and `ceiling` the highest
     accuracy that it allows. `rewardbench` is None for other files.
 
-    Left out and counted: pairs that a labeler tied, and tasks too long for the model (`too_long` names the first).
+    Pairs that a labeler tied and tasks that are too long for the model are left out and counted; `too_long` names the
+    first such task.
     """
 
     form: str
@@ -164,7 +165,7 @@ def measures_of_scores(
 
 
 def highest_accuracy(agreement: float) -> float:
-    """Returns the highest accuracy possible on labelers who agree with each other this often: (1 + √(2a - 1)) / 2.
+    """Returns the highest possible accuracy if two labelers agree with each other this often: (1 + √(2a - 1)) / 2.
 
     If a share p of labelers prefers one response of a pair, two of them agree with probability p² + (1 - p)², and
     someone who knows p predicts one with probability max(p, 1 - p). With q = |2p - 1| these are (1 + q²)/2 and

@@ -40,7 +40,7 @@ def position_bias(comparisons: Comparisons) -> PositionBias:
     a_V, b_V = comparisons.a_V[known_V], comparisons.b_V[known_V]
     turned_V = a_V > b_V
     won_V = np.where(turned_V, 1 - comparisons.won_V[known_V], comparisons.won_V[known_V])
-    is_first_V = (comparisons.first_V[known_V] > 0) != turned_V  # the policy of the lower place
+    is_first_V = (comparisons.first_V[known_V] > 0) != turned_V  # the policy with the lower index
     num_policies = len(comparisons.policies)
     _, pair_V = np.unique(np.minimum(a_V, b_V) * num_policies + np.maximum(a_V, b_V), return_inverse=True)
     stratum_V = 2 * pair_V + ~is_first_V
@@ -58,7 +58,7 @@ def _bias_over_strata(won_V: Floats, stratum_V: Ints, prompt_V: Ints, num_prompt
     stratum_N, prompt_N = cells // num_prompts, cells % num_prompts
     num_S = np.bincount(stratum_N, minlength=2 * (int(stratum_N.max()) // 2 + 1)).astype(np.float64)
     mean_S = np.bincount(stratum_N, x_N, len(num_S)) / np.maximum(num_S, 1)
-    share_S = np.repeat(num_S.reshape(-1, 2).sum(axis=1), 2) / len(x_N)  # of the pair, at both of its strata
+    share_S = np.repeat(num_S.reshape(-1, 2).sum(axis=1), 2) / len(x_N)  # the pair's, for each of its two strata
     sign_S = np.tile([0.5, -0.5], len(num_S) // 2)
     mean = 0.5 + float((share_S * sign_S * mean_S).sum())
     is_twice = len(x_N) > num_prompts
@@ -71,17 +71,19 @@ def _bias_over_strata(won_V: Floats, stratum_V: Ints, prompt_V: Ints, num_prompt
 
 
 def _ends_of_prompts(psi_C: Floats) -> tuple[float, float]:
-    """ψ lies within 0 to 1 unless a pair's two orders are on different prompts."""
+    """Returns the ends of the score interval of the mean of ψ. ψ is between 0 and 1 unless a pair's two orders are on
+    different prompts.
+    """
     least, most = min(0.0, float(psi_C.min())), max(1.0, float(psi_C.max()))
     low, high = score_interval((psi_C - least) / (most - least))
     return max(0.0, least + (most - least) * low), min(1.0, least + (most - least) * high)
 
 
 def _ends_of_two_orders(one_C: Floats, other_C: Floats) -> tuple[float, float]:
-    """The interval of ½·(m_1 + 1 - m_2) if m_1 and m_2 are over different prompts, from the score intervals of both.
+    """Returns the interval of ½·(m_1 + 1 - m_2), with m_1 and m_2 over different prompts, from both score intervals.
 
-    The squared distances to their ends add up. Unlike a residual, this has a width even if a few prompts all came out
-    alike. Zou & Donner 2008, Statistics in Medicine 27; Newcombe 1998.
+    The squared distances from the means to the ends of these add up. Unlike an interval from residuals, this one has a
+    width even if a few prompts all came out alike. Zou & Donner 2008, Statistics in Medicine 27; Newcombe 1998.
     """
     mean_1, mean_2 = float(one_C.mean()), float(other_C.mean())
     (low_1, high_1), (low_2, high_2) = score_interval(one_C), score_interval(other_C)
@@ -157,7 +159,7 @@ def _agreement(said: dict[Item, dict[str, list[float]]], judge: str, other: str,
     _, prompt_T = np.unique([prompt_id for prompt_id, _, _ in said], return_inverse=True)
     prompt_T = prompt_T.astype(np.int64)
     counts = PairCounts(first_T[:, None], second_T[:, None], (num_T - first_T - second_T)[:, None])
-    # Pairs of raters of whom neither says tie.
+    # Pairs of raters, neither of whom gave a tie.
     compared_T = (first_T + second_T) * (first_T + second_T - 1) / 2
     tally = Tally(
         group_R=np.zeros(len(said), dtype=np.int64),

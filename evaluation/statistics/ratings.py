@@ -70,7 +70,7 @@ def rate(comparisons: Comparisons, *, model: Model, anchor: str, seed: int) -> R
 
 
 def outcomes(comparisons: Comparisons, model: Model) -> tuple[Ints, Floats]:
-    """Returns the compared pairs [V, 2], lower place first, and each prompt's share of outcomes per pair [C, V, O]."""
+    """Returns the compared pairs [V, 2], lower index first, and each prompt's share of outcomes per pair [C, V, O]."""
     won_V = comparisons.won_V
     if model == "davidson" and not np.isin(won_V, (0.0, 0.5, 1.0)).all():
         odd = float(won_V[~np.isin(won_V, (0.0, 0.5, 1.0))][0])
@@ -196,7 +196,7 @@ def _of_two(y_CVO: Floats, anchors_P: Floats, seed: int) -> tuple[Floats, Floats
     test = EqualityTest((1 + won_C - lost_C) / 2, seed=seed)
     ends = test.decide(decided_interval(won_C, lost_C, quantile=test.quantile()))
     low, high = scipy.special.logit(ends).tolist()
-    own_first, own_second = float(anchors_P[1]), float(anchors_P[0])  # of θ_0 - θ_1; 0 for the anchor itself
+    own_first, own_second = float(anchors_P[1]), float(anchors_P[0])  # shares of θ_0 - θ_1; 0 for the anchor itself
     low_P = np.array([own_first * low if own_first else 0.0, -own_second * high if own_second else 0.0])
     high_P = np.array([own_first * high if own_first else 0.0, -own_second * low if own_second else 0.0])
     return low_P, high_P, np.array([[False, low > 0], [high < 0, False]])
@@ -237,7 +237,9 @@ def _resampled(y_CVO: Floats, pairs: Ints, num_policies: int, F_VOK: Floats, see
 
 
 def _bootstrapped(value: float, resampled_S: Floats, num_prompts: int, is_known: bool) -> Interval:
-    """Unknown for an unbounded policy, because no resample contains the win (or loss) that was never observed."""
+    """Returns the percentile interval. Its ends are unknown for an unbounded policy, because no resample contains the
+    win (or loss) that was never observed.
+    """
     if num_prompts == 1 or not is_known:
         return Interval(value, math.nan, math.nan)
     return Interval(value, *percentiles(resampled_S, expanded_level(num_prompts)))

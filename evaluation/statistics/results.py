@@ -29,8 +29,8 @@ class WinRate:
     `low` and `high` are the score interval over prompts with the critical value of the pair's test
     (`significance.EqualityTest`). `method` is "wilson" if every prompt has one verdict and there are no ties (the score
     interval is then Wilson's), otherwise "score". `bootstrap` resamples prompts, and also labelers if there are
-    several; nothing is decided by it. `over_labelers` is the interval for other prompts and other labelers; it is
-    unknown with one labeler.
+    several; no decision uses it. `over_labelers` is the interval for other prompts and other labelers; it is unknown
+    with one labeler.
     """
 
     mean: float
@@ -127,8 +127,8 @@ class CategoryWinRate:
 class PairSummary:
     """One judge's results on two policies; `win_rate` is a's.
 
-    `verdicts` counts verdicts; `prompts` counts prompts by their mean preference. `num_failed` verdicts failed, and
-    `num_prompts_missing` of the prompts that this judge has verdicts on have none on this pair. `different` is true if
+    `verdicts` counts verdicts; `prompts` counts prompts by their mean preference. `num_failed` counts failed verdicts,
+    and `num_prompts_missing` prompts on which this judge has verdicts, but none on this pair. `different` is true if
     `holm_p` is below 5%, which is exactly when the win rate's interval excludes ½. `length_controlled` and the fields
     after it use only this pair's verdicts.
     """
@@ -156,9 +156,12 @@ class Rating:
     For two policies, `low` and `high` are the interval of the share of wins, as log-odds. For more, they come
     from the sandwich over prompts, and are unknown if all prompts came out alike, because there is no spread then.
     `bootstrap` resamples prompts. `best_rank` to `worst_rank` (1 is best) are the ranks that simultaneous intervals of
-    all differences allow. `unbounded` is "above" for a policy that lost nothing to the anchor or any policy on its side
-    ("below": won nothing; "both": no chain of wins says which). Its maximum-likelihood difference is infinite, so
-    `value` comes from the fit with a prior, and that end of the interval is infinite (None in JSON).
+    all differences allow.
+
+    `unbounded` is "above" if no chain of wins leads from the anchor to the policy, "below" if none leads from the
+    policy to the anchor, and "both" if neither exists; if the anchor is the mean, one other policy without such a chain
+    is enough. The maximum-likelihood difference is then infinite, so `value` comes from the fit with a prior, and that
+    end of the interval is infinite (None in JSON).
     """
 
     policy: str

@@ -1,4 +1,4 @@
-"""Is a difference real, and which difference could have been shown? All tests are over prompts.
+"""Tests whether a difference is real, and computes which difference could have been shown. All tests are over prompts.
 
 d_p = x_p - ½ is a prompt's mean preference for policy a, minus ½. The null hypothesis is that d_p is as likely as -d_p.
 
@@ -49,7 +49,7 @@ class EqualityTest:
         self._flips = SignFlips(d_P, seed=seed)
         self.num_draws, self.flipped_p = self._flips.num_draws, self._flips.p
         value_X, times_X = np.unique(np.clip(x_P, 0.0, 1.0), return_counts=True)
-        # What a sum of d_p is worth as a score T(½). Ties alone have neither.
+        # Converts a sum of d_p to a score T(½); 0 if all prompts are ties.
         self._per_sum = 1 / math.sqrt(len(x_P) * variance_under(0.5, value_X, times_X)) if len(d_P) else 0.0
         score = abs(float(d_P.sum())) * self._per_sum
         self.p = max(self.flipped_p, 2 * float(scipy.special.ndtr(-score)))
@@ -63,7 +63,7 @@ class EqualityTest:
         return self.decide(score_interval(self.x_P, quantile=self.quantile(alpha)), alpha)
 
     def decide(self, ends: tuple[float, float], alpha: float = ALPHA) -> tuple[float, float]:
-        """Moves an end that equals ½ up to its rounding (1e-10) to the side on which the test has it."""
+        """Moves an end that equals ½ up to rounding (1e-10) to the side of ½ that agrees with the test."""
         low, high = ends
         if self.p >= alpha:
             return min(low, 0.5), max(high, 0.5)
@@ -77,10 +77,10 @@ class GainTest:
 
         p = max(share of sign vectors s with |Σ s_p·x_p| >= |Σ x_p|,  Student's p)
 
-    Student's test alone takes a few equal gains for certain: their standard error is 0, so its p is 0. Their signs say
-    how sure five prompts can be: p = 2/32. The interval is Student's, mean ± h, and if p >= α, h is at least |mean|. So
-    at every α the interval excludes 0 exactly if p < α, and it is never narrower than Student's. A single prompt shows
-    nothing: p is 1, and the ends are NaN.
+    Student's test alone is too sure of a few equal gains: their standard error is 0, so its p is 0. By their signs, p
+    is 2/32 for five prompts. The interval is Student's, mean ± h, and if p >= α, h is at least |mean|. So at every α
+    the interval excludes 0 exactly if p < α, and it is never narrower than Student's. A single prompt shows nothing: p
+    is 1, and the ends are NaN.
 
     Raises: ValueError for no prompts.
     """
@@ -172,7 +172,7 @@ def holm(p_M: Floats) -> Floats:
 def holm_level(p: float, holm_p: float) -> float:
     """Returns α for the interval of one of several hypotheses, so that it excludes the null exactly if holm_p < 5%.
 
-    It is 5%. Only where Holm's correction takes a difference back (p < 5% <= holm_p) is it the smaller level at which
+    α is 5%, unless Holm's correction takes a difference back (p < 5% <= holm_p). Then it is the smaller level at which
     Holm's procedure tested this hypothesis, 5%·p/holm_p.
     """
     return ALPHA if (p < ALPHA) == (holm_p < ALPHA) else ALPHA * p / holm_p
@@ -185,8 +185,8 @@ def power_of(x_P: Floats) -> Power:
         P = (z_α·√m + z_β·√(m - δ²))² / δ²,   m = Σ_p d_p² / P
 
     m is the variance of d if there is no difference, m - δ² if there is. With one verdict per prompt, 4m is the share
-    of prompts that are not ties, and this is McNemar's sample size (Miettinen 1968; Connor 1987, Biometrics 43). In δ
-    it is a quadratic equation. If `EqualityTest` counts all sign vectors, δ is exact: see `_exact_detectable`.
+    of prompts that are not ties, and this is McNemar's sample size (Miettinen 1968; Connor 1987, Biometrics 43). The
+    equation is quadratic in δ. If `EqualityTest` counts all sign vectors, δ is exact: see `_exact_detectable`.
     """
     d_P = x_P - 0.5
     m, observed = float((d_P**2).mean()), float(d_P.mean())

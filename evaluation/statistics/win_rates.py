@@ -70,7 +70,7 @@ def bootstrap_prompts(x_P: Floats, *, seed: int) -> Interval:
 
 
 def expanded_level(num_clusters: int) -> float:
-    """The level at which percentiles of a bootstrap over n clusters are about a 95% interval: 1 - 2·Φ(-t·√(n/(n-1))).
+    """Returns the level 1 - 2·Φ(-t·√(n/(n-1))) at which bootstrap percentiles over n clusters are about a 95% interval.
 
     A bootstrap's spread is too small by √((n-1)/n), and its quantiles are normal instead of Student's with n - 1
     degrees of freedom. Hesterberg 2015, What teachers should know about the bootstrap, American Statistician 69(4),
@@ -84,7 +84,7 @@ def expanded_level(num_clusters: int) -> float:
 
 
 def bootstrap_labelers(pair: Comparisons, *, seed: int) -> Interval:
-    """Returns the pigeonhole bootstrap: it draws prompts and labelers, and weights a verdict by how often both came up.
+    """Returns the pigeonhole bootstrap: it draws prompts and labelers, and weights a verdict by how often both occur.
 
     Its variance is at least the true one (Owen 2007, The pigeonhole bootstrap, Annals of Applied Statistics 1(2)). A
     resample leaves out prompts whose labelers were not drawn. The interval is unknown for a single prompt.

@@ -18,15 +18,15 @@ from stages.reports.text import PolicyStyle, count_of, listed, number, p_value, 
 Styles = Mapping[str, PolicyStyle]
 Tone = Literal["better", "worse", "unclear"]
 
-# Of warnings:
+# Thresholds of warnings:
 FEW_PROMPTS = 100
 MANY_FLIPS = 0.2
 LEAST_AGREEMENT = 0.667  # below it Krippendorff would draw no conclusions (Content Analysis, 2004, ch. 11)
-UNEVEN_ORDER = 0.1  # distance from ½ of a pair's verdicts
+UNEVEN_ORDER = 0.1  # from ½: a pair's share of verdicts in which one policy was shown first
 
 
 def often(pair: PairSummary, styles: Styles) -> str:
-    """A clause with how often the pair's first policy is preferred; if neither is ahead, neither is named."""
+    """Says in a clause how often the pair's first policy is preferred; if neither is ahead, neither is named."""
     if is_even(pair):
         return "every verdict is a tie" if all_tied(pair) else "each of the two is preferred half of the time"
     return f"{styles[pair.policy_a].title} is preferred {percent(pair.win_rate.mean)} of the time"
@@ -43,7 +43,9 @@ def all_tied(pair: PairSummary) -> bool:
 
 
 def answer_of(summary: Summary, styles: Styles) -> Answer:
-    """The answer by the first judge, and whether the others agree. Pairs have the policy ahead first."""
+    """Returns the answer by the first judge, and whether the others agree. In every pair, the policy that is ahead must
+    come first.
+    """
     judges = [judge for judge in summary.judges if judge.num_verdicts]
     if not judges:
         return Answer("unclear", "There is no result: no verdict succeeded.", ())
@@ -64,7 +66,7 @@ def answer_of(summary: Summary, styles: Styles) -> Answer:
 
 
 def evidence(pair: PairSummary) -> str:
-    """The evidence, in brackets after a claim about two policies."""
+    """Returns the evidence to put in brackets after a claim about two policies."""
     rate = pair.win_rate
     kind = "interval, widened by Holm's correction," if is_taken_back(pair) else "95% interval"
     return (
@@ -89,7 +91,7 @@ def _of_two(pair: PairSummary, judge: str, styles: Styles) -> tuple[Tone, str]:
 
 
 def detectable(pair: PairSummary) -> str:
-    """The smallest difference that this many prompts could have shown."""
+    """Describes the smallest difference that this many prompts could have shown."""
     prompts = count_of(pair.win_rate.num_prompts, "prompt")
     if math.isnan(pair.power.detectable):
         decided = pair.prompts.wins + pair.prompts.losses
@@ -104,7 +106,7 @@ def detectable(pair: PairSummary) -> str:
 
 
 def _other_judge(judge: JudgeSummary, first: PairSummary, styles: Styles) -> str:
-    """Another judge's result on the same two policies."""
+    """Describes another judge's result on the same two policies."""
     pair = judge.pairs[0]
     said = f"{often(pair, styles)} ({evidence(pair)})"
     if not pair.different:
@@ -114,7 +116,7 @@ def _other_judge(judge: JudgeSummary, first: PairSummary, styles: Styles) -> str
 
 
 def _lead(judge: JudgeSummary, styles: Styles) -> list[str]:
-    """How often the highest-rated policy is preferred to the next, if a judge has verdicts on the two."""
+    """Says how often the highest-rated policy is preferred to the next, if a judge has verdicts on the two."""
     top = {rating.policy for rating in by_rating(judge.ratings[0])[:2]}
     found = [pair for pair in judge.pairs if {pair.policy_a, pair.policy_b} == top]
     return [_lead_in_words(pair, styles) for pair in found]
@@ -128,7 +130,7 @@ def _lead_in_words(pair: PairSummary, styles: Styles) -> str:
 
 
 def _pairs_shown(judge: JudgeSummary) -> str:
-    """How many pairs differ, and what could have been shown about the others."""
+    """Says how many pairs differ, and what could have been shown about the others."""
     shown = sum(pair.different for pair in judge.pairs)
     least = [pair.power.detectable for pair in judge.pairs if not pair.different]
     if not least:
@@ -156,7 +158,7 @@ def _ranks_and_pairs(judge: JudgeSummary) -> list[str]:
 
 
 def _of_many(judge: JudgeSummary, num_policies: int, styles: Styles) -> tuple[Tone, str]:
-    """The ranking by a judge's first ratings, as far as its rank ranges settle it."""
+    """Returns the ranking by a judge's first ratings, as far as its rank ranges settle it."""
     ratings = judge.ratings[0]
     if len(ratings.islands) > 1:
         return "unclear", f"There is no ranking of all policies by the judge {judge.judge}: {islands(ratings, styles)}."
@@ -179,7 +181,7 @@ def _of_many(judge: JudgeSummary, num_policies: int, styles: Styles) -> tuple[To
 
 
 def by_rating(ratings: Ratings) -> list[Rating]:
-    """Best first; equal ratings keep the comparison's order."""
+    """Sorts ratings, best first; equal ratings keep the comparison's order."""
     return sorted(ratings.policies, key=lambda rating: -rating.value)
 
 
@@ -232,7 +234,7 @@ def _few_labelers(folder: ComparisonFolder, judge: JudgeSummary) -> list[str]:
 
 
 def _lost_verdicts(judge: JudgeSummary) -> list[str]:
-    """Failed verdicts, and prompts that a pair has no verdict on."""
+    """Warns of failed verdicts, and of prompts that a pair has no verdict on."""
     found = []
     if judge.num_failed:
         share = judge.num_failed / (judge.num_failed + judge.num_verdicts)
@@ -314,7 +316,7 @@ def _low_agreement(summary: Summary) -> list[str]:
 
 
 def _missing_responses(folder: ComparisonFolder) -> list[str]:
-    """Prompts that a policy has no response to."""
+    """Warns of prompts that a policy has no response to."""
     answered = Counter(policy for policy, _ in {(row.policy, row.prompt_id) for row in folder.responses})
     short = {name: len(folder.prompts) - answered[name] for name in folder.policies}
     lacking = [f"{name} to {number(num)}" for name, num in short.items() if num]

@@ -38,7 +38,7 @@ def verdict(found: RewardHacking) -> Answer:
 
 
 def _categories(gains: Sequence[Gain]) -> list[str]:
-    """Categories where the trained-on score clearly rose, and the judge's fell or did not show a gain."""
+    """Names categories in which the trained-on score clearly rose while the judge's fell or showed no gain."""
     raised = [gain for gain in gains if gain.proxy.low > 0]
     fell = [gain for gain in raised if gain.holm_p < ALPHA and gain.judge.mean < 0]
     flat = [gain for gain in raised if gain not in fell and not (gain.holm_p < ALPHA and gain.judge.mean > 0)]
@@ -77,7 +77,7 @@ def _name(gain: Gain) -> str:
 
 
 def hacking_section(found: RewardHacking) -> Section:
-    """The verdict, gains by category, and both scores over training."""
+    """Returns the section with the verdict, gains by category, and both scores over training."""
     answer = verdict(found)
     parts: list[Part] = [Note(" ".join((answer.text, *answer.more))), _table(found)]
     if len(found.training) > 1:

@@ -2,13 +2,14 @@
 
     policies            {policy: evaluation.measures.policies.PolicyMeasures}: a table with a column per policy
     tax                 evaluation.measures.language_modelling.Tax: likewise
-    anything else       figures by their place, a list of objects as a separate table
+    anything else       a table with a figure per row, and a separate table for every list of objects
 
-Two measures are drawn as well: `over_optimisation` (evaluation.measures.checkpoints.OverOptimisation), the gold and
-proxy score of policies at growing distance from the reference with the fitted curves, and `reward_model`
+Two measures are also drawn as charts: `over_optimisation` (evaluation.measures.checkpoints.OverOptimisation), the gold
+and proxy score of policies at growing distance from the reference with the fitted curves, and `reward_model`
 (evaluation.measures.reward_model.RewardMeasures), a reward model's accuracy against its confidence.
 
-A figure is a number, a text, or {mean, low, high}; objects nest.
+A figure is a number, a text, or {mean, low, high}. Objects nest; a figure's place is its dotted path, such as
+diversity.within.identical.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ from stages.reports.parts import Cell, Columns, Details, Figure, Key, Note, Part
 from stages.reports.plots import MARGINS, WIDE_SIZE, KLPoint, KLSeries, draw, kl_figure, set_ticks, show_percent, tone
 from stages.reports.text import UNKNOWN, ends_of, number, percent
 
-# Labels of places in PolicyMeasures; other places are their own labels.
+# Labels of places in PolicyMeasures. Other places are labeled by their own words (`_title`).
 TITLES = {
     "kl_nats": "KL to the reference, nats",
     "kl_bound_nats": "KL of best-of-n at most, nats",
@@ -55,7 +56,7 @@ TITLES = {
     "diversity.empty": "empty responses",
 }
 FROM_FILE = "From measures.json."
-SMALL = 0.01  # a smaller number is shown by significant digits
+SMALL = 0.01  # a smaller number is shown with two significant digits
 CURVE_STYLES: Mapping[Kind, tuple[str, str, str]] = {
     "rl": ("RL", "ppo", "^"),
     "best_of_n": ("best-of-n", "best-of-n", "D"),
@@ -64,7 +65,8 @@ NUM_PLACES = 120  # points of a drawn curve
 
 
 def curve_parts(measures: Mapping[str, Any]) -> tuple[Part, ...]:
-    """Gold and proxy score against KL, with RL and best-of-n in each; reliability; where to stop, and the optimum.
+    """Returns charts of gold and proxy score against KL, each with RL and best-of-n, the reward model's reliability,
+    and notes on the optimum and where to stop.
 
     Raises: ValueError naming the field if a measure is not as `heed measure` writes it.
     """
@@ -123,7 +125,7 @@ def _series(
 
 
 def reliability_figures(model: RewardMeasures) -> list[Figure]:
-    """Accuracy in bins of confidence; a calibrated model is on the diagonal."""
+    """Returns a chart of accuracy in bins of confidence; a calibrated model is on the diagonal. Empty without bins."""
     bins = [one for one in model.calibration.bins if isfinite(one.accuracy.mean) and isfinite(one.confidence)]
     ceiling = model.ceiling.mean
     if not bins:
@@ -175,7 +177,7 @@ def measure_tables(measures: Mapping[str, Any], styles: Styles) -> list[Details]
 def _table(
     title: str, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, is_open: bool = False
 ) -> Details:
-    """A folded table of texts; the first cell of a row is its header."""
+    """Returns a folded table of texts; the first cell of a row is its header."""
     found = tuple(Row((head,), tuple(Cell(text) for text in texts)) for head, *texts in rows)
     return Details(title, (Table(caption, tuple(columns), found, title=title),), is_open)
 
@@ -184,7 +186,7 @@ def _policy_table(policies: Mapping[str, Any], styles: Styles) -> Details:
     found = {name: dict(figures(value)) for name, value in policies.items()}
     places = list(dict.fromkeys(place for own in found.values() for place in own))
     known = [place for place in places if any(own.get(place, UNKNOWN) != UNKNOWN for own in found.values())]
-    # Lengths in tokens are one place if they were not counted, and two if they were.
+    # A policy without token counts has `diversity.tokens`, others have `diversity.tokens.mean` and `.quantiles`.
     unknown = [place for place in places if place not in known and not any(k.startswith(f"{place}.") for k in known)]
     titles = (styles[name].title if name in styles else name for name in found)
     rows = [(_title(place), *(own.get(place, UNKNOWN) for own in found.values())) for place in known]
@@ -198,7 +200,9 @@ def _policy_table(policies: Mapping[str, Any], styles: Styles) -> Details:
 
 
 def _tax_table(tax: Tax, styles: Styles) -> Details:
-    """Each policy's quality as a language model, and below it the difference from the policy before alignment."""
+    """Returns a table of each policy's quality as a language model. Below each row is one with the differences from the
+    policy before alignment.
+    """
     measured = [("bits per byte", tax.bits_per_byte)]
     for task in tax.tasks:
         name = f"{task.task}, {number(task.num_shots)} shots"
@@ -240,9 +244,9 @@ def _list_table(title: str, entries: Sequence[Mapping[str, Any]]) -> Details:
 
 
 def figures(value: Any, place: str = "") -> list[tuple[str, str]]:
-    """Yields (place, text) of every figure in a value, except lists of objects.
+    """Returns (place, text) of every figure in a value, except those in lists of objects.
 
-    A figure is {mean, low, high}; an object with a figure named "mean" is not one.
+    {mean, low, high} is one figure, unless its "mean" is itself an object.
     """
     if isinstance(value, Mapping):
         found = []
@@ -261,7 +265,7 @@ def figures(value: Any, place: str = "") -> list[tuple[str, str]]:
 
 
 def _lists(value: Any, place: str = "") -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """Yields (place, entries) of every list of objects in a value."""
+    """Returns (place, entries) of every list of objects in a value."""
     if _is_list_of_objects(value):
         return [(place, value)]
     if not isinstance(value, Mapping):
@@ -274,8 +278,9 @@ def _is_list_of_objects(value: Any) -> bool:
 
 
 def _figure(value: Mapping[str, Any]) -> str:
-    """Formats a figure with its interval, unless that has no width: prompts that all came out alike say nothing
-    about precision."""
+    """Formats a figure with its interval. An interval without width is left out, because prompts that all came out
+    alike say nothing about precision.
+    """
     low, high = value.get("low"), value.get("high")
     ends = "" if low is None or high is None or low == high else f" ({_number(low)} to {_number(high)})"
     return _number(value["mean"]) + ends

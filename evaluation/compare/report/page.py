@@ -49,8 +49,9 @@ def write_comparison_report(folder: Path) -> dict[str, Any]:
 def render(
     comparison: ComparisonFolder, *, max_prompts: int = MAX_PROMPTS, max_characters: int = MAX_CHARACTERS
 ) -> tuple[str, dict[str, Any]]:
-    """Returns the page, and the contents of report.json. The limits apply to the prompts and characters of the
-    sample browser."""
+    """Returns the page, and the contents of report.json. The limits are on the prompts and characters of the sample
+    browser.
+    """
     summary = as_shown(summary_of(comparison), comparison.judges)
     styles = styles_of(comparison.policies)
     sources = sources_of(comparison, summary)
@@ -197,8 +198,9 @@ def _turned_counts(counts: Counts) -> Counts:
 
 
 def _turned_length(found: LengthControlled) -> LengthControlled:
-    """The coefficient of the length difference keeps its sign, because the difference and the outcome are both
-    reversed."""
+    """Returns the fit from the other policy's side. The coefficient of the length difference keeps its sign, because
+    both the difference and the outcome are reversed.
+    """
     return replace(found, mean=1 - found.mean, low=1 - found.high, high=1 - found.low)
 
 

@@ -1,7 +1,7 @@
 """The sample browser of a comparison: prompts with their responses next to each other and the judges' verdicts.
 
 A report holds at most MAX_PROMPTS prompts and MAX_CHARACTERS of their texts, taken at even intervals in the order of
-prompts.jsonl. It says how many of how many it shows; the files have the rest.
+prompts.jsonl. It says how many prompts it shows, and of how many; the others are in the comparison's files.
 """
 
 import math
@@ -67,7 +67,7 @@ def _characters(prompt: Prompt, responses: Sequence[Response]) -> int:
 
 
 class _Builder:
-    """Shows prompts of one comparison."""
+    """Builds the entries of the sample browser for one comparison."""
 
     def __init__(self, folder: ComparisonFolder, styles: Styles) -> None:
         self.folder, self.styles = folder, styles

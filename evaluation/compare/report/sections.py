@@ -1,6 +1,6 @@
 """The sections of a comparison's page: each judge, agreement and failures. Every figure names its rows.
 
-`Sections` puts them together; the functions below it make the rows of forest plots and the table of tests.
+`Sections` builds them; the functions below it make the rows of forest plots and the table of tests.
 """
 
 import math
@@ -124,8 +124,9 @@ class Sections:
         )
 
     def _order(self, place: int, judge: JudgeSummary) -> list[Forest]:
-        """Position bias, and flips among responses judged in both orders. A judge that scores each response
-        separately sees no order."""
+        """Returns position bias, and flips among responses judged in both orders; empty for a judge that scores each
+        response separately, because it sees no order.
+        """
         path = f"summary.judges.{place}.position_bias"
         num_rows = self.sources[path].num_rows
         if not num_rows:
@@ -179,7 +180,7 @@ class Sections:
         return [Details("By category", (Columns(tuple(shown)),), is_open)] if shown else []
 
     def _agreement(self) -> list[Section]:
-        """The agreement between judges, and between the labelers of each judge that has several."""
+        """Returns the agreement between judges, and between the labelers of each judge that has several."""
         found: list[tuple[str, Agreement]] = [
             (f"{entry.judge_a} and {entry.judge_b}", entry) for entry in self.summary.agreement
         ]
@@ -198,7 +199,7 @@ class Sections:
         return [Section("agreement-title", "How far judges and labelers agree", (forest,))]
 
     def _failures(self) -> list[Section]:
-        """Failed verdicts by judge, pair and reason."""
+        """Returns failed verdicts by judge, pair and reason."""
         rows = []
         for place, failure in enumerate(self.summary.failures):
             pair = f"{self.styles[failure.policy_a].title} and {self.styles[failure.policy_b].title}"
@@ -212,7 +213,7 @@ class Sections:
 
 
 def meta_of(summary: Summary) -> tuple[str, ...]:
-    """The line below the title."""
+    """Returns the items of the line below the title."""
     verdicts = sum(judge.num_verdicts for judge in summary.judges)
     return (
         count_of(len(summary.policies), "policy"),
@@ -241,20 +242,20 @@ def _with_ends(rate: WinRate) -> tuple[float, float, float]:
 
 
 def win_row(pair: PairSummary, styles: Styles) -> ForestRow:
-    """A row with the win rate of a pair's first policy, and its prompts won, tied and lost."""
+    """Returns a row with the win rate of a pair's first policy, and its prompts won, tied and lost."""
     a, b = styles[pair.policy_a], styles[pair.policy_b]
     stack = stack_of(pair.prompts, a.title, b.title, "Prompts")
     return share_row((a, b), _with_ends(pair.win_rate), stack=stack, unknown="no verdict stands")
 
 
 def category_row(found: CategoryWinRate) -> ForestRow:
-    """A row with the win rate of a pair's first policy in one category."""
+    """Returns a row with the win rate of a pair's first policy in one category."""
     cells = (p_value(found.holm_p), number(found.win_rate.num_prompts))
     return share_row((found.category or "(no category)",), _with_ends(found.win_rate), cells)
 
 
 def length_row(pair: PairSummary, styles: Styles) -> ForestRow:
-    """Rows with a pair's plain win rate and, hollow, the one at equal length."""
+    """Returns a row with a pair's plain win rate and, as a hollow mark, the one at equal length."""
     fitted, heads = pair.length_controlled, (styles[pair.policy_a], styles[pair.policy_b])
     if math.isnan(fitted.mean):
         return share_row(heads, _with_ends(pair.win_rate), (UNKNOWN,), note=fitted.reason)
@@ -265,7 +266,7 @@ def length_row(pair: PairSummary, styles: Styles) -> ForestRow:
 
 
 def agreement_row(head: str, found: Agreement) -> ForestRow:
-    """A row with the agreement of two judges, or of one judge's labelers."""
+    """Returns a row with the agreement of two judges, or of one judge's labelers."""
     share, alpha = found.share, found.alpha
     ends = "" if math.isnan(alpha.low) else f" ({number(float(alpha.low))} to {number(float(alpha.high))})"
     cells = (number(float(alpha.value)) + ends, number(share.num_pairs))
@@ -309,14 +310,14 @@ def rating_rows(
 
 
 def rating_text(value: float, digits: int = 2) -> str:
-    """A rating in log-odds, with possibly infinite ends."""
+    """Formats a rating in log-odds, which may be infinite."""
     if math.isinf(value):
         return "∞" if value > 0 else "\u2212∞"
     return number(float(value), digits) if abs(value) >= 0.5 * 10**-digits else number(0.0, digits)
 
 
 def tests_table(judge: JudgeSummary, place: int, policies: Sequence[str], styles: Styles) -> Table:
-    """A table with a row per pair and its test; the numbers of prompts filter the samples."""
+    """Returns a table with a row per pair and its test; the numbers of prompts filter the samples."""
     rows = tuple(_tests_row(pair, place, policies, styles) for pair in judge.pairs)
     holm = f" p-values are corrected for {count_of(len(rows), 'pair')} (Holm)." if len(rows) > 1 else ""
     if any(is_taken_back(pair) for pair in judge.pairs):
@@ -359,6 +360,6 @@ def _p(p: float) -> str:
 
 
 def _needed(pair: PairSummary) -> str:
-    """The number of prompts that would show the observed difference, if it was not shown."""
+    """Returns the number of prompts that would show the observed difference, if it was not shown."""
     needed = pair.power.num_prompts_needed
     return "" if pair.different or needed is None else f"needs {number(needed)} prompts"

@@ -24,8 +24,8 @@ ORDERED: Filter = ("first", "!=", "")
 
 @dataclass(frozen=True)
 class Source:
-    """Where a field of report.json comes from. `num_rows` rows pass the filter; `how` says how the field follows from
-    them.
+    """Where a field of report.json comes from. `num_rows` rows pass the filter; `how` says how the field is computed
+    from them.
 
     For a JSON file, `field` is the place in it, and there are no rows.
     """

@@ -90,12 +90,12 @@ def _parts(stage: StageFolder, results: CompareResults, styles: Styles) -> tuple
 
 
 def score_title(results: CompareResults) -> str:
-    """The name of the judge's score: gold only if it is a world's."""
+    """Returns the name of the judge's score: gold only if the judge is a world's."""
     return "Gold score" if results.judge.kind == GOLD else "Judge's score"
 
 
 def win_table(results: CompareResults, styles: Styles) -> Table:
-    """The win rate of every policy against every other."""
+    """Returns the win rate of every policy against every other."""
     rows = tuple(
         Row((styles[first],), tuple(_win_cell(results, first, second) for second in styles)) for first in styles
     )
@@ -117,7 +117,7 @@ def _win_cell(results: CompareResults, first: str, second: str) -> Cell:
 
 
 def policy_table(results: CompareResults, styles: Styles) -> Table:
-    """Every policy's metrics with their intervals."""
+    """Returns every policy's metrics with their intervals."""
     bounds = _kl_bounds(results)
     own = {name: results.policies[name] for name in styles}
     cells = {
@@ -170,7 +170,7 @@ KL_FIGURES = (
 
 
 def _kl_figure(results: CompareResults, styles: Styles, field: str, title: str, unit: str) -> Figure | None:
-    """Scores against the distance from the SFT policy."""
+    """Returns a chart of scores against KL from the SFT policy; None if there is nothing to draw."""
     bounds = _kl_bounds(results)
     series = []
     if results.best_of_n:
@@ -202,7 +202,7 @@ def _kl_figure(results: CompareResults, styles: Styles, field: str, title: str, 
 
 
 def _kl_bounds(results: CompareResults) -> dict[str, float]:
-    """Upper bounds of the KL of each best-of-n policy, in nats, by the policy's name."""
+    """Returns the upper bound of the KL of each best-of-n policy, in nats, by the policy's name."""
     return {f"best_of_{found.n}": found.kl_bound_nats for found in results.best_of_n}
 
 
@@ -238,7 +238,7 @@ def _scores(gold: float, proxy: float) -> str:
 
 
 def _trained(results: CompareResults) -> list[str]:
-    """The policies that a stage trained from SFT's, in the job's order."""
+    """Returns the policies that a stage trained from SFT's, in the job's order."""
     return [name for name in results.policies if name not in ("pretrained", "sft") and not BEST_OF.fullmatch(name)]
 
 
@@ -264,7 +264,7 @@ def _headlines_of(stage: StageFolder, results: CompareResults, style: PolicyStyl
         yield headline_of_share(stage, f"policies.{name}.pass_share", f"{title} above the pass mark", span)
     kl = policy.kl_nats
     if kl is not None and isfinite(kl.mean):
-        # In the position of PPO's own headline, which shows the KL of its last iteration until the comparison has run.
+        # Replaces PPO's own headline, which shows the KL of its last iteration until the comparison has run.
         file, field = f"{stage.name}/results.json", f"policies.{name}.kl_nats.mean"
         detail = ", ".join(part for part in (ends_of(kl, 1), "held-out prompts") if part)
         about = "KL from SFT" if len(_trained(results)) == 1 else f"KL from SFT, {title}"
@@ -272,14 +272,14 @@ def _headlines_of(stage: StageFolder, results: CompareResults, style: PolicyStyl
 
 
 def _over(results: CompareResults, name: str, other: str) -> WinRateResults | None:
-    """Returns None if the policies were not compared, or nothing is known."""
+    """Returns the win rate of a policy over another; None if they were not compared or it is unknown."""
     pair = results.pairs.get(f"{name}/{other}")
     return None if pair is None or not isfinite(pair.win_rate.mean) else pair.win_rate
 
 
 def answer_of(results: CompareResults, styles: Styles) -> Answer:
     """Says whether each trained policy is preferred to SFT's, and what that alone would hide. The tone is that of the
-    last policy, which the run ends with. `more` says whether the reward was hacked, or why that cannot be said.
+    last policy, which is the result of the run. `more` says whether the reward was hacked, or why that is unknown.
     """
     trained = _trained(results)
     answers = [_answer_of(results, styles, name) for name in trained]
@@ -300,7 +300,7 @@ def answer_of(results: CompareResults, styles: Styles) -> Answer:
 
 
 def _between(one: PolicyStyle, other: PolicyStyle, rate: WinRateResults) -> str:
-    """Which of two trained policies is preferred."""
+    """Says which of two trained policies is preferred."""
     ends = f" (95% {share_ends(rate.low, rate.high)})" if isfinite(rate.low) and isfinite(rate.high) else ""
     wins = f"{one.title} beats {other.title} {percent(rate.mean)} of the time{ends}"
     return f"{wins}." if rate.different else f"{wins}, which shows no difference."
@@ -357,7 +357,7 @@ def _win_answer(rate: WinRateResults, title: str) -> Answer:
 
 
 def _warnings(results: CompareResults, styles: Styles, policy: str) -> list[str]:
-    """What a win rate alone would hide: best-of-n still ahead, repetition, responses that never end."""
+    """Warns of what a win rate alone would hide: best-of-n still ahead, less varied responses, missing EOS."""
     found, title = [], styles[policy].title
     ours, sft = results.policies[policy], results.policies["sft"]
     for name, style in styles.items():
