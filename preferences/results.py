@@ -58,7 +58,7 @@ class BatchCounts:
 
 
 def batches(connection: Connection) -> list[str]:
-    """Returns names in order of arrival. Every page calls it, so it walks the index from name to name, not all tasks."""
+    """Returns names in order of arrival. Every page calls it, so it walks the index by name instead of all tasks."""
     first: dict[str, int] = {}
     name = connection.scalar(select(func.min(tasks.c.batch)))
     while name is not None:
