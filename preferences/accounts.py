@@ -1,8 +1,8 @@
 """Accounts of leads and labelers: keys, sessions, one-time links, and the audit log.
 
-A closed account has no access: closing it ends its sessions and voids its link, and every entry checks its state too. A
-name has at most one link. People stand in the audit log under their pseudonyms and are shown by name, unless they were
-erased.
+A closed account has no access: closing it ends its sessions and voids its link, and each sign-in and request checks its
+state too. A name has at most one link. The audit log stores people under their pseudonyms and shows them by name,
+unless they were erased.
 """
 
 import time
@@ -29,7 +29,7 @@ SESSION_SECONDS = 12 * 3_600.0
 INVITATION_SECONDS = 7 * 24 * 3_600.0
 SERVER = "server"  # who invites the first lead
 FIRST_LEAD = "lead"
-COMMAND_LINE = "command line"  # who acts, if no lead does
+COMMAND_LINE = "command line"  # the actor if it is not a lead
 MAX_EVENTS_SHOWN = 100
 _CHANGING = 7_243_003  # key of the advisory lock for changing accounts and links
 _NUM_LEADS = select(func.count()).where(accounts.c.role == "lead", accounts.c.state != "closed")
@@ -47,7 +47,7 @@ class Account:
 
 @dataclass(frozen=True)
 class Invitation:
-    """What a one-time link gives, until when (seconds since the epoch), and who made it."""
+    """A one-time link: the account it gives, when it expires (seconds since the epoch), and who made it."""
 
     name: str
     role: Role
@@ -57,7 +57,7 @@ class Invitation:
 
 @dataclass(frozen=True)
 class AuditEvent:
-    """What somebody did to an account, or exported from the store. `subject` is a name or a batch."""
+    """A change to an account or an export from the store, and who made it. `subject` is a name or a batch."""
 
     actor: str
     action: str
@@ -79,9 +79,9 @@ class Accounts:
     # ---- one-time links ----
 
     def invite(self, name: str, role: Role, *, by: str = COMMAND_LINE) -> str:
-        """Returns the code of a one-time link that gives `name` an account, or a new key for theirs.
+        """Returns the code of a one-time link that gives `name` an account, or a new key for an existing account.
 
-        It voids an older link of the name.
+        It voids any older link of the name.
 
         Raises: ValueError for a malformed name or role, and for a name that has the other role, is closed, or looks
         like another name.
@@ -98,7 +98,7 @@ class Accounts:
             return _new_link(connection, name, role, by, self._clock())
 
     def invite_first_lead(self) -> tuple[str, str] | None:
-        """Returns name and code of the only link for a first lead, or None if somebody is a lead or invited as one."""
+        """Returns name and code of the only link for a first lead; None if there is a lead or one is invited."""
         with self._writer.begin() as connection:
             _lock(connection)
             connection.execute(delete(invitations).where(invitations.c.invited_by == SERVER))
@@ -120,12 +120,12 @@ class Accounts:
             self._log_about(connection, by, "revoked", name)
 
     def invitation(self, code: str) -> Invitation | None:
-        """Returns what a link gives, or None if it was used, was voided, ran out or never existed."""
+        """Returns a link's invitation, or None if the link was used, was voided, expired or never existed."""
         with self._reader.begin() as connection:
             return _find_link(connection, code, self._clock())
 
     def accept(self, code: str) -> tuple[Account, str] | None:
-        """Uses a link up. Returns the account and its new key, of which only the hash is stored.
+        """Redeems a link. Returns the account and its new key; the store keeps only the key's hash.
 
         Returns None for a link that cannot be used and for a closed account. Raises: BusyError.
         """
@@ -173,7 +173,7 @@ class Accounts:
         return _as_account(row) if row is not None else None
 
     def set_state(self, name: str, state: State, *, by: str = COMMAND_LINE) -> None:
-        """Admits somebody, or closes their account: sessions end, the link is void, leased tasks go to others.
+        """Admits somebody, or closes their account, which ends sessions, voids the link and frees leased tasks.
 
         Raises: ValueError for an unknown name.
         """
@@ -206,7 +206,7 @@ class Accounts:
     def sign_in(self, name: str, key: str) -> str | None:
         """Returns a session's token, or None for a wrong name or key, or a closed account.
 
-        It takes as long for a name without an account. Raises: BusyError.
+        A name without an account takes just as long to refuse. Raises: BusyError.
         """
         if not is_name(name):
             return None
@@ -282,7 +282,7 @@ class Accounts:
     def erase(self, name: str, *, by: str = COMMAND_LINE) -> str:
         """Erases a person; judgments stay under the pseudonym, which is returned. See `personal_data.erase`.
 
-        It rewrites the database's files, for which labelers wait (about a second per 100 MB).
+        It rewrites the database's files, and labelers wait meanwhile (about a second per 100 MB).
 
         Raises: ValueError for an unknown name.
         """
@@ -319,7 +319,7 @@ def _as_account(row: Row[Any]) -> Account:
 
 
 def _new_link(connection: Connection, name: str, role: Role, by: str, now: float) -> str:
-    """Makes a link, which voids an older one of the name. Returns its code."""
+    """Makes a link and voids any older link of the name. Returns the new link's code."""
     code = new_token()
     connection.execute(delete(invitations).where(invitations.c.name == name))
     until = now + INVITATION_SECONDS
@@ -364,7 +364,7 @@ def _open_links(connection: Connection, now: float) -> list[Invitation]:
 
 
 def _find_link(connection: Connection, code: str, now: float) -> Invitation | None:
-    """Returns the invitation of a code, or None if it was used, was voided, ran out or never existed."""
+    """Returns the invitation of a code, or None if it was used, was voided, expired or never existed."""
     statement = select(invitations).where(invitations.c.code_hash == digest(code), invitations.c.expires_at > now)
     row = connection.execute(statement).one_or_none()
     return _as_invitation(row) if row is not None else None

@@ -10,7 +10,7 @@ from sqlalchemy.exc import DatabaseError, OperationalError
 
 BUSY_TIMEOUT_MILLISECONDS = 30_000
 POOL_SIZE = 8
-MAX_CHECKED_BYTES = 2 * 2**30  # a file up to this size is read whole at each start, which takes some seconds
+MAX_CHECKED_BYTES = 2 * 2**30  # files up to this size are checked at each start, which takes some seconds
 _BEGIN = "heed_begin"
 _MIGRATING = 7_243_001  # key of the migration's advisory lock; any number that only Heed uses
 OLDEST_REVISION = "0009"  # earlier ones, and tables without a revision, belonged to unreleased versions
@@ -19,8 +19,8 @@ OLDEST_REVISION = "0009"  # earlier ones, and tables without a revision, belonge
 def open_engines(url_or_path: str | Path) -> tuple[Engine, Engine]:
     """Opens the database, and creates or updates its tables. Returns (reader, writer) engines over one pool.
 
-    On SQLite the writer's transactions start with BEGIN IMMEDIATE: a deferred transaction that turns from reading to
-    writing is refused with SQLITE_BUSY at once, whatever the busy_timeout.
+    On SQLite the writer's transactions start with BEGIN IMMEDIATE, because a deferred transaction that switches from
+    reading to writing may fail with SQLITE_BUSY immediately, whatever the busy_timeout.
 
     Raises: ValueError for an unsupported database, one that cannot be opened, and one that a newer or an unreleased
     version of Heed has written.
@@ -41,7 +41,7 @@ def open_engines(url_or_path: str | Path) -> tuple[Engine, Engine]:
 
 
 def _open(engine: Engine) -> None:
-    """Migrates the database, which is also the first statement that it gets."""
+    """Migrates the database. These are the first statements sent to it, so an unusable database fails here."""
     try:
         migrate(engine)
     except DatabaseError as error:
@@ -66,7 +66,7 @@ def require_store(url_or_path: str | Path) -> None:
 
 
 def create_or_check(url_or_path: str | Path) -> str:
-    """Like `require_store`, but returns a sentence saying that a store was created if it is missing, else ""."""
+    """Like `require_store`, but for a missing file returns the notice to print once the store is created, else ""."""
     path = store_file(url_or_path)
     if path is None or path.exists():
         require_store(url_or_path)
@@ -98,7 +98,7 @@ def _require_sound(path: Path) -> None:
 
 
 def migrate(engine: Engine) -> None:
-    """Brings the database to the newest revision, one process at a time, in one transaction.
+    """Upgrades the database to the newest revision, one process at a time, in one transaction.
 
     Raises: ValueError for a revision that this version does not know.
     """

@@ -19,7 +19,7 @@ WAIT_SECONDS = 5.0
 
 
 class BusyError(RuntimeError):
-    """Too many keys are being checked right now; the same request may be sent again."""
+    """Too many keys are being checked right now. The caller may send the same request again."""
 
 
 class KeyHasher:
@@ -39,13 +39,13 @@ class KeyHasher:
             return self._hasher.hash(key)
 
     def verify(self, kept: str, key: str) -> bool:
-        """Whether `key` has the stored hash `kept`. For no hash ("") it takes as long and returns False.
+        """Returns whether `key` has the stored hash `kept`. Without a hash ("") it takes just as long, and is False.
 
         Raises: BusyError.
         """
         with self._turn():
             try:
-                # No key contains what UTF-8 cannot encode.
+                # Replacing is safe, because no key contains characters that UTF-8 cannot encode.
                 return self._hasher.verify(kept or self._nobody, key.encode("utf-8", "replace")) and bool(kept)
             except (VerificationError, InvalidHashError):
                 return False

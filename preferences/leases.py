@@ -30,7 +30,7 @@ from sqlalchemy import (
 from preferences.records import ShownTask
 from preferences.schema import assignments, judgments, tasks
 
-NUM_DRAWS = 24  # tasks to try at random
+NUM_DRAWS = 24  # random tasks to try before those in order of arrival
 _LEASING = 7_243_002  # first half of the key of a labeler's advisory lock
 
 Assignment = tuple[int, int]  # a task's position, and the assignment's number within the task
@@ -61,7 +61,7 @@ class Lease:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether the labeler has a warning before them, and has not asked to see the task."""
+        """Whether the task has a warning and the labeler has not yet asked to see the task."""
         return bool(self.shown.warning) and not self.is_revealed
 
     @property
@@ -72,8 +72,8 @@ class Lease:
 def display_order(task_id: str, labeler: str, num_responses: int) -> tuple[int, ...]:
     """Returns the order in which `labeler` sees the task's responses, as canonical indices.
 
-    It depends on (task_id, labeler) alone, so a reload or a restart shows the same order. Over tasks and labelers every
-    order is equally likely, so no source profits from its position.
+    It depends only on (task_id, labeler), so a reload or a restart shows the same order. Over tasks and labelers every
+    order is equally likely, so no source benefits from its position.
     """
 
     def key(index: int) -> bytes:
@@ -105,8 +105,8 @@ def lock_labeler(connection: Connection, labeler: str) -> None:
     """Serialises one labeler's requests until the transaction ends. SQLite has a single writer anyway.
 
     On PostgreSQL it also turns sorting off, so that the planner reads assignments in index order and stops at the first
-    open one. Until PostgreSQL has statistics of a new batch it assumes that the batch is small, and would otherwise
-    sort all open assignments for every page.
+    open one. Until PostgreSQL has statistics on a new batch, it assumes that the batch is small and would sort all open
+    assignments for every page.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(_LEASING, func.hashtext(labeler))))
@@ -125,11 +125,11 @@ def live(connection: Connection, who: str, now: float, batch: str) -> list[Assig
 
 
 def drawn(connection: Connection, who: str, now: float, batch: str) -> list[int]:
-    """Draws positions of tasks for a labeler to try before others, with replacement. Returns those that are open.
+    """Draws task positions, with replacement, for a labeler to try first. Returns those that are open.
 
-    What is drawn is a function of the labeler's pseudonym (which is random, so each store has an order of its own), the
-    batch and how many of its tasks they have judged. So a reload, a restart and a lease that ran out draw the same.
-    Late in a batch few that are drawn are open; then tasks come in order of arrival.
+    The draws depend only on the labeler's pseudonym (which is random, so the order differs between stores), the batch
+    and how many of its tasks they have judged. So they are the same after a reload, a restart or an expired lease. Late
+    in a batch few of the drawn tasks are open; then tasks come in order of arrival.
     """
     ends = select(func.min(tasks.c.position), func.max(tasks.c.position)).where(tasks.c.batch == batch)
     first, last = connection.execute(ends).one()
@@ -185,7 +185,7 @@ def grant(connection: Connection, who: str, chosen: Iterable[Assignment], now: f
 
 
 def reveal(connection: Connection, who: str, position: int, now: float) -> None:
-    """Marks a task as revealed to the labeler who has leased it. Time counts from the first time."""
+    """Marks a task as revealed to the labeler who has leased it. Time on it counts from the first reveal."""
     own = update(assignments).where(assignments.c.task == position, assignments.c.labeler == who)
     connection.execute(
         own.where(~assignments.c.is_done, ~assignments.c.is_revealed).values(is_revealed=True, given_at=now)
@@ -216,7 +216,7 @@ def release(connection: Connection, chosen: Iterable[Assignment]) -> None:
 
 
 def release_all(connection: Connection, labeler: str, who: str) -> None:
-    """Makes everything that the labeler has leased free for others. Finished assignments stay theirs."""
+    """Frees all assignments that the labeler has leased but not finished. Finished assignments stay theirs."""
     lock_labeler(connection, labeler)
     leased = update(assignments).where(assignments.c.labeler == who, ~assignments.c.is_done)
     connection.execute(leased.values(labeler=None, expires_at=0.0))
@@ -249,11 +249,11 @@ def _is_free(now: float) -> ColumnElement[bool]:
 
 
 # These are counts although EXISTS would do: PostgreSQL turns EXISTS into a join over all assignments, whose cost grows
-# with the store. A count is taken per candidate, by index, and the first open candidate ends the search.
+# with the store. A count is evaluated per candidate, by index, and the search stops at the first open candidate.
 
 
 def _is_new_to(who: str) -> ColumnElement[bool]:
-    """The labeler has no other assignment of the task, and their last judgment of it, if any, is not a skip."""
+    """Whether the labeler has no other assignment of the task, and did not skip it with their last judgment."""
     other = assignments.alias("other")
     num_others = select(func.count()).where(
         other.c.task == assignments.c.task, other.c.labeler == who, other.c.place != assignments.c.place
@@ -268,7 +268,7 @@ def _is_new_to(who: str) -> ColumnElement[bool]:
 
 
 def _is_due_to(who: str) -> ColumnElement[bool]:
-    """The task repeats nothing, or the labeler has judged the task that it repeats."""
+    """Whether the task repeats nothing, or the labeler has judged the task that it repeats."""
     original = assignments.alias("original")
     num_judged = select(func.count()).where(
         original.c.task == assignments.c.original, original.c.labeler == who, original.c.is_done
@@ -277,5 +277,5 @@ def _is_due_to(who: str) -> ColumnElement[bool]:
 
 
 def _per_assignment(statement: Select[Any]) -> ScalarSelect[Any]:
-    """The statement's value, evaluated for each candidate assignment."""
+    """Returns the statement as a subquery that is evaluated for each candidate assignment."""
     return statement.correlate(assignments).scalar_subquery()

@@ -1,7 +1,7 @@
 """Names of people: which are allowed, which look alike, and the pseudonyms that stand for them.
 
-Names appear on pages and in data files. Judgments, assignments and the audit log hold pseudonyms; one table holds the
-name of each. Erasing a person empties the name, and nothing then connects it with the pseudonym, which is random.
+Names appear on pages and in data files. Judgments, assignments and the audit log hold pseudonyms, and one table maps
+each to its name. Erasing a person deletes the name there; since pseudonyms are random, nothing links the two any more.
 """
 
 import re
@@ -48,7 +48,7 @@ def is_pseudonym(name: str) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Whether no account may have this name."""
+    """Whether the name is reserved, so that no account may have it."""
     return is_pseudonym(name) or name in _RESERVED
 
 
@@ -62,7 +62,7 @@ def look_alike(one: str, other: str) -> bool:
 
 @lru_cache(maxsize=10_000)
 def _appearances(name: str) -> frozenset[str]:
-    """Returns what the name may be read as, ignoring case.
+    """Returns skeletons for the ways in which the name may be read, ignoring case.
 
     A capital I looks like a small l, but a small i does not, so the skeleton is taken with and without case folding.
     """
@@ -82,8 +82,8 @@ def _prototypes() -> dict[str, str]:
     """Maps each character that looks like others to the prototype (one or several characters) of them all.
 
     The library lists pairs in both directions. A prototype's list has every character that looks like it; every other
-    character lists only its prototype. In a pair that lists only each other, either could be the prototype: the longer
-    one is, else the smaller one.
+    character lists only its prototype. If two list only each other, either could be the prototype: the longer one is
+    chosen, or the smaller one if they are equally long.
     """
     from confusable_homoglyphs.confusables import confusables_data  # a megabyte of JSON
 
@@ -106,25 +106,25 @@ def new_pseudonym() -> str:
 
 
 def pseudonym_of(connection: Connection, name: str) -> str:
-    """Returns the pseudonym of a name, which gets one if it has none yet."""
+    """Returns the pseudonym of a name, and creates one if needed."""
     found = known_pseudonym(connection, name)
     if found:
         return found
     values = {"pseudonym": name, "name": None} if is_pseudonym(name) else {"pseudonym": new_pseudonym(), "name": name}
     insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
-    # Another process may name them at the same time.
+    # Another process may insert the same name at the same time.
     connection.execute(insert(labelers).values(**values, is_erased=False).on_conflict_do_nothing())
     return known_pseudonym(connection, name)
 
 
 def known_pseudonym(connection: Connection, name: str) -> str:
-    """Returns the pseudonym of a name, or of itself, or "" if the store does not know it."""
+    """Returns the pseudonym of `name`, which may be a pseudonym itself, or "" if the store does not know it."""
     column = labelers.c.pseudonym if is_pseudonym(name) else labelers.c.name
     return connection.scalar(select(labelers.c.pseudonym).where(column == name)) or ""
 
 
 def name_in(pseudonym: ColumnElement[str]) -> ColumnElement[str]:
-    """Returns the name of a column's pseudonym, or the pseudonym if it has none."""
+    """Returns an SQL expression for the name behind a column's pseudonym, or the pseudonym if it has no name."""
     found = select(labelers.c.name).where(labelers.c.pseudonym == pseudonym).scalar_subquery()
     return func.coalesce(found, pseudonym)
 

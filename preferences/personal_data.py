@@ -1,7 +1,7 @@
 """What a label store holds about one person, and how to erase it.
 
-An erasure takes the name, the account, its sessions and links, and everything that the person wrote; judgments stay
-under the pseudonym, so that training data and statistics remain as they were.
+An erasure deletes the name, the account, its sessions and links, and everything that the person wrote. Judgments stay
+under the pseudonym, so that training data and statistics do not change.
 """
 
 import sqlite3
@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Engine, delete, select, update
 from preferences import leases, results
 from preferences.schema import accounts, assignments, audit_log, invitations, judgments, labelers, sessions, tasks
 
-# They held or hold names, or texts of people. VACUUM also rewrites rows that are deleted but not yet overwritten.
+# Tables that hold or held names, or texts that people wrote. VACUUM also clears deleted rows not yet overwritten.
 PERSONAL_TABLES = (labelers, accounts, sessions, invitations, judgments, assignments, audit_log)
 CHECKPOINT_SECONDS = 30.0  # how long to wait for others to finish reading a SQLite file
 KEY_NOTE = "an argon2 hash of the key is stored, the key itself is not"

@@ -1,6 +1,6 @@
-"""What reward models learn from: the current judgments among all that were stored, and which rankings are held out.
+"""Selects what reward models learn from: the current judgments among all stored ones, and the held-out rankings.
 
-Judgments are only ever appended, so what counts is computed from them.
+Judgments are only ever appended, so which of them are current is computed here.
 
 Held-out comparisons are split by prompt: no prompt is ever on both sides. A prompt's side depends only on its own text,
 the share and the seed, not on the rest of the data, so a batch collected later never moves a prompt to the other side.
@@ -18,15 +18,15 @@ from preferences.records import Judgment, Message, Ranking, Task
 class CurrentJudgments:
     """Each labeler's last event on each task, by kind.
 
-    A labeler's answer stays current next to the adjudication of its task, because agreement, accuracy and time describe
-    what labelers said on their own. A reward model should learn from `final`.
+    A labeler's answer stays current even if its task is adjudicated, because agreement, accuracy and time describe what
+    labelers said on their own. A reward model should learn from `final`.
     """
 
     answers: tuple[Judgment, ...]
     skips: tuple[Judgment, ...]
     adjudications: tuple[Judgment, ...]  # the last one of each task
-    replaced: tuple[Judgment, ...]  # what the same labeler revised or undid
-    undos: tuple[Judgment, ...]  # with nothing after them
+    replaced: tuple[Judgment, ...]  # revised or undone by the same labeler
+    undos: tuple[Judgment, ...]  # those without a later event
 
     @property
     def final(self) -> tuple[Judgment, ...]:
@@ -77,8 +77,8 @@ def current_judgments(judgments: Iterable[Judgment]) -> CurrentJudgments:
 def why_excluded(task: Task) -> str:
     """Returns why the task's judgments are not training data: "gold task", "hidden repeat", or "" if they are.
 
-    Gold tasks and hidden repeats measure labelers. Their answers are known, or were given before, so training on them
-    would count easy, hand-picked prompts and some opinions twice.
+    Gold tasks and hidden repeats measure labelers. Gold answers are known and repeats were judged before, so training
+    on them would overweight easy, hand-picked prompts and count some opinions twice.
     """
     return "gold task" if task.gold_ranks else "hidden repeat" if task.repeat_of else ""
 
@@ -91,7 +91,7 @@ def ranking_of(task: Task, answer: Judgment) -> Ranking:
 
 
 def is_heldout(prompt: Sequence[Message], share: float, seed: int) -> bool:
-    """Whether the prompt is held out. Over many prompts, `share` (0 to 1) of them are.
+    """Returns whether the prompt is held out. Over many prompts, a fraction `share` (0 to 1) is.
 
     Prompts that differ only in letter case or spacing fall on the same side.
 
@@ -105,7 +105,7 @@ def is_heldout(prompt: Sequence[Message], share: float, seed: int) -> bool:
 
 
 def split_rankings(rankings: Sequence[Ranking], heldout_share: float, seed: int) -> tuple[list[Ranking], list[Ranking]]:
-    """Returns (train, heldout), each in the order given."""
+    """Returns (train, heldout), each in input order."""
     train: list[Ranking] = []
     heldout: list[Ranking] = []
     for ranking in rankings:

@@ -1,10 +1,10 @@
 """Recording tasks and what labelers do, within the caller's transaction.
 
 Each event (answer, skip, undo, adjudication) appends one judgment row. An answer finishes the labeler's assignment of
-the task, a skip releases it, and an undo takes the last event back and leases the assignment again. An adjudication, a
-lead's answer that overrides those of labelers, needs no assignment; neither does its undo.
+the task, a skip releases it, and an undo takes back the last event and leases the assignment again. An adjudication (a
+lead's answer that overrides those of labelers) needs no assignment, and neither does its undo.
 
-An import stores tasks with judgments that were made outside this store: all of them or none.
+An import stores tasks with judgments that were made outside this store, all or none.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -48,7 +48,7 @@ def add_tasks(connection: Connection, wanted: Sequence[Values], files: Locations
 
 
 def stored(connection: Connection, task_ids: Sequence[str]) -> dict[str, Values]:
-    """Returns those of these tasks that the store has, by id."""
+    """Returns the rows of the tasks in `task_ids` that are stored, by id."""
     found: dict[str, Values] = {}
     for part in parts(task_ids):
         for row in connection.execute(select(tasks).where(tasks.c.task_id.in_(part))).mappings():
@@ -95,11 +95,11 @@ def record(
     external: bool = False,
     files: Locations = NO_LOCATIONS,
 ) -> None:
-    """Stores events of one labeler, in order. Events that are stored already are accepted and not stored again.
+    """Stores events of one labeler, in order. Events that are already stored are accepted and not stored again.
 
-    `expires_at` is when the leases that an undo grants run out. External events, recorded outside this store, may
-    follow each other in any order: an answer may have replaced another without an undo, and what was undone in the end
-    needs no assignment. `files` says where the rows come from.
+    `expires_at` is when the leases that an undo grants run out. External events (recorded outside this store) may
+    follow each other in any order: an answer may replace another without an undo, and a task whose last event is an
+    undo needs no assignment. `files` says where the rows come from.
 
     Raises: ValueError for an unknown task and for an event that contradicts the stored one of its revision;
     LeaseLostError if other labelers took the task's assignments (for external events a ValueError).
@@ -195,7 +195,7 @@ def _require_sequence(where: str, kind: str, before: Sequence[Mapping[str, Any]]
 
 
 def _number(who: str, states: Sequence[AssignmentState], kind: str, now: float) -> int | None:
-    """Returns the labeler's own assignment of a task, else a free one (not for a skip), else None."""
+    """Returns the labeler's assignment of a task if they have one, else a free one (not for a skip), else None."""
     own = [state.number for state in states if state.labeler == who]
     free = [state.number for state in states if state.is_free(now) and kind != "skip"]
     return next(iter([*own, *free]), None)
@@ -224,7 +224,7 @@ class ImportRows:
 
     @classmethod
     def of(cls, coming: Import, files: Locations) -> "ImportRows":
-        """Raises: ValueError, naming file and line, for rows that no store accepts."""
+        """Converts an import to rows. Raises: ValueError, naming file and line, for rows that no store accepts."""
         pairs = zip(coming.tasks, coming.quotas, strict=True)
         rows = [task_row(task, coming.batch, quota, files) for task, quota in pairs]
         sizes = {task.task_id: len(task.responses) for task in coming.tasks}
@@ -234,9 +234,9 @@ class ImportRows:
 def judgment_rows(
     batch: str, judgments: Sequence[Judgment], sizes: Mapping[str, int], files: Locations = NO_LOCATIONS
 ) -> list[Values]:
-    """Returns rows in order of revision. `sizes` has the number of responses of each of the batch's tasks.
+    """Returns rows in order of revision. `sizes` maps each of the batch's tasks to its number of responses.
 
-    Raises: ValueError, naming task and labeler, for a malformed judgment and for one of a task outside the batch.
+    Raises: ValueError, naming task and labeler, for a malformed judgment and for a task outside the batch.
     """
     rows = []
     for judgment in sorted(judgments, key=lambda judgment: judgment.revision):
@@ -248,7 +248,7 @@ def judgment_rows(
 
 
 def store_rows(connection: Connection, coming: Sequence[ImportRows], files: Locations, now: float) -> None:
-    """Stores imports, one after another. Rows that are stored already are left alone.
+    """Stores imports, one after another. Rows that are already stored are left alone.
 
     Raises: ValueError, naming file and line, for rows that contradict the store or exceed a task's quota.
     """

@@ -1,4 +1,4 @@
-"""The records of labeling: tasks, what a labeler is shown, answers, judgments, rankings; and how messages name them.
+"""Records of labeling (tasks, shown tasks, answers, judgments, rankings), and how error messages name them.
 
 Ranks count from 1 (best), equal ranks are ties, and gaps are closed (1, 1, 3 becomes 1, 1, 2).
 """
@@ -9,15 +9,15 @@ from typing import Any, Literal, Protocol
 
 MIN_RESPONSES = 2
 MAX_RESPONSES = 9
-MAX_LABELERS = 1_000  # per task; the store has a row for each from the start
+MAX_LABELERS = 1_000  # per task; adding a task creates a row for each
 MAX_REVISION = 10_000  # events of one labeler on one task
 MAX_MILLISECONDS = 2**31 - 1  # nearly 25 days: the largest integer that the store's column holds
-MAX_ID_CHARACTERS = 500  # PostgreSQL's indexes take 2,704 bytes, and a character is four at most
+MAX_ID_CHARACTERS = 500  # a PostgreSQL index entry holds 2,704 bytes, a character takes at most 4
 OVERALL = "overall"  # the objective if there is only one
 
-Flags = tuple[tuple[str, ...], ...]  # the flags that each response was given
+Flags = tuple[tuple[str, ...], ...]  # the flags of each response
 Kind = Literal["answer", "skip", "undo", "adjudication"]
-Locations = Mapping[tuple[str, str, int], str]  # file and line by (task, labeler, revision), a task's by (task, "", 0)
+Locations = Mapping[tuple[str, str, int], str]  # file and line by (task, labeler, revision); (task, "", 0) for a task
 NO_LOCATIONS: Locations = {}  # for rows that come from no file
 
 
@@ -33,10 +33,10 @@ class Message:
 class Task:
     """A prompt and the K responses to rank, in canonical order. `sources[i]` names who wrote `responses[i]`.
 
-    `objective` is what labelers judge by ("helpful", ...). `gold_ranks` is the right answer of a gold task. `repeat_of`
-    names the task that this one repeats for those who judged it. Both are hidden from labelers, as is `details`: where
-    the task comes from and how it was chosen, in JSON's types. With a `warning` ("describes violence") labelers see
-    that first, and decide whether to see the task.
+    `objective` is what labelers judge by ("helpful", ...). `gold_ranks` is the correct ranking of a gold task.
+    `repeat_of` names the task that this one repeats for labelers who judged that task. Both are hidden from labelers,
+    and so is `details`: where the task comes from and how it was chosen, in JSON's types. If there is a `warning`
+    ("describes violence"), labelers see it first and decide whether to see the task.
     """
 
     task_id: str
@@ -103,7 +103,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Skip:
-    """A labeler leaves the task to others. `reason` is not empty."""
+    """A labeler's decision to leave the task to others. `reason` is not empty."""
 
     reason: str
     milliseconds: int
@@ -128,7 +128,7 @@ class Ranking:
     ranks: tuple[int, ...]
     labeler: str
     objective: str = OVERALL
-    ratings: tuple[float, ...] = ()  # one per response, higher is better; () = none were given
+    ratings: tuple[float, ...] = ()  # one per response, higher is better; () = no ratings
 
 
 @dataclass(frozen=True)

@@ -53,12 +53,12 @@ class BatchCounts:
     num_open: int  # tasks with fewer judgments than wanted
     num_wanted: int  # judgments
     num_judgments: int
-    num_leased: int  # assignments that labelers have open just now
+    num_leased: int  # assignments with a live lease
     by_labeler: dict[str, int]
 
 
 def batches(connection: Connection) -> list[str]:
-    """Returns names, in order of arrival. Every page asks, so it walks the index from name to name, not all tasks."""
+    """Returns names in order of arrival. Every page calls it, so it walks the index by name instead of all tasks."""
     first: dict[str, int] = {}
     name = connection.scalar(select(func.min(tasks.c.batch)))
     while name is not None:
@@ -94,7 +94,7 @@ def events_on(connection: Connection, task_id: str) -> list[Judgment]:
 
 
 def events(connection: Connection, batch: str, who: str, kind: str, start: int, limit: int | None) -> list[Judgment]:
-    """Returns events of a batch, newest first; "" = of all labelers (or of one, by their pseudonym), of every kind."""
+    """Returns a batch's events, newest first. `who` is a pseudonym; "" means all labelers, or all kinds."""
     statement = _events().where(tasks.c.batch == batch).order_by(judgments.c.judgment_id.desc())
     if who:
         statement = statement.where(judgments.c.labeler == who)
@@ -119,7 +119,7 @@ def num_current_answers(connection: Connection, who: str) -> int:
 def leases_of(
     connection: Connection, positions: Sequence[int], labeler: str, who: str, expires_at: float
 ) -> list[Lease]:
-    """Returns the tasks at these positions as this labeler is shown them, in order of arrival.
+    """Returns the tasks at these positions as they are shown to this labeler, in order of arrival.
 
     `who` is the labeler's pseudonym, or "" if they have none yet.
     """
@@ -179,7 +179,7 @@ def coverage(connection: Connection, batch: str) -> list[Coverage]:
 
 
 def progress(connection: Connection, batch: str) -> Progress:
-    """Counts over one batch: all 0 for a batch without tasks."""
+    """Counts one batch's tasks and judgments; all counts are 0 for a batch without tasks."""
     by_task = _by_task(assignments.c.batch == batch, now=0.0)
     sums = [func.coalesce(column, 0) for column in (_num_open(by_task), func.sum(by_task.c.done))]
     num_tasks, num_open, num_judgments = connection.execute(select(func.count(by_task.c.task), *sums)).one()
@@ -187,7 +187,7 @@ def progress(connection: Connection, batch: str) -> Progress:
 
 
 def batch_counts(connection: Connection, now: float) -> list[BatchCounts]:
-    """Counts over all batches, in order of arrival. It reads only assignments, so it is quick."""
+    """Returns counts for each batch, in order of arrival. It reads only assignments, so it is quick."""
     by_task = _by_task(true(), now)
     sums = [_num_open(by_task), *(func.sum(column) for column in (by_task.c.wanted, by_task.c.done, by_task.c.leased))]
     found = connection.execute(select(by_task.c.batch, func.count(), *sums).group_by(by_task.c.batch))
@@ -206,7 +206,7 @@ def batch_counts(connection: Connection, now: float) -> list[BatchCounts]:
 
 
 def _by_task(which: ColumnElement[bool], now: float) -> Subquery:
-    """Counts each task's assignments: done, leased just now, and wanted."""
+    """Counts each task's assignments: done, leased at `now`, and wanted."""
     done = func.sum(case((assignments.c.is_done, 1), else_=0))
     leased = func.sum(
         case(
@@ -238,8 +238,8 @@ def content_hash(connection: Connection, batch: str) -> str:
     """Returns a SHA-256 over what was judged and how, sorted by (task_id, labeler), for the lineage.
 
     It covers each judged task's prompt, responses, sources and objective, and each current judgment's ranks, ratings,
-    flags, note, order shown, labeler and instructions version. It leaves out how they got here: times, milliseconds,
-    client, order of arrival, and what was undone. An erasure changes it, because it covers names and notes.
+    flags, note, order shown, labeler and instructions version. It leaves out creation times, milliseconds, client,
+    order of arrival, and undone judgments. An erasure changes it, because it covers names and notes.
     """
     current = current_judgments(judgments_of(connection, batch))
     known = task_rows(connection, batch)

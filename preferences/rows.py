@@ -25,7 +25,7 @@ ROLES = ("system", "user", "assistant")
 KINDS = ("answer", "skip", "undo", "adjudication")
 NAMES = ("task_id", "objective", "repeat_of", "warning")  # a task's text columns
 COMPARED = ("kind", "ranks", "ratings", "flags", "note")  # what two events with the same revision must agree on
-_VARIABLES_PER_STATEMENT = 5_000  # SQLite takes 32,766
+_VARIABLES_PER_STATEMENT = 5_000  # SQLite allows 32,766
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _NO_NAME = re.compile(r"[\0\ud800-\udfff]")
 
@@ -56,7 +56,7 @@ def _require_text(where: str, field: str, texts: Sequence[str]) -> None:
 
 
 def _require_fits(where: str, answer: Answer, num_responses: int) -> None:
-    """Raises: ValueError, which begins with `where` and names the field, if the answer does not fit the task."""
+    """Raises: ValueError, beginning with `where` and naming the field, if the answer does not fit the task."""
     if len(answer.ranks) != num_responses:
         raise ValueError(f"{where}: ranks has {len(answer.ranks)} entries for {num_responses} responses")
     for rank in answer.ranks:
@@ -231,6 +231,6 @@ def messages(prompt: list[list[str]]) -> tuple[Message, ...]:
 
 
 def parts(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """Splits items into runs that are short enough for one SQL statement."""
+    """Splits items into slices that are short enough for one SQL statement."""
     for start in range(0, len(items), _VARIABLES_PER_STATEMENT):
         yield items[start : start + _VARIABLES_PER_STATEMENT]

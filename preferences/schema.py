@@ -66,7 +66,7 @@ assignments = Table(
     metadata,
     Column("task", ForeignKey("tasks.position"), nullable=False),
     Column("place", Integer, nullable=False),  # 0 .. num_labelers - 1
-    Column("batch", String, nullable=False),  # its task's
+    Column("batch", String, nullable=False),  # the task's batch
     Column("original", Integer, nullable=False),  # position of the task that its task repeats; 0 = none
     Column("labeler", String),  # who has leased or finished it; NULL = nobody
     Column("expires_at", Float, nullable=False),  # end of the lease, seconds since the epoch
@@ -118,7 +118,7 @@ judgments = Table(
 labelers = Table(
     "labelers",
     metadata,
-    Column("pseudonym", String, primary_key=True),  # random; or a labeler's name in imported data, if that is nobody's
+    Column("pseudonym", String, primary_key=True),  # random; or the name in imported data, if it identifies nobody
     Column("name", String, unique=True),  # NULL = erased, or never known
     Column("is_erased", Boolean, nullable=False),
 )

@@ -1,4 +1,4 @@
-"""Scripted labelers answer a batch of a label store in this process: lease, judge, submit, as people do.
+"""Lets scripted labelers answer a batch of a label store in this process: lease, judge, submit, as people do.
 
 Leaves out: labelers that answer at the same time (run several processes on one store for that).
 """
@@ -12,8 +12,8 @@ from preferences.records import Answer, Labeler, Skip
 from preferences.results import Coverage, Progress
 from preferences.store import LabelStore
 
-TASKS_PER_TURN = 64  # one transaction and one disk sync per turn and direction
-LEASE_SECONDS = 3_600.0  # for one turn, so for TASKS_PER_TURN judgments
+TASKS_PER_TURN = 64  # a turn needs one transaction and disk sync to lease, and one to submit
+LEASE_SECONDS = 3_600.0  # must cover one turn, that is, TASKS_PER_TURN judgments
 
 
 def answer_all(
@@ -27,9 +27,9 @@ def answer_all(
 ) -> Progress:
     """Lets the labelers take turns until none of them has an open task in the batch. Returns the batch's progress.
 
-    `assign` fixes who answers what. So a run that was killed at any point and started again ends with the judgments,
-    and the `content_hash`, of an undisturbed run, provided each labeler's answer depends only on the task shown. A task
-    that one labeler skips goes to the next. A task that wants more labelers than there are, or that somebody else has
+    `assign` fixes who answers what. So a run that is killed at any point and restarted ends with the same judgments and
+    `content_hash` as an uninterrupted run, provided each labeler's answer depends only on the task shown. A task that
+    one labeler skips goes to the next. A task that wants more labelers than there are, or that somebody else has
     leased, stays open.
 
     Raises: ValueError for a batch without tasks, and for two labelers with the same name.
@@ -39,7 +39,7 @@ def answer_all(
         raise ValueError(f"labelers is {[labeler.name for labeler in labelers]}; distinct names were expected")
     if not store.coverage(batch):
         raise ValueError(f"batch {batch!r} has no tasks in the store")
-    declined: set[tuple[str, str]] = set()  # (task id, name): skipped, or not granted while nothing else was
+    declined: set[tuple[str, str]] = set()  # (task id, name): skipped, or not granted in a round that granted nothing
     while True:
         assigned = assign(store.coverage(batch), list(by_name), declined)
         requested = {(task_id, name) for name, task_ids in assigned.items() for task_id in task_ids}
@@ -81,12 +81,12 @@ def _store(
 def assign(
     coverage: Sequence[Coverage], names: Sequence[str], declined: Set[tuple[str, str]] = frozenset()
 ) -> dict[str, list[str]]:
-    """Returns which tasks each labeler has yet to judge: name -> task ids, in the order of `coverage`.
+    """Returns the tasks that each labeler still has to judge: name -> task ids, in the order of `coverage`.
 
     A task with a quota of q goes to q distinct labelers. Tasks are dealt in hash order, so that no labeler gets every
-    n-th task of the batch, and around the sorted names, so that loads differ by at most one. Judgments made so far only
-    remove tasks from what is dealt, so a resumed run makes the same assignment. A (task id, name) in `declined` goes to
-    the next labeler around the ring.
+    n-th task of the batch, and round-robin over the sorted names, so that loads differ by at most one. Judgments made
+    so far only remove tasks from the deal, so a resumed run makes the same assignment. A (task id, name) in `declined`
+    goes to the next labeler in the round.
     """
     ring = sorted(names)
     dealt: dict[str, set[str]] = {name: set() for name in ring}

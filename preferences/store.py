@@ -54,8 +54,8 @@ class LabelStore:
         Either all tasks are added or none. A task that is already stored with the same content is left alone, so a
         caller that was killed can repeat the call.
 
-        Raises: ValueError, naming the task, if its id is taken by other content, a field is malformed, or the task that
-        it repeats is neither stored nor earlier in `new_tasks`.
+        Raises: ValueError, naming the task, if its id is already used for different content, a field is malformed, or
+        the task that it repeats is neither stored nor earlier in `new_tasks`.
         """
         quotas = [num_labelers] * len(new_tasks) if isinstance(num_labelers, int) else list(num_labelers)
         if len(quotas) != len(new_tasks):
@@ -70,7 +70,7 @@ class LabelStore:
         """Returns the task that `labeler` should judge next, leased for `seconds`, or None if none is open for them.
 
         A live lease of the labeler is renewed and returned again, with the responses in the same order. With
-        `is_random` the next task is drawn for this labeler, otherwise tasks come in order of arrival.
+        `is_random` the next task is drawn at random for this labeler; otherwise tasks come in order of arrival.
         """
         granted = self.lease_many(labeler, 1, seconds=seconds, batch=batch, is_random=is_random)
         return granted[0] if granted else None
@@ -78,9 +78,9 @@ class LabelStore:
     def lease_many(
         self, labeler: str, num_tasks: int, *, seconds: float, batch: str, is_random: bool = False
     ) -> list[Lease]:
-        """Returns up to `num_tasks` leases: first the labeler's live ones, then new ones in order of arrival, or drawn.
+        """Returns up to `num_tasks` leases: first the labeler's live ones, then new ones, ordered as in `lease`.
 
-        A task is open for a labeler who has neither judged nor skipped it, while fewer labelers than it wants have
+        A task is open for a labeler who has neither judged nor skipped it, as long as fewer labelers than it wants have
         judged it or hold a live lease. A repeat opens once the labeler has judged the task that it repeats.
         """
         _check_lease(labeler, seconds)
@@ -104,7 +104,7 @@ class LabelStore:
             return results.leases_of(connection, [task for task, _ in granted], labeler, who, now + seconds)
 
     def lease_these(self, labeler: str, task_ids: Sequence[str], *, seconds: float, batch: str) -> list[Lease]:
-        """Leases those of the batch's `task_ids` that are open for the labeler or leased by them, in arrival order."""
+        """Leases these tasks of the batch, if open for the labeler or already leased by them, in order of arrival."""
         _check_lease(labeler, seconds)
         with self._writer.begin() as connection:
             now, until = self._clock(), self._clock() + seconds
@@ -153,13 +153,13 @@ class LabelStore:
         self._record(lease.labeler, rows, client, instructions_version)
 
     def reveal(self, lease: Lease) -> None:
-        """Stores that the labeler has seen the warning and asked for the task. Time on it counts from now."""
+        """Stores that the labeler has seen the warning and asked to see the task. Time on it counts from now."""
         with self._writer.begin() as connection:
             position = stored(connection, [lease.task_id])[lease.task_id]["position"]
             leases.reveal(connection, pseudonym_of(connection, lease.labeler), position, self._clock())
 
     def undo(self, lease: Lease, reason: str, *, client: str, instructions_version: str) -> None:
-        """Takes the labeler's last event on a task back and leases the task to them again. The event stays stored.
+        """Takes back the labeler's last event on a task and leases the task to them again. The event stays stored.
 
         `lease` comes from `reopened`.
 
@@ -176,7 +176,7 @@ class LabelStore:
         self._record(lease.labeler, rows, client, instructions_version)
 
     def reopened(self, labeler: str, task_id: str) -> Lease:
-        """Returns a task as this labeler was, or would be, shown it, for events that need no live lease.
+        """Returns a task as it was, or would be, shown to this labeler, for events that need no live lease.
 
         Raises: ValueError for an unknown task.
         """
@@ -213,7 +213,7 @@ class LabelStore:
             recording.record(connection, [row | shared for row in rows], labeler, now, now + UNDO_SECONDS)
 
     def import_judgments(self, batch: str, judgments: Sequence[Judgment]) -> None:
-        """Stores external judgments of the batch's tasks, all or none. Those that are stored already are left alone.
+        """Stores external judgments of the batch's tasks, all or none. Judgments already stored are left alone.
 
         Raises: ValueError, naming task and labeler, for a task outside the batch, for a judgment that contradicts a
         stored one, and for more labelers than the task wants.
@@ -254,8 +254,8 @@ class LabelStore:
     def judgments(self, batch: str, *, with_names: bool = True) -> list[Judgment]:
         """Returns every event on the batch's tasks, in the order in which they were stored.
 
-        Without names each labeler has their pseudonym, which an erasure does not change. What leaves the store for
-        other files should have pseudonyms.
+        Without names, labelers appear under their pseudonyms, which an erasure does not change. Use pseudonyms for
+        anything that is written to other files.
         """
         with self._reader.begin() as connection:
             return results.judgments_of(connection, batch, with_names=with_names)
@@ -274,7 +274,7 @@ class LabelStore:
             return results.events_on(connection, task_id)
 
     def events(self, batch: str, *, labeler: str = "", kind: str = "", start: int, limit: int) -> list[Judgment]:
-        """Returns a batch's events, newest first, from number `start` on; of one labeler and one kind, if given."""
+        """Returns a batch's events, newest first, starting at index `start`. `labeler` and `kind` filter them."""
         with self._reader.begin() as connection:
             who = known_pseudonym(connection, labeler) if labeler else ""
             return results.events(connection, batch, who, kind, start, limit) if who or not labeler else []
@@ -295,7 +295,7 @@ class LabelStore:
             return leases.num_left(connection, known_pseudonym(connection, labeler), self._clock(), batch, limit)
 
     def shown_prompts(self, task_ids: Sequence[str]) -> dict[str, tuple[tuple[Message, ...], str]]:
-        """Returns the prompt and the content warning of each of these tasks that is stored."""
+        """Returns the prompt and the content warning of each task in `task_ids` that is stored."""
         with self._reader.begin() as connection:
             found = stored(connection, task_ids)
             return {task_id: (messages(row["prompt"]), row["warning"]) for task_id, row in found.items()}
@@ -306,12 +306,12 @@ class LabelStore:
             return results.coverage(connection, batch)
 
     def progress(self, batch: str) -> Progress:
-        """Counts over one batch: all 0 for a batch without tasks."""
+        """Counts one batch's tasks and judgments; all counts are 0 for a batch without tasks."""
         with self._reader.begin() as connection:
             return results.progress(connection, batch)
 
     def batch_counts(self) -> list[BatchCounts]:
-        """Returns each batch's progress and who did how much of it, in order of arrival."""
+        """Returns each batch's progress and how much of it each labeler did, in order of arrival."""
         with self._reader.begin() as connection:
             return results.batch_counts(connection, self._clock())
 

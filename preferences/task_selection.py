@@ -1,7 +1,7 @@
 """Selecting which candidate responses become tasks: at random, or where reward models are least certain.
 
-A selection by score is not a fair sample of the candidates. So every task records the probability with which it was
-selected (`details["propensity"]`), by which `uniform_mean` corrects for the selection, and some prompts, drawn before
+Selecting by score gives a biased sample of the candidates. So every task records the probability with which it was
+selected (`details["propensity"]`), and `uniform_mean` uses it to correct for the selection. Some prompts, drawn before
 any score is read, get uniformly selected tasks for evaluation (`details["slice"]`).
 """
 
@@ -21,7 +21,7 @@ from preferences.statistics.intervals import NUM_RESAMPLES, percentiles, resampl
 from preferences.statistics.panel import prompt_numbers
 
 MAX_SETS = 5_000  # sets of responses per prompt; each has its own probability
-UNIFORM_PART = 0.1  # the part of the "uncertainty" probability that is uniform, so that no weight is above ten
+UNIFORM_PART = 0.1  # the uniform part of the "uncertainty" probability, which keeps weights at ten or less
 
 Method = Literal["uniform", "uncertainty"]
 
@@ -57,9 +57,9 @@ def choose_tasks(
     """Returns tasks of `responses_per_task` distinct responses each, up to `tasks_per_prompt` per prompt.
 
     Responses that differ only in white space at their ends are duplicates; the first one is kept. A prompt with too few
-    distinct responses has no task. A task's `details` are: `method`, by which its prompt's tasks were drawn; `slice`
-    ("evaluation" for a share of the prompts, which are always uniform, else "training"); `propensity`, the probability
-    of selecting this set of responses; and `num_sets`, how many sets the prompt has.
+    distinct responses gets no task. A task's `details` are: `method`, how its prompt's tasks were drawn; `slice`
+    ("evaluation" for a share of the prompts, whose tasks are always drawn uniformly, else "training"); `propensity`,
+    the probability of selecting this set of responses; and `num_sets`, how many sets the prompt has.
 
     Raises: ValueError, naming the field or prompt, for numbers out of range, for scores that are missing, not finite,
     or not equally many for every candidate, and for more than MAX_SETS sets.
@@ -112,7 +112,7 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def uncertainty(one: Candidate, other: Candidate) -> float:
-    """How uncertain the reward models are about which of two responses is better, from 0 to 1.
+    """Returns how uncertain the reward models are about which of two responses is better, from 0 to 1.
 
     By Bradley-Terry, a model with scores s prefers the first with probability p = σ(s_one - s_other). With p̄ the mean
     over models, the result is 4·p̄(1 - p̄), the variance of the predicted answer scaled to at most 1. It is high if
@@ -126,7 +126,7 @@ def uncertainty(one: Candidate, other: Candidate) -> float:
 def inclusion_probabilities(weights: Floats, num_chosen: int) -> Floats:
     """Returns each set's probability of being among the `num_chosen`: proportional to `weights`, at most 1.
 
-    They sum to `num_chosen`, or are all 1 if there are no more sets than that. The excess above 1 goes to the others.
+    They sum to `num_chosen`, or are all 1 if there are no more sets than that. Any excess above 1 goes to other sets.
     """
     if num_chosen >= len(weights):
         return np.ones(len(weights))
@@ -140,10 +140,11 @@ def inclusion_probabilities(weights: Floats, num_chosen: int) -> Floats:
 
 
 def systematic_sample(probabilities: Floats, start: float, order: Sequence[int]) -> list[int]:
-    """Returns the sets whose stretch of the running sum, taken in `order`, contains one of start + 0, 1, 2, ...
+    """Returns the sets whose interval of the running sum, taken in `order`, contains `start + k` for an integer k >= 0.
 
-    If `start` is uniform in 0 to 1, set i is chosen with probability exactly `probabilities[i]`, no set twice, and the
-    number of chosen sets is the sum of the probabilities. Madow 1949, Annals of Mathematical Statistics 20(3).
+    If `start` is uniform in 0 to 1, set i is chosen with probability exactly `probabilities[i]`, no set is chosen
+    twice, and the number of chosen sets is the sum of the probabilities. Madow 1949, Annals of Mathematical Statistics
+    20(3).
     """
     ends = np.cumsum(probabilities[list(order)])
     ends[-1] = round(float(ends[-1]))  # the sum is an integer up to rounding

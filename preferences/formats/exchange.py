@@ -19,11 +19,12 @@ CONTAINERS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 
 
 def store_found(store: LabelStore, found: Found, batch: str, *, only_check: bool = False) -> None:
-    """Stores what an import found, all or nothing. Repeating it changes nothing.
+    """Stores an import's tasks and judgments, all or none. Repeating the call changes nothing.
 
-    `batch` "" means the batches that the rows name. `only_check` raises the same errors and stores nothing.
+    If `batch` is "", each task goes to the batch that its row names. `only_check` raises the same errors and stores
+    nothing.
 
-    Raises: ValueError, naming file and line, for a task without a batch and for what the store refuses.
+    Raises: ValueError, naming file and line, for a task without a batch and for anything that the store refuses.
     """
     by_batch: dict[str, list[Task]] = {}
     for task_id, task in found.tasks.items():
@@ -37,7 +38,7 @@ def store_found(store: LabelStore, found: Found, batch: str, *, only_check: bool
 
 
 def _of_tasks(found: Found, tasks: Sequence[Task]) -> tuple[list[int], list[Judgment]]:
-    """Returns quotas and judgments of the tasks."""
+    """Returns the tasks' quotas and judgments."""
     judged = (found.by_labeler.get(task.task_id, {}) for task in tasks)
     return (
         [found.quotas[task.task_id] for task in tasks],
@@ -50,7 +51,7 @@ def export(
 ) -> tuple[Report, int]:
     """Writes a batch ("" = all batches) to `path`. Returns the report and the number of rows.
 
-    Labelers have their pseudonyms, or with `with_names` their names.
+    Labelers appear under their pseudonyms, or under their names if `with_names`.
 
     Raises: ValueError for a batch without tasks, for a path that exists, and if nothing fits the format.
     """
@@ -70,7 +71,7 @@ def export(
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:
-    """Writes rows as the path's suffix says: JSONL, a JSON list, Parquet, or without one a folder of `datasets`.
+    """Writes rows in the format of the path's suffix: JSONL, a JSON list or Parquet; a `datasets` folder without one.
 
     The path appears complete or not at all. Returns the number of rows. Without rows nothing is written.
 

@@ -1,7 +1,7 @@
 """NVIDIA's HelpSteer3 (Wang et al. 2025, arXiv 2505.11475) and the preferences of HelpSteer2 (2410.01257).
 
-A score from -3 to 3 is below 0 if the first response is better; as ratings it becomes (-score, score). HelpSteer3 has
-every annotator's score, HelpSteer2 only the consensus.
+Scores range from -3 to 3, negative if the first response is better. A score becomes the ratings (-score, score).
+HelpSteer3 has every annotator's score, HelpSteer2 only the consensus.
 """
 
 import re

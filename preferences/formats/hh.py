@@ -1,7 +1,7 @@
-"""Anthropic's HH-RLHF (Bai et al. 2022, arXiv 2204.05862): `chosen` and `rejected`, whole transcripts.
+"""Anthropic's HH-RLHF (Bai et al. 2022, arXiv 2204.05862): `chosen` and `rejected` are whole transcripts.
 
 A transcript repeats "\\n\\nHuman: ...\\n\\nAssistant: ..."; its last turn is the response. The data does not say who
-judged. Only the file's folder says whether labelers judged by helpfulness or harmlessness, so use --objective.
+judged. Only the file's folder says whether labelers judged by helpfulness or harmlessness, so set it with --objective.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,10 +1,10 @@
-"""Two responses, compared by judges or with a known answer.
+"""Formats with two responses per row, compared by judges or with a known answer.
 
-PandaLM (Wang et al. 2023, arXiv 2306.05087), AlpacaEval, Chatbot Arena (Zheng et al. 2023, arXiv 2306.05685), whose
-format MT-Bench's judgments share: two models' responses, with verdicts.
+PandaLM (Wang et al. 2023, arXiv 2306.05087), AlpacaEval and Chatbot Arena (Zheng et al. 2023, arXiv 2306.05685) have
+two models' responses with verdicts. MT-Bench's judgments share Chatbot Arena's format.
 
-RewardBench (Lambert et al. 2024, arXiv 2403.13787), LLMBar (Zeng et al. 2023, arXiv 2310.07641): test sets of reward
-models and judges. One row is a pair of responses, one of which is right.
+RewardBench (Lambert et al. 2024, arXiv 2403.13787) and LLMBar (Zeng et al. 2023, arXiv 2310.07641) are test sets for
+reward models and judges. Each row is a pair of responses, one of which is right.
 """
 
 import math
@@ -43,7 +43,7 @@ from preferences.formats.parts import (
 from preferences.records import OVERALL, Judgment, StoredTask, Task
 
 ANNOTATORS = ("annotator1", "annotator2", "annotator3")
-PANDALM = {0: (1, 1), 1: (1, 2), 2: (2, 1)}  # 0 = tie, otherwise the better one
+PANDALM = {0: (1, 1), 1: (1, 2), 2: (2, 1)}  # 0 = tie, otherwise the better response
 WINNERS = {"model_a": (1, 2), "model_b": (2, 1), "tie": (1, 1), "tie (bothbad)": (1, 1)}
 BOTH_BAD = "bad"  # the flag for both responses in a "tie (bothbad)"
 
@@ -152,7 +152,7 @@ def recognise_arena(row: Row) -> str:
 
 
 def read_arena(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
-    """Reads a row, judged at turn `turn`.
+    """Reads a row. If it has a `turn`, the dialogues were judged up to that turn.
 
     Dialogues that differ before their last reply are left out: they do not compare two responses to one prompt.
     """

@@ -1,4 +1,4 @@
-"""From rows to tasks and judgments, and from judgments to final rankings and their pairs of responses.
+"""Converts rows to tasks and judgments, and judgments to final rankings and pairs of responses.
 
 Rows about the same task and labeler are merged. Pairs are for formats with two responses per row.
 """
@@ -22,11 +22,12 @@ UNFORESEEN = "not readable as"  # in the message about an error that a format's 
 
 @dataclass
 class Found:
-    """What an import found: tasks in order of appearance, their judgments, and a report.
+    """The result of an import: tasks in order of appearance, their judgments, and a report.
 
-    `batches` are the batches that the rows name ("" = none), `quotas` the number of labelers each task wants,
-    `locations` file and line of each judgment by task, labeler and revision, and of each task by (task id, "", 0).
-    `by_labeler` has judgments in order, by task id and labeler. `invalid` has the rows that were refused or skipped.
+    `batches` has the batch that each task's row names ("" = none), and `quotas` the number of labelers each task wants.
+    `locations` has the file and line of each judgment by (task id, labeler, revision), and of each task by (task id,
+    "", 0). `by_labeler` has judgments in order, by task id and labeler. `invalid` has the rows that were refused or
+    skipped.
     """
 
     report: Report
@@ -62,9 +63,9 @@ def collect(
 ) -> Iterator[Found]:
     """Reads rows into tasks and judgments. Yields the same growing result before the first and after every row.
 
-    The same judgment of one labeler in two rows counts once. Another judgment of a named labeler is a revision; another
-    judgment of an unknown labeler is taken to be somebody else's. `invalid` counts rows that are malformed or
-    contradict an earlier one, and nothing of them is kept; without it the first one is an error.
+    A labeler's judgment that appears in two rows counts once. A different judgment by a named labeler is a revision; a
+    different judgment by an unknown labeler is attributed to another unknown labeler. `invalid` counts rows that are
+    malformed or contradict an earlier one, and these rows are dropped; without `invalid` the first one is an error.
 
     Raises: ValueError naming file, line and field; in a strict import, for the first warning.
     """
@@ -117,7 +118,7 @@ def _merge(found: Found, judged: JudgedTask, name: str) -> None:
     task, task_id = judged.task, judged.task.task_id
     is_known = task_id in found.tasks
     if is_known:
-        _refuse_contradiction(found, judged)  # of another task of the same row
+        _refuse_contradiction(found, judged)  # check again: another task of the same row may contradict this one
         _report_differences(found, judged, found.locations[task_id, "", 0])
     else:
         found.tasks[task_id], found.batches[task_id] = task, judged.batch
@@ -194,7 +195,7 @@ def _report_differences(found: Found, judged: JudgedTask, first: str) -> None:
 def _add_vote(
     by_labeler: dict[str, list[Judgment]], task_id: str, vote: Vote, name: str, where: str, report: Report
 ) -> Judgment:
-    """Adds a vote as a judgment and returns it, or returns the earlier judgment if the labeler said the same before."""
+    """Adds a vote as a judgment and returns it, or returns the labeler's earlier judgment if it is the same."""
     labeler = vote.labeler
     if labeler == UNKNOWN:  # nothing says that it was the same person who judged differently
         number = 1

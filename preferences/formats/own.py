@@ -1,10 +1,10 @@
 """Heed's own formats.
 
-heed            everything in a label store: one row per task with its judgments, including revisions and undone ones
-rankings        one row per final ranking: what the reward stage reads
-consensus       one ranking per task, of all its labelers; only written
-demonstrations  the best responses, for SFT; only written
-prompts         the prompts, for PPO; only written
+heed            everything in a label store: one row per task with its judgments, including revised and undone ones
+rankings        one row per final ranking, as the reward stage reads them
+consensus       one ranking per task, combining all its labelers; write-only
+demonstrations  the best responses, for SFT; write-only
+prompts         the prompts, for PPO; write-only
 """
 
 import json
@@ -173,7 +173,7 @@ def recognise_rankings(row: Row) -> str:
 
 
 def read_rankings(where: str, row: Row, _report: Report, objective: str) -> Iterator[JudgedTask]:
-    """Reads {"task_id", "prompt", "responses", "ranks", "labeler"}, and "objective" and "ratings" if they are there."""
+    """Reads {"task_id", "prompt", "responses", "ranks", "labeler"}, and "objective" and "ratings" if present."""
     prompt = checked_messages(where, row.get("prompt"), "prompt", ends_with="user")
     responses = _texts(where, row, "responses", MIN_RESPONSES, MAX_RESPONSES)
     ranks = _ranks(where, row, "ranks", len(responses))
@@ -228,12 +228,12 @@ def _ranks(where: str, row: Row, field: str, num_responses: int, *, may_be_empty
 def write_consensus(
     stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
 ) -> Iterator[dict[str, Any]]:
-    """Writes one ranking per task: what its labelers say together.
+    """Writes one ranking per task: the consensus of its labelers.
 
-    Responses are ordered by their mean rank over labelers, ties sharing the mean of their places (Borda's count, which
-    treats all labelers alike). Equal means are a tie. A lead's adjudication replaces all answers to its task.
+    Responses are ordered by their mean rank over labelers; tied responses share the mean of their places (Borda count,
+    which treats all labelers alike). Equal means are a tie. A lead's adjudication replaces all answers to its task.
 
-    Rows are those of the format rankings with `num_labelers`, and `agreement`: the share of the labelers' untied pairs
+    Rows are those of the format `rankings` plus `num_labelers` and `agreement`, the share of the labelers' untied pairs
     of responses that are ordered as in the consensus (null if every pair is tied).
     """
     by_task: dict[str, tuple[Task, list[Ranking]]] = {}
@@ -251,13 +251,13 @@ def write_consensus(
 
 
 def consensus_of(rankings: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Ranks, from 1, of the responses by their mean rank. Means are exact, so no tie is a matter of rounding."""
+    """Ranks responses, from 1, by their mean rank. Means are exact, so rounding cannot make or break a tie."""
     means = [sum(places) for places in zip(*(_places(ranks) for ranks in rankings), strict=True)]
     return tuple(sorted(set(means)).index(mean) + 1 for mean in means)
 
 
 def _places(ranks: Sequence[int]) -> list[Fraction]:
-    """Ranks with ties sharing the mean of their places: 1, 1, 2 are 1.5, 1.5, 3."""
+    """Returns ranks in which ties share the mean of their places: 1, 1, 2 gives 1.5, 1.5, 3."""
     return [
         Fraction(2 * sum(other < rank for other in ranks) + sum(other == rank for other in ranks) + 1, 2)
         for rank in ranks
@@ -286,7 +286,7 @@ def _agreement(ranks: Sequence[int], rankings: Sequence[Ranking]) -> float | Non
 def write_demonstrations(
     stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
 ) -> Iterator[dict[str, Any]]:
-    """Writes {"messages"}: for each task, the response that its first final ranking puts alone at the top."""
+    """Writes {"messages"}: each task's best response, from its first final ranking with a single best response."""
     written = set[str]()
     for task, ranking in final_rankings([one.task for one in stored], judgments, report):
         where = f"task {task.task_id!r}, labeler {ranking.labeler!r}"
@@ -304,7 +304,7 @@ def write_demonstrations(
 def write_prompts(
     stored: Sequence[StoredTask], _judgments: Sequence[Judgment], report: Report
 ) -> Iterator[dict[str, Any]]:
-    """Writes {"prompt_id", "messages"}: every prompt once, except those that only gold tasks or repeats have."""
+    """Writes {"prompt_id", "messages"}: every prompt once, except those that occur only in gold tasks or repeats."""
     written = set[tuple[Any, ...]]()
     for one in stored:
         task = one.task

@@ -1,7 +1,7 @@
 """Parts that all formats share: votes, warnings, the report, and helpers for readers and writers.
 
-A reader converts one row to tasks and judgments. What it cannot convert, or has to interpret, goes into the report as a
-warning. A row that is not in the format at all is a ValueError.
+A reader converts one row to tasks and judgments. It reports a warning for anything that it cannot convert or has to
+interpret, and raises ValueError for a row that is not in the format at all.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class Report:
         return dict(Counter(warning.kind for warning in self.warnings).most_common())
 
     def outcomes(self) -> dict[str, int]:
-        """Counts warnings by kind, with what was done where that is the same for all of a kind."""
+        """Counts warnings by kind. The kind includes what was done, if that is the same for all its warnings."""
         done: dict[str, set[str]] = {}
         for warning in self.warnings:
             done.setdefault(warning.kind, set()).add(warning.done)
@@ -115,9 +115,9 @@ def content_id(name: str, prompt: Sequence[Message], responses: Sequence[str], s
 
 
 def in_hash_order(chosen: str, rejected: str) -> tuple[tuple[str, str], tuple[int, int]]:
-    """Returns the two responses and their ranks, in the order of their hashes.
+    """Returns the two responses and their ranks, in the order of the responses' hashes.
 
-    So the position of a response says nothing, and a pair that was judged both ways is one task.
+    So a response's position carries no information, and a pair that was judged both ways is one task.
     """
     if _hash(chosen) <= _hash(rejected):
         return (chosen, rejected), (1, 2)
@@ -168,7 +168,7 @@ def as_turns(prompt: Sequence[Message]) -> list[dict[str, str]]:
 
 
 def is_sound_prompt(where: str, prompt: Sequence[Message], report: Report) -> bool:
-    """Whether responses to this prompt can be trained on. Reports what is unusual about it."""
+    """Returns whether responses to this prompt can be trained on. Reports anything unusual about it."""
     if not prompt or prompt[-1].role != "user":
         last = prompt[-1].role if prompt else "nobody"
         report.add("no user's turn", where, f"the prompt ends with {last}'s turn", "left out")

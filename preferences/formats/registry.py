@@ -1,4 +1,4 @@
-"""The formats by name, and guessing which one rows are in."""
+"""Looks up formats by name, and guesses the format of rows."""
 
 from collections.abc import Sequence
 from itertools import chain, islice
@@ -16,7 +16,7 @@ def _never(_row: Row) -> str:
     return ""
 
 
-# Rows are in the first format that recognises them, so formats with more specific fields come first.
+# The first format that recognises the rows wins, so formats with more specific fields come first.
 _ALL = (
     Format("heed", "everything in a label store", own.recognise_heed, own.read_heed, own.write_heed),
     Format("rankings", "what the reward stage reads", own.recognise_rankings, own.read_rankings, own.write_rankings),
@@ -43,12 +43,12 @@ FORMATS = {form.name: form for form in _ALL}
 
 
 def format_to_read(name: str) -> Format:
-    """Raises: ValueError for a format that is unknown or only written."""
+    """Returns a format that can be read. Raises: ValueError for a format that is unknown or write-only."""
     return _named(name, [form for form in _ALL if form.read is not None])
 
 
 def format_to_write(name: str) -> Format:
-    """Raises: ValueError for a format that is unknown or cannot represent what a store contains."""
+    """Returns a format that can be written. Raises: ValueError if it is unknown or cannot represent a store."""
     return _named(name, [form for form in _ALL if form.write is not None])
 
 
@@ -60,10 +60,11 @@ def _named(name: str, known: Sequence[Format]) -> Format:
 
 
 def read_as(name: str, rows: Rows) -> tuple[Format, Rows]:
-    """Returns the format of this name, or for "auto" the one that recognises most of the first rows, and all the rows.
+    """Returns the named format (for "auto", the one that recognises most of the first rows), and all the rows.
 
-    A row that it does not recognise is left to its reader, which names the field. Raises: ValueError for an unknown
-    format, and if no format recognises any of the first rows.
+    Rows that it does not recognise are left to its reader, whose error names the field.
+
+    Raises: ValueError for an unknown format, and if no format recognises any of the first rows.
     """
     if name != AUTO:
         return format_to_read(name), rows
@@ -76,7 +77,7 @@ def read_as(name: str, rows: Rows) -> tuple[Format, Rows]:
 
 
 def sniff(rows: Rows, *, option: str = "--format") -> tuple[Format, str]:
-    """Returns the format of the first rows, and why. `option` is what names a format, for messages.
+    """Returns the format of the first rows, and why. Messages refer to `option` as the way to choose a format.
 
     Raises: ValueError if the rows are in no format, or there are none.
     """

@@ -1,7 +1,7 @@
 """TRL's preference type: `chosen` and `rejected`, with a `prompt` field or with the prompt inside both.
 
-They are texts (standard) or lists of {role, content} (conversational). An implicit prompt is the common beginning of
-both, as in TRL's extract_prompt. `ultrafeedback_binarized` adds `prompt_id`, `score_chosen` and `score_rejected`.
+Both are texts (standard) or lists of {role, content} (conversational). An implicit prompt is their common beginning, as
+in TRL's extract_prompt. `ultrafeedback_binarized` adds `prompt_id`, `score_chosen` and `score_rejected`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -20,7 +20,7 @@ from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Answer, M
 CLIENT = "api"
 MAX_INTEGER = 2**53  # every JSON reader handles integers up to this
 MAX_TASKS_AT_ONCE = 1_000
-MAX_FLAGS = 1_000  # flags of one response, checked before they are compared with those that labelers may give
+MAX_FLAGS = 1_000  # flags of one response, checked before comparing them with the allowed flags
 
 Number = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 Rank = Annotated[int, Field(ge=1, le=MAX_RESPONSES)]
@@ -172,8 +172,8 @@ class Problem(BaseModel):
     detail: str
 
 
-# Described by its schema: FastAPI would build a validator per route and status from a model, which takes longer than
-# everything else in making the application.
+# Given as a schema, because FastAPI would build a validator per route and status from a model, which takes longer than
+# the rest of creating the application.
 _IN_JSON = {"application/json": {"schema": Problem.model_json_schema()}}
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": description, "content": _IN_JSON}

@@ -1,4 +1,4 @@
-"""Scripted labelers answer over HTTP, through the API of a labeling server, as `preferences.scripted` does in process.
+"""Lets scripted labelers answer through a labeling server's HTTP API; `preferences.scripted` does so in process.
 
 Leaves out: labelers that answer at the same time (use one client per thread or process for that).
 """
@@ -22,7 +22,7 @@ class LabelClient:
     """A labeler's session with a labeling server. `key` is what the labeler's one-time link showed.
 
     The server measures the time from when it hands out a task, so `Answer.milliseconds` is not sent. While the server
-    cannot be reached or fails, each request is repeated for `patience_seconds`; nothing is stored twice.
+    is unreachable or fails, each request is repeated for up to `patience_seconds`; nothing is stored twice.
 
     Raises: ValueError if name and key do not match.
     """
@@ -75,7 +75,7 @@ class LabelClient:
             tenacity.stop_after_delay(self._patience_seconds),
             first_pause_seconds=FIRST_WAIT_SECONDS,
             longest_pause_seconds=LONGEST_WAIT_SECONDS,
-            retried_statuses=(),  # a labeler who has to wait is told so
+            retried_statuses=(),  # a request to wait (429) is raised, not retried
         )
         if response.is_success:
             return response.json() if response.content else None

@@ -1,7 +1,7 @@
-"""Labelers' forms: reading one into an answer, with sentences for the page about what is missing, and keeping in memory
-what a labeler was shown and typed, so that it survives a save that fails.
+"""Labelers' forms: parsing them into answers, and keeping in memory those that could not be saved.
 
-Leaves out: a server that is killed. A form that reaches another server is returned without its task's texts.
+Parsing returns sentences for the page about what is missing. What a labeler was shown and typed survives a failed save,
+but not a server that is killed. A form that reaches another server is returned without its task's texts.
 """
 
 import threading
@@ -19,9 +19,9 @@ from preferences.records import Answer, Judgment
 MIN_RATING, MAX_RATING = 1, 7
 MAX_NOTE_CHARACTERS = 4_000
 LETTERS = "ABCDEFGHI"
-# The disk is full, or the database is away or refuses: trying again later may succeed.
+# The disk is full, or the database is unreachable or refuses: trying again later may succeed.
 STORE_AWAY = (OperationalError, InterfaceError, InternalError, TimeoutError)
-MAX_REMEMBERED = 1_000  # tasks, the last ones shown
+MAX_REMEMBERED = 1_000  # most recently shown tasks
 RETRY_SECONDS = 10
 
 
@@ -39,7 +39,7 @@ class Fields:
         return self.values.get(name, "")
 
     def number(self, name: str) -> int | None:
-        """Returns the integer, or None if there is none. It accepts only digits, so not '1_0' or ' 1'."""
+        """Returns the integer, or None if there is none. It accepts only digits, so '1_0' and ' 1' give None."""
         found = self.text(name)
         return int(found) if found.isascii() and found.isdigit() and len(found) < 18 else None
 
@@ -52,7 +52,7 @@ def task_form(fields: Fields) -> TaskForm:
 
 
 def read_answer(fields: Fields, num_responses: int, config: LabelingConfig) -> tuple[Answer | None, list[str]]:
-    """Returns the answer, in the order shown, or None and a sentence for each thing that is wrong."""
+    """Returns the answer, in the order shown, or None and a sentence for each mistake."""
     wrong: list[str] = []
     ranks = _read_each(fields, "rank", num_responses, 1, num_responses, wrong)
     ratings = _read_each(fields, "rating", num_responses, MIN_RATING, MAX_RATING, wrong) if config.asks_ratings else []
@@ -115,14 +115,14 @@ class KnownTask:
 
 
 class UnsavedForms:
-    """The tasks shown last, with what could not be stored, by session, task and revision."""
+    """The most recently shown tasks, with input that could not be stored, by session, task and revision."""
 
     def __init__(self) -> None:
         self._shown: OrderedDict[tuple[str, str, int], KnownTask] = OrderedDict()
         self._lock = threading.Lock()
 
     def put(self, session: str, account: Account, presented: PresentedTask) -> Fields | None:
-        """Remembers a task that is being shown. Returns what could not be stored of it before."""
+        """Remembers a task that is being shown. Returns its input that could not be stored before, if any."""
         key = (session, presented.form.task, presented.form.revision)
         with self._lock:
             known = self._shown.pop(key, None)
@@ -133,7 +133,7 @@ class UnsavedForms:
         return unsaved
 
     def failed(self, session: str, form: TaskForm, fields: Fields) -> KnownTask | None:
-        """Remembers what could not be stored. Returns None if this server did not make the form."""
+        """Remembers input that could not be stored. Returns None if this server did not make the form."""
         key = (session, form.task, form.revision)
         with self._lock:
             known = self._shown.get(key)
@@ -163,5 +163,5 @@ def as_text(fields: Fields) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Returns the database's message in one line. SQLAlchemy's would contain the statement, so what people wrote."""
+    """Returns the database's message in one line. SQLAlchemy's would include the statement, and so people's texts."""
     return " ".join(str(getattr(error, "orig", None) or error).split())

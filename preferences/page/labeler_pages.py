@@ -165,12 +165,14 @@ class TaskPages:
         return self._fresh_page(account, token, presented)
 
     def _warning_page(self, account: Account, token: str, presented: PresentedTask, status: int = 200) -> Response:
-        """Shows a task's warning without its texts, and asks whether to go on."""
+        """Shows a task's warning without its texts, and asks whether to continue."""
         return self.site.page("warning", account, token, status, presented=presented, declines=DECLINES)
 
     def _fresh_page(self, account: Account, token: str, presented: PresentedTask) -> Response:
-        """Shows a task, filled in with what could not be stored of it before, or with an answer that was taken back; or
-        its warning, until it is revealed."""
+        """Shows a task, or only its warning until it is revealed.
+
+        The form is filled in with input that could not be stored before, or with an answer that was taken back.
+        """
         lease = presented.lease
         if account.role == "labeler" and lease.is_hidden:
             return self._warning_page(account, token, presented)
@@ -218,7 +220,7 @@ class TaskPages:
         account, token, fields = self.site.form(request, posted)
         form = forms.task_form(fields)
         self.service.reveal(account, token, form)
-        # A task with events was taken back; another one may be open too, which "/task" would show instead.
+        # A task with events was taken back. "/task" might show another open task instead.
         return redirect(_path_of(form.task) if form.revision else "/task")
 
     def answer(self, request: Request, posted: Posted) -> Response:
@@ -276,7 +278,7 @@ class TaskPages:
             return self._unsaved_page(request, posted, 500)
 
     def _typed_page(self, request: Request, posted: FormData, status: int, heading: str, text: str) -> Response:
-        """Says why this form can never be stored, with what was typed, so that it can be copied."""
+        """Says why this form can never be stored, and shows what was typed so that it can be copied."""
         account, token = self.site.who(request)
         typed = as_text(fields_of(posted))
         if account is None and not typed:
@@ -284,7 +286,7 @@ class TaskPages:
         return self.site.page("message", account, token, status, heading=heading, text=text, typed=typed)
 
     def _unsaved_page(self, request: Request, posted: FormData, status: int) -> Response:
-        """Shows the filled-in form again, to be sent again. If its task is not in memory, without the task's texts."""
+        """Shows the filled-in form so that it can be sent again, without the task's texts if they are not in memory."""
         token, fields = request.cookies.get(COOKIE, ""), fields_of(posted)
         known = self.unsaved.failed(token, forms.task_form(fields), fields)
         if known is not None:

@@ -36,7 +36,7 @@ class LeadPages:
         return self.site.page("quality", account, token, **self.lead.quality(request.query_params.get("batch", "")))
 
     def answers(self, request: Request) -> Response:
-        """Shows every answer, skip, undo and adjudication of a batch, a page at a time."""
+        """Shows every answer, skip, undo and adjudication of a batch, one page at a time."""
         account, token = self.site.lead(request)
         batch, labeler, kind, start = (
             request.query_params.get(name, "") for name in ("batch", "labeler", "kind", "start")
@@ -162,7 +162,7 @@ class PeoplePages:
         return self.site.page("person", account, token, status, name=name, pseudonym=pseudonym, wrong=wrong)
 
     def person_data(self, request: Request, posted: Posted) -> Response:
-        """Sends everything held about a person. It is a form's answer, because the audit log records it."""
+        """Sends everything held about a person, in response to a form, because the audit log records it."""
         account, _, fields = self.site.lead_form(request, posted)
         name = fields.text("name")
         held = self.accounts.held_about(name, by=account.name)

@@ -56,8 +56,8 @@ _NOT_RENDERED = re.compile(
 )
 _COMMAND = re.compile(r"\\(?:begin|end)\s*\{[^{}]*\}(?:\{[clr|@\s]*\})?|\\[a-zA-Z]+\*?|\\.", re.DOTALL)
 _ENTITY = re.compile("&#x([0-9A-Fa-f]{1,6});")  # how the library writes characters outside ASCII
-_ALIGNED = re.compile(r"(?<=\\begin)\{aligned\}|(?<=\\end)\{aligned\}")  # looks like align*, which the library knows
-_COUNTED = re.compile(r"[^\W_]|[+=<>!,/();|]")  # what must occur in the rendered formula as often as in its source
+_ALIGNED = re.compile(r"(?<=\\begin)\{aligned\}|(?<=\\end)\{aligned\}")  # looks like align*, which the library supports
+_COUNTED = re.compile(r"[^\W_]|[+=<>!,/();|]")  # what the rendered formula must contain as often as its source
 
 CODE_PREFIX = "code-"
 CODE_CLASSES = {CODE_PREFIX + name for name in STANDARD_TYPES.values() if name}
@@ -100,7 +100,7 @@ _FOLLOWS_WORD = re.compile(r"(?!(?:th|st|nd|rd|s|d)\b)[\w{]")
 def _if_no_money(rule: Callable[[StateInline, bool], bool]) -> Callable[[StateInline, bool], bool]:
     """Excludes sums of money and shell variables from the rule for dollars.
 
-    They start like an amount and contain no TeX, or have a digit or a word directly before or after them.
+    Such text starts like an amount and contains no TeX, or has a digit or a word directly before or after it.
     """
 
     def careful(state: StateInline, silent: bool) -> bool:
@@ -170,7 +170,7 @@ def _formula(_self: object, tokens: Sequence[Token], index: int, _options: objec
     shown = found or f"<code>{escape(source)}</code>"
     if is_inline:
         return shown
-    tag = "div" if token.block else "span"  # a paragraph holds no div
+    tag = "div" if token.block else "span"  # a paragraph cannot contain a div
     return f'<{tag} class="formula">{shown}</{tag}>'
 
 
@@ -197,7 +197,7 @@ def _mathml(tex: str, source: str, display: str) -> str:
 
 
 def _in_lines(math: ET.Element) -> list[ET.Element]:
-    r"""Puts what is between top-level \\ into the rows of a table, because browsers do not break lines there."""
+    r"""Puts the parts between top-level \\ into rows of a table, because browsers do not break lines there."""
     parts: list[list[ET.Element]] = [[]]
     for element in math[0] if len(math) == 1 else math:
         if element.tag == "mspace" and element.get("linebreak"):

@@ -1,7 +1,7 @@
 """Checks on every request before a route sees it, the security headers of every response, and rate limits.
 
-Signing in is limited by address and by name, opening links by address. Limits count failures. A try is counted before
-it is verified and uncounted if it succeeds, so that tries sent at the same time cannot pass together.
+Sign-ins are limited by address and by name, one-time links by address. Only failures count. A try is counted before it
+is verified and uncounted if it succeeds, so that simultaneous tries cannot get past a limit together.
 
 Leaves out: counts shared by several servers on one store; each has its own.
 """
@@ -36,7 +36,7 @@ HEADERS = {
 }
 MAX_BODY_BYTES = 1_000_000
 MAX_TASKS_BYTES = 4_000_000  # tasks that a lead adds
-MAX_SIGN_IN_BYTES = 16_000  # the most that may come without a session
+MAX_SIGN_IN_BYTES = 16_000  # for requests without a session
 
 WINDOW_SECONDS = 300
 PER_NAME_AND_ADDRESS = 8
@@ -122,7 +122,7 @@ class TooManyTriesError(Exception):
 
 @dataclass(frozen=True)
 class Try:
-    """A try that was counted, with the keys under which it was, so that it can be uncounted."""
+    """A counted try with its counters' keys, so that it can be uncounted."""
 
     counted: tuple[tuple[RateLimitItem, str], ...]
 
@@ -133,7 +133,7 @@ class Attempts:
     def __init__(self, seconds: int = WINDOW_SECONDS) -> None:
         self._storage = MemoryStorage()
         self._limiter = FixedWindowRateLimiter(self._storage)
-        # The library locks single counters, and drops locks with expired ones; here several counters change at once.
+        # The library locks each counter separately and drops expired counters' locks; here several change at once.
         self._lock = threading.Lock()
         self._pair = RateLimitItemPerSecond(PER_NAME_AND_ADDRESS, seconds, "pair")
         self._address = RateLimitItemPerSecond(PER_ADDRESS, seconds, "address")
@@ -143,7 +143,7 @@ class Attempts:
     def reserve_sign_in(self, name: str, address: str) -> Try:
         """Counts a try at a name from an address.
 
-        A name under attack from everywhere is not locked: an address that has not failed at it may still try.
+        A name under attack from many addresses is not locked: an address that has not failed at it may still try.
 
         Raises: TooManyTriesError.
         """

@@ -1,4 +1,4 @@
-"""Running the labeling server, on HTTP connections with deadlines.
+"""Runs the labeling server on HTTP connections with deadlines.
 
 Uvicorn waits forever for the rest of a request and keeps every connection. Here a connection must deliver all of a
 request's headers, then its body, in time. A client that does not read its response is cut off too. If there are too
@@ -59,7 +59,7 @@ def serve(
 
 
 def server_settings(app: Any, config: ServerConfig) -> uvicorn.Config:
-    """Returns uvicorn's configuration: with deadlines, and trusting no header about the sender of a request.
+    """Returns uvicorn's configuration, with deadlines and without trust in headers about a request's sender.
 
     The application itself decides which proxies' headers to trust (`ServerConfig.trusted_proxies`).
     """
@@ -89,8 +89,8 @@ def listening(host: str, port: int) -> socket.socket:
                 f"--port is {port}, on which another program already listens at {host}; a free port was expected"
             ) from error
         raise ValueError(f"--host is {host!r} and --port {port}: cannot listen there: {error.strerror}") from error
-    # Connections inherit it. Otherwise the kernel keeps an answer's body until the client has acknowledged its headers,
-    # which clients do after 40 ms; asyncio would set it only on sockets that were made with the protocol's number.
+    # Connections inherit this option. Without it the kernel holds back a response's body until the client acknowledges
+    # the headers, which takes clients 40 ms. asyncio sets it only on sockets created with the TCP protocol's number.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
@@ -115,7 +115,7 @@ def _reached_at(config: ServerConfig, host: str, port: int) -> ServerConfig:
 
 @dataclass
 class Deadlines:
-    """Time limits of a connection in seconds, the number of connections, and those that may be closed for others."""
+    """A server's time limits per connection, its connection limit, and connections that may be closed to make room."""
 
     header_seconds: float
     body_seconds: float
@@ -159,13 +159,13 @@ class TimedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Starts a deadline: the client does not read what is sent."""
+        """Starts a deadline, because the client is not reading the response."""
         super().pause_writing()
         if self._reading is None:
             self._reading = self.loop.call_later(self.deadlines.reading_seconds, self.abort)
 
     def resume_writing(self) -> None:
-        """Cancels the deadline: the client reads again."""
+        """Cancels the deadline, because the client is reading again."""
         super().resume_writing()
         if self._reading is not None:
             self._reading.cancel()
@@ -188,7 +188,7 @@ class TimedProtocol(H11Protocol):
         return self._await("headers" if self.conn.trailing_data[0] else "request")
 
     def _await(self, what: str) -> None:
-        """Starts a deadline, unless it is running already: a byte now and then must not extend it."""
+        """Starts the deadline for `what`, unless it is already running: a byte now and then must not extend it."""
         if what == self._awaited:
             return
         if self._deadline is not None:

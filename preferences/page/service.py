@@ -1,9 +1,9 @@
-"""What happens between people and the store, for the pages and the API alike.
+"""The service layer between people and the store, shared by the pages and the API.
 
 Labelers get tasks, judge them and are screened; leads see progress, statistics and exports.
 
-A task's form carries a seal, which proves that this session was shown this task at that time. So nobody answers tasks
-that they were not given, and nothing can be learned by answering tasks of one's choice.
+A task's form carries a seal, which proves that this session was shown this task at that time. So people can answer only
+tasks that they were given, and cannot learn anything by choosing tasks to answer.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from preferences.statistics.summary import LabelReport, summary
 from preferences.store import LabelStore
 
 NUM_HISTORY = 50
-MAX_LEFT = 1_000  # tasks left that are counted for a page
+MAX_LEFT = 1_000  # a page counts at most this many remaining tasks
 EXPORTS = ("heed", "rankings", "consensus", "trl", "hh")
 EXAMPLES_PER_KIND = 5  # shown on the page for each kind of warning of an export; the report's file has all
 SHARES = {
@@ -112,20 +112,22 @@ class LabelingService:
         return "nothing open"
 
     def taken_back(self, account: Account, handle: str, session: str) -> PresentedTask | None:
-        """Returns a task that the labeler took back and holds, by its handle; None for any other task, and as long as
-        the labeler has not read these instructions."""
+        """Returns a task that the labeler took back and still has leased, by its handle.
+
+        Returns None for any other task, and until the labeler has read the current instructions.
+        """
         if account.read_version != self.config.version:
             return None
         lease = self.store.with_history(account.name, handle)
         return self._presented(lease, session) if lease is not None and lease.given_at else None
 
     def earlier_answer(self, lease: Lease) -> Judgment | None:
-        """Returns this person's last answer to a task, or adjudication of it, in case they give another one."""
+        """Returns this person's last answer to a task, or adjudication of it, to fill in the form for a new one."""
         own = [event for event in self.store.events_on(lease.task_id) if event.labeler == lease.labeler and event.ranks]
         return own[-1] if own else None
 
     def num_left(self, account: Account) -> int:
-        """Counts the tasks that are left for a labeler, with the one at hand, up to MAX_LEFT."""
+        """Counts the tasks that are left for a labeler, including the current one, up to MAX_LEFT."""
         screening = self.config.screening
         batches = self.batches() if screening is None or account.state != "new" else [screening.batch]
         num = 0
@@ -141,16 +143,16 @@ class LabelingService:
         return [name for name in (self.config.batches or self.store.batches()) if name != screening]
 
     def reopened(self, account: Account, task_id: str, session: str) -> PresentedTask:
-        """Returns a task again, for a lead who adjudicates it. Raises: ValueError for an unknown task."""
+        """Returns a task for a lead to adjudicate. Raises: ValueError for an unknown task."""
         return self._presented(self.store.reopened(account.name, task_id), session)
 
     def shown_again(self, account: Account, session: str, form: TaskForm) -> PresentedTask:
-        """Returns the task of a form that came back, as it was shown. Raises: RefusedError for another session's."""
+        """Returns a submitted form's task, as it was shown. Raises: RefusedError for another session's form."""
         lease, _ = self._sealed_lease(account, session, form)
         return PresentedTask(lease, form)
 
     def reveal(self, account: Account, session: str, form: TaskForm) -> None:
-        """Stores that the labeler has seen the warning and asked for the task; its time counts from now.
+        """Stores that the labeler has seen the warning and asked to see the task; its time counts from now.
 
         Raises: RefusedError for a form that was not made for this session.
         """
@@ -170,7 +172,7 @@ class LabelingService:
     # ---- storing answers ----
 
     def answer(self, account: Account, session: str, form: TaskForm, answer: Answer, client: str) -> None:
-        """Stores an answer; a lead's is an adjudication. `milliseconds` is measured here.
+        """Stores an answer; a lead's answer is an adjudication. `milliseconds` is measured here.
 
         Raises: RefusedError for a form that was not made for this session, and what `LabelStore.submit` raises.
         """
@@ -187,9 +189,9 @@ class LabelingService:
             self.store.skip(lease, reason, milliseconds, client=client, instructions_version=self.config.version)
 
     def undo(self, account: Account, task: str, revision: int, client: str) -> None:
-        """Takes one's own last event on a task, given by its handle, back. Raises what `LabelStore.undo` raises.
+        """Takes back this person's last event on a task, given by its handle. Raises what `LabelStore.undo` raises.
 
-        An unknown task and one that the labeler did nothing on are refused with the same message.
+        An unknown task and one without an event of this person are refused with the same message.
         """
         lease = self.store.with_history(account.name, task)
         if lease is None:
@@ -232,7 +234,7 @@ def _without_id(account: Account, lease: Lease) -> Iterator[None]:
 
 
 def screened(store: LabelStore, labeler: str, screening: Screening) -> bool:
-    """Whether a new labeler agrees with gold tasks often enough. Call it once the batch has no more tasks for them."""
+    """Whether a new labeler agrees with gold tasks often enough. Call it when the batch has no more tasks for them."""
     own = [judgment for judgment in store.judgments(screening.batch) if judgment.labeler == labeler]
     answers = current_judgments(own).answers
     if not answers:
@@ -309,7 +311,7 @@ class LeadView:
         return {"batches": batches, "batch": chosen, "report": report, "plots": plots, **shown}
 
     def answers(self, batch: str, labeler: str, kind: str, start: int) -> dict[str, Any]:
-        """Returns what the page of answers shows, newest first, from number `start` on."""
+        """Returns what the page of answers shows, newest first, starting at index `start`."""
         counts = self.store.batch_counts()
         names = [one.name for one in counts]
         chosen = batch if batch in names else next(iter(names), "")
@@ -359,7 +361,7 @@ class LeadView:
 
 
 def exported_what(batch: str, what: str, *, with_names: bool) -> str:
-    """Returns what the audit log says of an export."""
+    """Returns the subject of an export in the audit log."""
     return f"{batch} ({what}{', with names' if with_names else ''})"
 
 

@@ -89,7 +89,7 @@ class Site:
         return account, token, fields
 
     def who(self, request: Request) -> tuple[Account | None, str]:
-        """Like `signed_in`, for pages that must always be shown: None if nobody is, or while the store is away."""
+        """Like `signed_in`, but for pages that must render: None if nobody is signed in or the store is unreachable."""
         token = request.cookies.get(COOKIE, "")
         try:
             return (self.accounts.session(token) if token else None), token
@@ -122,7 +122,7 @@ def fields_of(form: FormData) -> forms.Fields:
 
 
 def download(text: str, name: str, media_type: str) -> Response:
-    """Returns a text as a file of this name."""
+    """Returns a text as a file download with this name."""
     headers = {"Content-Disposition": f"attachment; filename*=UTF-8''{quote(name, safe='')}"}
     return Response(text, media_type=media_type, headers=headers)
 

@@ -33,9 +33,9 @@ _MARKDOWN = MarkdownIt("commonmark", {"html": False, "breaks": True}).enable(["t
 _MARKDOWN.disable(["link", "image", "autolink", "reference"])
 add_maths(_MARKDOWN)
 add_code(_MARKDOWN)
-# A response's headings must not mix with the page's own, by which users of screen readers navigate.
+# A response's headings must not mix with the page's own headings, which users of screen readers navigate by.
 _HEADINGS = {f"<{slash}h{level}>": f"<{slash}p>" for slash in ("", "/") for level in range(1, 7)}
-_LENGTH = re.compile(r"[0-4](\.\d+)?em")  # of space in formulas; more could draw over the text around them
+_LENGTH = re.compile(r"[0-4](\.\d+)?em")  # of space in formulas; larger ones could draw over the text around them
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,10 @@ class RenderedText:
 
 
 def task_title(prompt: Sequence[Message], warning: str) -> str:
-    """Returns the first words of a task's last turn, by which people know it again, or its content warning; "" for a
-    turn without words."""
+    """Returns a title by which people recognise a task: its content warning, or the first words of its last turn.
+
+    It is "" for a turn without words.
+    """
     words = f"Content warning: {warning}" if warning else " ".join(prompt[-1].content[:1_000].split())
     return words if len(words) <= MAX_TITLE_CHARACTERS else words[:MAX_TITLE_CHARACTERS].rsplit(" ", 1)[0] + " …"
 
@@ -156,17 +158,17 @@ _REFERENCE = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0
 
 @dataclass(frozen=True)
 class Compared:
-    """`hidden` names removed characters that may have been meant as text, such as an escape's backslash."""
+    """The result of `compared`. `hidden` names removed characters that may be text, such as an escape's backslash."""
 
     is_whole: bool
     hidden: tuple[str, ...] = ()
 
 
 def compared(source: str, html: str) -> Compared:
-    """Walks through a source and its HTML. `is_whole` means that only markup is missing and the order is the same.
+    """Compares a source with its HTML. `is_whole` means that only markup is missing and the order is the same.
 
-    Each character of the source is either the next one shown or markup. Taking the first match is safe: between it and
-    a later match there can be only markup, which may be missing too.
+    Each character of the source is either the next one shown or markup. Taking the first match is safe, because there
+    can be only markup between it and a later match, and markup may be missing.
     """
     if _NUMBER_ENDS in source:
         return Compared(False)
@@ -229,7 +231,7 @@ def _text_of(html: str) -> str:
 
 
 class _Text(HTMLParser):
-    """Collects text, the numbers of list items, and for formulas their source, which is in an annotation."""
+    """Collects text, the numbers of list items, and the sources of formulas, which are in annotations."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)

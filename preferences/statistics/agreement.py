@@ -39,7 +39,7 @@ NO_VARIATION = "all answers are alike, so chance would agree as much"
 
 
 def pairwise_agreement(rankings: Sequence[Ranking]) -> Share:
-    """The share of response pairs that two labelers of the same task order alike.
+    """Returns the share of response pairs that two labelers of the same task order alike.
 
     It counts each pair of responses once for each pair of labelers, unless one of them ties it. The interval is over
     prompts.
@@ -64,7 +64,7 @@ def pairwise_agreement(rankings: Sequence[Ranking]) -> Share:
 
 
 def accuracy_against(rankings: Sequence[Ranking], scores: TrueScores) -> Share:
-    """The share of response pairs that a ranking orders like the true scores.
+    """Returns the share of response pairs that a ranking orders like the true scores.
 
     `scores` maps a task's id to its true scores, in canonical order; higher is better. Pairs tied in the ranking or in
     the scores are left out. The interval is over prompts.
@@ -106,7 +106,7 @@ def _same_and_compared(first: Sequence[float], second: Sequence[float]) -> tuple
 
 
 def _share(rankings: Sequence[Ranking], counts: Sequence[tuple[int, int]]) -> Share:
-    """Computes the share from each task's (right, compared), tasks in the order of their first ranking."""
+    """Computes the share from each task's (right, compared), with tasks in the order of their first ranking."""
     tasks: dict[str, Ranking] = {}
     for ranking in rankings:
         tasks.setdefault(ranking.task_id, ranking)
@@ -117,7 +117,7 @@ def _share(rankings: Sequence[Ranking], counts: Sequence[tuple[int, int]]) -> Sh
 
 
 def share_of_tasks(right_T: Floats, compared_T: Floats, prompt_T: Ints, responses_T: Ints) -> Share:
-    """The share right among all comparisons, from counts by task, with the interval of `clustered_shares` over prompts.
+    """Returns the share of right comparisons, from counts by task, with `clustered_shares`'s interval over prompts.
 
     A comparison is between two of a task's `responses_T` responses. Several labelers may compare the same two.
     """
@@ -155,7 +155,7 @@ class Alpha:
 
 
 def ordinal_alpha(counts_UV: Floats) -> float:
-    """Alpha of ordinal values: `counts_UV[u, v]` labelers gave unit u the v-th smallest value. NaN if unknown.
+    """Returns alpha of ordinal values (NaN if unknown). `counts_UV[u, v]` labelers gave unit u the v-th smallest value.
 
         o_ck = Σ_u (n_uc·n_uk - [c = k]·n_uc) / (m_u - 1),  n_c = Σ_k o_ck,  n = Σ_c n_c
         alpha = 1 - (n - 1) · Σ_ck o_ck·δ²_ck / Σ_ck n_c·n_k·δ²_ck,  δ_ck = Σ_{g=c..k} n_g - (n_c + n_k)/2
@@ -167,18 +167,19 @@ def ordinal_alpha(counts_UV: Floats) -> float:
 
 
 def ranking_alpha(counts: PairCounts, prompt_T: Ints, *, seed: int) -> Alpha:
-    """Alpha of K-way rankings with ties. A unit is a pair of responses; its value is {second, tie, first} better.
+    """Returns alpha of K-way rankings with ties. A unit is a pair of responses; its value says which one is better.
 
-    Ranks have a meaning only within their task (and ties shift them). So units are pairs, whose values mean the same in
-    every task and for every K. Which response of a pair is called first is arbitrary. So the values' distribution is
-    symmetric, and with Krippendorff's ordinal metric a tie lies halfway between the preferences: δ² = 1 for opposite
+    Ranks have a meaning only within their task (and ties shift them). So units are pairs, whose values (second, tie,
+    first) mean the same in every task and for every K. Which response is called first is arbitrary, so the distribution
+    is symmetric, and in Krippendorff's ordinal metric a tie lies halfway between the preferences: δ² = 1 for opposite
     preferences, ¼ for a tie and a preference. Two values whose pairs are oriented at random disagree by ½ if neither is
     a tie, and by ¼ if one is. With τ the share of ties among values of units that several labelers judged,
 
         D_o = Σ_u 2/(m_u - 1) · Σ_{pairs of labelers} δ² / Σ_u m_u,    D_e = (1 - τ)/2
 
-    It equals `ordinal_alpha` of the units read in both directions, except for its n - 1. Without ties, and with equally
-    many labelers per unit, alpha = 2·(pairwise agreement) - 1, which for two labelers is the mean of Kendall's tau.
+    It equals `ordinal_alpha` of the units read in both directions, except for the latter's factor n - 1. Without ties,
+    and with equally many labelers per unit, alpha = 2·(pairwise agreement) - 1, which for two labelers is the mean of
+    Kendall's tau.
     """
     num_TP = counts.num_TP
     judged_TP = num_TP > 1
@@ -200,7 +201,7 @@ def ranking_alpha(counts: PairCounts, prompt_T: Ints, *, seed: int) -> Alpha:
 
 
 def rating_alpha(panel: Panel, *, seed: int) -> Alpha:
-    """Alpha of ratings as ordinal values. A unit is a response, which each labeler rates once.
+    """Returns alpha of ratings as ordinal values. A unit is a response, which each labeler rates once.
 
     Answers without ratings are left out. Each resample has its own metric, because the metric depends on the ratings.
     """
@@ -243,7 +244,7 @@ def _alpha_of_units(counts_UV: Floats, task_U: Ints, prompt_T: Ints, seed: int) 
 
 
 def _coincidences(counts_UV: Floats, cluster_U: Ints, num_clusters: int) -> Floats:
-    """Returns [clusters, V, V]: ordered pairs of values that two labelers gave a unit, over m_u - 1, by cluster."""
+    """Returns [clusters, V, V]: ordered pairs of values that two labelers gave unit u, weighted by 1/(m_u - 1)."""
     num_U = counts_UV.sum(axis=1)
     weight_U = np.where(num_U > 1, 1 / np.maximum(num_U - 1, 1), 0.0)
     num_values = counts_UV.shape[1]

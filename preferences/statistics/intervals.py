@@ -1,4 +1,4 @@
-"""Intervals of means and shares, of independent rows and of rows that come in clusters (a prompt with all its answers).
+"""Intervals for means and shares of independent rows, and of rows in clusters (a prompt with all its answers).
 
 clustered_mean, mean_is_zero         the mean of all rows, by Student's distribution over clusters
 clustered_shares                     shares of comparisons, by Wilson's interval for the effective number of pairs
@@ -90,8 +90,10 @@ def _cells(group_R: Ints, cluster_R: Ints) -> tuple[Ints, Ints]:
 
 
 def clustered_mean(value_R: Floats, cluster_R: Ints, *, alpha: float = 1 - LEVEL) -> Interval:
-    """Returns the mean of all rows with Student's interval over clusters, at level 1 - α: v as in `clustered_shares`,
-    C - 1 degrees of freedom."""
+    """Returns the mean of all rows with Student's interval over clusters, at level 1 - α.
+
+    The variance is v of `clustered_shares`, with C - 1 degrees of freedom.
+    """
     if len(value_R) == 0:
         return UNKNOWN
     mean, error, freedom = _mean_with_error(value_R, cluster_R)
@@ -100,8 +102,9 @@ def clustered_mean(value_R: Floats, cluster_R: Ints, *, alpha: float = 1 - LEVEL
 
 
 def mean_is_zero(value_R: Floats, cluster_R: Ints) -> float:
-    """Returns the two-sided p of a mean of 0, by Student's test: `clustered_mean` at level 1 - α excludes 0 exactly if
-    p < α. It is 1 for a single cluster, which shows nothing.
+    """Returns the two-sided p-value of Student's test that the mean is 0.
+
+    `clustered_mean` at level 1 - α excludes 0 exactly if p < α. A single cluster shows nothing, so its p is 1.
 
     Raises: ValueError if there are no rows.
     """
@@ -154,8 +157,8 @@ def score_interval(value_C: Floats, *, quantile: float = Z, inflation: float = 1
     ½ it is Tango's for two paired proportions (Tango 1998, Statistics in Medicine 17); in general the weights are those
     of empirical likelihood (Owen 2001, 2.9).
 
-    `quantile` replaces z (Student's quantile, if the variance is poorly known; a test's critical value). `inflation`
-    >= 1 multiplies the variance (labelers who differ).
+    `quantile` replaces z: with Student's quantile if the variance is poorly known, or with a test's critical value.
+    `inflation` >= 1 multiplies the variance, if labelers differ.
 
     Raises: ValueError if there are no prompts.
     """

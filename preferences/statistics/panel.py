@@ -41,7 +41,7 @@ class Panel:
 
     @classmethod
     def of(cls, tasks: Sequence[Task], answers: Sequence[Judgment], labelers: Sequence[str] = ()) -> "Panel":
-        """Builds a panel from one current answer per labeler and task. `labelers` are sorted by name unless given.
+        """Builds a panel from one current answer per labeler and task. By default labelers are sorted by name.
 
         Raises: ValueError, naming task and labeler, for an answer to an unknown task, with a different number of ranks
         than the task has responses, or whose `shown_order` is not a permutation.

@@ -1,6 +1,6 @@
 """Charts of the lead's page as inline SVG: functions from a report or judgments to markup.
 
-They are drawn by hand rather than with matplotlib, as a run's report is, because the page is rendered for every
+They are drawn by hand and not with matplotlib (which draws a run's report), because the page is rendered for every
 request: a chart takes well under a millisecond. Colours are the page's CSS variables, or its text colour if it has
 none, so light and dark themes work; they are attributes, because a strict Content-Security-Policy refuses `style`.
 Every chart describes in `title` and `desc` what the picture shows. Without data the result is "".
@@ -56,7 +56,7 @@ class Frame:
 
 
 def progress_plot(judgments: Sequence[Judgment], *, num_wanted: int) -> str:
-    """Current answers over time. `num_wanted` is the number when all tasks are done."""
+    """Plots the number of current answers over time. `num_wanted` is that number when all tasks are done."""
     times = np.sort([answer.created_at for answer in current_judgments(judgments).answers])
     if len(times) == 0:
         return ""
@@ -80,7 +80,7 @@ def progress_plot(judgments: Sequence[Judgment], *, num_wanted: int) -> str:
 
 
 def share_plot(rows: Sequence[tuple[str, Share]], *, name: str, title: str, chance: float | None) -> str:
-    """Shares with their intervals, one row per label, such as `agreement` or `gold_accuracy` by labeler.
+    """Plots shares with their intervals, one row per label, such as `agreement` or `gold_accuracy` by labeler.
 
     `name` makes the chart's ids unique on the page. A line marks `chance`.
     """
@@ -107,7 +107,7 @@ def share_plot(rows: Sequence[tuple[str, Share]], *, name: str, title: str, chan
 
 
 def positions_plot(ranks: PositionRanks) -> str:
-    """The mean rank by the position shown, best on top, with a line for its value without bias."""
+    """Plots the mean rank by the position shown, best on top, with a line for its value without bias."""
     k = ranks.num_responses
     frame = Frame(52, 14, WIDTH - 16, 190, (0.5, k + 0.5), (k, 1))
     neutral = (k + 1) / 2
@@ -127,7 +127,7 @@ def positions_plot(ranks: PositionRanks) -> str:
 
 
 def time_plot(milliseconds: Sequence[int]) -> str:
-    """A histogram of the seconds per answer, on a logarithmic axis. The dashed line is the median."""
+    """Plots a histogram of the seconds per answer, on a logarithmic axis. The dashed line is the median."""
     if not milliseconds:
         return ""
     seconds = np.clip(np.asarray(milliseconds, dtype=np.float64) / 1000, DURATIONS[0], DURATIONS[-1])

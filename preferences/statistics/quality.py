@@ -1,9 +1,9 @@
-"""What can be said about each labeler: the quality of their answers, how they work, and how much they did.
+"""Statistics about each labeler: the quality of their answers, how they work, and how much they did.
 
 Quality is agreement with others, with themselves and with gold tasks, and position bias. Each metric is a share of
-comparisons of two responses (`estimates.Share`). Prompts are a sample, labelers are fixed: an interval says what
-similar prompts would give, not other labelers. Pairs that either side ties are left out, except a labeler's ties on
-gold tasks, which count half.
+comparisons of two responses (`estimates.Share`). Prompts are treated as a sample and labelers as fixed, so intervals
+describe other prompts like these, not other labelers. Pairs that either side ties are left out, except a labeler's ties
+on gold tasks, which count half.
 
 Time, flags, reasons to skip and ratings are numbers to look at, not verdicts: a fast labeler may be good, and a slow
 one may be at lunch.
@@ -59,7 +59,7 @@ class PositionRanks:
 
 
 def agreement_with_others(panel: Panel) -> list[Share]:
-    """Returns by labeler the share of comparisons with other labelers of the same task that are ordered alike.
+    """Returns, for each labeler, the share of comparisons with other labelers of the same task that agree.
 
     A pair counts once for each other labeler, unless one of the two ties it.
     """
@@ -81,7 +81,7 @@ def agreement_with_others(panel: Panel) -> list[Share]:
 
 
 def agreement_counts(panel: Panel) -> tuple[Floats, Floats]:
-    """Returns [T] each: comparisons of two labelers that are ordered alike, and all. Counts as `pairwise_agreement`."""
+    """Returns two arrays [T]: comparisons of two labelers that agree, and all. Counts like `pairwise_agreement`."""
     counts = count_pairs(panel, pair_signs(panel.ranks_JK))
     first_TP, second_TP = counts.first_TP, counts.second_TP
     same_T = ((first_TP * (first_TP - 1) + second_TP * (second_TP - 1)) / 2).sum(axis=1)
@@ -89,7 +89,7 @@ def agreement_counts(panel: Panel) -> tuple[Floats, Floats]:
 
 
 def self_agreement(panel: Panel) -> list[Share]:
-    """Returns by labeler the share of pairs ordered alike on a task and on its hidden repeat.
+    """Returns, for each labeler, the share of pairs ordered alike on a task and on its hidden repeat.
 
     A repeat may have its task's responses in another order.
 
@@ -117,7 +117,7 @@ def self_agreement(panel: Panel) -> list[Share]:
 
 
 def gold_accuracy(panel: Panel) -> list[Share]:
-    """Returns by labeler the share of gold tasks' ordered pairs that they order alike. A tie counts half.
+    """Returns, for each labeler, the share of gold tasks' untied pairs that they order alike. A tie counts half.
 
     A tie is worth as much as a guess. If ties were left out, tying everything hard would raise a labeler's accuracy.
     """
@@ -152,7 +152,7 @@ def screen(accuracy: Share, *, threshold: float, min_tasks: int) -> Verdict:
 
 
 def shown_first(panel: Panel) -> tuple[Share, list[Share]]:
-    """Returns the share of untied pairs whose earlier response is preferred: overall, and by labeler.
+    """Returns the share of untied pairs in which the response shown earlier is preferred: overall, and by labeler.
 
     It is ½ with a random order and no bias. With two responses it is how often the first one wins.
     """
@@ -241,12 +241,12 @@ class Ratings:
 
 
 def num_words(task: Task) -> int:
-    """Counts words of prompt and responses, separated by spaces. Scripts without spaces get too few, never too many."""
+    """Counts the space-separated words of prompt and responses: for scripts without spaces too few, never too many."""
     return len(" ".join((*(message.content for message in task.prompt), *task.responses)).split())
 
 
 def words_per_minute(panel: Panel) -> tuple[Floats, Floats]:
-    """Returns [J] each: the words of an answer's task, and words per minute of its time (inf if it took no time)."""
+    """Returns two arrays [J]: the words in each answer's task, and words per minute (inf if it took no time)."""
     answered = np.unique(panel.task_J)
     words_T = np.zeros(len(panel.tasks))
     words_T[answered] = [num_words(panel.tasks[task]) for task in answered]

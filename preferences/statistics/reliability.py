@@ -1,7 +1,7 @@
 """How often each labeler is right, estimated from the labels alone.
 
 The one-coin model of Dawid & Skene (1979): every pair of responses has an unknown true order, and labeler l reports it
-with probability a_l, independently of the others. It is fitted by EM, whose every step raises the likelihood:
+with probability a_l, independently of the others. It is fitted by EM, in which every step raises the likelihood:
 
     E: P(first is better) = σ(Σ_l ± log(a_l / (1 - a_l))), + for those who put it first, - for the others
     M: a_l = (2 + expected number of pairs of l that are right) / (3 + number of pairs of l)
@@ -22,13 +22,13 @@ import numpy as np
 
 from preferences.records import Ranking
 
-START = 0.7  # any start above ½ leads to the answer in which labelers are right more often than wrong
+START = 0.7  # any start above ½ converges to the solution in which labelers are more often right than wrong
 TOLERANCE, MAX_ROUNDS = 1e-6, 500
 
 
 @dataclass(frozen=True)
 class Reliability:
-    """`accuracy` is the probability that the labeler orders a pair correctly. Others judged `num_pairs` of them too."""
+    """A labeler's probability of ordering a pair correctly, estimated from `num_pairs` pairs that others judged too."""
 
     accuracy: float
     num_pairs: int
@@ -43,7 +43,7 @@ class Reliability:
 
 
 def labeler_reliability(rankings: Sequence[Ranking]) -> dict[str, Reliability]:
-    """Returns every labeler's reliability, by name. One whose pairs nobody else judged gets the mean over all votes."""
+    """Returns each labeler's reliability, by name: the mean over all votes if nobody else judged their pairs."""
     labelers = sorted({ranking.labeler for ranking in rankings})
     number = {name: index for index, name in enumerate(labelers)}
     votes = list(_votes(rankings))
