@@ -81,7 +81,7 @@ class Round:
         disk: SmallDisk | None,
         stages: Sequence[str],
     ) -> None:
-        """`start` starts the run's driver, and restarts it where it stopped."""
+        """`start` starts the run's driver, or restarts it, which continues where the last one stopped."""
         self._folder, self._start, self._cluster, self._disk, self._stages = folder, start, cluster, disk, stages
         self.faults, self._driver = list[Injected](), start()
         self._before = pulse(folder)  # its value when progress was last checked

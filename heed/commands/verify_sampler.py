@@ -64,9 +64,9 @@ def verify_sampler(
 
 
 def _checks(engine: str, model: Path, precision: str, seed: int, python: str) -> "Iterator[Check]":
-    """The checks as they finish, made by another process.
+    """Yields the checks as they finish. Another process makes them.
 
-    Raises: ValueError for the user's mistakes; RunError if the process ends before all checks were made.
+    Raises: ValueError for the user's mistakes; RunError if the process ends before all checks are done.
     """
     from lm.samplers.__main__ import DONE, MISTAKE
     from lm.samplers.verify import Check

@@ -178,7 +178,7 @@ ADVICE = {
 
 
 def counterpart(key: str, known: Collection[str], top: Collection[str] = ()) -> str:
-    """What Heed calls another project's key, in words; "" where nothing is known.
+    """Says in words what Heed calls another project's key; "" if that is unknown.
 
     `known` are the fields of the section that the key was found in, `top` those of the whole job.
     """
