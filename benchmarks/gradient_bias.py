@@ -1,4 +1,4 @@
-"""How far the mean gradient of each policy-gradient estimator is from the exact one, by enumeration.
+"""Computes how far each policy-gradient estimator's mean gradient is from the exact one, by enumeration.
 
 A toy policy writes two tokens from a vocabulary of three, so it has nine responses (seven if a token ends them). So
 both the exact gradient of (mean reward - β · KL) and the mean of an estimator's gradient over all groups of two
@@ -70,14 +70,14 @@ class Toy:
         return cls(has_end, policy.requires_grad_(), ref, policy.detach() + 0.5 * noise, tokens_BR, mask_BR, scores_B)
 
     def logprobs(self, logits_SV: Tensor, rows: Tensor) -> Tensor:
-        """log π of responses' tokens [B, R]; 0 where there is none."""
+        """Returns log π of the responses' tokens [B, R]; 0 where there is no token."""
         tokens_BR = self.tokens_BR[rows]
         states_BR = torch.stack([torch.zeros_like(tokens_BR[:, 0]), 1 + tokens_BR[:, 0]], dim=1)
         logprobs_BR = logits_SV.log_softmax(-1)[states_BR, tokens_BR]
         return torch.where(self.mask_BR[rows], logprobs_BR, 0.0)
 
     def exact_gradient(self, score_coef: float, kl_coef: float) -> Tensor:
-        """∇ Σ π(y) (score_coef · score(y) - kl_coef · log π(y)/π_ref(y))."""
+        """Returns ∇ Σ π(y) (score_coef · score(y) - kl_coef · log π(y)/π_ref(y))."""
         everything = torch.arange(len(self.tokens_BR))
         logprob_B = self.logprobs(self.logits_SV, everything).sum(dim=1)
         log_ratio_B = logprob_B - self.logprobs(self.ref_logits_SV, everything).sum(dim=1)
@@ -85,7 +85,7 @@ class Toy:
         return torch.autograd.grad(value, self.logits_SV)[0]
 
     def values(self, kl_coef: float) -> Tensor:
-        """The exact value before each token of each response [B, R]: the mean of the rewards still to come."""
+        """Returns the exact value before each token of each response [B, R]: the mean of the rewards still to come."""
         everything = torch.arange(len(self.tokens_BR))
         logprobs_BR = self.logprobs(self.logits_SV, everything).detach()
         ref_BR = self.logprobs(self.ref_logits_SV, everything)

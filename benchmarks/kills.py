@@ -23,7 +23,7 @@ JOBS = Path(__file__).parents[1] / "configs" / "jobs"
 CRITIC_FREE = ("rloo", "grpo", "dr-grpo", "reinforce")
 ALGORITHMS = ("ppo", *CRITIC_FREE, "dpo", "ipo", "rejection")
 STAGES = ("pretrain", "sft", "collect", "reward", "dpo", "ppo", "compare")
-NUM_ITERATIONS, NUM_EPOCHS = 80, 60  # of policy gradients, and of DPO and rejection sampling: a minute each
+NUM_ITERATIONS, NUM_EPOCHS = 80, 60  # of policy gradients; of DPO and rejection sampling. A minute each
 KINDS = ("worker", "driver")
 
 

@@ -151,7 +151,7 @@ class Fault:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended early because its target is gone."""
+        """Whether the fault has ended early because its target is gone."""
         return False
 
     def repair(self) -> None:

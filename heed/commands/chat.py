@@ -75,7 +75,7 @@ def chat(
 
 
 def _converse(speaker: "Speaker", system: str, is_terminal: bool) -> None:
-    """Answers each line of standard input on standard output, with the whole conversation as context."""
+    """Answers each line of standard input on standard output, with the conversation so far as context."""
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     with closing(_lines(is_terminal)) as lines:

@@ -28,7 +28,7 @@ from training.notices import speaking_through
 
 @dataclass(frozen=True)
 class Link:
-    """One step of the chain: a stage or a file, what it is, and a hash of it ("" where it has none)."""
+    """One link of the chain: a stage or a file, what it is, and its hash ("" if it has none)."""
 
     name: str
     what: str
@@ -64,7 +64,7 @@ def replay_response(
 
 
 def _require_same_inputs(run: Run, name: str) -> None:
-    """Raises: ValueError if the job file, its data or the stages before have changed since this stage ran."""
+    """Raise ValueError if the job file, its data or earlier stages have changed since this stage ran."""
     stage, folder = run.job.stage(name), run.stage_folder(name)
     inputs = inputs_of(run, stage)
     if started_with(folder) != inputs.fingerprint:

@@ -245,7 +245,7 @@ def compare_section(prompts: str, origin: str, judge: str, num_tokens: int) -> S
 
 @dataclass
 class Starter:
-    """What a job is made from; "" = the user gave nothing. `missing` says what the job leaves out, and why.
+    """What a job is made from; "" = not given by the user. `missing` says what the job leaves out, and why.
 
     If `algorithm` is "", the job uses PPO if there are prompts with preferences or a reward, and DPO if there are only
     preferences. `format` and `on_invalid` are written into the sources that the job names.
@@ -368,7 +368,7 @@ class Starter:
 
     @cached_property
     def _shape(self) -> Shape:
-        """Raises: ValueError for a folder or hub id without a model, or without tokens that a job needs."""
+        """Reads the model's shape. Raises: ValueError if there is no model, or it lacks tokens that a job needs."""
         shape = shape_of(self.model, opens_models=True)
         is_small = int(shape["hidden_size"]) < SMALL_HIDDEN_SIZE
         _ = self._tokenizer
@@ -388,7 +388,7 @@ class Starter:
         return read_judgments(data, found.append)
 
     def _pairs(self, judgments: "Found", found: list[str]) -> Preferences:
-        """Raises: ValueError for several objectives, if DPO is to learn, and for too few prompts to hold any out."""
+        """Splits the preferences. Raises: ValueError for DPO on several objectives, and for too few prompts."""
         objectives = sorted({ranking.objective for ranking in judgments.rankings})
         if len(objectives) > 1 and self._chosen == "dpo":
             raise ValueError(

@@ -94,7 +94,7 @@ def _read_stored(folder: Path | None, jobs: Sequence[JobConfig]) -> dict[int, St
 
 
 def _check(job: JobConfig) -> None:
-    """Raises: ValueError for a job with too few labelers, or with too few policies per curve for a fit."""
+    """Raise ValueError for a job with too few labelers, or with too few policies per curve for a fit."""
     compare, ppo = job.section_of(COMPARE), job.section_of(PPO)  # every_arm refuses jobs without them
     world = job.open_world()
     assert world is not None

@@ -5,7 +5,7 @@
     python3 benchmarks/gpu/first_quarter/run.py first --device cpu --tiny # a rehearsal without a GPU
 
 Each step is a process with a time limit, and starts only if enough time is left. Steps are forked after the libraries
-are imported, so that this happens once; a crash of a step's CUDA context ends only that step. `$OUT/results.json` is
+are imported, so that happens only once. A crash of a step's CUDA context ends only that step. `$OUT/results.json` is
 written after each step, and `$OUT/parts` has the figures of the step that is running.
 
 This file uses the standard library alone until the wheels are installed. It also runs as a copy elsewhere.
@@ -309,7 +309,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def print_summary(results: dict[str, Any]) -> None:
-    """Prints the main figures last, so that a log of which only the end is kept still has them."""
+    """Prints the main figures last, so that a log that keeps only its end still has them."""
     print(f"\n{results['install']} imports {results['import_seconds']} s, total {results['seconds']} s")
     for name, found in results["steps"].items():
         print(
