@@ -23,7 +23,7 @@ from evaluation.verdicts import Comparisons, Verdict
 from preferences.statistics.estimates import Floats, Ints
 from preferences.statistics.intervals import percentiles, resampled_sums, wilson
 
-MAX_BOOTSTRAPPED = 200  # prompts: with more, 2,000 worlds take an hour
+MAX_BOOTSTRAPPED = 200  # prompts; with more, 2,000 worlds take an hour
 
 
 class Held(NamedTuple):
@@ -48,7 +48,7 @@ def latent(generator: np.random.Generator, prompt_V: Ints, labeler_V: Ints, rho:
 
 
 def outcome(u_V: Floats, win: Floats | float, tie: Floats | float) -> Floats:
-    """1, ½ or 0."""
+    """Returns 1 for a win, ½ for a tie, 0 for a loss."""
     return np.where(u_V < win, 1.0, np.where(u_V < win + tie, 0.5, 0.0))
 
 
@@ -120,7 +120,7 @@ def _win_rate(
 
 
 def simpler(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
-    """Intervals that Heed does not use. a wins with probability 0.95, and none of them sees any spread in 20 of 20."""
+    """Intervals that Heed does not use. a wins with probability 0.95, and if it wins 20 of 20, none sees any spread."""
     x_P = outcome(generator.random(num_prompts), 0.95, 0.0)
     mean, variance = float(x_P.mean()), float(x_P.var(ddof=1)) / num_prompts
     half = float(stats.t.ppf(0.975, num_prompts - 1)) * np.sqrt(variance)
@@ -240,7 +240,7 @@ def flipped(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
 
 
 def rows_or_prompts(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
-    """Two games per prompt, a strong verdict entered as three rows: resampling rows against resampling prompts."""
+    """Resampling rows compared with resampling prompts: two games per prompt, and three rows for a strong verdict."""
     prompt_V = np.repeat(np.arange(num_prompts), 2)
     u_V = latent(generator, prompt_V, np.zeros_like(prompt_V), 0.7, 0.0)
     won_V = outcome(u_V, 0.5, 0.1)

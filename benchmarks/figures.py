@@ -5,7 +5,7 @@
 stores the demo's figures as `benchmarks/demo.json` and writes them, with those of `make bench`
 (`benchmarks/speed/peers-CPU.json`), between the markers of README.md and docs/tutorials/demo.md.
 Without a folder it only rewrites the documents from the stored files.
-`tests/benchmarks/test_figures.py` holds the documents to the stored files.
+`tests/benchmarks/test_figures.py` checks the documents against the stored files.
 """
 
 import json
@@ -28,7 +28,7 @@ PAGES = {"demo": [ROOT / "README.md", ROOT / "docs" / "tutorials" / "demo.md"], 
 
 
 def stored(report: Mapping[str, Any], measured_on: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a demo's report.json: seed, seconds, the machine, and the figures that the documents name."""
+    """Returns what is stored of a demo's report.json: seed, seconds, the machine, and the figures in the documents."""
     compared = report["compare"]
     fields = ("gold_score", "pass_share", "kl_nats")
     return {
@@ -45,7 +45,7 @@ def stored(report: Mapping[str, Any], measured_on: Mapping[str, Any]) -> dict[st
 
 
 def demo_text(demo: Mapping[str, Any]) -> str:
-    """The demo's machine, time, policies, and what beats what, in Markdown."""
+    """Returns the demo's machine, time, policies, and which policy beats which, in Markdown."""
     best = demo["best_of_n"][-1]
     names = {"pretrained": "pretrained", "sft": "SFT", f"best_of_{best['n']}": f"best of {best['n']}", "ppo": "PPO"}
     rows = [_policy_row(label, demo["policies"][name], best) for name, label in names.items()]
@@ -72,7 +72,7 @@ def _sentences(demo: Mapping[str, Any]) -> str:
 
 
 def speed_text() -> str:
-    """Heed's rate divided by each peer's, median over rounds: a column for each CPU."""
+    """Returns Heed's rate divided by each peer's, median over rounds, with a column per CPU."""
     found = stored_results()
     names = list(found[0]["rows"])
     peers = {name: ", ".join(peer["name"] for peer in found[0]["rows"][name]["peers"]) for name in names}

@@ -1,9 +1,9 @@
 """Counts the source files of Heed that three walks enter: `python -m benchmarks.files_entered [--list]`.
 
-The walks are what a new reader follows: one PPO iteration, one forward pass of a language model of two layers, and a
-file of rankings on its way to a trained reward model. A file counts if one of its functions is called; imports and
-start-up come before. `--list` names the files. The exit status is 1 if a walk enters more files than its bound; lower a
-bound when its walk gets shorter. The aim is 40, 8 and 60 files.
+The walks are what a new reader follows: one PPO iteration, one forward pass of a language model with two layers, and
+training a reward model from a file of rankings. A file counts if one of its functions is called; imports and start-up
+do not count. `--list` names the files. The exit status is 1 if a walk enters more files than its bound; lower a bound
+when its walk gets shorter. The aim is 40, 8 and 60 files.
 """
 
 import json
@@ -52,7 +52,7 @@ NUM_PROMPTS = 16
 
 
 def files_entered(walk: Callable[[], Any]) -> list[str]:
-    """Returns the files of Heed's packages of which `walk` calls a function, in this process and all its threads."""
+    """Returns the files of Heed's packages that have a function called by `walk`, in any thread of this process."""
     entered: set[str] = set()
 
     def note(frame: FrameType, event: str, _argument: object) -> None:
@@ -82,7 +82,7 @@ def write_models(folder: Path) -> None:
 
 
 def ppo_iteration(folder: Path) -> Callable[[], Any]:
-    """Returns the second iteration of a run with all roles in this process: the first has what happens once."""
+    """Returns the second iteration of a run with all roles in this process; the first one also does one-time work."""
     tokenizer = Tokenizer.load(folder / "policy")
     prompts = [tokenizer.encode_prompt([{"role": "user", "content": f"cat {number}"}]) for number in range(NUM_PROMPTS)]
     config = ppo_config(2, NUM_PROMPTS, BatchConfig(batch_size=8, micro_batch_size=8), 6)

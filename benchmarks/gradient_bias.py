@@ -1,10 +1,10 @@
-"""How far the mean gradient of each policy-gradient estimator is from the exact one, by enumeration.
+"""Computes how far each policy-gradient estimator's mean gradient is from the exact one, by enumeration.
 
-A toy policy writes two of three tokens, so it has nine responses (seven where a token ends them), and both the exact
-gradient of the mean reward less β · KL and the mean of an estimator's gradient over all groups of two responses are
-finite sums. The estimators are those of `ppo`, called as the controller calls them.
-`python -m benchmarks.gradient_bias` rewrites the table in docs/algorithms.md; tests/benchmarks/test_gradient_bias.py
-checks it and what it claims.
+A toy policy writes two tokens from a vocabulary of three, so it has nine responses (seven if a token ends them). So
+both the exact gradient of (mean reward - β · KL) and the mean of an estimator's gradient over all groups of two
+responses are finite sums. The estimators are those of `ppo`, called as the controller calls them.
+`python -m benchmarks.gradient_bias` rewrites the table in docs/algorithms.md. tests/benchmarks/test_gradient_bias.py
+checks the table and what it claims.
 
 Shape letters: B responses, R response tokens, S states, V tokens.
 """
@@ -38,8 +38,9 @@ VOCABULARY, LENGTH, KL_COEF = 3, 2, 0.3
 
 @dataclass(frozen=True)
 class Toy:
-    """Logits [S, V] of the policy, of the reference, and of an older policy; the first state is the start, the others
-    follow its tokens. With `has_end`, token 0 as the first one ends the response.
+    """Logits [S, V] of the policy, of the reference, and of an older policy. The first state is the start of the
+    response; each other state follows one of its possible first tokens. With `has_end`, a first token 0 ends the
+    response.
     """
 
     has_end: bool
@@ -69,14 +70,14 @@ class Toy:
         return cls(has_end, policy.requires_grad_(), ref, policy.detach() + 0.5 * noise, tokens_BR, mask_BR, scores_B)
 
     def logprobs(self, logits_SV: Tensor, rows: Tensor) -> Tensor:
-        """log π of responses' tokens [B, R]; 0 where there is none."""
+        """Returns log π of the responses' tokens [B, R]; 0 where there is no token."""
         tokens_BR = self.tokens_BR[rows]
         states_BR = torch.stack([torch.zeros_like(tokens_BR[:, 0]), 1 + tokens_BR[:, 0]], dim=1)
         logprobs_BR = logits_SV.log_softmax(-1)[states_BR, tokens_BR]
         return torch.where(self.mask_BR[rows], logprobs_BR, 0.0)
 
     def exact_gradient(self, score_coef: float, kl_coef: float) -> Tensor:
-        """∇ Σ π(y) (score_coef · score(y) - kl_coef · log π(y)/π_ref(y))."""
+        """Returns ∇ Σ π(y) (score_coef · score(y) - kl_coef · log π(y)/π_ref(y))."""
         everything = torch.arange(len(self.tokens_BR))
         logprob_B = self.logprobs(self.logits_SV, everything).sum(dim=1)
         log_ratio_B = logprob_B - self.logprobs(self.ref_logits_SV, everything).sum(dim=1)
@@ -84,7 +85,7 @@ class Toy:
         return torch.autograd.grad(value, self.logits_SV)[0]
 
     def values(self, kl_coef: float) -> Tensor:
-        """The exact value before each token of each response [B, R]: the mean of the rewards still to come."""
+        """Returns the exact value before each token of each response [B, R]: the mean of the rewards still to come."""
         everything = torch.arange(len(self.tokens_BR))
         logprobs_BR = self.logprobs(self.logits_SV, everything).detach()
         ref_BR = self.logprobs(self.ref_logits_SV, everything)
@@ -99,7 +100,7 @@ class Toy:
 
 @dataclass(frozen=True)
 class Group:
-    """Two responses: rows of the toy's, and log π [B, R] with gradients, of the policy, the reference, the sampler."""
+    """Two responses (rows of the toy's) with log π [B, R], with gradients, of the policy, reference and sampler."""
 
     toy: Toy
     rows: Tensor
@@ -116,7 +117,7 @@ Loss = Callable[[Group], Tensor]
 
 
 def mean_gradient(toy: Toy, loss: Loss, *, from_old: bool = False) -> Tensor:
-    """The mean of -∇ loss over all groups of two responses, which the policy, or the old one, samples."""
+    """Returns the mean of -∇ loss over all groups of two responses, sampled by the policy or the old policy."""
     behaviour_SV = toy.old_logits_SV if from_old else toy.logits_SV.detach()
     total_SV = torch.zeros_like(behaviour_SV)
     for pair in itertools.product(range(len(toy.tokens_BR)), repeat=2):
@@ -129,7 +130,7 @@ def mean_gradient(toy: Toy, loss: Loss, *, from_old: bool = False) -> Tensor:
 
 
 def config_of(**changes: object) -> PPOConfig:
-    """Job settings of an estimator, with what no estimator depends on."""
+    """Returns the job settings of an estimator, including those that no estimator depends on."""
     values: dict[str, object] = {
         "prompts": DataConfig(source="none"),
         "num_iterations": 1,
@@ -148,7 +149,7 @@ def config_of(**changes: object) -> PPOConfig:
 
 
 def heeds_loss(config: PPOConfig, *, has_perfect_values: bool = True, corrects: bool = False) -> Loss:
-    """The policy's loss, as the controller and the learner compute it from two responses to one prompt."""
+    """Returns the policy's loss, as the controller and the learner compute it from two responses to one prompt."""
 
     def loss(group: Group) -> Tensor:
         old_BR, ref_BR, mask_BR, scores_B = (
@@ -187,7 +188,7 @@ def heeds_loss(config: PPOConfig, *, has_perfect_values: bool = True, corrects: 
 
 
 def kl_loss(penalty: Callable[[Tensor], Tensor], *, by_response: bool) -> Loss:
-    """The mean of a penalty of the log ratio log π/π_ref per token or per response, over `LENGTH` tokens."""
+    """Returns the mean of a penalty on the log ratio log π/π_ref, per token or per response, over `LENGTH` tokens."""
 
     def loss(group: Group) -> Tensor:
         log_ratio_BR = group.logprobs_BR - group.ref_logprobs_BR
@@ -200,8 +201,8 @@ def kl_loss(penalty: Callable[[Tensor], Tensor], *, by_response: bool) -> Loss:
 
 @dataclass(frozen=True)
 class Row:
-    """An estimator and what is known of its mean gradient. `scale` is the known multiple of the exact gradient, by
-    which it differs; 0 = another direction.
+    """An estimator and what is known about its mean gradient: it is `scale` times the exact gradient. 0 means that its
+    direction differs.
     """
 
     name: str
@@ -214,7 +215,7 @@ class Row:
     from_old: bool = False
 
     def measured(self) -> tuple[float, float]:
-        """How long the mean gradient is along the exact one, relative to it, and the angle between them in degrees."""
+        """Returns the mean gradient's projection on the exact one, relative to it, and their angle in degrees."""
         found = LENGTH * mean_gradient(self.toy, self.loss, from_old=self.from_old).flatten()
         exact = self.toy.exact_gradient(0.0 if self.kl_only else 1.0, 1.0 if self.kl_only else KL_COEF).flatten()
         along = float(found @ exact / (exact @ exact))
@@ -313,7 +314,7 @@ def table(found: Sequence[Row]) -> str:
 
 
 def with_table(page: str) -> str:
-    """The page with its table computed again."""
+    """Returns the page with a newly computed table."""
     before, rest = page.split(BEGIN)
     return before + BEGIN + table(rows()) + END + rest.split(END, 1)[1]
 

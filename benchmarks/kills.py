@@ -1,8 +1,8 @@
-"""Ten kills in the middle of each algorithm: `python -m benchmarks.kills FOLDER [ALGORITHM ...] [--faults 10]`.
+"""Kills each algorithm's run ten times: `python -m benchmarks.kills FOLDER [ALGORITHM ...] [--faults 10]`.
 
-The debug job runs once. Each algorithm then starts from its models and rankings, as a job of one stage with a hundred
-steps or more, and `heed chaos` kills its workers and drivers. The settings of an algorithm are those of its job in
-configs/jobs; only sizes differ.
+The debug job runs once. Each algorithm then starts from that job's models and rankings, as a one-stage job with at
+least a hundred steps, while `heed chaos` kills its workers and drivers. Each algorithm has the settings of its job in
+configs/jobs, except sizes.
 """
 
 import argparse
@@ -23,12 +23,12 @@ JOBS = Path(__file__).parents[1] / "configs" / "jobs"
 CRITIC_FREE = ("rloo", "grpo", "dr-grpo", "reinforce")
 ALGORITHMS = ("ppo", *CRITIC_FREE, "dpo", "ipo", "rejection")
 STAGES = ("pretrain", "sft", "collect", "reward", "dpo", "ppo", "compare")
-NUM_ITERATIONS, NUM_EPOCHS = 80, 60  # of policy gradients, and of DPO and rejection sampling: a minute each
+NUM_ITERATIONS, NUM_EPOCHS = 80, 60  # of policy gradients; of DPO and rejection sampling. A minute each
 KINDS = ("worker", "driver")
 
 
 def job_of(algorithm: str, parents: Path) -> dict[str, Any]:
-    """The algorithm's job, which starts from the models of the debug run in `parents`."""
+    """Returns the algorithm's job, which starts from the models of the debug run in `parents`."""
     stage = {"dpo": "dpo", "ipo": "dpo", "rejection": "rejection"}.get(algorithm, "ppo")
     models = {"init_from": str(parents / "sft" / "model")}
     if stage != "dpo":
@@ -51,7 +51,7 @@ def job_of(algorithm: str, parents: Path) -> dict[str, Any]:
 
 
 def shipped(algorithm: str) -> dict[str, Any]:
-    """The algorithm's job file, as it is in configs/jobs."""
+    """Returns the algorithm's job file in configs/jobs."""
     return tomllib.loads((JOBS / f"{algorithm}.toml").read_text(encoding="utf-8"))
 
 
@@ -74,7 +74,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def survives(algorithm: str, folder: Path, num_faults: int) -> bool:
-    """Whether every killed run of an algorithm ended with the bits of the run left alone. Prints what happened."""
+    """Returns whether every killed run of an algorithm has the same outputs, bit for bit, as the undisturbed run.
+
+    Prints what happened.
+    """
     job = folder / f"{algorithm}.toml"
     job.write_text(tomli_w.dumps(job_of(algorithm, folder / "debug")), encoding="utf-8")
     found = run_chaos(job, [], folder, num_faults=num_faults, seed=7, num_nodes=1, kinds=KINDS)

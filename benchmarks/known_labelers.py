@@ -66,7 +66,7 @@ TRAITS = (
 _STANDARD = NormalDist()
 
 
-@lru_cache(maxsize=10_000)  # every labeler asks for a response's quality
+@lru_cache(maxsize=10_000)  # every labeler needs a response's quality
 def _normal(*key: object) -> float:
     """Returns a draw from N(0, 1) that is a pure function of the key."""
     return _STANDARD.inv_cdf(uniform(*key))
@@ -141,10 +141,10 @@ class Size:
 
 
 def draw_tasks(size: Size, seed: int) -> list[tuple[Task, int]]:
-    """Tasks and their number of labelers: all but one for an ordinary task without a repeat, all for the others.
+    """Returns tasks with their number of labelers: all but one for an ordinary unrepeated task, all for the others.
 
-    They are in order of arrival, which is random except that repeats follow their originals. Ids and texts depend on
-    the seed, so another world is shown in other orders.
+    Tasks are in order of arrival, which is random except that repeats follow their originals. Ids and texts depend on
+    the seed, so each world has its own display orders.
     """
     drawn = []
     num_roots = size.num_ordinary + size.num_gold
@@ -174,7 +174,7 @@ def draw_tasks(size: Size, seed: int) -> list[tuple[Task, int]]:
 def judged(
     tasks: Sequence[Task], labelers: Sequence[KnownLabeler], asked: Mapping[str, Sequence[str]]
 ) -> list[Judgment]:
-    """Returns what a store would hold if each labeler were `asked` these tasks (ids by name) in this order.
+    """Returns what a store would hold if each labeler judged the `asked` tasks (ids by name) in this order.
 
     As in a store, a repeat goes to whoever judged its original, and responses come in `leasing.display_order`.
     `created_at` counts each labeler's own acts from 0.
@@ -218,7 +218,7 @@ def _judgment(
 
 
 def draw_world(size: Size, seed: int) -> tuple[list[Task], list[Judgment]]:
-    """A world's tasks and its labelers' answers, dealt out as `preferences.scripted` deals."""
+    """Returns a world's tasks and its labelers' answers, with tasks assigned as `preferences.scripted` assigns them."""
     drawn = draw_tasks(size, seed)
     tasks = [task for task, _ in drawn]
     asked = assign([Coverage(task.task_id, quota, ()) for task, quota in drawn], [traits.name for traits in TRAITS])

@@ -155,7 +155,7 @@ def measure(url: str, given: argparse.Namespace) -> None:
 
 
 async def work(address: str, sessions: Sequence[str], given: argparse.Namespace) -> dict[str, list[float]]:
-    """All labelers at once; how long each page took, in seconds."""
+    """Runs all labelers at once. Returns the seconds that each request took, by kind."""
     async with httpx.AsyncClient(base_url=address) as client:
         while True:
             try:

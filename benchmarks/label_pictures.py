@@ -132,7 +132,7 @@ def main() -> None:
             if asked.all:
                 take_all(labeler, asked.folder, address, "labeler", LABELER_PAGES)
                 other = visit(browser, address, accounts.invite("bob", "labeler"))
-                with LabelStore(url) as store:  # bob has judged the first task, so the one with a warning comes
+                with LabelStore(url) as store:  # bob has judged the first task, so he gets the one with a warning
                     lease = store.lease("bob", seconds=60, batch="open")
                     assert lease is not None
                     store.skip(lease, "It is not my field", 9_000, client="page", instructions_version=CONFIG.version)

@@ -29,7 +29,7 @@ LIKED_BY_ALL = 1 + SHARED_TASTE**2  # variance of quality and shared taste
 
 
 def held_against_truth(report: LabelReport) -> Iterator[tuple[str, str, Interval | Share | Alpha, float]]:
-    """(what, labeler or "", estimate, truth) of every interval in the report of a world of `TRAITS`."""
+    """Yields (what, labeler or "", estimate, truth) for every interval in the report of a world with `TRAITS`."""
     yield "agreement, over all", "", report.agreement, overall_agreement()
     yield "alpha of rankings", "", report.alpha, alpha()
     yield "alpha of ratings", "", report.rating_alpha, rating_alpha()
@@ -136,7 +136,7 @@ def self_agreement(traits: Traits) -> float:
 
 @cache
 def gold_accuracy(traits: Traits) -> float:
-    """Gold follows quality only, whatever the position; a tie is half right."""
+    """Returns the expected accuracy on gold tasks. Gold follows quality only, not position; a tie is half right."""
     gold = Traits("gold", 0, 0, 0, 0, 0, 0, 0, 0, 1)
     alike = ordered_alike(1 / math.sqrt(variance(traits)), traits, gold)
     return 0.5 + (1 - traits.lazy) * (1 - traits.tie) * (alike - 0.5)
@@ -211,7 +211,7 @@ def _mean_rank(traits: Traits, place: int) -> float:
 
 
 def median_milliseconds(traits: Traits) -> float:
-    """Lazy answers are nearly all faster than attentive ones, so the median is a quantile of the attentive ones."""
+    """Returns the median of all answers, as a quantile of the attentive ones: nearly all lazy answers are faster."""
     quantile = (0.5 - traits.lazy) / (1 - traits.lazy)
     return traits.median_milliseconds * math.exp(PACE_SPREAD * float(stats.norm.ppf(quantile)))
 

@@ -34,7 +34,7 @@ def planted_curve(
     d_K = np.array(DISTANCES)
     shape = (len(d_K), num_prompts)
     spread = 0.0 if kind == "best_of_n" else 0.5
-    # Gamma with mean 1: a KL is never negative, and skewed.
+    # Gamma with mean 1, because a KL is never negative, and is skewed.
     kl_KP = d_K[:, None] ** 2 * (generator.gamma(1 / spread**2, spread**2, shape) if spread else np.ones(shape))
     gain_K = gain_at(kind, alpha, beta, d_K)
     factor_P = 1 + 0.3 * generator.normal(size=num_prompts)
@@ -48,7 +48,7 @@ def planted_curve(
 
 
 def gao_coverage(kind: Kind, *, num_worlds: int, num_prompts: int, seed: int) -> dict[str, Covered]:
-    """Returns every interval of the fits of `num_worlds` planted curves."""
+    """Returns the coverage of every interval in the fits of `num_worlds` planted curves."""
     alpha, beta = PLANTED[kind]
     best = alpha / (2 * beta) if kind == "best_of_n" else math.exp(alpha / beta - 1)
     height = best * (alpha - beta * (best if kind == "best_of_n" else math.log(best)))
@@ -73,7 +73,7 @@ MEAN_KL = 2.0
 
 
 def kl_coverage(*, num_worlds: int, num_prompts: int, num_samples: int, seed: int) -> dict[str, Covered]:
-    """Yields k1 and full for responses whose prompts' KLs are Gamma, with mean 2 nats and standard deviation √2; k1
+    """Returns the coverage of k1 and full. The prompts' KLs are Gamma, with mean 2 nats and standard deviation √2; k1
     also has the noise of the sampled tokens.
     """
 
@@ -117,7 +117,7 @@ SPREAD = 1.5
 def calibration_coverage(
     sharpness: float, *, num_worlds: int, num_prompts: int, seed: int
 ) -> tuple[dict[str, Covered], float]:
-    """Returns every interval of `num_worlds` reward models, and the share whose ECE is rejected at 5%."""
+    """Returns every interval's coverage over `num_worlds` reward models, and the share whose ECE is rejected at 5%."""
     grid = np.linspace(-8, 8, 20_001)
     weight = np.exp(-(grid**2) / 2)
     weight /= weight.sum()
@@ -145,7 +145,7 @@ def calibration_coverage(
 
 
 def held(intervals: Iterator[tuple[str, Interval, float]]) -> dict[str, Covered]:
-    """How often each kind of interval (what, interval, truth) contained the truth; a NaN end is unbounded."""
+    """Counts how often each kind of interval (what, interval, truth) contained the truth; a NaN end is unbounded."""
     rows: dict[str, list[tuple[bool, float, float]]] = {}
     for what, found, truth in intervals:
         misses = truth < found.low or truth > found.high

@@ -1,11 +1,11 @@
-"""All pairs of a prompt as one batch element, against pairs shuffled as independent examples (InstructGPT, 3.5).
+"""Compares all pairs of a prompt as one batch element with pairs shuffled as separate examples (InstructGPT, 3.5).
 
     make demo
     python -m benchmarks.pairs runs/demo --responses 4 --prompts 2000
 
 Both train the same reward model from the same SFT policy on the same pairs, with equally many pairs and the same
 learning rate in every step, so equally many steps per epoch. They differ in which pairs share a step: all pairs of a
-prompt, whose completions are then read once per epoch, or any pairs, so that a completion appears in K - 1 steps.
+prompt, so each completion is read once per epoch, or any pairs, so a completion appears in K - 1 steps.
 docs/findings.md has the table that this prints.
 """
 

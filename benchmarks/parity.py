@@ -27,7 +27,7 @@ from lm.weights import PURPOSES, load_model, save_model
 CONTEXT = 40
 START = 1  # a target's first token
 
-# Inputs: rows, of which encoders see LENGTHS tokens in two types; and targets of an encoder-decoder.
+# Inputs: rows (encoders see LENGTHS tokens of each, with two token types), and targets of an encoder-decoder.
 TOKENS, TARGETS = (
     torch.randint(2, 288, (3, CONTEXT), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
 )
@@ -77,7 +77,7 @@ class Case:
     prefix: str
     theirs: dict[str, Any]
     ours: dict[str, Any] = field(default_factory=dict)
-    written_as: str | None = None  # another family, which is tried first, has the same shape
+    written_as: str | None = None  # the family that Heed writes, if one that is tried earlier has the same shape
     purpose: str = "language"  # as in `lm.families`
 
     @property
@@ -94,7 +94,7 @@ class Case:
         return getattr(transformers, f"{self.prefix}Config")(**{**fixed, **shape, **self.theirs})
 
     def random_model(self) -> Any:
-        """Theirs."""
+        """Returns a model of `transformers` with random weights."""
         return shuffled(self.their_class.from_config(self.config(), attn_implementation="eager"))
 
 
@@ -187,7 +187,7 @@ def shuffled(model: Any) -> Any:
 
 
 def our_logits(model: Any) -> Tensor:
-    """Returns the outputs that are compared: of every token, label or span end."""
+    """Returns the outputs to compare: logits of every token, label or span end."""
     if isinstance(model, LanguageModel):
         return model(TOKENS)
     if isinstance(model, EncoderDecoder):
@@ -197,7 +197,7 @@ def our_logits(model: Any) -> Tensor:
 
 
 def their_logits(model: Any) -> Tensor:
-    """As `our_logits`."""
+    """Returns the same outputs as `our_logits`, by `transformers`."""
     if model.config.is_encoder_decoder:
         logits: Tensor = model(TOKENS, attention_mask=SEGMENTS, decoder_input_ids=TARGETS).logits
         return logits
@@ -248,7 +248,7 @@ def measure(name: str, tokenizer: Tokenizer) -> Parity:
 
 
 def _same_tokens(ours: LanguageModel | EncoderDecoder, theirs: Any) -> tuple[int, int]:
-    """Counts equal greedy tokens up to the end of the context, and all of them; ours in a batch, theirs one by one."""
+    """Counts equal and all greedy tokens up to the end of the context; ours in a batch, theirs one by one."""
     reads = isinstance(ours, EncoderDecoder)
     sources = [row[:length].tolist() for row, length in zip(TOKENS, LENGTHS, strict=True)] if reads else None
     prompts = [row[: 5 + 4 * place].tolist() for place, row in enumerate(TARGETS if reads else TOKENS)]
@@ -269,7 +269,7 @@ def _same_tokens(ours: LanguageModel | EncoderDecoder, theirs: Any) -> tuple[int
 
 
 def table(rows: Sequence[Parity]) -> str:
-    """Markdown."""
+    """Formats the results as Markdown."""
     lines = [
         "| case | written as | parameters | we read theirs | they read ours | same greedy tokens |",
         "|---|---|---|---|---|---|",

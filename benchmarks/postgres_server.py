@@ -53,7 +53,7 @@ class PostgresServer:
         self.process.wait()
 
     def new_database(self, template: str) -> str:
-        """URL of a copy of another database; `template1` is empty."""
+        """Creates a copy of a database, and returns its URL. `template1` is empty."""
         self.num_databases += 1
         name = f"labels{self.num_databases}"
         self._run("createdb", "-h", str(self.folder), "-U", "heed", "-T", template, name)
@@ -80,7 +80,7 @@ def postgres_programs() -> Path | None:
 
 @contextmanager
 def running_postgres(programs: Path) -> Iterator[PostgresServer]:
-    """A server until the block ends, in a folder that others may enter and whose path is short enough for a socket."""
+    """Runs a server until the block ends, in a folder that other users may enter, with a path that fits a socket."""
     with tempfile.TemporaryDirectory(prefix="heed-pg-") as folder:
         server = PostgresServer(programs, Path(folder))
         try:

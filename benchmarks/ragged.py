@@ -1,9 +1,9 @@
 """Packed rows against padded ones, in one process by turns: `python -m benchmarks.ragged [ROUNDS] [--bf16]`.
 
-A PPO update of policy and value function, PPO's passes without gradients, and a step of the reward model, over
-sequences of log-normal length and of equal length. Padded: a sequence per row, micro-batches in the order of the batch,
-each as wide as its longest. Packed: as the stages do it, with room for as many of the longest sequences in a pass.
-Random weights; seconds of the CPU on one thread.
+It times a PPO update of policy and value function, PPO's passes without gradients, and a step of the reward model, over
+sequences of log-normal length and of equal length. Padded means one sequence per row, micro-batches in the order of the
+batch, each as wide as its longest sequence. Packed is what the stages do, in passes with room for equally many of the
+longest sequences. Weights are random; seconds are the CPU's, on one thread.
 """
 
 import sys
@@ -55,7 +55,7 @@ Work = Callable[[], object]
 
 
 def response_lengths(*, ragged: bool) -> NDArray[np.int64]:
-    """Tokens of each response."""
+    """Draws the number of tokens of each response."""
     if not ragged:
         return np.full(BATCH.batch_size, MEAN_TOKENS)
     drawn = np.random.default_rng(0).lognormal(np.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA, BATCH.batch_size)
@@ -63,7 +63,7 @@ def response_lengths(*, ragged: bool) -> NDArray[np.int64]:
 
 
 def padded_rows(sequences: Sequences, _device: torch.device) -> PackedRows:
-    """A sequence per row."""
+    """Returns one sequence per row, padded to the longest."""
     lengths = sequences.lengths
     real = np.arange(lengths.max()) < lengths[:, None]
     tokens, counted = np.zeros(real.shape, dtype=np.int64), np.zeros(real.shape, dtype=np.bool_)
@@ -72,14 +72,14 @@ def padded_rows(sequences: Sequences, _device: torch.device) -> PackedRows:
 
 
 def in_order(units: Sequence[Sequence[int]], _num_ranks: int, _max_tokens: int) -> list[list[list[int]]]:
-    """Micro-batches in the order of the batch."""
+    """Returns micro-batches in the order of the batch."""
     places, size = list(range(len(units))), BATCH.micro_batch_size
     return [[places[start : start + size] for start in range(0, len(units), size)]]
 
 
 @contextmanager
 def padding() -> Iterator[None]:
-    """While this is open, the stages pad."""
+    """Makes the stages pad while the block runs."""
     with (
         mock.patch("ppo.rank.packed_rows", padded_rows),
         mock.patch("reward.scoring.packed_rows", padded_rows),
@@ -91,7 +91,7 @@ def padding() -> Iterator[None]:
 
 
 def ppo_work(roles: Roles, lengths: NDArray[np.int64]) -> dict[str, Work]:
-    """An update of both models, and the passes without gradients over the same responses."""
+    """Returns an update of both models, and the passes without gradients, over the same responses."""
     generator = np.random.default_rng(1)
     prompts = generator.integers(8, SHAPE.vocab_size, (len(lengths), PROMPT_TOKENS)).tolist()
     responses = [generator.integers(8, SHAPE.vocab_size, length).tolist() for length in lengths]
@@ -111,7 +111,7 @@ def ppo_work(roles: Roles, lengths: NDArray[np.int64]) -> dict[str, Work]:
 
 
 def reward_work(engine: Engine[RewardLearner], lengths: NDArray[np.int64]) -> Work:
-    """A step over pairs of responses."""
+    """Returns a step of the reward model over pairs of responses."""
     generator = np.random.default_rng(2)
     sequences = [generator.integers(8, SHAPE.vocab_size, PROMPT_TOKENS + length).tolist() for length in lengths]
     pairs = zip(sequences[::2], sequences[1::2], strict=True)
@@ -134,8 +134,8 @@ def reward_work(engine: Engine[RewardLearner], lengths: NDArray[np.int64]) -> Wo
 
 
 def ratios(work: Mapping[str, Work], rounds: int) -> dict[str, tuple[float, float]]:
-    """Least CPU seconds of each work, padded and packed; both in every round, after one round to warm up. What else
-    runs on the machine only adds to them.
+    """Returns the least CPU seconds of each work, padded and packed. Every round after the first, a warm-up, measures
+    both. The least counts because other load on the machine only adds time.
     """
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in work}
     for number in range(rounds + 1):
@@ -178,13 +178,13 @@ def main() -> None:
 
 
 def padded_work(lengths: NDArray[np.int64]) -> tuple[int, int]:
-    """Tokens that are read, padding included, and scores of attention per head, by micro-batches in order."""
+    """Counts tokens that are read, including padding, and attention scores per head, for micro-batches in order."""
     widths = lengths.reshape(-1, BATCH.micro_batch_size).max(axis=1)
     return BATCH.micro_batch_size * int(widths.sum()), BATCH.micro_batch_size * int((widths**2).sum())
 
 
 def packed_work(lengths: NDArray[np.int64]) -> tuple[int, int]:
-    """The same, as the stages pack them on a CPU."""
+    """Counts the same for rows that are packed as the stages do on a CPU."""
     units = [[length] for length in lengths.tolist()]
     tokens = scores = 0
     for places in split_passes(units, 1, pass_tokens(BATCH, units, with_gradients=True))[0]:
@@ -198,7 +198,7 @@ def packed_work(lengths: NDArray[np.int64]) -> tuple[int, int]:
 
 
 def make_parents(folder: Path) -> InitialModels:
-    """A policy and a reward model with random weights."""
+    """Writes a policy and a reward model with random weights."""
     tokenizer = Tokenizer.train(["one red bird saw the cat on the mat"] * 9, SHAPE.vocab_size, "chat")
     for name, model in (("sft", LanguageModel(SHAPE)), ("reward", ScalarModel(SHAPE))):
         init_weights(model, 0)

@@ -24,7 +24,7 @@ import tomli_w
 ROOT = Path(__file__).parents[1]
 STAGES = ("pretrain", "sft", "reward", "ppo")
 WARMUP_SHARE = 0.25  # share of a stage's steps left out, while caches fill and threads start
-# Long enough for a steady rate, and short enough to repeat.
+# Enough steps for a steady rate, and few enough to repeat the run.
 SHORTENED: dict[str, dict[str, Any]] = {
     "world": {"num_pretrain_texts": 3000, "num_collect_prompts": 400},
     "pretrain": {"num_steps": 80, "evaluate_every_steps": 1000, "save_every_steps": 1000},

@@ -81,7 +81,7 @@ def run(
 
 
 def _has_finished(job: Path | None, overrides: list[str] | None, runs: Path) -> bool:
-    """Whether the job's last run here came to its end, so that this one may have nothing to do; False if in doubt."""
+    """Whether the job's last run here finished, so that this one may have nothing to do; False if in doubt."""
     named = [override.removeprefix("name=") for override in overrides or [] if override.startswith("name=")]
     try:
         name = named[-1] if named else tomllib.loads(job.read_text(encoding="utf-8"))["name"] if job else "demo"
@@ -268,8 +268,8 @@ def main() -> None:
     """Entry point. Mistakes of the user, and failures with a known cause, become one line without a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     gc.set_threshold(10_000, 50, 100)  # imports make many objects that stay: collect less often than by default
-    atexit.register(gc.freeze)  # else a second goes by at the end, in a search for garbage in all that torch has made
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # each retry would be two lines; the last error says enough
+    atexit.register(gc.freeze)  # otherwise exit takes another second, searching torch's objects for garbage
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # every retry would print two lines; the last error says enough
     try:
         app()
     except ValueError as error:

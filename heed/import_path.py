@@ -27,9 +27,9 @@ def put_heed_first(path: list[str]) -> None:
 
 
 def require_visible_packages() -> None:
-    """End this process with one line if a file hides one of Heed's packages, as PYTHONPATH can make it do."""
+    """End this process with one line if a file hides one of Heed's packages, which PYTHONPATH can cause."""
     try:
-        spec = find_spec("files")  # which lists all packages
+        spec = find_spec("files")  # this package lists all others
         if spec is None or spec.origin != str(ROOT / "files" / "__init__.py"):
             hiding = spec.origin if spec else "nothing"
             raise ImportError(f"{hiding} hides Heed's package 'files': rename it, or take its folder out of PYTHONPATH")
@@ -38,4 +38,4 @@ def require_visible_packages() -> None:
         refuse_hidden()
     except ImportError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None  # the exit code of any mistake of the user
+        raise SystemExit(2) from None  # the exit code of every user mistake

@@ -1,8 +1,8 @@
 """Writes docs/reference from the code: `python -m heed.reference`, or `make reference`.
 
 One page per section of a job, with a heading per key, and one page per command, from the descriptions of config fields
-and the help of commands; heed/examples.py has the commands' examples. The pages' list in mkdocs.yml is written too, and
-a test holds that all of it is current.
+and the help of commands; heed/examples.py has the commands' examples. It also updates the list of pages in mkdocs.yml.
+A test checks that all of it is current.
 """
 
 import json
@@ -222,7 +222,7 @@ def _type_words(annotation: Any) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    """A field's default as it would be written in TOML."""
+    """Returns a field's default as one would write it in TOML."""
     if field.is_required():
         return "Required"
     value, lowest = field.get_default(call_default_factory=True), _bound(field.metadata, "ge")

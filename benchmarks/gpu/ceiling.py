@@ -84,7 +84,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def by_events(work: Callable[[], object], repeats: int) -> float:
-    """Returns seconds per run between two events in the device's queue, which CPU launches delay only at its start."""
+    """Returns seconds per run between two events in the device's queue, so only the first run waits for the CPU."""
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begun.record()
     for _ in range(repeats):

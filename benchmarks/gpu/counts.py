@@ -14,7 +14,7 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-5, schedule="constant")
 
 
 def training_flops(model: ModelConfig, seq_len: int) -> int:
-    """Returns FLOPs per token of a training step: three forward passes, for a token with half the row before it.
+    """Returns FLOPs per token of a training step: three forward passes for a token that attends to half of its row.
     Recomputation and wasted work do not count.
     """
     return 3 * flops_per_token(model, (seq_len + 1) // 2)
@@ -22,7 +22,7 @@ def training_flops(model: ModelConfig, seq_len: int) -> int:
 
 def decoded_bytes(sizes: Generation) -> int:
     """Returns the minimum bytes that the decoding steps after the prompts must read: per token, all weights that are
-    multiplied, and the keys and values of the tokens before it and its own.
+    multiplied, and the keys and values of that token and of those before it.
 
     The first token of a response comes from the pass over the prompts.
     """

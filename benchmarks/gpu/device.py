@@ -9,7 +9,7 @@ import torch
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """What a measurement depends on."""
+    """Returns the names and versions that a measurement depends on."""
     found = {"device": "a CPU", "torch": torch.__version__, "python": platform.python_version()}
     if device.type == "cuda":
         found |= {

@@ -1,4 +1,4 @@
-"""A measuring process: one row, or the ceilings, through the code that Heed's stages run. Its last line is JSON."""
+"""Measures one row, or the ceilings, with the code that Heed's stages run. The last line that it prints is JSON."""
 
 import json
 import sys
@@ -45,7 +45,7 @@ COPIED_BYTES, TINY_COPIED_BYTES = 2**32, 2**22
 SEED_0 = partial(RandomInit[nn.Module], seed=0)
 FIRST_WORD = 300  # tokens below are bytes and special tokens, which no drawn prompt contains
 CEILINGS = "ceilings"  # instead of a row's name
-# The part of an iteration that each method of PPO's roles belongs to.
+# The phase of an iteration that each method of PPO's roles belongs to.
 PHASES: dict[Callable[..., object], str] = {
     Generator.generate: "sampling",
     Scorer.scores: "scoring",
@@ -178,7 +178,7 @@ def measure_iteration(row: Row, sizes: Iteration, device: torch.device, folder: 
 
 
 def draw_prompts(number: int, num_tokens: int, vocab_size: int) -> list[list[int]]:
-    """Returns prompts of equal length, no two alike."""
+    """Returns prompts of equal length, all different."""
     drawn: list[list[int]] = np.random.default_rng(0).integers(FIRST_WORD, vocab_size, (number, num_tokens)).tolist()
     return drawn
 

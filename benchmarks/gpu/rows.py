@@ -65,7 +65,7 @@ class Row:
 def gpt(
     width: int, num_layers: int, num_heads: int, max_position_embeddings: int, vocab_size: int = 50_257
 ) -> ModelConfig:
-    """Returns the block of GPT-2 and GPT-3, with every layer dense, and GPT-2's vocabulary."""
+    """Returns a model of GPT-2's and GPT-3's blocks, with every layer dense, and GPT-2's vocabulary."""
     return ModelConfig(
         vocab_size=vocab_size,
         max_position_embeddings=max_position_embeddings,
@@ -104,7 +104,7 @@ ROWS = (
 )
 
 _TINY, _TINY_CRITIC = gpt(32, 2, 2, 48, 512), gpt(16, 2, 2, 48, 512)
-# The same kinds at sizes that take seconds on a CPU: for tests, since the results mean nothing.
+# The same kinds at sizes that take seconds on a CPU. For tests only: the results mean nothing.
 TINY_ROWS = (
     Row("pretraining, tiny", "pretrain", Pretraining(_TINY, 2, 2, 24), 1, 2, 120, 0.5),
     Row("pretraining, tiny, deterministic", "pretrain", Pretraining(_TINY, 2, 2, 24, ("deterministic",)), 1, 2, 120, 0),

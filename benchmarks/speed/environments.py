@@ -30,7 +30,7 @@ def torch_pin() -> str:
 
 
 def install(requirements: Path, torch: str, folder: Path) -> Path:
-    """Errors: NotInstalledError."""
+    """Installs requirements into `folder` and returns its interpreter. Raises: NotInstalledError."""
     python, stamp = folder / "bin" / "python", folder / STAMP
     wanted = torch + "\n" + requirements.read_text(encoding="utf-8")
     if not (stamp.exists() and stamp.read_text(encoding="utf-8") == wanted):

@@ -1,8 +1,8 @@
 """Measures how seconds grow with batch, length and model size: `python -m benchmarks.speed growth`.
 
 It times a training step (bf16 if the CPU has matrix units, AdamW, Heed's engine) and generation, varying one of the
-three while the other two stay fixed. Seconds grow as size to the power of an exponent, which is fitted on log axes: 1
-means proportional, and less means that part of the cost does not grow. The plot goes to docs/growth.svg.
+three while the other two stay fixed. Seconds grow as size to the power of an exponent, which is fitted on log axes. An
+exponent of 1 means proportional, and less means that part of the cost does not grow. The plot goes to docs/growth.svg.
 """
 
 import json

@@ -186,7 +186,7 @@ def measure(seconds: str, rounds: int) -> dict[str, Any]:
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """Rates are medians over rounds. Ratios are of adjacent runs: the median with the lowest and the highest."""
+    """Formats the tables. Rates are medians over rounds; ratios are of adjacent runs, as median (lowest to highest)."""
     lines = [
         *taken_on(found, found["rounds"]),
         "",

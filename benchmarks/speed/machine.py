@@ -25,8 +25,10 @@ def _cpu_model() -> str:
 
 
 def cpu_name(cpuinfo: str) -> str:
-    """The first processor's name from Linux's /proc/cpuinfo, with AMD's generation: virtual machines hide the rest of
-    the name, and generations multiply bf16 at very different rates. "" where there is none.
+    """Returns the first processor's name from Linux's /proc/cpuinfo; "" if there is none.
+
+    It includes AMD's generation, because virtual machines hide the rest of the name, and generations multiply bf16 at
+    very different rates.
     """
     fields: dict[str, str] = {}
     for line in cpuinfo.splitlines():
@@ -40,7 +42,7 @@ def cpu_name(cpuinfo: str) -> str:
 
 
 def _zen(family: int, model: int) -> str:
-    """AMD's generation, as Linux numbers it (arch/x86/kernel/cpu/amd.c, bsp_init_amd); "" for others."""
+    """Returns AMD's generation, as Linux numbers it (arch/x86/kernel/cpu/amd.c, bsp_init_amd); "" for others."""
     if family == 0x1A:
         return "Zen 5"
     if family != 0x19:

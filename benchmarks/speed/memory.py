@@ -61,7 +61,7 @@ def job_of(precision: str, overrides: Sequence[str]) -> JobConfig:
 
 
 def planned(job: JobConfig, stage: str) -> Memory:
-    """The only property of the hardware that matters here is that it has no GPU."""
+    """Returns the planned memory of a stage. Of the hardware, it only matters that there is no GPU."""
     hardware = Hardware("cpu", GIB, 1e12, 1e10, 0.0, is_gpu=False)
     plan = make_plan(job, Setting(hardware, share_of_peak=0.4, assumed_rows=1000))
     return next(found.memory[RANK] for found in plan.stages if found.name == stage)

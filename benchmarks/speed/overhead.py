@@ -176,7 +176,7 @@ def measure(seconds: str, rounds: int) -> dict[str, Any]:
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """Tokens per second of both, and Heed's divided by the bare loop's: the median over rounds, lowest to highest."""
+    """Formats both rates in tokens per second, and Heed's divided by the bare loop's: median (lowest to highest)."""
     lines = [
         *taken_on(found, found["rounds"]),
         "",

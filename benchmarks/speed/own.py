@@ -98,7 +98,7 @@ def train(
 
 @dataclass(frozen=True)
 class OneRow:
-    """The first row of an objective: keeps the loop's final evaluation, which is not measured, short."""
+    """The first row of an objective. It shortens the loop's final evaluation, which is not measured."""
 
     objective: Objective[Any]
 

@@ -24,7 +24,7 @@ LIBRARY = f"TRL {trl.__version__}"
 
 
 class Ticks(TrainerCallback):
-    """Every step of a trainer does the same amount of work, on average over the data."""
+    """Ticks the clock at the end of each step. On average over the data, all steps do the same amount of work."""
 
     def __init__(self, clock: Clock, amount: float) -> None:
         self.clock, self.amount = clock, amount

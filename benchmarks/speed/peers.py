@@ -53,12 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def tables() -> str:
-    """A table for each CPU."""
+    """Formats a table for each CPU."""
     return "\n\n".join(map(markdown, stored_results()))
 
 
 def stored_results() -> list[dict[str, Any]]:
-    """What was measured on each CPU, the fastest in bf16 first. Their ratios have little to do with each other."""
+    """Returns the results of each CPU, fastest in bf16 first. Ratios on one CPU say little about those on another."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("peers-*.json")]
     return sorted(found, key=lambda one: -float(one["ceiling"]["bf16_flops"]))
 
@@ -85,7 +85,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def interpreters(rows: Sequence[Row], cache: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """Returns per peer's environment its interpreter, or why there is none."""
+    """Returns each peer environment's interpreter, or the reason why there is none."""
     pythons: dict[str, Path] = {}
     missing: dict[str, str] = {}
     for name in sorted({peer.environment for row in rows for peer in row.peers}):
@@ -110,7 +110,7 @@ def one_round(row: Row, task: Task, pythons: Mapping[str, Path], threads: int, *
 
 
 def measure_ceiling(tasks: Mapping[str, Task], seconds: str, threads: int) -> dict[str, Any]:
-    """Raises: RuntimeError with the last line of a process that failed."""
+    """Measures the ceiling in a separate process. Raises: RuntimeError with the last line of a process that failed."""
     given = json.dumps({name: asdict(task) for name, task in tasks.items()})
     found = run([sys.executable, "-m", "benchmarks.speed.ceiling", seconds, given], threads)
     if "failed" in found:

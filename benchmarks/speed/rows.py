@@ -1,4 +1,4 @@
-"""The rows of the table, who takes part in each, and how much work each process does."""
+"""The rows of the table, the contenders in each, and how much work each process does."""
 
 from dataclasses import dataclass
 

@@ -88,7 +88,7 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def write_between_markers(path: Path, name: str, text: str) -> None:
-    """Replaces the table of this name by `text`. Raises: ValueError for a file without its two markers."""
+    """Replaces the table of this name with `text`. Raises: ValueError for a file without its two markers."""
     opening, closing = f"<!-- {name} begins -->", f"<!-- {name} ends -->"
     before, begin, rest = path.read_text(encoding="utf-8").partition(opening)
     _, end, after = rest.partition(closing)

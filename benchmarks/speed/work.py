@@ -27,7 +27,7 @@ NUM_RESPONSES = 4  # per comparison
 
 @dataclass(frozen=True)
 class Sizes:
-    """Lengths in tokens, and numbers of examples, of which a step uses some."""
+    """Lengths in tokens, and numbers of examples. A step uses some of them."""
 
     prompt_tokens: int = 32
     response_tokens: int = 64

@@ -26,7 +26,7 @@ from stages.lineage import LINEAGE
 from stages.progress import console
 
 FAULTS_PER_RUN = 8  # a little more than a job has stages
-EARLIER = 0.8  # share of a stage's duration after a run in which a fault's moment did not come
+EARLIER = 0.8  # factor on a stage's assumed duration after a run in which a fault's moment did not come
 MAX_EMPTY_ROUNDS = 5
 MIN_DISK_BYTES = 64 << 20
 # Short limits, so that a campaign does not wait half an hour per hang. They change no result.
@@ -156,7 +156,7 @@ class Campaign:
                 shutil.move(folder, self.runs / name)
 
     def _unused_name(self) -> str:
-        """A run of an earlier campaign in the same folder is finished: it would end before any fault."""
+        """Returns the name of a new run: one of an earlier campaign is finished, and would end before any fault."""
         names = (f"{self.job.name}-chaos-{number}" for number in itertools.count(self.rounds))
         return next(name for name in names if not (self.runs / name).exists())
 
@@ -164,7 +164,7 @@ class Campaign:
         plan = schedule.take(FAULTS_PER_RUN)
         for planned in plan:
             if not run.reach(planned, self._stage_seconds[planned.stage]):
-                # The machine is faster now than in every run so far: the moment is sought earlier in the next run.
+                # The machine is faster now than in every run so far, so the moment must come earlier in the next run.
                 self._stage_seconds[planned.stage] *= EARLIER
                 break
             fault = run.inject(planned)
@@ -190,10 +190,10 @@ class Campaign:
 
 
 def shortest_seconds(known: Mapping[str, float], run: Path, stages: Sequence[str]) -> dict[str, float]:
-    """The shortest time that each stage has taken, from what was known and a run that has ended.
+    """Returns the shortest time that each stage has taken, over `known` and a run that has ended.
 
-    The undisturbed run alone is no measure: on a new machine it compiles kernels and takes several times as long as the
-    runs after it, in which a moment late in a stage would then never come.
+    The undisturbed run alone would mislead. On a new machine it compiles kernels and takes several times as long as
+    later runs, which would then end before a moment that is due late in a stage.
     """
     seconds = {
         stage: float(json.loads((run / stage / LINEAGE).read_text(encoding="utf-8"))["seconds"]) for stage in stages

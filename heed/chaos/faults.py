@@ -1,9 +1,8 @@
 """The faults of a campaign: their schedule, and what each does.
 
 The schedule is drawn from the seed before anything runs, so a campaign can be repeated. A fault is injected once, lasts
-for some seconds, and is then repaired. Repair stands for the operator or the environment: a node restarts, a link comes
-back, space is freed. Finding and replacing a hung worker is the job's own task, and restarting the driver is the
-round's.
+for some seconds, and is then repaired. The repair plays the operator or the environment: a node restarts, a link comes
+back, space is freed. The job itself must find and replace a hung worker, and the round restarts the driver.
 """
 
 import os
@@ -148,15 +147,15 @@ class Fault:
         raise NotImplementedError
 
     def keep_up(self) -> None:
-        """Called repeatedly while the fault lasts."""
+        """Maintains the fault. Called repeatedly while it lasts."""
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended early because its target is gone."""
+        """Whether the fault has ended early because its target is gone."""
         return False
 
     def repair(self) -> None:
-        """Also called when the campaign fails, so it must work whatever state the run is in."""
+        """Ends the fault. Also called when the campaign fails, so it must work whatever state the run is in."""
 
 
 class WorkerKilled(Fault):
@@ -284,7 +283,7 @@ class FolderMissing(Fault):
         number = 0
         while self._folder.exists():
             number += 1
-            with suppress(OSError):  # the number is taken
+            with suppress(OSError):  # if the number is taken
                 self._folder.rename(self._folder.with_name(f".{self._folder.name}.made-meanwhile-{number}"))
                 self.what += "; the run made it again"
         self._away.rename(self._folder)

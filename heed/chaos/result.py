@@ -11,7 +11,7 @@ from heed.jobs.recovery import milestones
 from heed.jobs.registry import BUILT_IN, Registry
 from stages.lineage import LINEAGE, outputs_hash
 
-TOLERATED = "tolerated"  # no worker was given up
+TOLERATED = "tolerated"  # the driver reported no lost worker
 RECOVERED = "recovered"  # by the driver
 RESTARTED = "restarted"  # the driver was killed, or ended with a one-line message; the same command continued
 FAILED = "failed"  # the driver ended with a traceback, or made no progress

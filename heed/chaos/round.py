@@ -43,7 +43,7 @@ class Driver:
 
     @property
     def num_losses(self) -> int:
-        """How often it has reported lost workers and continued."""
+        """How often the driver has reported lost workers and continued."""
         return len(LOSS.findall(self.output))
 
     @property
@@ -56,7 +56,7 @@ class Driver:
 
     @property
     def was_explained(self) -> bool:
-        """Whether it ended as documented: with one line that says what to do, without a traceback."""
+        """Whether the driver ended as documented: with one line that says what to do, without a traceback."""
         return not self.is_running and "Traceback (most recent call last)" not in self.output
 
     @property
@@ -81,7 +81,7 @@ class Round:
         disk: SmallDisk | None,
         stages: Sequence[str],
     ) -> None:
-        """`start` starts the run's driver, and restarts it where it stopped."""
+        """`start` starts the run's driver, or restarts it, which continues where the last one stopped."""
         self._folder, self._start, self._cluster, self._disk, self._stages = folder, start, cluster, disk, stages
         self.faults, self._driver = list[Injected](), start()
         self._before = pulse(folder)  # its value when progress was last checked
@@ -201,7 +201,7 @@ class Round:
 
     @property
     def _is_done(self) -> bool:
-        """Whether all stages have finished; the report may still be being written."""
+        """Whether all stages have finished, even if the report is still being written."""
         return self._driver.has_finished or (self._folder / self._stages[-1] / LINEAGE).exists()
 
     def _is_moving(self) -> bool:

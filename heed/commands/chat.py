@@ -75,7 +75,7 @@ def chat(
 
 
 def _converse(speaker: "Speaker", system: str, is_terminal: bool) -> None:
-    """Answers each line of standard input on standard output, with the whole conversation as context."""
+    """Answers each line of standard input on standard output, with the conversation so far as context."""
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     with closing(_lines(is_terminal)) as lines:
@@ -96,7 +96,7 @@ def _converse(speaker: "Speaker", system: str, is_terminal: bool) -> None:
 
 
 def _lines(is_terminal: bool) -> Generator[str]:
-    """Lines of standard input, each with its end; on a terminal with line editing and history (readline)."""
+    """Yields lines of standard input with their line ends; on a terminal, with line editing and history (readline)."""
     if not is_terminal:
         yield from iter(sys.stdin.readline, "")
         return
@@ -116,7 +116,7 @@ def _history_file() -> Path:
 
 @contextmanager
 def _history() -> Iterator[None]:
-    """Line editing and lines typed earlier, where Python has readline. A home that cannot be written has no history."""
+    """Turns on line editing and history if Python has readline. Without a writable home there is no history."""
     if not importlib.util.find_spec("readline"):  # Windows has none
         yield
         return
@@ -138,8 +138,8 @@ def _history() -> Iterator[None]:
 
 
 def _answer(speaker: "Speaker", messages: list[dict[str, str]], line: str, is_terminal: bool) -> list[dict[str, str]]:
-    """Prints the response, on a terminal as it is sampled. Returns the conversation as it was read, with the response;
-    [] if even its last turn is too long.
+    """Prints the response, on a terminal as it is sampled. Returns the conversation that the model read, plus the
+    response; [] if even the last turn is too long.
     """
     kept = speaker.fitting(messages)
     if not kept:
@@ -150,7 +150,7 @@ def _answer(speaker: "Speaker", messages: list[dict[str, str]], line: str, is_te
 
     def show(text: str) -> None:
         nonlocal shown
-        if text.startswith(shown) and not text.endswith("\ufffd"):  # else a character is not whole yet
+        if text.startswith(shown) and not text.endswith("\ufffd"):  # otherwise a character is still incomplete
             print(text[len(shown) :], end="", flush=True)
             shown = text
 
@@ -171,8 +171,8 @@ def _answer(speaker: "Speaker", messages: list[dict[str, str]], line: str, is_te
 
 @dataclass(frozen=True)
 class Speaker:
-    """A model that answers. The answer is the response, out of `num_samples`, that the reward model scores highest;
-    without one, the first response. `context` is how many tokens it reads at most.
+    """A model that answers with whichever of `num_samples` responses the reward model scores highest, or without a
+    reward model, with the first. It reads at most `context` tokens.
     """
 
     tokenizer: "Tokenizer"
@@ -222,7 +222,9 @@ class Speaker:
         return len(self.tokenizer.encode_prompt(messages))
 
     def fitting(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
-        """The conversation, if need be without its oldest turns; the system's stays. [] if the last is too long."""
+        """Returns the conversation, shortened by its oldest turns if needed; the system's turn stays. [] if the last
+        turn is too long.
+        """
         system = messages[:1] if messages[0]["role"] == "system" else []
         for first in range(len(system), len(messages), 2):
             kept = [*system, *messages[first:]]
@@ -233,7 +235,7 @@ class Speaker:
     def respond(
         self, messages: list[dict[str, str]], line: str, show: Callable[[str], None] | None
     ) -> tuple[str, Sequence[float]]:
-        """The response, and the scores of all. `show` gets the text so far, where there is one response to sample."""
+        """Returns the response, and the scores of all. `show` receives the text so far if only one is sampled."""
         from lm.encoder import EncoderDecoder
         from lm.generation import never
         from lm.sampling import Choice

@@ -1,4 +1,4 @@
-"""`heed export`: a trained model in the format of another program."""
+"""`heed export`: writes a trained model in another program's format."""
 
 from enum import StrEnum
 from pathlib import Path

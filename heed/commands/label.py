@@ -33,7 +33,7 @@ label_app = typer.Typer(no_args_is_help=True, help="Collect labels; import and e
 
 SHOWN_PER_KIND = 10  # warnings of each kind that are printed; a report file has them all
 STATUS_ROWS = 500
-RESPONSE_PREFIXES = ("response_", "output_", "completion_")  # of fields of saved outputs
+RESPONSE_PREFIXES = ("response_", "output_", "completion_")  # of the fields in files of saved outputs
 
 Strict = Annotated[bool, typer.Option(help="Stop at the first warning instead of reporting it and continuing.")]
 ReportFile = Annotated[Path | None, typer.Option("--report", help="Write every warning to this file, as JSONL.")]
@@ -104,7 +104,7 @@ def _store(file: str, found: "Found", batch: str, store: str, *, only_check: boo
         opened = stack.enter_context(open_store(store))
         try:
             store_found(opened, found, batch, only_check=only_check)
-        except DBAPIError as error:  # a full disk, a server that went away, a lock that somebody else holds
+        except DBAPIError as error:  # a full disk, a lost server, a lock that somebody else holds
             raise ValueError(f"{file}: the database stored nothing of it: {error.orig}") from error
 
 
@@ -396,14 +396,14 @@ def labeling_config(
 
 
 def tasks_of_files(specs: Sequence[str], prompts: str) -> tuple[list[Task], int]:
-    """One task per prompt from files of outputs, NAME=FILE, each with one model's response to every prompt.
+    """Makes one task per prompt from files of outputs, NAME=FILE, each with one model's response to every prompt.
 
     A prompt's row may have a `warning`, which labelers see first.
 
-    A text that several models wrote is one response. Its source names them all, and so do the task's details, under
-    `policies`: one list of names per response, as `heed compare` writes them.
+    If several models wrote the same text, it is one response. Its source names them all, and so do the task's details,
+    under `policies`: one list of names per response, as `heed compare` writes them.
 
-    Returns the tasks, and how many prompts are left out because all responses to them are the same.
+    Returns the tasks, and the number of prompts that are left out because all their responses are the same.
     Raises: ValueError naming file and line of a malformed row, and prompts without a response.
     """
     from evaluation.inputs import named_specs, read_compared_prompts
@@ -423,9 +423,9 @@ def tasks_of_files(specs: Sequence[str], prompts: str) -> tuple[list[Task], int]
 
 
 def tasks_of_rows(rows: "Rows") -> tuple[list[Task], int]:
-    """One task per row that holds a prompt and the responses to it.
+    """Makes one task per row. A row holds a prompt and the responses to it.
 
-    The responses are `responses`, a list of texts or an object {model: text}, or fields such as `response_a` and
+    The responses are in `responses`, a list of texts or an object {model: text}, or in fields such as `response_a` and
     `response_b`, or `output_1` and `output_2`. A row may have a `warning`. Returns and raises as `tasks_of_files`.
     """
     from evaluation.inputs import asked_of
@@ -435,7 +435,7 @@ def tasks_of_rows(rows: "Rows") -> tuple[list[Task], int]:
 
 
 def _responses_of(where: str, row: Mapping[str, Any]) -> dict[str, str]:
-    """Texts by who wrote them; a field's name, or the number in a list, stands for a model without a name."""
+    """Returns the responses by model. An unnamed model is called by its field name or its place in the list."""
     found = row.get("responses")
     if isinstance(found, list):
         found = {str(number): text for number, text in enumerate(found, 1)}
@@ -457,8 +457,8 @@ def _warning_of(where: str, row: Mapping[str, Any]) -> str:
 def _task_of(messages: Sequence[Mapping[str, str]], responses: Mapping[str, str], warning: str) -> Task | None:
     """Returns the task, or None if all responses are the same.
 
-    The same prompt and responses are the same task, so a command that is repeated adds nothing. The id is that of
-    all responses, equal ones too: tasks stored before equal responses became one keep their ids.
+    The same prompt and responses give the same id, so repeating a command adds nothing. The id depends on all
+    responses, including equal ones, so tasks that were stored before equal responses were merged keep their ids.
     """
     names: dict[str, list[str]] = {}
     for source, text in responses.items():
@@ -467,7 +467,7 @@ def _task_of(messages: Sequence[Mapping[str, str]], responses: Mapping[str, str]
         return None
     content = json.dumps([list(map(dict, messages)), list(responses.items())])
     details: dict[str, Any] = {"from": "saved outputs"}
-    if len(names) < len(responses):  # otherwise as before, because a stored task with other details is refused
+    if len(names) < len(responses):  # only then: a stored task with other details is refused
         details["policies"] = list(names.values())
     return Task(
         task_id=hashlib.sha256(content.encode("utf-8", "replace")).hexdigest()[:16],
@@ -480,9 +480,9 @@ def _task_of(messages: Sequence[Mapping[str, str]], responses: Mapping[str, str]
 
 
 def as_stored(tasks: Sequence[Task], stored: Sequence[Task]) -> list[Task]:
-    """Returns the tasks; one that the store holds with equal responses apart, as until November 2026, stays like that.
+    """Returns the tasks, but those that the store holds with unmerged equal responses (until November 2026) as stored.
 
-    Labelers may have judged it, and to `LabelStore.add_tasks` it would be another task with the same id.
+    Labelers may have judged such a task, and `LabelStore.add_tasks` refuses a different task with the same id.
     """
     apart = {task.task_id: task for task in stored if len(set(task.responses)) < len(task.responses)}
     return [

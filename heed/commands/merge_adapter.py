@@ -1,4 +1,4 @@
-"""`heed merge-adapter`: a LoRA adapter made elsewhere, as a model that every stage takes (docs/lora.md)."""
+"""`heed merge-adapter`: turns a LoRA adapter made elsewhere into a model that every stage takes (docs/lora.md)."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -58,7 +58,7 @@ def merge_adapter(
 
 
 def _refuse_merged(base: Path, adapter: "AdapterFolder") -> None:
-    """Raises: ValueError for a base that a run wrote next to this adapter, merged with it."""
+    """Raise ValueError for a base that already contains this adapter, because a run wrote both together."""
     from files.hashes import file_hash
     from lm.adapters import ADAPTER, ADAPTER_WEIGHTS
 
@@ -71,7 +71,7 @@ def _refuse_merged(base: Path, adapter: "AdapterFolder") -> None:
 
 
 def _tokenizer(adapter: Path, base: Path, end: str, num_embeddings: int) -> "Tokenizer":
-    """The adapter's own, if it has one, since it may have been trained on another template than the base's.
+    """Loads the adapter's tokenizer if it has one (it may have been trained on another template), else the base's.
 
     Raises: ValueError for a token without an embedding, and as `Tokenizer.load`.
     """

@@ -1,4 +1,4 @@
-"""`heed replay`: a response of PPO once more, bit for bit, and what the algorithm made of it (docs/samplers.md)."""
+"""`heed replay`: samples a response of PPO again, bit for bit, and shows what PPO made of it (docs/samplers.md)."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

@@ -1,4 +1,4 @@
-"""`heed verify-sampler`: does a sampling engine hold the policy that it is sent (docs/samplers.md)?"""
+"""`heed verify-sampler`: tests whether a sampling engine holds the policy that it is sent (docs/samplers.md)."""
 
 import json
 import os
@@ -64,9 +64,9 @@ def verify_sampler(
 
 
 def _checks(engine: str, model: Path, precision: str, seed: int, python: str) -> "Iterator[Check]":
-    """The checks as they finish, made by another process.
+    """Yields the checks as they finish. Another process makes them.
 
-    Raises: ValueError for the user's mistakes; RunError if the process ends before all checks were made.
+    Raises: ValueError for the user's mistakes; RunError if the process ends before all checks are done.
     """
     from lm.samplers.__main__ import DONE, MISTAKE
     from lm.samplers.verify import Check
@@ -85,7 +85,7 @@ def _checks(engine: str, model: Path, precision: str, seed: int, python: str) ->
         str(writing),
     ]
     last: dict[str, Any] = {}
-    with tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads would fill
+    with tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads would fill up
         # The test runs thousands of small products: threads that spin between them take three times the CPU time.
         environment = os.environ | {"GOMP_SPINCOUNT": "0"}
         process = subprocess.Popen(command, stdout=said, stderr=said, text=True, pass_fds=(writing,), env=environment)

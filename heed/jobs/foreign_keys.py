@@ -1,8 +1,8 @@
-"""What Heed calls the keys of other projects, for the error message of an unknown key.
+"""Maps other projects' keys to Heed's, for the error message about an unknown key.
 
 Sources: TRL's PPOConfig and SFTConfig (old and new) and transformers' TrainingArguments; OpenRLHF's train_*.py; verl's
-docs/examples/config.rst; a Hugging Face config.json; and Heed 0.1. Only keys with a true counterpart are listed. A name
-is relative to the section that the key was found in, or a path from the top of the job.
+docs/examples/config.rst; a Hugging Face config.json; and Heed 0.1. Only keys with a true counterpart are listed. Heed's
+name is relative to the section in which the key was found, or a path from the top of the job.
 """
 
 from collections.abc import Collection
@@ -178,7 +178,7 @@ ADVICE = {
 
 
 def counterpart(key: str, known: Collection[str], top: Collection[str] = ()) -> str:
-    """What Heed calls another project's key, in words; "" where nothing is known.
+    """Says in words what Heed calls another project's key; "" if that is unknown.
 
     `known` are the fields of the section that the key was found in, `top` those of the whole job.
     """

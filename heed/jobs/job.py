@@ -92,7 +92,7 @@ class JobConfig(Config):
 
     @cached_property
     def registry(self) -> Registry:
-        """The stages that the job may have, those of later rounds included, in the order in which they run."""
+        """The stages that the job may have, including those of later rounds, in the order in which they run."""
         written = {stage.name: getattr(self, stage.name) for stage in self.known_stages}
         values = {name: section.model_dump() for name, section in written.items() if section is not None}
         return with_rounds(self.known_stages, self.rounds, values)
@@ -104,7 +104,7 @@ class JobConfig(Config):
         return {stage.name: section_of_round(stage, getattr(self, stage.repeats)) for stage in later}
 
     def part(self, name: str) -> Any:
-        """A section by its name, that of a later round's stage too; None where the job does not have it."""
+        """Returns a section by name, also that of a later round's stage; None if the job does not have it."""
         return self.later_sections[name] if name in self.later_sections else getattr(self, name)
 
     @property
@@ -125,7 +125,7 @@ class JobConfig(Config):
         return self.registry[name]
 
     def section(self, stage: Stage[AnyConfig]) -> AnyConfig | None:
-        """The section of a stage; None where the job does not have that stage."""
+        """Returns the section of a stage; None if the job does not have that stage."""
         section = self.part(stage.name)
         assert section is None or isinstance(section, stage.config), f"[{stage.name}] is {type(section)}"
         return section
@@ -137,7 +137,7 @@ class JobConfig(Config):
         return section
 
     def parents(self, name: str) -> tuple[str, ...]:
-        """The stages and preparations whose outputs a stage reads, in order; preparations are made before all."""
+        """Returns the stages and preparations whose outputs a stage reads, in the order in which they run."""
         stage = self.registry[name]
         section = self.section_of(stage)
         found = {
@@ -154,18 +154,18 @@ class JobConfig(Config):
         return tuple(other for other in (*self.registry.preparations, *self.registry.names) if other in found)
 
     def substitute(self, name: str, parent: str) -> str:
-        """The model that a stage's section names in place of a parent's; "" where it names none."""
+        """Returns the model that a stage's section names instead of a parent's; "" if it names none."""
         stage = self.registry[name]
         field = next((self._given(stage, known) for known in stage.parents if known.stage == parent), "")
         return getattr(self.section_of(stage), field) if field else ""
 
     def _given(self, stage: AnyStage, parent: Parent[Any]) -> str:
-        """The field that names a substitute for the parent; "" where none does."""
+        """Returns the field that names a substitute for the parent; "" if none does."""
         section = self.section_of(stage)
         return next((field for field in parent.substitutes if getattr(section, field)), "")
 
     def _check_parents(self, stage: AnyStage) -> None:
-        """A stage starts from one place: a stage before it, or a model named in its section."""
+        """Check that a stage starts from exactly one place: an earlier stage, or a model named in its section."""
         declared = {parent.stage: parent for parent in stage.parents}
         before = (*self.registry.preparations, *self.stage_names[: self.stage_names.index(stage.name)])
         for name in self.parents(stage.name):
@@ -193,7 +193,7 @@ class JobConfig(Config):
         return any(parent.own_shape and self._given(stage, parent) for parent in stage.parents)
 
     def _check_kind(self) -> None:
-        """Which stages a model of each kind goes through."""
+        """Check that each stage has a model, and that the stage can train a model of that kind."""
         for stage in self.stages:
             if self.model is None and "model" in stage.sections:
                 raise ValueError(f"model: missing; {stage.name} needs a shape, or {stage.name}.init_from")
@@ -211,23 +211,23 @@ class JobConfig(Config):
 
     @property
     def world_sizes(self) -> tuple[int, ...]:
-        """Numbers of workers that the job can continue with, the most first: those that divide its batches."""
+        """Numbers of workers that the job can continue with, largest first: those that divide its batches."""
         fewer = range(self.workers - 1, (self.min_workers or self.workers) - 1, -1)
         return (self.workers, *(size for size in fewer if not self._batch_problem(size)))
 
     @property
     def fewest_ranks(self) -> int:
-        """How many processes a cluster must have room for, those next to the workers included."""
+        """The fewest processes that the job can run with, including those in addition to its workers."""
         return self.world_sizes[-1] + self.extra_ranks
 
     @property
     def num_ranks(self) -> int:
-        """All processes of the job, those next to the workers included."""
+        """The number of the job's processes, including those in addition to its workers."""
         return self.workers + self.extra_ranks
 
     @property
     def extra_ranks(self) -> int:
-        """Processes that stages have next to the job's workers."""
+        """The number of processes that stages need in addition to the job's workers."""
         return sum(stage.extra_ranks(self.section_of(stage)) for stage in self.stages if stage.round == 1)
 
     def _check_batches(self) -> None:
@@ -238,7 +238,7 @@ class JobConfig(Config):
             raise ValueError(f"min_workers is {self.min_workers}; at most workers = {self.workers} was expected")
 
     def _batch_problem(self, num_workers: int) -> str:
-        """Why the batches do not divide among so many workers; "" where they do."""
+        """Says why the batches do not divide among this many workers; "" if they do."""
         for stage in self.stages:
             section = self.section_of(stage)
             for field, batch in section:
@@ -261,7 +261,7 @@ class JobConfig(Config):
                     optimizer.check_sharding(self.engine)
                 except ValueError as error:
                     raise ValueError(f"{stage.name}.{field}: {error}") from None
-                if not self._has_own_shape(stage):  # of another model's layers the engine knows the number
+                if not self._has_own_shape(stage):  # the engine checks the others
                     self._check_trained_layers(f"{stage.name}.{field}", optimizer)
 
     def _check_trained_layers(self, name: str, optimizer: OptimizerConfig) -> None:
@@ -272,7 +272,7 @@ class JobConfig(Config):
             raise ValueError(f"{name}.trained_layers is {optimizer.trained_layers}; the model has {num_layers}")
 
     def open_world(self) -> World | None:
-        """The world that the job names, if any. Raises: ValueError for files that are missing or malformed."""
+        """Opens the world that the job names, if any. Raises: ValueError for files that are missing or malformed."""
         if self.world is None:
             return None
         if isinstance(self.world, PlaygroundSection):
@@ -281,7 +281,7 @@ class JobConfig(Config):
 
 
 def job_type(registry: Registry) -> type[JobConfig]:
-    """The config of a job that may have these stages, a section for each; unknown keys are refused."""
+    """Returns the config of a job that may have these stages, with a section for each. It refuses unknown keys."""
     sections: dict[str, Any] = {stage.name: (stage.config | None, None) for stage in registry}
     made = create_model("JobConfig", __base__=JobConfig, **sections)
     made.known_stages = registry

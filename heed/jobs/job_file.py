@@ -1,4 +1,4 @@
-"""Reading a job file: TOML, bases and `--set` overrides to a checked job, or an error that names the place."""
+"""Reads job files: TOML, its bases and `--set` overrides become a checked job, or an error that names the place."""
 
 import re
 import tomllib
@@ -22,16 +22,16 @@ from stages.world import World
 
 BASE = "base"
 WITHOUT = "without"
-OWN_KEYS = ("name", "note")  # a job that inherits them would write into its base's run folder
+OWN_KEYS = ("name", "note")  # not inherited: a job with its base's name would write into the base's run folder
 NONE = "none"  # the value of `--set` that removes a key
-_NUMBER = re.compile(r"[+-]?(\.\d+|\d+\.)([eE][+-]?\d+)?")  # numbers that TOML wants with digits on both sides
+_NUMBER = re.compile(r"[+-]?(\.\d+|\d+\.)([eE][+-]?\d+)?")  # TOML wants digits on both sides
 PLAYGROUND = "playground"  # a world that `open_world` knows by name
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 
 def read_toml(source: Traversable, name: str) -> dict[str, Any]:
-    """Raises: ValueError naming the file, and the line where it is not TOML."""
+    """Reads a TOML file. Raises: ValueError naming the file, and the line where it is not TOML."""
     try:
         return tomllib.loads(source.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -43,10 +43,10 @@ def read_toml(source: Traversable, name: str) -> dict[str, Any]:
 
 
 def read_job_values(path: Path, inherited_by: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A job file's values on top of those of its `base`, a path relative to the file.
+    """Returns a job file's values on top of those of its `base`, a path relative to the file.
 
     Tables are merged, anything else is replaced. A base's `name` and `note` are not inherited, nor are the dotted keys
-    listed as `without`.
+    in `without`.
     Raises: ValueError naming the file for a base that is missing or inherits from itself, and for a key in `without`
         that the base does not have.
     """
@@ -86,7 +86,7 @@ def _remove(values: dict[str, Any], key: Sequence[str]) -> bool:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`below` with the values of `above`; tables that both have are merged, anything else is replaced."""
+    """Returns `below` overridden by `above`. Tables that both have are merged; anything else is replaced."""
     both = {
         key: merged(below[key], value)
         for key, value in above.items()
@@ -104,7 +104,7 @@ class Override:
 
     @classmethod
     def parse(cls, given: str) -> "Override":
-        """Raises: ValueError for anything but KEY=VALUE."""
+        """Parses KEY=VALUE. Raises: ValueError for anything else."""
         key, separator, text = given.partition("=")
         if not separator or not key.strip():
             raise ValueError(f"--set {given!r}: KEY=VALUE was expected")
@@ -116,19 +116,19 @@ class Override:
 
     @property
     def removes(self) -> bool:
-        """Whether it says `none`. TOML has no such value: the key is removed, so that its default holds."""
+        """Whether the value is `none`. TOML has no such value, so the key is removed and its default holds."""
         return self.text == NONE
 
     @property
     def value(self) -> Any:
-        """The value as TOML has it, a number as people write it (".1"), or a bare string."""
+        """The value parsed as TOML, as a number that TOML would refuse (".1"), or else as a bare string."""
         try:
             return tomllib.loads(f"value = {self.text}")["value"]
         except tomllib.TOMLDecodeError:
             return float(self.text) if _NUMBER.fullmatch(self.text) else self.text
 
     def set(self, values: dict[str, Any]) -> None:
-        """Set the key in a job's values. Raises: ValueError where a section has another value."""
+        """Set the key in a job's values. Raises: ValueError if a part of the key's path is no section."""
         *parents, leaf = self.path
         place = values
         for parent in parents:
@@ -146,10 +146,10 @@ class Override:
 
 
 def load_job(path: Path | None, overrides: Sequence[str] = (), *, opens_models: bool = True) -> JobConfig:
-    """A job file (None: the built-in demo) with `--set` overrides such as "ppo.kl_coef=0.05".
+    """Loads a job file (None: the built-in demo) with `--set` overrides such as "ppo.kl_coef=0.05".
 
-    Where the first stage starts from a model, its shape is read from there. Without `opens_models` nothing is fetched
-    as long as the shape is written out, built in, or in a folder here.
+    If the first stage starts from a model, the shape is read from that model. Without `opens_models`, nothing is
+    downloaded if the job writes the shape, or the shape is built in or in a local folder.
     Raises: ValueError naming file, field, value and what was expected.
     """
     name = "configs/jobs/demo.toml" if path is None else str(path)
@@ -162,9 +162,9 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), *, opens_models: 
 
 
 def _apply(name: str, values: dict[str, Any], override: Override) -> None:
-    """Set one key, or remove it. A key that has "none" among its values, as `ppo.advantage_scale` has, is set to it.
+    """Set one key, or remove it if the value is "none". A key that takes "none" (`ppo.advantage_scale`) is set to it.
 
-    Raises: ValueError as `Override.set`, and for a key to be removed that no job has.
+    Raises: ValueError as `Override.set`, and for the removal of a key that no job has.
     """
     if not override.removes:
         override.set(values)
@@ -179,10 +179,10 @@ def _apply(name: str, values: dict[str, Any], override: Override) -> None:
 
 
 def _job_type(name: str, values: Mapping[str, Any]) -> type[JobConfig]:
-    """The job's config, with a section for each stage that the job brings itself."""
+    """Returns the job's config class, with a section for each of the job's custom stages."""
     places = values.get("custom_stages")
     if not isinstance(places, list) or not all(isinstance(place, str) for place in places):
-        return BUILT_IN_JOB  # anything else is refused with the other keys
+        return BUILT_IN_JOB  # which refuses this value, together with other wrong keys
     try:
         return job_type(registry_with(places))
     except ValueError as error:
@@ -206,7 +206,7 @@ def open_world(place: str) -> World:
 
 
 def validated(model: type[AnyModel], values: Mapping[str, Any], name: str) -> AnyModel:
-    """Raises: ValueError naming the file and every key that is wrong, what was found, and what was expected."""
+    """Validates a config. Raises: ValueError naming the file, every wrong key, what was found and what was expected."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -215,7 +215,7 @@ def validated(model: type[AnyModel], values: Mapping[str, Any], name: str) -> An
 
 
 def explain(problem: Mapping[str, Any], model: type[BaseModel]) -> str:
-    """One validation error as: full key, what was found, what was expected."""
+    """Formats one validation error: the full key, what was expected, and what was found."""
     if problem["type"] == "extra_forbidden":
         *section, unknown = problem["loc"]
         return unknown_key(_without_tags(section, model), str(unknown), model)
@@ -228,7 +228,7 @@ def explain(problem: Mapping[str, Any], model: type[BaseModel]) -> str:
 
 
 def unknown_key(section: Sequence[str], key: str, model: type[BaseModel]) -> str:
-    """Says what an unknown key may stand for: another project's name, a typing error, or which keys there are."""
+    """Says what an unknown key may stand for (another project's name, or a typo), or lists the known keys."""
     known = [name for found in _sections(section, model) for name in found.model_fields]
     where = f" in [{'.'.join(section)}]" if section else ""
     hint = counterpart(key, known, tuple(model.model_fields))
@@ -244,7 +244,7 @@ def _or(names: Sequence[str]) -> str:
 
 
 def _places_of(key: str, section: Sequence[str], model: type[BaseModel]) -> list[str]:
-    """The keys of this name in the tables below a section, written from the top of the job."""
+    """Returns the full dotted keys with this name in the tables below a section."""
     found: list[str] = []
     for field in dict.fromkeys(name for table in _sections(section, model) for name in table.model_fields):
         place = [*section, field]
@@ -257,7 +257,7 @@ def _places_of(key: str, section: Sequence[str], model: type[BaseModel]) -> list
 
 
 def fields_at(model: type[BaseModel], path: Sequence[str]) -> list[FieldInfo]:
-    """The fields of a config that a dotted key names: none for an unknown key, several in a union of sections."""
+    """Returns the fields that a dotted key names: none for an unknown key, several in a union of sections."""
     *section, key = path
     return [table.model_fields[key] for table in _sections(section, model) if key in table.model_fields]
 
@@ -270,7 +270,7 @@ def literals_of(annotation: Any) -> set[object]:
 
 
 def _without_tags(location: Sequence[str | int], model: type[BaseModel]) -> list[str]:
-    """The location without the tag that a discriminated union puts into it: users do not write that."""
+    """Returns the location without the tag that a discriminated union adds, which users do not write."""
     place: list[str] = []
     for part in location:
         union = _sections(place, model)

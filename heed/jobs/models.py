@@ -1,7 +1,7 @@
 """The models that a job names: the shape of its policy, and the copies that each machine downloads.
 
-The shape is written out, named, pasted from a config.json, or that of the model that the first stage starts from.
-Models from the hub and GGUF files are downloaded, or dequantised, by every machine for itself.
+The shape is written in the job, named, pasted from a config.json, or taken from the model that the first stage starts
+from. Each machine downloads hub models and dequantises GGUF files itself.
 """
 
 import socket
@@ -20,15 +20,16 @@ from lm.weights import PRETRAINED, PURPOSES, config_from_hf, purpose_of, read_co
 
 
 def take_shape(name: str, values: dict[str, Any], registry: Registry, *, opens_models: bool) -> None:
-    """Completes `model`: a name of configs/models or a config.json becomes a table of fields; where the first stage
-    starts from a model, the shape is that model's, and what is written must agree.
+    """Completes `model` in a job's values. A name from configs/models or a config.json becomes a table of fields. If
+    the first stage starts from a model, the shape is that model's, and what the job writes must agree with it.
 
-    Without `opens_models`, a shape that is written is taken at its word, and a built-in one is preferred to the hub's.
+    Without `opens_models`, a written shape is not checked against the model, and a built-in shape is preferred to the
+    hub's.
     Raises: ValueError naming file and field.
     """
     if "model" in values:
         values["model"] = _written(name, values["model"])
-    # A stage whose model may have another shape than the policy, as a reward model may, says nothing about it.
+    # Leave out stages whose model may have another shape than the policy, such as a reward model.
     of_policy = (stage for stage in registry if "init_from" in stage.config.model_fields and not stage.has_own_shape)
     first = next((stage.name for stage in of_policy if isinstance(values.get(stage.name), dict)), "")
     init_from = values[first].get("init_from") if first else None
@@ -49,7 +50,7 @@ def take_shape(name: str, values: dict[str, Any], registry: Registry, *, opens_m
 
 
 def _written(name: str, model: Any) -> Any:
-    """`[model]` as fields of ModelConfig: `model = "gpt3-125m"` and the keys of a config.json are translated."""
+    """Returns `[model]` as fields of ModelConfig: a name such as "gpt3-125m" and a config.json are translated."""
     if isinstance(model, str):
         found = built_in_shape(model)
         if found is None:
@@ -61,18 +62,18 @@ def _written(name: str, model: Any) -> Any:
 
 
 def shape_of(init_from: str, *, opens_models: bool) -> dict[str, Any]:
-    """The shape that a stage has which starts from this folder or hub id."""
+    """Returns the shape of a stage that starts from this folder or hub id."""
     built_in = None if opens_models or Path(init_from).is_dir() else built_in_shape(init_from)
     if built_in is not None:
         return built_in
     folder = model_directory(init_from) if opens_models else shape_and_tokenizer(init_from)
     kind = read_config(folder, purpose_of(folder))[0].kind
-    # A head for scores or labels is no start: the stage trains what such a shape is pretrained as.
+    # Ignore a head for scores or labels: the stage trains the model with the head that its kind is pretrained with.
     return read_config(folder, PURPOSES[PRETRAINED[kind]])[0].model_dump(mode="json")
 
 
 def known_shape(name: str) -> ModelConfig | None:
-    """The shape of a built-in name or of a model directory on this machine; None for any other."""
+    """Returns the shape of a built-in name or of a local model; None for anything else."""
     if Path(name).is_dir() or is_gguf(name):
         folder = shape_and_tokenizer(name)
         return read_config(folder, purpose_of(folder))[0]
@@ -81,13 +82,13 @@ def known_shape(name: str) -> ModelConfig | None:
 
 
 def built_in_names() -> list[str]:
-    """The shapes in configs/models; those of the hub's models are named as there."""
+    """Returns the names of the shapes in configs/models. Shapes of hub models are named by their hub ids."""
     folder = Path(str(files("configs").joinpath("models")))
     return sorted(str(path.relative_to(folder).with_suffix("")) for path in _shape_files(folder))
 
 
 def built_in_shape(name: str) -> dict[str, Any] | None:
-    """The fields of a shape in configs/models, such as "gpt3-125m" or "Qwen/Qwen2.5-0.5B"; None for any other."""
+    """Returns the fields of a shape in configs/models, such as "gpt3-125m" or "Qwen/Qwen2.5-0.5B", or else None."""
     if name not in built_in_names():
         return None
     return tomllib.loads(files("configs").joinpath(f"models/{name}.toml").read_text(encoding="utf-8"))
@@ -98,7 +99,7 @@ def _shape_files(folder: Path) -> list[Path]:
 
 
 def hub_models(job: JobConfig) -> tuple[Path, ...]:
-    """The folders on this machine of the hub models that the job's stages name, downloaded if needed; the GGUF files.
+    """Returns the local folders of the hub models that stages name, downloaded if needed, and the GGUF files they name.
 
     Raises: ValueError naming the field of a model that is neither a folder, nor a GGUF file, nor on the hub.
     """
@@ -116,10 +117,10 @@ def hub_models(job: JobConfig) -> tuple[Path, ...]:
 
 
 def fetch_models(group: WorkerGroup, models: Sequence[Path]) -> None:
-    """Download these models on each machine of a group that lacks them, and dequantise these GGUF files, which all
-    machines must see. No rank waits for another meanwhile.
+    """Download these models on each machine of a group that lacks them, and dequantise the GGUF files among them.
 
-    Raises: ValueError naming the machine that cannot, and why.
+    All machines must see the GGUF files. No rank waits for another meanwhile.
+    Raises: ValueError naming a machine that fails, and why.
     """
     if models:
         group.run("hub models", _fetch, models)

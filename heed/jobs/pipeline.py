@@ -1,6 +1,6 @@
 """Runs a job: checks its data, decides which stages must run, in which order, and records what each was made from.
 
-What can be known to be wrong before any training starts is found first: rows that do not parse, prompts too long.
+Mistakes that can be found before training are reported before it: rows that do not parse, prompts that are too long.
 """
 
 import os
@@ -45,15 +45,15 @@ from training.notices import RunError, in_one_line, speaking_through
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
-FOLDER_SECONDS = 30.0  # for which a stage waits if its folder is missing
+FOLDER_SECONDS = 30.0  # how long a stage waits if its folder is missing
 
 
 def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> Path:
-    """Run the stages that are not done, in order, and write the report. Returns the run folder.
+    """Run the unfinished stages in order, and write the report. Returns the run folder.
 
-    `first` forces that stage and all after it; `only` runs one stage, if it must run, and no other. A stage that waits
-    for people ends the run, and a later run continues it.
-    Raises: ValueError for what the user can mend, before any training where it can be known.
+    `first` forces that stage and all after it. `only` considers no other stage, and skips that one if it is unchanged.
+    A stage that waits for people ends the run, and a later run continues it.
+    Raises: ValueError for mistakes that the user can fix, if possible before any training.
     """
     folder = runs / job.name
     refuse_missing(job)
@@ -112,7 +112,7 @@ def _say_what_will_run(job: JobConfig, folder: Path, only: str) -> None:
 
 
 def _unrepeated(speaker: Callable[[str], None]) -> Callable[[str], None]:
-    """Returns a speaker that says each line once: several stages may read the same source."""
+    """Returns a speaker that says each line only once, since several stages may read the same source."""
     said: set[str] = set()
 
     def say_once(notice: str) -> None:
@@ -143,7 +143,7 @@ def _run_stages(run: Run, workers: Workers, status: StatusFile, first: str, only
 def _run_stage(
     run: Run, stage: AnyStage, inputs: Inputs, workers: Workers, status: StatusFile, *, forced: bool
 ) -> None:
-    """Run a stage to its end. An earlier result stays in its place until the stage's workers are there."""
+    """Run a stage to its end. An earlier result stays in its place until the stage's workers have started."""
     folder, begun = run.stage_folder(stage.name), time.monotonic()
     workers.take_back()
     if is_replaced(folder, inputs, forced=forced):
@@ -162,13 +162,13 @@ def _run_stage(
     except KeyboardInterrupt:
         say_stopped()
         raise
-    shutil.rmtree(folder / SAMPLES, ignore_errors=True)  # parts of what the stage has made of them
+    shutil.rmtree(folder / SAMPLES, ignore_errors=True)  # the finished outputs contain these parts
     console.print(f"{stage.name}: done in {time.monotonic() - begun:.0f} s")
 
 
 @contextmanager
 def _tracebacks_in_file(log: Path) -> Iterator[None]:
-    """Raises: RunError, in one line, for what a worker raised; its tracebacks are in `log`."""
+    """Write a worker's tracebacks to `log`. Raises: RunError, in one line, instead of the worker's exception."""
     try:
         yield
     except WorkerError as error:
@@ -176,16 +176,16 @@ def _tracebacks_in_file(log: Path) -> Iterator[None]:
             raise
         try:
             log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-        except OSError:  # the folder is part of the trouble
+        except OSError:  # the folder may be what failed
             raise error from None
         raise RunError(f"{str(error).splitlines()[0]} (tracebacks: {log})") from error
 
 
 def _work_in_folder(run: StageRun, stage: AnyStage, inputs: Inputs, begun: float) -> None:
-    """Run a stage once its folder is there: without it the stage would start over, next to what it has saved.
+    """Run a stage once its folder is there. Without the folder, it would start over and ignore what it has saved.
 
     Raises:
-        RunError: the folder stays away, as a file system does that is no longer mounted.
+        RunError: the folder stays missing, for example because its file system is no longer mounted.
     """
     folder = run.folder
     is_there = tenacity.Retrying(
@@ -205,7 +205,7 @@ def _work_in_folder(run: StageRun, stage: AnyStage, inputs: Inputs, begun: float
 
 def _say_stopped(status: StatusFile, stage: str, folder: Path) -> None:
     console.print(f"{stage}: stopped{_last_step(folder)}; the same command continues")
-    status.stopped()  # after the console's line: it waits for the disk, and Ray may end this process meanwhile
+    status.stopped()  # last, because it waits for the disk, and Ray may end this process meanwhile
 
 
 def _once(call: Callable[[], None]) -> Callable[[], None]:
@@ -246,7 +246,7 @@ def _is_finished(run: Run, name: str) -> bool:
 
 
 def _say_stale_parents(run: Run, stage: AnyStage) -> None:
-    """Report which parents this job would run again: a stage that runs alone takes its parents as they are."""
+    """Report which parents this job would run again. A stage that runs alone uses its parents as they are."""
     for parent in (other for other in run.job.stages if other.name in run.job.parents(stage.name)):
         finished = finished_with(run.stage_folder(parent.name), parent.output)
         grandparents = run.job.parents(parent.name)
@@ -258,7 +258,7 @@ def _say_stale_parents(run: Run, stage: AnyStage) -> None:
 
 
 def refuse_missing(job: JobConfig) -> None:
-    """Raise ValueError, naming the job's field, where a data file that it names is missing."""
+    """Raise ValueError, naming the job's field, if a data file is missing."""
     for field, name in named_paths(job):
         is_file = field.endswith(".source") and Path(name.removesuffix(".gz")).suffix in LOADERS
         if is_file and not Path(name).exists():
@@ -266,18 +266,18 @@ def refuse_missing(job: JobConfig) -> None:
 
 
 def check_data(run: Run) -> None:
-    """Read every row that a later stage will read, with the tokenizer it will use; what training reads is tokenized for
-    good, while no rank has a place yet.
+    """Read every row that a stage will read, with the tokenizer that it will use. Training data is tokenized here, once
+    and for all, before any rank takes up a place.
 
     Raises: ValueError naming file, line and field.
     """
     job = run.job
-    for stage in job.stages:  # these take no time
+    for stage in job.stages:  # first, because this takes no time
         for field in stage.function_fields:
             name = getattr(job.section_of(stage), field)
             if name:
                 load_function(name, field.replace("_", " "))
-    # The first stages have the most data: a mistake in that of later ones shows before hours of tokenizing.
+    # Later stages first. The first ones have the most data, so a mistake elsewhere shows before hours of tokenizing.
     for stage in reversed(job.stages):
         stage_run = run.of(stage.name)
         stage.preflight(stage_run, stage_run.resolve(job.section_of(stage)))
@@ -296,7 +296,7 @@ def _prepare_world(run: Run) -> None:
 
 
 def _prepare_stages(run: Run) -> None:
-    """Write what stages need before any training, such as a vocabulary with which lengths can be checked."""
+    """Write what stages need before any training, such as the vocabulary that lengths are checked with."""
     for stage in run.job.stages:
         if stage.preparation is not None:
             _prepare_stage(run, stage, stage.preparation)
@@ -311,7 +311,7 @@ def _prepare_stage(run: Run, stage: Stage[AnyConfig], preparation: Preparation[A
 
 
 def _prepare(run: Run, inputs: Inputs, write: Callable[[Path], None]) -> None:
-    """Write `data/` of a preparation, unless it is there already and made from the same inputs."""
+    """Write a preparation's `data/`, unless it is already there and made from the same inputs."""
     folder = run.stage_folder(inputs.stage)
     finished = finished_with(folder, PREPARED)
     if finished is not None and finished[0] == inputs.fingerprint:

@@ -1,7 +1,7 @@
-"""`heed plan`: a job in numbers before it runs, and what to change in one that does not fit.
+"""`heed plan`: estimates a job without running it, and finds changes that make it fit.
 
-The numbers are stage by stage: batches, memory per rank, time, cost, nodes. The changes are those that cost least time,
-tried by planning the job with them.
+The estimates are per stage: batches, memory per rank, time, cost, nodes. The changes are those that cost the least
+time. Each is tried by planning the job with it.
 """
 
 import math
@@ -26,7 +26,7 @@ from stages.run import StageRun
 from stages.sizes import Measures, Sizes, SourceSize
 from training.config import BatchConfig
 
-# CUDA's context, NCCL's buffers and the gaps of an allocator are not counted; a tenth is what they commonly take.
+# Plans leave out CUDA's context, NCCL's buffers and the allocator's fragmentation, which commonly take a tenth.
 COMFORTABLE = 0.9
 RUNS = Path("runs")  # where `heed run` puts runs by default
 MOST_WORKERS = 1024
@@ -35,8 +35,8 @@ MODES = ("fast", "balanced", "small")  # of ppo.memory, the fastest first
 
 @dataclass(frozen=True)
 class Setting:
-    """The hardware, the share of its peak that is reached, and the rows of a source that cannot be counted here.
-    `node_bytes` is the CPU memory of a node of `gpus_per_node` GPUs; 0 = not known.
+    """The hardware, the share of its peak FLOP rate that is reached, and how many rows to assume for a source that
+    cannot be counted here. `node_bytes` is the CPU memory of a node with `gpus_per_node` GPUs; 0 = unknown.
     """
 
     hardware: Hardware
@@ -44,7 +44,7 @@ class Setting:
     assumed_rows: int
     gpus_per_node: int = 8
     node_bytes: int = 0
-    measures: Measures = field(default_factory=Measures, compare=False)  # of the data, for the plans of one job
+    measures: Measures = field(default_factory=Measures, compare=False)  # of the data; plans of one job share them
 
 
 @dataclass(frozen=True)
@@ -61,25 +61,25 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage has the memory that it needs, and Heed all that it needs."""
+        """Whether every stage has enough memory, and Heed has every feature that the stages need."""
         return self.excess == 0 and not any(stage.missing for stage in self.stages)
 
     @property
     def excess(self) -> int:
-        """Bytes by which stages exceed the memory of a rank or node, added up."""
+        """The sum over stages of the bytes by which each exceeds the memory of a rank or node."""
         over = [stage.peak - self.setting.hardware.memory_bytes for stage in self.stages]
         if self.setting.node_bytes:
             over += [self.node_bytes(stage) - self.setting.node_bytes for stage in self.stages]
         return sum(max(0, size) for size in over)
 
     def node_bytes(self, stage: StagePlan) -> int:
-        """CPU memory that a stage takes of a node with GPUs: of the kind of rank that takes most."""
+        """Returns the CPU memory that a stage takes on a node with GPUs, for the kind of rank that takes most."""
         ranks = min(self.setting.gpus_per_node, self.layout.ranks)
         return max(memory.host_bytes(ranks) for memory in stage.memory.values())
 
 
 def make_plan(job: JobConfig, setting: Setting) -> Plan:
-    """Raises: ValueError for a job without a shape, and for files of its data that are malformed."""
+    """Plans every stage of a job. Raises: ValueError for a job without a shape, and for malformed data files."""
     model = job.model or _only_shape(job)
     if model is None:
         raise ValueError("model: missing; the plan needs the shape of the policy")
@@ -105,7 +105,7 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
     times = Times(model, layout, setting.hardware, setting.share_of_peak)
     plans = []
     for stage in job.stages:
-        # Nothing of a run is there but its data; a vocabulary that an earlier run has made is read.
+        # Of a run, a plan reads only the data and, if an earlier run has made one, the vocabulary.
         has_models = all(map(is_on_this_machine, _models(job, stage.name)))
         run = _PlannedRun(stage.name, job, RUNS / job.name, _NoWorkers(), None) if has_models else None
         planner = Planner(stage.name, job, model, layout, sizes, times, known_shape, run)
@@ -120,14 +120,14 @@ def _only_shape(job: JobConfig) -> ModelConfig | None:
 
 
 def _models(job: JobConfig, stage_name: str) -> set[str]:
-    """The models that the sections of a stage, and of the stages that it reads, name."""
+    """Returns the models named in the sections of a stage and of the stages that it reads."""
     stage = job.stage(stage_name)
     named = {getattr(job.section_of(stage), name) for name in stage.model_fields} - {""}
     return named.union(*(_models(job, parent) for parent in job.parents(stage_name) if parent in job.stage_names))
 
 
 class _PlannedRun(StageRun):
-    """A run that reads of a model only its shape and vocabulary."""
+    """A run that reads only the shape and the vocabulary of a model."""
 
     def start(self, parent: str) -> Path:
         named = self.job.substitute(self.name, self.own(parent))
@@ -135,7 +135,7 @@ class _PlannedRun(StageRun):
 
 
 class _NoWorkers:
-    """In place of a run's workers, which a plan needs as little as any hardware."""
+    """Stands in for a run's workers: a plan needs no workers and no hardware."""
 
     def __call__(self) -> WorkerGroup:
         raise AssertionError("a plan starts no workers")
@@ -145,13 +145,13 @@ class _NoWorkers:
 
 
 def _longest_conversation(job: JobConfig) -> int:
-    """The most tokens of a conversation that the job teaches; 0 where no stage bounds it."""
+    """Returns the most tokens of a conversation that the job trains on; 0 if no stage bounds it."""
     bounds = [stage.conversation_tokens(job.section_of(stage)) for stage in job.stages if stage.conversation_tokens]
     return bounds[-1] if bounds else 0
 
 
 def _world_rows(job: JobConfig, source: str) -> int | None:
-    """Rows of a source "world:NAME", where the world's section names them."""
+    """Returns the number of rows of a source "world:NAME", if the world's section states it."""
     kind, _, name = source.partition(":")
     fields = (f"num_{name}", f"max_{name}") if kind == WORLD else ()
     found = next((getattr(job.world, field) for field in fields if hasattr(job.world, field)), None)
@@ -159,7 +159,7 @@ def _world_rows(job: JobConfig, source: str) -> int | None:
 
 
 def _stage_size(job: JobConfig, source: str, sizes: Sizes) -> SourceSize | None:
-    """What a stage of the job will write for a source "STAGE:NAME"."""
+    """Returns the size of what a stage of the job will write for a source "STAGE:NAME"."""
     name, _, key = source.partition(":")
     if name not in job.stage_names or key not in job.stage(name).sources:
         return None
@@ -168,8 +168,9 @@ def _stage_size(job: JobConfig, source: str, sizes: Sizes) -> SourceSize | None:
 
 
 def places(num_nodes: int, gpus_per_node: int, num_ranks: int) -> int:
-    """Nodes that are needed where each rank takes one GPU of a node. Raises: ValueError where there are not so many;
-    `num_nodes` 0 means as many as it takes.
+    """Returns the number of nodes that are needed if each rank takes one GPU.
+
+    `num_nodes` is how many there are; 0 means as many as needed. Raises: ValueError if there are too few.
     """
     needed = math.ceil(num_ranks / gpus_per_node)
     if num_nodes and needed > num_nodes:
@@ -181,7 +182,7 @@ def places(num_nodes: int, gpus_per_node: int, num_ranks: int) -> int:
 
 
 def advice(path: Path | None, overrides: Sequence[str], plan: Plan) -> list[str]:
-    """Lines for the user: what makes a job fit, and for one that fits which mode of `ppo.memory` suits it."""
+    """Returns lines for the user: what makes the job fit, or if it fits, which mode of `ppo.memory` suits it."""
     if plan.fits:
         return _mode_line(path, overrides, plan)
     lines = [f"{stage.name} needs {what}, which Heed does not have" for stage in plan.stages for what in stage.missing]
@@ -201,7 +202,7 @@ def advice(path: Path | None, overrides: Sequence[str], plan: Plan) -> list[str]
 
 
 def _mode_line(path: Path | None, overrides: Sequence[str], plan: Plan) -> list[str]:
-    """The fastest mode of `ppo.memory` that fits with room, on GPUs: on a CPU there is no other memory to go to."""
+    """Names the fastest mode of `ppo.memory` that fits a GPU with room. A CPU has no other memory to move things to."""
     chosen = _mode(plan.job)
     if not chosen or not plan.setting.hardware.is_gpu:
         return []
@@ -224,8 +225,10 @@ def _mode(job: JobConfig) -> str:
 
 
 def changes_that_fit(path: Path | None, overrides: Sequence[str], plan: Plan) -> tuple[list[str], Plan] | None:
-    """The fewest of the cheapest changes with which the job fits, as `--set` takes them, and its plan; None if there
-    are none. Cheapest first, each that helps is kept; then those that were not needed after all are dropped.
+    """Returns the fewest of the cheapest changes that make the job fit, as `--set` takes them, and the plan with them;
+    None if no changes do.
+
+    Changes are tried cheapest first, and each that helps is kept. Then those that turn out unnecessary are dropped.
     """
     kept: list[str] = []
     best = plan
@@ -245,7 +248,7 @@ def changes_that_fit(path: Path | None, overrides: Sequence[str], plan: Plan) ->
 def _improvements(
     path: Path | None, overrides: Sequence[str], kept: list[str], best: Plan
 ) -> Iterator[tuple[list[str], Plan]]:
-    """Each next change with which the job exceeds memory by less."""
+    """Yields the kept changes plus one more that reduces the excess of memory, for each such change, and the plan."""
     for change in _changes(best):
         key = change.partition("=")[0]
         changed = [*(other for other in kept if other.partition("=")[0] != key), change]
@@ -255,7 +258,7 @@ def _improvements(
 
 
 def _changes(plan: Plan) -> Iterator[str]:
-    """Changes from the one that costs least time to the one that costs most."""
+    """Yields changes, from the one that costs the least time to the one that costs the most."""
     job, engine = plan.job, plan.job.engine
     available = plan.setting.hardware.memory_bytes
     for stage in plan.stages:
@@ -288,7 +291,7 @@ def _smaller_micro_batch(job: JobConfig, name: str) -> Iterator[str]:
 
 
 def _replanned(path: Path | None, overrides: Sequence[str], plan: Plan) -> Plan | None:
-    """The plan with these overrides; None if the job does not allow them."""
+    """Returns the plan with these overrides; None if the job does not allow them."""
     try:
         return make_plan(load_job(path, overrides, opens_models=False), plan.setting)
     except ValueError:
@@ -296,7 +299,7 @@ def _replanned(path: Path | None, overrides: Sequence[str], plan: Plan) -> Plan 
 
 
 def _larger(plan: Plan) -> list[str]:
-    """GPUs with more memory, the smallest and cheapest first."""
+    """Names GPUs with more memory, the smallest and cheapest first."""
     chosen = plan.setting.hardware
     larger = [gpu for gpu in GPUS.values() if chosen.is_gpu and gpu.memory_bytes > chosen.memory_bytes]
     return [gpu.name for gpu in sorted(larger, key=lambda gpu: (gpu.memory_bytes, gpu.dollars_per_hour))]
@@ -307,5 +310,5 @@ def _on(plan: Plan, name: str) -> Plan:
 
 
 def _peaks(plan: Plan) -> str:
-    """The peak of each stage."""
+    """Formats the peak of each stage."""
     return ", ".join(f"{stage.name} {stage.peak / GIB:.1f} GiB" for stage in plan.stages)

@@ -1,4 +1,4 @@
-"""A plan in words: tables for a terminal."""
+"""Prints a plan as tables for a terminal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,9 +40,9 @@ def show_plan(
     share_of_peak: float,
     assumed_rows: int,
 ) -> bool:
-    """Print the plan of a job file, the verdict first, and changes with which it fits if it does not; whether it fits.
+    """Print a job file's plan, verdict first, and changes that make it fit if it does not. Returns whether it fits.
 
-    Raises: ValueError for a job, a GPU or a number of nodes that will not do.
+    Raises: ValueError for an invalid job, GPU or number of nodes.
     """
     job = load_job(path, overrides, opens_models=False)
     chosen = hardware(machines.gpu, job.workers, job.engine.resolved_precision())
@@ -115,7 +115,7 @@ def _batch_table(stage: StagePlan) -> Table:
 
 
 def _memory_table(kind: str, memory: Memory, available: int) -> Table:
-    """What is held, then what is added by the phase that needs most."""
+    """Returns what is held throughout, then what is added by the phase that needs most."""
     unit = "GiB" if memory.peak >= GIB else "MiB"
     table = Table(f"  memory of a {kind}", unit, box=None, pad_edge=False)
     table.columns[1].justify = "right"
@@ -134,7 +134,7 @@ def _memory_table(kind: str, memory: Memory, available: int) -> Table:
 
 
 def _host_line(stage: StagePlan, plan: Plan) -> str:
-    """The memory of a node, with its parts per rank."""
+    """Returns the memory that a stage takes on a node, with its parts per rank."""
     size, available = plan.node_bytes(stage), plan.setting.node_bytes
     if not size:
         return ""
@@ -147,7 +147,7 @@ def _host_line(stage: StagePlan, plan: Plan) -> str:
 
 
 def verdict(peak: int, available: int) -> str:
-    """Returns whether `peak` bytes fit into `available`, in a word."""
+    """Returns a word for whether `peak` bytes fit into `available`."""
     if peak > available:
         return "[bold red]does not fit[/]"
     return "[green]fits[/]" if peak <= COMFORTABLE * available else "[yellow]barely fits[/]"

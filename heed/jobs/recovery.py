@@ -1,7 +1,7 @@
-"""What a stage survives: lost workers, storage that fails for a while, and Ctrl-C.
+"""Keeps a stage's work through lost workers, storage that fails for a while, and Ctrl-C.
 
-A stage whose group lost a rank runs again from its newest checkpoint. Storage that fails is waited for. At Ctrl-C the
-ranks save a checkpoint first, if they can within seconds.
+A stage whose group lost a rank runs again from its newest checkpoint. If storage fails, the stage waits for it. At
+Ctrl-C the ranks save a checkpoint first, if they can do so within seconds.
 """
 
 import errno
@@ -29,11 +29,11 @@ from training.notices import RunError, cause_of, request_stop, stop_requested, s
 
 # A stage that fails this often without saving anything new would not get further in another try.
 MAX_LOSSES_IN_PLACE = 5
-FEWER_SECONDS = 60.0  # to wait for places for a smaller group while processes of the last one may still be ending
-STORAGE_SECONDS = 120.0  # for which a stage waits for space, or for its folder
+FEWER_SECONDS = 60.0  # how long a smaller group waits for places: processes of the last one may still be ending
+STORAGE_SECONDS = 120.0  # how long a stage waits for space, or for its folder
 PROBE_BYTES = 1 << 20  # with less room than this a stage would soon fail again
 _OF_STORAGE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE})
-SAVE_SECONDS = 10.0  # in which a step must end and its checkpoint be written
+SAVE_SECONDS = 10.0  # time to finish a step and write its checkpoint
 
 
 class Workers:
@@ -59,7 +59,7 @@ class Workers:
         self._group: WorkerGroup | None = None
         self._extra: dict[str, WorkerGroup] = {}
         self._begun: Future[WorkerGroup] | None = None
-        self._awaits_nodes = False  # after a loss: a node that left with it may come back
+        self._awaits_nodes = False  # True after a loss, since a node that was lost may come back
 
     def num_ranks(self) -> dict[str, int]:
         """Returns the number of ranks of each open group."""
@@ -81,9 +81,9 @@ class Workers:
         self()
 
     def extra_group(self, name: str, size: int, python: str = "", *, on_workers: bool = False) -> WorkerGroup:
-        """Returns a further group of workers, for roles that run in processes of their own.
+        """Returns another group of workers, for roles that run in their own processes.
 
-        `python` is an interpreter other than this one. `on_workers`: each rank is a guest in the place of a worker.
+        `python` is an interpreter other than this one. With `on_workers`, each rank shares the place of a worker.
         """
         if name not in self._extra or not self._extra[name].is_open:
             host = self() if on_workers else None
@@ -104,9 +104,9 @@ class Workers:
         return self._bundle
 
     def begin(self) -> None:
-        """Start Ray and the ranks in a thread, once: on this machine they load their libraries while data is prepared.
+        """Start Ray and the ranks in a thread, once, so that they load their libraries while data is prepared.
 
-        On a cluster others wait for the places, and data may take long.
+        Only on this machine: on a cluster, others wait for the places, and preparing data may take long.
         """
         bundle = self._bundle or self.check()
         if os.environ.get("RAY_ADDRESS") or self.models or self._group is not None or self._begun is not None:
@@ -123,9 +123,9 @@ class Workers:
         threading.Thread(target=start, name="begun workers").start()
 
     def _take_begun(self) -> WorkerGroup | None:
-        """The ranks that `begin` started; None where it did not or could not, which then shows in another try.
+        """Returns the ranks that `begin` started; None if it started none. If it failed, the next try shows why.
 
-        Raises: RunError where Ray did not start, which has been tried again already.
+        Raises: RunError if Ray did not start, which has already been retried.
         """
         begun, self._begun = self._begun, None
         error = None if begun is None else begun.exception()
@@ -134,7 +134,7 @@ class Workers:
         return None if begun is None or error is not None else begun.result()
 
     def take_back(self) -> None:
-        """Return to the full number of workers between stages, if machines that were lost have come back."""
+        """Return to the full number of workers between stages, if lost machines have come back."""
         if self._group is None or not self._group.is_open or self._group.num_workers == self.sizes[0]:
             return
         assert self._bundle is not None
@@ -149,7 +149,7 @@ class Workers:
                 return self._started(size, config)
             except NoPlaceError as error:
                 console.print(f"{error}; trying fewer")
-                # The wait is for the machines that are missing. Fewer workers have room now, or will not get it.
+                # That was the wait for missing machines. Fewer workers have room soon, or not at all.
                 seconds = min(config.wait_for_nodes_seconds, FEWER_SECONDS)
                 config = config.model_copy(update={"wait_for_nodes_seconds": seconds})
         return self._started(self.sizes[-1], config)
@@ -161,7 +161,7 @@ class Workers:
         return self._checked(WorkerGroup(size, config, bundle=bundle, waits_for_nodes=waits, python=python, host=host))
 
     def _checked(self, group: WorkerGroup) -> WorkerGroup:
-        """The group, whose ranks all see the run's folder and have the models. Closes it if that fails."""
+        """Returns the group once all its ranks see the run's folder and have the models. Closes it if that fails."""
         try:
             require_shared(group, self.folder)
             fetch_models(group, self.models)
@@ -173,7 +173,7 @@ class Workers:
     def abandon(self) -> None:
         """End all groups: after one group lost a rank, the others would wait for it in vain.
 
-        Groups that start later wait for nodes that are missing: a node that was lost may come back.
+        Groups that start later wait for missing nodes, since a lost node may come back.
         """
         self._awaits_nodes = True
         for group in (*self._extra.values(), *([self._group] if self._group is not None else [])):
@@ -269,7 +269,7 @@ def storage_trouble(error: BaseException, folder: Path) -> str:
 
 
 def wait_for_storage(folder: Path, seconds: float = STORAGE_SECONDS) -> bool:
-    """Wait until a stage's folder is there and has room; False where it stays away."""
+    """Wait until a stage's folder is there and has room. Returns False if that does not happen in time."""
     found: bool = tenacity.Retrying(
         retry=tenacity.retry_if_result(lambda usable: not usable),
         stop=tenacity.stop_after_delay(seconds),
@@ -281,7 +281,10 @@ def wait_for_storage(folder: Path, seconds: float = STORAGE_SECONDS) -> bool:
 
 @contextmanager
 def missing_in_one_line(run: Path) -> Iterator[None]:
-    """Between stages nothing waits for the storage. Raises: RunError where files of the run's folder are missing."""
+    """Report missing files of the run's folder in one line, because between stages nothing waits for the storage.
+
+    Raises: RunError if a file is missing.
+    """
     try:
         yield
     except FileNotFoundError as error:
@@ -291,10 +294,10 @@ def missing_in_one_line(run: Path) -> Iterator[None]:
 
 
 def _is_usable(folder: Path) -> bool:
-    """`inputs.json` is the first thing in it, so a folder that somebody has made again is told from the stage's own."""
+    """Check for room and for `inputs.json`, which is written first: a folder that somebody has recreated lacks it."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(os.urandom(PROBE_BYTES))  # no file system can make less of it
+            file.write(os.urandom(PROBE_BYTES))  # random, so no file system can compress it
             file.flush()
             os.fsync(file.fileno())
         return (folder / "inputs.json").is_file()
@@ -304,11 +307,11 @@ def _is_usable(folder: Path) -> bool:
 
 @contextmanager
 def saving_on_interrupt(stage: str, can_save: Callable[[], bool]) -> Iterator[None]:
-    """At the first Ctrl-C, ask whoever trains to save and stop. A second one, or `SAVE_SECONDS`, ends the wait.
+    """At the first Ctrl-C, ask the ranks to save and stop. A second one, or `SAVE_SECONDS`, ends the wait.
 
-    `can_save` is asked whether there is anything to save yet. Outside the main thread, and where Ctrl-C is ignored,
-    nothing changes.
-    Raises: KeyboardInterrupt in the end, however the block ends after the request.
+    `can_save` returns whether there is anything to save yet. Outside the main thread, and if Ctrl-C is ignored, nothing
+    changes.
+    Raises: KeyboardInterrupt after such a request, however the block ends.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # ignored, as in a shell's background
@@ -328,9 +331,9 @@ def saving_on_interrupt(stage: str, can_save: Callable[[], bool]) -> Iterator[No
     earlier = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
-        if stop_requested():  # it was at its end
+        if stop_requested():  # the block was finishing anyway
             raise KeyboardInterrupt
-    except Exception as error:  # the ranks' StoppedError, or what else came in between
+    except Exception as error:  # the ranks' StoppedError, or another failure meanwhile
         if stop_requested():
             raise KeyboardInterrupt from error
         raise

@@ -1,9 +1,9 @@
 """The stages that a job can have: the built-in ones in order, those that a job file brings, and those of later rounds.
 
-A job with rounds samples the policy that it has trained, learns from those samples, and does so again. A later round is
-more stages, so that pipeline, lineage, plan and report need to know nothing about rounds. Round 2 of `dpo` is the stage
-`dpo_2`. It has the settings of [dpo]; where `dpo` starts from `sft`, it starts from `dpo`, and where `dpo` reads
-`collect`, it reads `collect_2`.
+A job with rounds samples the policy that it has trained, learns from those samples, and repeats that. A later round
+just adds stages, so pipeline, lineage, plan and report need to know nothing about rounds. Round 2 of `dpo` is the stage
+`dpo_2`. It has the settings of [dpo], but starts from `dpo` if `dpo` starts from `sft`, and reads `collect_2` if `dpo`
+reads `collect`.
 """
 
 import re
@@ -27,7 +27,7 @@ from stages.reports.stage_report import plain_reporter
 from stages.run import sources_in, with_sources
 from training.config import Config
 
-PREPARED = "data"  # the folder that a preparation writes, below one of its own name
+PREPARED = "data"  # what a preparation writes: this folder, inside the folder named after the preparation
 WORLD = "world"  # the world's folder, which is a preparation of the job
 
 AnyStage = Stage[Any]
@@ -55,20 +55,20 @@ class Registry:
 
     @property
     def preparations(self) -> tuple[str, ...]:
-        """Folders of what is made before any stage runs."""
+        """Names of the preparations' folders, which are made before any stage runs."""
         return tuple(stage.preparation.name for stage in self.stages if stage.preparation is not None)
 
     def output(self, name: str) -> str:
-        """What is read of the folder of a stage or a preparation."""
+        """Returns the part of a stage's or preparation's folder that other stages read."""
         return self[name].output if name in self else PREPARED
 
     @property
     def reporters(self) -> dict[str, StageReporter]:
-        """How each stage is shown in the report of a run, in order."""
+        """The reporters that show each stage in the report of a run, in order."""
         return {stage.name: stage.report or plain_reporter(stage.name) for stage in self.stages}
 
     def with_stages(self, added: Sequence[AnyStage]) -> "Registry":
-        """This registry with more stages, each right after the last of its parents, or first if it has none."""
+        """Returns this registry with more stages, each right after the last of its parents, or first if it has none."""
         stages = list(self.stages)
         for stage in added:
             names = [other.name for other in stages]
@@ -84,9 +84,9 @@ BUILT_IN = Registry((PRETRAIN, SFT, COLLECT, REWARD, REJECTION, DPO, PPO, COMPAR
 
 
 def registry_with(custom_stages: Sequence[str]) -> Registry:
-    """The built-in stages and those of `FILE.py:NAME` or `MODULE:NAME`.
+    """Returns the built-in stages plus those named as `FILE.py:NAME` or `MODULE:NAME`.
 
-    Raises: ValueError for a name that leads to no stage, or to one whose name is taken.
+    Raises: ValueError for an entry that leads to no stage, or to a stage whose name is taken.
     """
     added: list[AnyStage] = []
     for place in custom_stages:
@@ -104,9 +104,9 @@ def registry_with(custom_stages: Sequence[str]) -> Registry:
 
 
 def with_rounds(registry: Registry, num_rounds: int, values: Mapping[str, Any]) -> Registry:
-    """The registry with the stages of later rounds after those of the first. `values` are a job's sections, as dicts.
+    """Returns the registry with later rounds' stages after those of the first. `values` are a job's sections, as dicts.
 
-    Raises: ValueError for a job in which no stage or several train a policy, or nothing samples it.
+    Raises: ValueError if not exactly one stage of the job trains a policy, or if no stage samples it.
     """
     if num_rounds < 2:
         return registry
@@ -120,7 +120,7 @@ def with_rounds(registry: Registry, num_rounds: int, values: Mapping[str, Any]) 
 
 
 def repeated_stages(registry: Registry, num_rounds: int, values: Mapping[str, Any]) -> tuple[AnyStage, ...]:
-    """What a round consists of: the stage that trains the policy, last, and those before it that it learns from."""
+    """Returns the stages of a round: those that the policy learns from, then the stage that trains it."""
     here = [stage for stage in registry if isinstance(values.get(stage.name), Mapping)]
     policies = [stage for stage in here if stage.policy_from]
     if len(policies) != 1:
@@ -163,10 +163,10 @@ def _round_name(stage: AnyStage, number: int) -> str:
 
 
 def section_of_round(stage: AnyStage, section: AnyConfig) -> AnyConfig:
-    """The settings of a later round's stage: those of the first round, with what that round reads.
+    """Returns the settings of a later round's stage: those of the first round, but reading the later round's outputs.
 
-    A policy's `init_from` is dropped, since a later round starts from the policy before it. Any other stage keeps what
-    it starts from.
+    A policy's `init_from` is dropped, since a later round starts from the previous round's policy. Any other stage
+    starts from the same model as in the first round.
     """
 
     def renamed(source: str) -> str:

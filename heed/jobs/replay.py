@@ -1,4 +1,4 @@
-"""`heed replay`: a response of a run's PPO stage once more, and the chain from it back to the labels."""
+"""`heed replay`: samples a response of a run's PPO stage again, and follows the chain from it back to the labels."""
 
 import json
 from collections import Counter
@@ -28,7 +28,7 @@ from training.notices import speaking_through
 
 @dataclass(frozen=True)
 class Link:
-    """One step of the chain: a stage or a file, what it is, and a hash of it ("" where it has none)."""
+    """One link of the chain: a stage or a file, what it is, and its hash ("" if it has none)."""
 
     name: str
     what: str
@@ -64,7 +64,7 @@ def replay_response(
 
 
 def _require_same_inputs(run: Run, name: str) -> None:
-    """Raises: ValueError if the job file, its data or the stages before have changed since this stage ran."""
+    """Raise ValueError if the job file, its data or earlier stages have changed since this stage ran."""
     stage, folder = run.job.stage(name), run.stage_folder(name)
     inputs = inputs_of(run, stage)
     if started_with(folder) != inputs.fingerprint:
@@ -79,8 +79,8 @@ def _job_of(folder: Path) -> JobConfig:
 
 
 def chain_of(run: Run, stage: str, prompt: Messages) -> list[Link]:
-    """What a PPO stage was made from, back to the judgments that taught its reward model; in a later round also what
-    the policy of the round before was made from.
+    """Returns what a PPO stage was made from, back to the judgments that its reward model learned from. In a later
+    round, that includes what the previous round's policy was made from.
     """
     job, stage_run = run.job, run.of(stage)
     start = stage_run.start("sft").parent
@@ -103,7 +103,7 @@ def _reward_links(run: Run, stage: str, prompt: Messages) -> list[Link]:
     judge = stage_run.start(REWARD.name)
     links, own = [_link(judge.parent, "the reward model")], stage_run.own(REWARD.name)
     if own not in job.stage_names or stage_run.folder_of(REWARD.name) != judge.parent:
-        return links  # a reward model from elsewhere has a chain of its own
+        return links  # a reward model from elsewhere was not made by this run
     section = job.section_of(job.stage(own))
     reward = stage_run.at(REWARD.name).resolve(section)
     assert isinstance(section, RewardConfig)
@@ -113,9 +113,9 @@ def _reward_links(run: Run, stage: str, prompt: Messages) -> list[Link]:
 
 
 def _rankings_link(source: RankingsConfig, learned_from: str, prompt: Messages) -> Link:
-    """The rankings, how many there are by whom, and how many judge responses to this very prompt.
+    """Returns a link for the rankings: how many each labeler made, and how many are about this very prompt.
 
-    `learned_from` is the SHA-256 of what the reward model learned from.
+    `learned_from` is the SHA-256 of the data that the reward model learned from.
     """
     rankings = read_rankings(source)
     by_labeler = Counter(ranking.labeler for ranking in rankings)
@@ -135,7 +135,7 @@ def _lineage(folder: Path) -> dict[str, Any]:
 
 
 def _link(folder: Path, what: str) -> Link:
-    """A stage's folder, or a model from elsewhere, which has no lineage."""
+    """Returns a link for a stage's folder, or for a model from elsewhere, which has no lineage."""
     lineage = _lineage(folder)
     if not lineage:
         return Link(str(folder), what, "")

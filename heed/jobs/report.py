@@ -1,4 +1,4 @@
-"""What a run shows: status.json while it runs, report.json and report.html, and for `heed watch` a page of both."""
+"""Writes status.json while a job runs, then report.json and report.html; for `heed watch`, a page that shows both."""
 
 import os
 import socket
@@ -36,15 +36,15 @@ def write_run_report(folder: Path) -> dict[str, Any]:
 
 
 def live_run_page(folder: Path, live: "Live") -> str:
-    """The report as HTML with what the run is doing now. Raises: as `write_run_report` does."""
+    """Returns the report as HTML, with what the run is doing now. Raises: as `write_run_report` does."""
     from stages.reports.report import live_report
 
     return live_report(folder, _reporters(folder), live)
 
 
 def _reporters(folder: Path) -> "dict[str, StageReporter]":
-    """How the stages of a run are shown. A run outlives the code of a stage that its job brought: without that code
-    the numbers of the stage's results are shown.
+    """Returns the reporters of a run's stages. If the code of a custom stage is gone, the report just shows the numbers
+    of the stage's results.
     """
     try:
         values = tomllib.loads((folder / "job.toml").read_text(encoding="utf-8"))
@@ -90,18 +90,18 @@ class StatusFile:
 
     @contextmanager
     def stage(self, progress: StageProgress) -> Iterator[None]:
-        """While a stage runs: its name, and what it counts."""
+        """Shows the stage's name and progress while the block runs."""
         self._progress = progress
         self._change(stage=progress.stage, stage_started=time.time(), phase="", done=0, total=0)
         yield
         self._progress = None
 
     def stopped(self) -> None:
-        """Somebody has ended the run."""
+        """Notes that somebody has ended the run."""
         self._change(state="stopped")
 
     def restarted(self, why: str) -> None:
-        """The stage continues after a loss."""
+        """Notes that the stage continues after a loss, and why."""
         found = Restart(time.time(), self._status.stage, why)
         self._change(restarts=(*self._status.restarts, found))
 
@@ -115,7 +115,7 @@ class StatusFile:
             self._write()
 
     def _write(self) -> None:
-        with self._lock, suppress(OSError):  # a full or missing folder is the job's own trouble, which it reports
+        with self._lock, suppress(OSError):  # if the folder is full or missing, the job itself says so
             now = replace(self._status, updated=time.time(), workers=self._num_ranks())
             progress = self._progress
             if progress is not None:

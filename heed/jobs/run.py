@@ -25,12 +25,12 @@ from stages.progress import StageProgress, console
 from stages.run import StageRun, StageWorkers
 from stages.world import World
 
-NUM_KEYS_SHOWN = 4  # of those that changed
+NUM_KEYS_SHOWN = 4  # at most, of the keys that changed
 REPLACED = "replaced"
 _OPENED = ("inputs.json", "config.toml")  # what `open_folder` writes
 
-# Keys of any stage that say how a batch is split, how often the stage saves and evaluates, and whether invalid rows
-# stop it, which changes no result of a stage that was not stopped.
+# Keys of any stage that do not change its results: how a batch is split, how often the stage saves and evaluates, and
+# whether invalid rows stop it (a stage that they stopped has no results).
 _SPLIT_KEYS = ("micro_batch_size", "micro_batch_tokens", "forward_tokens")
 LAYOUT_KEYS = frozenset(
     (*_SPLIT_KEYS, "save_every_steps", "save_every_iterations", "evaluate_every_steps", "on_invalid")
@@ -47,7 +47,7 @@ class Run:
     workers: StageWorkers
 
     def of(self, stage: str, progress: StageProgress | None = None) -> StageRun:
-        """What a stage of this run is given."""
+        """Returns what a stage of this run receives."""
         return StageRun(stage, self.job, self.folder, self.workers, self.opened_world, progress)
 
     def stage_folder(self, name: str) -> Path:
@@ -55,12 +55,12 @@ class Run:
         return self.folder / name
 
     def output(self, name: str) -> Path:
-        """What later stages read of a stage or a preparation."""
+        """Returns the folder or file of a stage or a preparation that later stages read."""
         return self.folder / name / self.job.registry.output(name)
 
 
 def inputs_of(run: Run, stage: AnyStage) -> Inputs:
-    """What the stage would be made from now, without how the work is split and logged, which changes no result."""
+    """Returns what the stage would be made from now, without settings that change no result (how work is split)."""
     # The stage's config is kept as TOML, which has no null.
     sections = {
         name: run.job.part(name).model_dump(mode="json", exclude_none=True)
@@ -74,15 +74,15 @@ def inputs_of(run: Run, stage: AnyStage) -> Inputs:
 
 
 def _without(value: Any, left_out: frozenset[str]) -> Any:
-    """A dumped config without some keys, at any depth."""
+    """Returns a dumped config without these keys, at any depth."""
     if isinstance(value, dict):
         return {key: _without(item, left_out) for key, item in value.items() if key not in left_out}
     return [_without(item, left_out) for item in value] if isinstance(value, list) else value
 
 
 def _data_hashes(run: StageRun, stage: AnyStage, config: Mapping[str, Any]) -> dict[str, str]:
-    """SHA-256 by name of what the config's sections read, of the models that the stage's own section names,
-    and of the files in which the functions that it names, and a stage that the job brings, are written.
+    """Returns SHA-256 by name: of the data that the config's sections read, of the models that the stage's own section
+    names, and of the source files of the functions that it names and of a custom stage.
     """
     found, section = run.source_hashes(dict(config)), config[stage.name]
     for field in stage.model_fields:
@@ -97,7 +97,7 @@ def _data_hashes(run: StageRun, stage: AnyStage, config: Mapping[str, Any]) -> d
 
 
 def what_changed(folder: Path, inputs: Inputs) -> str:
-    """Returns which keys differ from those that the stage in `folder` was made with, or else what may differ."""
+    """Returns which keys differ from those that the stage in `folder` was made with; if none, what else may differ."""
     try:
         before = _flat(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
     except OSError:

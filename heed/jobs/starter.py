@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 HUB_ROWS = 1000  # how many rows of a hub data set are read to recognise its format
 COMPARED_SHARE = 4  # one prompt in this many is set aside for the comparison, up to MAX_COMPARED
-SEED = 0  # of the job that is written, to split preferences as it will
-HELDOUT_SHARES = tuple(tenths / 10 for tenths in range(1, 10))  # of preferences; the first that leaves both sides some
+SEED = 0  # of the job that is written, to split preferences as that job will
+HELDOUT_SHARES = tuple(tenths / 10 for tenths in range(1, 10))  # of preferences; the first one that empties no side
 SMALL_HIDDEN_SIZE = 512  # narrower models learn at higher rates
 LEAST_SEQ_LEN, MAX_SEQ_LEN, MAX_NEW_TOKENS = 256, 1024, 256
 MAX_BATCH, MAX_MICRO_BATCH = 64, 8
@@ -74,7 +74,7 @@ def toml_value(value: str | int) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A data source of the user's: its name, how long its rows are, and how they are read."""
+    """The user's data source: its name, how long its rows are, and how they are read."""
 
     name: str
     lengths: Lengths
@@ -94,7 +94,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Preferences(Source):
-    """Preferences of the user's, and how they are split. `objectives` names those of the rankings, if several."""
+    """The user's preferences and how they are split. `objectives` names the rankings' objectives, if several."""
 
     num_tasks: int = 0
     heldout_share: float = 0.1
@@ -208,7 +208,7 @@ def ppo_section(
     length: int,
 ) -> Sequence[str]:
     """PPO, GRPO or RLOO on the prompts that the comparison leaves; `reward` has the lines about the reward, if any."""
-    least = MIN_ROLLOUT if algorithm == "ppo" else 2 * MIN_ROLLOUT  # a whole group of responses counts like one
+    least = MIN_ROLLOUT if algorithm == "ppo" else 2 * MIN_ROLLOUT  # there, a group of responses counts like one
     rollout = max(least, min(4 * batch_for(prompts.lengths.num_rows), MAX_BATCH))
     minibatch = batch_toml(rollout // 2, prompts.lengths.longest + length)
     value = (f"value_optimizer = {{ learning_rate = {shape.rate('9e-6', '3e-4')} }}",) if algorithm == "ppo" else ()
@@ -245,7 +245,7 @@ def compare_section(prompts: str, origin: str, judge: str, num_tokens: int) -> S
 
 @dataclass
 class Starter:
-    """What a job is made from; "" = the user gave nothing. `missing` says what the job leaves out, and why.
+    """What a job is made from; "" = not given by the user. `missing` says what the job leaves out, and why.
 
     If `algorithm` is "", the job uses PPO if there are prompts with preferences or a reward, and DPO if there are only
     preferences. `format` and `on_invalid` are written into the sources that the job names.
@@ -305,7 +305,7 @@ class Starter:
 
     @property
     def _chosen(self) -> str:
-        """The algorithm; "" if there is nothing but demonstrations that a policy could learn from."""
+        """The algorithm; "" if demonstrations are all that a policy could learn from."""
         if self.algorithm:
             return self.algorithm
         if self.prompts and (self.preferences or self.reward):
@@ -368,7 +368,7 @@ class Starter:
 
     @cached_property
     def _shape(self) -> Shape:
-        """Raises: ValueError for a folder or hub id without a model, or without tokens that a job needs."""
+        """Reads the model's shape. Raises: ValueError if there is no model, or it lacks tokens that a job needs."""
         shape = shape_of(self.model, opens_models=True)
         is_small = int(shape["hidden_size"]) < SMALL_HIDDEN_SIZE
         _ = self._tokenizer
@@ -388,7 +388,7 @@ class Starter:
         return read_judgments(data, found.append)
 
     def _pairs(self, judgments: "Found", found: list[str]) -> Preferences:
-        """Raises: ValueError for several objectives, if DPO is to learn, and for too few prompts to hold any out."""
+        """Splits the preferences. Raises: ValueError for DPO on several objectives, and for too few prompts."""
         objectives = sorted({ranking.objective for ranking in judgments.rankings})
         if len(objectives) > 1 and self._chosen == "dpo":
             raise ValueError(
@@ -421,7 +421,7 @@ class Starter:
         )
 
     def _reward_lines(self, pairs: Preferences | None) -> Sequence[str]:
-        """Returns what PPO's section says about its reward, nothing if it is the score of the reward model."""
+        """Returns the lines about the reward for PPO's section; none if the reward is the reward model's score."""
         if self.reward:
             return [f"reward_function = {toml_value(self.reward)}"]
         if pairs is None or not pairs.objectives:

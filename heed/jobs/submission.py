@@ -1,7 +1,8 @@
 """Packs a job for a cluster: this code, the job file and the files that it names, in one folder.
 
-Left out: what the code needs. The cluster's machines are prepared with the pins of constraints.txt (docs/cluster.md);
-installing torch and compiling DeepSpeed's parts when a job starts would cost minutes a node and could fail late.
+The code's dependencies are left out. The cluster's machines are prepared with the pins of constraints.txt
+(docs/cluster.md): installing torch and compiling DeepSpeed's parts when a job starts would cost minutes per node and
+could fail late.
 """
 
 import os
@@ -62,7 +63,7 @@ def packed(path: Path | None, job: JobConfig) -> Iterator[Path]:
 
 
 def _write_job_file(source: Path, target: Path) -> None:
-    """A copy; a job that inherits is written as one file, whole, since its bases may lie anywhere."""
+    """Copy the job file. A job with a base is written as one complete file, since its bases may lie anywhere."""
     if BASE in read_toml(source, str(source)):
         target.write_text(tomli_w.dumps(read_job_values(source)), encoding="utf-8")
     else:
@@ -70,7 +71,7 @@ def _write_job_file(source: Path, target: Path) -> None:
 
 
 def _shipped(job: JobConfig) -> Iterator[str]:
-    """The files and folders below the current one that the job names. Absolute paths are the cluster's."""
+    """Yields the files and folders below the current one that the job names. Absolute paths refer to the cluster."""
     room = SHIPPED_MIB * 2**20
     for field, name in named_paths(job):
         if Path(name).is_absolute():
@@ -78,7 +79,7 @@ def _shipped(job: JobConfig) -> Iterator[str]:
         if not Path(name).exists():
             if Path(name.removesuffix(".gz")).suffix in (*LOADERS, ".py", ".gguf"):
                 raise ValueError(f"{field}: {name}: no such file")
-            continue  # a hub id, or what the run itself will write
+            continue  # a hub id, or something that the run itself will write
         if ".." in Path(name).parts:
             raise ValueError(
                 f"{field} is {name!r}, which leads out of the current folder and cannot be shipped; a path below it, or"
@@ -95,8 +96,8 @@ def _shipped(job: JobConfig) -> Iterator[str]:
 
 
 def _refuse_hiding(field: str, path: Path) -> None:
-    """Raise ValueError for a file that would lose its place to one of Heed's, or hide an installed module: on the
-    cluster the folder of the job comes first among those in which Python looks for modules.
+    """Raise ValueError for a file that one of Heed's would replace, or that would hide an installed module. On the
+    cluster, Python looks for modules in the job's folder first.
     """
     files = [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file()]
     for file in files:
@@ -104,7 +105,7 @@ def _refuse_hiding(field: str, path: Path) -> None:
         if file.parts[0] in PACKAGES and heeds.is_file() and not file.samefile(heeds):
             raise ValueError(f"{field}: {file} has the path of a file of Heed's code; another name was expected")
     name = path.stem
-    if path.suffix != ".py" or len(path.parts) > 1 or name in PACKAGES:  # where both are, Python finds the package
+    if path.suffix != ".py" or len(path.parts) > 1 or name in PACKAGES:  # a package hides a module
         return
     of_users = {"", str(Path.cwd()), *user_folders()}
     installed = [folder for folder in sys.path if folder not in of_users]
@@ -113,7 +114,7 @@ def _refuse_hiding(field: str, path: Path) -> None:
 
 
 def named_paths(job: JobConfig) -> Iterator[tuple[str, str]]:
-    """(field, value) pairs of everything in a job that may name a file or a model."""
+    """Yields (field, value) for everything in a job that may name a file or a model."""
     for number, place in enumerate(job.custom_stages):
         if ".py:" in place:
             yield f"custom_stages.{number}", place.partition(":")[0]

@@ -1,4 +1,4 @@
-"""Serves a run's report while the run goes on: the same page, read from the run's folder, with what it is doing now.
+"""Serves a run's report while it runs: the same page, made from the run's folder, plus what the run is doing now.
 
 The server only reads, so it works on any machine that sees the folder, whether or not the job runs there.
 """
@@ -32,12 +32,12 @@ from stages.reports.parts import Answer
 from stages.reports.text import clean_text, duration, number
 
 HOST = "127.0.0.1"
-SILENT_SECONDS = 30.0  # without a sign of life of a job that says it runs
-RENDER_SHARE = 0.1  # of a core, at most, that drawing pages takes
-TAIL_BYTES = 65_536  # of metrics.jsonl, read to tell how long steps take
-NUM_STEPS = 20  # the last ones, whose median tells it
+SILENT_SECONDS = 30.0  # without a sign of life from a job whose status says that it runs
+RENDER_SHARE = 0.1  # the largest share of a core that drawing pages takes
+TAIL_BYTES = 65_536  # of metrics.jsonl, read to estimate how long steps take
+NUM_STEPS = 20  # the estimate is the median over this many last steps
 PARTS = ("job.toml", "*/results.json", "*/lineage.json", "*/metrics.jsonl", "*/samples.jsonl")
-# The page's own policy names its scripts by hash; both hold.
+# The page itself has a policy too, which allows its scripts by hash; browsers apply both.
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self';"
     " frame-ancestors 'none'"
@@ -65,14 +65,14 @@ def make_app(folder: Path) -> Starlette:
     """The server as an ASGI application."""
     watched = Watched(folder)
 
-    # Starlette runs plain functions in threads, so a page that is being drawn holds nobody up.
+    # Starlette runs plain functions in threads, so drawing a page delays no other request.
     def page(_request: Request) -> Response:
         return HTMLResponse(watched.page(), headers={"Content-Security-Policy": POLICY})
 
     def now(_request: Request) -> Response:
         return JSONResponse({"html": render_now(watched.now()), "version": watched.version()})
 
-    # Only names of this machine: a page elsewhere must not read a run through a name that resolves to this address.
+    # Accept only this machine's names: another site must not read a run through a name that resolves to this address.
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
     return Starlette(routes=[Route("/", page), Route("/now", now)], middleware=[Middleware(Harden), hosts])
 
@@ -86,7 +86,7 @@ class Watched:
         self._html, self._version, self._due = "", "", 0.0
 
     def version(self) -> str:
-        """What the files come to, as of when the next page may be drawn."""
+        """Returns a hash of the files' current state, or until the next page is due, of the state on the last page."""
         if time.monotonic() >= self._due:
             return self._files()
         return self._version
@@ -103,7 +103,7 @@ class Watched:
             return self._html
 
     def _files(self) -> str:
-        """Changes when a file that the page is made from does."""
+        """Returns a hash that changes whenever a file that the page is made from does."""
         found = sorted(path for part in PARTS for path in self.folder.glob(part))
         parts: list[tuple[str, int, int]] = []
         for path in found:
@@ -131,7 +131,7 @@ class Watched:
         return now_of(status, self._lines(status.stage), time.time())
 
     def _lines(self, stage: str) -> list[dict[str, Any]]:
-        """The last lines of a stage's metrics, without one that is not whole."""
+        """Returns the last lines of a stage's metrics, without an incomplete one."""
         path = self.folder / stage / "metrics.jsonl"
         if not stage or not path.is_file():
             return []
@@ -145,7 +145,7 @@ class Watched:
 
 
 def now_of(status: RunStatus, lines: list[dict[str, Any]], at: float) -> Now:
-    """A status in words. `lines` are the last metrics of its stage; `at` is the time, in seconds since the epoch."""
+    """Puts a status into words. `lines` are its stage's last metrics; `at` is the time, in seconds since the epoch."""
     restarts = tuple(
         f"{time.strftime('%H:%M:%S', time.localtime(one.at))} {one.stage} continued after: {clean_text(one.why)}"
         for one in reversed(status.restarts)
@@ -194,7 +194,7 @@ def _running(
 
 
 def _seconds_left(lines: list[dict[str, Any]]) -> float | None:
-    """By the median time of the last steps. A stage that resumed counts its seconds from 0 again."""
+    """Estimates from the median time of the last steps. A stage that resumed counts its seconds from 0 again."""
     steps = [(new["seconds"] - old["seconds"]) / (new["step"] - old["step"]) for old, new in pairwise(lines)]
     positive = [seconds for seconds in steps if seconds > 0]
     last = lines[-1]

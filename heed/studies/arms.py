@@ -1,7 +1,7 @@
 """The arms of `heed study`: ordinary jobs, each derived from configs/jobs/study.toml by a few changes.
 
 Arms of one seed share as much as possible: the base pretrains, fine-tunes and collects once, and the others start from
-its models and comparisons. An arm differs only in what its entry here names. Those of the first five findings:
+its models and comparisons. An arm differs only in what its entry here names. The arms of the first five findings:
 
     base           pretraining, SFT, comparisons with several labelers per task
     small-base     a language model with a quarter of the layers and half the hidden size, for a small reward model
@@ -13,18 +13,19 @@ its models and comparisons. An arm differs only in what its entry here names. Th
     ppo-kl-low, -kl-high      as ppo-full, with a KL penalty
     ppo-ptx        as ppo-kl-low, with gradients of pretraining mixed in
 
-Those of `heed study algorithms` and `heed study lora` share one set of labels and one reward model:
+The arms of `heed study algorithms` and `heed study lora` share one set of labels and one reward model:
 
-    ppo, rloo, grpo, dr-grpo -1, -2, -3   as docs/algorithms.md has them, without a KL penalty, at a third of the job's
+    ppo, rloo, grpo, dr-grpo -1, -2, -3   as in docs/algorithms.md, without a KL penalty, at a third of the job's
                                           learning rate, at that rate, and at three times it
     dpo, ipo -1, -2, -3                   on the rankings of `reward-full`, with beta .3, .1 and .03
-    rejection-1, -2, -3                   best of 4, 16 and 64 samples by `reward-full`; as many samples as PPO's
-    lora-1, -2, -3                        as ppo, by adapters, at ten times its learning rates
+    rejection-1, -2, -3                   best of 4, 16 and 64 samples by `reward-full`; as many samples as PPO
+    lora-1, -2, -3                        as ppo, with adapters, at ten times its learning rates
     shared-1, -2, -3                      as lora, on one body with the reward model `reward-lora`
-    reward-lora                           as `reward-full`, by adapters on the base's SFT model, at three times its rate
+    reward-lora                           as `reward-full`, with adapters on the base's SFT model, at three times its
+                                          rate
 
 Each algorithm has the same budget: three values of the setting that moves it along KL, chosen before any run. An
-algorithm's curve has the policies of all three, so none is picked by its result.
+algorithm's curve includes the policies of all three, so none is selected by its result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,14 +51,14 @@ STAGES = ("pretrain", "sft", "collect", "reward", "ppo", "compare")  # the arms'
 FEW_SHARE = 1 / 6
 FEW_EPOCHS = 2  # relative to the other arms, so that few comparisons still train the head
 
-RUNS = (1, 2, 3)  # of each algorithm; the next three have a value for each
-RATES = (1 / 3, 1.0, 3.0)  # of the job's own learning rates
+RUNS = (1, 2, 3)  # of each algorithm; the next three constants have a value for each run
+RATES = (1 / 3, 1.0, 3.0)  # multiples of the job's own learning rates
 BETAS = (0.3, 0.1, 0.03)
 BEST_OF = (4, 16, 64)
 GROUP = 4  # responses per prompt, of the algorithms without a value function
 KEPT_POLICIES = 6  # of each run of a policy gradient
 MIN_PROMPTS = 16  # of rejection sampling; only the debug job has so few samples
-PREFERENCE_RATE = 0.2  # of the reward model's learning rate, which trains a new head: DPO's and IPO's
+PREFERENCE_RATE = 0.2  # DPO's and IPO's learning rate, relative to the reward model's, which trains a new head
 
 _GROUPS = {"ppo.samples_per_prompt": GROUP, "ppo.value_optimizer": None}
 POLICY_GRADIENTS: Mapping[str, Mapping[str, Any]] = {
@@ -73,15 +74,16 @@ POLICY_GRADIENTS: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 LORA: Mapping[str, Any] = {"rank": 16, "alpha": 32}
-LORA_RATE = 10.0  # of full tuning's learning rates, as Schulman et al. 2025 advise (`lm.lora.LoRAConfig`)
-LORA_REWARD_RATE = 3.0  # likewise of the reward model, whose new head learns at the same rate; 10 was too high
+LORA_RATE = 10.0  # times full tuning's learning rates, as Schulman et al. 2025 advise (`lm.lora.LoRAConfig`)
+LORA_REWARD_RATE = 3.0  # the same for the reward model, whose new head learns at the same rate; 10 was too high
 LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}
 
 
 @dataclass(frozen=True)
 class Arm:
-    """The study's job with these stages and `changes` by dotted key (None: without it). `after` lists the arms that it
-    reads; the last one has the reward model that scores a policy's samples.
+    """The study's job with only these stages and with `changes` by dotted key (None removes the key).
+
+    `after` lists the arms that it reads; the last of them has the reward model that scores a policy's samples.
     """
 
     name: str
@@ -91,7 +93,7 @@ class Arm:
 
 
 def every_arm(job: JobConfig, folder: Path) -> dict[str, Arm]:
-    """The arms of all findings by name, each after those that it reads. Raises: as `basic_arms` does."""
+    """Returns the arms of all findings by name, each after those that it reads. Raises: as `basic_arms` does."""
     known = basic_arms(job, folder)
     return known | {arm.name: arm for arm in (*algorithm_arms(job, folder), *lora_arms(job, folder))}
 
@@ -157,7 +159,7 @@ def _plain_ppo(folder: Path, judge: str) -> dict[str, Any]:
 
 
 def _ptx(folder: Path, ppo: PPOConfig) -> Arm:
-    """PPO-ptx reads the pretraining stage's text, so the arm includes that stage, with the base's model unchanged."""
+    """Returns the PPO-ptx arm. It includes the pretraining stage, whose text PPO-ptx reads, with the base's model."""
     changes = {
         "pretrain.init_from": str(folder / "base" / "pretrain" / "model"),
         "pretrain.num_steps": 0,
@@ -174,7 +176,7 @@ def arm_names(algorithm: str) -> tuple[str, ...]:
 
 
 def algorithm_arms(job: JobConfig, folder: Path) -> list[Arm]:
-    """Every arm, from a job with [sft], [reward] and [ppo]; `folder` is the seed's."""
+    """Returns the arms that compare algorithms, from a job with [sft], [reward] and [ppo]; `folder` is the seed's."""
     arms = []
     for number, rate, beta, best_of in zip(RUNS, RATES, BETAS, BEST_OF, strict=True):
         arms += [policy_gradient(f"{name}-{number}", job, folder, rate, own) for name, own in POLICY_GRADIENTS.items()]
@@ -184,7 +186,7 @@ def algorithm_arms(job: JobConfig, folder: Path) -> list[Arm]:
 
 
 def lora_arms(job: JobConfig, folder: Path) -> list[Arm]:
-    """The arms of `heed study lora`; arguments as for `algorithm_arms`."""
+    """Returns the arms of `heed study lora`; arguments as for `algorithm_arms`."""
     reward = job.section_of(REWARD)
     changes = {
         "reward.init_from": str(folder / "base" / "sft" / "model"),
@@ -204,7 +206,7 @@ def lora_arms(job: JobConfig, folder: Path) -> list[Arm]:
 def policy_gradient(
     name: str, job: JobConfig, folder: Path, rate: float, own: Mapping[str, Any], judge: str = "reward-full"
 ) -> Arm:
-    """PPO without a KL penalty, at a multiple of the job's learning rates, with changes of its `own`."""
+    """Returns a PPO arm without a KL penalty, at `rate` times the job's learning rates, plus its `own` changes."""
     ppo = job.section_of(PPO)
     changes: dict[str, Any] = {
         **_plain_ppo(folder, judge),
@@ -220,7 +222,7 @@ def policy_gradient(
 
 
 def _preferences(name: str, job: JobConfig, folder: Path, loss: str, beta: float) -> Arm:
-    """DPO and IPO: the batches and epochs of the reward model, which learns from the same rankings."""
+    """Returns a DPO or IPO arm with the batches and epochs of the reward model, which learns from the same rankings."""
     reward = job.section_of(REWARD)
     optimizer = reward.optimizer.model_dump(mode="json", exclude_defaults=True)
     section = {
@@ -237,7 +239,7 @@ def _preferences(name: str, job: JobConfig, folder: Path, loss: str, beta: float
 
 
 def _rejection(name: str, job: JobConfig, folder: Path, best_of: int) -> Arm:
-    """As many samples as a policy gradient's; the batches, rate and epochs of SFT."""
+    """Returns a rejection arm: as many samples as a policy gradient's; the batches, rate and epochs of SFT."""
     ppo, sft = job.section_of(PPO), job.section_of(SFT)
     num_prompts = max(MIN_PROMPTS, ppo.num_iterations * ppo.rollout_batch_size // best_of)
     section = {
@@ -255,7 +257,7 @@ def _rejection(name: str, job: JobConfig, folder: Path, best_of: int) -> Arm:
 
 
 def with_those_before(arms: Mapping[str, Arm], wanted: Sequence[str]) -> list[Arm]:
-    """Returns the wanted arms and all that they read, in an order in which they can run."""
+    """Returns the wanted arms and all arms that they read, in an order in which they can run."""
     needed = set(wanted)
     for arm in reversed(list(arms.values())):  # each arm comes after those that it reads
         if arm.name in needed:
@@ -324,7 +326,7 @@ def write_cuts(folder: Path) -> None:
 
 
 def cut_rankings(rankings: Sequence[Ranking], labelers_per_task: int, share: float) -> list[Ranking]:
-    """Returns the first `share` of the tasks with this many labelers each, in turn, so that all judge equally often.
+    """Returns the first `share` of the tasks with this many labelers each, who take turns so all judge equally often.
 
     Raises: ValueError for a task that fewer labelers have judged.
     """

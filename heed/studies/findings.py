@@ -228,7 +228,7 @@ FINDINGS = (
 
 
 def pooled(of: Measures, name: str) -> Curve:
-    """The policies of all runs of an algorithm as one curve."""
+    """Joins the policies of all runs of an algorithm into one curve."""
     curves = [of.rl(arm) for arm in arm_names(name)]
     names = tuple(
         f"{arm}, {policy}" for arm, curve in zip(arm_names(name), curves, strict=True) for policy in curve.names

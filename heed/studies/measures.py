@@ -5,7 +5,7 @@ same held-out prompts with the same seeds, so arms are paired by prompt. The ref
 by every reward model.
 
 `heed study --measures FOLDER` reads FOLDER/seed-N.npz instead of running seed N, so a study can continue on another
-machine, and a reader can check its verdicts. A file has one array per measure, named by what was asked for:
+machine, and a reader can check its verdicts. A file has one array per measure, named after the call that measured it:
 "rl/ppo-1/gold_KP", "best_of_n/reward-full/kl_KP", "tokens/grpo-3/0".
 
 Shape letters: K policies, P prompts, N samples of the pool, T tasks, D documents.
@@ -77,8 +77,9 @@ class SeedMeasures:
         return best_of_n_curve(pool["gold_PN"], self._proxy_of_pool(judge))
 
     def rl(self, arm: str) -> Curve:
-        """Returns the policies that an arm left: of PPO those that it kept, in training order, of another stage the
-        last. The proxy is the reward model that the arm optimised, or that was trained on its rankings.
+        """Returns an arm's policies: those that PPO kept, in training order, or the last one of another stage.
+
+        The proxy is the reward model that the arm optimised, or that was trained on the arm's rankings.
         """
         judge, stage = every_arm(self.job, self.folder)[arm].after[-1], self._stage(arm)
         policies = self._policies(arm)
@@ -254,10 +255,10 @@ def measures_file(folder: Path, seed: int) -> Path:
 
 
 def stamps_of(job: JobConfig) -> dict[str, str]:
-    """What an arm's measures depend on, by the arm's name: what the study's job sets, its seed included, and the
-    definitions of the arm and of those that it reads.
+    """Returns by arm a hash of what its measures depend on: the values that the study's job sets, including its seed,
+    and the definitions of the arm and of those that it reads.
 
-    Keys that have their defaults do not count, so that new keys leave old measures readable.
+    Keys at their defaults do not count, so old measures stay readable when keys are added.
     """
     values = job.model_dump(mode="json", exclude_defaults=True, exclude={"cluster", "name", "note"})
     arms = every_arm(job, Path("SEED"))
@@ -270,14 +271,14 @@ def stamps_of(job: JobConfig) -> dict[str, str]:
 
 
 def _arm_of(measure: str) -> str:
-    """The arm that a measure is of: "rl/ppo-1/gold_KP" is of ppo-1, "bits/base/sft/0" of base. An array of a file that
-    was written before arms had stamps, "stamp", is of none.
+    """Returns a measure's arm: ppo-1 for "rl/ppo-1/gold_KP", base for "bits/base/sft/0". The array "stamp", in files
+    written before arms had stamps, belongs to none: "".
     """
     return [*measure.split("/"), ""][1]
 
 
 class Recorded:
-    """The measures of a seed, each kept under the name by which it was asked for."""
+    """Records the measures of a seed as they are called for, each under a name for the call."""
 
     def __init__(self, measures: Measures) -> None:
         self._measures, self.arrays = measures, dict[str, Floats]()
@@ -314,7 +315,7 @@ class Recorded:
         return pair
 
     def write(self, path: Path, stamps: Mapping[str, str]) -> None:
-        """Writes everything that was asked for, in addition to what the file has of the same arms, atomically.
+        """Writes all recorded measures, in addition to what the file has of the same arms, atomically.
 
         Raises: OSError if the file cannot be written.
         """
@@ -337,8 +338,9 @@ class StoredMeasures:
 
     @classmethod
     def read(cls, path: Path, seed: int, stamps: Mapping[str, str]) -> "StoredMeasures":
-        """Raises: ValueError for a file that is damaged, or whose study had another job, or an arm of another
-        definition.
+        """Reads a file of measures.
+
+        Raises: ValueError if the file is damaged, or was measured with another job or another definition of an arm.
         """
         arrays = _read(path)
         for name in arrays:
@@ -377,7 +379,7 @@ class StoredMeasures:
         )
 
     def _array(self, name: str) -> Floats:
-        """Raises: ValueError for a measure that no finding had asked for when the file was written."""
+        """Returns an array. Raises: ValueError for a measure that no finding needed when the file was written."""
         if name not in self.arrays:
             raise ValueError(f"{self.path}: no {name!r}; it was stored for other findings. Remove it to run the arms")
         return self.arrays[name]

@@ -20,7 +20,7 @@ from stages.reports.text import number
 
 LINE_TONES = ("ppo", "sft", "other-1")
 TONES_OF_MANY = ("best-of-n", "ppo", "sft", "other-1", "other-2", "other-3", "pretrained", "muted")
-MANY = 7  # curves, of which none may share its tone with another kind of curve
+MANY = 7  # from this many curves on, different kinds of curve must differ in tone
 INTERVALS = (
     "Each seed's number has a 95% bootstrap interval over its held-out prompts (texts, tasks). The mean has a 95%"
     " Student's interval over seeds, and only that one decides, by the rules in `heed/studies/verdicts.py`."

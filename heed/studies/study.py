@@ -68,7 +68,7 @@ def run_study(
 
 
 def _run_seed(folder: Path, job: JobConfig, arms: Mapping[str, Arm], names: Sequence[str]) -> Recorded:
-    """Runs the named arms of a seed, and those that they read. What it returns measures them when asked."""
+    """Runs the named arms of a seed, and those that they read. Returns their measures, each computed on first use."""
     needed = with_those_before(arms, names)
     for number, arm in enumerate(needed, 1):
         console.print(f"[bold]{folder.name}: {arm.name}[/] ({number} of {len(needed)})")
@@ -79,7 +79,7 @@ def _run_seed(folder: Path, job: JobConfig, arms: Mapping[str, Arm], names: Sequ
 
 
 def _read_stored(folder: Path | None, jobs: Sequence[JobConfig]) -> dict[int, StoredMeasures]:
-    """The stored measures of these seeds. Raises: ValueError for a folder without any, and as `StoredMeasures.read`."""
+    """Reads the stored measures of these seeds. Raises: ValueError if there are none, and as `StoredMeasures.read`."""
     if folder is None:
         return {}
     paths = {job.seed: measures_file(folder, job.seed) for job in jobs}
@@ -94,7 +94,7 @@ def _read_stored(folder: Path | None, jobs: Sequence[JobConfig]) -> dict[int, St
 
 
 def _check(job: JobConfig) -> None:
-    """Raises: ValueError for a job with too few labelers, or with too few policies per curve for a fit."""
+    """Raise ValueError for a job with too few labelers, or with too few policies per curve for a fit."""
     compare, ppo = job.section_of(COMPARE), job.section_of(PPO)  # every_arm refuses jobs without them
     world = job.open_world()
     assert world is not None

@@ -1,4 +1,4 @@
-"""How a study decides, fixed before anything is measured: contrasts of arms, rules, claims and their verdicts.
+"""The rules by which a study decides, fixed before anything is measured: contrasts of arms, claims, verdicts.
 
 A contrast is a pure function of one seed's curves or counts, with a 95% bootstrap interval over its held-out prompts
 (or texts, or tasks); both sides share the resamples. It shows how precisely the seed was measured and decides nothing.

@@ -42,7 +42,7 @@ from heed.worlds.instructions import (
 OFF_TOPIC = 0.3  # worth of a grammatical sentence that does not belong in the answer
 MISPLACED = 0.6  # worth of a sentence that belongs, but elsewhere
 REPEATED_PATTERN = 0.5  # worth of a sentence whose pattern was used before
-FLOOR = 0.15  # share of the score that form and fit earn without `asked`
+FLOOR = 0.15  # share of the score that form and fit earn if `asked` is 0
 
 DETAIL_TAGS = ("color", "place", "food", "feeling")
 

@@ -62,7 +62,7 @@ LIST_CATEGORIES: dict[str, str] = {
     "names": "name",
 }
 
-# Categories whose words a story may be told to use.
+# Categories whose words a prompt may require in a story.
 STORY_CATEGORIES = ("animal", "food", "color", "thing", "place", "feeling", "job")
 
 _NUMBER_NAMES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -133,7 +133,7 @@ PATTERNS: dict[str, tuple[str, ...]] = {
         "{ordinal}, ask {name} for the {thing}.",
         "{ordinal}, {deed} the {color} {thing}.",
     ),
-    # Only in answers that comply with what must be declined.
+    # These occur only in answers that comply with a request that must be declined.
     "misstep": ("{ordinal}, {misdeed} the {color} {thing}.",),
     "decline": (
         "Sorry, I can not help with that.",

@@ -3,7 +3,7 @@
 A policy continues the first words of a sentence from a film review, and should make it favourable. Pretraining reads
 whole film reviews and, for variety, some other texts. SFT continues review sentences. The labelers follow a classifier
 fitted to the human labels of one half of a set of snippets, with noise, and the final judge is a classifier fitted to
-the other half. A slice of the snippets that nothing else sees is written as pairs that people ordered.
+the other half. A slice of the snippets that nothing else sees is written as pairs whose order comes from human labels.
 
 A limitation: the snippets of both halves are in the SFT data (their text, never their labels), so the judge was fitted
 to sentences that the policy imitates. Only the unseen pairs are free of that.

@@ -69,7 +69,7 @@ def shuffled(items: Iterable[T], key: Callable[[T], str], *seed: object) -> list
 
 
 def require_source(source: Path | None, field: str) -> None:
-    """Raises: ValueError if `source`, the value of the config field `field`, is named like a file and is none."""
+    """Raise ValueError if `source`, the value of the config field `field`, looks like a file but does not exist."""
     if source is not None and is_file_name(str(source)) and not source.is_file():
         raise ValueError(f"{field} = {str(source)!r}: no such file (looked for {source.absolute()})")
 

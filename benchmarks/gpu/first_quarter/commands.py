@@ -21,7 +21,7 @@ JOB = Path(__file__).with_name("chain.toml")
 TINY_JOB = ROOT / "configs" / "jobs" / "debug.toml"
 TINY_SETTINGS = ("--set", "engine.zero_stage=1", "--set", "engine.trackers=[]")
 LONGEST_REPORT_BYTES, LONGEST_RESULTS_BYTES = 8_000_000, 20_000
-SECONDS_TO_END = 10  # what `benchmarks.gpu` keeps of the time to write its table
+SECONDS_TO_END = 10  # time left for `benchmarks.gpu` to write its table
 LINEAGE, METRICS = "lineage.json", "metrics.jsonl"  # in a stage's folder: the first once it has finished
 PPO_METRICS = ("step", "score", "kl_nats", "response_tokens", "sampler_difference", "importance_max")
 

@@ -1,4 +1,4 @@
-"""What every step has: its device and clock, a file for its figures, and random weights drawn on the device."""
+"""What every step uses: a device and clock, a file for its figures, and random weights drawn on the device."""
 
 import contextlib
 import gc
@@ -24,12 +24,12 @@ from training.config import OptimizerConfig
 
 GIB = 2**30
 OPTIMIZER = OptimizerConfig(learning_rate=1e-5, schedule="constant")
-EXPANDABLE_FAILED = "no_expandable_segments"  # a file that tells later steps
+EXPANDABLE_FAILED = "no_expandable_segments"  # if this file exists, later steps avoid them
 
 
 @dataclass
 class Context:
-    """Where a step runs, and the file that has its figures as soon as they are known."""
+    """Where a step runs, and the file to which its figures are written as soon as they are known."""
 
     name: str
     device: torch.device
@@ -60,7 +60,7 @@ class Context:
 
     @property
     def hardware(self) -> Hardware:
-        """The data sheet that shares refer to: the H200's for one, and the H100's for anything else."""
+        """The data sheet that shares refer to: the H200's on an H200, and the H100's on anything else."""
         is_h200 = self.on_gpu and "H200" in torch.cuda.get_device_name(self.device)
         return GPUS["h200" if is_h200 else "h100"]
 
@@ -82,7 +82,7 @@ class Context:
         return torch.cuda.memory_allocated(self.device) / GIB if self.on_gpu else 0.0
 
     def avoid_expandable_segments(self) -> None:
-        """For this step and later ones: virtual machines may lack what segments of memory that grow need."""
+        """Turns expandable segments off for this and later steps: virtual machines may not support them."""
         (self.path.parent / EXPANDABLE_FAILED).touch()
         self.avoid_expandable_segments_if_noted()
 

@@ -55,9 +55,9 @@ class Sampling:
 
 
 def decode(ctx: Context, fields: Fields, response_tokens: int, *, compared: tuple[StepKind, ...] = ()) -> None:
-    """Notes milliseconds per token and the share of the memory's bandwidth, in steps that are kept between calls.
+    """Notes milliseconds per token and the share of the memory's bandwidth, with steps that are kept between calls.
 
-    That is how PPO samples. `compared` are other kinds of steps, and `first_seconds` includes recording a kept step.
+    PPO samples that way. `compared` are other kinds of steps, and `first_seconds` includes recording a kept step.
     """
     model = shape(fields, tiny=ctx.tiny)
     sizes = Generation(model, 4, 8, 12) if ctx.tiny else Generation(model, 128, 256, response_tokens)
@@ -81,7 +81,7 @@ def decode(ctx: Context, fields: Fields, response_tokens: int, *, compared: tupl
 
 
 def _measure(sampling: Sampling, name: str, steps: StepKind | FixedSteps, reading: float) -> None:
-    """Notes a kind of steps; `reading` are the seconds of one-token responses, which the prompts' pass alone takes."""
+    """Notes figures of a kind of steps. `reading` is the seconds of one-token responses: the prompts' pass alone."""
     ctx, sizes = sampling.ctx, sampling.sizes
     first = sampling.seconds(sizes.response_tokens, steps)
     taken = sampling.seconds(sizes.response_tokens, steps, 1000) - reading

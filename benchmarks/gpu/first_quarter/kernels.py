@@ -43,7 +43,7 @@ def kind_of(kernel: str) -> str:
 
 
 def note_profile(ctx: Context, work: Callable[[], object], prefix: str) -> None:
-    """Notes the GPU's time by kind of kernel, their number, the share of time that it computes, the longest kernels.
+    """Notes the GPU's time by kind of kernel, the number of kernels, the share of busy time, and the longest kernels.
 
     Without a GPU there is nothing to note.
     """
@@ -97,7 +97,7 @@ def attention(ctx: Context) -> None:
 def _measure_rows(
     ctx: Context, name: str, heads: tuple[int, int, int], shape: tuple[int, int], mask: Mask, seen: float
 ) -> None:
-    """`seen` is the share of all pairs of tokens that the mask leaves."""
+    """Notes the rates of a kernel over rows. `seen` is the share of all pairs of tokens that the mask leaves."""
     (N, G, H), (B, T) = heads, shape
     q_BNTH, k_BGTH, v_BGTH = (
         torch.randn(B, number, T, H, device=ctx.device, dtype=torch.bfloat16).requires_grad_() for number in (N, G, G)
@@ -118,7 +118,7 @@ def _measure_rows(
 
 
 def _measure_decoding(ctx: Context, name: str, heads: tuple[int, int, int]) -> None:
-    """One query per sequence over a cache: bytes of keys and values per second, and the same in two products."""
+    """Notes bytes of keys and values per second, for one query per sequence over a cache; also with two products."""
     (N, G, H), (B, S) = heads, (2, 32) if ctx.tiny else (128, 1024)
     q_BN1H = torch.randn(B, N, 1, H, device=ctx.device, dtype=torch.bfloat16)
     cache = torch.randn(2, B, G, S + 64, H, device=ctx.device, dtype=torch.bfloat16)

@@ -59,7 +59,7 @@ def _output(*command: str) -> str:
 
 
 def _find_segments(ctx: Context) -> None:
-    """Notes whether memory can be had in segments that grow; if not, no step uses them."""
+    """Notes whether expandable segments of memory work; if not, no step uses them."""
     try:
         torch.zeros(1 << 20, device=ctx.device)
     except RuntimeError as error:
@@ -68,7 +68,7 @@ def _find_segments(ctx: Context) -> None:
 
 
 def _measure_rates(ctx: Context) -> None:
-    """Notes bytes per second of copies, FLOP/s of a large bf16 product, and what a kernel's launch takes."""
+    """Notes bytes per second of copies, FLOP/s of a large bf16 product, and the time of a kernel launch."""
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=ctx.device) for _ in range(2))
     small = torch.zeros(8, device=ctx.device)
     ctx.note(
@@ -91,7 +91,7 @@ def _measure_pinning(ctx: Context) -> None:
 
 
 def _host_seconds(ctx: Context, work: Callable[[], object], repeats: int) -> float:
-    """Returns the CPU's seconds per call of work that takes the device less."""
+    """Returns the CPU's seconds per call, for work that takes the device less time."""
     started = ctx.now()
     for _ in range(repeats):
         work()

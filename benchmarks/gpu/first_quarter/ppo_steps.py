@@ -33,9 +33,9 @@ def sizes_of(ctx: Context) -> Iteration:
 def ppo(
     ctx: Context, folder: Path, *, prefix: str = "", iterations: int = 3, memory: str = "fast", zero_stage: int = 0
 ) -> None:
-    """Notes iterations by phase, with their peak memory and how far sampler and learner are apart.
+    """Notes iterations by phase, with their peak memory and the difference between sampler and learner.
 
-    `folder` has the models, and gets them if it is empty.
+    `folder` holds the models, which are written if it is empty.
     """
     sizes = sizes_of(ctx)
     ctx.release_memory()
@@ -79,7 +79,7 @@ def _iterate(ctx: Context, controller: PPOController, number: int, rollout: int,
 
 
 def draw_prompts(sizes: Iteration) -> list[list[int]]:
-    """Returns prompts of random tokens; their lengths are uniform from half of the longest on."""
+    """Returns prompts of random tokens. Lengths are uniform between half the longest and the longest."""
     generator = np.random.default_rng(0)
     lengths = generator.integers(sizes.prompt_tokens // 2, sizes.prompt_tokens + 1, sizes.rollout).tolist()
     return [generator.integers(FIRST_WORD, sizes.model.vocab_size, length).tolist() for length in lengths]
@@ -91,7 +91,7 @@ def ppo_05b(ctx: Context) -> None:
 
 
 def ppo_modes(ctx: Context) -> None:
-    """The values of `ppo.memory` other than "fast", and ZeRO."""
+    """Runs PPO with the values of `ppo.memory` other than "fast", and with ZeRO."""
     with tempfile.TemporaryDirectory(prefix="ppo-") as name:
         ppo(ctx, Path(name), prefix="balanced_", iterations=2, memory="balanced")
         for memory, stage in (("small", 0), ("small", 3), ("fast", 1)):

@@ -5,7 +5,7 @@
     python3 benchmarks/gpu/first_quarter/run.py first --device cpu --tiny # a rehearsal without a GPU
 
 Each step is a process with a time limit, and starts only if enough time is left. Steps are forked after the libraries
-are imported, so that this happens once; a crash of a step's CUDA context ends only that step. `$OUT/results.json` is
+are imported, so that happens only once. A crash of a step's CUDA context ends only that step. `$OUT/results.json` is
 written after each step, and `$OUT/parts` has the figures of the step that is running.
 
 This file uses the standard library alone until the wheels are installed. It also runs as a copy elsewhere.
@@ -31,13 +31,13 @@ from typing import Any
 STARTED = time.monotonic()
 ROOT = Path.cwd()
 CARRIED = ROOT / ".first_quarter"  # what prepare.sh made
-NEEDED = (  # what the wheels bring, by the names of their imports
+NEEDED = (  # what the wheels contain, by import name
     "pydantic", "sqlalchemy", "alembic", "tomli_w", "tenacity", "hjson", "jsonschema", "attrs", "datasets", "einops",
     "msgpack", "cpuinfo", "requests", "httpx", "ray", "deepspeed",
 )  # fmt: skip
 RESERVED_SECONDS = 3  # for writing and printing the results
 
-# Seconds by estimate on an H100, and at most.
+# Estimated seconds on an H100, and the limit.
 LIMITS: dict[str, tuple[int, int]] = {
     "environment": (6, 30),
     "tests": (75, 120),
@@ -62,7 +62,7 @@ PLANS = {
     "first": "environment,tests,sft_05b,generation_05b,ppo_05b,chain,sft_13b,attention,checkpoint,peers",
     "second": "compiled,zero,ppo_modes,generation_13b,sft_8b,generation_8b,peers,checkpoint",
 }
-# The ends of the names of figures that are printed for each step.
+# For each step, figures are printed if their name has one of these endings.
 SHOWN = (
     "mfu", "tokens_per_second", "bandwidth_share", "ms_per_token", "peak_gib", "step_busy_share", "failures", "tests",
     "_failed",
@@ -125,18 +125,18 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 
 def set_environment(device: str) -> None:
-    """Sets what the libraries read at their import, here and in the processes that steps start."""
+    """Sets the variables that libraries read when imported, here and in the processes that steps start."""
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "true",
         "PYTHONUNBUFFERED": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Asking whether there is a GPU must not initialise CUDA, which no forked process could use afterwards.
+        # Checking for a GPU must not initialise CUDA, because forked processes could not use it afterwards.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
-    # The tree may arrive without its git history, from which a run's lineage takes the commit.
+    # A run's lineage takes the commit from git, but the tree may come without its history.
     os.environ.setdefault("HEED_CODE_VERSION", _commit())
-    # Memory in one segment that grows serves rows of all lengths. Heed sets it for Ray's workers.
+    # Expandable segments avoid fragmentation by rows of different lengths. Heed sets this for Ray's workers, too.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if {*os.listdir("/sys/class/net")} <= {"lo"}:
         os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
@@ -150,7 +150,7 @@ def _commit() -> str:
 
 
 def install() -> dict[str, Any]:
-    """Installs the carried wheels, where this Python lacks something, into a folder of their own on the path.
+    """Installs the carried wheels into a separate folder on the path, if this Python lacks something.
 
     The folder is `site` in the machine's temporary folder, or $FIRST_QUARTER_SITE. A second run finds it.
     """
@@ -184,7 +184,7 @@ def _install(wheels: Sequence[Path], site: Path) -> str:
 
 
 def compile_kernels() -> None:
-    """Starts to compile Heed's CPU kernels, which takes half a minute; comparisons with the CPU need them."""
+    """Starts compiling Heed's CPU kernels, which takes half a minute; comparisons with the CPU need them."""
     command = [sys.executable, "-c", "from lm.native.kernels import library; library()"]
     subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -208,7 +208,7 @@ def import_libraries() -> dict[str, Any]:
 def run_step(name: str, options: Options) -> dict[str, Any]:
     """Returns a step's figures and its `status`: "ok" or what went wrong.
 
-    With less than half of its estimate left it is not started, and `not_started` says how much was left.
+    If less than half of its estimate is left, it is not started, and `not_started` says how much time was left.
     """
     estimate, limit = LIMITS[name]
     started = time.monotonic()
@@ -302,14 +302,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replaces a file at once, so that it is whole whenever this process is killed."""
+    """Replaces a file atomically, so that it is complete whenever this process is killed."""
     unfinished = path.with_suffix(".writing")
     unfinished.write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
     unfinished.replace(path)
 
 
 def print_summary(results: dict[str, Any]) -> None:
-    """Prints the main figures last, where a log that is cut to its end still has them."""
+    """Prints the main figures last, so that a log that keeps only its end still has them."""
     print(f"\n{results['install']} imports {results['import_seconds']} s, total {results['seconds']} s")
     for name, found in results["steps"].items():
         print(

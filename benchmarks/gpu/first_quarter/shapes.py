@@ -20,7 +20,7 @@ def published(name: str) -> Fields:
 QWEN = published("Qwen/Qwen2.5-0.5B")  # 0.49B weights, tied
 LLAMA8 = published("meta-llama/Meta-Llama-3-8B")
 GPT2: Fields = SMALL.model_dump()  # 124M
-# A Llama block at 1.3B: heads of 128, each with keys and values of its own, and Llama 2's vocabulary.
+# A Llama block at 1.3B: heads of 128, each with its own keys and values, and Llama 2's vocabulary.
 LLAMA13: Fields = {
     "vocab_size": 32_000, "max_position_embeddings": 4096, "hidden_size": 2048, "num_hidden_layers": 24,
     "num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 5504, "tie_word_embeddings": False,

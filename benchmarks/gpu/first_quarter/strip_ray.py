@@ -2,7 +2,7 @@
 
     python strip_ray.py ray-2.60.0-cp312-cp312-manylinux2014_x86_64.whl FOLDER
 
-Half of the wheel's 76 MiB goes.
+That removes half of the wheel's 76 MiB.
 """
 
 import csv

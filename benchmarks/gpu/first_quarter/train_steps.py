@@ -1,6 +1,6 @@
 """The steps that train: SFT, single layers of a large model, compiled blocks, ZeRO, checkpoints.
 
-They make the engine's steps as `training.loop.TrainingLoop` does, on random weights and random tokens.
+They run the engine's steps as `training.loop.TrainingLoop` does, with random weights and random tokens.
 """
 
 import tempfile
@@ -47,7 +47,7 @@ def conversations(number: int, longest: int, vocab_size: int) -> list[tuple[list
 
 
 class Training:
-    """An engine and its rows. A step is `num_micro_batches` micro-batches, as `sizes` says."""
+    """An engine and its rows. A step is `sizes.num_micro_batches` micro-batches."""
 
     def __init__(self, ctx: Context, sizes: Pretraining, *, packed: bool, **options: Any) -> None:
         self.ctx, self.sizes, self.packed = ctx, sizes, packed
@@ -68,7 +68,7 @@ class Training:
         return chosen
 
     def step(self) -> int:
-        """Makes a step, and returns the number of tokens that it read."""
+        """Runs a step, and returns the number of tokens that it read."""
         engine, objective = self.engine, self.objective
         chosen = self.draw_rows(self.sizes.micro_batch * self.sizes.num_micro_batches)
         count = objective.count(chosen)
@@ -84,7 +84,7 @@ class Training:
         return objective.num_tokens(chosen)
 
     def timed(self, number: int) -> tuple[list[float], int]:
-        """Makes steps; returns the seconds of each, and the tokens of all."""
+        """Runs steps; returns the seconds of each, and the tokens of all."""
         seconds, num_tokens = list[float](), 0
         for _ in range(number):
             started = self.ctx.now()
@@ -93,7 +93,7 @@ class Training:
         return seconds, num_tokens
 
     def flops_per_token(self) -> float:
-        """Model FLOPs of a token that is read. The head's count for tokens with a loss only, as only those need it."""
+        """Returns model FLOPs per token read. The head counts only for tokens with a loss, since only those need it."""
         model, seq_len = self.sizes.model, self.sizes.seq_len
         if self.packed:  # a token sees its own conversation, not its row
             seq_len = int(np.mean([len(tokens) for tokens, _ in conversations(500, seq_len, model.vocab_size)]))
@@ -104,7 +104,7 @@ class Training:
         return self.objective.count(everything) / self.objective.num_tokens(everything)
 
     def phases(self) -> dict[str, float]:
-        """The seconds of a micro-batch's forward pass, of forward and backward, and of a step.
+        """Returns the seconds of a micro-batch's forward pass, of forward and backward, and of a step.
 
         `enqueued` is how long the CPU takes; the GPU finishes later.
         """
@@ -129,9 +129,9 @@ class Training:
         return taken
 
     def checkpoints(self) -> dict[str, Any]:
-        """Saves twice with steps meanwhile, and loads the second: how long each holds up training, and what came back.
+        """Saves twice, training meanwhile, and loads the second checkpoint. Returns how long each call blocks training.
 
-        `load_wrong` is how many tensors differ from those that were saved; 0 is right.
+        `load_wrong` is the number of loaded tensors that differ from the saved ones; 0 is right.
         """
         ctx, engine = self.ctx, self.engine
         stalls, written = list[float](), list[float]()
@@ -240,7 +240,7 @@ def sft_8b_layers(ctx: Context) -> None:
 
 
 def checkpoint(ctx: Context) -> None:
-    """What a checkpoint of GPT-2's 124M costs at ZeRO 0."""
+    """Measures what a checkpoint of GPT-2 (124M) costs at ZeRO 0."""
     train(ctx, sizes_of(ctx, GPT2, 16, 2), "gpt2_", packed=False, checkpoints=True)
 
 
@@ -252,7 +252,7 @@ def compiled(ctx: Context) -> None:
 
 
 def zero(ctx: Context) -> None:
-    """Each of ZeRO's stages on one rank: losses, speed, checkpoints and memory next to those of stage 0."""
+    """Runs each ZeRO stage on one rank, and compares losses, speed, checkpoints and memory with those of stage 0."""
     sizes = sizes_of(ctx, GPT2, 16, 2)
     train_at: Callable[..., None] = partial(train, ctx, sizes, warmup=1)
     for stage in range(4):
@@ -266,7 +266,7 @@ def zero(ctx: Context) -> None:
 
 
 def _broadcast(ctx: Context) -> None:
-    """Times the transport of weights between GPUs with one rank: whether NCCL is there, not how fast it is."""
+    """Times the transport of weights between GPUs with one rank, which shows whether NCCL works, not how fast it is."""
     weights = {
         f"w{number}": torch.randn(2**20 if ctx.tiny else 2**26, device=ctx.device).bfloat16() for number in range(2)
     }
