@@ -268,7 +268,7 @@ class _Node:
 
 
 def _ensure_token() -> None:
-    """Create the user's token, as Ray does for a cluster in a process: all users of this machine can reach its address."""
+    """Create the user's token, as Ray does for a cluster in a process: every user of this machine can reach it."""
     named = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     if not named and not (Path.home() / ".ray" / "auth_token").exists():
         command = [*RAY, "get-auth-token", "--generate"]

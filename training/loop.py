@@ -108,7 +108,7 @@ class TrainingLoop(Generic[AnyModule]):
             StoppedError: on every rank, after a checkpoint, if one of them was asked to stop (`training.notices`).
         """
         first_step = self._resume()
-        # Save after the last step too: a stage may be killed during its work after training.
+        # The last step is saved too, since a stage may be killed after training; it then resumes with no step left.
         log, heldout = None, dict[str, float]() if first_step < self.config.num_steps else self.evaluate()
         done, is_stopping = first_step, False
         if self.engine.is_main:
