@@ -223,7 +223,8 @@ def result_of(phase: str, ranks: Ranks, references: Sequence[Any], rank: int, pe
     """Return the result of a rank whose call has ended. `references` are the calls of all ranks; `pending` still run.
 
     Raises:
-        WorkerLostError: the rank is gone. Exception: the first cause, if the call failed. The group is then closed.
+        WorkerLostError: the rank is gone.
+        Exception: the first cause, if the call failed. The group is then closed.
     """
     reply = _reply(phase, ranks, rank, references[rank])
     if isinstance(reply, Failure):

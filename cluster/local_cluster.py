@@ -59,7 +59,7 @@ class Network:
         return f"10.77.0.{1 + self.hosts.index(host)}"
 
     def command(self, host: str, arguments: Sequence[str]) -> list[str]:
-        """Return a command line that runs a command on that host, in the same process."""
+        """Return a command line that runs a command on that host, in the process that it starts."""
         return ["nsenter", f"--net={_NAMESPACES / self._name(host)}", "--", *arguments]
 
     def unplug(self, host: str) -> None:

@@ -219,7 +219,7 @@ def with_sources(value: Any, path_of: Callable[[str], str]) -> Any:
 
 
 def sources_in(value: Any) -> list[str]:
-    """Yield every `source` of a dumped config."""
+    """Return every `source` of a dumped config."""
     if isinstance(value, dict):
         own = [value["source"]] if isinstance(value.get("source"), str) else []
         return own + [source for item in value.values() for source in sources_in(item)]

@@ -3,8 +3,8 @@
 Notices say where a run resumes, what was skipped and what could not be saved. Nobody reads a worker's log, so the
 process that starts a worker says where its notices go (`cluster.messages`). In any other process they are log messages.
 
-A run that is asked to stop ends with a checkpoint: whoever controls this process passes the request on, and loops look
-for it between steps.
+A run that is asked to stop ends with a checkpoint. The code that controls this process passes the request on, and loops
+check for it between steps.
 """
 
 import errno

@@ -5,8 +5,8 @@ the hashes. It also reads the next rank's files back and compares them with that
 all notes and commits the checkpoint. The threads communicate only through files: a collective call from a thread could
 get in between the collective calls of training.
 
-A write that fails is retried for `RETRY_SECONDS`. If that does not help, the user is told, training continues, and the
-next save tries again; `CheckpointWriter` says when training stops.
+A write that fails is retried for `RETRY_SECONDS`. If that does not help, the user gets a notice, training continues,
+and the next save tries again; `CheckpointWriter` says when training stops.
 """
 
 import json
@@ -231,7 +231,7 @@ class CheckpointPart:
         return f"{self.name}, rank {self.rank}: {cause_of(self.failure)}; {remedy_of(self.failure)}"
 
     def start(self, *, has_begun: bool) -> None:
-        """Start the thread. `has_begun` says that the folder is there, empty; otherwise rank 0's thread creates it."""
+        """Start the thread. With `has_begun` the empty folder exists already; otherwise rank 0's thread creates it."""
         self.thread = threading.Thread(target=self._run, args=(has_begun,), daemon=True)
         self.thread.start()
 
@@ -263,7 +263,7 @@ class CheckpointPart:
     def _retry(self, work: Callable[[], Result]) -> Result:
         """Call `work`, and again after errors of the operating system, with growing pauses.
 
-        Raises the last error after `retry_seconds`, or once nobody waits for this part.
+        Raises the last error after `retry_seconds`, or once training no longer waits for this part.
         """
         started, pause = time.monotonic(), FIRST_PAUSE_SECONDS
         while True:
@@ -337,7 +337,7 @@ class CheckpointPart:
         self._retry(commit)
 
     def _wait_for(self, note: Callable[[int], Path], ranks: list[int]) -> None:
-        """Wait until the notes of these ranks are there."""
+        """Wait until the notes of these ranks exist."""
         end = time.monotonic() + self.deadline_seconds
         while missing := [rank for rank in ranks if not note(rank).exists()]:
             if time.monotonic() > end:

@@ -22,9 +22,9 @@ def draw_attention(folder: Path, text: str, layer: int, path: Path, target: str 
     """Draws heatmaps of all heads of a layer into one PNG: rows are queries, columns keys; darker means more attention.
 
     For an encoder-decoder, it shows the encoder or, with a `target`, how the target's tokens attend to the text.
-    `layer` counts from 0; negative numbers count from the last. Raises: ValueError for a layer that does not exist, for
-    text without tokens or with more than fit the context or a picture, and for a target if the model is not an
-    encoder-decoder.
+    `layer` counts from 0; negative numbers count from the last.
+    Raises: ValueError for a layer that does not exist, for text without tokens or with more than fit the context or a
+    picture, and for a target if the model is not an encoder-decoder.
     """
     model, tokenizer = load_any(folder).eval(), Tokenizer.load(folder)
     if target and not isinstance(model, EncoderDecoder):

@@ -131,7 +131,7 @@ def _seconds(run: Run) -> dict[str, float]:
 
 
 def _sources(run: Run, reports: Reports) -> dict[str, dict[str, str]]:
-    """Map fields of report.json, or prefixes of them, to the file and field they come from. The longest prefix counts."""
+    """Map fields of report.json, or their prefixes, to the file and field they come from. The longest prefix wins."""
     finished = [stage.name for stage in run.shown if stage.status == "finished"]
     results = {
         name: {"file": f"{name}/results.json", "field": "the same path below the stage's name"} for name in finished

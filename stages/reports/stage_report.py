@@ -68,7 +68,7 @@ def stage_block(
 
 
 def metric_figures(stage: StageFolder, panels: Sequence[Panel], x_label: str = "step", group: str = "") -> list[Figure]:
-    """Return the curves of a stage that its metrics have. Each group of curves on a page needs its own name."""
+    """Return a stage's curves, without those that its metrics lack. Each group on a page needs its own name."""
     prefix = "-".join(name for name in (stage.name, group) if name)
     figures = [_curves(panel, stage, f"{prefix}-{place}", x_label) for place, panel in enumerate(panels)]
     return [figure for figure in figures if figure is not None]
