@@ -4,11 +4,11 @@ Every process has a connection to the store anyway. Workers import this module b
 imports torch.
 
 Heartbeats: a thread of each worker sends beats with the count of work done (`lm.progress`). A process that is stopped,
-    or whose machine is out of reach, sends none; one that is stuck sends beats with the same count. `cluster.calls`
-    acts on them.
+or whose machine is out of reach, sends none; one that is stuck sends beats with the same count. `cluster.calls` acts on
+this.
 
 Notices: lines for the driver's console, kept until the driver takes them. Forwarding a worker's output through Ray
-    would forward everything it prints, and a file might be on the very disk that has failed.
+would forward everything it prints, and a file might be on the very disk that has failed.
 
 Request to stop: a rank that is in a call accepts no other call, so a thread of each rank 0 polls for it.
 `training.loop` passes it on to the other ranks.

@@ -139,8 +139,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """State of a run. Times are in seconds since the epoch. `done` of `total` units are done; 0 of 0 if the
-    stage counts none.
+    """State of a run. Times are in seconds since the epoch. `done` of `total` is 0 of 0 if the stage counts nothing.
 
     `workers` are the ranks of each group. `message` says why a job failed, or what it waits for.
     """

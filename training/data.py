@@ -210,8 +210,7 @@ def read_prompts(data: DataConfig, tell: Callable[[str], None] = untold) -> list
 def read_located_prompts(
     data: DataConfig, tell: Callable[[str], None] = untold, count: Callable[[SourceRows], None] = uncounted
 ) -> list[tuple[str, Prompt]]:
-    """Return (where, prompt) pairs, each prompt ending with a user's turn. Rows that repeat an id and its prompt are
-    dropped.
+    """Return (where, prompt) pairs, each prompt ending with a user's turn. Repeats of an id and its prompt are dropped.
 
     `tell` receives lines with the number of prompts per format and with what is unusual about the rows; `count`
     receives the numbers of unusual rows.

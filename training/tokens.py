@@ -245,9 +245,7 @@ def chunks(texts: Iterable[Item], size: int = CHUNK_TEXTS) -> Iterator[list[Item
 
 
 def ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """Yield the same items; a thread produces the next one while this one is used. Raises what `items` raises, in
-    order.
-    """
+    """Yield the same items, while a thread produces the next one. Raises what `items` raises, in order."""
     end = object()
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(next, items, end)
