@@ -116,7 +116,7 @@ class _Worker:
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Count the cores that this process may use, given its affinity and its container's limit."""
+    """Count the cores that this process, not the machine, may use, given its affinity and its container's limit."""
     cores = float(len(os.sched_getaffinity(0)))
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()  # both in microseconds
