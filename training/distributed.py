@@ -236,7 +236,7 @@ def _exchanged(operations: list[dist.P2POp]) -> None:
 def whole_zero3_weight(
     parameter: nn.Parameter, rank: int, num_ranks: int, device: torch.device, *, on_main_alone: bool
 ) -> Tensor | None:
-    """Gather a parameter whole on `device`, as ZeRO-3's passes use it; None if this rank does not keep it. Collective."""
+    """Gather a parameter whole on `device`, as passes of ZeRO-3 use it; None if this rank drops it. Collective."""
     note_progress()
     shard, shape = zero3_shard(parameter).to(device), full_shape(parameter)
     if on_main_alone and rank != MAIN:
