@@ -1,1 +1,1 @@
-"""Ray, and nothing else imports ray: worker groups, placement, failures."""
+"""Worker groups, placement and failures, on Ray. No other package imports ray."""

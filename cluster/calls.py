@@ -1,7 +1,7 @@
-"""Calls under way on the ranks of a group: waiting for them while watching the ranks, and the first cause of a failure.
+"""Calls in progress on the ranks of a group: waiting for them, watching the ranks, and finding the cause of a failure.
 
-The driver's watch (`Vigil`) knows which ranks are silent for too long, and whether all are stuck. When one rank fails,
-its peers fail in their next collective and may be heard sooner: `result_of` finds which failure came first.
+The driver's watch (`Vigil`) knows which ranks have been silent for too long, and whether all are stuck. When one rank
+fails, its peers fail in their next collective and may report it sooner, so `result_of` finds which failure came first.
 """
 
 import time
@@ -25,7 +25,7 @@ from cluster.failures import (
 )
 from cluster.messages import forget_beats, read_beats
 
-# Ray reports a lost node within this time; its peers' broken connections are noticed at once.
+# Ray reports a lost node within this time; broken connections of its peers are noticed at once.
 LOSS_SECONDS = 15.0
 # How long other ranks may still report after one has failed for a reason of its own.
 ECHO_SECONDS = 1.0
@@ -37,12 +37,12 @@ Result = TypeVar("Result")
 class Ranks:
     """The processes of one group, which are Ray actors, and what is needed to watch them."""
 
-    name: str  # of the group; those of its ranks begin with it
+    name: str  # of the group; names of its ranks begin with it
     actors: list[Any]  # by rank; empty once closed
-    names: list[str]  # by rank, as heartbeats know them
+    names: list[str]  # by rank, as used in heartbeats
     placement: PlacementGroup
     limits: ClusterConfig  # how long they may be silent or stuck
-    is_guest: bool = False  # whether the places are another group's
+    is_guest: bool = False  # whether the places belong to another group
 
     @property
     def num_ranks(self) -> int:
@@ -66,7 +66,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Calls(Generic[Result]):
-    """Calls under way on ranks of a group. Calling this waits for them and returns their results by rank."""
+    """Calls in progress on ranks of a group. Calling this object waits for them and returns their results by rank."""
 
     ranks: Ranks
     phase: str
@@ -77,8 +77,8 @@ class Calls(Generic[Result]):
 
 
 def stored_once(arguments: Sized) -> Any:
-    """Arguments for all ranks of a group, which Ray would pickle and store again for each of them: a reference to one
-    copy, from which Ray gives every rank the arguments themselves.
+    """Store arguments for all ranks of a group once and return a reference, which Ray replaces by the arguments on each
+    rank. Without it, Ray would pickle and store them again for every rank.
     """
     return ray.put(arguments) if len(arguments) else arguments
 
@@ -86,7 +86,7 @@ def stored_once(arguments: Sized) -> Any:
 def wait_all(*started: Calls[Result]) -> list[list[Result]]:
     """Wait for calls on several groups whose ranks may wait for each other. Returns the results of each, by rank.
 
-    A rank that is silent for too long is given up as lost, and so are all pending ranks once none makes progress.
+    A rank that is silent for too long counts as lost, and so do all pending ranks once none makes progress.
 
     Raises:
         WorkerLostError: a rank is lost.
@@ -121,17 +121,17 @@ class _Clock:
 
 @dataclass
 class Vigil:
-    """The watch over the workers of a call, or of several calls that wait for each other.
+    """Watches the workers of a call, or of several calls that wait for each other.
 
-    Time counts only between two answers of the store, so a driver that was suspended, or too busy to look, does not
-    blame its workers.
+    Only time between two answers of the store counts, so a driver that was suspended or too busy to look does not
+    mistake its own pause for silence of the workers.
     """
 
     config: ClusterConfig
     workers: Sequence[str]
     _clocks: dict[str, _Clock] = field(default_factory=dict)
     _stalled_seconds: float = 0.0
-    _unanswered_since: float = 0.0  # when the store was first asked in vain; 0 = it has answered
+    _unanswered_since: float = 0.0  # when the store first failed to answer; 0 = it has answered
     _answered_at: float = 0.0
 
     @property
@@ -140,9 +140,10 @@ class Vigil:
         return min(1.0, self.config.beat_limit_seconds / 10)
 
     def look(self, pending: Collection[str]) -> None:
-        """Read what has been heard, and add up silence and stalls of the workers that still have work to do.
+        """Read the heartbeats, and add up the silence and stalls of the workers that still have work to do.
 
-        Call it every `poll_seconds`. Where Ray's head does not answer within `ANSWER_SECONDS`, nobody is blamed.
+        Call it every `poll_seconds`. If Ray's head does not answer within `ANSWER_SECONDS`, no worker is counted as
+        silent.
         """
         asked = time.monotonic()
         try:
@@ -152,7 +153,7 @@ class Vigil:
             return
         now, self._unanswered_since = time.monotonic(), 0.0
         first = self._answered_at == 0.0
-        # Time that the driver spent elsewhere is not the workers' silence.
+        # Time that the driver spent elsewhere does not count as silence.
         elapsed = 0.0 if first else min(now - self._answered_at, 3 * self.poll_seconds)
         self._answered_at = now
         self._count(heard, pending, elapsed)
@@ -178,18 +179,18 @@ class Vigil:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether no worker that has work to do made progress for too long."""
+        """Whether, for too long, no worker that has work to do has made progress."""
         return self._stalled_seconds > self.config.stall_seconds
 
     @property
     def is_deaf(self) -> bool:
-        """Whether Ray's head has not answered for so long that nothing will be heard again."""
+        """Whether Ray's head has not answered for so long that it will not answer again."""
         since = self._unanswered_since
         return since > 0 and time.monotonic() - since > self.config.start_seconds
 
 
 def _require_life(vigil: Vigil, pending: Sequence[tuple[tuple[Calls[Any], int], str]]) -> None:
-    """Raises WorkerLostError naming the silent ranks or, where none makes progress, all that are pending."""
+    """Raises WorkerLostError naming the silent ranks or, if none makes progress, all pending ranks."""
     involved = [calls for (calls, _), _ in pending]
     silent = [(calls, rank, name) for (calls, rank), name in pending if vigil.is_silent(name)]
     if silent:
@@ -219,11 +220,11 @@ def _give_up(calls: Calls[Any], ranks: Sequence[int], why: str, involved: Sequen
 
 
 def result_of(phase: str, ranks: Ranks, references: Sequence[Any], rank: int, pending: Sequence[Any]) -> Any:
-    """The result of a rank whose call has ended. `references` are the calls of all ranks; `pending` still run.
+    """Return the result of a rank whose call has ended. `references` are the calls of all ranks; `pending` still run.
 
     Raises:
         WorkerLostError: the rank is gone.
-        Exception: the first cause, where the call failed; the group is closed then.
+        Exception: the first cause, if the call failed. The group is then closed.
     """
     reply = _reply(phase, ranks, rank, references[rank])
     if isinstance(reply, Failure):
@@ -234,7 +235,7 @@ def result_of(phase: str, ranks: Ranks, references: Sequence[Any], rank: int, pe
 
 
 def _reply(phase: str, ranks: Ranks, rank: int, reference: Any, heard: str = "") -> Any:
-    """The result of a call that has ended, or its Failure.
+    """Return the result of a call that has ended, or its Failure.
 
     Raises:
         WorkerLostError: the rank is gone; the message includes `heard`.
@@ -256,7 +257,7 @@ def _reply(phase: str, ranks: Ranks, rank: int, reference: Any, heard: str = "")
 def _raise_first_cause(
     phase: str, ranks: Ranks, rank: int, failure: Failure, waiting: Sequence[Any], rank_of: dict[Any, int]
 ) -> NoReturn:
-    """Wait briefly for what other ranks report, close the group (its ranks may be stuck), and raise the first cause.
+    """Wait briefly for other ranks to report, close the group (its ranks may be stuck), and raise the first cause.
 
     A lost rank takes precedence over any exception.
     """
@@ -295,10 +296,10 @@ def _raise_unexplained(phase: str, ranks: Ranks, echoes: dict[int, Failure], sil
 
 
 def _first_lines(error: Exception, limit: int = 4) -> str:
-    """Ray's own words for a loss, without the dump of its state that follows them."""
+    """Return Ray's own message about a loss, without the dump of its state that follows."""
     return "\n".join(without_colours(str(error)).strip().splitlines()[:limit])
 
 
 def _advice(error: Exception) -> str:
-    """Which settings to change where memory ran out; the exception says how much was asked for."""
+    """Say which settings to change if memory ran out. The exception says how much was requested."""
     return MEMORY_ADVICE if ran_out_of_memory(error) else ""

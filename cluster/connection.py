@@ -1,6 +1,6 @@
-"""The Ray cluster of a job: joining one or starting one in this process, its room, and what its machines compute fast.
+"""The Ray cluster of a job: joining or starting one, its room for ranks, and the precision its machines are fast in.
 
-A rank takes a `Bundle` of its machine. Whether the cluster could ever hold all ranks is known before they are placed.
+A rank takes a `Bundle` of its machine's resources. Ranks are placed only if the cluster could hold all of them.
 """
 
 import logging
@@ -57,7 +57,7 @@ def connect(num_workers: int) -> None:
 
 
 def _start(num_workers: int) -> None:
-    """Start Ray on this machine, in two tries: under load its processes may not answer in the time that Ray gives them.
+    """Start Ray on this machine, in two tries: under load, its processes may not answer within Ray's time limit.
 
     Raises: RunError in one line.
     """
@@ -87,14 +87,14 @@ def _log_folder() -> Path:
 
 
 def disconnect() -> None:
-    """Leave the cluster; one that was started in this process ends."""
+    """Leave the cluster. A cluster that this process started ends."""
     ray.shutdown()
     local_ray.close()
 
 
 def require_room(num_ranks: int, *, use_gpus: bool) -> Bundle:
-    """Returns what each of a job's ranks will take of its machine: of the cluster that RAY_ADDRESS names, or of this
-    machine, where Ray need not run yet.
+    """Return the resources that each of a job's ranks takes: from the cluster that RAY_ADDRESS names, or else from this
+    machine, where Ray need not be running yet.
 
     Raises:
         ValueError: there could never be room for all ranks at once.
@@ -117,7 +117,7 @@ def has_room(num_ranks: int, bundle: Bundle) -> bool:
 
 
 def choose_bundle(num_ranks: int, num_gpus: float, *, use_gpus: bool) -> Bundle:
-    """What each of a job's ranks takes: a core, and a GPU where there is one for each of them.
+    """Return the resources that each of a job's ranks takes: a core, and a GPU if there is one for each rank.
 
     Raises:
         NoPlaceError: there are GPUs, but too few for all ranks of the job.
@@ -134,7 +134,7 @@ def choose_bundle(num_ranks: int, num_gpus: float, *, use_gpus: bool) -> Bundle:
 
 
 def require_machine(num_ranks: int, *, use_gpus: bool) -> Bundle:
-    """What each of a job's ranks takes of this machine. Raises NoPlaceError where it has too few cores or GPUs."""
+    """Return what each of a job's ranks takes of this machine. Raises NoPlaceError if it has too few cores or GPUs."""
     import torch
 
     require_cores(num_ranks)
@@ -142,18 +142,18 @@ def require_machine(num_ranks: int, *, use_gpus: bool) -> Bundle:
 
 
 def require_cores(num_ranks: int) -> None:
-    """Raises NoPlaceError where this machine has fewer cores."""
+    """Raises NoPlaceError if this machine has fewer cores."""
     cores = os.cpu_count() or 1
     if num_ranks > cores:
         raise NoPlaceError(f"workers is {num_ranks}; this machine has {cores} cores and each worker needs one")
 
 
 def require_places(num_workers: int, bundle: Bundle, nodes: Sequence[Mapping[str, float]]) -> None:
-    """Check that the nodes could hold the workers, each of which runs on one node. `nodes` are their resources, free
-    or not.
+    """Check that the nodes could hold the workers, each of which runs on one node. `nodes` lists the resources of each
+    node, whether free or not.
 
     Raises:
-        NoPlaceError: the workers could never be placed; says what is asked and what there is.
+        NoPlaceError: the workers could never be placed; the message says what is needed and what there is.
     """
     rooms = _rooms(bundle, nodes)
     if sum(rooms) < num_workers:
@@ -180,26 +180,26 @@ def cluster_gpus() -> float:
 
 
 def living_nodes() -> list[Mapping[str, float]]:
-    """What each living node has, free or not."""
+    """Resources of each living node, free or not."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def most_ranks_per_node(num_ranks: int, bundle: Bundle) -> int:
-    """How many of a group's ranks some node could hold: what the node's cores are divided by.
+    """Return the most ranks of a group that any node could hold. A node's cores are divided by this number.
 
-    It does not depend on where the ranks are placed now. Sums of tensors are taken in an order that follows the number
-    of threads, so a group that is placed otherwise after a loss must have as many, or its bits would differ.
+    It does not depend on where the ranks are now. The order in which tensors are summed depends on the number of
+    threads, so a group that is placed differently after a loss must use the same number, or its bits would differ.
     """
     return max(1, min(num_ranks, max(_rooms(bundle, living_nodes()), default=1)))
 
 
 def hidden_gpus(bundle: Bundle) -> dict[str, str]:
-    """Environment that hides GPUs from a rank that has none: it would see, and use, those of other ranks."""
+    """Environment that hides GPUs from a rank that has none. Otherwise it would see, and use, those of other ranks."""
     return {} if "GPU" in bundle else {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def place(num_workers: int, bundle: Bundle, wait_seconds: float) -> PlacementGroup:
-    """Reserve the workers' places. Raises NoPlaceError, saying what the cluster has, if they are not free in time."""
+    """Reserve the workers' places. Raises NoPlaceError, with the cluster's resources, if they are not free in time."""
     group = placement_group([dict(bundle)] * num_workers, strategy="PACK")
     if not group.wait(wait_seconds):
         remove_placement_group(group)
@@ -217,10 +217,10 @@ def nodes_of(group: PlacementGroup) -> list[str]:
 
 
 def resolve_precision(engine: EngineConfig, bundle: Bundle, num_ranks: int, limit_seconds: float) -> EngineConfig:
-    """Replace "auto" in the config: by bf16 where every machine that can hold a rank is fast at it, else by fp32.
+    """Replace "auto" in the config: by bf16 if every machine that can hold a rank is fast at it, else by fp32.
 
     The driver's processor may differ from the workers', and the workers' from each other. If each decided for itself,
-    ranks would round differently, and samples would be drawn in another precision than the model was trained in.
+    ranks would round differently, and sampling could use a different precision than training.
 
     Raises:
         WorkerLostError: the machines do not answer within the limit.
@@ -236,12 +236,12 @@ def resolve_precision(engine: EngineConfig, bundle: Bundle, num_ranks: int, limi
 
 
 def fast_precision(on_gpu: bool) -> Precision:
-    """The lowest precision that this machine computes fast in."""
+    """Return the lowest precision in which this machine computes fast."""
     return "bf16" if on_gpu or cpu_multiplies_bf16() else "fp32"
 
 
 def _precisions_of_nodes(bundle: Bundle, limit_seconds: float) -> set[Precision]:
-    """What `fast_precision` says on each living machine that can hold a rank."""
+    """Call `fast_precision` on each living machine that can hold a rank."""
     nodes = [
         node["NodeID"]
         for node in ray.nodes()

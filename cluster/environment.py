@@ -8,23 +8,24 @@ ALLOCATOR = {
     "MALLOC_TOP_PAD_": "268435456",
 }
 
-# Threads that spin while they wait for each other slow down everyone else on the machine, and threads that sleep at
-# once wake slowly: these spin for a quarter of a millisecond (GNU's OpenMP; others sleep), then sleep (docs/log.md).
+# Threads that spin while they wait for each other slow down everything else on the machine, and threads that sleep at
+# once wake up slowly. These spin for a quarter of a millisecond, then sleep (GNU's OpenMP; others sleep at once)
+# (docs/log.md).
 WAITING = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "10000",
 }
 
-# Widths differ from one micro-batch to the next. PyTorch's allocator then keeps blocks of many sizes, which serve no
-# other; segments that grow serve all of them. It has no effect without a GPU.
+# Widths differ from one micro-batch to the next. PyTorch's allocator then keeps blocks of many sizes that fit no other
+# request; expandable segments fit all of them. No effect without a GPU.
 GPU_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
-# Ray runs workers at a niceness of 15. Next to other busy processes they hardly compute, and do not beat in time
-# (docs/log.md).
+# Ray runs workers at a niceness of 15. Next to other busy processes they would get little CPU time and send heartbeats
+# too late (docs/log.md).
 NICENESS = {"RAY_worker_niceness": "0"}
 
 WORKER_ENVIRONMENT = ALLOCATOR | WAITING | GPU_ALLOCATOR | NICENESS
 
-# For a Ray that Heed starts. Ray would start an idle worker per core in advance, without the environment above: no rank
-# can use one.
+# For a Ray that Heed starts. Ray would start an idle worker per core in advance, but without the environment above, so
+# no rank could use it.
 RAY_ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0"} | NICENESS

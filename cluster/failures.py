@@ -1,4 +1,4 @@
-"""What went wrong on a rank, as sent to the driver: the exception's kind, its text, and itself if it can be pickled."""
+"""A rank's failure as sent to the driver: the exception's kind and text, and the exception if it can be pickled."""
 
 import re
 import time
@@ -9,7 +9,7 @@ from typing import Literal
 from ray import cloudpickle
 
 # mistake: the user must fix something. echo: a peer did not answer, so the cause is elsewhere. loss: this rank, its GPU
-# or its port is unusable; a new group may do better. error: the work itself failed, and would fail again.
+# or its port is unusable, and a new group may work. error: the work itself failed, and would fail again.
 Kind = Literal["mistake", "echo", "loss", "error"]
 
 PEER_WORDS = (
@@ -20,7 +20,7 @@ PEER_WORDS = (
     "broken pipe",
     "timed out",
 )
-# Only in errors of torch, gloo and NCCL: an OSError with these words may concern some other server.
+# Only in errors of torch, gloo and NCCL: an OSError with these words may be about some other server.
 NETWORK_WORDS = (
     "no route to host",
     "network is unreachable",
@@ -39,11 +39,11 @@ MEMORY_WORDS = ("out of memory", "can't allocate memory", "running low on memory
 
 
 class WorkerError(RuntimeError):
-    """A call failed on some rank; the message holds the first cause: stage, rank, exception, its traceback."""
+    """A call failed on some rank. The message has the first cause: stage, rank, exception and traceback."""
 
 
 class WorkerLostError(WorkerError):
-    """A rank is gone: its process was killed, or its node. A new group may finish what this one could not."""
+    """A rank is gone: its process or its node was killed. A new group may finish the work."""
 
 
 class UnsentError(RuntimeError):
@@ -59,7 +59,7 @@ class Failure:
     text: str  # type and message
     trace: str  # the rank's traceback
     is_memory: bool  # memory ran out
-    pickled: bytes  # the exception itself; empty where it cannot be sent
+    pickled: bytes  # the exception itself; empty if it cannot be sent
 
     @classmethod
     def of(cls, error: Exception) -> "Failure":
@@ -68,7 +68,7 @@ class Failure:
 
     @property
     def error(self) -> Exception:
-        """The exception, or a stand-in where this process cannot unpickle it."""
+        """The exception, or a stand-in if this process cannot unpickle it."""
         try:
             found = cloudpickle.loads(self.pickled) if self.pickled else None
         except Exception:  # its class may exist only on the rank
@@ -116,18 +116,18 @@ _LAST_LINE = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:: .*)?$", re.MULTILINE)
 
 
 def without_colours(text: str) -> str:
-    """Text of Ray's without the codes that colour it on a terminal."""
+    """Remove terminal colour codes from Ray's text."""
     return _COLOUR.sub("", text)
 
 
 def last_line(text: str) -> str:
-    """The line of a traceback, or of several in a row, that names the last exception: "KeyError: 'x'"."""
+    """Return the line of one or more tracebacks that names the last exception: "KeyError: 'x'"."""
     lines = _LAST_LINE.findall(text) or text.strip().splitlines() or [""]
     return str(lines[-1]).strip()
 
 
 def _text(error: Exception) -> str:
-    """Type and message; converting the message may itself raise in a class of a library."""
+    """Return type and message. A library's exception class may raise when its message is converted."""
     name = type(error).__name__
     try:
         return f"{name}: {error}" if str(error) else name
@@ -136,9 +136,9 @@ def _text(error: Exception) -> str:
 
 
 def _pickled(error: Exception) -> bytes:
-    """The pickled exception; empty where unpickling it, which is tried here, fails."""
+    """Return the pickled exception; empty if a trial unpickling fails."""
     try:
         pickled: bytes = cloudpickle.dumps(error)
         return pickled if type(cloudpickle.loads(pickled)) is type(error) else b""
-    except Exception:  # whatever its class raises
+    except Exception:  # its class may raise anything
         return b""

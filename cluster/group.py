@@ -1,4 +1,4 @@
-"""Groups of Ray workers: one process per rank, placed together, called together, failing with the first cause."""
+"""Groups of Ray workers: one process per rank. They are placed and called together, and fail with the first cause."""
 
 import os
 import secrets
@@ -39,13 +39,13 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class WorkerGroup:
-    """`num_workers` ranks in one placement group. A cluster that is too small is refused at once or, with
+    """`num_workers` ranks in one placement group. If the cluster is too small, it raises at once or, with
     `waits_for_nodes`, after the time in which a lost node may come back.
 
-    `bundle` is what each rank takes of its node; the default is a core, and a GPU where there is one for each rank.
-    `python` is an interpreter other than the driver's, with Heed and the same Ray. With a `host`, each rank shares the
-    place of the host's rank of the same number, and takes nothing more. With `waits` false, ranks are still loading
-    their libraries when it returns; call `join` before anything else.
+    `bundle` is what each rank takes of its node; the default is a core, and a GPU if there is one for each rank.
+    `python` is an interpreter other than the driver's, with Heed and the same Ray. With a `host`, rank n shares the
+    place of the host's rank n and takes no further resources. With `waits` false, the constructor returns while ranks
+    are still loading their libraries; call `join` before anything else.
 
     Raises:
         WorkerError: from any call that fails on a rank. A ValueError of a rank is the user's mistake and is raised
@@ -74,7 +74,7 @@ class WorkerGroup:
             self.join()
 
     def join(self) -> None:
-        """Wait until all ranks run, and tell them where they meet. Closes the group if that fails."""
+        """Wait until all ranks run, and send them the address of their rendezvous. Closes the group if that fails."""
         try:
             address, port = self.free_address()
             references = tuple(actor.join.remote(address, port) for actor in self.ranks.actors)
@@ -93,7 +93,7 @@ class WorkerGroup:
         self.close()
 
     def run(self, stage: str, function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> list[Result]:
-        """`function(*args, **kwargs)` on every rank at once. Returns the results by rank."""
+        """Call `function(*args, **kwargs)` on all ranks in parallel. Returns the results by rank."""
         sent = stored_once(args), stored_once(kwargs)
         references = tuple(actor.run.remote(function, *sent) for actor in self.ranks.actors)
         return Calls[Result](self.ranks, stage, references)()
@@ -104,25 +104,25 @@ class WorkerGroup:
         function: Callable[[*Arguments], Result],
         args_of_rank: Sequence[tuple[*Arguments]],
     ) -> list[Result]:
-        """As `run`, with each rank's own arguments."""
+        """Like `run`, with separate arguments for each rank."""
         ranks = zip(self.ranks.actors, args_of_rank, strict=True)
         references = tuple(actor.run.remote(function, args, {}) for actor, args in ranks)
         return Calls[Result](self.ranks, stage, references)()
 
     def put(self, stage: str, factory: Callable[P, Kept], *args: P.args, **kwargs: P.kwargs) -> Remote[Kept]:
-        """Make one object on every rank, `factory(*args, **kwargs)`, and keep it there. Returns the handle to call it.
+        """Create `factory(*args, **kwargs)` on every rank and keep it there. Returns a handle for calling it.
 
         `stage` names the calls in error messages: "ppo.update_policy: rank 1 of 4: ...".
         """
         return Remote.put(self.ranks, stage, factory, *args, **kwargs)
 
     def visible_gpus(self) -> Sequence[str]:
-        """The GPUs that each rank may use, as CUDA_VISIBLE_DEVICES has them."""
+        """The GPUs that each rank may use, in the form of CUDA_VISIBLE_DEVICES."""
         references = tuple(actor.visible_gpus.remote() for actor in self.ranks.actors)
         return Calls[str](self.ranks, "start", references)()
 
     def free_address(self) -> tuple[str, int]:
-        """The address of rank 0's node, and a port that is free there."""
+        """The address of rank 0's node, and a free port there."""
         ((host, port),) = Calls[tuple[str, int]](self.ranks, "start", (self.ranks.actors[0].address.remote(),))()
         return host, port
 
@@ -137,7 +137,7 @@ class WorkerGroup:
 
 
 def require_shared(group: WorkerGroup, folder: Path) -> None:
-    """Raises ValueError naming the machines on which `folder` is missing or a different folder."""
+    """Raises ValueError naming the machines on which `folder` is missing or is a different folder."""
     with NamedTemporaryFile(dir=folder, prefix=".shared-") as marker:
         found = group.run("run folder", _sees, folder / Path(marker.name).name)
     blind = sorted({host for host, seen in found if not seen})
@@ -159,8 +159,8 @@ def _start_ranks(
     """Reserve places and start one process in each; the ranks of one node are neighbours.
 
     Returns while the processes still load their libraries. `python` is an interpreter other than the driver's. With a
-    `host`, each rank shares the place of the host's rank of the same number, and reserves nothing; `gpus_of_hosts` are
-    what these ranks see.
+    `host`, rank n shares the place of the host's rank n and reserves nothing; `gpus_of_hosts` are the GPUs that these
+    ranks see.
 
     Raises:
         NoPlaceError: no place is free within `cluster.wait_for_nodes_seconds`.
@@ -191,12 +191,12 @@ def _start_ranks(
 
 
 def _shown_gpus(gpus: str) -> dict[str, str]:
-    """Environment that shows these GPUs to a guest: Ray would hide all of them from an actor that requests none."""
+    """Environment that shows these GPUs to a guest. Ray would hide all GPUs from an actor that requests none."""
     return {"CUDA_VISIBLE_DEVICES": gpus, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
 def _neighbours(nodes: list[str]) -> list[int]:
-    """Numbers of the bundles, those of one node next to each other; `nodes` are the nodes of the bundles."""
+    """Return the bundles' indices, those on the same node next to each other. `nodes` has each bundle's node."""
     first = {node: index for index, node in reversed(list(enumerate(nodes)))}
     return sorted(range(len(nodes)), key=lambda index: (first[nodes[index]], index))
 

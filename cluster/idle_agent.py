@@ -1,13 +1,13 @@
-"""Runs in place of Ray's dashboard agent where nobody asks that agent anything; it would import for a CPU second.
+"""Runs in place of Ray's dashboard agent, which Heed does not use and whose imports take a CPU second.
 
-Ray's raylet starts it as `idle_agent.py --session-dir=FOLDER --node-id=ID ...`, waits until the files of its ports are
-there, and ends if it ends. Standard library only.
+Ray's raylet starts it as `idle_agent.py --session-dir=FOLDER --node-id=ID ...`, waits for the files with its ports, and
+ends if it ends. Standard library only.
 """
 
 import sys
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, whose modules are not to be found in place of the standard library's
+    del sys.path[0]  # this folder, whose modules must not shadow the standard library's
 
 import os
 import time
@@ -19,7 +19,7 @@ POLL_SECONDS = 1.0
 
 
 def main(arguments: list[str]) -> None:
-    """Say that no port is in use, and live as long as the raylet."""
+    """Report that no port is in use, and run as long as the raylet does."""
     options = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     for name in PORTS:
         port = Path(options["--session-dir"], f"{name}_{options['--node-id']}")

@@ -34,7 +34,7 @@ class ClusterJob:
     labels: Mapping[str, str]  # as given at submission
     submitted_at: float  # Unix seconds
     ended_at: float  # Unix seconds; 0 while it runs
-    exit_code: int  # of its command: 0 for success or while it runs, 1 where it ended without a code
+    exit_code: int  # of its command: 0 for success or while it runs, 1 if it ended without a code
 
     @property
     def is_over(self) -> bool:
@@ -45,7 +45,7 @@ class Jobs:
     """The jobs of one cluster.
 
     Raises:
-        ValueError: nothing answers at the address, the token is not accepted, or the cluster has no such job; says
+        ValueError: nothing answers at the address, the token is not accepted, or there is no such job; the message says
             what to do.
     """
 
@@ -86,12 +86,12 @@ class Jobs:
             return _read(self._client.get_job_info(job_id))
 
     def logs(self, job_id: str) -> str:
-        """What the job has written so far."""
+        """Return what the job has written so far."""
         with self._explained(job_id):
             return self._client.get_job_logs(job_id)
 
     def follow(self, job_id: str, write: Callable[[str], None]) -> ClusterJob:
-        """Pass on what the job writes until it ends.
+        """Pass the job's output to `write` until the job ends.
 
         Fetches the whole log each time: the logs of runs are short, and no connection has to stay open.
         """
@@ -106,7 +106,7 @@ class Jobs:
             time.sleep(POLL_SECONDS)
 
     def stop(self, job_id: str) -> ClusterJob:
-        """End a job unless it has ended, and wait until it has."""
+        """Stop a job that has not ended, and wait until it has."""
         with self._explained(job_id):
             self._client.stop_job(job_id)
         end = time.monotonic() + STOP_SECONDS
@@ -135,11 +135,11 @@ class Jobs:
 
 
 def _require_answer(address: str) -> None:
-    """Ray's client waits for minutes for a machine that drops packets."""
+    """Raise soon if nothing answers: Ray's client waits minutes for a machine that drops packets."""
     try:
         urllib.request.urlopen(address, timeout=REACH_SECONDS).close()
     except urllib.error.HTTPError:
-        return  # an answer, whatever it is
+        return  # any answer will do
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{address}: nothing answers ({error}); is the head started with its dashboard, and reachable from here?"
@@ -148,7 +148,7 @@ def _require_answer(address: str) -> None:
 
 @contextmanager
 def _without(*names: str) -> Iterator[None]:
-    """Without environment variables that Ray would prefer to its arguments."""
+    """Remove environment variables that Ray would prefer to its arguments while the context is open."""
     kept = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield

@@ -1,7 +1,7 @@
-"""Ray's node without the processes that Heed does not use: they take two CPU seconds, and Ray's start waits for them.
+"""Ray's node without the processes that Heed does not use. They take two CPU seconds, and starting Ray waits for them.
 
-`python lean_node.py start ...` is `ray start ...` with such a node; nothing of Heed is imported here.
-`tests/cluster/test_connect.py` shows where a new release of Ray has other names for what is replaced here.
+`python lean_node.py start ...` is `ray start ...` with such a node; this file imports nothing of Heed.
+`tests/cluster/test_connect.py` fails if a new release of Ray renames what is replaced here.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from pathlib import Path
 from subprocess import list2cmdline
 from typing import Any
 
-# The autoscaler, workers' output on the console, the dashboard, and drivers that are not on the cluster.
+# They start the autoscaler, workers' output on the console, the dashboard, and access for drivers outside the cluster.
 UNUSED_STARTS = ("start_monitor", "start_log_monitor", "start_api_server", "start_ray_client_server")
 
 
@@ -18,14 +18,14 @@ UNUSED_STARTS = ("start_monitor", "start_log_monitor", "start_api_server", "star
 def lean_nodes() -> Iterator[None]:
     """Make the Ray nodes that this process starts inside the block lean.
 
-    Their workers start by `cluster.worker_setup`, which saves each .4 CPU seconds, and `cluster.idle_agent` stands in
-    for the dashboard's agent.
+    Their workers start through `cluster.worker_setup`, which saves .4 CPU seconds each, and `cluster.idle_agent` stands
+    in for the dashboard's agent.
     """
     from ray._private import node, services, utils
 
     ray_node, start_process = node.Node, services.start_ray_process
     dashboard_error = utils.get_dashboard_dependency_error
-    # As they stand in the raylet's command, which holds the agent's: quoted where they have to be.
+    # As written in the raylet's command, which contains the agent's: quoted if necessary.
     rays_agent = list2cmdline([str(Path(services.RAY_PATH, "dashboard", "agent.py"))])
     idle_agent = list2cmdline([str(Path(__file__).with_name("idle_agent.py"))])
 
@@ -41,7 +41,7 @@ def lean_nodes() -> Iterator[None]:
         return start_process([part.replace(rays_agent, idle_agent) for part in command], *args, **kwargs)
 
     node.Node, services.start_ray_process = Node, start_with_idle_agent  # type: ignore[misc]
-    # Ray would find out by importing all that its dashboard needs, which takes a third of a CPU second.
+    # To check this, Ray would import everything that its dashboard needs, which takes a third of a CPU second.
     utils.get_dashboard_dependency_error = lambda: ImportError("not asked")
     try:
         yield

@@ -1,12 +1,12 @@
 """A Ray cluster of several nodes on this machine, which can be killed, cut off and replaced.
 
 Each node is a separate `ray start --block`, as a supervisor would run it, without processes that Heed does not use
-(`cluster.lean_node`). With a `Network` each is on a host with its own address; without one all share this machine's
-loopback.
+(`cluster.lean_node`). With a `Network`, each is on a host with its own address; without one, all share this machine's
+loopback interface.
 
 The hosts of a `Network` are network namespaces joined by a bridge, each with an address and a cable to pull. Their
-names contain this process's id, and the machine's own interfaces are left alone. It takes root, or a user namespace in
-which one is root (`unshare --user --map-root-user --net --mount`).
+names contain this process's id, and the machine's own interfaces are left alone. This needs root, or a user namespace
+in which the user is root (`unshare --user --map-root-user --net --mount`).
 """
 
 import os
@@ -34,16 +34,16 @@ HEAD = "head"
 RAY = (sys.executable, "-P", str(Path(__file__).with_name("lean_node.py")))
 START_SECONDS = 180.0
 STORE_BYTES = 150 * 1024 * 1024
-INTERFACE = "eth0"  # every host's
+INTERFACE = "eth0"  # on every host
 _NAMESPACES = Path("/run/netns")
 _network_numbers = count()
 
 
 class Network:
-    """A network of `hosts`, names of at most 15 characters; the switch between them is a namespace too.
+    """A network of `hosts`, with names of at most 15 characters. The switch between them is a namespace too.
 
     Raises:
-        OSError: this process may not make namespaces.
+        OSError: this process is not allowed to create namespaces.
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
@@ -59,7 +59,7 @@ class Network:
         return f"10.77.0.{1 + self.hosts.index(host)}"
 
     def command(self, host: str, arguments: Sequence[str]) -> list[str]:
-        """A command line that runs the command on that host, in the process that it starts."""
+        """Return a command line that runs a command on that host, in the process that it starts."""
         return ["nsenter", f"--net={_NAMESPACES / self._name(host)}", "--", *arguments]
 
     def unplug(self, host: str) -> None:
@@ -97,7 +97,7 @@ class Network:
 
 
 def why_no_network() -> str:
-    """Why this process cannot make a network, for its user; "" where it can. Makes and removes one to find out."""
+    """Tell the user why this process cannot make a network; "" if it can. Makes and removes one to find out."""
     missing = [command for command in ("ip", "nsenter") if shutil.which(command) is None]
     if missing:
         return f"{' and '.join(missing)} not found (packages iproute2 and util-linux)"
@@ -115,21 +115,21 @@ def _ip(*arguments: str, check: bool = True) -> None:
 
 
 def host_names(num_nodes: int) -> list[str]:
-    """The hosts that a cluster with this many nodes needs: first the head's, where drivers run too."""
+    """Return the hosts that a cluster with this many nodes needs: first the head's, where drivers run too."""
     return [HEAD, *(f"node-{number + 1}" for number in range(num_nodes))]
 
 
 class LocalCluster:
     """A head that runs no work, and `num_nodes` nodes of `cpus` cores each. Killing a node looks like losing a machine.
 
-    A mark in the environment of each of its processes names the node; processes that join it with `environment` have
-    one too. Processes are found by this mark.
+    The environment of each process has a mark that names its node; a driver that joins with `environment` has one too.
+    Processes are found by this mark.
     """
 
     def __init__(self, num_nodes: int, cpus: int, network: Network | None = None) -> None:
         self.mark, self.cpus, self.network = f"{os.getpid()}-{secrets.token_hex(3)}", cpus, network
         self.folder = Path(tempfile.mkdtemp(prefix="heed-ray-"))  # short: it holds sockets, whose paths are limited
-        # A process that has imported Ray keeps the mode of that moment, and must be able to join.
+        # A process that has imported Ray keeps the mode it had then, and must be able to join.
         self._auth_mode = os.environ.get("RAY_AUTH_MODE", "disabled" if "ray" in sys.modules else "token")
         if self._auth_mode == "token":
             _ensure_token()
@@ -158,18 +158,18 @@ class LocalCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a driver's environment needs to join."""
+        """Environment variables that a driver needs to join."""
         return {"RAY_ADDRESS": self.address, **self._environment("driver")}
 
     def driver_command(self, arguments: Sequence[str]) -> list[str]:
-        """The command line that runs a driver on the head's host."""
+        """Return the command line that runs a driver on the head's host."""
         return self.network.command(HEAD, arguments) if self.network else list(arguments)
 
     def fill(self, absent: Collection[str] = ()) -> None:
-        """Restart every node that is not running, as a supervisor would, except the absent ones. Kills first what is
-        left of it.
+        """Restart every node that is not running, as a supervisor would, except those in `absent`. First kills any
+        process left of a node.
 
-        Returns at once: `is_whole` says when all have joined.
+        Returns at once; `is_whole` says when all have joined.
         """
         for name in self.nodes:
             if name in absent:
@@ -184,7 +184,7 @@ class LocalCluster:
         return all(name in self._nodes and self._nodes[name].has_joined for name in (HEAD, *self.nodes))
 
     def wait(self) -> None:
-        """Wait until all started nodes have joined. Raises RuntimeError where one does not."""
+        """Wait until all started nodes have joined. Raises RuntimeError if one does not."""
         end = time.monotonic() + START_SECONDS
         for name, node in self._nodes.items():
             while not node.has_joined:
@@ -199,19 +199,19 @@ class LocalCluster:
             self._nodes.pop(name).process.wait()
 
     def kill_node_of(self, worker: int) -> str:
-        """As `kill_node`, for the node where this rank runs. Returns its name; "" where the rank has ended already."""
+        """Like `kill_node`, for the node where this rank runs. Returns its name; "" if the rank has already ended."""
         name = self.node_of(worker)
         if name:
             self.kill_node(name)
         return name
 
     def node_of(self, worker: int) -> str:
-        """The node where a rank runs; "" where it has ended already."""
+        """Return the node where a rank runs; "" if it has already ended."""
         marks = [name for name in self.nodes if _is_marked(worker, f"{MARK}={self.mark}/{name}\0")]
         return marks[0] if marks else ""
 
     def node_processes(self, name: str) -> list[int]:
-        """Process ids of everything on a node: Ray's own, and the ranks."""
+        """Process ids of everything on a node: Ray's own processes, and the ranks."""
         return [pid for pid in psutil.pids() if _is_marked(pid, f"{MARK}={self.mark}/{name}\0")]
 
     def worker_processes(self) -> list[int]:
@@ -235,11 +235,11 @@ class LocalCluster:
         self._nodes[name] = _Node(placed, {**os.environ, **self._environment(name)}, self.folder / f"{name}.log")
 
     def _address_of(self, name: str) -> str:
-        """Without a network every node has its own loopback address: a driver joins the node with the same address."""
+        """Without a network, every node has its own loopback address: a driver joins the node with its address."""
         return self.network.address(name) if self.network else f"127.0.0.{1 + (HEAD, *self.nodes).index(name)}"
 
     def _environment(self, name: str) -> dict[str, str]:
-        """Nodes pass it on to the workers that they start."""
+        """Variables of a node, which passes them on to the workers that it starts."""
         return {
             MARK: f"{self.mark}/{name}",
             "RAY_AUTH_MODE": self._auth_mode,
@@ -268,7 +268,7 @@ class _Node:
 
 
 def _ensure_token() -> None:
-    """Make the user's token, as Ray does when it starts a cluster in a process: this address serves all users here."""
+    """Create the user's token, as Ray does for a cluster in a process: every user of this machine can reach it."""
     named = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     if not named and not (Path.home() / ".ray" / "auth_token").exists():
         command = [*RAY, "get-auth-token", "--generate"]
@@ -276,7 +276,7 @@ def _ensure_token() -> None:
 
 
 def kill_process(pid: int) -> None:
-    """SIGKILL; nothing where it has ended already."""
+    """Send SIGKILL. Does nothing if the process has already ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
@@ -290,9 +290,9 @@ def is_alive(pid: int) -> bool:
 
 
 def _kill_all(mark: str) -> None:
-    """Send SIGKILL to every process with that mark, and to those that they start meanwhile, until all have ended."""
+    """Send SIGKILL to every process with that mark, and to those they start meanwhile, until all have ended."""
     end, dying = time.monotonic() + START_SECONDS, set[psutil.Process]()
-    # A process that is on its way out has lost its environment, and with it the mark, but not yet its sockets.
+    # A process that is exiting has lost its environment, and so its mark, but not yet its sockets.
     while dying := {
         process
         for process in psutil.process_iter()
@@ -313,7 +313,7 @@ def _is_rank(pid: int) -> bool:
 
 
 def _is_marked(pid: int, mark: str) -> bool:
-    """Whether the process's environment holds the mark; False where it has ended, or is another user's."""
+    """Whether the process's environment holds the mark. False if it has ended or belongs to another user."""
     try:
         return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

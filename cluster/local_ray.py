@@ -1,7 +1,7 @@
-"""A Ray of this process's own, which starts while the process is still importing its libraries.
+"""A private Ray cluster of this process, which starts while the process is still importing its libraries.
 
-Ray's processes end with the thread that has started them, so a thread of their own starts them and lives as long as
-they are needed. Importing this module imports neither Ray nor torch.
+Ray's processes end with the thread that started them, so a dedicated thread starts them and lives as long as they are
+needed. Importing this module imports neither Ray nor torch.
 """
 
 import atexit
@@ -26,20 +26,20 @@ class _LocalRay(threading.Thread):
     def run(self) -> None:
         try:
             _init()
-        except BaseException as error:  # raised where Ray is waited for
+        except BaseException as error:  # raised in `wait`
             self._error = error
         self._is_up.set()
         self._closes.wait()
 
     def wait(self) -> None:
-        """Return once Ray runs. Raises what starting it raised."""
+        """Wait until Ray runs. Raises whatever starting it raised."""
         self._is_up.wait()
         self.was_awaited = True
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """End Ray. One that is still starting is waited for: its agents would outlive a raylet that ends so early."""
+        """End Ray. If it is still starting, wait first: its agents would outlive a raylet that ends so early."""
         import ray
 
         self._is_up.wait()
@@ -51,7 +51,7 @@ _started: _LocalRay | None = None
 
 
 def begin() -> None:
-    """Start Ray, unless it was started, without waiting for it."""
+    """Start Ray unless it was already started, and do not wait for it."""
     global _started
     if _started is None:
         end_by_sigterm()
@@ -60,12 +60,12 @@ def begin() -> None:
 
 
 def is_starting() -> bool:
-    """Whether it was started and nobody has waited for it yet."""
+    """Whether Ray was started and nothing has waited for it yet."""
     return _started is not None and not _started.was_awaited
 
 
 def start() -> None:
-    """Return once Ray runs, having started it if it was not."""
+    """Start Ray if it was not started, and wait until it runs."""
     begin()
     assert _started is not None
     try:
@@ -85,9 +85,9 @@ def close() -> None:
 
 def _init() -> None:
     # A local cluster uses a token by default, and Ray warns about it at each start. The setting that silences the
-    # warning works only before Ray is imported, when nobody knows yet which cluster is meant.
+    # warning works only before Ray is imported, when it is not yet known which cluster to use.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    # `cluster.sigterm` handles SIGTERM; Ray warns that a thread cannot.
+    # Ray warns that it cannot handle SIGTERM in a thread; `cluster.sigterm` handles it.
     logging.getLogger("ray._private.worker").addFilter(lambda record: "SIGTERM handler" not in record.getMessage())
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -96,7 +96,7 @@ def _init() -> None:
     from cluster.worker import HeedFirst
 
     atexit.register(close)
-    # "local": a head that somebody started on this machine is not joined unless RAY_ADDRESS names it.
+    # "local": do not join a head that is already running on this machine unless RAY_ADDRESS names it.
     with lean_nodes(), sigterm_kept():
         ray.init(
             "local",

@@ -1,17 +1,17 @@
 """Messages between driver and ranks in the key-value store of Ray's head: heartbeats, notices, a request to stop.
 
-Every process has a connection to the store anyway. Workers import this before torch, so it imports nothing that imports
-torch.
+Every process has a connection to the store anyway. Workers import this module before torch, so it imports nothing that
+imports torch.
 
-Heartbeats: a thread of each worker sends beats with the count of work done (`lm.progress`). A stopped process, or one
-whose machine is out of reach, sends none; one that is stuck sends beats with the same count. `cluster.calls` draws the
-conclusions.
+Heartbeats: a thread of each worker sends beats with the count of work done (`lm.progress`). A process that is stopped,
+or whose machine is out of reach, sends none; one that is stuck sends beats with the same count. `cluster.calls` acts on
+this.
 
-Notices: lines for the driver's console, kept until the driver takes them. Passing on a worker's output through Ray
-would pass on everything it prints, and a file might be on the disk that causes the trouble.
+Notices: lines for the driver's console, kept until the driver takes them. Forwarding a worker's output through Ray
+would forward everything it prints, and a file might be on the very disk that has failed.
 
-Request to stop: a rank in a call takes no other call, so a thread of each rank 0 looks for it. `training.loop` tells
-the other ranks.
+Request to stop: a rank that is in a call accepts no other call, so a thread of each rank 0 polls for it.
+`training.loop` passes it on to the other ranks.
 """
 
 import itertools
@@ -35,13 +35,13 @@ log = logging.getLogger(__name__)
 BEATS_IN_LIMIT = 6  # so that a late beat is not taken for silence
 MAX_BEAT_SECONDS = 5.0
 ANSWER_SECONDS = 2.0  # how long to wait for the store, which normally answers within milliseconds
-STOP_POLL_SECONDS = 0.5  # between two looks for the request to stop
+STOP_POLL_SECONDS = 0.5  # between polls for the request to stop
 _BEATS, _NOTICES, _STOP = b"heed-beats", b"heed-notices", b"heed-stop"  # namespaces of the store
 _notice_numbers = itertools.count()
 
 
 def send_beats(worker: str, limit_seconds: float) -> None:
-    """Start the thread that sends beats, several within the limit, as long as this process lives."""
+    """Start the thread that sends several beats per limit for as long as this process lives."""
     pause = min(MAX_BEAT_SECONDS, limit_seconds / BEATS_IN_LIMIT)
 
     def run() -> None:
@@ -57,7 +57,7 @@ def send_beats(worker: str, limit_seconds: float) -> None:
 
 
 def read_beats(workers: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Returns the number of beats and the last count of work, for each of these workers that was heard.
+    """Return the number of beats and the last count of work, for each of these workers that has sent any.
 
     Raises:
         RayError: Ray's head does not answer.
@@ -71,7 +71,7 @@ def read_beats(workers: Sequence[str]) -> dict[str, tuple[int, int]]:
 def forget_beats(group: str) -> None:
     """Remove the beats of a group's workers, whose names begin with `group/`.
 
-    What a worker sends while it ends remains: a few bytes that nobody reads, as no later group has this name.
+    Beats that a worker sends while it ends remain: a few bytes that nobody reads, since no later group has this name.
     """
     with suppress(RayError):
         _store().internal_kv_del(f"{group}/".encode(), True, _BEATS, ANSWER_SECONDS)
@@ -83,16 +83,16 @@ def _store() -> Any:
 
 
 def send_notice(notice: str) -> None:
-    """Send a notice from a worker to its driver. Where Ray's head is out of reach, write it to the worker's log."""
+    """Send a notice from a worker to its driver. If Ray's head is out of reach, write it to the worker's log."""
     key = f"{_job()}-{time.time():020.6f}-{os.getpid()}-{next(_notice_numbers):06d}"
     try:
         internal_kv._internal_kv_put(key.encode(), notice.encode(), namespace=_NOTICES)
-    except Exception as error:  # of any kind: a notice must not end a run
+    except Exception as error:  # any error: a notice must not end a run
         log.warning("%s (not sent: %s)", notice, error)
 
 
 def receive_notices() -> list[str]:
-    """All notices that this driver's workers sent since the last call, oldest first."""
+    """Return all notices that this driver's workers sent since the last call, oldest first."""
     if not ray.is_initialized():
         return []
     found = []
@@ -103,7 +103,7 @@ def receive_notices() -> list[str]:
             if notice is not None:
                 found.append(notice.decode())
     except Exception as error:
-        log.debug("no notices: %s", error)  # the head is unreachable; whoever waits for the workers reports it
+        log.debug("no notices: %s", error)  # the head is unreachable; the code that waits for the workers reports it
     return found
 
 
@@ -130,7 +130,7 @@ def listen_for_request() -> None:
             time.sleep(STOP_POLL_SECONDS)
             try:
                 is_requested = internal_kv._internal_kv_get(key, namespace=_STOP) is not None
-            except RayError:  # the head is out of reach, which others report
+            except RayError:  # the head is out of reach, which is reported elsewhere
                 continue
             if is_requested:
                 request_stop()
@@ -140,5 +140,5 @@ def listen_for_request() -> None:
 
 
 def _job() -> str:
-    """The id of this driver's job, which begins its keys: a cluster may run several."""
+    """The id of this driver's job. Its keys begin with it, since a cluster may run several jobs."""
     return str(ray.get_runtime_context().get_job_id())

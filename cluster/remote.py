@@ -1,10 +1,10 @@
-"""Typed handles to objects on ranks. A call names the method it runs, as in
+"""Typed handles to objects on ranks. A call names the method that it runs, as in
 
     learners = group.put("ppo", Learner, config, ...)               # Remote[Learner]: one on every rank
     learners.call_all(Learner.finish_saving)                        # the same arguments for every rank
     learners.call_split(Learner.update_policy, [(shard, rate, update), ...])    # each rank's own
 
-so mypy checks arguments and results, and an editor goes from the call to the method. Only the method's name travels.
+so mypy checks arguments and results, and an editor jumps from the call to the method. Only the method's name is sent.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, TypeVarTuple
 
-if TYPE_CHECKING:  # objects in this process need no Ray (`python -m benchmarks.gpu`)
+if TYPE_CHECKING:  # `Local` needs no Ray (`python -m benchmarks.gpu`)
     from cluster.calls import Calls, Ranks
 
 
@@ -29,7 +29,7 @@ Arguments = TypeVarTuple("Arguments")
 
 _numbers = itertools.count()
 
-Pending = Callable[[], Result]  # waits for something that was started; each call returns the same
+Pending = Callable[[], Result]  # waits for something that was started; each call returns the same result
 
 
 class Handle(ABC, Generic[Kept]):
@@ -47,7 +47,7 @@ class Handle(ABC, Generic[Kept]):
     def start_split(
         self, method: Callable[[Kept, *Arguments], Result], args_of_rank: Sequence[tuple[*Arguments]]
     ) -> Pending[list[Result]]:
-        """As `start_all`, with each rank's own arguments."""
+        """Like `start_all`, with separate arguments for each rank."""
 
     @abstractmethod
     def pass_on(
@@ -56,12 +56,12 @@ class Handle(ABC, Generic[Kept]):
         to: "Handle[Taker]",
         take: Callable[[Taker, Iterable[Given]], object],
     ) -> Pending[object]:
-        """Call `take` on the objects of `to` with what `give` yields here, without a detour through the driver.
+        """Call `take` on the objects of `to` with the values that `give` yields here, without going through the driver.
 
-        Where both are kept by the same ranks, each rank hands over its own values, one at a time. Else every rank
-        gives, and rank 0's values go to every rank of `to` through Ray's object store, one object each. This returns
-        once all have given. The takers take them after whatever they were called for before, and the returned function
-        waits for that.
+        If the same ranks keep both objects, each rank hands over its own values, one at a time. Otherwise every rank
+        calls `give`, and rank 0's values go to every rank of `to` through Ray's object store, one object each. This
+        method returns once all calls of `give` have ended. Receivers process the values after calls already queued; the
+        returned function waits for that.
         """
 
     @abstractmethod
@@ -71,13 +71,13 @@ class Handle(ABC, Generic[Kept]):
     def call_all(
         self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
     ) -> list[Result]:
-        """`start_all`, and wait."""
+        """Call `start_all` and wait for the results."""
         return self.start_all(method, *args, **kwargs)()
 
     def call_split(
         self, method: Callable[[Kept, *Arguments], Result], args_of_rank: Sequence[tuple[*Arguments]]
     ) -> list[Result]:
-        """`start_split`, and wait."""
+        """Call `start_split` and wait for the results."""
         return self.start_split(method, args_of_rank)()
 
 
@@ -118,7 +118,7 @@ class Remote(Handle[Kept]):
     def start_first(
         self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
     ) -> "Calls[Result]":
-        """As `start_all`, on rank 0 alone."""
+        """Like `start_all`, on rank 0 alone."""
         name = _name_of(method)
         return self._started(name, [self.ranks.actors[0].call.remote(self._key, name, args, kwargs)])
 
@@ -147,7 +147,7 @@ class Remote(Handle[Kept]):
 
 
 class Local(Handle[Kept]):
-    """An object in this process, called at once: one rank without Ray, for tests and measurements."""
+    """An object in this process, called directly: one rank without Ray, for tests and measurements."""
 
     num_ranks = 1
 
@@ -155,7 +155,7 @@ class Local(Handle[Kept]):
         self.kept = kept
 
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Every call comes through here."""
+        """Run a method; every call comes through here."""
         return getattr(self.kept, _name_of(method))(*args, **kwargs)
 
     def start_all(

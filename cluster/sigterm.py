@@ -14,16 +14,16 @@ _wakeup_fd = -1  # of the `call_on_sigterm` that is active; -1 if none is
 
 
 def end_by_sigterm() -> None:
-    """Treat SIGTERM like Ctrl-C. Does nothing outside the main thread, which alone can set a handler."""
+    """Treat SIGTERM like Ctrl-C. Does nothing outside the main thread, since only the main thread can set a handler."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _interrupt)
 
 
 @contextmanager
 def sigterm_kept() -> Iterator[None]:
-    """Give SIGTERM back to its handler after Ray was started, in whatever thread.
+    """Restore the handler of SIGTERM after Ray was started, in any thread.
 
-    Ray's own handler prints a stack trace of C++, and ends the process before it can say where it stopped.
+    Ray's own handler prints a C++ stack trace, and ends the process before it can say where it stopped.
     """
     libc, handler = ctypes.CDLL(None), ctypes.create_string_buffer(SIGACTION_BYTES)
     libc.sigaction(signal.SIGTERM, None, handler)
@@ -35,10 +35,10 @@ def sigterm_kept() -> Iterator[None]:
 
 @contextmanager
 def call_on_sigterm(callback: Callable[[], None]) -> Iterator[None]:
-    """Call `callback` in another thread as soon as SIGTERM comes. Does nothing outside the main thread.
+    """Call `callback` in another thread as soon as SIGTERM arrives. Does nothing outside the main thread.
 
-    A main thread that waits inside Ray hears of a signal up to a second later. Where the signal has ended Ray's own
-    processes too, as Slurm's and systemd's do, Ray ends this one before that, without a word.
+    A main thread that waits inside Ray notices a signal up to a second late. If the signal has also ended Ray's own
+    processes, as Slurm's and systemd's do, Ray ends this process before that, without a message.
     """
     global _wakeup_fd
     if threading.current_thread() is not threading.main_thread():
@@ -56,7 +56,7 @@ def call_on_sigterm(callback: Callable[[], None]) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(earlier)
         _wakeup_fd = -1
-        writer.shutdown(socket.SHUT_WR)  # ends the listener, after what it has to report
+        writer.shutdown(socket.SHUT_WR)  # ends the listener, after it has reported what is pending
         listener.join()
         writer.close()
         reader.close()
@@ -65,7 +65,7 @@ def call_on_sigterm(callback: Callable[[], None]) -> Iterator[None]:
 def _listen(reader: socket.socket, earlier: int, callback: Callable[[], None]) -> None:
     """Read the number of each signal, one byte each, until the other end is shut down.
 
-    `earlier` is the file descriptor that heard of signals before, as an event loop's does; -1 for none.
+    `earlier` is the wakeup file descriptor that was set before, such as an event loop's; -1 for none.
     """
     while numbers := reader.recv(64):
         if earlier != -1:
@@ -76,7 +76,7 @@ def _listen(reader: socket.socket, earlier: int, callback: Callable[[], None]) -
 
 
 def _hear_nothing() -> None:
-    """A forked child inherits the file descriptor, but its signals are its own."""
+    """Stop reporting signals in a forked child: it inherits the file descriptor, but its signals are its own."""
     if _wakeup_fd != -1:
         signal.set_wakeup_fd(-1)
 

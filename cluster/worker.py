@@ -1,6 +1,6 @@
-"""One rank: a process that keeps objects and runs what the driver calls. It imports torch once it sends heartbeats.
+"""One rank: a process that keeps objects and runs the driver's calls. It imports torch only after it sends heartbeats.
 
-Which code it imports: the driver's copy of Heed, and user code that may exist only on the driver's machine.
+It imports the driver's copy of Heed, and user code that may exist only on the driver's machine.
 """
 
 import math
@@ -24,7 +24,7 @@ from training.notices import speak_through
 class _Worker:
     """One rank. Functions run in it see the rank environment that `torch.distributed` and Accelerate read.
 
-    A user's modules are looked for in `folders`, which are the driver's, after all others.
+    A user's modules are searched for in `folders`, which are the driver's, after all other folders.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class _Worker:
             import torch
 
             with suppress(ImportError):  # the environment of another sampling engine has no Accelerate
-                import training.engine  # noqa: F401  # now, while the driver prepares data
+                import training.engine  # noqa: F401  # early, while the driver prepares data
 
         torch.set_num_threads(threads)
         speak_through(send_notice)
@@ -65,7 +65,7 @@ class _Worker:
         return self._guarded(lambda: (ray.util.get_node_ip_address(), free_port()))
 
     def visible_gpus(self) -> tuple[bool, Any]:
-        """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them; "" for none."""
+        """The GPUs that this process may use, in the form of CUDA_VISIBLE_DEVICES; "" for none."""
         return self._guarded(lambda: os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
     def join(self, host: str, port: int) -> tuple[bool, Any]:
@@ -86,11 +86,11 @@ class _Worker:
         return self._guarded(lambda: getattr(self.kept[key], method)(*args, **kwargs))
 
     def hand_over(self, key: str, give: str, taker: str, take: str) -> tuple[bool, Any]:
-        """Call a method of one kept object with what a method of another yields."""
+        """Call a method of one kept object with the values that a method of another yields."""
         return self._guarded(lambda: getattr(self.kept[taker], take)(getattr(self.kept[key], give)()))
 
     def offer(self, key: str, give: str) -> tuple[bool, Any]:
-        """Call a method, and put what rank 0 yields where other groups can fetch it, each value as it comes."""
+        """Call a method, and put each value that rank 0 yields where other groups can fetch it."""
 
         def put() -> list[Any]:
             references = [ray.put(value) if self.rank == 0 else None for value in getattr(self.kept[key], give)()]
@@ -99,7 +99,7 @@ class _Worker:
         return self._guarded(put)
 
     def receive(self, key: str, take: str, *values: Any) -> tuple[bool, Any]:
-        """Call a method with offered values; Ray has fetched them when this runs."""
+        """Call a method with offered values, which Ray has fetched by the time this runs."""
         return self._guarded(lambda: getattr(self.kept[key], take)(values))
 
     def drop(self, key: str) -> tuple[bool, Any]:
@@ -116,10 +116,10 @@ class _Worker:
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may use, given its affinity and its container's limit; not those of the whole machine."""
+    """Count the cores that this process, not the machine, may use, given its affinity and its container's limit."""
     cores = float(len(os.sched_getaffinity(0)))
     try:
-        quota, period = (cgroup / "cpu.max").read_text().split()  # CPU microseconds per period of so many
+        quota, period = (cgroup / "cpu.max").read_text().split()  # both in microseconds
         limit = cores if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):  # control groups version 1, or none
         limit = cores
@@ -133,7 +133,7 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that carries this address; "" where none does, as behind NAT."""
+    """Return the network interface that has this address; "" if none does, as behind NAT."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -143,20 +143,20 @@ def interface_of(address: str) -> str:
 
 
 class HeedFirst(JobConfig):
-    """Where workers look for modules: in the driver's tree of Heed first, if that is a checkout.
+    """Makes workers look for modules in the driver's tree of Heed first, if that is a checkout.
 
-    Ray would put the driver's script folder and current folder before everything else, so a user's `reward.py` or
-    `datasets.py` would replace the package of that name. A rank adds the current folder after all others.
+    Ray would put the driver's script folder and current folder first, so a user's `reward.py` or `datasets.py` would
+    shadow the package of that name. A rank adds the current folder after all others.
     """
 
     def __init__(self) -> None:
         super().__init__(_py_driver_sys_path=[source_tree()] if source_tree() else [])
 
     def _runtime_env_has_working_dir(self) -> bool:
-        """Claims to have one: Ray asks only to decide whether to add its folders (`ray._private.worker.connect`)."""
+        """Claim to have one. Ray asks only to decide whether to add its folders (`ray._private.worker.connect`)."""
         return True
 
 
 def send_by_value(module: ModuleType) -> None:
-    """From now on, send the module's functions and classes to ranks as code rather than as names to import."""
+    """Send the module's functions and classes to ranks as code, rather than as names to import, from now on."""
     cloudpickle.register_pickle_by_value(module)

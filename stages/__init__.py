@@ -1,1 +1,1 @@
-"""What every stage has in common: its run, its lineage, its progress, the world that it may learn from."""
+"""What all stages have in common: run, lineage, progress, planning, reports, and the world that they may learn from."""

@@ -1,5 +1,5 @@
-"""What a stage is. Each stage's package exports one `Stage`; job files, pipeline, preflight, plan and report iterate
-over them and know none by name (docs/architecture.md, "The contract of a stage").
+"""The contract of a stage. Each stage's package exports one `Stage`; job files, pipeline, preflight, plan and report
+iterate over these and know none by name (docs/architecture.md, "The contract of a stage").
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -22,10 +22,10 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 class Parent(Generic[AnyConfig]):
     """A stage whose outputs another stage reads.
 
-    `substitutes` are the fields of the reader's section that name a model, or whatever gives scores, in the parent's
-    place; at most one of them is given. `is_read` tells from the section and the names of the job's stages whether the
-    parent is read at all. With `own_shape` a substitute may have another shape than `[model]`, and may be given even
-    though the job has the parent.
+    `substitutes` are fields of the reader's section that name a model, or another source of scores, to use in place of
+    the parent; at most one of them may be set. `is_read` decides from the section and the names of the job's stages
+    whether the parent is read at all. With `own_shape`, a substitute may have a different shape from `[model]`, and may
+    be set even if the job has the parent.
     """
 
     stage: str
@@ -35,9 +35,9 @@ class Parent(Generic[AnyConfig]):
 
 
 class StageWaitsError(Exception):
-    """A stage cannot go on before people have acted. What it has made is kept, and the same command continues it.
+    """A stage cannot continue until people have acted. Its work so far is kept, and the same command continues it.
 
-    The message says what it waits for, and what people do.
+    The message says what it waits for, and what people have to do.
     """
 
 
@@ -48,7 +48,7 @@ POLICIES = "every policy"  # as a parent: all stages before this one whose model
 class Source(Generic[AnyConfig]):
     """A file of a stage that later stages may read as data: `source = "STAGE:NAME"` names it and makes it a parent.
 
-    `size` is what `heed plan` takes the file to hold, from the section of the stage that writes it.
+    `size` is what `heed plan` assumes the file will hold, given the section of the stage that writes it.
     """
 
     file: str
@@ -59,7 +59,7 @@ class Source(Generic[AnyConfig]):
 class Preparation(Generic[AnyConfig]):
     """Data that a stage needs before any training starts. The driver writes it into RUN/`name`/data without workers.
 
-    `inputs` returns the values and the hashes of the files that it is made from; it is made again when they change.
+    `inputs` returns the values and the file hashes that it is made from. It is made again when they change.
     """
 
     name: str
@@ -72,8 +72,8 @@ class Stage(Generic[AnyConfig]):
     """One stage: its section of the job file, what it reads, how it runs, and what it leaves in its folder.
 
     `name` is the section, the folder in the run and the argument of `--from` and `--only`. `run` is called on the
-    driver; it calls the ranks through `StageRun.workers` and must find what it has saved when it is called again.
-    Everything else has a default that fits a stage which trains one decoder.
+    driver. It calls the ranks through `StageRun.workers`, and when called again it must continue from what it has
+    saved. Everything else has a default that fits a stage which trains one decoder.
     """
 
     name: str
@@ -88,10 +88,10 @@ class Stage(Generic[AnyConfig]):
     model_fields: tuple[str, ...] = ("init_from",)  # fields that name a model directory or a hub id
     function_fields: tuple[str, ...] = ()  # fields that name a Python function
 
-    # What it leaves. `results.json` is always among it.
+    # What it leaves, always including `results.json`.
     output: str = "model"  # the file or folder that later stages read; its hash is part of their inputs
     policy_from: str = ""  # the parent that its policy starts from and is compared with; "" = it leaves none to compare
-    also_required: tuple[str, ...] = ()  # further files without which it has not finished
+    also_required: tuple[str, ...] = ()  # other files that it must have written to be finished
     sources: Mapping[str, Source[AnyConfig]] = field(default_factory=dict)
     tokenizer: Callable[[StageRun, AnyConfig], Tokenizer] | None = None  # of the model it will leave, before it runs
 
@@ -112,11 +112,11 @@ class Stage(Generic[AnyConfig]):
     # Set for a stage of a later round (heed/jobs/registry.py).
     repeats: str = ""  # the stage of the first round, whose section it has
     round: int = 1
-    reads: Mapping[str, str] = field(default_factory=dict)  # what it reads for a stage that the first round reads
+    reads: Mapping[str, str] = field(default_factory=dict)  # stage that the first round reads -> stage read instead
 
-    module: ModuleType | None = None  # of a stage that a job file brings; its file's hash is part of the inputs
+    module: ModuleType | None = None  # set if a job file brings the stage; its file's hash is part of the inputs
 
     @property
     def has_own_shape(self) -> bool:
-        """Whether it may start from a model of another shape than the policy's."""
+        """Whether it may start from a model whose shape differs from the policy's."""
         return any(parent.own_shape for parent in self.parents)

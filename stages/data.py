@@ -1,8 +1,8 @@
 """A stage's data on the driver: tokens that all ranks map, prompts that leave room for a response, and samples of them.
 
 Texts are tokenized once, before ranks have a place. `RUN/tokens/STAGE-NAME-KEY/` holds the tokens; the key is a hash of
-whatever they depend on. Prompts are read and measured before anything is sampled from them. Work on them is dealt to
-all workers in parts, and each part is kept as soon as it is done.
+everything they depend on. Prompts are read and measured before any sampling. Sampling is split into parts across all
+workers, and each part is saved as soon as it is done.
 """
 
 import hashlib
@@ -31,13 +31,13 @@ from training.data import (
 from training.tokens import Part, encode_rows, write_arrays
 
 TOKENS = "tokens"
-TOKENS_FORMAT = 3  # of the files; another one makes them again
+TOKENS_FORMAT = 3  # version of the files; a different version makes them again
 KEY_DIGITS = 16
-ENCODED_AT_ONCE = 1024  # prompts, to measure them
+ENCODED_AT_ONCE = 1024  # prompts that are encoded together to measure their lengths
 SAMPLES = "samples"  # the folder of a stage's samples while it samples
-PROMPTS_AT_ONCE = 64  # a worker's share between two steps of the progress bar
+PROMPTS_AT_ONCE = 64  # prompts per worker between updates of the progress bar
 
-Parts = Callable[[int], Iterator[Part]]  # from a number of a row on
+Parts = Callable[[int], Iterator[Part]]  # the parts from a given row on
 Spec = TypeVar("Spec")
 
 
@@ -50,10 +50,10 @@ def token_folder(
     parts: Parts,
     **settings: int | str,
 ) -> Path:
-    """The folder with the tokens of these sources, which `parts` writes unless they are there.
+    """Return the folder with the tokens of these sources. `parts` makes them unless they already exist.
 
-    `settings` are the values besides tokenizer and sources that the tokens, or the checks of them, depend on. Tokens of
-    the same stage and name with another key are removed: they can be made again.
+    `settings` are the values, in addition to tokenizer and sources, that the tokens or their checks depend on. Tokens
+    of the same stage and name with another key are removed, since they can be made again.
 
     Raises: ValueError of `parts`, naming file, line and field.
     """
@@ -86,12 +86,13 @@ def fitting_prompts(
     on_overlong: OnOverlong,
     tell: Callable[[str], None] = untold,
 ) -> Fitting:
-    """Read the prompts, and leave out or shorten those that leave no room for a response. `tell` gets what was read.
+    """Read the prompts, and skip or shorten those that leave no room for a response. `tell` receives what was read.
 
-    A prompt is shortened by its oldest turns, the system's excepted; one whose last turn is too long is left out.
+    A prompt is shortened by dropping its oldest turns, except the system's. If its last turn is too long, it is
+    skipped.
 
-    Raises: ValueError naming file and line of a prompt that is too long or that the chat template refuses, or also the
-    field of a row that is no prompt; and if none is left.
+    Raises: ValueError if no prompt is left, if a prompt is too long or the chat template refuses it (naming file and
+        line), or if a row is not a prompt (naming the field too).
     """
     room = run.model.max_position_embeddings - max_new_tokens
     found, num_truncated, lines, counted = list[Prompt](), 0, list[str](), list[SourceRows]()
@@ -121,7 +122,7 @@ def fitting_prompts(
 def prompt_lengths(
     tokenizer: Tokenizer, data: DataConfig, most_tokens: int, tell: Callable[[str], None] = untold
 ) -> Lengths:
-    """The lengths of a source's prompts, of which at most `most_tokens` count.
+    """Return the lengths of a source's prompts, each counted as at most `most_tokens`.
 
     Raises: ValueError as `read_located_prompts`, and naming file and line of a prompt that the chat template refuses.
     """
@@ -132,7 +133,7 @@ def prompt_lengths(
 
 
 def _num_tokens(tokenizer: Tokenizer, prompts: Sequence[tuple[str, Prompt]]) -> Iterator[int]:
-    """The prompts' numbers of tokens; few are encoded at once, so that their tokens take no memory to speak of."""
+    """Count the prompts' tokens. Few are encoded at once, so that their tokens take little memory."""
     for start in range(0, len(prompts), ENCODED_AT_ONCE):
         part = prompts[start : start + ENCODED_AT_ONCE]
         yield from map(len, encode_rows(tokenizer.encode_prompts, [(where, prompt.messages) for where, prompt in part]))
@@ -141,7 +142,7 @@ def _num_tokens(tokenizer: Tokenizer, prompts: Sequence[tuple[str, Prompt]]) -> 
 def _shortened(
     tokenizer: Tokenizer, messages: tuple[Mapping[str, str], ...], room: int
 ) -> tuple[Mapping[str, str], ...]:
-    """The system's turn and as many of the last turns as there is room for, from a user's on; () if none fit."""
+    """Return the system's turn and as many of the last turns as fit, starting with a user's; () if none fit."""
     system = messages[:1] if messages[0]["role"] == "system" else ()
     for start in range(len(system), len(messages)):
         kept = (*system, *messages[start:])
@@ -151,16 +152,16 @@ def _shortened(
 
 
 class SampleRow(Protocol):
-    """What is made of a prompt: it has to be a line of JSON."""
+    """A sample for one prompt, which must be writable as a line of JSON."""
 
     def as_dict(self) -> dict[str, Any]: ...
 
 
 class PromptSampler(Protocol):
-    """What each worker keeps while it samples."""
+    """The sampler that each worker keeps while it samples."""
 
     def sample(self, prompts: Sequence[Prompt], /) -> Sequence[SampleRow]:
-        """Returns the rows of a part of the prompts; none for no prompts."""
+        """Return the rows for a part of the prompts; no rows for no prompts."""
         ...
 
     def close(self) -> None: ...
@@ -173,13 +174,13 @@ def sample_in_parts(
     spec: Spec,
     prompts: Sequence[Prompt],
 ) -> list[dict[str, Any]]:
-    """Return the rows of `make(spec).sample(prompts)`, made on all workers; they must not depend on how prompts are
-    split. Each worker makes one sampler and keeps it for all its parts.
+    """Return the rows of `make(spec).sample(prompts)`, computed on all workers. Rows must not depend on how the prompts
+    are split. Each worker makes one sampler and keeps it for all its parts.
 
-    Each part is kept in the stage's folder, so a stage that is run again continues with the parts that are missing.
+    Each part is saved in the stage's folder, so a stage that runs again continues with the missing parts.
     """
     folder = run.folder / SAMPLES / phase
-    for part in (folder.parent, folder):  # the stage's own folder is there, or is away and must not be made again
+    for part in (folder.parent, folder):  # not the stage's folder: if that has disappeared, it must stay away
         part.mkdir(exist_ok=True)
     parts = [prompts[start : start + PROMPTS_AT_ONCE] for start in range(0, len(prompts), PROMPTS_AT_ONCE)]
     paths = [folder / f"{number:05d}.jsonl" for number in range(len(parts))]

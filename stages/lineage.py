@@ -1,4 +1,4 @@
-"""Records which inputs a stage's outputs were made from, so that nothing runs twice and every number can be traced."""
+"""Records what a stage's outputs were made from, so that nothing runs twice and every number can be traced."""
 
 import errno
 import hashlib
@@ -17,7 +17,7 @@ from files.hashes import folder_hash, unchanged_hash
 
 PACKAGES = ("torch", "deepspeed", "accelerate", "ray", "transformers", "tokenizers", "datasets", "numpy")
 LINEAGE = "lineage.json"  # written last: a stage that has one is finished
-CODE_VERSION = "HEED_CODE_VERSION"  # the version of code that was shipped without its git history
+CODE_VERSION = "HEED_CODE_VERSION"  # set if the code was shipped without its git history
 
 
 @dataclass(frozen=True)
@@ -39,23 +39,23 @@ class Inputs:
 def require_outputs(folder: Path, outputs: Sequence[str]) -> None:
     """Check that a stage has written its outputs.
 
-    Raises: FileNotFoundError for one that is missing: the folder was away, and the output was written elsewhere.
+    Raises: FileNotFoundError if one is missing. The folder was then away while the output was written elsewhere.
     """
-    # A folder that was made in its place meanwhile has no inputs.json.
+    # A folder that was created in its place has no inputs.json.
     for path in (folder / "inputs.json", *(folder / name for name in outputs), folder / "results.json"):
         if not path.exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def outputs_hash(path: Path) -> str:
-    """One hash over what later stages read of this one: a file or a folder; "" where it is missing."""
+    """Return one hash over the output that later stages read, a file or a folder; "" if it is missing."""
     if path.is_file():
         return unchanged_hash(path)
     return folder_hash(path) if path.is_dir() else ""
 
 
 def path_hash(name: str) -> str:
-    """SHA-256 of a file or a folder; a hub id is hashed as its name."""
+    """Return the SHA-256 of a file or a folder; for a hub id, that of its name."""
     path = Path(name)
     if path.is_dir():
         return folder_hash(path)
@@ -63,7 +63,7 @@ def path_hash(name: str) -> str:
 
 
 def finished_with(folder: Path, output: str) -> tuple[str, str] | None:
-    """(fingerprint, hash of the output) of a finished stage whose output has not changed since, or None."""
+    """Return (fingerprint, hash of the output) of a finished stage whose output has not changed since, or None."""
     try:
         lineage = json.loads((folder / LINEAGE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -74,7 +74,7 @@ def finished_with(folder: Path, output: str) -> tuple[str, str] | None:
 
 
 def started_with(folder: Path) -> str:
-    """The fingerprint that an unfinished stage was started with; "" if none was started."""
+    """Return the fingerprint that an unfinished stage was started with; "" if it was not started."""
     try:
         return str(json.loads((folder / "inputs.json").read_text(encoding="utf-8"))["fingerprint"])
     except (OSError, ValueError):
@@ -82,7 +82,7 @@ def started_with(folder: Path) -> str:
 
 
 def write_lineage(folder: Path, inputs: Inputs, output: str, seconds: float) -> None:
-    """Write what a stage was made from, last of all: with it the stage counts as finished."""
+    """Write the inputs that a stage was made from. This comes last: with the file, the stage counts as finished."""
     write_json(
         folder / LINEAGE,
         {
@@ -101,7 +101,7 @@ def write_lineage(folder: Path, inputs: Inputs, output: str, seconds: float) -> 
 
 
 def code_version() -> str:
-    """The commit of this code, marked if files differ from it; "unknown" outside a checkout."""
+    """Return the commit of this code, marked if files differ from it; "unknown" outside a checkout."""
     if CODE_VERSION in os.environ:
         return os.environ[CODE_VERSION]
     here = Path(__file__).parent

@@ -1,8 +1,7 @@
-"""What a stage has at hand to say what it will take: batches, memory per rank and time, before anything runs.
+"""Tools with which a stage estimates what it needs before anything runs: batches, memory per rank and time.
 
-Nothing of a model is allocated. Batches are exact; what depends on data that is not here yet is an upper bound or an
-assumption, and each of those is reported (stages/sizes.py). Memory and time are counted by the package
-`planning`.
+No model is allocated. Batches are exact. Anything that depends on data that does not exist yet is an upper bound or an
+assumption, and each of those is reported (stages/sizes.py). `stages.planning` computes memory and time.
 """
 
 import math
@@ -33,14 +32,14 @@ from training.config import BatchConfig, FineTuningConfig, OptimizerConfig, Trai
 from training.data import DataConfig, SourceConfig
 from training.packing import bucket
 
-RANK = "rank"  # the kind of all ranks where they are alike
+RANK = "rank"  # the kind of every rank, if all are alike
 _ANY_OPTIMIZER = OptimizerConfig(learning_rate=1.0, schedule="constant")
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage in numbers. `batch` holds numbers by name. A step is one step of the optimizer, one iteration of PPO,
-    or the whole of a stage that only samples. `memory` is that of a rank, or by kind of rank where they differ.
+    """The estimate for one stage. `batch` maps names to numbers. A step is one optimizer step, one PPO iteration, or
+    the whole of a stage that only samples. `memory` is per rank, by kind of rank.
     """
 
     name: str
@@ -54,7 +53,7 @@ class StagePlan:
 
     @property
     def peak(self) -> int:
-        """Bytes of the rank that needs most."""
+        """Bytes of the rank that needs the most memory."""
         return max(memory.peak for memory in self.memory.values())
 
     @property
@@ -63,7 +62,7 @@ class StagePlan:
 
 
 def rows_and_passes(batch: BatchConfig, num_ranks: int, width: int, rows_per_unit: int = 1) -> tuple[int, int]:
-    """Rows of a pass of one rank, and passes per rank and step, if all rows are this wide."""
+    """Return the rows per pass of one rank, and the passes per rank and step, if all rows are this wide."""
     if batch.micro_batch_size:
         return batch.micro_batch_size * rows_per_unit, batch.num_micro_batches(num_ranks)
     units = max(1, batch.micro_batch_tokens // (rows_per_unit * width))
@@ -71,7 +70,7 @@ def rows_and_passes(batch: BatchConfig, num_ranks: int, width: int, rows_per_uni
 
 
 def scoring_rows(batch: BatchConfig, width: int, rows_per_unit: int = 1) -> int:
-    """Rows of a pass without gradients whose log-probabilities no update compares with its own."""
+    """Return the rows per pass without gradients, for log-probabilities that no update compares with its own."""
     tokens = batch.forward_tokens or batch.micro_batch_tokens
     units = max(1, tokens // (rows_per_unit * width)) if tokens else batch.micro_batch_size
     return units * rows_per_unit
@@ -88,10 +87,10 @@ class Planner:
     sizes: Sizes
     times: Times
     shape_of: Callable[[str], ModelConfig | None] = lambda _: None
-    run: StageRun | None = None  # what the stage would be given; None where a model of the job is not on this machine
+    run: StageRun | None = None  # the run as the stage would get it; None if a model of the job is not on this machine
 
     def shape(self, name: str) -> ModelConfig:
-        """The shape of the model directory or hub id that a stage starts from, the policy's for ""."""
+        """Return the shape of the model directory or hub id that a stage starts from; for "", the policy's."""
         found = self.shape_of(name) if name else self.model
         if found is None:
             self.sizes.assume(f"assumes that {name} has the policy's shape")
@@ -104,9 +103,7 @@ class Planner:
         tokenizer: Callable[[StageRun], Tokenizer],
         measure: Callable[[Tokenizer], Lengths],
     ) -> Lengths | None:
-        """The lengths of the rows of a stage's sources, which is reported; None if files or the vocabulary are not
-        here.
-        """
+        """Measure and report the row lengths of a stage's sources; None if files or the vocabulary are missing."""
         names = ", ".join(data.source for data in sources)
         if self.run is None or not all(Path(data.source).exists() for data in sources):
             return None
@@ -117,13 +114,13 @@ class Planner:
         return found
 
     def answered(self, source: DataConfig, response_tokens: int, tokenizer: Callable[[StageRun], Tokenizer]) -> Lengths:
-        """The lengths of prompts with a response of so many tokens each, or a bound on them. Which is reported."""
+        """Return the lengths of prompts with responses of `response_tokens` each, or a bound on them; reports which."""
         room = self.model.max_position_embeddings - response_tokens
         found = self.measured((source,), "prompts", tokenizer, lambda known: prompt_lengths(known, source, room))
         return self.bound(source, response_tokens) if found is None else found.plus(response_tokens)
 
     def bound(self, source: SourceConfig, response_tokens: int) -> Lengths:
-        """The length that no prompt with its response exceeds, for data that is not here."""
+        """Return a length that no prompt with its response exceeds, for data that cannot be read, and report it."""
         tokens = self.sizes.conversation_tokens(response_tokens)
         origin = "as in SFT" if self.sizes.longest else "the model's context"
         if not Path(source.source).exists():
@@ -134,7 +131,7 @@ class Planner:
         return Lengths.bound(tokens)
 
     def packed_width(self, num_tokens: int) -> int:
-        """Tokens of a row that holds a sequence of so many, padding included, as `training.packing` packs it."""
+        """Return the row width, with padding, into which `training.packing` packs a sequence of `num_tokens`."""
         return bucket(num_tokens) if self.layout.is_gpu else num_tokens
 
     def training(
@@ -152,8 +149,8 @@ class Planner:
     ) -> StagePlan:
         """Plan a stage that trains one model, of the policy's shape or that of `init_from`.
 
-        Rows have at most `seq_len` tokens, which decides on memory, and `mean_tokens` on average (0 = the same), which
-        decides on time. `num_logits` are held at once by one rank; each unit of the batch has `rows_per_unit` rows.
+        Rows have at most `seq_len` tokens, which determines memory, and `mean_tokens` on average (0 = `seq_len`), which
+        determines time. One rank holds `num_logits` at once; each unit of the batch has `rows_per_unit` rows.
         """
         batch, layout, model = config.batch, self.layout, self.shape(init_from)
         times = replace(self.times, model=model)
@@ -163,7 +160,7 @@ class Planner:
         counts = count(model, config.optimizer, num_scores=num_scores, lora=lora)
         of = forward_pass(layout, rows, width, dropout=config.dropout)
         memory = training_memory(model, counts, layout, of, num_logits, micro_batches)
-        if num_scores:  # the trained model's, of the held-out comparisons
+        if num_scores:  # the trained model scores the held-out comparisons
             passes = {
                 "evaluate": forward_pass(layout, scoring_rows(batch, width, rows_per_unit), width),
                 "score held-out": forward_pass(layout, max(1, MAX_TOKENS // width), width),
@@ -197,10 +194,10 @@ class Planner:
         at_once: int,
         measured_by: Mapping[str, int] | None = None,
     ) -> StagePlan:
-        """Plan a stage that samples on all workers, `at_once` responses to a prompt.
+        """Plan a stage that samples on all workers, `at_once` responses per prompt at a time.
 
-        `lengths` are those of prompts with responses. `measured_by` are the models that the samples are then measured
-        with: the bytes of each per parameter.
+        `lengths` are those of prompts with responses. `measured_by` gives the models that then measure the samples:
+        bytes per parameter by name.
         """
         seq_len = lengths.longest
         total = count(self.model, _ANY_OPTIMIZER).total
@@ -212,7 +209,7 @@ class Planner:
             "generate": sampling_phase(model, self.layout, total, rows, seq_len - response_tokens, response_tokens)
         }
         if held:
-            phases["generate"] |= held  # a worker keeps them from one part of the prompts to the next
+            phases["generate"] |= held  # a worker keeps these models across parts of the prompts
             phases["measure"] = {**held, **measuring_phase(model, self.layout, seq_len, response_tokens)}
         numbers = {"prompts": num_prompts, "responses per prompt": responses_per_prompt, "ranks": self.layout.ranks}
         per_rank = math.ceil(num_prompts * responses_per_prompt / self.layout.ranks)
@@ -220,7 +217,7 @@ class Planner:
         return self.planned("responses", numbers, {RANK: Memory({"weights": c * total}, phases)}, 1, seconds)
 
     def unknown(self) -> StagePlan:
-        """Plan a stage that does not say what it takes."""
+        """Plan a stage that gives no estimate."""
         self.sizes.assume("this stage gives no estimate; its memory and time are not counted")
         return self.planned("–", {"ranks": self.layout.ranks}, {RANK: Memory({}, {"unknown": {}})}, 0, 0.0)
 
@@ -233,7 +230,7 @@ class Planner:
         seconds_per_step: float,
         missing: tuple[str, ...] = (),
     ) -> StagePlan:
-        """The plan of this stage, with everything that was assumed on the way, and what Heed lacks to run it."""
+        """Return the plan of this stage, with all assumptions made for it, and with what Heed lacks to run it."""
         return StagePlan(self.name, unit, numbers, memory, num_steps, seconds_per_step, self.sizes.taken(), missing)
 
 
@@ -242,6 +239,6 @@ def _if_readable(
 ) -> Lengths | None:
     try:
         vocabulary = tokenizer(run)
-    except ValueError:  # it is still to be made, or a model's folder has no more than a shape: enough for a plan
+    except ValueError:  # not made yet, or the model's folder holds only a shape, which is enough for a plan
         return None
     return measure(vocabulary)

@@ -1,7 +1,7 @@
 """A stage's progress: a bar with elapsed and remaining time on a terminal, otherwise a line every 30 seconds.
 
-Stages that train write metrics.jsonl, and the bar follows that file, so workers need not report to the driver. What a
-running job says of itself is in RUN/status.json: its stage and phase, its workers, and their restarts.
+Stages that train write metrics.jsonl, and the bar follows that file, so workers need not report to the driver.
+RUN/status.json has the state of a running job: its stage and phase, its workers, and their restarts.
 """
 
 import sys
@@ -29,7 +29,7 @@ console = Console(stderr=True, highlight=False, soft_wrap=True)  # each message 
 
 POLL_SECONDS = 0.5
 LINE_EVERY_SECONDS = 30.0
-LAST_NOTICES_SECONDS = 2.0  # Ray answers at once, or not at all where its head has ended
+LAST_NOTICES_SECONDS = 2.0  # Ray answers at once, or not at all if its head has ended
 PIPE_COLUMNS = 1_000  # wide enough that no table in a file or a pipe is cut
 STATUS = "status.json"
 WRITE_EVERY_SECONDS = 5.0  # of status.json; it is also written when something changes
@@ -68,7 +68,7 @@ class StageProgress:
             self._bar.start()
 
     def update(self, done: int, total: int, metrics: str = "") -> None:
-        """Report that `done` of `total` units are done, and the newest metrics in words."""
+        """Report that `done` of `total` units are done, with the newest metrics as text."""
         self.done, self.total = done, total
         if self._bar is not None:
             if self._task is None:
@@ -87,7 +87,7 @@ class StageProgress:
 def follow(stage: str, folder: Path) -> Iterator[StageProgress]:
     """Show a stage's progress from its metrics.jsonl, if it writes one, and print the notices of its workers.
 
-    The last line that an interrupted run left is not shown: the stage resumes from a checkpoint before it.
+    The last line of an interrupted run is not shown, since the stage resumes from an earlier checkpoint.
     """
     from cluster.messages import receive_notices  # imports Ray and torch, which commands that only print do not need
     from training.metrics import read_metrics
@@ -130,7 +130,7 @@ def _in_words(line: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Restart:
-    """Workers were lost, or the storage, and the stage continued. `at` is in seconds since the epoch."""
+    """The stage continued after it had lost workers or storage. `at` is in seconds since the epoch."""
 
     at: float
     stage: str
@@ -139,7 +139,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Times are in seconds since the epoch. `done` of `total` are what the stage counts; 0 of 0 if it counts nothing.
+    """State of a run. Times are in seconds since the epoch. `done` of `total` is 0 of 0 if the stage counts nothing.
 
     `workers` are the ranks of each group. `message` says why a job failed, or what it waits for.
     """

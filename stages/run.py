@@ -1,4 +1,4 @@
-"""What a stage is given on the driver: its folder, its parents' models, workers, the world, and its job's sections."""
+"""What a stage gets on the driver: its folder, its parents' models, workers, the world, and its job's sections."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ class JobView(Protocol):
 
     @property
     def model(self) -> ModelConfig | None:
-        """The shape of the policy, where the job knows it."""
+        """The shape of the policy, if the job knows it."""
 
     @property
     def has_world(self) -> bool:
@@ -54,24 +54,24 @@ class JobView(Protocol):
         """A known stage by its name."""
 
     def section(self, stage: "Stage[AnyConfig]") -> AnyConfig | None:
-        """A stage's section; None where the job does not have that stage."""
+        """A stage's section; None if the job does not have that stage."""
 
     def parents(self, name: str) -> tuple[str, ...]:
         """The stages and preparations whose outputs a stage of the job reads, in order."""
 
     def substitute(self, name: str, parent: str) -> str:
-        """What a stage's section names in the place of a parent; "" where it names nothing."""
+        """What a stage's section names in place of a parent; "" if it names nothing."""
 
 
 class StageWorkers(Protocol):
-    """The job's workers, started when a stage first asks for them and again after a loss."""
+    """The job's workers. They start when a stage first needs them, and again after a loss."""
 
     def __call__(self) -> WorkerGroup: ...
 
     def extra_group(self, name: str, size: int, python: str = "", *, on_workers: bool = False) -> WorkerGroup:
-        """A further group of workers, for roles that run in processes of their own.
+        """Start another group of workers, for roles that run in separate processes.
 
-        `python` is an interpreter other than the driver's. `on_workers`: each rank is a guest in the place of a worker.
+        `python` is an interpreter other than the driver's. With `on_workers`, each rank shares a worker's place.
         """
 
 
@@ -93,7 +93,7 @@ class StageRun:
 
     @property
     def seed(self) -> int:
-        """The job's seed; later rounds draw from seeds of their own."""
+        """The job's seed. Later rounds have their own seeds."""
         number = self.job.stage(self.name).round
         return self.job.seed if number == 1 else derive_seed(self.job.seed, "round", number)
 
@@ -114,32 +114,32 @@ class StageRun:
 
     @property
     def parents(self) -> tuple[str, ...]:
-        """The stages and preparations whose outputs this stage reads, by the names that the first round has."""
+        """The stages and preparations whose outputs this stage reads, under their names in the first round."""
         first = {own: name for name, own in self.job.stage(self.name).reads.items()}
         return tuple(first.get(parent, parent) for parent in self.job.parents(self.name))
 
     def own(self, stage: str) -> str:
-        """The name of the stage that this one reads for `stage`: another than that in a later round."""
+        """Return the name of the stage that this one reads as `stage`; it differs from `stage` in a later round."""
         return self.job.stage(self.name).reads.get(stage, stage)
 
     def at(self, stage: str) -> "StageRun":
-        """The same run, seen by another of its stages."""
+        """Return the same run from the view of another of its stages."""
         return replace(self, name=self.own(stage))
 
     def folder_of(self, stage: str) -> Path:
         return self.run_folder / self.own(stage)
 
     def model_of(self, stage: str) -> Path:
-        """The model directory that a stage of this run leaves."""
+        """Return the model directory that a stage of this run leaves."""
         return self.folder_of(stage) / "model"
 
     def start(self, parent: str) -> Path:
-        """The model that this stage takes from a parent, or that its section names in the parent's place."""
+        """Return the model that this stage takes from a parent, or that its section names instead."""
         named = self.job.substitute(self.name, self.own(parent))
         return model_directory(named) if named else self.model_of(parent)
 
     def tokenizer_of(self, parent: str) -> Tokenizer:
-        """The tokenizer of the model that `start` gives, known before the parent has run."""
+        """Return the tokenizer of the model that `start` returns, even before the parent has run."""
         if self.job.substitute(self.name, self.own(parent)):
             return Tokenizer.load(self.start(parent))
         stage, run = self.job.stage(self.own(parent)), self.at(parent)
@@ -150,23 +150,23 @@ class StageRun:
         return stage.tokenizer(run, run.resolve(config))
 
     def context(self) -> StageContext:
-        """What each rank knows about the stage."""
+        """Return what each rank knows about the stage."""
         return StageContext(self.folder, self.seed, self.workers().num_workers, self.engine)
 
     def on_ranks(self, work: Callable[[StageContext, Unpack[Args]], Result], *args: *Args) -> list[Result]:
-        """`work(context, *args)` on every rank at once; returns the results by rank.
+        """Call `work(context, *args)` on all ranks in parallel. Returns the results by rank.
 
-        For a hub model's folder among `args`, a rank gets its own machine's copy of that model.
+        If `args` contains a hub model's folder, each rank gets its own machine's copy of that model.
         """
         return self.workers().run(self.name, _with_own_folders, work, self.context(), args)
 
     def tell(self, line: str) -> None:
-        """Report what was read of a source, which the line begins with, unless the run itself wrote that source."""
+        """Report what was read from a source, unless the run itself wrote it. The line begins with the source."""
         if not line.startswith(f"{self.run_folder}/"):
             say(line)
 
     def show(self, done: int, total: int, what: str) -> None:
-        """Show progress: so many of so many."""
+        """Show that `done` of `total` are done."""
         if self.progress is not None:
             self.progress.update(done, total, what)
 
@@ -184,7 +184,7 @@ class StageRun:
         return type(config).model_validate(with_sources(config.model_dump(), self.path_of))
 
     def path_of(self, source: str) -> str:
-        """The file that "world:NAME" or "STAGE:NAME" stands for; any other source is returned as it is."""
+        """Return the file that "world:NAME" or "STAGE:NAME" stands for, and any other source unchanged."""
         prefix, separator, name = source.partition(":")
         if not separator:
             return source
@@ -195,7 +195,7 @@ class StageRun:
         return source
 
     def source_hashes(self, value: Any) -> dict[str, str]:
-        """SHA-256 by name of every `source` in a dumped config; a hub id is hashed as its name."""
+        """Return the SHA-256 of every `source` in a dumped config, by name; a hub id is hashed as its name."""
         return {source: path_hash(self.path_of(source)) for source in sources_in(value)}
 
 
@@ -207,7 +207,7 @@ def _with_own_folders(
 
 
 def with_sources(value: Any, path_of: Callable[[str], str]) -> Any:
-    """A dumped config with every `source` replaced."""
+    """Return a dumped config with every `source` replaced."""
     if isinstance(value, dict):
         return {
             key: path_of(item) if key == "source" and isinstance(item, str) else with_sources(item, path_of)
@@ -219,7 +219,7 @@ def with_sources(value: Any, path_of: Callable[[str], str]) -> Any:
 
 
 def sources_in(value: Any) -> list[str]:
-    """Every `source` of a dumped config."""
+    """Return every `source` of a dumped config."""
     if isinstance(value, dict):
         own = [value["source"]] if isinstance(value.get("source"), str) else []
         return own + [source for item in value.values() for source in sources_in(item)]

@@ -1,8 +1,8 @@
 """How much data a job has, for `heed plan` and `heed init`: rows of its sources, and tokens of the rows.
 
-Rows are counted where the data is here and assumed where it is not; assumptions are reported. Tokens are counted, or
-estimated from a sample if the source is large. Times depend on the mean; memory depends on the longest row, which must
-not be underestimated.
+Rows are counted if the data exists, and otherwise assumed; assumptions are reported. Tokens are counted, or estimated
+from a sample if the source is large. Times depend on the mean; memory depends on the longest row, which must not be
+underestimated.
 """
 
 import heapq
@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class SourceSize:
-    """Rows of a source, and the responses that each holds, where rows are comparisons."""
+    """Rows of a source, and if rows are comparisons, the responses in each."""
 
     num_rows: int
     responses_per_row: int = 1
@@ -31,7 +31,7 @@ class SourceSize:
 
 @dataclass(frozen=True)
 class Measures:
-    """What was measured about a job's data, read once and shared by all plans of the job."""
+    """Measurements of a job's data, made once and shared by all plans of the job."""
 
     known: dict[str, Any] = field(default_factory=dict)
 
@@ -44,11 +44,11 @@ class Measures:
 
 
 class Sizes:
-    """Rows and tokens of one job's data. A source that cannot be counted is taken to have `assumed_rows`.
+    """Rows and tokens of one job's data. A source that cannot be counted is assumed to have `assumed_rows`.
 
-    `measures` keeps what was counted for other plans of the same job. `world_rows` gives the rows that the world's
-    section names for a source, `stage_size` what a stage of the job will write for one; both are None for any other
-    source. `longest` bounds the conversations that the job teaches, 0 for no bound but the context.
+    `measures` keeps counts for other plans of the same job. `world_rows` returns the rows that the world's section
+    gives for a source, and `stage_size` what a stage of the job will write for it; both return None for any other
+    source. `longest` bounds the tokens of the conversations that the job teaches; 0 = bounded only by the context.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class Sizes:
         self.assumptions: list[str] = []
 
     def assume(self, what: str) -> None:
-        """Report this with the stage that is being planned."""
+        """Report this assumption with the stage that is being planned."""
         self.assumptions.append(what)
 
     def taken(self) -> tuple[str, ...]:
-        """What was assumed since the last call, each once."""
+        """Return the assumptions made since the last call, each once."""
         said, self.assumptions = tuple(dict.fromkeys(self.assumptions)), []
         return said
 
     def num_rows(self, data: SourceConfig) -> int:
-        """Rows of a source: counted where the file is here, known from the job, or assumed."""
+        """Return the rows of a source: counted if the file exists, else known from the job or assumed."""
         limit, skipped = data.max_rows or math.inf, data.skip_rows
         written, named = self.stage_size(data.source), self.world_rows(data.source)
         if written is not None:
@@ -91,8 +91,8 @@ class Sizes:
         return self.assumed_rows
 
     def conversation_tokens(self, response_tokens: int = 0) -> int:
-        """A bound on what a prompt and its response take together where the data is not here: the context, or the
-        longest conversation that was taught.
+        """Return a bound on the tokens of a prompt with its response, for data that does not exist yet: the longest
+        conversation that the job teaches, or the context.
         """
         if not self.longest:
             return self.max_position_embeddings
@@ -100,16 +100,16 @@ class Sizes:
 
 
 def _count_rows(data: SourceConfig) -> int:
-    """Rows of a file that can be parsed. Raises: ValueError as `InvalidRows.finish`, for those that cannot."""
+    """Count the rows of a file that can be parsed. Raises: ValueError as `InvalidRows.finish` for the others."""
     return sum(1 for _ in read_valid(data, lambda _, row: row, InvalidRows(data.source, data.on_invalid)))
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a source's rows. `longest` is an upper bound where only a sample was measured.
+    """Tokens of a source's rows. `longest` is an upper bound if only a sample was measured.
 
-    `response_share` is the largest share that a response has of its row's tokens; `spread` has the tokens of rows
-    spread evenly over the source.
+    `response_share` is the largest fraction of a row's tokens that belongs to its response; `spread` has the token
+    counts of rows spread evenly over the source.
     """
 
     num_rows: int
@@ -138,14 +138,14 @@ class Lengths:
         )
 
     def line(self, source: str, what: str) -> str:
-        """Says what was measured, such as "p.jsonl: 1,000 prompts of 61 tokens on average, 118 at most"."""
+        """Describe what was measured, such as "p.jsonl: 1,000 prompts of 61 tokens on average, 118 at most"."""
         found = f"{source}: {self.num_rows:,} {what} of {self.mean:,.0f} tokens on average, {self.longest:,} at most"
         sampled = f" (estimated from {self.num_measured:,} of them, the longest texts included)"
         return found + (sampled if self.num_measured < self.num_rows else "")
 
 
 class RowSample(Generic[Row]):
-    """The longest rows of a stream, by the bytes of their texts, and rows spread evenly over it; if short, all rows."""
+    """The longest rows of a stream, in bytes of text, and rows spread evenly over it. A short stream is kept whole."""
 
     def __init__(self, num_rows: int = SAMPLE_ROWS) -> None:
         self.limit, self.num_rows, self.step = num_rows, 0, 1

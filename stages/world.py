@@ -1,4 +1,4 @@
-"""A world: data for every stage, a gold scorer, and labelers. `playground` has the worlds of the demos."""
+"""A world: data for every stage, a gold scorer, and labelers. The demos' worlds are in `heed.worlds`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ class World(Protocol):
         """Names of the judges that the report shows next to reward models, the gold scorer first."""
 
     def describe(self) -> str:
-        """One sentence on what the gold scorer measures."""
+        """Say in one sentence what the gold scorer measures."""
 
     @property
     def pass_mark(self) -> float:
@@ -35,17 +35,17 @@ class World(Protocol):
         """Gold scores, higher is better. Stateless: they depend on the texts alone."""
 
     def label_truth(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-        """Scores by which labelers without noise, position bias and taste would rank. Higher is better."""
+        """Scores by which labelers without noise, position bias or personal taste would rank. Higher is better."""
 
     def labelers(self, seed: int) -> Sequence[Labeler]:
-        """The scripted labelers; their judgments depend on the seed and on what is shown, not on call order."""
+        """The scripted labelers. Their judgments depend on the seed and on what they are shown, not on call order."""
 
     def judged_pairs(self) -> list[tuple[Turns, Turns]]:
-        """Pairs of (better, worse) conversations as people ordered them; empty if the world has none."""
+        """Pairs of (better, worse) conversations, as people judged them; empty if the world has none."""
 
 
 def label_truth(rankings: Sequence[Ranking], world: World) -> dict[str, list[float]]:
-    """Scores by which noiseless labelers would rank each task's responses, by task id."""
+    """Return, by task id, the scores by which noiseless labelers would rank the task's responses."""
     unique = {ranking.task_id: ranking for ranking in rankings}
     prompts = [r.prompt[-1].content for r in unique.values() for _ in r.responses]
     responses = [response for r in unique.values() for response in r.responses]

@@ -1,12 +1,11 @@
-"""Checkpoints: folders that are whole or absent, and the state of a model in them, which any number of ranks can read.
+"""Checkpoints: folders that are complete or absent, and the model state in them, which any number of ranks can read.
 
 A folder is written under a temporary name, hashed, synced and read back, then renamed. Older ones are removed only
 after that.
 
-A model's state is kept by name and position. A parameter's numbers are counted in flat order, and so is what the
-optimizer keeps for each of them. A rank writes ranges of them, each with its offset. A reader loads only the ranges it
-needs, from whichever file holds them. So a checkpoint does not depend on the number of ranks or the ZeRO stage that
-wrote it.
+State is stored by parameter name and by position in the flattened parameter, for weights and optimizer states alike.
+Each rank writes ranges with their offsets. A reader loads only the ranges it needs, from whichever file holds them. So
+a checkpoint does not depend on the number of ranks or the ZeRO stage that wrote it.
 """
 
 import json
@@ -62,7 +61,8 @@ def begin_checkpoint(checkpoints: Path, step: int) -> Path:
 def commit_checkpoint(writing: Path, step: int, hashes: Mapping[str, str], keep: int) -> Path:
     """Turn a fully written folder into `step-NNNNNN`, then remove all but the newest `keep` checkpoints.
 
-    `hashes` are the SHA-256 of the files, which the caller has read back. May be called again after it failed.
+    `hashes` are the SHA-256 of the files, which the caller has already read back. It is safe to call this again after
+    it failed.
     """
     checkpoints = writing.parent
     final = step_folder(checkpoints, step)
@@ -74,7 +74,7 @@ def commit_checkpoint(writing: Path, step: int, hashes: Mapping[str, str], keep:
         sync(checkpoints)
     found = read_manifest(final)
     assert found.sha256 == hashes, f"checkpoint {final} does not verify right after it was written: {found.damage}"
-    # Checkpoints of later steps are damaged ones that this run has skipped.
+    # Checkpoints of later steps are damaged ones that this run skipped.
     newest_first = [folder for folder in step_folders(checkpoints) if step_of(folder) <= step]
     later = [folder for folder in step_folders(checkpoints) if step_of(folder) > step]
     for old in (*later, *newest_first[keep:]):
@@ -137,17 +137,17 @@ class Resumption:
 
 
 def find_resumption(checkpoints: Path, stage: str, check: Check = changed_files) -> Resumption:
-    """Find the newest checkpoint that verifies. `check` reads the files, on a cluster on several machines.
+    """Find the newest checkpoint that verifies. `check` reads the files, on several machines if there are several.
 
     Raises:
-        ValueError: there are checkpoints and none verifies, or the folder cannot be read. Only the user can decide to
+        ValueError: there are checkpoints but none verifies, or the folder cannot be read. Only the user can decide to
             pay for training again from step 0.
     """
     return choose_sound(checkpoints, stage, [read_manifest(folder) for folder in step_folders(checkpoints)], check)
 
 
 def choose_sound(checkpoints: Path, stage: str, newest_first: Sequence[Manifest], check: Check) -> Resumption:
-    """Like `find_resumption`, for manifests that were read before."""
+    """Like `find_resumption`, for manifests that were already read."""
     damaged: dict[str, str] = {}
     for manifest in newest_first:
         damage = manifest.damage or _describe(check(manifest.folder, manifest.sha256))
@@ -203,7 +203,7 @@ def _describe(names: Sequence[str] | set[str]) -> str:
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Consecutive numbers of a flattened tensor, from position `offset` on."""
+    """Consecutive numbers of a flattened tensor, starting at position `offset`."""
 
     offset: int
     values: Tensor  # [n]
@@ -214,9 +214,9 @@ State = Mapping[str, ShardRange]  # by "KIND/NAME"
 
 @dataclass(frozen=True)
 class ParamShard:
-    """Where a rank keeps part of a parameter: its numbers from `offset` on.
+    """The part of a parameter that one rank keeps, starting at position `offset` of the flattened parameter.
 
-    They are `length` numbers of `storage`, from `start` on. The optimizer updates `storage`, and keeps
+    It is the `length` numbers of `storage` that begin at `start`. The optimizer updates `storage` and keeps
     `optimizer_state` for all of it.
     """
 
@@ -228,18 +228,18 @@ class ParamShard:
     optimizer_state: MutableMapping[str, Any]
 
     def view(self, tensor: Tensor) -> Tensor:
-        """This shard's numbers in a tensor of the layout of `storage`; a view [length]."""
+        """Return this shard's numbers in a tensor laid out like `storage`, as a view [length]."""
         return tensor.detach().view(-1).narrow(0, self.start, self.length)
 
     def share(self, rank: int, num_ranks: int) -> "ParamShard":
-        """One rank's share of a shard that is the same on all ranks."""
+        """Return one rank's share of a shard that is the same on all ranks."""
         first, last = (self.length * number // num_ranks for number in (rank, rank + 1))
         return ParamShard(
             self.name, self.offset + first, self.storage, self.start + first, last - first, self.optimizer_state
         )
 
     def ranges(self) -> Iterator[tuple[str, ShardRange]]:
-        """The weights and the optimizer's state, by "KIND/NAME"; not copied."""
+        """Return the weights and the optimizer's state by "KIND/NAME", without copying."""
         yield f"{WEIGHT}/{self.name}", ShardRange(self.offset, self.view(self.storage))
         for kind, value in self.optimizer_state.items():
             if kind != STEP:
@@ -258,25 +258,25 @@ class ParamShard:
                 self.optimizer_state[STEP] = torch.zeros((), dtype=torch.float32, device=self.storage.device)
                 saved.fill(key, 0, self.optimizer_state[STEP].view(1))
             else:
-                if kind not in self.optimizer_state:  # before its first step, an optimizer keeps nothing
+                if kind not in self.optimizer_state:  # an optimizer has no state before its first step
                     self.optimizer_state[kind] = torch.zeros_like(self.storage, requires_grad=False)
                 saved.fill(key, self.offset, self.view(self.optimizer_state[kind]))
 
 
 def whole_params(module: nn.Module, optimizers: Sequence[Any]) -> list[ParamShard]:
-    """Every trained parameter, for ranks that hold whole parameters."""
+    """Return a shard for each trained parameter, for ranks that hold whole parameters."""
     states = {p: o.state[p] for o in optimizers for group in o.param_groups for p in group["params"]}
     trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     return [ParamShard(name, 0, p, 0, p.numel(), states[p]) for name, p in trained]
 
 
 def whole_tensors(tensors: Iterable[tuple[str, Tensor]]) -> list[ParamShard]:
-    """Tensors that no optimizer updates, whole on each rank."""
+    """Return shards for tensors that no optimizer updates, whole on each rank."""
     return [ParamShard(name, 0, tensor, 0, tensor.numel(), {}) for name, tensor in tensors]
 
 
 def state_of(shards: Sequence[ParamShard]) -> State:
-    """What these shards hold; not copied."""
+    """Return the state that these shards hold, without copying."""
     return dict(pair for shard in shards if shard.length for pair in shard.ranges())
 
 
@@ -288,10 +288,10 @@ def write_state(state: State, path: Path) -> None:
 
 
 class SavedState:
-    """What all ranks wrote of one model into a folder, read by name and position; reads only what is asked for.
+    """The state of one model, as all ranks wrote it into a folder. Reads only the requested names and positions.
 
     Raises:
-        ValueError: the folder holds no state, or lacks what is asked for.
+        ValueError: the folder holds no state, or lacks a part that is requested.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -309,13 +309,13 @@ class SavedState:
             raise ValueError(f"{folder}: no state of a model; a checkpoint of this version of Heed was expected")
 
     def kinds(self, name: str) -> Sequence[str]:
-        """The kinds of tensors that were saved for a parameter; "weight" is always one of them."""
+        """Return the kinds of tensors that were saved for a parameter; "weight" is always one of them."""
         if WEIGHT not in self._kinds.get(name, ()):
             raise ValueError(f"{self.folder}: no weights of {name}; those of {sorted(self._kinds)} were found")
         return self._kinds[name]
 
     def fill(self, key: str, offset: int, target: Tensor) -> None:
-        """Read the numbers from `offset` on into `target` [n]."""
+        """Read n numbers, starting at `offset`, into `target` [n]."""
         end, num_read = offset + len(target), 0
         for file, first, last in self._places[key]:
             low, high = max(first, offset), min(last, end)

@@ -88,7 +88,7 @@ class EngineConfig(Config):
 
 
 def cpu_multiplies_bf16() -> bool:
-    """Whether this CPU multiplies bf16 itself (AMX, AVX-512 BF16); without that, bf16 is slower than fp32."""
+    """Whether this CPU has bf16 instructions (AMX, AVX-512 BF16); without them, bf16 is slower than fp32."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
 
@@ -130,7 +130,7 @@ class OptimizerConfig(Config):
             )
 
     def rate(self, step: int, num_steps: int) -> float:
-        """Learning rate of step 0 .. num_steps - 1: linear warm-up, then down to `min_lr_ratio` of the peak."""
+        """Return the rate of step 0 .. num_steps - 1: linear warm-up, then down to `min_lr_ratio` of the peak."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps)
@@ -184,7 +184,7 @@ class BatchConfig(Config):
         return {name: getattr(self, name)}
 
     def num_micro_batches(self, num_ranks: int) -> int:
-        """Micro-batches per rank and step, of rows of one length; at most that many if sequences are packed.
+        """Return the micro-batches per rank and step, for rows of one length; an upper bound if sequences are packed.
 
         With `micro_batch_tokens` it is the number of sequences per rank. Raises: ValueError unless the division is
         exact.
@@ -197,7 +197,7 @@ class BatchConfig(Config):
 class TrainingConfig(Config):
     """What pretraining, SFT and the reward model share. `batch.batch_size` counts rows of the stage's own kind."""
 
-    packs_sequences: ClassVar[bool] = False  # or trains on rows of one length
+    packs_sequences: ClassVar[bool] = False  # False: it trains on rows of one length
 
     batch: BatchConfig = Field(description="Batch sizes.")
     optimizer: OptimizerConfig = Field(description="Optimizer and learning rate.")
@@ -247,7 +247,7 @@ def lora_field() -> Any:
 
 
 def check_lora(lora: LoRAConfig | None, optimizers: Mapping[str, OptimizerConfig]) -> None:
-    """Raises: ValueError for optimizers, by the names of their sections, that adapters cannot have."""
+    """Raises: ValueError if an optimizer, given by its section's name, does not work with adapters."""
     for name, optimizer in optimizers.items() if lora is not None else ():
         if optimizer.trained_layers is not None:
             raise ValueError(

@@ -73,7 +73,7 @@ def overlong_field() -> OnOverlong:
 
 @dataclass(frozen=True)
 class Overlong:
-    """How many rows were longer than a limit, and what became of them."""
+    """How many rows were longer than a limit, and how many of those were truncated or skipped."""
 
     num_rows: int = 0
     num_truncated: int = 0
@@ -90,7 +90,7 @@ class Overlong:
 
 @dataclass(frozen=True)
 class SourceRows:
-    """How many rows a source has, and how many are `unusual`, by what they are and what was done about them."""
+    """How many rows a source has. `unusual` counts the unusual ones by kind, such as "invalid (skipped)"."""
 
     source: str
     num_rows: int
@@ -98,7 +98,7 @@ class SourceRows:
 
     @classmethod
     def of(cls, invalid: InvalidRows, unusual: Mapping[str, int]) -> "SourceRows":
-        """What was counted while the rows were read, those that were left out included."""
+        """Return the counts made while the rows were read, including rows that were left out."""
         skipped = {"invalid (skipped)": invalid.num_invalid} if invalid.num_invalid else {}
         return cls(invalid.source, invalid.num_rows, skipped | dict(unusual))
 
@@ -111,7 +111,7 @@ class SourceRows:
 
     @property
     def fact(self) -> tuple[str, str]:
-        """What a report shows: a title and a text."""
+        """Title and text for a report."""
         return f"Rows of {Path(self.source).name}", str(self)
 
 
@@ -122,7 +122,7 @@ def read_rows(data: SourceConfig, invalid: InvalidRows | None = None) -> Rows:
     for _ in itertools.islice(rows, data.skip_rows):
         pass
     if invalid is not None:
-        invalid.forget()  # those of the rows that are left out
+        invalid.forget()  # do not count the rows skipped by `skip_rows`
     yield from rows
 
 
@@ -139,11 +139,11 @@ def read_valid(
 
 
 def untold(_line: str) -> None:
-    """Takes lines about what was read that nobody wants to see."""
+    """Discard a line about what was read."""
 
 
 def uncounted(_rows: SourceRows) -> None:
-    """Takes the counts of a source's rows where nobody keeps them."""
+    """Discard the counts of a source's rows."""
 
 
 def report_rows(
@@ -152,7 +152,7 @@ def report_rows(
     tell: Callable[[str], None],
     count: Callable[[SourceRows], None] = uncounted,
 ) -> None:
-    """Pass on how many rows of a source are unusual, and the messages about the first that were skipped."""
+    """Report how many rows of a source are unusual, and the messages about the first skipped rows."""
     rows = SourceRows.of(invalid, unusual)
     count(rows)
     for line in (*([f"{rows.source}: {rows}"] if rows else []), *invalid.first):
@@ -164,7 +164,7 @@ def read_texts(
     tell: Callable[[str], None] = untold,
     count: Callable[[SourceRows], None] = uncounted,
 ) -> Iterator[str]:
-    """The texts of all sources, in order. After each source, `tell` and `count` get what is unusual about its rows."""
+    """Stream the texts of all sources, in order. After each, `tell` and `count` get what is unusual about its rows."""
     for data in sources:
         invalid = InvalidRows(data.source, data.on_invalid)
         for _, text in read_valid(data, partial(text_field, field=data.field), invalid):
@@ -179,11 +179,11 @@ def read_conversations(
     takes_texts: bool = False,
     count: Callable[[SourceRows], None] = uncounted,
 ) -> Iterator[tuple[str, Turns]]:
-    """(where, turns) of demonstrations, each ending with the assistant's response.
+    """Stream (where, turns) of demonstrations, each ending with the assistant's response.
 
-    With `takes_texts`, a plain text is a single turn of TEXT_ROLE; otherwise it is refused. After each source, `tell`
-    gets lines on how many conversations of which format it has and what is unusual about its rows, and `count` the
-    latter in numbers.
+    With `takes_texts`, a plain text becomes a single turn of TEXT_ROLE; otherwise it is refused. After each source,
+    `tell` receives lines with the number of conversations per format and with what is unusual about the rows; `count`
+    receives the numbers of unusual rows.
     """
     for data in sources:
         invalid = InvalidRows(data.source, data.on_invalid)
@@ -203,21 +203,21 @@ class Prompt(Config):
 
 
 def read_prompts(data: DataConfig, tell: Callable[[str], None] = untold) -> list[Prompt]:
-    """Prompts, each ending with a user's turn. `tell` and raised errors are those of `read_located_prompts`."""
+    """Return prompts, each ending with a user's turn. `tell` and `Raises` are as in `read_located_prompts`."""
     return [prompt for _, prompt in read_located_prompts(data, tell)]
 
 
 def read_located_prompts(
     data: DataConfig, tell: Callable[[str], None] = untold, count: Callable[[SourceRows], None] = uncounted
 ) -> list[tuple[str, Prompt]]:
-    """(where, prompt), each ending with a user's turn; of rows with the same id and prompt only the first.
+    """Return (where, prompt) pairs, each prompt ending with a user's turn. Repeats of an id and its prompt are dropped.
 
-    `tell` gets lines on how many of which format there are and what is unusual about the rows, and `count` the latter
-    in numbers.
+    `tell` receives lines with the number of prompts per format and with what is unusual about the rows; `count`
+    receives the numbers of unusual rows.
 
     Raises:
-        ValueError: a prompt has another form, two prompts have the same id, or there are no prompts; the message names
-            the line.
+        ValueError: a prompt is malformed, two different prompts have the same id, or there are no prompts; the message
+            names the line.
     """
     prompts: dict[str, tuple[str, Prompt]] = {}
     invalid, reader = InvalidRows(data.source, data.on_invalid), ConversationReader("prompt", data.format)
@@ -234,7 +234,7 @@ def read_located_prompts(
         return Prompt(prompt_id=prompt_id, messages=tuple(reader.read(where, row, check_id)), kind=kind)
 
     for where, prompt in read_valid(data, read, invalid):
-        if prompt.prompt_id in prompts:  # of another pair of responses to the same prompt
+        if prompt.prompt_id in prompts:  # the row has another pair of responses to the same prompt
             reader.leave_out()
         else:
             prompts[prompt.prompt_id] = (where, prompt)

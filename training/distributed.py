@@ -1,6 +1,6 @@
-"""What the engine does on several ranks: Accelerate's process group, DeepSpeed's config, and models in ZeRO's shards.
+"""The engine's work across ranks: Accelerate's process group, DeepSpeed's config, and models sharded by ZeRO.
 
-Models are built in shards and put together again one tensor at a time: no rank needs room for two copies of a model.
+Models are sharded and reassembled one tensor at a time, so no rank needs room for two copies of a model.
 """
 
 import functools
@@ -44,7 +44,7 @@ Exchange = Callable[[Any], list[Any]]
 
 
 def make_accelerator(config: EngineConfig, deepspeed: dict[str, Any], world_size: int) -> Accelerator:
-    """This rank's `Accelerator`, in a process group of `world_size` ranks; `deepspeed` are settings from ZeRO-1 up."""
+    """Create this rank's `Accelerator` in a process group of `world_size` ranks. `deepspeed` is used from ZeRO-1 up."""
     accelerator = _make_accelerator(config, deepspeed)
     # Accelerate falls back to worlds of one rank, or drops DeepSpeed, without a message.
     found = accelerator.num_processes
@@ -55,8 +55,8 @@ def make_accelerator(config: EngineConfig, deepspeed: dict[str, Any], world_size
 
 @functools.cache
 def freeze_imports() -> None:
-    """Spare the garbage collector, once per process, what imports have made: each engine that closes makes it look at
-    everything, which takes a second.
+    """Exclude imported objects from garbage collection, once per process. Each engine that closes triggers a full
+    collection, which would take a second to visit them.
     """
     gc.freeze()
 
@@ -76,7 +76,7 @@ def _make_accelerator(config: EngineConfig, deepspeed: dict[str, Any]) -> Accele
         return Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[*handlers, ddp])
     if on_cpu:
         without_operators()
-    if is_accelerate_initialised():  # the first engine of this process brought the plugin, with its own settings
+    if is_accelerate_initialised():  # the plugin and its settings are still those of this process's first engine
         accelerator = Accelerator(kwargs_handlers=handlers)
         update_deepspeed_config(accelerator, deepspeed)
         return accelerator
@@ -85,7 +85,7 @@ def _make_accelerator(config: EngineConfig, deepspeed: dict[str, Any]) -> Accele
 
 
 def _name_the_only_rank() -> None:
-    """If no launcher named ranks, this process is a world of one."""
+    """Set the variables for a world of one process if no launcher has set them."""
     if "RANK" in os.environ:
         return
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -93,7 +93,7 @@ def _name_the_only_rank() -> None:
 
 
 def deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: int, num_trained: int) -> dict[str, Any]:
-    """DeepSpeed's own config, derived from Heed's, for a model of which `num_trained` numbers are trained."""
+    """Derive DeepSpeed's config from Heed's, for a model with `num_trained` trained parameters."""
     on_gpu = torch.cuda.is_available()
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
@@ -115,9 +115,9 @@ def deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: in
 
 @torch.no_grad()
 def build_sharded(source: ModelSource[AnyModule], config: Mapping[str, Any]) -> AnyModule:
-    """Build a model in ZeRO-3's shards; a collective call. A rank holds its shards and one whole tensor at a time.
+    """Build a model sharded by ZeRO-3; a collective call. A rank holds its shards and one whole tensor at a time.
 
-    Rank 0 alone reads the source, and all ranks get their shards from it.
+    Only rank 0 reads the source, and it sends every rank its shards.
     """
     from deepspeed import zero
 
@@ -142,7 +142,7 @@ def build_sharded(source: ModelSource[AnyModule], config: Mapping[str, Any]) -> 
 
 
 def zero_shards(module: nn.Module, zero_optimizer: Any, zero_stage: int, rank: int) -> list[ParamShard]:
-    """This rank's part of every trained parameter."""
+    """Return this rank's part of every trained parameter."""
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     if zero_stage == 3:
         found = [shard_zero3(zero_optimizer, name, parameter, rank) for name, parameter in trained]
@@ -153,7 +153,7 @@ def zero_shards(module: nn.Module, zero_optimizer: Any, zero_stage: int, rank: i
 
 @torch.no_grad()
 def write_back(zero_optimizer: Any, zero_stage: int) -> None:
-    """After ZeRO's fp32 weights have changed: round them into the parameters, as a step does. A collective call."""
+    """Round ZeRO's fp32 weights into the parameters, as a step does. Call it after changing them; a collective call."""
     if zero_stage == 3:
         write_back_zero3(zero_optimizer)
     else:
@@ -161,9 +161,9 @@ def write_back(zero_optimizer: Any, zero_stage: int) -> None:
 
 
 class Gatherer:
-    """Gathers fp32 tensors of which each rank holds some consecutive numbers, laid out as in `shards`.
+    """Gathers fp32 tensors that are split across ranks. Each rank holds consecutive numbers, laid out as in `shards`.
 
-    Making one and gathering are collective calls. `device` is the one that ranks exchange tensors on.
+    The constructor and the methods that gather are collective calls. Ranks exchange tensors on `device`.
     """
 
     def __init__(self, shards: Iterable[ParamShard], rank: int, device: torch.device, exchange: Exchange) -> None:
@@ -175,7 +175,7 @@ class Gatherer:
                 self._ranges[name].append((owner, offset, length))
 
     def whole(self, name: str, parameter: nn.Parameter, own: Tensor | None, *, on_main_alone: bool) -> Tensor | None:
-        """The whole tensor from all ranks' `own` shards of it [n]; None on ranks that do not keep it."""
+        """Gather a whole tensor from every rank's `own` shard of it [n]. Returns None on ranks that do not keep it."""
         note_progress()
         shape = full_shape(parameter)
         if on_main_alone and self._rank != MAIN:
@@ -203,8 +203,9 @@ class Gatherer:
         *,
         on_main_alone: bool,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of `module` one at a time, tied ones once: trained weights from `own` shards, frozen ones
-        from `originals`, of which no rank holds fp32 shards. With `on_main_alone` on the CPU, and none elsewhere.
+        """Yield the tensors of `module` one at a time, tied ones once. Trained weights come from the `own` shards;
+        frozen ones have no fp32 shards and come from `originals`. With `on_main_alone`, rank 0 gets them on the CPU,
+        other ranks none.
 
         `originals` come in the order of `named_parameters`.
         """
@@ -226,7 +227,7 @@ class Gatherer:
 
 
 def _exchanged(operations: list[dist.P2POp]) -> None:
-    """Wait for transfers between pairs of ranks; as one batch, NCCL needs no connection of its own for each pair."""
+    """Wait for transfers between pairs of ranks. Sent as one batch, they need no separate NCCL connection per pair."""
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
@@ -235,7 +236,7 @@ def _exchanged(operations: list[dist.P2POp]) -> None:
 def whole_zero3_weight(
     parameter: nn.Parameter, rank: int, num_ranks: int, device: torch.device, *, on_main_alone: bool
 ) -> Tensor | None:
-    """A parameter as ZeRO-3's passes use it, whole on `device`; None on ranks that do not keep it. Collective."""
+    """Gather a parameter whole on `device`, as passes of ZeRO-3 use it; None if this rank drops it. Collective."""
     note_progress()
     shard, shape = zero3_shard(parameter).to(device), full_shape(parameter)
     if on_main_alone and rank != MAIN:

@@ -117,7 +117,7 @@ class Engine(Generic[AnyModule]):
         self.offload = Offload(self.device)
 
     def _replicated(self, model: nn.Module) -> Any:
-        """The whole model on every rank: under autocast in bf16, and in DDP if there are several ranks.
+        """Prepare the whole model on every rank: under autocast in bf16, and in DDP if there are several ranks.
 
         Accelerate would convert the model's outputs, such as logits, to fp32 and wrap a single rank too. That costs
         copies of logits and gradients that no loss here needs.
@@ -128,12 +128,13 @@ class Engine(Generic[AnyModule]):
             return model
         # The only buffer, a score's bias, is the same on every rank; DDP would broadcast it in every pass.
         do_not_broadcast_buffers(model)
-        # It is on its device. Accelerate calls a CPU "cpu:1" by the rank, and would copy weights that models share.
+        # The model is already on its device. Accelerate names CPUs by rank ("cpu:1") and would copy weights that models
+        # share.
         return self._accelerator.prepare_model(model, device_placement=False)
 
     @property
     def held_dtype(self) -> torch.dtype:
-        """The type of the weights that passes compute with: DeepSpeed's in bf16, or fp32, which autocast rounds."""
+        """Dtype of the weights that passes read: bf16 under DeepSpeed in bf16, else fp32, which autocast rounds."""
         is_rounded = self.config.zero_stage > 0 and self.config.resolved_precision() == "bf16"
         return torch.bfloat16 if is_rounded else torch.float32
 
@@ -163,7 +164,7 @@ class Engine(Generic[AnyModule]):
 
         `loss` returns a micro-batch's share of the loss, and metrics. The share is the micro-batch's sum divided by the
         count of the whole global batch, so shares add up over micro-batches and ranks however the batch is split. Its
-        passes may have been run before, in `forward_ahead`. Returns the metrics summed over this rank's micro-batches.
+        passes may already have run in `forward_ahead`. Returns the metrics summed over this rank's micro-batches.
         """
         self.offload.bring_back()  # DeepSpeed steps in the last backward
         sums: dict[str, Tensor] = {}
@@ -181,7 +182,7 @@ class Engine(Generic[AnyModule]):
     def cache_weight_casts(self) -> Iterator[None]:
         """Caches each weight's bf16 cast across passes. Use it while weights are fixed.
 
-        Passes with gradients need a context of their own, and so do those without.
+        Use separate contexts for passes with gradients and passes without.
         """
         # Autocast drops its casts when the outermost context ends, even one that casts nothing itself.
         with cache_weight_casts(), torch.autocast(self.device.type, enabled=False):
@@ -189,7 +190,7 @@ class Engine(Generic[AnyModule]):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether passes may come before the `accumulate` that takes their gradients (`forward_ahead`).
+        """Whether forward passes may run before the `accumulate` that computes their gradients (`forward_ahead`).
 
         DeepSpeed pairs each forward with the next backward; recomputed and compiled blocks decide in the forward what
         the backward does.
@@ -199,9 +200,9 @@ class Engine(Generic[AnyModule]):
 
     @contextlib.contextmanager
     def forward_ahead(self) -> Iterator[None]:
-        """Around passes whose outputs `accumulate` gets later from its `loss`, before any weight changes.
+        """Context for forward passes whose outputs the `loss` of a later `accumulate` uses.
 
-        PyTorch refuses the backward if one did.
+        No weight may change in between, or PyTorch refuses the backward.
         """
         assert self.runs_ahead, f"passes ahead of their updates with {self.config}"
         with (
@@ -214,7 +215,7 @@ class Engine(Generic[AnyModule]):
 
     @contextlib.contextmanager
     def _gradients_reduced(self, is_last: bool) -> Iterator[None]:
-        """Around the forward and backward of one micro-batch: ranks reduce their gradients in the last one only.
+        """Context for the forward and backward of one micro-batch. Ranks reduce their gradients in the last one only.
 
         DDP decides in the forward whether the backward will reduce gradients, so the forward belongs inside, unless it
         was in `forward_ahead`.
@@ -275,7 +276,7 @@ class Engine(Generic[AnyModule]):
                 group["lr"] = learning_rate
 
     def _one_or_nan(self) -> Tensor:
-        """1 where every rank's loss is finite, else NaN; a collective call, for which the CPU does not wait."""
+        """Return 1 if every rank's loss is finite, else NaN. A collective call that the CPU does not wait for."""
         num_others = self.sum_over_ranks((~torch.isfinite(self._loss_sum)).float())
         return torch.where(num_others == 0, 1.0, math.nan)
 
@@ -291,10 +292,11 @@ class Engine(Generic[AnyModule]):
             )
 
     def weights(self, dtype: torch.dtype, *, on_main_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield what passes compute with, rounded to `dtype`: one whole tensor at a time on this rank's device.
+        """Yield the weights that passes read, rounded to `dtype`: one whole tensor at a time on this rank's device.
 
-        Tied weights come once. A tensor may be the weight itself, so copy what you keep. Under ZeRO-3 a collective
-        call, of which every rank has to take all tensors; with `on_main_alone`, other ranks take part but get none.
+        Tied weights come once. A tensor may be the weight itself, so copy what you keep. Under ZeRO-3 this is a
+        collective call, and every rank has to consume all tensors; with `on_main_alone`, other ranks take part but get
+        none.
         """
         keep = self.is_main or not on_main_alone
         for name, parameter in self.module.named_parameters():
@@ -316,11 +318,11 @@ class Engine(Generic[AnyModule]):
         return dict(self._gathered(self._own_weights(), on_main_alone=False))
 
     def weights_for_file(self, own: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Rank 0's fp32 weights, one whole tensor at a time, tied ones once; every rank calls it.
+        """Iterate over the fp32 weights on rank 0, one whole tensor at a time, tied ones once. Every rank calls it.
 
-        Rank 0 has to take them all: they are gathered as it takes them, into CPU memory if ranks hold shards. Other
-        ranks send their shards in this call, and get none. `own` are this rank's numbers [length] of other values of
-        the trained weights, by name and laid out as `shards` is.
+        Rank 0 has to consume all of them: each is gathered as it is taken, into CPU memory if ranks hold shards. Other
+        ranks send their shards in this call and get no tensors. `own` replaces the trained weights by other values:
+        this rank's numbers [length] by name, laid out as in `shards`.
         """
         if self.config.zero_stage == 0 and own is None:
             return self._whole_tensors() if self.is_main else iter([])
@@ -328,7 +330,7 @@ class Engine(Generic[AnyModule]):
         return gathered if self.is_main else iter([*gathered])
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Of a model that every rank holds whole. Frozen weights that are held rounded are read once more."""
+        """Yield the tensors of a model that every rank holds whole. Frozen weights held rounded are read again."""
         originals = iter(self._source.tensors())
         for name, parameter in self.module.named_parameters():
             is_rounded = self._rounds_frozen and not parameter.requires_grad
@@ -353,14 +355,14 @@ class Engine(Generic[AnyModule]):
         self.offload.send_away(states + [shard.storage for shard in shards if self.config.zero_stage > 0])
 
     def shards(self) -> list[ParamShard]:
-        """This rank's part of the trained weights in fp32: with all other ranks' parts, each number once."""
+        """This rank's part of the trained weights in fp32. The parts of all ranks cover each number once."""
         self.offload.bring_back()
         if self.config.zero_stage == 0:
             return [shard.share(self.rank, self.world_size) for shard in whole_params(self.module, self._optimizers)]
         return zero_shards(self.module, self.model.optimizer, self.config.zero_stage, self.rank)
 
     def state(self) -> State:
-        """This rank's part of what training changes, weights and optimizer states, for a checkpoint; not copied."""
+        """This rank's part of the trained weights and optimizer states, for a checkpoint; not copied."""
         buffers = [shard.share(self.rank, self.world_size) for shard in whole_tensors(self.module.named_buffers())]
         return state_of(self.shards() + buffers)
 
@@ -419,12 +421,12 @@ class StageContext:
 
 def build_engine(context: StageContext, source: ModelSource[AnyModule], config: TrainingConfig) -> Engine[AnyModule]:
     """Build this rank's engine for a stage that trains one model."""
-    micro_batch = config.batch.micro_batch_size or 1  # DeepSpeed counts with it and computes nothing by it
+    micro_batch = config.batch.micro_batch_size or 1  # DeepSpeed uses it only for counting
     return Engine(source, config.optimizer, context.engine, world_size=context.num_workers, micro_batch=micro_batch)
 
 
 def _num_trained(source: ModelSource[Any], optimizer: OptimizerConfig) -> int:
-    """How many numbers of a model are trained; nothing is read."""
+    """Count a model's trained parameters without reading any weights."""
     model = on_meta(source.build)
     if optimizer.trained_layers is not None:
         freeze_all_but_last(model, optimizer.trained_layers)
@@ -433,22 +435,21 @@ def _num_trained(source: ModelSource[Any], optimizer: OptimizerConfig) -> int:
 
 @contextlib.contextmanager
 def deterministic_kernels(is_on: bool) -> Iterator[None]:
-    """Around forward, backward and step: kernels on GPUs that give the same bits every time, if `is_on`
-    (`engine.deterministic`). On CPUs all of Heed's do.
+    """Use bitwise reproducible GPU kernels for forward, backward and step, if `is_on` (`engine.deterministic`).
 
-    Gradients of attention, embeddings and chosen positions are then added in a fixed order, and an operation that has
-    no such kernel raises RuntimeError. Passes without gradients need it not: none of their kernels adds in an order
-    that varies.
+    Gradients of attention, embeddings and indexed positions are then added in a fixed order, and an operation that has
+    no such kernel raises RuntimeError. Passes without gradients do not need it: none of their kernels adds in a varying
+    order. On CPUs, all of Heed's kernels are reproducible.
     """
     if not (is_on and torch.cuda.is_available()):
         yield
         return
-    # Read at the first product of the process; without it PyTorch refuses products here.
+    # Read at the process's first matrix product. Without it, PyTorch refuses matrix products in this context.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     settings: Any = torch.utils.deterministic
     was_on, was_filled = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    settings.fill_uninitialized_memory = False  # a pass over every new tensor, and none is read unset
+    settings.fill_uninitialized_memory = False  # costs a pass over every new tensor; none is read before it is set
     try:
         yield
     finally:

@@ -54,7 +54,7 @@ def do_not_broadcast_buffers(model: nn.Module) -> None:
 
 
 def expect_gradients(model: Any) -> None:
-    """Tell DDP that the next backward's gradients are to be reduced, as its forward does; twice is as good as once."""
+    """Tell DDP to reduce the gradients of the next backward, as its forward does. Calling it twice does no harm."""
     model.reducer.prepare_for_backward([])
 
 
@@ -62,9 +62,10 @@ def expect_gradients(model: Any) -> None:
 def without_dynamo() -> Iterator[None]:
     """Wrap a model for training without importing TorchDynamo, which takes each process a second or two.
 
-    PyTorch and DeepSpeed ask it for settings, and to keep functions out of graphs that it traces; Heed compiles blocks
-    only (`engine.compile_blocks`), for which it is imported beforehand. DeepSpeed also imports a Muon of its own, which
-    compiles a function at once and which Heed never uses. With a GPU, PyTorch stays as it is: jobs there take hours.
+    PyTorch and DeepSpeed need it only for settings and to exclude functions from tracing. Heed compiles nothing but
+    blocks (`engine.compile_blocks`), and then TorchDynamo is imported before. DeepSpeed also imports its own Muon,
+    which Heed never uses and which compiles a function on import. With a GPU, PyTorch stays as it is: jobs there take
+    hours.
     """
     if "torch._dynamo" in sys.modules or torch.cuda.is_available():
         yield
@@ -86,13 +87,13 @@ def without_dynamo() -> Iterator[None]:
 
 
 def step_without_dynamo(zero_stage: int) -> None:
-    """Let optimizers, DDP and, at stage 3, ZeRO's hooks run as they are: each would import TorchDynamo at its first
-    call, only to be left out of its graphs. With a GPU, they stay as they are.
+    """Keep optimizers, DDP and, at stage 3, ZeRO's hooks from importing TorchDynamo at their first call, where they
+    need it only to be excluded from its graphs. With a GPU, nothing is changed.
     """
     if torch.cuda.is_available():
         return
     _run_as_it_is(Optimizer, DistributedDataParallel)
-    setattr(AdamW, "step", torch.no_grad()(inspect.unwrap(AdamW.step)))  # noqa: B010 - mypy lets nobody assign a method
+    setattr(AdamW, "step", torch.no_grad()(inspect.unwrap(AdamW.step)))  # noqa: B010 - mypy refuses to assign a method
     if zero_stage == 3:
         from deepspeed.runtime.zero import partitioned_param_coordinator
 
@@ -109,8 +110,8 @@ def _run_as_it_is(*owners: Any) -> None:
 
 
 def without_operators() -> None:
-    """Keep DeepSpeed from asking the compiler, in every process, which operators it could build, and from building one
-    on CPUs: an all-reduce through shared memory, which takes a minute and which only its inference engine calls.
+    """Keep DeepSpeed from checking, in every process, which operators the compiler can build. On CPUs it would also
+    build a shared-memory all-reduce, which takes a minute and which only its inference engine calls.
     """
     import deepspeed.ops
 
@@ -130,8 +131,8 @@ def set_collective_timeout(deepspeed_engine: Any, timeout: timedelta) -> None:
 def release_zero3(module: nn.Module) -> None:
     """Drop the references to a module that ZeRO-3 keeps after its engine is destroyed.
 
-    They are the list of modules in a forward pass, in which every root module stays, and a cache of a method's results,
-    whose keys hold the method's object. With them would stay the weights, masters and moments.
+    They are the list of modules in a forward pass, which keeps every root module, and a method's result cache, whose
+    keys hold the method's object. They would keep weights, master weights and moments alive.
     """
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -157,8 +158,8 @@ def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 def shard_zero12(zero_optimizer: Any, name: str, parameter: nn.Parameter) -> ParamShard | None:
     """This rank's fp32 master weights of a parameter under ZeRO-1 and 2.
 
-    A group's weights lie in one row, cut into equal parts, one per rank. None if no number of the parameter lies in
-    this rank's part.
+    A group's weights are concatenated and cut into equal parts, one per rank. Returns None if this rank's part has no
+    number of the parameter.
     """
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is None:
@@ -171,8 +172,8 @@ def shard_zero12(zero_optimizer: Any, name: str, parameter: nn.Parameter) -> Par
 def shard_zero3(zero_optimizer: Any, name: str, parameter: nn.Parameter, rank: int) -> ParamShard | None:
     """This rank's fp32 master weights of a parameter under ZeRO-3.
 
-    Every parameter is cut into equal parts, one per rank, the last of them padded. None if this rank's part is all
-    padding.
+    Every parameter is cut into equal parts, one per rank, the last of them padded. Returns None if this rank's part is
+    all padding.
     """
     group, start, padded_length = zero_optimizer.grad_position[zero_optimizer.get_param_id(parameter)]
     storage, offset = zero_optimizer.fp32_partitioned_groups_flat[group], rank * padded_length

@@ -26,7 +26,7 @@ from training.notices import StoppedError, say, stop_requested
 from training.packing import IntArray, Sampler
 from training.seeds import derive_seed
 
-MODEL = "model"  # the folder of its state in a checkpoint
+MODEL = "model"  # the folder of the model's state in a checkpoint
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 Model_contra = TypeVar("Model_contra", bound=nn.Module, contravariant=True)
@@ -60,12 +60,12 @@ class Objective(Protocol[Model_contra]):
 
 @runtime_checkable
 class RaggedObjective(Protocol):
-    """An objective whose rows differ in length: it says which of them a pass reads."""
+    """An objective whose rows differ in length, and which decides which rows each pass reads."""
 
     def rank_passes(
         self, rows: IntArray, batch: BatchConfig, num_ranks: int, *, with_gradients: bool
     ) -> list[list[IntArray]]:
-        """The rows of each pass of each rank; as many passes on every rank, of which some may be empty."""
+        """Return the rows of each pass of each rank. Every rank has the same number of passes; some may be empty."""
         ...
 
 
@@ -97,7 +97,7 @@ class TrainingLoop(Generic[AnyModule]):
         folder: Path,
     ) -> None:
         self.engine, self.config, self.training, self.heldout, self.folder = engine, config, training, heldout, folder
-        config.batch.num_micro_batches(engine.world_size)  # refuses what does not divide
+        config.batch.num_micro_batches(engine.world_size)  # raises if the batch does not divide
         self._heldout_passes: list[IntArray] = []  # of this rank, the same in every evaluation
         self.sampler = Sampler(len(training), config.batch.batch_size, derive_seed(config.seed, config.stage, "order"))
 
@@ -108,7 +108,7 @@ class TrainingLoop(Generic[AnyModule]):
             StoppedError: on every rank, after a checkpoint, if one of them was asked to stop (`training.notices`).
         """
         first_step = self._resume()
-        # The last step has a checkpoint too: a stage may be killed in what it does after training.
+        # The last step is saved too, since a stage may be killed after training; it then resumes with no step left.
         log, heldout = None, dict[str, float]() if first_step < self.config.num_steps else self.evaluate()
         done, is_stopping = first_step, False
         if self.engine.is_main:
@@ -135,7 +135,7 @@ class TrainingLoop(Generic[AnyModule]):
         return heldout
 
     def _is_asked_to_stop(self) -> bool:
-        """Whether any rank is; a collective call, so that all stop after the same step."""
+        """Whether any rank is asked to stop. A collective call, so that all ranks stop after the same step."""
         engine = self.engine
         if engine.world_size == 1:
             return stop_requested()
@@ -171,7 +171,7 @@ class TrainingLoop(Generic[AnyModule]):
         }
 
     def _means(self, sums: Mapping[str, Tensor], count: int) -> dict[str, float]:
-        """Means over `count` units, or over a metric's own count; a metric with a count of 0 is left out."""
+        """Return means over `count` units, or over a metric's own count; a metric with a count of 0 is left out."""
         if not sums:
             return {}
         flat = [value.detach().float().reshape(-1) for value in sums.values()]
@@ -181,7 +181,7 @@ class TrainingLoop(Generic[AnyModule]):
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Means over all held-out rows, which are split among the ranks."""
+        """Return means over all held-out rows, which are split among the ranks."""
         engine = self.engine
         engine.model.eval()
         everything = torch.arange(len(self.heldout)).numpy()
@@ -198,7 +198,7 @@ class TrainingLoop(Generic[AnyModule]):
         return self._means(sums, count)
 
     def _loss_of(self, objective: Objective[AnyModule], mine: IntArray, rows: IntArray, seed: int) -> LossAndMetrics:
-        """Loss and metrics of a pass over `mine` of the `rows`.
+        """Return loss and metrics of a pass over `mine`, this rank's part of `rows`.
 
         ZeRO-3 gathers weights in every pass, so all ranks run the same number of passes: a rank that has run out of
         rows repeats the first one and does not count it.
@@ -243,9 +243,9 @@ class TrainingLoop(Generic[AnyModule]):
 def _passes(
     objective: Objective[Any], rows: IntArray, batch: BatchConfig, num_ranks: int, *, with_gradients: bool
 ) -> list[list[IntArray]]:
-    """The rows of each pass of each rank: what the objective says, or slices of `micro_batch_size` rows.
+    """Return the rows of each pass of each rank: as the objective splits them, or slices of `micro_batch_size` rows.
 
-    With gradients a rank has consecutive slices. Without, slices are dealt in turn, and the last may be shorter.
+    With gradients, a rank gets consecutive slices. Without, slices are dealt round-robin, and the last may be shorter.
     """
     if isinstance(objective, RaggedObjective):
         return objective.rank_passes(rows, batch, num_ranks, with_gradients=with_gradients)

@@ -31,7 +31,7 @@ class StepLines:
         kept = [line for line in read_metrics(path) if line["step"] <= resume_step]
         write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("ab", buffering=0)
-        self._whole_bytes = path.stat().st_size  # what follows them is part of a line that failed
+        self._whole_bytes = path.stat().st_size  # anything after them is part of a line whose write failed
         self._waiting: list[tuple[int, bytes]] = []  # step and line
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -50,7 +50,7 @@ class StepLines:
             try:
                 written = self._file.write(line)
                 if written != len(line):
-                    self._file.write(line[written:])  # says why it is not all
+                    self._file.write(line[written:])  # writes the rest, or raises the reason why it cannot
             except OSError:
                 os.ftruncate(self._file.fileno(), self._whole_bytes)
                 raise
@@ -87,13 +87,13 @@ class MetricsLog:
             self._track(name, step, finite)
 
     def _track(self, name: str, step: int, values: Mapping[str, float]) -> None:
-        """Pass metrics on. A tracker that fails is started again at the next step, and the user is told."""
+        """Pass metrics on. A tracker that fails is restarted at the next step, and the user is notified."""
         try:
             if self._trackers[name] is None:
                 self._trackers[name] = _make_tracker(name, self._folder)
                 say(f"{name}: has metrics again from step {step}; metrics.jsonl has all")
             self._trackers[name].log(dict(values), step=step)
-        except Exception as error:  # of any tracker's own kind
+        except Exception as error:  # each tracker has its own kinds of errors
             if self._trackers[name] is not None:
                 say(f"{name}: {cause_of(error)}; it lacks metrics before and after step {step}. The run continues")
             self._trackers[name] = None

@@ -1,10 +1,10 @@
-"""What the user reads of a run, one line each: notices while it continues, and why it ends. Also requests to stop it.
+"""One-line messages to the user about a run: notices while it continues, and why it ends. Also requests to stop it.
 
-Notices say where a run resumes, what was skipped, what could not be saved. Nobody reads a worker's log, so the process
-that starts a worker says where its notices go (`cluster.messages`). In any other process they are log messages.
+Notices say where a run resumes, what was skipped and what could not be saved. Nobody reads a worker's log, so the
+process that starts a worker says where its notices go (`cluster.messages`). In any other process they are log messages.
 
-A run that is asked to stop ends with a checkpoint: whoever controls this process passes the request on, and loops look
-for it between steps.
+A run that is asked to stop ends with a checkpoint. The code that controls this process passes the request on, and loops
+check for it between steps.
 """
 
 import errno
@@ -71,9 +71,9 @@ def speaking_through(speaker: Speaker) -> Iterator[None]:
 
 @contextmanager
 def printing_aloud(who: str) -> Iterator[None]:
-    """What a user's code prints reaches the user, line by line after `who`: nobody reads a worker's standard output.
+    """Report what a user's code prints, line by line after `who`, since nobody reads a worker's standard output.
 
-    In a process that has no speaker it is printed as usual.
+    In a process without a speaker, it is printed as usual.
     """
     if not _speakers:
         yield
@@ -104,7 +104,7 @@ def system_error(error: BaseException) -> int | None:
         return error.errno
     code = getattr(getattr(error, "orig", error), "sqlite_errorcode", None)
     if code is not None:
-        return _OF_SQLITE.get(code & 0xFF)  # the higher bits say which kind of, say, I/O error it was
+        return _OF_SQLITE.get(code & 0xFF)  # the higher bits give the subtype, such as which I/O error it was
     found = re.search(r"\(os error (\d+)\)", str(error))
     return int(found[1]) if found else None
 
@@ -126,7 +126,7 @@ def remedy_of(error: BaseException) -> str:
 def in_one_line(error: BaseException) -> str:
     """What the user should read instead of a traceback; "" if the cause is not known.
 
-    Also looks at what the error was raised from: a worker's failure reaches the driver inside another one.
+    Also looks at the error's causes, since a worker's failure reaches the driver inside another error.
     """
     found: BaseException | None = error
     while found is not None:
@@ -144,7 +144,7 @@ class StoppedError(RunError):
 
 
 def request_stop() -> None:
-    """Have the loop in this process save after the step that it is in, and raise StoppedError."""
+    """Make this process's loop save after its current step and raise StoppedError."""
     _stop_request.set()
 
 

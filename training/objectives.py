@@ -62,10 +62,10 @@ class PackedObjective:
         return self.rows.num_tokens(rows)
 
     def batch(self, rows: IntArray, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, IntArray]:
-        """Tokens, segments and the loss mask (True = counted), [B, T] each; the counted tokens [C], without those of
-        the first column, which nothing predicts; and the number of each token's sequence.
+        """Return tokens, segments and the loss mask (True = counted), [B, T] each; the counted tokens [C], without
+        those of the first column, which nothing predicts; and the number of each token's sequence.
 
-        Segments and mask stay in the CPU's memory, where counting does not wait for a GPU.
+        Segments and mask stay in CPU memory, where counting does not wait for a GPU.
         """
         taken = self.rows.take(rows)
         parts = (taken.tokens, taken.segments, taken.counted)

@@ -1,4 +1,4 @@
-"""AdamW and Muon, which parameters each of them updates, and CPU memory in which their states may wait."""
+"""AdamW and Muon, the choice of parameters that each updates, and the offloading of their states to CPU memory."""
 
 import math
 from collections import defaultdict
@@ -29,7 +29,7 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.dev
     inner = [name for name, p in parameters.items() if ".blocks." in name and p.dim() == 2]
     outer = [p for name, p in parameters.items() if name not in inner]
     optimizers: list[torch.optim.Optimizer] = [_make_adamw(outer, config, device)]
-    if inner:  # there are none if only what follows the blocks is trained
+    if inner:  # empty if only the layers after the blocks are trained
         matrices = [parameters[name] for name in inner]
         muon = Muon(matrices, config.learning_rate, config.weight_decay, dtype_on(device))
         optimizers.insert(0, muon)
@@ -59,7 +59,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, matrices: Iterable[nn.Parameter], lr: float, weight_decay: float, dtype: torch.dtype = torch.bfloat16
     ) -> None:
-        """`dtype` is that of orthogonalised updates and of the products which compute them; the same on all ranks."""
+        """Orthogonalised updates, and the products that compute them, have `dtype`, the same on all ranks."""
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
         self._dtype = dtype
 
@@ -78,7 +78,7 @@ class Muon(torch.optim.Optimizer):
                     matrix.add_(update, alpha=-0.2 * math.sqrt(max(matrix.shape)) * group["lr"])
 
     def _updates(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """The matrices' orthogonalised updates. The first is computed by rank 0, the second by rank 1, and so on."""
+        """Return the matrices' orthogonalised updates. Rank 0 computes the first, rank 1 the second, and so on."""
         for matrix in matrices:
             self._momentum(matrix).lerp_(_gradient(matrix), 1 - MOMENTUM)
         if not dist.is_initialized():
@@ -108,7 +108,7 @@ def _gradient(matrix: Tensor) -> Tensor:
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """The type to orthogonalise in: bf16, or fp32 where any rank multiplies bf16 slowly; a collective call."""
+    """Return the dtype to orthogonalise in: bf16, or fp32 if any rank multiplies bf16 slowly. A collective call."""
     is_fast = torch.tensor(float(device.type != "cpu" or cpu_multiplies_bf16()), device=device)
     if dist.is_initialized():
         dist.all_reduce(is_fast, dist.ReduceOp.MIN)
@@ -130,7 +130,7 @@ def orthogonalised(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Offload:
-    """Moves what lies behind tensors to CPU memory and back. Tensors and their views are the same objects afterwards.
+    """Moves the storage of tensors to CPU memory and back. Tensors and their views stay the same objects.
 
     The CPU memory, pinned where the tensors are on a GPU, is kept for the next time.
     """
@@ -138,10 +138,10 @@ class Offload:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []  # each with its bytes in CPU memory
-        self._spare: dict[int, list[Tensor]] = defaultdict(list)  # CPU memory in use by nothing, by its size in bytes
+        self._spare: dict[int, list[Tensor]] = defaultdict(list)  # unused CPU buffers, by size in bytes
 
     def send_away(self, tensors: Iterable[Tensor]) -> None:
-        """Free the device's memory of those that are there. Nobody may touch them until `bring_back`."""
+        """Free the device memory of those tensors that are on the device. Do not touch them until `bring_back`."""
         there = [tensor for tensor in tensors if tensor.device.type == self.device.type]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in there}
         for storage in storages.values():
@@ -165,7 +165,7 @@ class Offload:
 
     @property
     def hosts(self) -> list[Tensor]:
-        """The CPU memory in use and kept."""
+        """All CPU buffers, in use or kept for reuse."""
         return [host for _, host in self._away] + [host for spare in self._spare.values() for host in spare]
 
     def _bytes(self, storage: torch.UntypedStorage) -> Tensor:

@@ -1,7 +1,7 @@
 """Token sequences packed into rows, the order in which training visits rows, and how a batch is split into passes.
 
-Which rank reads a sequence, in which pass, and in rows of what width follows from the lengths alone, so that every rank
-could work it out, and a resumed run does the same again.
+The lengths alone decide which rank reads a sequence, in which pass, and how wide its row is. So every rank can compute
+the split for itself, and a resumed run repeats it.
 
 Shape letters: B rows, T tokens of a row, S sequences of a row.
 """
@@ -24,7 +24,7 @@ from training.tokens import Sequences, map_array
 
 IntArray = NDArray[np.int64]
 
-# Of the widths of rows (`bucket`).
+# Row widths (`bucket`).
 LEAST_WIDTH = 16
 WIDTHS_PER_DOUBLING = 8
 
@@ -70,10 +70,10 @@ class PackedRows:
 
 
 class Packed:
-    """Rows of packed sequences, laid out only where they are asked for: the sequences may be in a mapped file.
+    """Rows of packed sequences, laid out on demand, since the sequences may be in a memory-mapped file.
 
-    Sequences are packed best-fit, longest first; each lies whole in one row. It keeps 8 bytes per sequence and 16 per
-    row, in addition to what `sequences` keeps.
+    Sequences are packed best-fit, longest first, and never split across rows. Memory: 8 bytes per sequence and 16 per
+    row, in addition to `sequences`.
 
     Raises:
         ValueError: a sequence is longer than a row; the message gives its number.
@@ -121,13 +121,13 @@ class Packed:
 
 
 def pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool]]], seq_len: int, pad_id: int) -> PackedRows:
-    """The rows that `Packed` makes of (tokens, counted) sequences, all laid out. Raises: as `Packed`."""
+    """Lay out all rows that `Packed` makes of (tokens, counted) sequences. Raises: as `Packed`."""
     packed = Packed(Sequences.of(sequences), seq_len, pad_id)
     return packed.take(np.arange(len(packed)))
 
 
 def best_fit(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
-    """The numbers of the sequences in each row, longest first. Raises: as `Packed`."""
+    """Return the indices of the sequences in each row, longest first. Raises: as `Packed`."""
     for index, length in enumerate(lengths):
         if length > seq_len:
             raise ValueError(f"sequence {index} has {length} tokens; at most {seq_len} fit a row")
@@ -161,7 +161,7 @@ def _sums(values: NDArray[Any], starts: IntArray) -> NDArray[np.int32]:
 
 
 def _ranges(starts: IntArray, lengths: IntArray) -> IntArray:
-    """The whole numbers from each start on, so many of each, one range after another."""
+    """Concatenate the integer ranges of these starts and lengths."""
     before = np.cumsum(lengths) - lengths
     found: IntArray = np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
     return found
@@ -202,7 +202,7 @@ class Sampler:
     def _rows(self, epoch: int, places: IntArray) -> IntArray:
         if epoch != self._epoch:
             self._epoch = int(epoch)
-            # The order that `permutation` draws, in half its memory: every rank holds that of all rows.
+            # The same order as `permutation` draws, in half the memory: every rank holds the order of all rows.
             kind = np.int32 if self.num_rows <= np.iinfo(np.int32).max else np.int64
             self._permutation = np.arange(self.num_rows, dtype=kind)
             np.random.default_rng([self.seed, self._epoch]).shuffle(self._permutation)
@@ -211,9 +211,9 @@ class Sampler:
 
 
 def bucket(num_tokens: int) -> int:
-    """The smallest width of a row that holds so many tokens: 16, 18, 20, ..., 32, 36, 40, ..., 64, 72, ...
+    """Return the smallest row width that holds `num_tokens`, out of 16, 18, 20, ..., 32, 36, 40, ..., 64, 72, ...
 
-    Few widths mean few shapes of tensors, which allocators and compilers of GPUs have to know each.
+    Few widths mean few tensor shapes, and GPU allocators and compilers handle each shape separately.
     """
     step = LEAST_WIDTH // WIDTHS_PER_DOUBLING
     while 2 * WIDTHS_PER_DOUBLING * step < num_tokens:
@@ -222,9 +222,9 @@ def bucket(num_tokens: int) -> int:
 
 
 def row_width(lengths: NDArray[np.int64]) -> int:
-    """The width of the rows that sequences of these lengths are packed into with the least padding.
+    """Return the row width that packs sequences of these lengths with the least padding.
 
-    Widths up to twice the narrowest are tried; of equals the narrowest is taken, as attention in it costs least.
+    It tries widths up to twice the narrowest. Ties go to the narrower width, where attention costs less.
     """
     width = narrowest = bucket(int(lengths.max()))
     widths = [width]
@@ -235,16 +235,16 @@ def row_width(lengths: NDArray[np.int64]) -> int:
 
 
 def padded_tokens(lengths: Sequence[int]) -> int:
-    """Tokens of the rows that sequences of these lengths are packed into, with padding."""
+    """Count the tokens, including padding, of the rows that sequences of these lengths are packed into."""
     found = np.array(lengths, dtype=np.int64)
     width = row_width(found)
     return width * _num_rows(found, width)
 
 
 def packed_rows(sequences: Sequences, device: torch.device) -> PackedRows:
-    """All sequences in rows of `row_width`; padding is token 0.
+    """Pack all sequences into rows of `row_width`; padding is token 0.
 
-    A CPU gains nothing by few widths: there, rows are only as wide as the fullest.
+    A CPU gains nothing from few widths, so its rows are only as wide as the fullest one.
     """
     packed = Packed(sequences, row_width(sequences.lengths), pad_id=0)
     rows = packed.take(np.arange(len(packed)))
@@ -252,19 +252,19 @@ def packed_rows(sequences: Sequences, device: torch.device) -> PackedRows:
 
 
 def pass_tokens(batch: BatchConfig, units: Sequence[Sequence[int]], *, with_gradients: bool) -> int:
-    """Tokens of a pass of one rank, padding included, over units of the batch, given as their sequences' lengths."""
+    """Return the most tokens of one rank's pass, with padding. `units` are given as their sequences' lengths."""
     if batch.forward_tokens and not with_gradients:
         return batch.forward_tokens
     return batch.micro_batch_tokens or batch.micro_batch_size * max(padded_tokens(unit) for unit in units)
 
 
 def split_passes(units: Sequence[Sequence[int]], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """Places of the units in each pass of each rank: [rank][pass], ascending.
+    """Return the indices of the units in each pass of each rank: [rank][pass], ascending.
 
     A unit is what one pass reads together (a response; all responses of a comparison), given as the lengths of its
     sequences. A pass has at most `max_tokens` tokens, padding included, unless a single unit has more. All ranks have
-    the same number of passes, as ZeRO-3 gathers weights in each, and about as many tokens; a pass may be empty, though
-    no rank's first is if there are as many units as ranks.
+    the same number of passes, because ZeRO-3 gathers weights in each, and about the same number of tokens. A pass may
+    be empty, but no rank's first pass is if there are at least as many units as ranks.
     """
     sizes = [sum(lengths) for lengths in units]
     num_passes = max(1, math.ceil(sum(sizes) / (num_ranks * max_tokens)))
@@ -276,7 +276,7 @@ def split_passes(units: Sequence[Sequence[int]], num_ranks: int, max_tokens: int
 
 
 def _balanced(sizes: Sequence[int], num_bins: int) -> list[list[int]]:
-    """The items in bins: from the largest on, each goes to the bin with the smallest total (Graham 1969)."""
+    """Distribute items over bins: largest first, each into the bin with the smallest total (Graham 1969)."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     totals = [(0, place) for place in range(num_bins)]
     for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
@@ -287,9 +287,7 @@ def _balanced(sizes: Sequence[int], num_bins: int) -> list[list[int]]:
 
 
 def _dealt(bins: Sequence[list[int]], sizes: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
-    """As many bins for each rank: round after round, the largest that are left, every other round from the last rank
-    to the first.
-    """
+    """Deal the bins to the ranks, the same number to each: largest first, in rounds of alternating rank order."""
     order = sorted(range(len(bins)), key=lambda place: (-sum(sizes[item] for item in bins[place]), place))
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     for number, place in enumerate(order):

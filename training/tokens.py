@@ -1,7 +1,7 @@
-"""Tokens in files. Texts are tokenized once, before any rank has a place, and every rank maps the files.
+"""Tokens in files. Texts are tokenized once, before ranks are placed, and every rank memory-maps the files.
 
-A folder of tokens has one file per array, `NAME.bin`, and is whole or absent. Interrupted writing continues from where
-it was last saved.
+A folder of tokens has one file per array, `NAME.bin`, and is complete or absent. Interrupted writing continues from the
+last save.
 
 Shape letters: N sequences.
 """
@@ -29,9 +29,9 @@ from training.notices import say
 Item = TypeVar("Item")
 
 CHUNK_TEXTS = 1024
-SAVE_SECONDS = 30.0  # between two saves of unfinished files, and two lines about them
+SAVE_SECONDS = 30.0  # between saves of unfinished files, and between progress lines
 PROGRESS = "progress.json"
-SOURCES = "sources.json"  # of the texts, if rows are unusual
+SOURCES = "sources.json"  # the sources of the texts, if they have unusual rows
 
 TYPES = {
     "tokens": np.int32,
@@ -45,7 +45,7 @@ TYPES = {
 
 @dataclass(frozen=True)
 class TokenFolders:
-    """A stage's tokens: those it learns from, and those it is evaluated on."""
+    """A stage's tokens: those it trains on, and those it is evaluated on."""
 
     training: Path
     heldout: Path
@@ -53,7 +53,7 @@ class TokenFolders:
 
 @dataclass(frozen=True)
 class Part:
-    """What the next `num_rows` rows of the texts became: the next entries of each of the folder's arrays.
+    """The next entries of each of the folder's arrays, made from the next `num_rows` rows of the texts.
 
     The last part has the `sources` whose rows are unusual.
     """
@@ -64,7 +64,7 @@ class Part:
 
 
 def write_arrays(folder: Path, names: Sequence[str], parts: Callable[[int], Iterator[Part]]) -> None:
-    """Write the arrays of these names, unless the folder is there. `parts(n)` yields the parts from row n on."""
+    """Write the arrays of these names, unless the folder exists. `parts(n)` yields the parts from row n on."""
     if folder.is_dir():
         return
     temporary = temporary_path(folder)
@@ -75,7 +75,7 @@ def write_arrays(folder: Path, names: Sequence[str], parts: Callable[[int], Iter
         saved = time.monotonic()
         for part in ahead(parts(num_rows)):
             for name, array in part.arrays.items():
-                # The errors of `tofile` do not give the system's reason.
+                # Errors of `tofile` do not give the system's reason.
                 files[name].write(np.ascontiguousarray(array, dtype=TYPES[name]).data)
             num_rows += part.num_rows
             if part.sources:
@@ -90,7 +90,7 @@ def write_arrays(folder: Path, names: Sequence[str], parts: Callable[[int], Iter
 
 
 def _save(files: Mapping[str, IO[bytes]], num_rows: int, path: Path) -> None:
-    """Put on disk what is written so far, then how much that is."""
+    """Sync what is written so far to disk, then record how much that is."""
     for file in files.values():
         file.flush()
         os.fsync(file.fileno())
@@ -99,7 +99,7 @@ def _save(files: Mapping[str, IO[bytes]], num_rows: int, path: Path) -> None:
 
 
 def _go_back(files: Mapping[str, IO[bytes]], path: Path) -> int:
-    """Cut the files to what was last saved. Returns the number of rows that this is."""
+    """Truncate the files to the last save. Returns the number of rows saved."""
     saved: dict[str, Any] = {"num_rows": 0, "bytes": {}}
     if path.is_file():
         saved = json.loads(path.read_text(encoding="utf-8"))
@@ -115,7 +115,7 @@ def array_path(folder: Path, name: str) -> Path:
 
 
 def map_array(path: Path, dtype: Any) -> NDArray[Any]:
-    """An array's file, memory-mapped: the ranks of a machine share one copy in memory, which the system may drop."""
+    """Memory-map an array's file. The ranks of a machine share one copy in memory, which the system may drop."""
     if not path.stat().st_size:  # an empty file cannot be mapped
         return np.empty(0, dtype=dtype)
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))  # slices of a plain array are faster
@@ -141,7 +141,7 @@ class Sequences:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The sequences of a folder that `sequence_arrays` describes, memory-mapped; memory keeps 8 bytes of each."""
+        """Memory-map the sequences of a folder with the arrays of `sequence_arrays`; keeps 8 bytes per sequence."""
         ends = np.cumsum(read_array(folder, "lengths"), dtype=np.int64)
         counts = read_array(folder, "num_counted")
         return cls(read_array(folder, "tokens"), read_array(folder, "counted"), ends, counts)
@@ -167,30 +167,30 @@ class Sequences:
         return found
 
     def __getitem__(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """The tokens of a sequence, and which of them count."""
+        """Return the tokens of a sequence, and which of them count."""
         start, end = (int(self.ends[index - 1]) if index else 0), int(self.ends[index])
         return self.tokens[start:end], self.counted[start:end]
 
 
 SEQUENCES = ("tokens", "counted", "lengths", "num_counted")  # the arrays of a folder of sequences
-CHECKED_SEQUENCES = (*SEQUENCES, "overlong")  # and what became of each row that was too long
+CHECKED_SEQUENCES = (*SEQUENCES, "overlong")  # and which rows were too long: FITS, TRUNCATED or SKIPPED
 FITS, TRUNCATED, SKIPPED = range(3)
 
 
 def read_overlong(folder: Path) -> Overlong:
-    """What became of the rows of CHECKED_SEQUENCES that were too long."""
+    """Count the rows of CHECKED_SEQUENCES that were too long, truncated and skipped."""
     fates = read_array(folder, "overlong")
     return Overlong(len(fates), int(np.sum(fates == TRUNCATED)), int(np.sum(fates == SKIPPED)))
 
 
 def unusual_rows(sources: Iterable[SourceRows]) -> Iterator[Part]:
-    """The last part, with the sources that have unusual rows; none if there are none."""
+    """Yield the last part, with the sources that have unusual rows, or nothing if there are none."""
     if unusual := [rows for rows in sources if rows]:
         yield Part(0, sources=unusual)
 
 
 def read_sources(*folders: Path) -> tuple[SourceRows, ...]:
-    """The sources of these folders' texts that have unusual rows, each once."""
+    """Read which sources of these folders' texts have unusual rows, each once."""
     found = list[SourceRows]()
     for path in (folder / SOURCES for folder in folders):
         if path.is_file():
@@ -202,7 +202,7 @@ def read_sources(*folders: Path) -> tuple[SourceRows, ...]:
 def encode_rows(
     encode: Callable[[Sequence[Messages]], Sequence[Item]], rows: Sequence[tuple[str, Messages]]
 ) -> Sequence[Item]:
-    """`encode` of the conversations of (where, messages) rows, all at once.
+    """Call `encode` once on the conversations of all (where, messages) rows.
 
     Raises: ValueError naming file and line of a conversation that the chat template refuses.
     """
@@ -218,7 +218,7 @@ def encode_rows(
 
 
 def sequence_arrays(sequences: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> dict[str, NDArray[Any]]:
-    """(tokens, counted) sequences as the arrays that `Sequences.read` reads."""
+    """Return (tokens, counted) sequences as the arrays that `Sequences.read` reads."""
     all_tokens, all_counted = [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.bool_)]
     for tokens, counted in sequences:
         all_tokens.append(np.array(tokens, dtype=np.int32))
@@ -232,7 +232,7 @@ def sequence_arrays(sequences: Iterable[tuple[Sequence[int], Sequence[bool]]]) -
 
 
 def chunks(texts: Iterable[Item], size: int = CHUNK_TEXTS) -> Iterator[list[Item]]:
-    """Lists of at most `size` texts, so that streams can be tokenized in parallel without loading them whole."""
+    """Yield lists of at most `size` texts, so that streams can be tokenized in parallel without loading them whole."""
     chunk: list[Item] = []
     for text in texts:
         chunk.append(text)
@@ -245,7 +245,7 @@ def chunks(texts: Iterable[Item], size: int = CHUNK_TEXTS) -> Iterator[list[Item
 
 
 def ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """The same items; a thread produces the next one while this one is used. Raises what `items` raises, in order."""
+    """Yield the same items, while a thread produces the next one. Raises what `items` raises, in order."""
     end = object()
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(next, items, end)

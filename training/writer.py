@@ -1,12 +1,12 @@
 """Checkpoints written while training continues: training waits only while its state is copied.
 
 A thread per rank (`CheckpointPart`) writes, syncs and hashes the copy of the rank's state, and then leaves a note with
-the hashes. It reads the next rank's files back against that rank's note. Rank 0's thread waits for all notes and
-commits the checkpoint. The threads communicate through files alone: a collective call of theirs could come between two
-of training's.
+the hashes. It also reads the next rank's files back and compares them with that rank's note. Rank 0's thread waits for
+all notes and commits the checkpoint. The threads communicate only through files: a collective call from a thread could
+get in between the collective calls of training.
 
-A write that fails is retried for `RETRY_SECONDS`. If that does not help, the user is told, training continues, and the
-next save tries again; `CheckpointWriter` says when training stops.
+A write that fails is retried for `RETRY_SECONDS`. If that does not help, the user gets a notice, training continues,
+and the next save tries again; `CheckpointWriter` says when training stops.
 """
 
 import json
@@ -38,10 +38,10 @@ from training.checkpoint import (
 from training.notices import CheckpointError, cause_of, remedy_of, say, system_error
 
 PROGRESS = "progress.json"
-ALIGNMENT = 64  # bytes; of each tensor in the memory that states are copied to
+ALIGNMENT = 64  # bytes; of each tensor in the buffer that states are copied to
 RETRY_SECONDS = 20.0  # a folder may be unreachable for this long
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 4.0  # between two attempts
-POLL_SECONDS = 0.02  # between two looks for other ranks' notes
+POLL_SECONDS = 0.02  # between checks for other ranks' notes
 
 Result = TypeVar("Result")
 
@@ -54,8 +54,8 @@ class CheckpointWriter:
     """Writes one rank's part of checkpoints, at most one at a time. Leaving its context waits for the last one.
 
     The newest `keep` checkpoints stay. `gather` is a collective call of all ranks. A rank waits `deadline_seconds` for
-    the others' parts. Training stops after `max_failed_saves` failed checkpoints in a row, or after a single one if
-    there is no older one, whose step would be `sound_step`.
+    the others' parts. Training stops after `max_failed_saves` failed checkpoints in a row, or after one failure if
+    there is no older checkpoint to resume from. `sound_step` is the older checkpoint's step, or None.
     """
 
     rank: int
@@ -167,10 +167,10 @@ class CheckpointWriter:
         raise CheckpointError(f"{what}: {self._cause} and run the same command again, which {where}")
 
     def _copies(self, models: Mapping[str, State]) -> dict[str, State]:
-        """Copy all states to CPU memory: into one piece that every checkpoint uses, pinned where there is a GPU."""
+        """Copy all states to CPU memory: into one buffer that every checkpoint reuses, pinned if there is a GPU."""
         num_bytes = sum(_aligned(held.values.nbytes) for state in models.values() for held in state.values())
         if self._arena is None or len(self._arena) < num_bytes:
-            self._arena = None  # before there is another
+            self._arena = None  # free it before allocating another
             self._arena = host_bytes(num_bytes, pinned=torch.cuda.is_available())
         copies, start = dict[str, State](), 0
         for model, state in models.items():
@@ -190,7 +190,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 class _AbandonedError(Exception):
-    """Another rank's part will not come."""
+    """Another rank's part will never be written."""
 
 
 @dataclass
@@ -225,13 +225,13 @@ class CheckpointPart:
 
     @property
     def cause(self) -> str:
-        """Why it failed on this rank; "" if it did not."""
+        """Why this part failed on this rank; "" if it did not."""
         if self.failure is None:
             return ""
         return f"{self.name}, rank {self.rank}: {cause_of(self.failure)}; {remedy_of(self.failure)}"
 
     def start(self, *, has_begun: bool) -> None:
-        """Start the thread. `has_begun` says that the folder is there, empty; otherwise rank 0's thread creates it."""
+        """Start the thread. With `has_begun` the empty folder exists already; otherwise rank 0's thread creates it."""
         self.thread = threading.Thread(target=self._run, args=(has_begun,), daemon=True)
         self.thread.start()
 
@@ -240,7 +240,7 @@ class CheckpointPart:
             self.thread.join()
 
     def _run(self, has_begun: bool) -> None:
-        """Keep a failure for training to ask for: nobody would see it in a thread."""
+        """Keep a failure until training asks for it: an exception in a thread would go unseen."""
         try:
             if self.rank == 0 and not has_begun:
                 self._retry(lambda: begin_checkpoint(self.checkpoints, self.step))
@@ -263,7 +263,7 @@ class CheckpointPart:
     def _retry(self, work: Callable[[], Result]) -> Result:
         """Call `work`, and again after errors of the operating system, with growing pauses.
 
-        Raises the last error after `retry_seconds`, or once nobody waits for this part.
+        Raises the last error after `retry_seconds`, or once training no longer waits for this part.
         """
         started, pause = time.monotonic(), FIRST_PAUSE_SECONDS
         while True:
@@ -300,7 +300,7 @@ class CheckpointPart:
         return hashes
 
     def _remove(self) -> None:
-        """Remove this rank's files, as far as its disk is there."""
+        """Remove this rank's files, as far as the disk can be reached."""
         own = [self.folder / model / f"rank-{self.rank:05d}.safetensors" for model in self.models]
         own += [self.folder / name for name in self.files] if self.rank == 0 else []
         for path in (*own, _written_note(self.folder, self.rank)):
@@ -312,7 +312,7 @@ class CheckpointPart:
     def _read_back(self) -> None:
         """Compare the next rank's files with its note.
 
-        On a cluster, another machine thus reads what one machine wrote, and no rank reads more than a rank writes.
+        So on a cluster, files are read back on another machine, and no rank reads more than a rank writes.
         """
         other = (self.rank + 1) % self.num_ranks
         self._wait_for(lambda rank: _written_note(self.folder, rank), [other])
@@ -322,7 +322,7 @@ class CheckpointPart:
         self._retry(lambda: write_json(_verified_note(self.folder, self.rank), {}))
 
     def _commit(self, hashes: dict[str, str]) -> None:
-        """Make the checkpoint out of all parts, once each is written and read back."""
+        """Commit the checkpoint once every rank's part is written and read back."""
         ranks = list(range(self.num_ranks))
         self._wait_for(lambda rank: _verified_note(self.folder, rank), ranks)
         for rank in ranks:
@@ -337,7 +337,7 @@ class CheckpointPart:
         self._retry(commit)
 
     def _wait_for(self, note: Callable[[int], Path], ranks: list[int]) -> None:
-        """Wait until the notes of these ranks are there."""
+        """Wait until the notes of these ranks exist."""
         end = time.monotonic() + self.deadline_seconds
         while missing := [rank for rank in ranks if not note(rank).exists()]:
             if time.monotonic() > end:

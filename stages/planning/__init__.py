@@ -1,1 +1,1 @@
-"""Estimates of memory and time from a model's shape: what `heed plan` counts."""
+"""Estimates of memory and time from a model's shape, for `heed plan`."""

@@ -1,4 +1,4 @@
-"""The hardware that `heed plan` knows (memory, peak rates, a price), and the seconds that work takes on it.
+"""The hardware that `heed plan` knows (memory, peak rates, price), and how long work takes on it.
 
 Times are floating-point operations at a fraction of the hardware's peak; for sampling, also the bytes of weights and
 cache, which are read once per token.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-import lm.native.install  # noqa: F401  # products as a model's layers compute them
+import lm.native.install  # noqa: F401  # matrix products as a model's layers compute them
 from lm.config import ModelConfig
 from lm.inspection import cache_bytes_per_token, flops_per_source_token, flops_per_token
 from lm.layers import linear
@@ -22,9 +22,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Hardware:
-    """What one rank runs on. `flops` is the dense bf16 peak per second; on a CPU it is a measured rate.
+    """The hardware of one rank. `flops` is the dense bf16 peak per second; on a CPU it is a measured rate.
 
-    `dollars_per_hour` is a round figure of what clouds charge for one, not a quote; `--price` replaces it.
+    `dollars_per_hour` is roughly what clouds charge for one, not a quote; `--price` replaces it.
     """
 
     name: str
@@ -86,7 +86,7 @@ def _seconds(work: object) -> float:
 
 @dataclass(frozen=True)
 class Times:
-    """Times of one model on ranks of this hardware, which reach the fraction `share_of_peak` of its peak."""
+    """Times of one model on ranks that reach the fraction `share_of_peak` of this hardware's peak."""
 
     model: ModelConfig
     layout: Layout
@@ -105,8 +105,8 @@ class Times:
         return flops - (1 - head_share) * has_head * 2 * self.model.vocab_size * self.model.hidden_size
 
     def passes(self, counts: Counts) -> float:
-        """Returns a training step's cost in forward passes. A backward pass counts as two, without frozen blocks; one
-        through frozen maps with adapters computes no gradients of the maps' weights, and counts as one.
+        """Returns a training step's cost in forward passes. A backward pass counts as two, leaving out frozen blocks.
+        Through frozen maps with adapters it counts as one, since it computes no gradients of the maps' weights.
         """
         backward, num_layers = 1 if counts.ranks else 2, self.model.num_hidden_layers + self.model.num_encoder_layers
         return 1 + backward * counts.trained_layers / num_layers

@@ -1,8 +1,8 @@
 """Memory of a rank, part by part: a model's parameter counts, the layout of the work, and what each phase adds.
 
 P parameters, p of them trained; N ranks; c bytes per number in the compute dtype, w bytes per weight (4, or 2 with ZeRO
-in bf16; without ZeRO, autocast keeps fp32 weights). Which ZeRO stage shards what is from Rajbhandari et al. (arXiv
-1910.02054, section 3); what this code and DeepSpeed hold in addition was measured (docs/plan.md). Sampling adds the
+in bf16; without ZeRO, autocast keeps fp32 weights). What each ZeRO stage shards is from Rajbhandari et al. (arXiv
+1910.02054, section 3). What this code and DeepSpeed hold in addition was measured (docs/plan.md). Sampling adds the
 key-value cache, one step's logits, and the prefill of prompts.
 """
 
@@ -27,8 +27,8 @@ from lm.source import on_meta
 from lm.weights import MAX_FILE_BYTES, PRETRAINED
 from training.config import OptimizerConfig
 
-# DeepSpeed's defaults for ZeRO-3 (deepspeed/runtime/zero/config.py): a tensor of at most so many numbers is gathered
-# once and stays whole, and at most so many numbers are gathered at a time.
+# DeepSpeed's defaults for ZeRO-3 (deepspeed/runtime/zero/config.py), in numbers: the largest tensor that is gathered
+# once and stays whole, and the most that is gathered at a time.
 KEPT_WHOLE = 100_000
 MAX_LIVE = 1_000_000_000
 # In elements: the largest bucket of `training.distributed` (not imported here: that takes seconds), and DeepSpeed's
@@ -44,8 +44,8 @@ LOGIT_BYTES = 12  # per logit: fp32, divided by the temperature, and exponentiat
 class Layout:
     """How the work is split and computed.
 
-    `offload` names the parts that a GPU keeps in CPU memory; with `recomputes` the backward pass computes each block's
-    activations again.
+    `offload` names the parts that a GPU keeps in CPU memory. With `recomputes`, the backward pass recomputes each
+    block's activations.
     """
 
     ranks: int
@@ -86,15 +86,15 @@ class Counts:
     block: int  # of a block's attention and MLP
     layer: int  # of the larger of these two
     kept_whole: int  # of all tensors that ZeRO-3 does not shard
-    rounded: int = 0  # frozen and in products alone, so without ZeRO held as those round them
+    rounded: int = 0  # frozen and used only in matrix products, so held rounded without ZeRO
     adapted: int = 0  # of all maps with an adapter
     largest_adapted: int = 0
-    ranks: int = 0  # of a block's adapters: what they make of a token between A and B
+    ranks: int = 0  # sum over a block's adapters: numbers per token between A and B
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a rank needs: `held` throughout, and in addition during each phase. Phases do not overlap.
+    """Bytes that a rank needs: `held` throughout, and `phases` in addition during each phase. Phases do not overlap.
 
     On GPUs, `host` is the node's CPU memory that each rank needs, and `host_once` what rank 0 needs in addition.
     """
@@ -163,7 +163,7 @@ def count(
 
 
 def casts_of(counts: Counts, layout: Layout) -> int:
-    """Returns the bytes of the bf16 copies of weights in products that autocast makes; those held in bf16 need none."""
+    """Returns the bytes of autocast's bf16 copies of weights in matrix products; weights held in bf16 need none."""
     return 2 * (counts.linear - counts.rounded) if layout.is_autocast else 0
 
 
@@ -281,7 +281,7 @@ def training_phases(
         ),
     }
     bucket = min(REDUCE_BUCKET, counts.trained)
-    buffers = 2 if layout.is_gpu else 1  # one is filled while the other is reduced
+    buffers = 2 if layout.is_gpu else 1  # one buffer is filled while the other is reduced
     live = {"reduce bucket": buffers * w * bucket} if stage in (1, 2) else {}
     if stage == 3:
         # The backward pass reaches the embedding last; a head that shares its table needs that at once.
@@ -298,7 +298,7 @@ def training_phases(
         phases["reduce"] = {"gradients": w * p, "reduce bucket": buffers * w * bucket}
         phases["step"] = {"gradients": w * p, "fp32 gradients": 4 * p // N}
     elif stage == 2:
-        # The bucket is reduced through a copy; this rank keeps its own part.
+        # The bucket is reduced in a copy, of which this rank keeps its own part.
         rest = w * max(0, p - bucket) // N
         phases["reduce"] = {**before, "reduce bucket": (buffers + 1) * w * bucket, "gradients of this rank": rest}
         phases["step"] = {"gradients": w * p // N, "fp32 gradients": 4 * p // N}
@@ -316,7 +316,7 @@ def training_memory(
 
 
 def weights_to_save(counts: Counts, layout: Layout) -> dict[str, int]:
-    """Returns the CPU memory in which rank 0 gathers the weights of one file, and the tensor that no longer fits it."""
+    """Returns the CPU memory in which rank 0 gathers the weights of one file and the tensor that no longer fits it."""
     one_file = MAX_FILE_BYTES + 2 * 4 * counts.largest
     return {"fp32 weights to be saved": min(4 * counts.total, one_file)} if layout.is_gpu else {}
 
@@ -349,8 +349,8 @@ def sampling_phase(
     """Returns the bytes for generating `rows` responses at once.
 
     The cache is allocated once. Prefill (on a GPU a few thousand tokens at a time, on a CPU all of them) and drawing
-    (logits and fp32 probabilities) do not overlap, so the larger counts. On a CPU the weights are there a second time,
-    in the layout of its kernels, unless they are in fp32 and of a shape that these do not take.
+    (logits and fp32 probabilities) do not overlap, so the larger counts. On a CPU, the weights exist a second time, in
+    the layout of its kernels, unless they are in fp32 and of a shape that the kernels do not support.
     """
     c, prompts = layout.compute_bytes, rows
     if layout.is_gpu:

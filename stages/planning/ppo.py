@@ -31,12 +31,12 @@ from stages.planning.memory import (
 Parts = Mapping[str, int]
 Mode = Literal["fast", "balanced", "small"]
 
-CHUNK_BYTES = 1 << 28  # lm.samplers.sent_weights: a chunk ends once it has so many
-DIGESTED_AT_ONCE = 1 << 21  # likewise: elements of which a digest is taken at once, 16 bytes each
+CHUNK_BYTES = 1 << 28  # lm.samplers.sent_weights: a chunk ends once it has this many
+DIGESTED_AT_ONCE = 1 << 21  # likewise: elements hashed at once, 16 bytes each
 KEPT_BYTES = 4 << 30  # of a rank's memory, for passes of policy and value function together
 GENERATE, SYNC = "generate", "sync"  # phases in which a generator holds weights
 VALUES = "values"  # the phase in which the value function scores samples
-MEASURE = "measure"  # the phase in which policy, reference and value function do, on the body that they share
+MEASURE = "measure"  # the phase in which policy, reference and value function measure samples on their shared body
 REFERENCE, REWARD = "score by the reference", "score by the reward model"
 
 
@@ -76,7 +76,7 @@ class PPOWork:
 
 @dataclass(frozen=True)
 class Role:
-    """Bytes of one role, as in `stages.planning.memory.Memory`."""
+    """Bytes of one role, with the fields of `stages.planning.memory.Memory`."""
 
     held: Parts
     phases: Mapping[str, Parts] = field(default_factory=dict)
@@ -91,9 +91,9 @@ def keeps_passes(layout: Layout, mode: str, *, has_ptx: bool, shares_body: bool)
     """Returns whether learners keep passes: on CPUs, without ZeRO, if `ppo.memory` is "fast".
 
     A GPU has little memory for activations of more than one micro-batch. DeepSpeed pairs each forward with the next
-    backward, and recomputed blocks would keep little and save nothing. On a shared body, other passes measure than
-    learn. Without Heed's kernels, autocast adds up the gradients of the policy loss and of a pretraining loss in bf16
-    if both passes use one bf16 copy of a weight, so passes apart would give other bits.
+    backward, and recomputed blocks would keep little and save nothing. On a shared body, the passes that measure are
+    not those that learn. Without Heed's kernels, autocast adds up the gradients of the policy loss and of a pretraining
+    loss in bf16 if both passes use the same bf16 copy of a weight, so separate passes would give different bits.
     """
     is_possible = layout.zero_stage == 0 and not layout.recomputes and not shares_body
     adds_up_in_bf16 = layout.is_autocast and has_ptx and library() is None
@@ -102,7 +102,7 @@ def keeps_passes(layout: Layout, mode: str, *, has_ptx: bool, shares_body: bool)
 
 @dataclass(frozen=True)
 class KeptPass:
-    """The pass of one micro-batch through a trained model; `num_logits` as in `training_phases`, 0 for a scalar one."""
+    """One micro-batch's pass through a trained model. `num_logits` is as in `training_phases`; 0 for a scalar model."""
 
     config: ModelConfig
     counts: Counts
@@ -112,12 +112,12 @@ class KeptPass:
 
     @property
     def num_bytes(self) -> int:
-        """What the pass keeps for its backward pass, without weights in bf16, which all passes share."""
+        """Bytes that the pass keeps for its backward pass, without the bf16 weights that all passes share."""
         kept = activation_bytes(self.config, self.of, self.counts, self.layout) - casts_of(self.counts, self.layout)
         return kept + self.layout.compute_bytes * self.num_logits
 
     def num_kept(self, num_passes: int, free_bytes: int) -> int:
-        """Returns how many of the passes are kept in so much memory."""
+        """Returns how many of the passes fit in `free_bytes`."""
         return min(num_passes, free_bytes // self.num_bytes)
 
 
@@ -131,15 +131,15 @@ class KeptPasses:
 
     @property
     def num_bytes(self) -> int:
-        """Of all, and of the weights in bf16 that they share."""
+        """Bytes of all kept passes, with the bf16 weights that they share."""
         casts = casts_of(self.each.counts, self.each.layout) if self.num_kept else 0
         return self.num_kept * self.each.num_bytes + casts
 
     def phases(self, of: Pass, num_logits: int, others: int) -> dict[str, Mapping[str, int]]:
-        """Returns the phases of the update that takes them; a micro-batch's `of` and `num_logits` are as in other
-        updates, and `others` are the bytes of passes that another model keeps meanwhile.
+        """Returns the phases of the update that consumes the kept passes. A micro-batch's `of` and `num_logits` are as
+        in other updates; `others` are the bytes of passes that another model keeps meanwhile.
 
-        In the first backward pass all are there; in the second one is gone, and there are gradients.
+        During the first backward pass all kept passes exist. During the second, one is gone and there are gradients.
         """
         shape = self.each.config, self.each.counts, self.each.layout, of, num_logits
         first, second = training_phases(*shape, 1), training_phases(*shape, 2)
@@ -174,7 +174,7 @@ def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
     else:
         if value is not None:
             phases[VALUES] = scoring_phase(models.critic, value, layout, work.scoring_pass)
-        if policy.ranks:  # the reference is the policy without its adapters
+        if policy.ranks:  # the reference is then the policy without its adapters
             logits = logit_bytes(work.num_logits, layout, with_gradient=False)
             head = casts_of(policy, layout) + logits  # of the frozen body, only the head's table is rounded in passes
             phases[REFERENCE] = {"a pass, or logits": max(forward_bytes(models.policy, work.policy_pass), head)}
@@ -192,8 +192,8 @@ def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
 
 
 def kept_passes(models: PPOModels, layout: Layout, work: PPOWork) -> dict[str, KeptPasses]:
-    """Returns the passes that the trained models keep for the first update: the policy's, then the value function's,
-    while there is room.
+    """Returns the passes that the trained models keep for the first update: the policy's, then the value function's, up
+    to the memory limit.
     """
     num_logits = work.critic_pass.rows * work.response_tokens * models.policy.vocab_size
     shapes = {"policy": (models.policy, models.policy_counts, num_logits)}
@@ -209,7 +209,7 @@ def kept_passes(models: PPOModels, layout: Layout, work: PPOWork) -> dict[str, K
 
 
 def _kept_phases(kept: Mapping[str, KeptPasses], work: PPOWork, phases: Mapping[str, Parts]) -> dict[str, Parts]:
-    """Returns what kept passes change: the first updates, and what a learner measures after them."""
+    """Returns the phases that kept passes change: the first updates, and the measuring that follows the kept passes."""
     if not kept:
         return {}
     others = kept["value"].num_bytes if "value" in kept else 0
@@ -222,13 +222,13 @@ def _kept_phases(kept: Mapping[str, KeptPasses], work: PPOWork, phases: Mapping[
 
 
 def on_body(counts: Counts) -> Counts:
-    """Returns the counts of a model whose frozen weights another one holds."""
+    """Returns the counts of a model whose frozen weights belong to another model."""
     return replace(counts, total=counts.trained, linear=counts.linear - counts.rounded, rounded=0)
 
 
 def _shared_phases(models: PPOModels, layout: Layout, work: PPOWork) -> dict[str, Parts]:
-    """Returns the passes without gradients over a shared body: policy, reference and value function read one batch
-    together, and the reward model another.
+    """Returns the phases without gradients on a shared body: policy, reference and value function read one batch
+    together, and the reward model reads another.
     """
     num_readers = 2 if models.value_counts is None else 3
     rows = replace(work.policy_pass, rows=num_readers * work.policy_pass.rows)
@@ -242,7 +242,7 @@ def _shared_phases(models: PPOModels, layout: Layout, work: PPOWork) -> dict[str
 def generator(models: PPOModels, layout: Layout, work: PPOWork, other_bytes: int = 0) -> Role:
     """Returns the memory of a generator: weights in the compute dtype, and sampling. Other roles hold `other_bytes`."""
     policy, shared_by = models.policy_counts, work.generator_ranks
-    P = policy.total - (policy.trained if policy.ranks else 0)  # it gets merged weights
+    P = policy.total - (policy.trained if policy.ranks else 0)  # it receives merged weights
     weights = layout.compute_bytes * P // shared_by
     rows = min(GENERATION_ROWS, work.rollout_rows * shared_by)
     free = (work.gpu_bytes - other_bytes - weights) * shared_by if work.gpu_bytes else 0
@@ -281,7 +281,7 @@ def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
         else:
             held[f"share of the {name}"] = size // layout.ranks
         if work.mode == "balanced":
-            # Before the passes the ranks gather it, from shards on the device or by gloo into a copy.
+            # The ranks gather it before the passes, from shards on the device or through gloo into a copy.
             gathering = 0 if layout.ranks == 1 else size // layout.ranks if layout.is_gpu else size
             passes = {"a pass, or a share": max(needed, gathering), name: size}
         elif work.mode == "small":
@@ -297,8 +297,8 @@ def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
 
 
 def _frozen_bytes(total: int, in_products: int, layout: Layout) -> int:
-    """Returns the bytes of a frozen model. With autocast, weights of linear layers are bf16 and the rest is fp32, also
-    an embedding table that the head shares.
+    """Returns the bytes of a frozen model. With autocast, weights of linear layers are bf16 and the rest is fp32,
+    including an embedding table that the head shares.
     """
     return 4 * total - 2 * in_products if layout.is_autocast else layout.compute_bytes * total
 
@@ -317,9 +317,9 @@ def ppo_memory(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
         phases = _only_in(phases, {"passes kept": kept}, (REFERENCE,))
     held = {**learning.held, **sampling.held, **scoring.held}
     host = {**learning.host, **scoring.host}
-    if work.mode != "fast":  # the generator holds weights from the sync until it has sampled
+    if work.mode != "fast":  # the generator holds weights only from the sync until it has sampled
         phases = _only_in(phases, {part: held.pop(part) for part in sampling.held}, (GENERATE, SYNC))
-    if work.mode == "small":  # moved from before sampling until the next update
+    if work.mode == "small":  # in CPU memory from before sampling until the next update
         away = {part: held.pop(part) for part in list(held) if _moves(part)}
         (host if layout.is_gpu else held).update({f"{part}, while others work": size for part, size in away.items()})
         others = (GENERATE, VALUES, MEASURE, REFERENCE, REWARD, *scoring.phases)

@@ -1,1 +1,1 @@
-"""The report of a run: report.json with every number and its source, and report.html to look at."""
+"""The report of a run: report.json with every number and its source, and report.html for reading."""

@@ -1,4 +1,4 @@
-"""Draws what the heads of a model attend to as a picture, for `heed inspect attention`.
+"""Draws the attention of a model's heads as a picture, for `heed inspect attention`.
 
 Shape letters: L layers, B batch, N heads, T queries, S keys.
 """
@@ -21,7 +21,7 @@ MAX_TOKENS = 64  # a picture with more labels than that cannot be read
 def draw_attention(folder: Path, text: str, layer: int, path: Path, target: str = "") -> None:
     """Draws heatmaps of all heads of a layer into one PNG: rows are queries, columns keys; darker means more attention.
 
-    For an encoder-decoder it shows the encoder, or with a `target`, how the target's tokens attend to the text's.
+    For an encoder-decoder, it shows the encoder or, with a `target`, how the target's tokens attend to the text.
     `layer` counts from 0; negative numbers count from the last.
     Raises: ValueError for a layer that does not exist, for text without tokens or with more than fit the context or a
     picture, and for a target if the model is not an encoder-decoder.
@@ -46,7 +46,7 @@ def draw_attention(folder: Path, text: str, layer: int, path: Path, target: str 
 
 
 def _all_weights(model: Model, keys: Sequence[int], queries: Sequence[int]) -> Tensor:
-    """Returns the attention weights [L, N, T, S] within one text, or from `queries` to it."""
+    """Returns the attention weights [L, N, T, S] within one text, or from `queries` to `keys`."""
     source = torch.tensor([keys])
     if queries:
         assert isinstance(model, EncoderDecoder)

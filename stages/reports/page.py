@@ -1,7 +1,7 @@
-"""A page of typed parts, as HTML. It stands alone: nothing is loaded, and its script only searches samples. A live page
-(`heed watch`) also fetches what has changed, and begins with what its run is doing now.
+"""A page of typed parts, as HTML. It is self-contained: it loads nothing, and its script only searches samples. A live
+page (`heed watch`) also fetches what has changed, and starts with what its run is doing now.
 
-The terms of the field that a page uses are linked where they stand and explained at its end.
+Technical terms are linked where a page uses them and explained at its end.
 """
 
 import base64
@@ -26,7 +26,7 @@ SCRIPT, LIVE_SCRIPT = HERE / "samples.js", HERE / "live.js"
 
 @dataclass(frozen=True)
 class Now:
-    """A run's state in a sentence, how far its stage is (None where that is not known), and what happened to it."""
+    """A run's state in a sentence, its stage's progress (None if unknown), and the events so far."""
 
     tone: Literal["better", "worse", "unclear"]
     text: str
@@ -37,7 +37,7 @@ class Now:
 
 @dataclass(frozen=True)
 class Live:
-    """A page that follows its run. `version` changes when the page would be another one."""
+    """A page that follows its run. `version` changes whenever the page does."""
 
     now: Now
     version: str
@@ -45,7 +45,7 @@ class Live:
 
 @dataclass(frozen=True)
 class Step:
-    """A stage in the line that leads through a run."""
+    """A stage in the row of stages that shows the course of a run."""
 
     name: str
     anchor: str
@@ -55,14 +55,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Page:
-    """A report. `steps` lead through a run. `styles` are those of all policies on it."""
+    """A report. `steps` are the stages of a run in a row. `styles` are those of all policies on the page."""
 
     kicker: str
     title: str
     meta: tuple[str, ...]
     answer: Answer
     sections: tuple[Section, ...]
-    skip_to: tuple[str, str]  # anchor, and what is there
+    skip_to: tuple[str, str]  # anchor, and the name of what is there
     styles: tuple[PolicyStyle, ...] = ()
     caution: str = ""
     warnings: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """The page as HTML: the same page gives the same bytes."""
+    """Render the page as HTML. The same page gives the same bytes."""
     has_samples = page.live is not None or any(isinstance(part, Samples) for part in _parts(page))
     paths = (*((SCRIPT,) if has_samples else ()), *((LIVE_SCRIPT,) if page.live is not None else ()))
     scripts = [path.read_text(encoding="utf-8") for path in paths]
@@ -98,7 +98,7 @@ def _parts(page: Page) -> Iterable[Part]:
 
 
 def render_now(now: Now) -> str:
-    """What a run is doing now, as HTML."""
+    """Render what a run is doing now, as HTML."""
     return clean_text(environment().get_template("now.html.jinja").render(now=now))
 
 
@@ -115,7 +115,7 @@ def environment() -> jinja2.Environment:
 
 @dataclass(frozen=True)
 class Term:
-    """A term of the glossary: the link `#glossary-ANCHOR` leads to it, from what `pattern` matches."""
+    """A term of the glossary. Text that `pattern` matches links to it at `#glossary-ANCHOR`."""
 
     anchor: str
     title: str
@@ -197,7 +197,7 @@ class Glossary:
             link = f'<a class="term" href="#glossary-{anchor}">{found[start:end]}</a>'
             found = found[:start] + link + found[end:]
         self.used.update(anchor for *_, anchor in spans)
-        return Markup(found)  # every part was escaped, or is a link made here
+        return Markup(found)  # every part is escaped or is a link made here
 
     @property
     def terms(self) -> tuple[Term, ...]:

@@ -1,7 +1,7 @@
-"""What report pages are made of: typed parts, which one set of templates turns into HTML.
+"""The typed parts of report pages, which one set of templates turns into HTML.
 
-A stage shows itself with a function from its folder to a `StageReport`; a page is a list of sections. All text is
-plain text: the templates escape it. A part names its template by `part`.
+Each stage has a function from its folder to a `StageReport`; a page is a list of sections. All text is plain text,
+which the templates escape. A part's template is named by `part`.
 
 Forest plots are rows of a table: a dot with its interval on a common axis, and the numbers next to it as text. The
 page's style sheet draws them, so that their text keeps its size on a phone and every number can be read out.
@@ -18,7 +18,7 @@ from stages.reports.run_folder import StageFolder
 from stages.reports.samples import Samples
 from stages.reports.text import UNKNOWN, PolicyStyle, number, percent, share_ends
 
-Head = PolicyStyle | str  # a policy is shown with its mark
+Head = PolicyStyle | str  # a policy appears with its mark
 
 # Of forest plots.
 MAX_SPACES = 3  # between ticks of an axis
@@ -32,7 +32,7 @@ class Note:
 
     text: str
     kind: Literal["about", "aside", "absent"] = "about"
-    link: tuple[str, str] | None = None  # address and text, behind the paragraph
+    link: tuple[str, str] | None = None  # address and text, after the paragraph
     part: ClassVar[str] = "note"
 
 
@@ -47,7 +47,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class SampleFilter:
-    """Filters the samples of the page when its number is clicked: places of policies and judge, and the outcome."""
+    """Filters the page's samples when a number is clicked: indices of policies and judge, and the outcome."""
 
     pair: str
     judge: int
@@ -82,7 +82,7 @@ class Table:
     """A table. `kind` sets how it is laid out: one column per policy, a matrix, a row of tests, or long texts."""
 
     caption: str
-    columns: tuple[Head, ...]  # the first heads the rows
+    columns: tuple[Head, ...]  # the first is above the row heads
     rows: tuple[Row, ...]
     kind: Literal["by-policy", "by-policy matrix", "tests", "wide"] = "wide"
     title: str = ""
@@ -100,7 +100,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing (`stages.reports.plots.draw`) with its caption."""
+    """A chart (`stages.reports.plots.draw`) with its caption."""
 
     title: str
     unit: str
@@ -112,7 +112,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Columns:
-    """Parts side by side where there is room: two of equal width, or as many as fit."""
+    """Parts side by side if there is room: two of equal width, or as many as fit."""
 
     parts: "tuple[Part, ...]"
     kind: Literal["pair", "grid"] = "pair"
@@ -121,7 +121,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Details:
-    """Parts folded behind a title. On paper they are open, unless `is_printed` is false."""
+    """Parts folded under a title. When printed they are open, unless `is_printed` is false."""
 
     title: str
     parts: "tuple[Part, ...]"
@@ -132,7 +132,7 @@ class Details:
 
 @dataclass(frozen=True)
 class Code:
-    """Text as it stands in a file."""
+    """Text as it is in a file."""
 
     text: str
     part: ClassVar[str] = "code"
@@ -158,13 +158,13 @@ class Stack:
 
     @property
     def spoken(self) -> str:
-        """What a screen reader says."""
+        """Text for a screen reader."""
         return ", ".join(f"{whose} {number(count)}" for _, whose, _, count in self.segments)
 
 
 @dataclass(frozen=True)
 class Dot:
-    """A dot with an interval as shares of the axis, 0 to 1; the interval's ends are None where they are unknown.
+    """A dot with an interval, as fractions of the axis, 0 to 1. The interval's ends are None if they are unknown.
 
     `open_low` and `open_high` mean that the interval continues beyond the axis.
     """
@@ -179,7 +179,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class ForestRow:
-    """A row: its head, what is drawn, the value and interval as text, and further cells."""
+    """A row: its head, its dot or bar, the value and interval as text, and further cells."""
 
     heads: tuple[PolicyStyle | str, ...]
     dots: tuple[Dot, ...]
@@ -192,13 +192,13 @@ class ForestRow:
 
 @dataclass(frozen=True)
 class Forest:
-    """A forest plot. `ticks` are (share of the axis, text); `mark` is where its line of no difference stands."""
+    """A forest plot. `ticks` are (fraction of the axis, text); `mark` is the position of its line of no difference."""
 
     name: str
     title: str
     caption: str
     corner: str
-    value: str  # what the dots are
+    value: str  # what the dots show
     columns: tuple[str, ...]
     rows: tuple[ForestRow, ...]
     rows_from: str  # the rows that the numbers are computed from
@@ -208,7 +208,7 @@ class Forest:
 
     @property
     def is_shares(self) -> bool:
-        """Whether the axis goes from 0 to 100%, whose lines the style sheet draws."""
+        """Whether the axis goes from 0 to 100%. The style sheet draws the lines of such an axis."""
         return self.ticks is SHARE_TICKS
 
 
@@ -217,7 +217,7 @@ Part = Note | Facts | Table | Figure | Columns | Details | Code | Block | Forest
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page with a heading; the link `#anchor` leads there."""
+    """A part of the page with a heading, at the link `#anchor`."""
 
     anchor: str
     title: str
@@ -252,10 +252,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class StageReport:
-    """What a stage shows of its folder.
+    """What a stage shows from its folder.
 
-    `parts` are the stage's block among the stages; `sections` stand on their own above them. `sentence` says what the
-    stage reached, for a run whose stages give no `answer`. `styles` are those of the policies that it shows.
+    `parts` are the stage's block in the list of stages; `sections` appear on their own above that list. `sentence` says
+    what the stage achieved, for a run whose stages give no `answer`. `styles` are those of the policies that it shows.
     """
 
     parts: tuple[Part, ...] = ()
@@ -268,7 +268,7 @@ class StageReport:
 
 @dataclass(frozen=True)
 class StageReporter:
-    """How the report of a run shows a stage: its name in words, what it does in a sentence, and what it left.
+    """How the report of a run shows a stage: its title, a sentence about it, and its results.
 
     `report` is called once the stage has left metrics or results; `StageFolder.results` is None until it is finished.
     """
@@ -279,12 +279,12 @@ class StageReporter:
 
 
 def share_dot(mean: float, low: float, high: float, kind: str = "") -> Dot:
-    """A share on an axis from 0 to 1."""
+    """Return the dot of a share on an axis from 0 to 1."""
     return Dot(mean, None if math.isnan(low) else low, None if math.isnan(high) else high, kind=kind)
 
 
 def axis(low: float, high: float) -> tuple[float, float, list[float]]:
-    """The ends of an axis that holds low to high with a margin, and round ticks within it."""
+    """Return the ends of an axis that holds low to high with a margin, and round ticks within it."""
     width = (high - low) or 1.0
     power = 10.0 ** math.floor(math.log10(width / MAX_SPACES))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if width / (power * factor) <= MAX_SPACES)
@@ -301,7 +301,7 @@ def share_row(
     note: str = "",
     unknown: str = "unknown",
 ) -> ForestRow:
-    """A row of a share, as (mean, low, high); without a dot, and with `unknown` for its interval, where it is NaN."""
+    """Return the row of a share, as (mean, low, high). If it is NaN, the row has no dot and says `unknown`."""
     mean, low, high = share
     if math.isnan(mean):
         return ForestRow(heads, (), UNKNOWN, unknown, cells, note=note)

@@ -1,7 +1,7 @@
 """Charts as inline SVG: means with intervals, and scores against KL.
 
-Matplotlib draws them with stand-in colours that become the page's CSS variables. So one drawing follows the page's
-light, dark and printed colours, its fonts, and the reader's width.
+Matplotlib draws them with stand-in colours that become the page's CSS variables. So one drawing adapts to the page's
+light, dark and print colours, its fonts, and the reader's screen width.
 """
 
 import io
@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.float64]
 
 WIDE_SIZE = {"width": 420, "height": 280}
 MARGINS = (44, 12, 36, 8)  # left, right, bottom, top
-ROUND_STEPS = [1, 2, 2.5, 5, 10]  # between an axis's ticks, times a power of ten
+ROUND_STEPS = [1, 2, 2.5, 5, 10]  # between ticks, times a power of ten
 
 # The CSS variables a chart may use; style.html.jinja gives each a value for light and for dark.
 TONES = (
@@ -62,7 +62,7 @@ STYLE = {
 
 
 def running_mean(values: Floats, window: int) -> Floats:
-    """The mean of up to `window` values around each, fewer at the ends."""
+    """Return the mean of up to `window` values around each value, fewer at the ends."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     places = np.arange(len(values))
     starts, ends = np.maximum(places - window // 2, 0), np.minimum(places + window // 2 + 1, len(values))
@@ -70,12 +70,12 @@ def running_mean(values: Floats, window: int) -> Floats:
 
 
 def tone(name: str) -> str:
-    """The stand-in for a CSS variable of the page."""
+    """Return the stand-in colour for a CSS variable of the page."""
     return STAND_INS[name]
 
 
 def set_ticks(axis: Any, num: int, *, whole: bool = False) -> None:
-    """At most `num` ticks on one of matplotlib's axes, at round values."""
+    """Set at most `num` ticks, at round values, on one of matplotlib's axes."""
     from matplotlib.ticker import MaxNLocator
 
     steps = [1, 2, 5, 10] if whole else ROUND_STEPS
@@ -83,7 +83,7 @@ def set_ticks(axis: Any, num: int, *, whole: bool = False) -> None:
 
 
 def show_percent(axis: Any) -> None:
-    """Label the ticks of shares in percent, with as many digits as they need, and end the axis at 0% and 100%.
+    """Label an axis of shares in percent, with as many digits as needed, and end it at 0% and 100%.
 
     Call it after everything is drawn and the margins are set.
     """
@@ -98,23 +98,23 @@ def show_percent(axis: Any) -> None:
 def draw(
     paint: Callable[[Any], None], *, width: float, height: float, margins: tuple[float, ...], label: str, name: str
 ) -> Markup:
-    """One chart as an <svg> element.
+    """Draw one chart as an <svg> element.
 
     `paint` draws on matplotlib axes. `width`, `height` and `margins` (left, right, bottom, top) are in CSS pixels at
-    the natural size; `label` is what a screen reader says; `name` sets the chart's ids apart from other charts'.
+    the natural size; `label` is the text for screen readers; `name` keeps the chart's ids distinct from other charts'.
     """
     import matplotlib  # takes a second, and most commands draw nothing
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     left, right, bottom, top = margins
-    # From the defaults, so that a reader's own matplotlibrc does not change the report.
+    # Start from the defaults, so that a user's own matplotlibrc does not change the report.
     style: dict[Any, Any] = {
         key: value for key, value in matplotlib.rcParamsDefault.items() if not key.startswith("backend")
     }
     style.update(STYLE)
     with matplotlib.rc_context(style), warnings.catch_warnings():
-        # Layout may lack a glyph that the reader's browser has.
+        # Matplotlib's layout font may lack a glyph that the reader's browser has.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = Figure(figsize=(width / 72, height / 72), dpi=72)
         FigureCanvasSVG(figure)
@@ -127,7 +127,7 @@ def draw(
 
 
 def _for_page(svg: str, label: str, name: str) -> str:
-    """Matplotlib's file as an element of an HTML page: no namespaces, no global styles, no ids that clash."""
+    """Turn Matplotlib's file into an element of an HTML page: no namespaces, no global styles, no clashing ids."""
     root = ElementTree.fromstring(svg)
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
@@ -168,7 +168,7 @@ def _rewrite(element: ElementTree.Element, used: set[str], name: str) -> None:
 def _page_style(style: str) -> str:
     style = re.sub(r"#[0-9a-f]{6}", lambda found: VARIABLES[found[0]], style)
     style = re.sub(r"font-family:[^;]*;?\s*", "", style)
-    # --text lets narrow screens, which shrink the drawing, keep its text readable.
+    # --text keeps the text readable on narrow screens, which shrink the drawing.
     return re.sub(r"font-size: ([\d.]+)px", r"font-size: calc(\1px * var(--text, 1))", style)
 
 
@@ -183,7 +183,7 @@ class Measured:
 
 
 def interval_figure(rows: Sequence[Measured], *, title: str, unit: str, name: str, is_share: bool = False) -> Figure:
-    """Dots with 95% intervals, one row each, the first on top."""
+    """Draw dots with 95% intervals, one row each, the first on top."""
 
     def value_of(row: Measured) -> str:
         return percent(row.mean.mean) if is_share else number(float(row.mean.mean))
@@ -192,7 +192,7 @@ def interval_figure(rows: Sequence[Measured], *, title: str, unit: str, name: st
         for place, row in enumerate(rows):
             y, mean, colour = len(rows) - 1 - place, row.mean.mean, tone(row.tone)
             axes.plot([row.mean.low, row.mean.high], [y, y], color=colour, linewidth=3, alpha=0.55)
-            # An axis of shares ends at 100%, where a dot may stand.
+            # An axis of shares ends at 100%, where there may be a dot.
             axes.plot([mean], [y], row.marker, color=colour, markersize=8, markeredgecolor=tone("page"), clip_on=False)
             axes.annotate(value_of(row), (mean, y), (0, 8), textcoords="offset points", ha="center", va="bottom")
         axes.set_yticks(range(len(rows)), [label(row.name) for row in reversed(rows)])
@@ -217,7 +217,7 @@ def interval_figure(rows: Sequence[Measured], *, title: str, unit: str, name: st
 
 @dataclass(frozen=True)
 class KLPoint:
-    """A policy at its KL from the reference. `label` stands next to it; "" for none."""
+    """A policy at its KL from the reference, with a `label` next to it; "" for none."""
 
     name: str
     kl_nats: float
@@ -227,7 +227,7 @@ class KLPoint:
 
 @dataclass(frozen=True)
 class KLSeries:
-    """Policies of one kind. They are joined by a line where `line` has no other points (x, y) of its own.
+    """Policies of one kind. `is_joined` joins them by a line; `line` draws a line through other points (x, y).
 
     `band` shades their intervals; `shaded` is a range of KL.
     """
@@ -239,14 +239,14 @@ class KLSeries:
     line: tuple[Floats, Floats] | None = None
     is_joined: bool = False
     is_band: bool = False
-    trail: tuple[Floats, Floats] | None = None  # of single steps, shown with their running mean
+    trail: tuple[Floats, Floats] | None = None  # values at single steps, shown with their running mean
     shaded: tuple[float, float] | None = None
 
 
 def kl_figure(
     series: Sequence[KLSeries], *, title: str, unit: str, name: str, x_label: str, zero_line: bool = False
 ) -> Figure:
-    """Scores of policies against their KL from the reference, with 95% intervals."""
+    """Draw scores of policies against their KL from the reference, with 95% intervals."""
 
     def paint(axes: Any) -> None:
         for one in series:

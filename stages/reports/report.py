@@ -1,7 +1,7 @@
-"""The report of a run: report.json with every number and its source, and report.html to look at.
+"""The report of a run: report.json with every number and its source, and report.html for reading.
 
 Both are functions of the run directory alone, so the same directory gives the same report, byte for byte. Each stage
-says what it shows (`stages.reports.parts.StageReporter`); those that have not run are left out, and named as such.
+defines what it shows (`stages.reports.parts.StageReporter`). Stages that have not run are named as such and left out.
 """
 
 import json
@@ -35,9 +35,9 @@ Reports = Mapping[str, StageReport]
 
 
 def write_report(run_folder: Path, reporters: Reporters) -> dict[str, Any]:
-    """Write report.json and report.html into `runs/JOB`. Returns what report.json holds.
+    """Write report.json and report.html into `runs/JOB`. Returns the content of report.json.
 
-    `reporters` are by stage, in the order of the loop.
+    `reporters` maps stages to reporters, in the order of the loop.
 
     Raises:
         ValueError: a file in the run directory is absent or malformed; the message names it (and the line).
@@ -50,7 +50,7 @@ def write_report(run_folder: Path, reporters: Reporters) -> dict[str, Any]:
 
 
 def live_report(run_folder: Path, reporters: Reporters, live: Live) -> str:
-    """The same page, as HTML, with what the run is doing now at its top. Raises: as `write_report` does."""
+    """Return the same page, as HTML, with what the run is doing now at the top. Raises: as `write_report`."""
     run = read_run(run_folder, reporters)
     return render(replace(_page(run, reporters, _reports(run, reporters)), live=live))
 
@@ -60,7 +60,7 @@ def _reports(run: Run, reporters: Reporters) -> Reports:
 
 
 def write_pages(folder: Path, page: str, report: Mapping[str, Any]) -> None:
-    """report.json and report.html, each whole or absent."""
+    """Write report.json and report.html, each atomically."""
     numbers = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     write_text(folder / "report.json", numbers)
     write_text(folder / "report.html", page)
@@ -71,7 +71,7 @@ def _report_of(stage: StageFolder, reporter: StageReporter) -> StageReport:
 
 
 def headlines_of(reports: Reports) -> tuple[Headline, ...]:
-    """The cards, those of later stages first. Where two are of the same field the later stage's counts."""
+    """Return the cards, those of later stages first. If two are of the same field, the later stage's is kept."""
     found: dict[str, Headline] = {}
     for report in reversed(list(reports.values())):
         for headline in report.headlines:
@@ -80,7 +80,7 @@ def headlines_of(reports: Reports) -> tuple[Headline, ...]:
 
 
 def answer_of(reports: Reports) -> Answer:
-    """What the run shows, in plain words: its last stage's answer, else what the stages have reached."""
+    """Say in plain words what the run shows: its last stage's answer, or else what the stages have achieved."""
     answers = [report.answer for report in reports.values() if report.answer is not None]
     if answers:
         return answers[-1]
@@ -89,7 +89,7 @@ def answer_of(reports: Reports) -> Answer:
 
 
 def _json(run: Run, reports: Reports) -> dict[str, Any]:
-    """All numbers of a run: each finished stage's results under its name, and where everything comes from."""
+    """Return all numbers of a run: each finished stage's results under its name, and the source of everything."""
     report: dict[str, Any] = {
         "job": {
             "name": run.name,
@@ -125,13 +125,13 @@ def _status(stage: StageFolder) -> dict[str, Any]:
 
 
 def _seconds(run: Run) -> dict[str, float]:
-    """Wall-clock seconds of each finished stage, and their sum."""
+    """Return the wall-clock seconds of each finished stage, and their sum."""
     seconds = {stage.name: stage.seconds for stage in run.shown if stage.seconds is not None}
     return {**seconds, "total": sum(seconds.values())}
 
 
 def _sources(run: Run, reports: Reports) -> dict[str, dict[str, str]]:
-    """For a field of report.json, the file and field it was copied from; for others the longest prefix that is here."""
+    """Map fields of report.json, or their prefixes, to the file and field they come from. The longest prefix wins."""
     finished = [stage.name for stage in run.shown if stage.status == "finished"]
     results = {
         name: {"file": f"{name}/results.json", "field": "the same path below the stage's name"} for name in finished
@@ -168,7 +168,7 @@ def _page(run: Run, reporters: Reporters, reports: Reports) -> Page:
 
 
 def _skip_to(sections: tuple[Section, ...]) -> tuple[str, str]:
-    """Anchor and name of what comes after the head of the page."""
+    """Return anchor and name of what comes after the head of the page."""
     if not sections:
         return "loop", "the stages"
     title = sections[0].title
@@ -189,7 +189,7 @@ def _progress(stage: StageFolder) -> str:
 
 
 def _loop(run: Run, reporters: Reporters, reports: Reports) -> Section:
-    """A block for each stage that has no section of its own."""
+    """Return a block for each stage that has no section of its own."""
     with_blocks = [stage for stage in run.shown if reports[stage.name].parts or not reports[stage.name].sections]
     blocks = tuple(
         Block(stage.name, place, reporters[stage.name].title, _block_parts(stage, reporters, reports))

@@ -1,7 +1,7 @@
-"""What a run directory holds, read for the report: every stage's results, metrics, samples and lineage, and the job.
+"""Reads a run directory for the report: every stage's results, metrics, samples and lineage, and the job.
 
-Text in these files comes from models and data. Markup is the template's business (it escapes all); here characters that
-no page or JSON file can carry are replaced, and numbers that are not finite become None.
+Text in these files comes from models and data. Templates escape all markup; this module replaces characters that no
+page or JSON file can hold, and turns numbers that are not finite into None.
 """
 
 import hashlib
@@ -20,17 +20,17 @@ AnyResults = TypeVar("AnyResults")
 
 @dataclass(frozen=True)
 class StageFolder:
-    """What one stage left. Empty `raw_results`: it has not finished; no metrics either: it has not begun."""
+    """What one stage left. If `raw_results` is empty, it has not finished; without metrics either, it has not begun."""
 
     name: str
     path: Path
     raw_results: Mapping[str, Any]
     metrics: Sequence[Mapping[str, Any]]
     lineage: Mapping[str, Any]
-    samples: Sequence[Mapping[str, Any]] = ()  # of samples.jsonl: responses that are kept to be read
+    samples: Sequence[Mapping[str, Any]] = ()  # of samples.jsonl: responses kept for reading
 
     def results(self, kind: type[AnyResults]) -> AnyResults | None:
-        """The stage's results.json as a dataclass; None until it is finished.
+        """Return the stage's results.json as a dataclass; None until the stage is finished.
 
         Raises:
             ValueError: a field is missing or of another type; the message names it.
@@ -40,20 +40,20 @@ class StageFolder:
         return record_of(self.raw_results, kind, str(self.path / "results.json"))
 
     def samples_as(self, kind: type[AnyResults]) -> list[AnyResults]:
-        """The lines of samples.jsonl as dataclasses. Raises: as `results` does."""
+        """Return the lines of samples.jsonl as dataclasses. Raises: as `results`."""
         where = self.path / "samples.jsonl"
         return [record_of(line, kind, f"{where}:{place}") for place, line in enumerate(self.samples, 1)]
 
     @property
     def status(self) -> str:
-        """finished, unfinished or not run."""
+        """One of finished, unfinished and not run."""
         if self.raw_results:
             return "finished"
         return "unfinished" if self.metrics else "not run"
 
     @property
     def trained(self) -> str:
-        """What the stage trained, if not all weights: its adapters, as their file says."""
+        """What the stage trained, if not all weights: its adapters, as described in their file."""
         path = self.path / "adapter" / "adapter_config.json"
         if not path.is_file():
             return ""
@@ -82,7 +82,7 @@ class Run:
 
     @property
     def shown(self) -> list[StageFolder]:
-        """The stages that the job has, and any that left something here before."""
+        """The stages of the job, and any others that left something in this folder."""
         return [stage for stage in self.stages.values() if stage.name in self.job or stage.status != "not run"]
 
 
@@ -132,10 +132,10 @@ def _read_text(path: Path, run_folder: Path, files: dict[str, str]) -> str:
 
 
 def parse_object(text: str, where: str) -> dict[str, Any]:
-    """A JSON object that a page can carry.
+    """Parse a JSON object and clean it for a page.
 
     Raises:
-        ValueError: it is none; the message begins with `where`.
+        ValueError: the text is not a JSON object; the message begins with `where`.
     """
     try:
         value = clean_json(json.loads(text))

@@ -1,7 +1,7 @@
-"""Samples side by side: prompts with the responses to them, and what judges say of them.
+"""Samples side by side: prompts with their responses, and the verdicts of judges.
 
-All of it is HTML that reads without JavaScript; the page's script (samples.js) searches it, hides what a filter leaves
-out, and shows a page at a time.
+All of it is HTML that can be read without JavaScript. The page's script (samples.js) searches it, hides what a filter
+excludes, and shows one page at a time.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from urllib.parse import quote
 
 from stages.reports.text import PolicyStyle
 
-UNFOLDED_CHARACTERS = 1_200  # of one text; the rest is folded away
-TEXT_CHARACTERS = 20_000  # of one text; the rest is in the files
+UNFOLDED_CHARACTERS = 1_200  # per text; the rest is folded
+TEXT_CHARACTERS = 20_000  # per text; the rest is only in the files
 
 
 Outcome = Literal["won", "tied", "failed"]
@@ -20,7 +20,7 @@ Outcome = Literal["won", "tied", "failed"]
 
 @dataclass(frozen=True)
 class Folded:
-    """A text: what is shown at once, what is folded behind it, and how many characters are only in the files."""
+    """A text: what is shown at once, the folded rest, and how many characters are only in the files."""
 
     text: str
     rest: str
@@ -38,7 +38,7 @@ class ShownResponse:
 
 @dataclass(frozen=True)
 class ShownVerdict:
-    """One verdict in words, or those of one labeler on the same two policies."""
+    """One verdict as text, or all verdicts of one labeler on the same two policies."""
 
     judge: str
     labeler: str
@@ -49,7 +49,7 @@ class ShownVerdict:
 
 @dataclass(frozen=True)
 class Chip:
-    """What one judge says of a pair, or which policy it prefers among several, in the sample's summary line."""
+    """One judge's verdict on a pair, or its preferred policy among several, in the sample's summary line."""
 
     judge: str
     kind: Outcome
@@ -58,7 +58,7 @@ class Chip:
 
 @dataclass(frozen=True)
 class ShownPrompt:
-    """A prompt with everything said of it. `outcomes` is what the filters read: "a-b:judge:outcome" by place."""
+    """A prompt with its responses and verdicts. Filters read `outcomes`: "a-b:judge:outcome", with indices."""
 
     anchor: str
     prompt_id: str
@@ -67,7 +67,7 @@ class ShownPrompt:
     messages: tuple[tuple[str, Folded], ...]
     responses: tuple[tuple[PolicyStyle, tuple[ShownResponse, ...]], ...]
     is_open: bool
-    note: str = ""  # stands in the summary line
+    note: str = ""  # in the summary line
     verdicts: tuple[ShownVerdict, ...] = ()
     chips: tuple[Chip, ...] = ()
     category_place: int = 0
@@ -77,7 +77,7 @@ class ShownPrompt:
 
 @dataclass(frozen=True)
 class Samples:
-    """The prompts that the page holds, and the choices of its filters."""
+    """The prompts on the page, and the choices of its filters."""
 
     prompts: tuple[ShownPrompt, ...]
     num_prompts: int
@@ -89,23 +89,23 @@ class Samples:
 
     @property
     def is_cut(self) -> bool:
-        """Whether there are prompts that the page leaves out."""
+        """Whether the page leaves out any prompts."""
         return len(self.prompts) < self.num_prompts
 
 
 def anchor_of(prompt_id: str) -> str:
-    """The fragment that leads to a prompt, as in `report.html#prompt-p7`."""
+    """Return the fragment that links to a prompt, as in `report.html#prompt-p7`."""
     return f"prompt-{quote(prompt_id, safe='', errors='replace')}"
 
 
 def start_of(messages: Sequence[tuple[str, str]]) -> str:
-    """The beginning of what the user said last, in one line."""
+    """Return the beginning of the user's last message, in one line."""
     last_user = next((text for role, text in reversed(messages) if role == "user"), messages[-1][1])
     return " ".join(last_user[:400].split())[:140]
 
 
 def evenly(sizes: Sequence[int], max_prompts: int, max_characters: int) -> list[int]:
-    """Places of as many prompts as fit both bounds, evenly spread over all; at least one."""
+    """Return the indices of as many prompts as fit both bounds, evenly spread over all; at least one."""
     num = min(len(sizes), max_prompts)
     while True:
         places = [place * len(sizes) // num for place in range(num)]
@@ -116,7 +116,7 @@ def evenly(sizes: Sequence[int], max_prompts: int, max_characters: int) -> list[
 
 
 def folded(text: str) -> Folded:
-    """A text as the page holds it; words are not cut in two where that can be helped."""
+    """Split a text into what the page shows, folds and leaves out. Avoids cutting words in two."""
     kept = text[:TEXT_CHARACTERS]
     if len(kept) <= UNFOLDED_CHARACTERS:
         return Folded(kept, "", 0)

@@ -1,6 +1,6 @@
-"""What stages build their part of a run's report of: headlines, facts, training curves, or the plain numbers.
+"""Building blocks for a stage's part of a run's report: headlines, facts, training curves, or plain numbers.
 
-Curves, and what metrics say of the whole of training, come from a stage's metrics.jsonl.
+Curves and totals over training come from a stage's metrics.jsonl.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,13 @@ from stages.reports.text import count, duration, label, number, percent, share_e
 
 CURVE_SIZE = {"width": 340, "height": 200}
 MAX_POINTS = 600  # more would only make the page heavier
-SMALL = 0.01  # below it a number is shown by significant digits
-FEW_POINTS = 30  # up to which a curve's points are shown
+SMALL = 0.01  # below it, a number is shown with significant digits
+FEW_POINTS = 30  # a curve with up to this many points shows them
 
 
 @dataclass(frozen=True)
 class Series:
-    """One field of metrics.jsonl: a curve, or dots where it is measured now and then."""
+    """One field of metrics.jsonl: a curve, or dots if it is measured only now and then."""
 
     field: str
     name: str = "train"
@@ -34,7 +34,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart of a stage's metrics. A share is shown in percent."""
+    """One chart of a stage's metrics. Shares are shown in percent."""
 
     title: str
     unit: str
@@ -43,7 +43,7 @@ class Panel:
 
 
 def train_and_heldout(field: str) -> tuple[Series, Series]:
-    """A metric of training, and the same of held-out data, measured now and then."""
+    """Return the series of a training metric, and of the same metric on held-out data, measured now and then."""
     return Series(field), Series(f"heldout_{field}", "held-out", "heldout", is_sparse=True)
 
 
@@ -53,7 +53,7 @@ GRADIENT_NORM = Panel("Gradient norm", "", (Series("gradient_norm"),))
 def stage_block(
     stage: StageFolder, facts: Sequence[tuple[str, str]], figures: Sequence[Figure], *, in_a_row: bool = False
 ) -> Columns:
-    """A stage's facts, with those of training and its time, next to its figures."""
+    """Return a stage's facts, including those about training and its duration, next to its figures."""
     speeds = [line["tokens_per_second"] for line in stage.metrics if line.get("tokens_per_second") is not None]
     all_facts = [*facts]
     if stage.trained:
@@ -68,20 +68,20 @@ def stage_block(
 
 
 def metric_figures(stage: StageFolder, panels: Sequence[Panel], x_label: str = "step", group: str = "") -> list[Figure]:
-    """The curves of a stage, without those that its metrics lack. Each group of them on a page has its own name."""
+    """Return a stage's curves, without those that its metrics lack. Each group on a page needs its own name."""
     prefix = "-".join(name for name in (stage.name, group) if name)
     figures = [_curves(panel, stage, f"{prefix}-{place}", x_label) for place, panel in enumerate(panels)]
     return [figure for figure in figures if figure is not None]
 
 
 def fields_under(stage: StageFolder, prefix: str) -> list[str]:
-    """NAME of each metric called "PREFIX/NAME"."""
+    """Return NAME of each metric called "PREFIX/NAME"."""
     fields = dict.fromkeys(field for line in stage.metrics for field in line)
     return [field.split("/", 1)[1] for field in fields if field.startswith(f"{prefix}/")]
 
 
 def _points(metrics: Sequence[Mapping[str, Any]], field: str) -> tuple[Floats, Floats]:
-    """Steps and finite values of a field, thinned to at most MAX_POINTS by averaging neighbours."""
+    """Return steps and finite values of a field, thinned to at most MAX_POINTS by averaging neighbours."""
     pairs = [(line.get("step"), line.get(field)) for line in metrics]
     kept = [(x, y) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)]
     points = np.array(kept, dtype=np.float64).reshape(-1, 2)
@@ -119,7 +119,7 @@ def _curves(panel: Panel, stage: StageFolder, name: str, x_label: str) -> Figure
 
 
 def _significant(value: float) -> str:
-    """A number with two decimals, or with two significant digits where that would leave nothing of it."""
+    """Format a number with two decimals, or with two significant digits if two decimals would show nothing of it."""
     value = float(value)
     return number(value) if value == 0 or abs(value) >= SMALL else f"{value:.2g}".replace("-", "\u2212")
 
@@ -139,7 +139,7 @@ def _curve(axes: Any, series: Series, xs: Floats, ys: Floats) -> None:
 def headline_of_share(
     stage: StageFolder, field: str, title: str, share: tuple[float, float, float], detail: str = ""
 ) -> Headline:
-    """A share, as (mean, low, high), that stands at `field` of a stage's results. Its interval is drawn."""
+    """Return the card of a share, as (mean, low, high), from `field` of a stage's results. Its interval is drawn."""
     mean, low, high = share
     file, source = f"{stage.name}/results.json", f"{field}.mean"
     has_interval = isfinite(low) and isfinite(high)
@@ -150,12 +150,12 @@ def headline_of_share(
 
 
 def headline_of(stage: StageFolder, field: str, title: str, value: float, text: str, detail: str) -> Headline:
-    """A number that stands at `field` of a stage's results."""
+    """Return the card of a number from `field` of a stage's results."""
     return Headline(f"{stage.name}.{field}", f"{stage.name}/results.json", field, value, title, text, detail)
 
 
 def plain_reporter(name: str, about: str = "") -> StageReporter:
-    """Shows every number and text at the top of results.json under its own name."""
+    """Return a reporter that shows every number and text at the top level of results.json under its own name."""
     return StageReporter(name.replace("_", " ").capitalize(), about, plain_report)
 
 

@@ -1,4 +1,4 @@
-"""Numbers, names and texts as people read them on a page, and the colour, shape and title of each policy on it."""
+"""Numbers, names and texts as a page shows them, and the colour, shape and title of each policy on it."""
 
 import datetime
 import math
@@ -24,7 +24,7 @@ KNOWN_POLICIES = {
     "dpo": ("DPO", "other-1", "v"),
     "ppo": ("PPO", "ppo", "^"),
 }
-# For policies of other names, after those that the known ones leave free.
+# For policies with other names, after the styles that known policies leave free.
 FREE_STYLES = (
     ("sft", "s"), ("best-of-n", "D"), ("ppo", "^"), ("other-1", "v"), ("other-2", "P"), ("other-3", "X"),
     ("pretrained", "o"),
@@ -32,12 +32,12 @@ FREE_STYLES = (
 
 
 def clean_text(text: str) -> str:
-    """Control characters, lone surrogates and noncharacters become U+FFFD; tabs and line ends stay."""
+    """Replace control characters, lone surrogates and noncharacters by U+FFFD; tabs and line ends stay."""
     return UNSHOWN.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
 def clean_json(value: Any) -> Any:
-    """Only what strict JSON and a page can carry: finite numbers, clean text, None, lists and dicts of them."""
+    """Keep only what strict JSON and a page can hold: finite numbers, clean text, None, lists and dicts of them."""
     if isinstance(value, dict):
         return {clean_text(str(key)): clean_json(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -50,13 +50,13 @@ def clean_json(value: Any) -> Any:
 
 
 def label(text: str) -> str:
-    """A name from a file, short enough for a chart or a table's head."""
+    """Shorten a name from a file so that it fits a chart or a table's head."""
     text = " ".join(text.split())
     return text if len(text) <= LABEL_CHARACTERS else text[: LABEL_CHARACTERS - 1] + "…"
 
 
 def number(value: Any, digits: int = 2) -> str:
-    """A number with a true minus sign and thousands set apart; a dash where there is none."""
+    """Format a number with a true minus sign and thousands separators; a dash if there is no number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return UNKNOWN
     text = f"{value:,}" if isinstance(value, int) else f"{value:z,.{digits}f}"  # z: a rounded zero has no minus
@@ -64,7 +64,7 @@ def number(value: Any, digits: int = 2) -> str:
 
 
 def count(value: Any) -> str:
-    """A count, long ones in thousands or millions."""
+    """Format a count, large ones in thousands or millions."""
     if isinstance(value, int | float) and value >= 10_000_000:
         return f"{value / 1e6:,.0f} M"
     if isinstance(value, int | float) and value >= 1_000_000:
@@ -73,12 +73,15 @@ def count(value: Any) -> str:
 
 
 def count_of(num: int, what: str) -> str:
-    """A count with its noun: "1 prompt", "1,200 prompts", "2 policies"."""
+    """Format a count with its noun: "1 prompt", "1,200 prompts", "2 policies"."""
     return f"{number(num)} {what if num == 1 else what[:-1] + 'ies' if what.endswith('y') else what + 's'}"
 
 
 def percent(value: Any) -> str:
-    """A share as a whole percentage. Only a true 0, ½ or 1 shows as 0%, 50% or 100%; others get up to two digits."""
+    """Format a share as a whole percentage. Only an exact 0, ½ or 1 shows as 0%, 50% or 100%.
+
+    Shares that would round to one of these get up to two digits.
+    """
     if not isinstance(value, int | float) or not math.isfinite(value):
         return UNKNOWN
     texts = [f"{100 * value:.{digits}f}" for digits in range(3)]
@@ -87,13 +90,13 @@ def percent(value: Any) -> str:
 
 
 def points(share: float) -> str:
-    """A difference of shares in percentage points."""
+    """Format a difference of shares in percentage points."""
     value = 100 * share
     return f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
 
 
 def duration(seconds: float | None) -> str:
-    """Wall-clock time in the units a person would use."""
+    """Format wall-clock time in the units a person would use."""
     if seconds is None:
         return UNKNOWN
     if seconds < 60:
@@ -105,21 +108,21 @@ def duration(seconds: float | None) -> str:
 
 
 def ends_of(mean: Interval | Share, digits: int = 2) -> str:
-    """The ends of a mean's interval; "" where they are unknown (a single prompt)."""
+    """Format the ends of a mean's interval; "" if they are unknown (a single prompt)."""
     if not (math.isfinite(mean.low) and math.isfinite(mean.high)):
         return ""
     return f"{number(float(mean.low), digits)} to {number(float(mean.high), digits)}"
 
 
 def share_ends(low: float, high: float) -> str:
-    """The ends of a share's interval, as in "68 to 76%"."""
+    """Format the ends of a share's interval, as in "68 to 76%"."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return "unknown"
     return f"{percent(low).removesuffix('%')} to {percent(high)}"
 
 
 def p_value(p: float) -> str:
-    """A p-value with its sign: "p < .001", "p = .032", "p = .41"; "p unknown" for NaN."""
+    """Format a p-value with its sign: "p < .001", "p = .032", "p = .41"; "p unknown" for NaN."""
     if math.isnan(p):
         return "p unknown"
     if p < 0.001:
@@ -129,13 +132,13 @@ def p_value(p: float) -> str:
 
 
 def listed(names: Sequence[str], word: str = "and") -> str:
-    """Names in a row: "a, b and c"."""
+    """Join names in a sentence: "a, b and c"."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {word} {names[-1]}"
 
 
 @dataclass(frozen=True)
 class PolicyStyle:
-    """A policy as the page shows it."""
+    """How the page shows a policy."""
 
     name: str
     title: str
@@ -144,7 +147,7 @@ class PolicyStyle:
 
 
 def styles_of(names: Sequence[str]) -> dict[str, PolicyStyle]:
-    """A style for each policy, in their order; of more than seven some share theirs."""
+    """Return a style for each policy, in order. With more than seven policies, some share a style."""
     known: dict[str, PolicyStyle] = {}
     for name in names:
         best_of = re.fullmatch(r"best_of_(\d{1,9})", name)
