@@ -1,4 +1,4 @@
-"""What stages that learn from rankings configure, and what the reward model's stage adds."""
+"""Settings of the stages that learn from rankings, and those that only the reward model's stage has."""
 
 from typing import ClassVar, Literal
 
