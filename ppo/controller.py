@@ -108,7 +108,7 @@ class PPOController:
         self.ptx_order = Sampler(max(1, num_pretraining_rows), config.ptx_rows, derive_seed(seed, "ppo", "ptx"))
 
     def step(self, iteration: int) -> dict[str, float]:
-        """Run one iteration of the algorithm, 0 .. num_iterations - 1. Returns its metrics."""
+        """Run iteration number `iteration`, 0 .. num_iterations - 1. Returns its metrics."""
         followed_rollout = self._start_followed(iteration)  # for readers of samples.jsonl; no update learns from it
         with self.phases.timed("sampling"):
             rollout = self._sample(iteration)
@@ -172,7 +172,7 @@ class PPOController:
         return range(iteration, min(iteration + size, self.config.num_iterations))
 
     def _staleness(self, iteration: int) -> int:
-        """Returns how many iterations older than the learner's the weights are that sample an iteration's rollout."""
+        """Returns by how many iterations the weights that sample a rollout lag behind those that learn from it."""
         return min(iteration, self.config.max_staleness)
 
     # Score.
@@ -480,8 +480,8 @@ def require_one_policy(logprobs_BR: Tensor, rollout: Rollout, iteration: int, ma
 
 
 class PhaseSeconds:
-    """Adds up wall-clock seconds by phase. Only time that the controller waits counts; work that other ranks do in the
-    meantime does not. `enter` is called with the name of each phase when it begins.
+    """Adds up wall-clock seconds by phase. A phase lasts while the controller waits for it; work that other ranks do
+    outside of that time is not counted. `enter` is called with the name of each phase when it begins.
     """
 
     def __init__(self, enter: Callable[[str], None]) -> None:

@@ -28,7 +28,7 @@ from training.seeds import derive_seed
 
 SAMPLES, ROLLOUTS = "samples.jsonl", "rollouts.jsonl"
 NUM_DRAWN = 4  # responses logged per iteration, of those that it learns from
-NUM_FOLLOWED = 8  # prompts that are answered repeatedly; rounded up to a multiple that divides among the ranks
+NUM_FOLLOWED = 8  # prompts that are answered repeatedly; more may be sampled, to divide among the ranks
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class LearnerSource:
 
 
 def network_weights(weights: Iterable[tuple[str, Tensor]], others: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the reward model's weights out of a learner's, under the model's own names; the rest goes into `others`."""
+    """Yields the reward model's weights among a learner's, under the model's own names; the rest goes into `others`."""
     for name, tensor in weights:
         if name.startswith(NETWORK):
             yield name.removeprefix(NETWORK), tensor
@@ -108,7 +108,7 @@ def starting_log_nu(comparisons: Sequence[Comparison], objective: int) -> float:
 
 
 def spread_of_ratings(comparisons: Sequence[Comparison], objective: int) -> float:
-    """Returns the root mean square deviation of the objective's ratings from their verdict's mean; 0 without ratings."""
+    """Returns the root mean square distance of an objective's ratings from their verdict's mean; 0 without ratings."""
     rated = [v.ratings for c in comparisons for v in c.verdicts if v.ratings and c.objective == objective]
     squares = [(rating - sum(ratings) / len(ratings)) ** 2 for ratings in rated for rating in ratings]
     return math.sqrt(sum(squares) / len(squares)) if squares else 0.0

@@ -246,8 +246,8 @@ def _num_tasks(planner: Planner, rankings: RankingsConfig) -> tuple[int, int]:
 def comparison_lengths(
     planner: Planner, config: ComparisonsConfig, tokenizer: Callable[[StageRun], Tokenizer], context: int
 ) -> Lengths:
-    """Returns the lengths of prompts with responses, cut to the model's context, or a bound on them. Which of the two
-    it is is reported.
+    """Returns the lengths of prompts with responses, cut to the model's context, or a bound on them. The plan reports
+    which of the two it is.
     """
 
     def measure(known: Tokenizer) -> Lengths:
@@ -259,7 +259,7 @@ def comparison_lengths(
 
 
 def ranking_lengths(tokenizer: Tokenizer, judgments: Found, most_tokens: int) -> Lengths:
-    """Returns the lengths of each prompt with its response, of which at most `most_tokens` count.
+    """Returns the length of each prompt with its response, counting at most `most_tokens`.
 
     Raises: ValueError naming file and line of a conversation that the chat template refuses.
     """

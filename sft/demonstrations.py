@@ -126,7 +126,7 @@ def encoded_all(
 def demonstration_lengths(
     tokenizer: Tokenizer, sources: Sequence[DataConfig], most_tokens: int, tell: Callable[[str], None] = untold
 ) -> Lengths:
-    """Returns the lengths of the conversations, each cut to `most_tokens`. Raises: ValueError as `read_conversations`."""
+    """Returns the conversations' lengths, of at most `most_tokens` each. Raises: ValueError as `read_conversations`."""
     sample = RowSample[tuple[str, Messages]]()
     for where, turns in read_conversations(sources, tell, takes_texts=True):
         sample.add((where, turns), sum(len(turn["content"].encode()) for turn in turns))
