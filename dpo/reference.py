@@ -140,7 +140,7 @@ def check_first_loss(
 
 
 def refuse_wrong_reference(log_ratios_N: Tensor, tokens_N: Tensor, beta: float, precision: str) -> None:
-    """Raises: ValueError unless the log-ratios are 0 up to the rounding of this precision."""
+    """Check that log-ratios are 0 up to the rounding of this precision. Raises: ValueError if they are not."""
     error = float((log_ratios_N.abs() / tokens_N.clamp(min=1).sqrt()).mean())
     if not error <= ROUNDING[precision]:
         worst = float(log_ratios_N.abs().max())

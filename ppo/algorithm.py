@@ -307,7 +307,7 @@ class KLController:
     coef: float
 
     def update(self, kl_nats: float, num_responses: int) -> None:
-        """coef *= 1 + clip(KL/target - 1, ±0.2) · n / horizon."""
+        """Adapt the coefficient, unless it is fixed: coef *= 1 + clip(KL/target - 1, ±0.2) · n / horizon."""
         if self.config.kl_control == "fixed":
             return
         error = min(0.2, max(-0.2, kl_nats / self.config.target_kl - 1))

@@ -69,7 +69,7 @@ class KeptPasses:
     """A rank's kept passes by model, until an update takes them."""
 
     def __init__(self, models: Mapping[str, TrainedModel]) -> None:
-        """`models` are those that keep passes."""
+        """`models` are the models that keep passes, by name."""
         self._models, self._bytes = models, dict[str, int]()
         self._passes: dict[str, deque[tuple[Rollout, Tensor]]] = {}
 

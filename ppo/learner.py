@@ -226,7 +226,7 @@ class Learner(Rank):
         return {**_floats(shares), "policy_gradient_norm": norm / self.num_workers}
 
     def _policy_loss(self, part: PolicyBatch, whole: PolicyBatch, kept: Taken) -> tuple[Tensor, dict[str, Tensor]]:
-        """The part's share of the whole minibatch's loss and metrics."""
+        """Compute the share of a part in the whole minibatch's loss and metrics."""
         config, logprobs_BR = self.config, kept.next(part.rollout)
         if logprobs_BR is None:
             logprobs_BR = self._logprobs(self.policy.model, part.rollout)
@@ -264,7 +264,7 @@ class Learner(Rank):
         return {**_floats(shares), "value_gradient_norm": norm / self.num_workers}
 
     def _value_loss(self, part: ValueBatch, whole: ValueBatch, kept: Taken) -> tuple[Tensor, dict[str, Tensor]]:
-        """The part's share of the whole minibatch's loss and metrics."""
+        """Compute the share of a part in the whole minibatch's loss and metrics."""
         values_BR = kept.next(part.rollout)
         loss, sums = value_loss(
             self._values(part.rollout) if values_BR is None else values_BR,

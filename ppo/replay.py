@@ -100,7 +100,7 @@ def replay_iterations(
 
 
 def require_recorded(path: Path, records: dict[int, RolloutRecord], iteration: int, response: int) -> None:
-    """Raises: ValueError for an iteration or a response that rollouts.jsonl does not have."""
+    """Check that rollouts.jsonl has the iteration and the response. Raises: ValueError if it does not."""
     if not records:
         raise ValueError(f"{path}: no iteration is recorded; a run of this version of Heed was expected")
     if iteration not in records:

@@ -227,7 +227,7 @@ class Broadcast(WeightTransport):
 
 
 def broadcasts(config: PPOConfig, learners: Handle[Learner], generators: Handle[Generator]) -> bool:
-    """Whether weights are broadcast between groups. "auto" broadcasts between GPUs, unless `max_staleness` is set."""
+    """Returns whether to broadcast weights between groups. "auto" does between GPUs, unless `max_staleness` is set."""
     if config.weight_transport != "auto":
         return config.weight_transport == "broadcast"
     if config.max_staleness:

@@ -194,7 +194,7 @@ def _held(rollout: Rollout) -> Pending[Rollout]:
 
 
 def was_measured(run: StageRun) -> bool:
-    """Whether the reward stage has scored samples of the policy that PPO starts from, which [collect] sampled."""
+    """Returns whether the reward stage has scored samples of PPO's initial policy, which [collect] sampled."""
     return {"sft", "reward"} <= set(run.parents) and "collect" in run.at("reward").parents
 
 

@@ -231,5 +231,5 @@ class RewardModel:
         return config.max_position_embeddings + (config.positions != "learned")
 
     def fits(self, tokens: Sequence[int]) -> bool:
-        """Whether the network can read this many tokens."""
+        """Returns whether the network can read this many tokens."""
         return len(tokens) <= self.room_tokens

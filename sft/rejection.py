@@ -112,7 +112,7 @@ def _sample(run: StageRun, config: RejectionConfig, start: Path, prompts: Sequen
 
 
 def is_usable(sample: Sample) -> bool:
-    """Whether a sample may be kept. One without an end would teach the policy not to stop."""
+    """Returns whether a sample may be kept. One without an end token would teach the policy not to stop."""
     return sample.finished and bool(sample.response) and math.isfinite(sample.score)
 
 
