@@ -1,4 +1,4 @@
-"""What the DPO stage configures. Every setting but the rankings has a default; docs/dpo.md says where each is from."""
+"""Settings of the DPO stage. All but the rankings have a default; docs/dpo.md says where each default comes from."""
 
 from typing import Any, Literal, Self
 

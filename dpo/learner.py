@@ -1,5 +1,5 @@
-"""A policy in training, with the probability of ties that its loss may learn in addition; and its log-probabilities of
-whole responses, packed with their prompts into few rows.
+"""A policy in training, with the tie parameter ν that its loss may also learn; and its log-probs of whole responses,
+which are packed with their prompts into few rows.
 
 Shape letters: N responses, R response tokens, L rows, T tokens of a row, C tokens of all responses, V vocabulary.
 """
@@ -40,7 +40,7 @@ class PolicyLearner(nn.Module):
     def forward(
         self, tokens_BT: Tensor, segments_BT: Tensor, selected_BT: Tensor, sequence_keys_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [C, V] of the positions that `selected_BT` marks True, and log ν, None where it is not learned."""
+        """Returns logits [C, V] of the positions where `selected_BT` is True, and log ν, None if it is not learned."""
         logits_CV = self.network(tokens_BT, segments_BT, selected_BT, sequence_keys_BT)
         if self.nu is None or self.starting_log_nu is None:
             return logits_CV, None
@@ -49,7 +49,7 @@ class PolicyLearner(nn.Module):
 
 @dataclass(frozen=True)
 class PolicySource:
-    """A `PolicyLearner` around a source of its network."""
+    """A source of a `PolicyLearner`, from a source of its network."""
 
     network: ModelSource[LanguageModel]
     starting_log_nu: float | None = None
@@ -66,10 +66,11 @@ class PolicySource:
 
 @dataclass(frozen=True)
 class PackedResponses:
-    """A policy's inputs. `targets_C` are the responses' tokens, row by row; `places_C` are theirs in [N, R].
+    """A policy's inputs. `targets_C` are the responses' tokens, row by row; `places_C` are their indices in a flat
+    [N, R].
 
-    Segments and `predicts_LT`, True where the next token is a response's, stay in the CPU's memory, where counting does
-    not wait for a GPU. `tokens_N` counts each response's tokens.
+    `predicts_LT` is True where the next token is a response's. It and the segments stay in CPU memory, where counting
+    does not wait for a GPU. `tokens_N` counts each response's tokens.
     """
 
     tokens_LT: Tensor
@@ -83,7 +84,7 @@ class PackedResponses:
 
     @classmethod
     def of(cls, sequences: Sequence[Sequence[int]], response_tokens: Sequence[int], device: torch.device) -> Self:
-        """The sequences are prompts with their responses, the last `response_tokens` of each."""
+        """Pack sequences. Each is a prompt with its response, which is the last `response_tokens` of it."""
         held = Sequences.of(
             (tokens, [False] * (len(tokens) - num) + [True] * num)
             for tokens, num in zip(sequences, response_tokens, strict=True)
@@ -108,13 +109,13 @@ class PackedResponses:
         )
 
     def keys(self, seed: int, numbers_N: IntArray) -> Tensor:
-        """Keys for dropout [L, T], from the number of each response in the data set."""
+        """Returns dropout keys [L, T], derived from each response's number in the data set."""
         return sequence_keys(seed, numbers_N[self.sequence_LT], self.tokens_LT.device)
 
     def logprobs(self, model: PolicyLearner, keys_LT: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """log π(response | prompt), [N] nats, a sum over its tokens in fp32; and log ν, None where it is not learned.
+        """Returns log π(response | prompt), [N] nats, summed over its tokens in fp32; and log ν, None if not learned.
 
-        A response is a row of a table, so its sum has the same order of additions wherever it was packed.
+        Log-probs are first arranged as [N, R], so a response's sum adds in the same order wherever it was packed.
         """
         logits_CV, log_nu = model(self.tokens_LT, self.segments_LT, self.predicts_LT, keys_LT)
         logprobs_C = token_logprobs(logits_CV, self.targets_C)

@@ -1,10 +1,10 @@
-"""What the training loop minimises: losses of direct preference optimisation, from log-ratios to a fixed reference.
+"""The training objective: losses of direct preference optimisation, from log-ratios to a fixed reference.
 
-A response's log-ratio is log π(y|x) - log π_ref(y|x), nats: a sum over its tokens, the end token included. β times it
-is the response's implicit reward (arXiv 2305.18290, eq. 5), up to a constant of the prompt that no difference has.
+A response's log-ratio is log π(y|x) - log π_ref(y|x) in nats: a sum over its tokens, including the end token. β times
+it is the response's implicit reward (arXiv 2305.18290, eq. 5), up to a constant per prompt that cancels in differences.
 
-Shape letters: N responses of all comparisons, B comparisons (in the losses: judgments), K responses of one (padded to
-the largest), J verdicts of all comparisons, P pairs of responses. Ranks count from 1 = best; 0 = padding.
+Shape letters: N responses of all comparisons, B comparisons (in the losses: judgments), K responses per comparison
+(padded to the largest), J verdicts of all comparisons, P pairs of responses. Ranks count from 1 = best; 0 = padding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,12 +27,12 @@ Floats = NDArray[np.float32]
 
 
 def ipo_loss(log_ratios_BK: Tensor, ranks_BK: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Loss and accuracy of each comparison, [B] both (arXiv 2310.12036, eq. 17, with its τ = β).
+    """Returns loss and accuracy per comparison, both [B] (arXiv 2310.12036, eq. 17, with its τ = β).
 
     loss = 1/C(K,2) · Σ_{i<j} (Δ_ij - t_ij)², where Δ is the difference of log-ratios, and t is 1/(2β) if i is better,
-    -1/(2β) if j is, and 0 for a tie, a preference with probability ½. DPO's gradient of a pair never ends; this one
-    ends at a difference of 1/(2β) nats. As in the paper, a log-ratio is a sum over the response. Some implementations
-    divide it by the response's tokens, and need another β.
+    -1/(2β) if j is, and 0 for a tie (a preference with probability ½). A pair's gradient in DPO never vanishes; here it
+    does at a difference of 1/(2β) nats. As in the paper, a log-ratio is a sum over the response. Some implementations
+    divide it by the number of tokens, and need another β.
     """
     difference_BP, ahead_BP, real_BP = pairs_of(log_ratios_BK, ranks_BK)
     loss_BP = (difference_BP - ahead_BP / (2 * beta)) ** 2
@@ -42,13 +42,13 @@ def ipo_loss(log_ratios_BK: Tensor, ranks_BK: Tensor, beta: float) -> tuple[Tens
 def preference_loss(
     loss: str, log_ratios_BK: Tensor, tokens_BK: Tensor, ranks_BK: Tensor, beta: float, log_nu: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Loss and accuracy of each comparison, [B] both; lower loss is better.
+    """Returns loss and accuracy per comparison, both [B]; lower loss is better.
 
-    "sigmoid" is -log σ(β Δ) of each pair, DPO's eq. 7, by `ranking_loss`: the mean over the C(K,2) pairs, ties as half
-    a win each. "length_normalised" is the same of log-ratios per token (Tülu 3, arXiv 2411.15124).
-    With `log_nu` a tie is an outcome of its own (`davidson_loss`). `tokens_BK` counts each response's tokens.
+    "sigmoid" is -log σ(β Δ) per pair (DPO's eq. 7), computed by `ranking_loss`: the mean over the C(K,2) pairs, with a
+    tie as half a win for each side. "length_normalised" is the same with log-ratios per token (Tülu 3, arXiv
+    2411.15124). With `log_nu`, a tie is a separate outcome (`davidson_loss`). `tokens_BK` counts response tokens.
 
-    Raises: ValueError for another name of a loss.
+    Raises: ValueError if there is no loss of this name.
     """
     if loss == "ipo":
         return ipo_loss(log_ratios_BK, ranks_BK, beta)
@@ -61,12 +61,12 @@ def preference_loss(
 
 
 def implicit_rewards(loss: str, log_ratios: Tensor, tokens: Tensor, beta: float) -> Tensor:
-    """β times the log-ratio, or with `length_normalised` times the log-ratio per token; higher is better."""
+    """Returns β times the log-ratio, or the log-ratio per token with "length_normalised"; higher is better."""
     return beta * (log_ratios / tokens.clamp(min=1) if loss == "length_normalised" else log_ratios)
 
 
 def sft_loss(logprobs_BK: Tensor, tokens_BK: Tensor, ranks_BK: Tensor) -> Tensor:
-    """-log π per token of each comparison's best response, [B] nats; the mean over several that tie for it."""
+    """Returns -log π per token of each comparison's best response, [B] nats; the mean over those that tie for best."""
     real_BK = ranks_BK > 0
     best_B1 = ranks_BK.masked_fill(~real_BK, torch.iinfo(ranks_BK.dtype).max).min(dim=1, keepdim=True).values
     is_best_BK = real_BK & (ranks_BK == best_B1)
@@ -76,7 +76,7 @@ def sft_loss(logprobs_BK: Tensor, tokens_BK: Tensor, ranks_BK: Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class UntiedPairs:
-    """The untied pairs of each comparison [B, P], to average values of their better and worse responses."""
+    """The untied pairs of each comparison [B, P], for averages over their better and their worse responses."""
 
     first_P: Tensor
     second_P: Tensor
@@ -95,7 +95,9 @@ class UntiedPairs:
         return (self.ahead_BP != 0).any(dim=1).float()
 
     def means(self, values_BK: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean over a comparison's untied pairs of the better's value, and of the worse's, [B] both; 0 without."""
+        """Returns the mean value of the better response over a comparison's untied pairs, and that of the worse, both
+        [B]; 0 if there is no untied pair.
+        """
         first_BP, second_BP = values_BK[:, self.first_P], values_BK[:, self.second_P]
         num_B = (self.ahead_BP != 0).sum(dim=1).clamp(min=1)
         better_BP = torch.where(self.ahead_BP > 0, first_BP, second_BP) * (self.ahead_BP != 0)
@@ -104,7 +106,7 @@ class UntiedPairs:
 
 
 def packed_comparisons(comparisons: Sequence[Comparison], device: torch.device) -> PackedResponses:
-    """All responses of the comparisons, in order."""
+    """Pack all responses of the comparisons, in order."""
     return PackedResponses.of(
         [sequence for comparison in comparisons for sequence in comparison.sequences],
         [num for comparison in comparisons for num in comparison.response_tokens],
@@ -114,10 +116,11 @@ def packed_comparisons(comparisons: Sequence[Comparison], device: torch.device) 
 
 @dataclass(frozen=True)
 class PreferenceObjective(ComparisonObjective):
-    """The loss summed over comparisons, each the weighted mean over its labelers; batches count comparisons.
+    """The loss summed over comparisons; a comparison's loss is the weighted mean over its labelers. Batches count
+    comparisons.
 
-    Each response is read once, whatever the number of its pairs and labelers. `reference` has log π_ref of each
-    comparison's responses, nats.
+    Each response takes one forward pass, however many pairs and labelers it has. `reference` has log π_ref of each
+    comparison's responses, in nats.
     """
 
     comparisons: Sequence[Comparison]
@@ -129,7 +132,7 @@ class PreferenceObjective(ComparisonObjective):
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         chosen, config = [self.comparisons[row] for row in rows], self.config
         packed = packed_comparisons(chosen, device)
-        # A comparison's row and the place in it name a sequence, whatever else is in the batch.
+        # A sequence's number depends only on its comparison's row and its place there, not on the rest of the batch.
         numbers_N = np.array([r * MAX_RESPONSES + k for r, c in zip(rows, chosen, strict=True) for k in range(_num(c))])
         logprobs_N, log_nu = packed.logprobs(model, packed.keys(seed, numbers_N))
         reference_N = upload(torch.from_numpy(np.concatenate([self.reference[row] for row in rows])), device)

@@ -1,6 +1,6 @@
-"""The reference's log-probabilities: those of the policy before its first step, computed once and kept in a file.
+"""The reference's log-probs: those of the policy before its first step, computed once and kept in a file.
 
-No second model is ever in memory. The file holds log π_ref(y|x) of every response, training comparisons first.
+So there is never a second model in memory. The file has log π_ref(y|x) of every response, training comparisons first.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ from training.engine import Engine
 from training.packing import IntArray, pass_tokens, split_passes
 
 REFERENCE = "reference.safetensors"
-LOGPROBS, COMPARISONS = "logprobs", "comparisons"  # in the file: its tensor, and what it was computed of
-AT_ONCE = 1024  # comparisons that are dealt to passes together
+LOGPROBS, COMPARISONS = "logprobs", "comparisons"  # in the file: the tensor's name, and the key of the digest
+AT_ONCE = 1024  # comparisons that are split into passes together
 # How far a log-ratio before the first step may be from 0: nats per square root of the response's tokens, since the
 # rounding of tokens adds up like independent errors.
 ROUNDING = {"fp32": 1e-4, "bf16": 0.03}
@@ -34,10 +34,12 @@ ROUNDING = {"fp32": 1e-4, "bf16": 0.03}
 def reference_logprobs(
     engine: Engine[PolicyLearner], folder: Path, comparisons: Sequence[Comparison], batch: BatchConfig
 ) -> list[Floats]:
-    """log π_ref of each comparison's responses, nats: read from the stage's folder, or computed with the engine's own
-    weights, which no step has changed yet, and written there by rank 0. A collective call.
+    """Returns log π_ref of each comparison's responses, in nats. A collective call.
 
-    Raises: ValueError for a file of other comparisons.
+    Reads them from the stage's folder. If they are not there, computes them with the engine's weights, which no step
+    has changed yet, and rank 0 writes them.
+
+    Raises: ValueError if the file is of other comparisons.
     """
     path = folder / REFERENCE
     found: Tensor | None = None
@@ -53,7 +55,7 @@ def reference_logprobs(
 
 
 def read_reference(path: Path, comparisons: Sequence[Comparison]) -> Tensor:
-    """The log-probabilities in a file. Raises: ValueError unless they are of these comparisons."""
+    """Read the log-probs in a file. Raises: ValueError unless they are of these comparisons."""
     with safe_open(path, "pt") as file:
         metadata, found = file.metadata() or {}, file.get_tensor(LOGPROBS)
     if metadata.get(COMPARISONS) != digest(comparisons):
@@ -65,7 +67,7 @@ def read_reference(path: Path, comparisons: Sequence[Comparison]) -> Tensor:
 
 
 def digest(comparisons: Sequence[Comparison]) -> str:
-    """SHA-256 of all responses' tokens, and of where each response begins."""
+    """Returns the SHA-256 of all sequences' tokens, and of where each response begins."""
     found = hashlib.sha256()
     for comparison in comparisons:
         for tokens, num in zip(comparison.sequences, comparison.response_tokens, strict=True):
@@ -74,7 +76,7 @@ def digest(comparisons: Sequence[Comparison]) -> str:
 
 
 def split_by_comparison(values: Floats, comparisons: Sequence[Comparison]) -> list[Floats]:
-    """Numbers of all responses, by comparison."""
+    """Split one value per response into one array per comparison."""
     ends = np.cumsum([len(comparison.sequences) for comparison in comparisons])
     return np.split(values, ends[:-1])
 
@@ -83,7 +85,9 @@ def split_by_comparison(values: Floats, comparisons: Sequence[Comparison]) -> li
 def logprobs_on_all_ranks(
     engine: Engine[PolicyLearner], comparisons: Sequence[Comparison], batch: BatchConfig
 ) -> list[Floats]:
-    """log π of each comparison's responses by the weights as they are, nats, on every rank; a collective call."""
+    """Returns log π of each comparison's responses under the current weights, in nats, on every rank. A collective
+    call.
+    """
     engine.model.eval()
     found = []
     with engine.cache_weight_casts():
@@ -97,8 +101,8 @@ def _of_some(engine: Engine[PolicyLearner], comparisons: Sequence[Comparison], b
     passes = split_passes(units, engine.world_size, pass_tokens(batch, units, with_gradients=False))[engine.rank]
     starts = np.cumsum([0, *map(len, units)])
     logprobs = torch.zeros(int(starts[-1]), device=engine.device)
-    # ZeRO-3 gathers weights in every pass, so all ranks run the same number of passes: one without comparisons reads
-    # the first and does not count it.
+    # ZeRO-3 gathers weights in every pass, so all ranks run the same number of passes. A pass without comparisons reads
+    # the first one and discards the result.
     for places in passes:
         note_progress()
         own, _ = packed_comparisons([comparisons[place] for place in places or [0]], engine.device).logprobs(
@@ -115,9 +119,9 @@ def check_first_loss(
 ) -> None:
     """Check that policy and reference agree before the first step, on the first batch; a collective call.
 
-    Every log-ratio is then 0 to rounding, so the loss of an untied pair is log 2. A reference of another model, another
-    template, dropout, padding that counts or a row that was cut would change that.
-    Raises: ValueError naming the loss that was found.
+    Every log-ratio is then 0 up to rounding, so the loss of an untied pair is log 2. A reference from another model,
+    another template, dropout, counted padding or a truncated row would change that.
+    Raises: ValueError naming the loss that it measured.
     """
     engine.model.eval()
     ratios, tokens = list[Tensor](), list[Tensor]()
@@ -136,7 +140,7 @@ def check_first_loss(
 
 
 def refuse_wrong_reference(log_ratios_N: Tensor, tokens_N: Tensor, beta: float, precision: str) -> None:
-    """Raises: ValueError unless the log-ratios are 0 to the rounding of this precision."""
+    """Check that log-ratios are 0 up to the rounding of this precision. Raises: ValueError if they are not."""
     error = float((log_ratios_N.abs() / tokens_N.clamp(min=1).sqrt()).mean())
     if not error <= ROUNDING[precision]:
         worst = float(log_ratios_N.abs().max())

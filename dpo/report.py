@@ -1,4 +1,4 @@
-"""What DPO leaves in results.json, and what the report of a run shows of it."""
+"""What DPO writes to results.json, and its part of a run's report."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,9 +24,9 @@ from training.data import Overlong, SourceRows
 
 @dataclass(frozen=True)
 class PairMeans:
-    """Means over held-out pairs that are no ties, each weighing the same: of the better response and of the worse.
+    """Means over the untied held-out pairs, which all weigh the same: of the better response and of the worse.
 
-    Log-probabilities are sums over a response, nats, before training (the reference's) and after.
+    Log-probs are sums over a response in nats, before training (the reference's) and after it.
     """
 
     chosen_logprob_before: float
@@ -39,10 +39,10 @@ class PairMeans:
 
 @dataclass(frozen=True)
 class DPOResults:
-    """`heldout_accuracy` is that of implicit rewards; `margin` is their difference, the better response's less the
-    worse's. `length_correlation` is that of implicit rewards with length within comparisons, None where lengths or
-    rewards do not differ. `num_equal_pairs` of the `num_pairs` to learn from are of two equal responses, which no
-    gradient can tell apart. `learned_nu` is there with ties = "davidson".
+    """DPO's results. `heldout_accuracy` is the accuracy of implicit rewards; `margin` is the better response's implicit
+    reward minus the worse's. `length_correlation` is between implicit rewards and lengths within comparisons, None if
+    lengths or rewards do not differ. Of the `num_pairs` to learn from, `num_equal_pairs` have two equal responses,
+    which no gradient can tell apart. `learned_nu` is set with ties = "davidson".
     """
 
     loss: str

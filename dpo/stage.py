@@ -1,6 +1,6 @@
-"""DPO as a stage: training on each rank, what it measures on held-out rankings, checks before it runs, and its plan.
+"""DPO as a stage: training on each rank, metrics on held-out rankings, checks before a run, and its plan.
 
-The policy's own log-probabilities before the first step are the reference's, so no second model is in memory.
+The reference's log-probs are the policy's own before the first step, so there is no second model in memory.
 """
 
 import itertools
@@ -104,7 +104,7 @@ def _learned_nu(engine: Engine[PolicyLearner], log_nu: float, others: dict[str, 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a comparison's K responses: log-probabilities before and after training, implicit rewards, tokens."""
+    """Log-probs of a comparison's K responses before and after training, their implicit rewards, and their lengths."""
 
     before: Floats
     after: Floats
@@ -121,8 +121,8 @@ def write_results(
     num_steps: int,
     learned_nu: float | None,
 ) -> None:
-    """Write what was learned: `comparisons` are those trained on and those held out; `logprobs`, of the held-out ones,
-    the reference's and the trained policy's.
+    """Write the results. `comparisons` are those trained on and those held out; `logprobs` are the reference's and the
+    trained policy's of those held out.
     """
     (trained_on, unseen), split = comparisons, data.split
     measured = {
@@ -169,7 +169,7 @@ def _measured(config: DPOConfig, comparison: Comparison, before: Floats, after: 
 def margin_and_means(
     rankings: Sequence[Ranking], measured: Mapping[str, Measured]
 ) -> tuple[Interval, PairMeans | None]:
-    """The mean margin over all untied pairs, with its interval over prompts, and the means of both sides."""
+    """Returns the mean margin over all untied pairs, with an interval over prompts; and the means of both sides."""
     sides: list[tuple[Floats, Floats]] = []
     prompts: list[int] = []
     numbers: dict[object, int] = {}
@@ -189,7 +189,9 @@ def margin_and_means(
 
 
 def length_correlation(measured: Sequence[Measured]) -> float | None:
-    """Pearson's correlation of implicit rewards and lengths, both less their mean within the comparison."""
+    """Returns Pearson's correlation of implicit rewards and lengths, after subtracting each comparison's means; None if
+    either does not vary.
+    """
     rewards_N = np.concatenate([of.rewards - of.rewards.mean() for of in measured]).astype(np.float64)
     tokens_N = np.concatenate([of.tokens - of.tokens.mean() for of in measured]).astype(np.float64)
     scale = float(np.sqrt((rewards_N**2).sum() * (tokens_N**2).sum()))
@@ -197,7 +199,7 @@ def length_correlation(measured: Sequence[Measured]) -> float | None:
 
 
 def count_pairs(comparisons: Sequence[Comparison]) -> tuple[int, int]:
-    """Pairs of responses, and those of two equal ones, whose difference has no gradient."""
+    """Count the pairs of responses, and those of two equal responses, whose difference has no gradient."""
     found = equal = 0
     for comparison in comparisons:
         texts = [bytes(np.asarray(tokens, dtype=np.int32)) for tokens in comparison.sequences]
@@ -207,19 +209,19 @@ def count_pairs(comparisons: Sequence[Comparison]) -> tuple[int, int]:
 
 
 def check(config: DPOConfig, _job: JobView) -> None:
-    """Labelers of a world judge by everything at once."""
+    """Check the named objectives: a world's labelers give only one overall judgment."""
     check_objectives(config)
 
 
 def load_tokenizer(run: StageRun, config: DPOConfig) -> Tokenizer:
-    """The tokenizer that the policy will have."""
+    """Returns the tokenizer that the trained policy will have."""
     loaded = Tokenizer.load(run.start("sft"), end=config.end_token) if config.init_from else run.tokenizer_of("sft")
     return loaded.with_template(config.chat_template)
 
 
 def preflight(run: StageRun, config: DPOConfig) -> None:
     """Check that the model is a language model, that every row of the rankings has its format, and that every
-    conversation fits; report what is odd. Rankings that are still to be collected are not read.
+    conversation fits; report unusual rows. Rankings that have yet to be collected are not read.
     """
     if config.init_from and (purpose := purpose_of(run.start("sft"))) != "language":
         raise ValueError(f"dpo.init_from {config.init_from}: a {purpose} model; a language model was expected")
@@ -240,7 +242,7 @@ def plan(planner: Planner, config: DPOConfig) -> StagePlan:
     rows, _ = rows_and_passes(config.batch, planner.layout.ranks, width, num_responses)
     if lengths.response_share == 1:
         planner.sizes.assume("bound: every token of a conversation is counted as one of the response")
-    # Only responses have logits. A pass may be full of the conversations that have most of them.
+    # Only responses have logits. A pass may be full of conversations with the largest share of response tokens.
     num_logits = math.ceil(rows * width * lengths.response_share) * planner.model.vocab_size
     return planner.training(
         "comparisons",

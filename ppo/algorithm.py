@@ -1,10 +1,10 @@
 """The equations of PPO for language models (arXiv 1707.06347, 1909.08593, 2203.02155), as functions of tensors.
 
-In the order of an iteration: rewards, advantages (with a value function, or by comparing a group of responses to one
+They follow the order of an iteration: rewards, advantages (from a value function, or by comparing the responses to one
 prompt with each other; docs/algorithms.md), importance weights, losses, the KL coefficient.
 
-Shape letters: B responses, of which each K neighbours answer one prompt; G prompts; R response tokens. Masks: True =
-counted.
+Shape letters: B responses, where each K adjacent ones answer the same prompt; G prompts; R response tokens; C counted
+tokens. Masks: True = counted.
 """
 
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from ppo.config import PPOConfig
 
-# Rewards are in standard deviations of the initial policy's scores. Those of a group that differ by less than this are
-# equal up to rounding: dividing by their deviation would turn rounding errors into advantages.
+# Rewards are in standard deviations of the initial policy's scores. If those of a group differ by less than this, they
+# are equal up to rounding: dividing by their standard deviation would turn rounding errors into advantages.
 MIN_SPREAD = 1e-4
 
 
 def token_rewards(
     scores_B: Tensor, logprobs_BR: Tensor, ref_logprobs_BR: Tensor, mask_BR: Tensor, kl_coef: float
 ) -> tuple[Tensor, Tensor]:
-    """Rewards [B, R] and the KL [B] that they penalise, in nats.
+    """Returns rewards [B, R], and the KL [B] that they penalise, in nats.
 
     r_t = -kl_coef · (log π - log π_ref) at every token, plus the response's score at its last token.
-    KL is the unclamped sum of the log ratios (k1), exactly what the reward subtracts.
+    The KL is the unclamped sum of the log ratios (k1): times kl_coef, exactly what the rewards subtract.
     """
     log_ratio_BR = _counted(logprobs_BR - ref_logprobs_BR, mask_BR)
     last_BR = mask_BR & (mask_BR.cumsum(dim=1) == mask_BR.sum(dim=1, keepdim=True))
@@ -38,7 +38,7 @@ def token_rewards(
 def generalised_advantages(
     rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor, gamma: float, gae_lambda: float
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [B, R] (arXiv 1506.02438, eq. 16); the state after the last token has value 0.
+    """Returns advantages and returns [B, R] (arXiv 1506.02438, eq. 16); the state after the last token has value 0.
 
     δ_t = r_t + γ V_{t+1} - V_t;  A_t = δ_t + γ λ A_{t+1};  return_t = A_t + V_t.
     """
@@ -55,7 +55,7 @@ def generalised_advantages(
 
 
 def whiten(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """(x - mean) / std over the counted tokens, of which there must be at least one; 0 elsewhere."""
+    """Returns (x - mean) / std over the counted tokens, and 0 elsewhere. At least one token must be counted."""
     assert bool(mask_BR.any()), f"none of {mask_BR.numel()} tokens is counted; at least one was expected"
     counted = values_BR[mask_BR]
     return torch.where(mask_BR, (values_BR - counted.mean()) / (counted.std(correction=0) + 1e-8), 0.0)
@@ -63,20 +63,20 @@ def whiten(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Advantages:
-    """Advantages, the tokens that the policy loss counts, and metrics."""
+    """Advantages, which tokens the policy loss counts, and metrics."""
 
     advantages_BR: Tensor  # 0 where not counted
-    counted_BR: Tensor  # True = counted: a scored response and, in a group, one whose rewards differ
+    counted_BR: Tensor  # True = counted: the response is scored and, with a group baseline, its group's rewards differ
     metrics: dict[str, float]
 
     @classmethod
     def of(cls, rewards_BR: Tensor, mask_BR: Tensor, config: PPOConfig) -> "Advantages":
-        """Without a value function, from token rewards, as `config` says; `mask_BR` is True at the tokens of scored
-        responses.
+        """Estimate advantages from token rewards without a value function, as `config.advantage` says.
 
-        Without a baseline, a token's advantage is the sum of the rewards from it on, which is its return (REINFORCE++,
-        arXiv 2501.03262). With one, the response is a single action: each token has the advantage of the whole
-        sum of rewards, the KL penalty included (arXiv 2402.14740).
+        `mask_BR` is True at the tokens of scored responses. Without a baseline, a token's advantage is its return: the
+        sum of the rewards from it to the end (REINFORCE++, arXiv 2501.03262). With a group baseline, the response is a
+        single action: each of its tokens has the same advantage, that of the response's summed rewards, including the
+        KL penalty (arXiv 2402.14740).
         """
         metrics: dict[str, float] = {}
         if config.has_group_baseline:
@@ -105,12 +105,13 @@ def group_advantages(
     leave_one_out: bool,
     scale: Literal["group", "none"],
 ) -> tuple[Tensor, Tensor]:
-    """Advantages [B] of responses, and whether each is informative [B]: scored, in a group whose rewards differ.
+    """Returns advantages [B] of responses, and whether each is informative [B]: scored, in a group whose returns
+    differ.
 
-    The baseline is the mean return of the group's n scored responses (arXiv 2402.03300), or of the n - 1 others (arXiv
-    2402.14740), which is the former times n / (n - 1). `scale` "group" divides by the returns' standard
-    deviation with n - 1 in its denominator. A response without a score counts in no mean, no deviation and no number;
-    a group with fewer than two scored responses, or with equal returns, has advantages of 0.
+    The baseline is the mean return of the group's n scored responses (arXiv 2402.03300) or, with `leave_one_out`, of
+    the n - 1 others (arXiv 2402.14740): that advantage is the former times n / (n - 1). `scale` "group" divides by the
+    returns' standard deviation, with n - 1 in its denominator. A response without a score is left out of means,
+    deviations and n; a group with fewer than two scored responses, or with equal returns, has advantages of 0.
     """
     scored_GK = scored_B.view(-1, samples_per_prompt)
     returns_GK = torch.where(scored_GK, returns_B.view(-1, samples_per_prompt), 0.0)
@@ -131,8 +132,9 @@ def group_advantages(
 def informative_groups(
     rewards_B: Tensor, scored_B: Tensor, samples_per_prompt: int, num_groups: int
 ) -> tuple[Tensor, float]:
-    """Rows of the first `num_groups` groups whose rewards differ, and the share of all groups whose do. If they are too
-    few, the first of the other groups join them. Groups stay in order.
+    """Returns the rows of the first `num_groups` groups with differing rewards, and the share of such groups among all.
+
+    If there are too few such groups, the first of the others are added. Groups stay in order.
     """
     _, informative_B = group_advantages(rewards_B, scored_B, samples_per_prompt, leave_one_out=False, scale="none")
     informative_G = informative_B.view(-1, samples_per_prompt).any(dim=1)
@@ -143,7 +145,7 @@ def informative_groups(
 
 
 def _group_metrics(informative_B: Tensor, scored_B: Tensor, samples_per_prompt: int) -> dict[str, float]:
-    """How many groups of at least two scored responses have equal returns, and which share of all groups differs."""
+    """Count the groups of at least two scored responses with equal returns; and the share of all groups that differ."""
     informative_G = informative_B.view(-1, samples_per_prompt).any(dim=1)
     comparable_G = scored_B.view(-1, samples_per_prompt).sum(dim=1) > 1
     return {
@@ -160,11 +162,11 @@ def importance_weights(
     floor: float = 0.0,
     beyond: Literal["cut", "drop_tokens", "drop_responses"] = "cut",
 ) -> tuple[Tensor, dict[str, float]]:
-    """w = min(π_prox / π_behave, cap) [B, R] of counted tokens, 0 elsewhere, and metrics; for decoupled PPO.
+    """Returns w = min(π_prox / π_behave, cap) [B, R] at counted tokens, 0 elsewhere, and metrics; for decoupled PPO.
 
-    With `beyond` "drop_tokens" the weight is 0 where the ratio is not in [floor, cap] (IcePop, arXiv 2510.18855, 3.2).
-    With "drop_responses" it is 0 in all of a response whose geometric mean of ratios is not in [floor, cap], and as
-    above in the others: there a response counts whole or not at all.
+    With `beyond` "drop_tokens", w is 0 where the ratio is not in [floor, cap] (IcePop, arXiv 2510.18855, 3.2). With
+    "drop_responses", w is 0 throughout a response whose geometric mean of ratios is not in [floor, cap], and as above
+    in other responses: a response counts as a whole or not at all.
 
     Three policies: π_behave sampled the responses, π_prox is the policy before this iteration's updates, π is being
     updated. The decoupled objective (Hilton et al., arXiv 2110.00641; for language models AReaL, arXiv 2505.24298) is
@@ -172,19 +174,20 @@ def importance_weights(
     and the weight turns the mean over sampled tokens into one over π_prox's, E_behave[w f] = E_prox[f]. As w >= 0,
     w min(ρ A, clip(ρ) A) = min(ρ wA, clip(ρ) wA): PPO's loss with advantages times w is that objective.
 
-    What is left uncorrected, and why:
-    - A token's weight does not correct the tokens before it. The product over a response would, with a variance that
-      grows with every token. The responses come from a policy a few iterations old, and so do their returns.
+    What stays uncorrected, and why:
+    - A token's weight does not correct for the tokens before it. The product over a response would, but its variance
+      grows with every token. So prefixes and returns remain those of a policy a few iterations old.
     - The KL penalty is that of π_prox. E_π[∇ log π] = 0, so ∇ E_π[-β log(π/π_ref)] = E_π[-β log(π/π_ref) ∇ log π]: the
       reward contains the log ratio of the policy being updated, and w takes its mean over that policy's tokens. The
       reported KL is unweighted; its expectation is KL(π_behave, π_ref) - KL(π_behave, π_prox).
-    - Whitening subtracts a constant, which w makes harmless, E_behave[w ∇ log π_prox] = 0, and divides by another.
-    - The value function learns the returns as they are; the weight of the first token would not make them π_prox's.
-    - Where the cap binds it bounds the variance and moves the gradient towards π_behave (truncated importance
-      sampling, as in arXiv 1802.01561). What is dropped has no gradient, and still counts in the loss's denominator.
+    - Whitening subtracts a constant, which w makes harmless, as E_behave[w ∇ log π_prox] = 0, and divides by another.
+    - The value function learns the returns as they are; the weight of its first token would not turn a return into
+      π_prox's.
+    - Where the cap binds, it bounds the variance and moves the gradient towards π_behave (truncated importance
+      sampling, as in arXiv 1802.01561). Dropped tokens have no gradient, but still count in the loss's denominator.
 
-    Metrics: mean and largest weight before the cap (a mean far from 1 says that the policies are far apart), the share
-    of tokens that the limits affect, and the effective sample share (Σw)² / (n Σw²) after them.
+    Metrics: mean and largest weight before the cap (a mean far from 1 shows that the policies are far apart), the share
+    of tokens that the limits affect, and the effective sample share (Σw)² / (n Σw²) after the limits.
     """
     assert bool(mask_BR.any()), f"none of {mask_BR.numel()} tokens is counted; at least one was expected"
     ratio_C = (logprobs_BR - behaviour_logprobs_BR)[mask_BR].exp()
@@ -211,11 +214,12 @@ def importance_weights(
 def token_weights(
     counted_BR: Tensor, kind: Literal["per_token", "per_response", "constant"], max_new_tokens: int
 ) -> tuple[Tensor, int]:
-    """How much each token of a minibatch weighs [B, R], and its number of counted tokens, by which `weight · loss`
-    summed over the minibatch is divided; at least 1. Uncounted tokens weigh 0, and no padding changes a weight.
+    """Returns the weight of each token of a minibatch [B, R], and the number N of counted tokens, at least 1. The loss
+    is Σ weight · loss / N over the minibatch. Uncounted tokens have weight 0, and padding changes no weight.
 
-    Of N counted tokens in B' responses, a token of a response of n tokens weighs, after the division: 1/N per token;
-    1/(B' n) per response (arXiv 2402.03300, eq. 3); 1/(B' `max_new_tokens`) constant (arXiv 2503.20783).
+    With N counted tokens in B' responses, a token of a response of n tokens has this weight after dividing by N:
+    "per_token" 1/N; "per_response" 1/(B' n) (arXiv 2402.03300, eq. 3); "constant" 1/(B' `max_new_tokens`) (arXiv
+    2503.20783).
     """
     num_tokens_B = counted_BR.sum(dim=1, keepdim=True)
     num_tokens = max(1, int(num_tokens_B.sum()))
@@ -238,11 +242,12 @@ def policy_loss(
     *,
     by_response: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-Σ w min(ρ A, clip(ρ, 1 - c, 1 + c_high) A) over tokens of weight w > 0 (arXiv 1707.06347, eq. 7), and metric
-    sums over these tokens. Lower is better. A `clip_range_high` of 0 is `clip_range`.
+    """Returns -Σ w min(ρ A, clip(ρ, 1 - c, 1 + c_high) A) over tokens of weight w > 0 (arXiv 1707.06347, eq. 7), and
+    metrics summed over these tokens. Lower is better. A `clip_range_high` of 0 means `clip_range`.
 
-    ρ = π / π_old, the policy before the iteration's updates. `by_response` it is the geometric mean over the response's
-    tokens, the same at each of them (arXiv 2507.18071). `approx_kl` is Σ (ρ - 1 - log ρ), never negative (k3).
+    ρ = π / π_old, where π_old is the policy before the iteration's updates. With `by_response`, ρ is the geometric mean
+    over the response's tokens, the same at each of them (arXiv 2507.18071). `approx_kl` is Σ (ρ - 1 - log ρ), never
+    negative (k3).
     """
     mask_BR, upper = weight_BR > 0, clip_range_high or clip_range
     log_ratio_BR = _counted(logprobs_BR - old_logprobs_BR, mask_BR)
@@ -264,11 +269,11 @@ def policy_loss(
 
 
 def response_kl_loss(logprobs_BR: Tensor, ref_logprob_B: Tensor, weight_B: Tensor) -> Tensor:
-    """Σ w ½ (log π - log π_ref)² of whole responses; log π is 0 where there is no token. Lower is better.
+    """Returns Σ w ½ (log π - log π_ref)² over whole responses; log π is 0 where there is no token. Lower is better.
 
-    Its gradient, (log π/π_ref) ∇ log π, has the mean ∇ KL(π, π_ref) on samples of π, as E[∇ log π] = 0. That of the log
-    ratio itself (k1) has the mean 0, that of π_ref/π - 1 - log(π_ref/π) (k3) the mean ∇ KL(π_ref, π); and squares of
-    tokens leave out what a token does to the KL of those after it (docs/algorithms.md).
+    On samples of π, its gradient (log π/π_ref) ∇ log π has the mean ∇ KL(π, π_ref), as E[∇ log π] = 0. The gradient of
+    the log ratio itself (k1) has mean 0, and that of π_ref/π - 1 - log(π_ref/π) (k3) has mean ∇ KL(π_ref, π). Squares
+    per token would ignore how a token changes the KL of later tokens (docs/algorithms.md).
     """
     return 0.5 * (weight_B * (logprobs_BR.sum(dim=1) - ref_logprob_B) ** 2).sum()
 
@@ -276,7 +281,7 @@ def response_kl_loss(logprobs_BR: Tensor, ref_logprob_B: Tensor, weight_B: Tenso
 def value_loss(
     values_BR: Tensor, old_values_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor, clip_range: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """½ Σ max((V - G)², (clip(V, V_old ± c) - G)²) over counted tokens, and metric sums. Lower is better."""
+    """Returns ½ Σ max((V - G)², (clip(V, V_old ± c) - G)²) over counted tokens, and summed metrics. Lower is better."""
     values_BR, old_values_BR = _counted(values_BR, mask_BR), _counted(old_values_BR, mask_BR)
     returns_BR = _counted(returns_BR, mask_BR)
     clipped_BR = old_values_BR + (values_BR - old_values_BR).clamp(-clip_range, clip_range)
@@ -287,9 +292,9 @@ def value_loss(
 
 
 def _counted(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """The values of counted tokens, and 0 elsewhere, even for NaN and infinity, which a product would keep.
+    """Returns the values of counted tokens, and 0 elsewhere, even for NaN and infinity, which a product would keep.
 
-    Apply it before any computation, so that no gradient of an uncounted token is NaN either.
+    Apply it before any computation, so that gradients of uncounted tokens are never NaN either.
     """
     return torch.where(mask_BR, values_BR, 0.0)
 
@@ -302,7 +307,7 @@ class KLController:
     coef: float
 
     def update(self, kl_nats: float, num_responses: int) -> None:
-        """coef *= 1 + clip(KL/target - 1, ±0.2) · n / horizon."""
+        """Adapt the coefficient, unless it is fixed: coef *= 1 + clip(KL/target - 1, ±0.2) · n / horizon."""
         if self.config.kl_control == "fixed":
             return
         error = min(0.2, max(-0.2, kl_nats / self.config.target_kl - 1))

@@ -1,4 +1,4 @@
-"""What PPO configures, and policy gradients without a value function (docs/algorithms.md)."""
+"""Settings of PPO, and of policy gradients without a value function (docs/algorithms.md)."""
 
 from typing import Literal, Self
 
@@ -366,22 +366,22 @@ class PPOConfig(Config):
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of an iteration's updates."""
+        """Number of prompts whose responses an iteration learns from."""
         return self.rollout_batch_size // self.samples_per_prompt
 
     @property
     def sampled_batch_size(self) -> int:
-        """Responses sampled per iteration, of which `rollout_batch_size` are kept."""
+        """Responses sampled per iteration; `rollout_batch_size` of them are kept."""
         return round(self.oversample * self.rollout_batch_size)
 
     @property
     def corrects_samples(self) -> bool:
-        """Whether another policy or another engine than the learner's samples, which importance weights correct."""
+        """Whether importance weights correct samples: they come from an older policy or from another engine."""
         return bool(self.max_staleness) or self.generator != "heed"
 
     @property
     def samples_apart(self) -> bool:
-        """Whether generators are other processes than the learners."""
+        """Whether generators run in other processes than the learners."""
         return self.placement == "disaggregated" or self.generator != "heed"
 
     @property
@@ -390,12 +390,12 @@ class PPOConfig(Config):
 
     @property
     def has_group_baseline(self) -> bool:
-        """Whether responses are compared with others to the same prompt."""
+        """Whether a response's reward is compared with those of other responses to the same prompt."""
         return self.advantage in ("leave_one_out", "group_mean")
 
     @property
     def external_reward(self) -> ExternalReward | None:
-        """Where rewards come from, if it is no model."""
+        """The source of rewards if it is not a model: a Python function or an HTTP endpoint."""
         if self.reward_function:
             return RewardFunction(self.reward_function)
         if self.reward_url:

@@ -1,9 +1,9 @@
-"""Policy gradients of a language model, with or without a value function: the whole algorithm.
+"""The whole algorithm: policy gradients for a language model, with or without a value function.
 
 `PPOController.step` is one iteration: sample responses, score them, subtract penalties, estimate advantages, learn in
-epochs of minibatches, adjust the KL coefficient, send the new weights to the sampler. Where the models are and how many
-ranks share the work is up to the roles. With `max_staleness` the next rollouts are sampled while the learner learns, by
-weights that are a fixed number of iterations old, no matter which side is faster.
+epochs of minibatches, adjust the KL coefficient, send the new weights to the sampler. `Roles` decides where the models
+are and how many ranks share the work. With `max_staleness`, the next rollouts are sampled while the learner trains,
+with weights that are a fixed number of iterations old, whichever side is faster.
 
 Shape letters: B responses, O objectives, R response tokens, C counted tokens.
 """
@@ -41,28 +41,28 @@ from training.notices import RunError
 from training.packing import Sampler
 from training.seeds import derive_seed
 
-# On CPUs it is 0: both passes read the same rows. Kernels of a GPU may round otherwise where gradients are wanted; a
-# policy that really differs is far beyond this.
+# |ratio - 1| on the first minibatch, where the policy has not moved. On CPUs it is 0, since both passes read the same
+# rows. GPU kernels may round differently when gradients are needed; a policy that really differs exceeds this by far.
 MAX_FIRST_RATIO_ERROR = 0.05
-# The first update takes passes that are kept from measuring. In one iteration of so many, the first one of a run among
-# them, it computes them again: only so can the ratio show that passes with and without gradients disagree.
+# The first update normally reuses the forward passes that computed the log-probs. In iterations 0, 16, 32, ... it
+# computes them again: only then can the ratio show that passes with and without gradients disagree.
 REPEATED_EVERY = 16
-NUM_WORST = 3  # tokens that the error names where sampler and learner disagree
+NUM_WORST = 3  # tokens that the error names if sampler and learner disagree
 PHASES = ("sampling", "scoring", "policy_updates", "value_updates", "sync")
 
 
 @dataclass(frozen=True)
 class Experience:
-    """A rollout as it was scored: all that rewards and advantages are computed from."""
+    """A scored rollout: everything that rewards and advantages are computed from."""
 
     rollout: Rollout
-    scores_BO: Tensor  # of the reward, by objective; NaN where it failed
-    scores_B: Tensor  # the objectives' scores by their weights
+    scores_BO: Tensor  # score per objective, higher is better; NaN where scoring failed
+    scores_B: Tensor  # weighted sum over the objectives
     scored_B: Tensor  # True = has a score
-    outputs: ModelOutputs  # log-probs of policy and reference, and values
+    outputs: ModelOutputs  # log-probs under policy and reference, and values
     staleness: int  # iterations between the weights that sampled the rollout and those that learn from it
-    sampler_difference: float  # between the sampler's and the learner's log-probs, nats per token
-    oversampling: Mapping[str, float]  # metrics of the choice among the sampled groups
+    sampler_difference: float  # mean |difference| between the sampler's and the learner's log-probs, nats per token
+    oversampling: Mapping[str, float]  # metrics of the choice among the sampled groups; empty without oversampling
 
     @property
     def scored_BR(self) -> Tensor:
@@ -88,10 +88,11 @@ class PPOController:
         rollouts: RolloutLog | None = None,
         enter: Callable[[str], None] = lambda _phase: None,
     ) -> None:
-        """`samples` is where responses are logged, `rollouts` where it is logged which weights sampled what.
-        `followed` are rows of prompts whose responses are logged at intervals; no update learns from those.
-        `max_difference` is how far rounding may take sampler and learner apart, in nats per token
-        (`lm.samplers.engine`). `enter` is called with each phase that begins.
+        """`samples` logs responses to be read; `rollouts` logs which weights sampled each response.
+
+        `followed` are row numbers of prompts whose responses are logged at intervals; no update learns from those.
+        `max_difference` is how far rounding may take the log-probs of sampler and learner apart, in nats per token
+        (`lm.samplers.engine`). `enter` is called with the name of each phase when it begins.
         """
         self.config, self.roles, self.prompts, self.scale, self.seed = config, roles, prompts, scale, seed
         self.followed, self.max_difference, self.samples, self.rollouts = followed, max_difference, samples, rollouts
@@ -107,8 +108,8 @@ class PPOController:
         self.ptx_order = Sampler(max(1, num_pretraining_rows), config.ptx_rows, derive_seed(seed, "ppo", "ptx"))
 
     def step(self, iteration: int) -> dict[str, float]:
-        """One iteration of the algorithm, 0 .. num_iterations - 1. Returns its metrics."""
-        followed_rollout = self._start_followed(iteration)  # to be read in samples.jsonl; no update learns from it
+        """Run iteration number `iteration`, 0 .. num_iterations - 1. Returns its metrics."""
+        followed_rollout = self._start_followed(iteration)  # for readers of samples.jsonl; no update learns from it
         with self.phases.timed("sampling"):
             rollout = self._sample(iteration)
         minibatches = self.minibatches(iteration, self.config.rollout_batch_size)
@@ -127,11 +128,15 @@ class PPOController:
     # Sample.
 
     def _sample(self, iteration: int) -> Rollout:
-        """The iteration's rollout, proved to be sampled by the weights that it should be."""
+        """Wait for the iteration's rollout, and check that the intended weights sampled it.
+
+        Raises:
+            RunError: other weights sampled it, according to their digest.
+        """
         self.start_sampling(iteration)
         rollout = self.in_flight.pop(iteration)()
         self.sent_digests = self.roles.learners.sent_digests()
-        if self.sent_digests:  # until the first are sent, sampler and learner hold the model that both loaded
+        if self.sent_digests:  # empty before weights are first sent: both sides still hold the model that they loaded
             self.started_with[iteration] = whole_digest(self.sent_digests)
         expected = self.started_with.get(iteration - self._staleness(iteration))
         if expected is not None and bool((rollout.sampled_by_B != expected).any()):
@@ -143,22 +148,23 @@ class PPOController:
         return rollout
 
     def start_sampling(self, iteration: int) -> None:
-        """Begin the rollouts sampled with the weights that an iteration starts with, unless they are under way.
+        """Start every rollout that is to be sampled with the current weights, unless it is already in flight.
 
-        At first these are its own and `max_staleness` more, then the one that many iterations ahead.
+        In the first iteration these are its own rollout and those of the next `max_staleness` iterations. Later it is
+        one per iteration: the rollout that will be learned from `max_staleness` iterations later.
         """
         for ahead in self._window(iteration, self.config.max_staleness + 1):
             if ahead not in self.in_flight:
-                samples = self.config.samples_per_prompt  # neighbours, each from its own seed
+                samples = self.config.samples_per_prompt  # in adjacent rows, each with its own seed
                 chosen = self.prompt_order.batch(ahead).repeat(samples).tolist()
                 seeds = [derive_seed(self.seed, "ppo", "sample", ahead, place) for place in range(len(chosen))]
                 prompts = [self.prompts[row] for row in chosen]
                 self.in_flight[ahead] = self.roles.start_sampling(chosen, prompts, seeds)
 
     def stale_rollouts(self, iteration: int) -> dict[int, Rollout]:
-        """Wait for the rollouts, for this and later iterations, that are sampled with older weights than this one's.
+        """Wait for the rollouts in flight that are sampled with weights older than this iteration's.
 
-        They belong in a checkpoint, whose weights can sample all the others but not these.
+        A checkpoint must contain them: its weights can sample all other rollouts again, but not these.
         """
         return {ahead: self.in_flight[ahead]() for ahead in self._window(iteration, self.config.max_staleness)}
 
@@ -166,20 +172,22 @@ class PPOController:
         return range(iteration, min(iteration + size, self.config.num_iterations))
 
     def _staleness(self, iteration: int) -> int:
-        """How many iterations older than its learner the weights are that sample an iteration's rollout."""
+        """Returns by how many iterations the weights that sample a rollout lag behind those that learn from it."""
         return min(iteration, self.config.max_staleness)
 
     # Score.
 
     def _score(self, iteration: int, rollout: Rollout, minibatches: Sequence[Tensor]) -> Experience:
-        """Scores, log-probs of policy and reference, and values. With `oversample`, of the groups that are kept.
+        """Compute scores, log-probs under policy and reference, and values.
+
+        With `oversample`, all sampled groups are scored, and only the groups that are kept are returned.
 
         Raises:
             RunError: sampler and learner are not the same policy.
             ValueError: too many scores failed.
         """
         scores, oversampling = self.roles.scorers.start_scores(rollout), dict[str, float]()
-        if self.config.oversample > 1:  # what is not kept needs no further passes
+        if self.config.oversample > 1:  # groups that are not kept need no further passes
             rollout, scores, oversampling = self._keep_informative(rollout, scores())
         first_epoch, keeps = minibatches[: self.config.num_minibatches], iteration % REPEATED_EVERY > 0
         forward_passes = self.roles.start_forward_passes(rollout, first_epoch, keeps=keeps)
@@ -190,7 +198,7 @@ class PPOController:
         else:
             agreement = require_one_policy(outputs.logprobs_BR, rollout, iteration, self.max_difference)
         scores_B = self._weighted(scores_BO)
-        # Oversampling has checked all that were sampled; the kept ones may be the ones that failed.
+        # With oversampling, `max_failed_share` was checked over all sampled responses; the kept ones may exceed it.
         scored_B = torch.isfinite(scores_B) if oversampling else self._require_scores(scores_B)
         return Experience(
             rollout=rollout,
@@ -206,7 +214,7 @@ class PPOController:
     def _keep_informative(
         self, rollout: Rollout, scores_BO: Tensor
     ) -> tuple[Rollout, Pending[Tensor], dict[str, float]]:
-        """The groups that an iteration learns from, out of those sampled, with their scores, and a metric."""
+        """Choose the groups to learn from among those sampled. Returns them, their scores, and a metric."""
         config, scores_B = self.config, self._weighted(scores_BO)
         scored_B = self._require_scores(scores_B)
         rows, informative_share = informative_groups(
@@ -215,11 +223,11 @@ class PPOController:
         return rollout.rows(rows), lambda: scores_BO[rows], {"sampled_informative_share": informative_share}
 
     def _weighted(self, scores_BO: Tensor) -> Tensor:
-        """One score per response [B]: the objectives' scores by their weights."""
+        """Returns one score per response [B]: the weighted sum of its objectives' scores."""
         return (scores_BO * self.weights_O).sum(dim=1)
 
     def _require_scores(self, scores_B: Tensor) -> Tensor:
-        """True = scored. Raises ValueError where too many scores failed."""
+        """Returns a mask [B], True = scored. Raises ValueError if too many scores failed."""
         scored_B = torch.isfinite(scores_B)
         failed = int((~scored_B).sum())
         if failed > self.config.max_failed_share * len(scores_B):
@@ -233,8 +241,10 @@ class PPOController:
     # Penalise.
 
     def _penalise(self, experience: Experience) -> tuple[Tensor, Tensor]:
-        """Rewards [B, R]: the scaled score at the last token, less the penalty for a missing end, and less the KL
-        penalty at each token unless that is in the loss. And the KL from the reference [B], nats.
+        """Returns rewards [B, R], and the KL from the reference [B] in nats.
+
+        The last token's reward is the scaled score minus the penalty for a missing EOS. Every token's reward is
+        reduced by the KL penalty, unless that is in the loss (`kl_in`).
         """
         outputs, kl_coef = experience.outputs, self.kl.coef if self.config.kl_in == "reward" else 0.0
         terminal_rewards_B = self._terminal_rewards(experience.rollout, experience.scores_B)
@@ -243,7 +253,7 @@ class PPOController:
         )
 
     def _terminal_rewards(self, rollout: Rollout, scores_B: Tensor) -> Tensor:
-        """Rewards [B] of the last tokens, without the KL penalty; 0 where scoring failed."""
+        """Returns the rewards [B] of the last tokens, without the KL penalty; 0 where scoring failed."""
         rewards_B = self.scale.apply(scores_B) - self.config.missing_eos_penalty * ~rollout.finished_B
         return torch.where(torch.isfinite(scores_B), rewards_B, 0.0)
 
@@ -252,7 +262,7 @@ class PPOController:
     def _estimate_advantages(
         self, experience: Experience, rewards_BR: Tensor, kl_B: Tensor
     ) -> tuple[PPOBatch, dict[str, float]]:
-        """The batch that the updates learn from, and metrics of the iteration before them."""
+        """Returns the batch that the updates learn from, and the metrics that are known before the updates."""
         config, outputs, scored_BR = self.config, experience.outputs, experience.scored_BR
         advantages, returns_BR = self._advantages(rewards_BR, outputs.values_BR, scored_BR)
         importance_BR, importance_metrics = importance_weights(
@@ -264,7 +274,7 @@ class PPOController:
             beyond=config.importance_beyond,
         )
         advantages_BR = advantages.advantages_BR
-        # Otherwise the policy that sampled is the one that learns, and the weights are 1 up to rounding.
+        # In all other cases the sampling policy is the learning policy, and the weights are 1 up to rounding.
         if experience.staleness or config.generator != "heed":
             advantages_BR = importance_BR * advantages_BR
         batch = PPOBatch(
@@ -285,7 +295,7 @@ class PPOController:
         return batch, by_objective | importance_metrics | advantages.metrics | {**experience.oversampling} | own
 
     def _advantages(self, rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor) -> tuple[Advantages, Tensor]:
-        """Advantages, and what the value function learns [B, R]; 0 where there is none."""
+        """Returns advantages, and the returns [B, R] that the value function learns; these are 0 without one."""
         config = self.config
         if not config.has_value_function:
             return Advantages.of(rewards_BR, mask_BR, config), torch.zeros_like(rewards_BR)
@@ -298,12 +308,12 @@ class PPOController:
         return Advantages(advantages_BR, mask_BR, {"value_explained": explained}), returns_BR
 
     def _scores_by_objective(self, experience: Experience) -> dict[str, float]:
-        """The mean score of each objective, where there are several."""
+        """Returns the mean score of each objective, if there are several."""
         means_O = experience.scores_BO[experience.scored_B].mean(dim=0).tolist()
         return {f"score/{name}": mean for name, mean in zip(self.config.objective_weights, means_O, strict=False)}
 
     def _metrics(self, experience: Experience, kl_B: Tensor) -> dict[str, float]:
-        """Metrics of the rollout. Scores, KL and entropy are means over the responses that have a score."""
+        """Returns the rollout's metrics. Scores, KL and entropy are means over the responses that have a score."""
         rollout, scores_B, scored_B = experience.rollout, experience.scores_B, experience.scored_B
         return {
             "score": float(scores_B[scored_B].mean()),
@@ -321,7 +331,7 @@ class PPOController:
     # Learn.
 
     def _learn(self, iteration: int, batch: PPOBatch, minibatches: Sequence[Tensor]) -> dict[str, float]:
-        """Update policy and value function on epochs of minibatches. Returns the means of the updates' metrics."""
+        """Update policy and value function on epochs of minibatches. Returns the metrics, averaged over the updates."""
         collected: list[Mapping[str, float]] = []
         for number, rows in enumerate(minibatches):
             metrics = self._update(batch.rows(rows), iteration * self.config.updates_per_iteration + number)
@@ -331,7 +341,7 @@ class PPOController:
         return {name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]}
 
     def _update(self, minibatch: PPOBatch, update: int) -> dict[str, float]:
-        """One optimizer step of the policy, and one of the value function where there is one. Returns their metrics."""
+        """Take one optimizer step of the policy and, if there is one, of the value function. Returns their metrics."""
         config, learners = self.config, self.roles.learners
         num_updates = config.num_iterations * config.updates_per_iteration
         policy_batch, rate = self._policy_batch(minibatch, update), config.policy_optimizer.rate(update, num_updates)
@@ -345,12 +355,12 @@ class PPOController:
         return metrics
 
     def _policy_batch(self, minibatch: PPOBatch, update: int) -> PolicyBatch:
-        """What a policy update reads. The weights are those of all its tokens, whichever rank will read them."""
+        """Build the batch of a policy update. Token weights refer to the whole minibatch, not to a rank's share."""
         config, ptx_rows, kl = self.config, torch.arange(0), None
         if config.ptx_rows:
             ptx_rows = torch.from_numpy(self.ptx_order.batch(update))
         weight_BR, num_tokens = token_weights(minibatch.counted_BR, config.token_weight, config.max_new_tokens)
-        if config.kl_in == "loss":  # counts groups of equal scores too: their KL has a gradient
+        if config.kl_in == "loss":  # includes groups of equal rewards: their KL has a gradient
             kl_weight_BR, num_scored = token_weights(minibatch.scored_BR, config.token_weight, config.max_new_tokens)
             kl_weight_B = self.kl.coef * kl_weight_BR.amax(dim=1) / num_scored
             kl = ResponseKL(minibatch.ref_logprobs_BR.sum(dim=1), kl_weight_B)
@@ -366,7 +376,7 @@ class PPOController:
         )
 
     def minibatches(self, iteration: int, num_responses: int) -> list[Tensor]:
-        """Row numbers of every update of an iteration: each epoch shuffles again."""
+        """Returns the row numbers of each update of an iteration; every epoch shuffles again."""
         batches: list[Tensor] = []
         for epoch in range(self.config.num_epochs):
             seed = derive_seed(self.seed, "ppo", "shuffle", iteration, epoch)
@@ -377,7 +387,7 @@ class PPOController:
     # Log.
 
     def _log(self, iteration: int, batch: PPOBatch, followed_rollout: Pending[Rollout] | None) -> None:
-        """Write the responses, and which weights sampled them, to the logs that there are."""
+        """Write the responses, and which weights sampled them, to the logs that were passed in."""
         if self.samples is not None:
             self.samples.log_drawn(iteration, ScoredRollout(batch.rollout, batch.scores_B, batch.kl_B))
         if self.samples is not None and followed_rollout is not None:
@@ -386,8 +396,9 @@ class PPOController:
             self.rollouts.write(iteration, batch.rollout, batch.scores_B, self.sent_digests)
 
     def _start_followed(self, iteration: int) -> Pending[Rollout] | None:
-        """Begin responses to the followed prompts in the iterations that have them. They change no result: they have
-        seeds of their own, and nothing reads them but the log.
+        """Start sampling responses to the followed prompts, in the iterations that log them.
+
+        They do not affect training: they have their own seeds, and only the log reads them.
         """
         every, last = self.config.follow_every_iterations, self.config.num_iterations - 1
         if self.samples is None or not self.followed or not (every and (iteration % every == 0 or iteration == last)):
@@ -397,25 +408,25 @@ class PPOController:
         return self.roles.start_sampling(self.followed, prompts, seeds, again=True)
 
     def _score_followed(self, iteration: int, rollout: Rollout) -> ScoredRollout:
-        """Scores of the followed prompts' responses, and their KL from the reference."""
+        """Score the responses to the followed prompts, and compute their KL from the reference."""
         whole = [torch.arange(len(rollout))]
         scores_BO = self.roles.scorers.start_scores(rollout)()
         logprobs_BR = self.roles.learners.start_policy_logprobs(rollout, whole)()
-        # The weights of this iteration sample these, however stale its own rollout is.
+        # This iteration's weights sampled these, however stale its own rollout is.
         require_one_policy(logprobs_BR, rollout, iteration, self.max_difference)
         ref_logprobs_BR = self.roles.scorers.start_reference_logprobs(rollout, whole)()
         return ScoredRollout(rollout, self._weighted(scores_BO), (logprobs_BR - ref_logprobs_BR).sum(dim=1))
 
 
 def _value_batch(minibatch: PPOBatch) -> ValueBatch:
-    """What a value update reads."""
+    """Build the batch of a value update."""
     scored_BR = minibatch.scored_BR
-    num_tokens = max(1, int(scored_BR.sum()))  # 0 are scored where every score of the minibatch failed
+    num_tokens = max(1, int(scored_BR.sum()))  # 0 are scored if every score of the minibatch failed
     return ValueBatch(minibatch.rollout, minibatch.values_BR, minibatch.returns_BR, scored_BR, num_tokens)
 
 
 def _require_same_policy(ratio_error: float, iteration: int, most: float) -> None:
-    """Raises RunError where the first update finds another policy than the one that gave the log-probabilities."""
+    """Raises RunError if the first update's policy differs from the one that computed the log-probs."""
     if not ratio_error < most:
         raise RunError(
             f"ppo: iteration {iteration + 1}: |ratio - 1| is {ratio_error:.4f} on the first minibatch, where the policy"
@@ -425,27 +436,27 @@ def _require_same_policy(ratio_error: float, iteration: int, most: float) -> Non
 
 
 def _explained(values_C: Tensor, returns_C: Tensor) -> float:
-    """Share of the returns' variance that the values explain; 1 is best, negative is worse than a constant."""
+    """Returns the share of the returns' variance that the values explain: 1 is best, < 0 is worse than a constant."""
     variance = returns_C.var(correction=0)
     return float(1 - (returns_C - values_C).var(correction=0) / variance) if variance > 0 else float("nan")
 
 
 def sampler_agreement(logprobs_BR: Tensor, rollout: Rollout) -> Agreement:
-    """How far the learner's log-probs are from those that the sampler reported."""
+    """Measure how far the learner's log-probs are from those that the sampler reported."""
     difference_C = (logprobs_BR - rollout.behaviour_logprobs_BR)[rollout.response_mask_BR]
     return Agreement.of(difference_C, rollout.response_tokens_B.tolist())
 
 
 def require_one_policy(logprobs_BR: Tensor, rollout: Rollout, iteration: int, max_difference: float) -> Agreement:
-    """Prove that the sampler holds the policy that learns, by its log-probs of the tokens that it sampled. Returns how
-    the two agree.
+    """Check that sampler and learner are the same policy, by their log-probs of the sampled tokens. Returns how far
+    they agree.
 
-    Digests prove that weights arrived. This proves what an engine computes from them, whatever it is: layers in the
-    wrong place, an output head that was kept, weights or a cache that are one update old, another temperature or
-    tokenizer all move these numbers far beyond rounding.
+    Digests prove that the weights arrived. This check covers what an engine computes from them, whichever engine it is:
+    layers in the wrong place, an old output head, weights or a cache that are one update old, another temperature or
+    tokenizer all move the log-probs far beyond rounding.
 
-    Raises: RunError, which names the worst tokens, if they are further apart than a rounding of `max_difference` nats
-    per token explains.
+    Raises:
+        RunError: they differ by more than rounding of `max_difference` nats per token; names the worst tokens.
     """
     agreement = sampler_agreement(logprobs_BR, rollout)
     if agreement.holds(max_difference):
@@ -469,8 +480,8 @@ def require_one_policy(logprobs_BR: Tensor, rollout: Rollout, iteration: int, ma
 
 
 class PhaseSeconds:
-    """Adds up wall-clock seconds by phase. A phase is what the controller waits for: work of other ranks that overlaps
-    with it is not counted. `enter` is called with each phase that begins.
+    """Adds up wall-clock seconds by phase. A phase lasts while the controller waits for it; work that other ranks do
+    outside of that time is not counted. `enter` is called with the name of each phase when it begins.
     """
 
     def __init__(self, enter: Callable[[str], None]) -> None:
@@ -479,7 +490,7 @@ class PhaseSeconds:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Count the time of a block."""
+        """Add the time that a block takes to the phase."""
         self._enter(phase.replace("_", " "))
         started = time.monotonic()
         try:
@@ -488,7 +499,7 @@ class PhaseSeconds:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - started
 
     def take(self) -> Mapping[str, float]:
-        """Returns the seconds of the phases since the last call, by metric: "sampling_seconds" and so on."""
+        """Returns the seconds of each phase since the last call, by metric name ("sampling_seconds" and so on)."""
         seconds = {f"{phase}_seconds": self._seconds[phase] for phase in PHASES if phase in self._seconds}
         self._seconds = {}
         return seconds

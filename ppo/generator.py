@@ -1,4 +1,4 @@
-"""Sampling from a copy of the policy: what each rank does, and all ranks' samples as one rollout."""
+"""Sampling from a copy of the policy: `Generators` on all ranks, `Generator` on one."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,21 +14,22 @@ from training.config import EngineConfig
 
 
 class Generators:
-    """The generators of all ranks, as the controller calls them: with whole batches, which are split by rank."""
+    """The generators of all ranks. The controller passes whole batches, which are split among the ranks."""
 
     def __init__(self, ranks: Handle["Generator"]) -> None:
         self.ranks = ranks
-        # Waits until the weights sent last have arrived; all ranks begin with the SFT policy's.
+        # Waits until the weights last sent have arrived. All ranks start with the SFT policy's.
         self.weights_arrived: Pending[object] = lambda: None
 
     def start_sampling(
         self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, again: bool = False
     ) -> Pending[Rollout]:
-        """Begin one response to each prompt, each from its own seed, with the weights sent last before this call.
+        """Start sampling one response to each prompt, each from its own seed, with the last weights sent before this
+        call.
 
-        `rows` say which of the job's prompts these are. Where generators are other processes this returns at once, and
-        rollouts are made in the order of the calls. That the weights arrived is proved before a rollout is returned.
-        With `again`, the next call samples with the same weights.
+        `rows` are the prompts' row numbers in the job's prompts. If generators are other processes, this returns at
+        once, and rollouts are sampled in the order of calls. That the weights arrived is checked before a rollout is
+        returned. Pass `again` if the next call samples with the same weights.
         """
         weights_arrived = self.weights_arrived
         slices = equal_slices(len(prompts), self.ranks.num_ranks)
@@ -42,7 +43,7 @@ class Generators:
 
 
 class Generator(Rank):
-    """Holds a sampler, and makes rollouts of what it samples."""
+    """Holds a sampler, and turns its samples into rollouts."""
 
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels) -> None:
         super().__init__(config, engine_config, models)
@@ -55,7 +56,7 @@ class Generator(Rank):
             self.sampler = VLLMSampler.load(self.models.sft, precision, on_own_device=on_own_device)
         else:
             self.sampler = HeedSampler.load(self.models.sft, precision, keeps_steps=on_own_device)
-        # Samples are learned from before the next are drawn, and that brings other weights.
+        # A colocated sampler gets new weights before it samples again, so it can release the old ones in between.
         self._sleeps = config.memory != "fast" and config.placement == "colocated"
 
     def generate(
@@ -80,12 +81,12 @@ class Generator(Rank):
         )
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
-        """Take the learner's weights; comparing digests on both sides proves that they arrived."""
+        """Receive the learner's weights. Comparing digests of both sides proves that they arrived."""
         self.sampler.wake()
         self.sampler.receive(sent)
 
     def receive_broadcast(self) -> None:
-        """As `receive`, when the first learner broadcasts."""
+        """As `receive`, from the first learner's broadcast."""
         self.sampler.wake()
         slots = chunks(self.sampler.slots())
         self.sampler.receive(SentWeights(chunk, self.broadcast.receive(chunk)) for chunk in slots)

@@ -1,5 +1,5 @@
-"""What PPO starts from: the models before it, the unit of their scores, the pretraining stream, and the initial
-value function.
+"""What PPO starts from: the initial models, the scale of their scores, the pretraining stream, and the initial value
+function.
 
 Shape letters: B responses, O objectives.
 """
@@ -24,7 +24,7 @@ from reward.scoring import weights_by_label
 
 @dataclass(frozen=True)
 class ScoreScale:
-    """Mean and standard deviation of the SFT policy's scores: rewards are in its units (arXiv 1909.08593, 2.1)."""
+    """Mean and standard deviation of the SFT policy's scores, which normalise rewards (arXiv 1909.08593, 2.1)."""
 
     mean: float
     std: float
@@ -43,7 +43,7 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class InitialModels:
-    """Where the models come from, and the pretraining stream that PPO-ptx mixes in, if it does."""
+    """Where the models come from, and the pretraining stream if PPO-ptx mixes one in."""
 
     sft: Path
     reward: Path | ExternalReward
@@ -52,24 +52,24 @@ class InitialModels:
     adapter_seed: int = 0  # draws new adapters, with `ppo.lora`
 
     def on_this_machine(self) -> Self:
-        """The same models in this machine's folders."""
+        """Returns the same models with their folders on this machine."""
         reward = on_this_machine(self.reward) if isinstance(self.reward, Path) else self.reward
         return replace(self, sft=on_this_machine(self.sft), reward=reward)
 
     @property
     def reward_reads_texts(self) -> bool:
-        """Whether the reward reads texts, since it is no model or one with another tokenizer than the policy's."""
+        """Whether the reward reads texts: it is not a model, or its tokenizer differs from the policy's."""
         return not isinstance(self.reward, Path) or Tokenizer.load(self.reward) != Tokenizer.load(self.sft)
 
 
 def value_source(
     policy: Path, reward: Path | ExternalReward, weights: Mapping[str, float], scale: ScoreScale
 ) -> ModelSource[ScalarModel]:
-    """The value function starts as the reward model, with predictions in the rewards' units. The heads of several
-    objectives become one, which gives the weighted sum of their scores.
+    """Returns the initial value function: the reward model, scaled to predict in the rewards' units. The heads of
+    several objectives become one, which gives the weighted sum of their scores.
 
-    A reward that is not a decoder of the policy's tokens cannot score a half-written response. Then the value function
-    starts as the policy, with predictions of 0, the mean of the rewards.
+    A reward that is not a decoder with the policy's tokenizer cannot score a half-written response. Then the value
+    function starts as the policy with a new head that predicts 0, the mean of the rewards.
 
     Raises:
         ValueError: the weights do not fit the reward model.
@@ -82,14 +82,16 @@ def value_source(
 def joined_heads(
     source: ModelSource[ScalarModel], reward: Path, weights: Mapping[str, float], scale: ScoreScale
 ) -> "JoinedHeads":
-    """The weighted sum of a reward model's scores, in the rewards' units. Raises: as `value_source`."""
+    """Returns a model of the weighted sum of a reward model's scores, in the rewards' units. Raises: as
+    `value_source`.
+    """
     by_label = weights_by_label(str(reward), on_meta(source.build).labels, weights)
     return JoinedHeads(source, tuple(weight / scale.std for weight in by_label.values()), -scale.mean / scale.std)
 
 
 @dataclass(frozen=True)
 class JoinedHeads:
-    """A scalar model with one head, Σ factor · score + shift over another's heads: a sum of linear maps is linear."""
+    """A scalar model with a single head: Σ factor · score + shift over another model's heads, which is again linear."""
 
     source: ModelSource[ScalarModel]
     factors: tuple[float, ...]  # by head

@@ -1,8 +1,8 @@
-"""Forward passes that an iteration's first update would repeat, kept from when its tokens were measured.
+"""Keeps forward passes that an iteration's first update would otherwise repeat.
 
-Both read the same tokens, in the same rows, with the same weights. So the update takes outputs and activations as they
-are, and the results are the same bits. A rank keeps as many passes as `stages.planning.ppo.KEPT_BYTES` holds, and
-`heed plan` counts them.
+The passes that compute log-probs and values read the same tokens as the first update, in the same rows, with the same
+weights. So the update reuses their outputs and activations, and the results are the same bits. A rank keeps as many
+passes as fit in `stages.planning.ppo.KEPT_BYTES`, and `heed plan` counts them.
 """
 
 from collections import deque
@@ -23,9 +23,9 @@ from training.packing import padded_tokens, row_width
 
 @dataclass(frozen=True)
 class Repeated:
-    """The passes that the next update repeats, which come before all others.
+    """How many passes the next update repeats, and their size. They come before all other passes.
 
-    All ranks have as many of them, and keep as many, so sizes are those of the largest pass of any rank.
+    All ranks have the same number of them and keep the same number, so sizes are those of the largest pass of any rank.
     """
 
     num_passes: int = 0
@@ -35,7 +35,7 @@ class Repeated:
 
     @classmethod
     def of(cls, rollout: Rollout, shares: Sequence[Share], num_passes: int) -> Self:
-        """The first passes of each rank's share."""
+        """Describe the first `num_passes` passes of each rank's share."""
         passes = [share.rows[own] for share in shares for own in pass_slices(share.pass_sizes)[:num_passes]]
         lengths = [rollout.num_tokens_B[rows] for rows in passes]
         return cls(
@@ -51,7 +51,7 @@ NOT_REPEATED = Repeated()  # no update follows with the same weights
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """What the size of a model's kept passes follows from. Only a policy has logits."""
+    """What determines the size of a model's kept passes. Only a policy has logits."""
 
     engine: Engine[Any]
     counts: Counts
@@ -69,13 +69,13 @@ class KeptPasses:
     """A rank's kept passes by model, until an update takes them."""
 
     def __init__(self, models: Mapping[str, TrainedModel]) -> None:
-        """`models` are those that keep passes."""
+        """`models` are the models that keep passes, by name."""
         self._models, self._bytes = models, dict[str, int]()
         self._passes: dict[str, deque[tuple[Rollout, Tensor]]] = {}
 
     @classmethod
     def of(cls, config: PPOConfig, engines: Mapping[str, Engine[Any]]) -> Self:
-        """Of a rank's policy and value function, by these names; of neither unless passes can be kept."""
+        """Keep passes of the engines "policy" and "value", or of neither if the config rules it out."""
         policy = engines["policy"]
         layout = Layout(
             policy.world_size,
@@ -94,7 +94,7 @@ class KeptPasses:
         return cls(models)
 
     def reserve(self, model: str, repeated: Repeated) -> int:
-        """Reserve memory for repeated passes, next to what other models keep. Returns how many the model may keep."""
+        """Reserve memory for repeated passes, in addition to what other models keep. Returns how many may be kept."""
         if model not in self._models or not repeated.num_passes:
             return 0
         others = sum(size for name, size in self._bytes.items() if name != model)
@@ -104,23 +104,23 @@ class KeptPasses:
         return num_kept
 
     def put(self, model: str, parts: Sequence[Rollout], outputs: Sequence[Tensor]) -> None:
-        """Keep passes over `parts`; each output has its graph."""
+        """Keep passes over `parts`; each output comes with its autograd graph."""
         self._passes[model] = deque(zip(parts, outputs, strict=True))
 
     def take(self, model: str) -> "Taken":
-        """The model's passes, which are not kept any more."""
+        """Returns the model's passes and stops keeping them."""
         self._bytes.pop(model, None)
         return Taken(self._passes.pop(model, deque()))
 
 
 class Taken:
-    """Kept passes in an update, which frees one after the other."""
+    """Kept passes during an update, which uses and frees them one by one."""
 
     def __init__(self, passes: deque[tuple[Rollout, Tensor]]) -> None:
         self._passes = passes
 
     def next(self, part: Rollout) -> Tensor | None:
-        """The output [B, R] of the kept pass over `part`; None once there is none left."""
+        """Returns the output [B, R] of the kept pass over `part`; None once no pass is left."""
         if not self._passes:
             return None
         read, output = self._passes.popleft()

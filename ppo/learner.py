@@ -1,5 +1,5 @@
-"""Learning: what the controller calls, with whole batches; what each rank does with its share; and the moving average
-of the policy's weights, which a run may export instead of the last weights.
+"""Learning: `Learners` takes whole batches from the controller, `Learner` trains on one rank's share of them, and
+`MovingAverage` averages the policy's weights, which a run may export instead of the last ones.
 
 Shape letters: B responses, R response tokens.
 """
@@ -39,7 +39,7 @@ AnyBatch = TypeVar("AnyBatch", PolicyBatch, ValueBatch)
 
 
 class Learners:
-    """The learners of all ranks, as the controller calls them: with whole batches, which are split by rank.
+    """The learners of all ranks. The controller passes whole batches, which are split among the ranks.
 
     Raises:
         ValueError: a batch does not divide among the ranks.
@@ -51,19 +51,19 @@ class Learners:
     def start_policy_logprobs(
         self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False
     ) -> Pending[Tensor]:
-        """Start log π of each response token [B, R], nats, at the sampling temperature; 0 where there is none.
+        """Start computing log π of each response token [B, R], nats, at the sampling temperature; 0 at padding.
 
-        Responses are packed as the updates on `minibatches`, row numbers of the rollout, will pack them. With `keeps`,
-        the first of those updates comes next, and takes passes that are kept for it (`ppo.kept_passes`).
+        Responses are packed as the updates on `minibatches` (row numbers of the rollout) will pack them. With `keeps`,
+        learners keep passes for the first of those updates to reuse; it must come next (`ppo.kept_passes`).
         """
         shares, repeated = self._by_update(rollout, minibatches, keeps=keeps)
         arguments = [(rollout.rows(share.rows), share.pass_sizes, repeated) for share in shares]
         return joined(self.ranks.start_split(Learner.policy_logprobs, arguments), shares)
 
     def start_values(self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False) -> Pending[Tensor]:
-        """Start the value of the state before each response token [B, R]; 0 where there is no token.
+        """Start computing the value of the state before each response token [B, R]; 0 at padding.
 
-        Responses are packed as for log-probabilities, unless passes without gradients have a size of their own.
+        Responses are packed as for log-probs, unless `forward_tokens` sets another size for passes without gradients.
         """
         if self.batch.forward_tokens:
             shares = shares_of(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, with_gradients=False)
@@ -89,7 +89,7 @@ class Learners:
         learning_rate: float,
         update: int,
     ) -> dict[str, float]:
-        """One optimizer step: `Learner.update_policy` or `Learner.update_value` on each rank's share of the batch.
+        """Take one optimizer step: call `Learner.update_policy` or `Learner.update_value` with each rank's share.
 
         Returns metrics: means over the batch's counted tokens.
         """
@@ -97,11 +97,11 @@ class Learners:
         return _total(self.ranks.call_split(method, shares))
 
     def shares(self, minibatch: Rollout) -> list[Share]:
-        """How the ranks share an update's minibatch."""
+        """Split an update's minibatch among the ranks."""
         return shares_of(minibatch.num_tokens_B, self.ranks.num_ranks, self.batch, with_gradients=True)
 
     def make_room(self) -> None:
-        """Send what only updates need to CPU memory, until the next update or checkpoint."""
+        """Move what only updates need to CPU memory, until the next update or checkpoint."""
         self.ranks.call_all(Learner.make_room)
 
     def keep_policy(self, folder: Path) -> None:
@@ -113,24 +113,24 @@ class Learners:
         self.ranks.call_all(Learner.export_policy, folder)
 
     def sent_digests(self) -> Mapping[str, int]:
-        """The digest of each weight that was sent last to the generators; none where nothing was."""
+        """Returns the digest of each weight last sent to the generators; empty before the first time."""
         return self.ranks.call_all(Learner.sent_digests)[0]
 
     def save(
         self, checkpoints: Path, iteration: int, progress: Mapping[str, float], files: Mapping[str, bytes]
     ) -> None:
-        """Begin to write a checkpoint: everything needed to continue exactly, `progress`, and `files` by name."""
+        """Start writing a checkpoint: everything needed to continue exactly, `progress`, and `files` by name."""
         # Only rank 0 writes whole files, which may be large (rollouts), so only rank 0 is sent them.
         others: Sequence[Mapping[str, bytes]] = [{}] * (self.ranks.num_ranks - 1)
         shares = [(checkpoints, iteration, progress, own) for own in (files, *others)]
         self.ranks.call_split(Learner.save, shares)
 
     def finish_saving(self) -> None:
-        """Wait for checkpoints being written; one that failed is reported to the user."""
+        """Wait for checkpoints that are being written; report a failed one to the user."""
         self.ranks.call_all(Learner.finish_saving)
 
     def changed_files(self, folder: Path, sha256: Mapping[str, str]) -> list[str]:
-        """Names of a checkpoint's files whose SHA-256 is not the given one."""
+        """Returns the names of a checkpoint's files whose SHA-256 differs from the given one."""
         return [name for names in self.ranks.call_all(Learner.changed_files, folder, sha256) for name in names]
 
     def load(self, folder: Path) -> None:
@@ -139,18 +139,18 @@ class Learners:
 
 
 class Learner(Rank):
-    """Trains the policy, and the value function where advantages need one, and keeps the policy's moving average.
+    """Trains the policy and, where advantages need one, the value function; keeps the policy's moving average.
 
-    The metrics that updates return are shares of a mean: they add up over ranks.
+    Updates return this rank's share of each metric's mean: summed over ranks, the shares give the mean.
     """
 
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels, num_workers: int) -> None:
         super().__init__(config, engine_config, models)
         self.num_workers = num_workers
         frozen, seed = ModelFolder(self.models.sft, LanguageModel), self.models.adapter_seed
-        self.plain = on_meta(frozen.build)  # the policy's shape, as files have it
+        self.plain = on_meta(frozen.build)  # the policy without adapters, as model files describe it
         policy = adapted(frozen, config.lora, derive_seed(seed, "policy"))
-        micro = config.minibatch.micro_batch_size or 1  # DeepSpeed counts with it and computes nothing by it
+        micro = config.minibatch.micro_batch_size or 1  # DeepSpeed only counts with it; no result depends on it
         self.policy: Engine[LanguageModel] = Engine(
             policy, config.policy_optimizer, engine_config, world_size=num_workers, micro_batch=micro
         )
@@ -167,7 +167,7 @@ class Learner(Rank):
         self.stream = CausalLMObjective(stream_rows(stream.path, stream.seq_len)) if stream else None
 
     def _value_source(self) -> ModelSource[ScalarModel]:
-        """The value function as it starts; the policy is in memory."""
+        """Returns the initial value function. It is called when the policy is in memory."""
         weights, scale = self.config.objective_weights, self.models.scale
         whole = value_source(self.models.sft, self.models.reward, weights, scale)
         return adapted(whole, self.config.lora, derive_seed(self.models.adapter_seed, "value"))
@@ -190,7 +190,7 @@ class Learner(Rank):
         pass_sizes: Sequence[int],
         repeated: Repeated,
     ) -> Tensor:
-        """As `_by_pass`; passes for which there is room are kept for the next update."""
+        """As `_by_pass`, but keeps as many passes for the next update as there is room for."""
         engine, parts = self.engines[name], rollout.parts(pass_sizes)
         num_kept = self.kept.reserve(name, repeated)
         outputs = list[Tensor]()
@@ -204,7 +204,7 @@ class Learner(Rank):
 
     @torch.no_grad()
     def reference_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
-        """The reference is the policy without its adapters."""
+        """Compute log-probs under the reference, which is the policy without its adapters."""
         with without_adapters(self.policy.module):
             return self.policy_logprobs(rollout, pass_sizes)
 
@@ -217,7 +217,7 @@ class Learner(Rank):
         return packed.spread(self.value.model(packed.tokens_LT, packed.segments_LT, packed.states_LT).float())
 
     def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
-        """One optimizer step of the policy; `update` counts them, from 0."""
+        """Take one optimizer step of the policy; `update` is its number, counted from 0."""
         self.policy.set_learning_rate(learning_rate)
         kept = self.kept.take("policy")
         shares = self.policy.accumulate(batch.parts(), lambda part: self._policy_loss(part, batch, kept))
@@ -226,7 +226,7 @@ class Learner(Rank):
         return {**_floats(shares), "policy_gradient_norm": norm / self.num_workers}
 
     def _policy_loss(self, part: PolicyBatch, whole: PolicyBatch, kept: Taken) -> tuple[Tensor, dict[str, Tensor]]:
-        """The part's share of the whole minibatch's loss and metrics."""
+        """Compute the share of a part in the whole minibatch's loss and metrics."""
         config, logprobs_BR = self.config, kept.next(part.rollout)
         if logprobs_BR is None:
             logprobs_BR = self._logprobs(self.policy.model, part.rollout)
@@ -255,7 +255,7 @@ class Learner(Rank):
         return loss + config.ptx_coef * ptx_sum / num_ptx_tokens, shares
 
     def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> Mapping[str, float]:
-        """One optimizer step of the value function; `update` counts them, from 0."""
+        """Take one optimizer step of the value function; `update` is its number, counted from 0."""
         self.value.set_learning_rate(learning_rate)
         kept = self.kept.take("value")
         shares = self.value.accumulate(batch.parts(), lambda part: self._value_loss(part, batch, kept))
@@ -264,7 +264,7 @@ class Learner(Rank):
         return {**_floats(shares), "value_gradient_norm": norm / self.num_workers}
 
     def _value_loss(self, part: ValueBatch, whole: ValueBatch, kept: Taken) -> tuple[Tensor, dict[str, Tensor]]:
-        """The part's share of the whole minibatch's loss and metrics."""
+        """Compute the share of a part in the whole minibatch's loss and metrics."""
         values_BR = kept.next(part.rollout)
         loss, sums = value_loss(
             self._values(part.rollout) if values_BR is None else values_BR,
@@ -284,7 +284,7 @@ class Learner(Rank):
             engine.offload_optimizer()
 
     def send(self) -> Iterator[SentWeights]:
-        """The policy's weights as a generator holds them, gathered one by one; a collective call.
+        """Yields the policy's weights in the form that generators hold, gathered one by one. A collective call.
 
         If generators are on other ranks, only rank 0 gathers them.
         """
@@ -300,20 +300,20 @@ class Learner(Rank):
         return ((name, tensor.to(dtype)) for name, tensor in whole)
 
     def sent_digests(self) -> Mapping[str, int]:
-        """The digest of each weight sent last; none where nothing was, or another rank sends."""
+        """Returns the digest of each weight last sent by this rank; empty if it has sent none."""
         return self._sent_digests
 
     def advance_and_send(self) -> Iterator[SentWeights]:
-        """As `send`, after the moving average has taken a step towards the weights."""
+        """As `send`, after advancing the moving average."""
         self.average.advance()
         return self.send()
 
     def broadcast_weights(self) -> None:
-        """As `send`, by broadcast from the main rank."""
+        """As `send`, by broadcast from rank 0."""
         self._broadcast(self.send())
 
     def advance_and_broadcast(self) -> None:
-        """As `advance_and_send`, by broadcast from the main rank."""
+        """As `advance_and_send`, by broadcast from rank 0."""
         self._broadcast(self.advance_and_send())
 
     def _broadcast(self, sent: Iterator[SentWeights]) -> None:
@@ -333,7 +333,7 @@ class Learner(Rank):
         self.writer.wait()
 
     def changed_files(self, folder: Path, sha256: Mapping[str, str]) -> list[str]:
-        """The files of a checkpoint that do not verify, out of this rank's share."""
+        """Returns the checkpoint files that do not verify, out of this rank's share of them."""
         return changed_files(folder, share_of_files(sha256, self.policy.rank, self.num_workers))
 
     def load(self, folder: Path) -> None:
@@ -351,7 +351,7 @@ class Learner(Rank):
         self.policy.barrier()
 
     def export_policy(self, folder: Path) -> None:
-        # In this order, so that the adapter written last is the one of model/.
+        # model/ comes last, so that the adapter on disk is the one of model/.
         for name, is_average in (("model_ema", True), ("model", self.config.final_weights == "ema")):
             weights = self.average.weights_for_file() if is_average else self.policy.weights_for_file()
             if self.policy.is_main:
@@ -367,8 +367,8 @@ class Learner(Rank):
 class MovingAverage:
     """average ← decay · average + (1 - decay) · weights, once per iteration, of the trained weights in fp32.
 
-    Each rank holds the average of its own shard of the weights: next to it, or in CPU memory with `on_cpu`. A decay of
-    0 makes the average the last weights; then nothing is held.
+    Each rank holds the average of its own shard of the weights, on the same device, or in CPU memory with `on_cpu`.
+    With a decay of 0 the average equals the last weights, and nothing is stored.
     """
 
     def __init__(self, engine: Engine[Any], decay: float, *, on_cpu: bool = False) -> None:
@@ -380,18 +380,18 @@ class MovingAverage:
             self.shards[shard.name] = ParamShard(shard.name, shard.offset, held, 0, shard.length, {})
 
     def advance(self) -> None:
-        """Take a step towards the weights."""
+        """Move the average one step towards the weights."""
         for shard in self.engine.shards() if self.decay else ():
             average = self.shards[shard.name].storage
             average.lerp_(shard.view(shard.storage).to(average.device), 1 - self.decay)
 
     def weights_for_file(self) -> Iterator[tuple[str, Tensor]]:
-        """As `Engine.weights_for_file`, of the averaged weights."""
+        """As `Engine.weights_for_file`, for the averaged weights."""
         own = {name: shard.storage for name, shard in self.shards.items()}
         return self.engine.weights_for_file(own if self.decay else None)
 
     def state(self) -> State:
-        """This rank's part, for a checkpoint; not copied."""
+        """Returns this rank's part for a checkpoint, without copying it."""
         return state_of([*self.shards.values()])
 
     def load(self, folder: Path) -> None:
@@ -402,7 +402,7 @@ class MovingAverage:
 
 
 def _shares_of_mean(sums: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Sums over a part, divided by the count of the whole: parts' shares add up to the mean."""
+    """Divide sums over a part by the count of the whole, so that the parts' shares add up to the mean."""
     return {name: value.detach().double() / count for name, value in sums.items()}
 
 

@@ -1,4 +1,4 @@
-"""What `heed plan` counts of PPO: memory of its ranks, and the time of an iteration."""
+"""PPO's estimates for `heed plan`: memory per rank, and time per iteration."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ FROZEN = OptimizerConfig(learning_rate=1.0)  # for counting parameters that no o
 
 
 def plan(planner: Planner, config: PPOConfig) -> StagePlan:
-    """Estimate an iteration: sampling, the passes that measure, and the updates."""
+    """Estimate an iteration: sampling, the passes before the updates, and the updates."""
     layout, batch, models = planner.layout, config.minibatch, _models(planner, config)
     lengths = planner.answered(config.prompts, config.max_new_tokens, lambda run: run.tokenizer_of("sft"))
     planner.sizes.assume("assumes that every response has max_new_tokens")
@@ -50,7 +50,9 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
 
 
 def _models(planner: Planner, config: PPOConfig) -> PPOModels:
-    """The reward model's shape is that of `reward_from`, or of what the reward stage starts from."""
+    """Returns the models' sizes. The reward model's shape is that of `reward_from`, or of the model that the reward
+    stage starts from.
+    """
     critic, shared = _critic(planner, config), _adapter_of_reward(planner, config)
     num_objectives = max(1, len(config.objective_weights))
     value, lora = config.value_optimizer, shared or config.lora
@@ -64,7 +66,7 @@ def _models(planner: Planner, config: PPOConfig) -> PPOModels:
 
 
 def _adapter_of_reward(planner: Planner, config: PPOConfig) -> LoRAConfig | None:
-    """The reward model's adapter on a shared body; None where it has a body of its own."""
+    """Returns the reward model's adapter on a shared body; None if the reward model has its own body."""
     reward = planner.job.section(REWARD)
     if not config.shared_body:
         return None
@@ -82,13 +84,13 @@ def _critic(planner: Planner, config: PPOConfig) -> ModelConfig:
 
 
 def _work(planner: Planner, config: PPOConfig, models: PPOModels, lengths: Lengths) -> PPOWork:
-    """Pretraining rows ride along with each micro-batch of responses.
+    """Returns the work of each rank. Every micro-batch of responses also has its share of the pretraining rows.
 
-    A pass has as many tokens as micro_batch_size of the longest prompts with responses, but shorter prompts leave room
-    for more responses, and so for more logits.
+    A pass has as many tokens as `micro_batch_size` of the longest prompts with responses. If prompts are shorter, it
+    holds more responses, and so more logits.
     """
     layout, batch, seq_len = planner.layout, config.minibatch, lengths.longest
-    # A reward model reads a truncated response with an end.
+    # A reward model reads a truncated response with an end token added.
     width, scored_width = (planner.packed_width(tokens) for tokens in (seq_len, seq_len + 1))
     rows, micro_batches = rows_and_passes(batch, layout.ranks, width)
     responses = min(batch.batch_size // layout.ranks, rows * seq_len // lengths.shortest)
@@ -118,7 +120,9 @@ def _work(planner: Planner, config: PPOConfig, models: PPOModels, lengths: Lengt
 def _memory(
     planner: Planner, config: PPOConfig, models: PPOModels, work: PPOWork
 ) -> tuple[Mapping[str, Memory], tuple[str, ...]]:
-    """Memory by kind of rank, and what is missing. A policy too large for one GPU needs a generator over several."""
+    """Returns the memory per kind of rank, and what Heed lacks: a policy too large for one GPU would need a generator
+    over several.
+    """
     available = planner.times.hardware.memory_bytes
     weights, ranks = planner.layout.compute_bytes * models.policy_counts.total, 1
     while planner.layout.is_gpu and weights / ranks > available / 2 and ranks < MOST_GENERATOR_RANKS:
@@ -139,9 +143,11 @@ def _ptx_tokens(planner: Planner, config: PPOConfig) -> int:
 
 
 def _flops(planner: Planner, config: PPOConfig, models: PPOModels, work: PPOWork, seq_len: int) -> float:
-    """An iteration without sampling: one pass each of policy and reference, and of value function and reward model if
-    there are any, then the epochs' updates of policy and value function, without the passes that the first one finds
-    kept, and the pretraining rows. Heads read the responses alone.
+    """Returns the FLOPs of an iteration without sampling.
+
+    They are one pass each of policy and reference, and of value function and reward model if there are any; then the
+    epochs' updates of policy and value function, without the kept passes that the first update reuses; and the
+    pretraining rows. Heads read only the responses.
     """
     tokens = config.rollout_batch_size * seq_len
     times, critic = planner.times, replace(planner.times, model=models.critic)

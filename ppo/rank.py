@@ -1,4 +1,4 @@
-"""What learners, generators and scorers have in common on a rank: packed passes, and the group that broadcasts weights.
+"""What learners, generators and scorers share: packed forward passes, and the process group that broadcasts weights.
 
 Shape letters: B responses, R response tokens, L rows, T tokens of a row, C tokens of all responses, V vocabulary.
 """
@@ -30,7 +30,7 @@ SENDER = 0  # the rank that broadcasts weights; all others receive
 
 
 class Rank:
-    """One rank of a role. The batches it is given are its own share; the counts in them are global."""
+    """One rank of a role. It receives its own share of each batch; the counts in a batch are global."""
 
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels) -> None:
         self.config, self.engine_config, self.models = config, engine_config, models.on_this_machine()
@@ -40,9 +40,9 @@ class Rank:
 
     @property
     def _autocast(self) -> bool:
-        """Whether autocast rounds weights to bf16 at each use, as for the learner without ZeRO; under ZeRO the
-        learner's weights are bf16 themselves. The frozen models round where the learner does, so that the KL to the
-        reference starts at exactly 0.
+        """Whether autocast rounds weights to bf16 at each use. It does for the learner without ZeRO; under ZeRO the
+        learner's weights themselves are bf16. The frozen models round wherever the learner does, so that the KL from
+        the reference starts at exactly 0.
         """
         return self._compute_dtype == torch.bfloat16 and self.engine_config.zero_stage == 0
 
@@ -50,16 +50,16 @@ class Rank:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast)
 
     def _by_pass(self, measure: Callable[[Rollout], Tensor], rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
-        """What is measured of each response [B, R], pass by pass."""
+        """Apply `measure` to each pass. Returns the results of all responses [B, R]."""
         return self._joined(map(measure, rollout.parts(pass_sizes)), pass_sizes)
 
     @staticmethod
     def _joined(outputs: Iterable[Tensor], pass_sizes: Sequence[int]) -> Tensor:
-        """The passes' outputs of all responses [B, R], without the rows that fill a pass up."""
+        """Join the passes' outputs to those of all responses [B, R], without the uncounted row of an empty pass."""
         return torch.cat([output.detach()[:size] for output, size in zip(outputs, pass_sizes, strict=True)]).cpu()
 
     def _logprobs(self, model: nn.Module, rollout: Rollout) -> Tensor:
-        """log π of the response tokens [B, R] at the sampling temperature."""
+        """Returns log π of the response tokens [B, R], at the sampling temperature."""
         note_progress()
         packed = PackedRollout.of(rollout, self.device)
         logits_CV = model(packed.tokens_LT, packed.segments_LT, packed.states_LT)
@@ -79,9 +79,8 @@ class Rank:
 
 @dataclass(frozen=True)
 class PackedRollout:
-    """A model's inputs: tokens on the device; segments and states, which are True where a token of a response is
-    predicted, in the CPU's memory. `targets_C` are the tokens predicted, row by row, and `places_C` are theirs in
-    [B, R].
+    """A model's inputs: tokens on the device, segments and states in CPU memory. States are True where the next token
+    is a response's. `targets_C` are the predicted tokens, row by row; `places_C` are their indices in a flat [B, R].
     """
 
     tokens_LT: Tensor
@@ -119,7 +118,7 @@ class PackedRollout:
         )
 
     def spread(self, flat_C: Tensor) -> Tensor:
-        """[B, R] from one number per counted position, row by row; 0 elsewhere."""
+        """Turn one number per predicted token, row by row, into [B, R]; 0 at padding."""
         shape = self.num_responses, self.max_new_tokens
         return flat_C.new_zeros(shape).flatten().scatter(0, self.places_C, flat_C).view(shape)
 
@@ -127,8 +126,8 @@ class PackedRollout:
 class WeightBroadcast:
     """One rank's end of a process group that is separate from the one that the learners train in.
 
-    All `num_ranks` construct theirs at the same time, with the address of a free port on the sender's machine. All of
-    them make each call together, with tensors of the same names, shapes and types.
+    All `num_ranks` ranks construct theirs at the same time, with the address of a free port on the sender's machine,
+    and make each call together, with tensors of the same names, shapes and types.
 
     Raises:
         RuntimeError: a peer is gone or takes longer than `timeout_seconds`.
@@ -163,7 +162,7 @@ class WeightBroadcast:
         return dict(zip(sorted(weights), digests.tolist(), strict=True))
 
     def _exchange(self, weights: Mapping[str, Tensor]) -> None:
-        # As bytes, since not every backend knows every type; by name, since ZeRO gives them in another order.
+        # Sent as bytes, since not every backend supports every dtype; sorted by name, since ZeRO's order differs.
         works = [self._group.broadcast(weights[name].view(torch.uint8), SENDER) for name in sorted(weights)]
         for work in works:
             work.wait()

@@ -1,8 +1,8 @@
-"""`heed replay`: one response of PPO once more, as it was sampled, with all that the algorithm made of it.
+"""`heed replay`: compute one PPO response again as it was sampled, with all numbers that the algorithm derived from it.
 
-The iterations between the newest checkpoint before it and the response's own are computed again, in memory: nothing of
-a finished run is written. With Heed's sampler, the same number of ranks and a machine of the same kind, all of it is
-the same bits; weights, response and score are compared with the record in rollouts.jsonl.
+The iterations from the newest checkpoint before it up to its own are computed again in memory; no file of the run
+changes. With Heed's sampler, the same number of ranks and the same kind of machine, the results are the same bits.
+Weights, response and score are compared with the record in rollouts.jsonl.
 
 Shape letters: R response tokens.
 """
@@ -34,9 +34,9 @@ from training.metrics import read_metrics
 class ReplayedToken:
     """A token of the response.
 
-    `reward` is in standard deviations of the initial policy's scores: the scaled score at the last token, less the KL
-    penalty at each. `ratio` is π/π_sampler before the iteration's updates, `ratio_after` is π/π_before after them, and
-    `weight` is that of the token's loss, as a share of the minibatch's.
+    `reward` is in standard deviations of the initial policy's scores: the scaled score at the last token, minus the KL
+    penalty at each. `ratio` is π/π_sampler before the iteration's updates, and `ratio_after` is π/π_before after them.
+    `weight` is the weight of the token's loss in the minibatch's, after dividing by its number of counted tokens.
     """
 
     text: str
@@ -52,11 +52,11 @@ class ReplayedToken:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A response as it was sampled again, and what rollouts.jsonl has recorded of it."""
+    """A response that was sampled again, and what rollouts.jsonl has recorded about it."""
 
     prompt: Prompt
     response: str
-    score: float  # of the reward, before scaling; NaN where it failed
+    score: float  # before scaling; NaN if scoring failed
     tokens: list[ReplayedToken]
     sampled_by: str
     recorded_sampled_by: str
@@ -67,7 +67,7 @@ class Replayed:
 
     @property
     def is_same(self) -> bool:
-        """Whether weights, tokens, log-probs and score are those that were recorded, to the last bit."""
+        """Whether weights, tokens, log-probs and score equal the recorded ones to the last bit."""
         is_score = self.score == self.recorded_score or (isnan(self.score) and isnan(self.recorded_score))
         return self.digest == self.recorded_digest and self.sampled_by == self.recorded_sampled_by and is_score
 
@@ -75,16 +75,16 @@ class Replayed:
 def replay_iterations(
     stage: StageRun, config: PPOConfig, iteration: int, response: int, told: Callable[[int, int], None]
 ) -> Replayed:
-    """Compute iteration 1, 2, ... of a stage again, and return one of its responses, counted from 0.
+    """Compute an iteration of a stage again, and return one of its responses.
 
-    `told(done, total)` is called after each iteration that is computed.
+    Iterations count from 1, responses from 0. `told(done, total)` is called after each iteration that is computed.
     Raises: ValueError for an iteration or a response that the run does not have.
     """
     records = read_rollouts(read_metrics(stage.folder / ROLLOUTS))
     require_recorded(stage.folder / ROLLOUTS, records, iteration, response)
     found = placed(stage, config, _scale_of(stage.folder / "results.json"))
     controller = controller_of(stage.context(), config, found.roles, found.models, found.prompts)
-    # A checkpoint holds the rollouts that older weights have sampled, which are to be sampled again.
+    # A checkpoint contains the rollouts that older weights sampled. To sample those again, start from an earlier one.
     checkpoint = checkpoint_before(stage.folder / "checkpoints", iteration - config.max_staleness)
     first = 0
     if checkpoint is not None:
@@ -100,7 +100,7 @@ def replay_iterations(
 
 
 def require_recorded(path: Path, records: dict[int, RolloutRecord], iteration: int, response: int) -> None:
-    """Raises: ValueError for an iteration or a response that rollouts.jsonl does not have."""
+    """Check that rollouts.jsonl has the iteration and the response. Raises: ValueError if it does not."""
     if not records:
         raise ValueError(f"{path}: no iteration is recorded; a run of this version of Heed was expected")
     if iteration not in records:
@@ -111,7 +111,7 @@ def require_recorded(path: Path, records: dict[int, RolloutRecord], iteration: i
 
 
 def _scale_of(results: Path) -> ScoreScale | None:
-    """The unit of the scores of a finished run."""
+    """Returns the score scale of a run; None unless the run is finished."""
     if not results.is_file():
         return None
     found = read_record(results, PPOResults)
@@ -119,7 +119,7 @@ def _scale_of(results: Path) -> ScoreScale | None:
 
 
 def checkpoint_before(checkpoints: Path, iteration: int) -> Path | None:
-    """The newest sound one with which the iteration, or one before it, can start; None = from the start."""
+    """Returns the newest sound checkpoint from before an iteration; None = start from the beginning."""
     for folder in step_folders(checkpoints):
         manifest = read_manifest(folder)
         if step_of(folder) < iteration and not manifest.damage and not changed_files(folder, manifest.sha256):

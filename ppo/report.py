@@ -1,5 +1,5 @@
-"""What PPO leaves in results.json, and what the report of a run shows of it: curves, how the answers to the same
-prompts change during training, and other responses of training (samples.jsonl).
+"""What PPO writes to results.json, and its part of a run's report: curves, how the answers to the same prompts change
+during training, and other responses from training (samples.jsonl).
 
 Shape letter: P prompts.
 """
@@ -32,7 +32,7 @@ from stages.reports.stage_report import Panel, Series, fields_under, metric_figu
 from stages.reports.text import UNKNOWN, PolicyStyle, count, count_of, ends_of, label, number, percent, styles_of
 from training.data import Overlong, SourceRows
 
-MAX_DRAWN = 400  # responses of training on a page
+MAX_DRAWN = 400  # responses drawn during training that a page shows
 MAX_CHARACTERS = 1_500_000
 NUM_OPEN = 1
 
@@ -44,7 +44,7 @@ SAMPLERS = {
 
 @dataclass(frozen=True)
 class PPOResults:
-    """`score_scale_*` are the mean and standard deviation that reward model scores are put into units of."""
+    """PPO's results. `score_scale_*` are the mean and standard deviation by which scores are normalised."""
 
     num_iterations: int
     final_kl_coef: float
@@ -67,7 +67,7 @@ PANELS = (
     Panel("Entropy", "nats per token, estimated", _ppo("entropy_estimate")),
     Panel("Informative groups", "prompts whose responses' rewards differ", _ppo("informative_share"), is_share=True),
 )
-# What says whether the updates are healthy, whatever they reach.
+# These show whether the updates are healthy, whatever score they reach.
 DIAGNOSTICS = (
     Panel("Clip fraction", "tokens whose ratio is clipped", _ppo("clip_share"), is_share=True),
     Panel("Approximate KL", "of an iteration's updates, nats per token", _ppo("approx_kl")),
@@ -140,7 +140,9 @@ def report(stage: StageFolder) -> StageReport:
 
 
 def _sentence(stage: StageFolder) -> str:
-    """What a run without a comparison may say: a rise of the score that PPO trains on shows only that it trained."""
+    """Returns the summary of a run without a comparison. It must not claim much: a rise of the score that PPO trains on
+    shows only that PPO trained.
+    """
     scores = [line["score"] for line in stage.metrics if isinstance(line.get("score"), float)]
     if not scores:
         return ""
@@ -152,7 +154,7 @@ def _sentence(stage: StageFolder) -> str:
 
 
 def _headlines(stage: StageFolder) -> tuple[Headline, ...]:
-    """The KL of the last iteration, which gives way to the comparison's."""
+    """Returns the KL of the last iteration as a headline; a comparison's KL replaces it."""
     kl = stage.metrics[-1].get("kl_nats") if stage.metrics else None
     if not isinstance(kl, float) or not isfinite(kl):
         return ()
@@ -161,7 +163,7 @@ def _headlines(stage: StageFolder) -> tuple[Headline, ...]:
 
 
 def followed_part(samples: Sequence[TrainingSample]) -> tuple[Part, ...]:
-    """A table of the followed prompts: what their responses come to, iteration by iteration."""
+    """Returns a table of the followed prompts' responses per iteration: mean score, its change, KL, length, ends."""
     by_step = _by_step(samples)
     if len(by_step) < 2:
         return ()
@@ -201,7 +203,7 @@ def _step_row(step: int, own: dict[str, TrainingSample], first: dict[str, Traini
 
 
 def mean_over_prompts(values: Sequence[float]) -> Interval:
-    """The mean of one value per prompt with Student's interval; values that are not finite are left out."""
+    """Returns the mean of one value per prompt, with Student's interval; values that are not finite are left out."""
     value_P = np.array([value for value in values if np.isfinite(value)], dtype=np.float64)
     return clustered_mean(value_P, np.arange(len(value_P)))
 
@@ -211,7 +213,7 @@ def _cell(found: Interval) -> Cell:
 
 
 def samples_section(samples: Sequence[TrainingSample]) -> tuple[Section, ...]:
-    """The responses themselves, searchable."""
+    """Returns the searchable section of responses."""
     if not samples:
         return ()
     steps = sorted(_by_step(samples))
@@ -260,7 +262,7 @@ def _drawn(drawn: Sequence[TrainingSample]) -> tuple[ShownPrompt, ...]:
 
 
 def _shown(name: str, own: Sequence[TrainingSample], categories: Sequence[str], *, is_open: bool) -> ShownPrompt:
-    """A prompt with its responses in the order of training."""
+    """Returns a prompt with its responses, in the order of training."""
     messages = tuple((turn["role"], turn["content"]) for turn in own[0].messages)
     return ShownPrompt(
         anchor=anchor_of(f"training-{name}"),

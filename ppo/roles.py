@@ -1,7 +1,7 @@
-"""Who does PPO's work: learners, generators and scorers, on the same ranks (colocated) or on their own (disaggregated).
+"""PPO's roles: learners, generators and scorers, on the same ranks (colocated) or on separate ones (disaggregated).
 
-The controller is the same for both, and for one rank in its own process. Weights go from learners to generators, never
-through the driver (`ppo.weight_transport`).
+The controller is the same for both, and for a single rank in the controller's own process. Weights go from learners to
+generators directly, never through the driver (`ppo.weight_transport`).
 """
 
 from collections.abc import Callable, Sequence
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """What the models compute of a rollout before its updates. Shape letters: B responses, R response tokens."""
+    """What the models compute for a rollout before its updates. Shape letters: B responses, R response tokens."""
 
-    logprobs_BR: Tensor  # nats, at the sampling temperature; 0 where there is no token
-    ref_logprobs_BR: Tensor
-    values_BR: Tensor  # 0 where there is no value function
+    logprobs_BR: Tensor  # nats, at the sampling temperature; 0 at padding
+    ref_logprobs_BR: Tensor  # likewise
+    values_BR: Tensor  # 0 without a value function
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Roles:
     generators: Generators
     scorers: Scorers
     transport: "WeightTransport"
-    makes_room: bool = False  # whether learners leave their device to generators of the same ranks
+    makes_room: bool = False  # whether learners free device memory for generators on the same ranks
 
     @classmethod
     def on_groups(
@@ -60,19 +60,19 @@ class Roles:
         generators: "WorkerGroup",
         scorers: "WorkerGroup",
     ) -> Self:
-        """One role per group, or several roles on each rank where groups are one and the same.
+        """Place each role on its group; roles that are passed the same group share its ranks.
 
         `conversations` are the prompts' messages, in the order of the prompts' rows.
         Raises:
             ValueError: a minibatch does not divide among the learners.
         """
         config.minibatch.num_micro_batches(learners.num_workers)
-        kind = SharedBodyLearner if config.shared_body else Learner  # the first scores too
+        kind = SharedBodyLearner if config.shared_body else Learner  # a SharedBodyLearner also scores
         own = None if config.shared_body else scorers.put("ppo", Scorer, config, engine, models)
         sampling = generators.put("ppo", Generator, config, engine, models)
         learning = learners.put("ppo", kind, config, engine, models, learners.num_workers)
         transport: WeightTransport = Direct(learning, sampling)
-        # Guests in the places of learners share their GPUs, which no broadcast between GPUs allows.
+        # Generator processes next to learners share their GPUs, which a broadcast between GPUs does not allow.
         together = learners is generators or (config.placement == "colocated" and config.samples_apart)
         if not together and broadcasts(config, learning, sampling):
             transport = Broadcast.open(learners, learning, sampling)
@@ -84,7 +84,7 @@ class Roles:
     def in_process(
         cls, config: PPOConfig, engine: EngineConfig, models: InitialModels, conversations: Sequence[Messages] = ()
     ) -> Self:
-        """All roles on one rank, which is this process. Arguments as for `on_groups`."""
+        """Place all roles on one rank, which is this process. Arguments as for `on_groups`."""
         kind = SharedBodyLearner if config.shared_body else Learner
         own = None if config.shared_body else Local(Scorer(config, engine, models))
         sampling = Local(Generator(config, engine, models))
@@ -96,14 +96,14 @@ class Roles:
     def start_forward_passes(
         self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False
     ) -> Pending[ModelOutputs]:
-        """Start the passes of policy, reference and value function over a rollout, whose rows are packed as the updates
+        """Start the passes of policy, reference and value function over a rollout. Its rows are packed as the updates
         on `minibatches` will pack them.
 
-        All are started together: on ranks of their own, scorers and learners work at the same time. With `keeps`,
+        All passes start together, so scorers and learners on separate ranks work at the same time. With `keeps`,
         learners keep passes that the first update would repeat.
         """
         learners = self.learners
-        if self.config.shared_body:  # one pass serves all
+        if self.config.shared_body:  # one pass serves all three models
             ranks: Handle[Any] = learners.ranks
             shares = shares_by_update(rollout.num_tokens_B, ranks.num_ranks, learners.batch, minibatches)
             arguments = [(rollout.rows(share.rows), share.pass_sizes) for share in shares]
@@ -124,25 +124,25 @@ class Roles:
     def start_sampling(
         self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, again: bool = False
     ) -> Pending[Rollout]:
-        """`Generators.start_sampling`, once learners on the same ranks have made room."""
+        """Call `Generators.start_sampling`, after learners on the same ranks have freed their device memory."""
         if self.makes_room:
             self.learners.make_room()
         return self.generators.start_sampling(rows, prompts, seeds, again=again)
 
     @property
     def rows_multiple(self) -> int:
-        """The least number of rows that divides among the ranks of every role."""
+        """The smallest number of rows that divides evenly among the ranks of every role."""
         return lcm(*(role.ranks.num_ranks for role in (self.learners, self.generators, self.scorers)))
 
     def sync_weights(self) -> None:
-        """Give the learners' weights to the generators, and advance the moving average.
+        """Advance the moving average, and send the learners' weights to the generators.
 
-        Whether they arrived is proved before a rollout sampled with them is returned.
+        That the weights arrived is checked before a rollout sampled with them is returned.
         """
         self.generators.weights_arrived = self.transport.advance_and_send()
 
     def load(self, folder: Path) -> None:
-        """Load a checkpoint into the learners, and give its weights to the generators."""
+        """Load a checkpoint into the learners, and send its weights to the generators."""
         self.learners.load(folder)
         self.generators.weights_arrived = self.transport.send()
 
@@ -159,7 +159,7 @@ def _scorers(
     learning: Handle[Any],
     scoring: Handle[Any],
 ) -> Scorers:
-    """With adapters, learners are the reference."""
+    """Returns the scorers. With adapters, the learners compute the reference's log-probs."""
     read = conversations if models.reward_reads_texts else ()
     return Scorers(scoring, read, config.minibatch, learning if config.lora is not None else scoring)
 
@@ -176,10 +176,10 @@ class WeightTransport(Protocol):
 
 @dataclass(frozen=True)
 class Direct(WeightTransport):
-    """On the same rank by a call, else through Ray's object store.
+    """Passes weights by a call on the same rank, otherwise through Ray's object store.
 
-    Learners do not wait for generators that still sample: those take the weights in their turn, after the rollouts that
-    were begun before and before those that are begun later.
+    Learners do not wait for generators that are still sampling. A generator takes the weights in the order of calls:
+    after the rollouts started earlier, and before those started later.
     """
 
     learners: Handle[Learner]
@@ -194,14 +194,16 @@ class Direct(WeightTransport):
 
 @dataclass(frozen=True)
 class Broadcast(WeightTransport):
-    """By one collective of the first learner and all generators; all of them take part at once."""
+    """Broadcasts weights in a collective of the first learner and all generators, which all enter at the same time."""
 
     learners: Remote[Learner]
     generators: Remote[Generator]
 
     @classmethod
     def open(cls, group: "WorkerGroup", learners: Remote[Learner], generators: Remote[Generator]) -> "Broadcast":
-        """The first learner, of `group`, is rank 0; generators follow. Other learners have no part in it."""
+        """Open the process group. The first learner of `group` is rank 0, followed by the generators; the other
+        learners do not take part.
+        """
         host, port = group.free_address()
         num_ranks = 1 + generators.num_ranks
         sender = learners.start_first(Learner.open_broadcast, host, port, 0, num_ranks)
@@ -225,7 +227,7 @@ class Broadcast(WeightTransport):
 
 
 def broadcasts(config: PPOConfig, learners: Handle[Learner], generators: Handle[Generator]) -> bool:
-    """Whether weights go from group to group by broadcast: "auto" does between GPUs, unless generators are ahead."""
+    """Returns whether to broadcast weights between groups. "auto" does between GPUs, unless `max_staleness` is set."""
     if config.weight_transport != "auto":
         return config.weight_transport == "broadcast"
     if config.max_staleness:

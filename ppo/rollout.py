@@ -1,4 +1,4 @@
-"""Sampled responses and the batches made of them.
+"""Sampled responses, the batches that updates learn from, and how both are split among ranks and passes.
 
 Shape letters: B responses, T tokens of prompt and response, R response tokens, C counted positions.
 """
@@ -22,7 +22,7 @@ from training.packing import pass_tokens, split_passes
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank reads of a batch: which rows, pass after pass, and how many in each pass."""
+    """One rank's share of a batch: its row numbers, pass after pass, and how many rows each pass has."""
 
     rows: Tensor
     pass_sizes: tuple[int, ...]
@@ -33,12 +33,12 @@ class Share:
         return cls(torch.tensor(rows, dtype=torch.int64), tuple(map(len, passes)))
 
     def and_then(self, rows: Tensor, other: "Share") -> "Share":
-        """These passes, then the other's, whose rows count within `rows` of the batch."""
+        """Append the passes of `other`, whose row numbers index into `rows` of the batch."""
         return Share(torch.cat([self.rows, rows[other.rows]]), self.pass_sizes + other.pass_sizes)
 
 
 def shares_of(num_tokens_B: Tensor, num_ranks: int, batch: BatchConfig, *, with_gradients: bool) -> list[Share]:
-    """How ranks share sequences of these lengths (`training.packing`)."""
+    """Split sequences of these lengths among ranks and passes (`training.packing`)."""
     units = [[length] for length in num_tokens_B.tolist()]
     ranks = split_passes(units, num_ranks, pass_tokens(batch, units, with_gradients=with_gradients))
     return [Share.of(passes) for passes in ranks]
@@ -47,8 +47,8 @@ def shares_of(num_tokens_B: Tensor, num_ranks: int, batch: BatchConfig, *, with_
 def shares_by_update(
     num_tokens_B: Tensor, num_ranks: int, batch: BatchConfig, minibatches: Sequence[Tensor]
 ) -> list[Share]:
-    """How ranks share a batch so that its rows are in the passes in which the updates on `minibatches` will read them:
-    in the same shapes, so the same policy gives the same log-probabilities to the last bit.
+    """Split a batch among ranks into the same passes as the updates on `minibatches` will use. With the same shapes,
+    the same policy gives the same log-probs to the last bit.
     """
     found = [Share.of([]) for _ in range(num_ranks)]
     for rows in minibatches:
@@ -58,22 +58,22 @@ def shares_by_update(
 
 
 def pass_slices(pass_sizes: Sequence[int]) -> list[slice]:
-    """The rows of each pass; the first one of all for a pass that has none."""
+    """Returns the rows of each pass. A pass without rows gets the first row of all, which is not counted."""
     ends = list(itertools.accumulate(pass_sizes))
     return [slice(end - size, end) if size else slice(0, 1) for end, size in zip(ends, pass_sizes, strict=True)]
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Prompts with one sampled response each, padded on the right. R is the longest response allowed, of any batch."""
+    """Prompts with one sampled response each, padded on the right. R is `max_new_tokens`, the same in every batch."""
 
     tokens_BT: Tensor
-    prompt_rows_B: Tensor  # which of the job's prompts each is
+    prompt_rows_B: Tensor  # row of each prompt in the job's prompts
     prompt_tokens_B: Tensor  # length of each prompt
     response_tokens_B: Tensor  # length of each response, its end token included
     finished_B: Tensor  # True = the response ends with the end token
     sampled_by_B: Tensor  # digest of the weights that sampled the response (`lm.samplers.sent_weights.whole_digest`)
-    behaviour_logprobs_BR: Tensor  # nats, as the policy sampled them, at its temperature; 0 where there is no token
+    behaviour_logprobs_BR: Tensor  # nats, from the sampler, at the sampling temperature; 0 at padding
 
     @classmethod
     def of(
@@ -121,13 +121,13 @@ class Rollout:
         )
 
     def as_bytes(self) -> bytes:
-        """A safetensors file."""
+        """Returns the rollout as a safetensors file."""
         return save({field.name: getattr(self, field.name).contiguous() for field in fields(self)})
 
     @classmethod
     def load(cls, path: Path) -> Self:
         tensors = load_file(path)
-        tensors.setdefault("sampled_by_B", torch.zeros_like(tensors["prompt_rows_B"]))  # files from before it
+        tensors.setdefault("sampled_by_B", torch.zeros_like(tensors["prompt_rows_B"]))  # older files lack it
         return cls(**tensors)
 
     def __len__(self) -> int:
@@ -144,12 +144,12 @@ class Rollout:
 
     @property
     def response_BR(self) -> Tensor:
-        """The response's tokens; anything where the mask is False."""
+        """The response's tokens; arbitrary where `response_mask_BR` is False."""
         columns_BR = self.prompt_tokens_B[:, None] + torch.arange(self.max_new_tokens)[None]
         return self.tokens_BT.gather(1, columns_BR.clamp(max=self.tokens_BT.shape[1] - 1))
 
     def token_lists(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Prompts and responses without padding."""
+        """Returns prompts and responses as lists of tokens, without padding."""
         lengths = zip(self.prompt_tokens_B.tolist(), self.response_tokens_B.tolist(), strict=True)
         rows = [
             (row[:prompt], row[prompt : prompt + response])
@@ -158,22 +158,22 @@ class Rollout:
         return [prompt for prompt, _ in rows], [response for _, response in rows]
 
     def rows(self, index: slice | Tensor) -> Self:
-        """Select responses. Rows are cut to the longest of them; R stays."""
+        """Select responses. T shrinks to the longest of them; R stays."""
         part = replace(self, **_rows_of(self, index))
         width = int((part.prompt_tokens_B + part.response_tokens_B).max())
         return replace(part, tokens_BT=part.tokens_BT[:, :width].clone())
 
     @property
     def num_tokens_B(self) -> Tensor:
-        """Tokens of each prompt and response."""
+        """Number of tokens of each prompt with its response."""
         return self.prompt_tokens_B + self.response_tokens_B
 
     def shares(self, num_ranks: int) -> list[Self]:
-        """Each rank's contiguous part. Raises ValueError where the rows do not divide."""
+        """Returns each rank's contiguous part. Raises ValueError if the rows do not divide evenly."""
         return [self.rows(rows) for rows in equal_slices(len(self), num_ranks)]
 
     def parts(self, pass_sizes: Sequence[int]) -> list[Self]:
-        """The responses of each pass, which are neighbours; a pass without any reads the first, for nothing."""
+        """Returns the responses of each pass, which are adjacent. A pass without any reads the first, uncounted."""
         return [self.rows(part) for part in pass_slices(pass_sizes)]
 
 
@@ -182,9 +182,9 @@ class PPOBatch:
     """What an iteration's updates learn from."""
 
     rollout: Rollout
-    scores_B: Tensor  # of the reward; NaN where it failed
-    kl_B: Tensor  # nats from the reference
-    rewards_BR: Tensor  # the scaled score at the last token, less the KL penalty at each
+    scores_B: Tensor  # before scaling and penalties, higher is better; NaN where scoring failed
+    kl_B: Tensor  # KL from the reference, nats
+    rewards_BR: Tensor  # the scaled score at the last token, minus the KL penalty at each
     scored_BR: Tensor  # True = a token of a response with a score
     counted_BR: Tensor  # True = counted in the policy loss
     logprobs_BR: Tensor  # nats, under the policy before the updates, at the sampling temperature
@@ -200,7 +200,9 @@ class PPOBatch:
 
 @dataclass(frozen=True)
 class ResponseKL:
-    """The KL term of a policy's loss: `weight_B`, coefficient included, times half the square of log π/π_ref."""
+    """The KL term of a policy's loss: half the square of log π/π_ref, times `weight_B`, which includes the
+    coefficient.
+    """
 
     ref_logprob_B: Tensor  # nats of the whole response, under the reference
     weight_B: Tensor
@@ -211,7 +213,7 @@ class ResponseKL:
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """What a policy update learns from; `num_tokens` counts the response tokens of the minibatch, on all ranks."""
+    """What a policy update learns from. `num_tokens` counts the minibatch's response tokens over all ranks."""
 
     rollout: Rollout
     logprobs_BR: Tensor  # nats, under the policy before this iteration's updates, at the sampling temperature
@@ -220,8 +222,8 @@ class PolicyBatch:
     num_tokens: int
     ptx_rows: Tensor  # this rank's row numbers in the pretraining stream
     num_ptx_rows: int  # on all ranks
-    pass_sizes: tuple[int, ...] = ()  # of a rank's share, responses in each pass
-    kl: ResponseKL | None = None  # where the KL penalty is in the loss
+    pass_sizes: tuple[int, ...] = ()  # in a rank's share: number of responses in each pass
+    kl: ResponseKL | None = None  # if the KL penalty is in the loss
 
     def rows(self, index: slice | Tensor, ptx: slice) -> Self:
         return replace(
@@ -233,7 +235,7 @@ class PolicyBatch:
         )
 
     def shares(self, shares: Sequence[Share]) -> list[Self]:
-        """The ranks' parts. Raises ValueError where the pretraining rows do not divide."""
+        """Returns each rank's part. Raises ValueError if the pretraining rows do not divide evenly."""
         ptx = equal_slices(len(self.ptx_rows), len(shares))
         return [
             replace(self.rows(share.rows, own), pass_sizes=share.pass_sizes)
@@ -241,7 +243,7 @@ class PolicyBatch:
         ]
 
     def parts(self) -> list[Self]:
-        """A rank's passes, over which its pretraining rows are spread evenly."""
+        """Returns a rank's passes; its pretraining rows are spread evenly over them."""
         size = -(-len(self.ptx_rows) // len(self.pass_sizes))
         parts = [
             self.rows(own, slice(number * size, (number + 1) * size))
@@ -250,52 +252,52 @@ class PolicyBatch:
         return [part if n else part._without_counts() for part, n in zip(parts, self.pass_sizes, strict=True)]
 
     def _without_counts(self) -> Self:
-        """Of the responses that a pass without any reads, nothing counts."""
+        """Returns the same pass with all weights 0, for a pass that has no responses of its own."""
         kl = self.kl and replace(self.kl, weight_B=torch.zeros_like(self.kl.weight_B))
         return replace(self, weight_BR=torch.zeros_like(self.weight_BR), kl=kl)
 
 
 @dataclass(frozen=True)
 class ValueBatch:
-    """What a value update learns from; `num_tokens` as for the policy."""
+    """What a value update learns from. `num_tokens` is as in `PolicyBatch`."""
 
     rollout: Rollout
     values_BR: Tensor  # from the value function before this iteration's updates
     returns_BR: Tensor
     mask_BR: Tensor  # True = counted in the loss
     num_tokens: int
-    pass_sizes: tuple[int, ...] = ()  # of a rank's share, responses in each pass
+    pass_sizes: tuple[int, ...] = ()  # in a rank's share: number of responses in each pass
 
     def rows(self, index: slice | Tensor) -> Self:
         return replace(self, **_rows_of(self, index), rollout=self.rollout.rows(index))
 
     def shares(self, shares: Sequence[Share]) -> list[Self]:
-        """The ranks' parts."""
+        """Returns each rank's part."""
         return [replace(self.rows(share.rows), pass_sizes=share.pass_sizes) for share in shares]
 
     def parts(self) -> list[Self]:
-        """A rank's passes."""
+        """Returns a rank's passes."""
         parts = map(self.rows, pass_slices(self.pass_sizes))
-        nothing = torch.zeros_like(self.mask_BR[:1])  # counts of the responses that a pass without any reads
+        nothing = torch.zeros_like(self.mask_BR[:1])  # for a pass that has no responses of its own
         return [part if n else replace(part, mask_BR=nothing) for part, n in zip(parts, self.pass_sizes, strict=True)]
 
 
 def equal_slices(num_rows: int, num_ranks: int) -> list[slice]:
-    """One slice of the rows for each rank. Raises ValueError where they do not divide."""
+    """Returns one slice of the rows per rank. Raises ValueError if the rows do not divide evenly."""
     share = exact_div(num_rows, num_ranks, "rows of a PPO batch over workers")
     return [slice(rank * share, (rank + 1) * share) for rank in range(num_ranks)]
 
 
 def joined(parts: Pending[list[Tensor]], shares: Sequence[Share]) -> Pending[Tensor]:
-    """The ranks' rows as one tensor in the order of the whole batch, once they are there."""
+    """Join the ranks' rows, once they have arrived, into one tensor in the order of the whole batch."""
     order_B = torch.cat([share.rows for share in shares]).argsort()
     return lambda: torch.cat(parts())[order_B]
 
 
 def _rows_of(batch: object, index: slice | Tensor) -> dict[str, Any]:
-    """Selected rows of a dataclass's [B, ...] tensors, which are those whose name's suffix starts with B.
+    """Select rows of a dataclass's [B, ...] tensors, recognised by a shape suffix that starts with B.
 
-    Returns copies: pickling a view sends the whole tensor behind it.
+    Returns copies: pickling a view would send the whole tensor behind it.
     """
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}  # type: ignore[arg-type]
     return {name: value[index].clone() for name, value in values.items() if isinstance(value, Tensor) and "_B" in name}

@@ -1,8 +1,8 @@
-"""What PPO keeps of its rollouts while it trains; training reads neither file.
+"""PPO's logs of its rollouts, samples.jsonl and rollouts.jsonl. Training reads neither.
 
-samples.jsonl has responses to be read, of two kinds: a few of those that each iteration learns from, drawn at random;
-and, at intervals, responses to the same few prompts, sampled in addition, which show how the policy's answers change.
-rollouts.jsonl has, for each iteration, which weights sampled its responses, and a digest and the score of each;
+samples.jsonl has responses for people to read, of two kinds: a few of those that each iteration learns from, drawn at
+random; and, at intervals, additional responses to the same few prompts, which show how the policy's answers change.
+rollouts.jsonl has, for each iteration, which weights sampled its responses, and each response's digest and score;
 `heed replay` samples them again and compares.
 
 Shape letter: B responses.
@@ -27,15 +27,15 @@ from training.metrics import StepLines
 from training.seeds import derive_seed
 
 SAMPLES, ROLLOUTS = "samples.jsonl", "rollouts.jsonl"
-NUM_DRAWN = 4  # responses kept of those that an iteration learns from
-NUM_FOLLOWED = 8  # prompts that are answered again and again, or as many as divide among the ranks
+NUM_DRAWN = 4  # responses logged per iteration, of those that it learns from
+NUM_FOLLOWED = 8  # prompts that are answered repeatedly; more may be sampled, to divide among the ranks
 
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """One line of samples.jsonl. `step` is the iteration; its responses are sampled before its updates.
+    """One line of samples.jsonl. `step` is the iteration, counted from 1; responses are sampled before its updates.
 
-    `score` is the reward's, before scaling and penalties; NaN (null) where it failed. `kl_nats` is log π - log π_ref
+    `score` is the score before scaling and penalties, NaN (null) where scoring failed. `kl_nats` is log π - log π_ref
     of the response.
     """
 
@@ -53,16 +53,16 @@ class TrainingSample:
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """Responses with what samples.jsonl keeps of them."""
+    """Responses with the numbers that samples.jsonl records."""
 
     rollout: Rollout
-    scores_B: Tensor  # NaN where it failed
+    scores_B: Tensor  # NaN where scoring failed
     kl_B: Tensor  # nats
 
 
 def followed_rows(num_prompts: int, rows_multiple: int, seed: int) -> list[int]:
-    """Draw which prompts are followed, by row. Their number divides among the ranks, so some occur twice where the job
-    has few prompts.
+    """Draw the rows of the prompts to follow. Their number divides evenly among the ranks, so some occur twice if the
+    job has few prompts.
     """
     number = -(-min(NUM_FOLLOWED, num_prompts) // rows_multiple) * rows_multiple
     order = np.random.default_rng(derive_seed(seed, "ppo", "followed")).permutation(num_prompts)
@@ -70,7 +70,7 @@ def followed_rows(num_prompts: int, rows_multiple: int, seed: int) -> list[int]:
 
 
 class SampleLog:
-    """Writes samples.jsonl; on resume, as the metrics, without what will be done again."""
+    """Writes samples.jsonl. On resume, drops lines past the resumed step, as metrics.jsonl does."""
 
     def __init__(
         self, folder: Path, prompts: Sequence[Prompt], tokenizer: Tokenizer, *, seed: int, resume_step: int
@@ -79,14 +79,14 @@ class SampleLog:
         self._lines = StepLines(folder / SAMPLES, resume_step=resume_step)
 
     def log_drawn(self, iteration: int, scored: ScoredRollout) -> None:
-        """Keep a few of the responses that an iteration learns from, drawn from (seed, iteration)."""
+        """Log a few of the responses that an iteration learns from, drawn by (seed, iteration)."""
         generator = np.random.default_rng(derive_seed(self.seed, "ppo", "drawn", iteration))
         number = len(scored.rollout)
         rows = generator.choice(number, size=min(NUM_DRAWN, number), replace=False)
         self._write(iteration, "drawn", scored, sorted(int(row) for row in rows))
 
     def log_followed(self, iteration: int, scored: ScoredRollout) -> None:
-        """Keep one response to each followed prompt."""
+        """Log one response to each followed prompt."""
         prompt_rows: list[int] = scored.rollout.prompt_rows_B.tolist()
         firsts = [row for row, prompt in enumerate(prompt_rows) if prompt not in prompt_rows[:row]][:NUM_FOLLOWED]
         self._write(iteration, "followed", scored, firsts)
@@ -119,9 +119,10 @@ class SampleLog:
 class RolloutRecord:
     """One line of rollouts.jsonl. `step` is the iteration that learns from the responses, counted from 1.
 
-    All digests are 16 hexadecimal digits: `sampled_by` of all weights that sampled a response, `responses` of its
-    tokens and log-probs, and `tensors` of each weight that was sent before this iteration; none where the model is
-    still as loaded. `scores` are the reward's, before scaling; NaN (null) where it failed.
+    All digests are 16 hexadecimal digits. `sampled_by` is one digest per response, of all weights that sampled it;
+    `responses` are digests of each response's tokens and log-probs. `tensors` has a digest of each weight that was sent
+    before this iteration; it is empty while the model is as loaded. `scores` are before scaling; NaN (null) where
+    scoring failed.
     """
 
     step: int
@@ -148,7 +149,7 @@ class RolloutLog:
 
 
 def response_digests(rollout: Rollout) -> list[str]:
-    """For each response, a digest of its prompt's and its own tokens, and of the bits of their log-probs."""
+    """Returns a digest per response, of the tokens of its prompt and its own, and of the bits of its log-probs."""
     digests, lengths = [], zip(rollout.num_tokens_B.tolist(), rollout.response_tokens_B.tolist(), strict=True)
     for row, (num_tokens, num_response) in enumerate(lengths):
         tokens = rollout.tokens_BT[row, :num_tokens].contiguous().numpy().tobytes()
@@ -158,6 +159,6 @@ def response_digests(rollout: Rollout) -> list[str]:
 
 
 def read_rollouts(lines: Sequence[Mapping[str, object]]) -> dict[int, RolloutRecord]:
-    """The records by step."""
+    """Returns the records by step."""
     records = [RolloutRecord(**line) for line in lines]  # type: ignore[arg-type]
     return {record.step: record for record in records}

@@ -1,7 +1,7 @@
-"""Scoring by the models that stay fixed: what each rank does, and all ranks' scores of a rollout.
+"""Scoring with the frozen models, the reward model and the reference: `Scorers` on all ranks, `Scorer` on one.
 
-The weights of a fixed model are on the device throughout, or only while they are used (`ppo.memory`). In the second
-case each rank keeps a share of the weights in CPU memory, pinned where there is a GPU. The ranks gather them whole for
+A frozen model's weights are on the device all the time, or only while they are used (`ppo.memory`). In the second case
+each rank keeps a share of the weights in CPU memory, pinned if there is a GPU. The ranks gather either all weights for
 all passes of a call, or one layer at a time within each pass.
 
 Shape letters: B responses, O objectives, R response tokens.
@@ -50,15 +50,15 @@ from training.packing import pass_tokens, split_passes
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 AnyModule_co = TypeVar("AnyModule_co", bound=nn.Module, covariant=True)
 
-ALIGNMENT = 256  # bytes; a weight starts at a multiple of it, as if it had been allocated by itself
-TEXTS_PER_CALL = 16  # of a reward that reads texts, where batches are not counted in responses
+ALIGNMENT = 256  # bytes; each weight starts at a multiple of it, as a separately allocated tensor would
+TEXTS_PER_CALL = 16  # for a reward that reads texts, if `micro_batch_size` is not set
 
 
 class Scorers:
-    """The scorers of all ranks, as the controller calls them: with whole rollouts, which are split by rank.
+    """The scorers of all ranks. The controller passes whole rollouts, which are split among the ranks.
 
-    `conversations` are the job's prompts by row, where the reward reads texts; it may be empty where it reads tokens.
-    `reference` are the ranks whose `reference_logprobs` computes those of the reference: scorers, or learners.
+    `conversations` are the job's prompts by row; it may be empty if the reward reads tokens, not texts.
+    `reference` are the ranks that compute the reference's log-probs: the scorers or, with adapters, the learners.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Scorers:
         self.ranks, self.conversations, self.batch, self.reference = ranks, conversations, batch, reference
 
     def start_scores(self, rollout: Rollout) -> Pending[Tensor]:
-        """Start the scores of each response [B, O]; higher is better. NaN = scoring failed: mask and count it.
+        """Start scoring the responses [B, O]; higher is better. NaN = scoring failed: mask and count it.
 
-        O objectives, in the order of the config's `objective_weights`; one where it has none.
+        Objectives are in the order of the config's `objective_weights`; O = 1 if that is empty.
         """
         shares = shares_of(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, with_gradients=False)
         parts = [rollout.rows(share.rows) for share in shares]
@@ -82,18 +82,18 @@ class Scorers:
         )
 
     def _conversations(self, rollout: Rollout) -> list[Messages]:
-        """What the responses answer; sent along, since a rollout's messages are fewer than a job's."""
+        """Returns the messages that the responses answer. They are sent with each rollout, instead of all the job's."""
         return [self.conversations[row] for row in rollout.prompt_rows_B.tolist()] if self.conversations else []
 
     def first_failure(self) -> str:
-        """Why the first response without a score in the last call has none; "" where all have one."""
+        """Returns why the first response without a score in the last call has none; "" if all have one."""
         return next(filter(None, self.ranks.call_all(Scorer.first_failure)), "")
 
     def start_reference_logprobs(self, rollout: Rollout, minibatches: Sequence[Tensor]) -> Pending[Tensor]:
-        """Start log π_ref of each response token [B, R], nats, at the sampling temperature; 0 where there is none.
+        """Start computing log π_ref of each response token [B, R], nats, at the sampling temperature; 0 at padding.
 
-        Packed as the policy's (`Learners.start_policy_logprobs`): with as many scorers as learners the KL begins at
-        exactly 0.
+        Responses are packed as for the policy (`Learners.start_policy_logprobs`), so with as many scorers as learners
+        the KL starts at exactly 0.
         """
         shares = shares_by_update(rollout.num_tokens_B, self.reference.num_ranks, self.batch, minibatches)
         arguments = [(rollout.rows(share.rows), share.pass_sizes) for share in shares]
@@ -101,9 +101,7 @@ class Scorers:
 
 
 class Scorer(Rank):
-    """Holds the models that stay fixed: the reward model, or the function or endpoint in its place, and the reference
-    policy.
-    """
+    """Holds the frozen models: the reference policy, and the reward model or the function or endpoint in its place."""
 
     def __init__(
         self,
@@ -112,9 +110,9 @@ class Scorer(Rank):
         models: InitialModels,
         network: "FrozenModel[RewardNetwork] | None" = None,
     ) -> None:
-        """`network` is the reward model where another role holds it."""
+        """`network` is the reward model if another role already holds it."""
         super().__init__(config, engine_config, models)
-        # With adapters, the learner's policy is the reference once they are off.
+        # With adapters, the reference is the learner's policy with its adapters switched off.
         self.reference = self._fixed(ModelFolder(self.models.sft, LanguageModel)) if config.lora is None else None
         reward = self.models.reward
         self.judge: RewardModel | ExternalReward
@@ -128,7 +126,7 @@ class Scorer(Rank):
 
     def _fixed(self, source: PartialSource[AnyModule]) -> "FrozenModel[AnyModule]":
         if self.config.memory == "fast":
-            whole = (torch.device("cpu"), torch.float32)  # autocast's products are rounded before they go to the device
+            whole = (torch.device("cpu"), torch.float32)  # weights that autocast would round are rounded on the CPU
             device, dtype = whole if self._autocast else (self.device, self._compute_dtype)
             model = load(source, device, dtype).eval().requires_grad_(False)
             self._set_types(model)
@@ -137,7 +135,7 @@ class Scorer(Rank):
         return ShardedModel(source, self._set_types, self.device, limit, by_layer=self.config.memory == "small")
 
     def _set_types(self, model: nn.Module) -> None:
-        """Make its passes round as the learner's do."""
+        """Set the weights' dtypes so that passes round as the learner's do."""
         for parameter in model.parameters():  # a score's bias, a buffer, stays in fp32
             parameter.data = parameter.data.to(torch.float32 if self._autocast else self._compute_dtype)
         if self._autocast:
@@ -146,7 +144,7 @@ class Scorer(Rank):
 
     @torch.no_grad()
     def scores(self, rollout: Rollout, conversations: Sequence[Messages]) -> Tensor:
-        """Scores [B, O]. `conversations` are the prompts' messages, where the reward reads texts."""
+        """Returns scores [B, O]. `conversations` are the prompts' messages, if the reward reads texts."""
         prompts, responses = rollout.token_lists()
         if isinstance(self.judge, RewardModel):
             sequences = self.judge.sequences(self.tokenizer, conversations, prompts, responses)
@@ -164,12 +162,12 @@ class Scorer(Rank):
         room, too_long = judge.room_tokens, [len(row) for row in sequences if not judge.fits(row)]
         self._failure = f"it has {too_long[0]} tokens; the reward model reads {room}" if too_long else ""
         scores_BO = torch.full((len(sequences), len(network.labels)), math.nan)
-        # The policy's tokens may be others than the reward model's, so only here is it known how many it reads.
+        # The reward model may have another tokenizer than the policy, so its token counts are known only here.
         units = [[len(sequences[row])] for row in fitting] or [[1]]
         (passes,) = split_passes(units, 1, pass_tokens(batch, units, with_gradients=False))
         order, found = [fitting[place] for own in passes for place in own] if fitting else [], list[Tensor]()
         with self.network.in_use(), self._precision():
-            # As many passes as on every other rank, which may share weights.
+            # Every rank runs the same number of passes, since ranks may gather shared weights in each.
             for number in range(self.network.most_passes(len(passes))):
                 note_progress()
                 rows = [fitting[place] for place in passes[number]] if fitting and number < len(passes) else []
@@ -197,15 +195,17 @@ class Scorer(Rank):
 class FrozenModel(Protocol[AnyModule_co]):
     @property
     def module(self) -> AnyModule_co:
-        """The model. Its weights may be on the meta device outside of `in_use`."""
+        """The model. Outside of `in_use`, its weights may be on the meta device."""
         ...
 
     def in_use(self) -> AbstractContextManager[object]:
-        """Around passes. If weights are sharded, all ranks enter it together and make the same number of passes."""
+        """A context to run passes in. If weights are sharded, all ranks must enter it together and run the same number
+        of passes.
+        """
         ...
 
     def most_passes(self, num_passes: int) -> int:
-        """How many passes a rank has to make that needs so many; call it in use."""
+        """Returns how many passes a rank must run if it needs `num_passes`. Call it inside `in_use`."""
         ...
 
 
@@ -223,12 +223,12 @@ class HeldModel(Generic[AnyModule]):
 
 
 class ShardedModel(Generic[AnyModule]):
-    """A model of which each rank keeps a share in CPU memory. RANK and WORLD_SIZE name the ranks.
+    """A model whose weights are sharded over the ranks' CPU memory. RANK and WORLD_SIZE identify the ranks.
 
-    Each rank reads, tensor by tensor, the rows of which it keeps some bytes: together the ranks read the model once,
-    and none ever holds it whole in CPU memory. `set_types` sets the types of the weights of a model without values.
-    With `by_layer`, attention and MLP of each block are on the device only while they compute, else all weights are
-    there while in use.
+    Each rank reads, tensor by tensor, only the rows that overlap its share: together the ranks read the model once, and
+    none ever holds all of it in CPU memory. `set_types` sets the dtypes of the weights while the model is on the meta
+    device. With `by_layer`, attention and MLP of each block are on the device only while they compute; otherwise all
+    weights are there while in use.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class ShardedModel(Generic[AnyModule]):
             self._rest.drop()
 
     def most_passes(self, num_passes: int) -> int:
-        """The most that any rank needs: layers are gathered in every pass."""
+        """Returns the most that any rank needs, since layers are gathered in every pass."""
         if self._rest.num_ranks == 1:
             return num_passes
         most = torch.tensor(num_passes, device=self._rest.device)
@@ -281,7 +281,7 @@ class ShardedModel(Generic[AnyModule]):
 
 @dataclass(frozen=True)
 class _Weight:
-    """A weight without values, its first byte in the bundle, and the modules' attributes that refer to it."""
+    """A weight's placeholder without values, its offset in the bundle in bytes, and the attributes that refer to it."""
 
     placeholder: Tensor
     start: int
@@ -297,7 +297,7 @@ class _Weight:
 
 
 class _Bundle:
-    """Weights that come and go together: `share` has this rank's part of their bytes."""
+    """Weights that are gathered and released together. `share` holds this rank's part of their bytes."""
 
     def __init__(self, weights: Mapping[str, _Weight], num_bytes: int, device: torch.device) -> None:
         self.weights, self.device = weights, device
@@ -306,20 +306,20 @@ class _Bundle:
         self.share = host_bytes(size, pinned=device.type == "cuda")
 
     def own_rows(self, name: str) -> range:
-        """The rows of a weight of which this rank keeps some bytes."""
+        """Returns the rows of a weight that overlap this rank's share."""
         weight, own = self.weights[name], self._own_bytes(name)
         size = weight.row_bytes
         return range((own.start - weight.start) // size, -(-(own.stop - weight.start) // size)) if own else range(0)
 
     def keep(self, name: str, tensor: Tensor, rows: range) -> None:
-        """Keep this rank's part of a weight, out of these rows of it."""
+        """Copy this rank's part of a weight into its share; `tensor` holds the given rows of the weight."""
         weight, own, first = self.weights[name], self._own_bytes(name), self.rank * len(self.share)
         data = tensor.to(weight.placeholder.dtype).contiguous().reshape(-1).view(torch.uint8)
         start = weight.start + rows.start * weight.row_bytes
         self.share[own.start - first : own.stop - first] = data[own.start - start : own.stop - start]
 
     def _own_bytes(self, name: str) -> range:
-        """The bytes of the bundle that are of this weight and in this rank's share."""
+        """Returns the bytes of the bundle that belong to both this weight and this rank's share."""
         weight, first = self.weights[name], self.rank * len(self.share)
         end = min(weight.start + weight.placeholder.nbytes, first + len(self.share))
         return range(max(weight.start, first), end)
@@ -342,7 +342,9 @@ class _Bundle:
 
 
 def _bundles(model: nn.Module, prefixes: list[str], device: torch.device) -> list[_Bundle]:
-    """A bundle for each prefix of names; a weight belongs to the longest that fits, and "" fits all."""
+    """Returns one bundle per prefix of weight names. A weight belongs to the longest prefix that matches its name; ""
+    matches all names.
+    """
     weights: list[dict[str, _Weight]] = [{} for _ in prefixes]
     sizes = [0] * len(prefixes)
     known: dict[int, _Weight] = {}

@@ -1,8 +1,8 @@
-"""One frozen body with four roles (`ppo.shared_body`): PPO in about the memory of fine-tuning.
+"""One frozen body for four models (`ppo.shared_body`): PPO in about the memory of fine-tuning.
 
 The policy is the SFT model with adapters, and the reference is the same model without them. The reward model is an
-adapter of the same SFT model, with a head; the value function starts as that adapter. Each role is a model of its own,
-whose frozen weights are the policy's tensors: no second copy of the body is in memory.
+adapter of the same SFT model, with a head; the value function starts as that adapter. The models are separate objects
+whose frozen weights are the policy's tensors, so the body is in memory only once.
 
 Shape letters: B responses, R response tokens, L rows, T tokens of a row, D model width, C tokens of all responses.
 """
@@ -30,12 +30,12 @@ from ppo.rollout import Rollout
 from ppo.scorer import HeldModel, Scorer
 from training.config import EngineConfig
 
-ROUNDING = 1e-6  # of the largest weight: two machines may add an adapter to it in another order
-HEADS = ("score.weight", "bias")  # of a scalar model: what is not its body
+ROUNDING = 1e-6  # relative to the largest weight: another machine may have merged the adapter in another order
+HEADS = ("score.weight", "bias")  # parameters of a scalar model that are not part of its body
 
 
 def adapter_of(reward: Path) -> Path:
-    """The adapter that was written next to a reward model. Raises: ValueError where there is none."""
+    """Returns the folder of the adapter that was written next to a reward model. Raises: ValueError without one."""
     folder = reward.parent / ADAPTER
     if not (folder / "adapter_config.json").is_file():
         raise ValueError(
@@ -47,7 +47,7 @@ def adapter_of(reward: Path) -> Path:
 
 @dataclass(frozen=True)
 class OnBody:
-    """A reward model whose body is `body`'s, in its memory; only its heads are read from `folder`."""
+    """A reward model that uses the tensors of `body`; only its heads are read from `folder`."""
 
     body: nn.Module
     folder: Path
@@ -66,14 +66,14 @@ class OnBody:
 
 
 def reward_on_body(body: nn.Module, reward: Path) -> ModelSource[ScalarModel]:
-    """A reward model as an adapter on a body that is in memory; adapters and heads are trained. Raises: as
-    `adapter_of`.
+    """Returns a source of the reward model as an adapter on a body in memory. Only adapters and heads are trainable.
+    Raises: as `adapter_of`.
     """
     return FromAdapter(OnBody(body, reward), adapter_of(reward))
 
 
 def require_same_shape(policy: Path, reward: Path) -> None:
-    """Check that a reward model has an adapter, and the initial policy's shape; no weight is read.
+    """Check that a reward model has an adapter, and the initial policy's shape, without reading weights.
 
     Raises: ValueError naming the field of the shape that differs, and as `adapter_of`.
     """
@@ -86,7 +86,7 @@ def require_same_shape(policy: Path, reward: Path) -> None:
 
 
 def require_same_body(policy: Path, reward: Path) -> None:
-    """Check that a reward model is the initial policy's body with an adapter: all tensors are compared, one at a time.
+    """Check that a reward model is the initial policy's body with an adapter, by comparing all tensors one at a time.
 
     Raises: ValueError naming the first tensor that differs, and as `require_same_shape`.
     """
@@ -110,7 +110,7 @@ def _of_another_body(what: str, policy: Path, reward: Path) -> ValueError:
 
 
 def require_shared(model: nn.Module, body: nn.Module) -> None:
-    """Assert that a model's frozen weights are `body`'s, in its memory."""
+    """Assert that a model's frozen weights are the tensors of `body`, not copies."""
     held = {name: parameter.data_ptr() for name, parameter in body.named_parameters()}
     for name, parameter in model.named_parameters():
         if not is_adapter(name) and name not in HEADS:
@@ -118,7 +118,7 @@ def require_shared(model: nn.Module, body: nn.Module) -> None:
 
 
 class SharedBodyLearner(Learner):
-    """A learner whose policy's body serves the value function, the reference and the reward model too."""
+    """A learner whose policy shares its body with the value function, the reference and the reward model."""
 
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels, num_workers: int) -> None:
         super().__init__(config, engine_config, models, num_workers)
@@ -139,7 +139,7 @@ class SharedBodyLearner(Learner):
 
     @torch.no_grad()
     def measure(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
-        """Log-probabilities of policy and reference, nats, and values [B, 3, R]; 0 where there is no token."""
+        """Returns [B, 3, R]: log-probs under policy and reference, nats, and values; 0 at padding."""
         with self.policy.cache_weight_casts():
             return self._by_pass(self._measured, rollout, pass_sizes)
 
@@ -156,7 +156,7 @@ class SharedBodyLearner(Learner):
 
         with self._precision(), read_by(policy, readers):
             hidden = policy.decoder.hidden(rows, segments).chunk(len(readers))
-        found = [  # one after the other: logits are larger than all hidden states
+        found = [  # one model at a time, since logits are larger than all hidden states
             token_logprobs(read(policy, of_role), packed.targets_C, self.config.temperature) for of_role in hidden[:2]
         ]
         found.append(torch.zeros_like(found[0]) if value is None else read(value, hidden[2]).float())

@@ -1,5 +1,5 @@
-"""PPO as a stage: the controller's loop with its metrics and checkpoints, the unit of its scores, the places of its
-roles, and what is checked before it runs.
+"""PPO as a stage: the controller's loop with metrics and checkpoints, the scale of the scores, the placement of the
+roles, and the checks before a run.
 """
 
 import json
@@ -48,7 +48,7 @@ from training.seeds import derive_seed
 from training.tokens import array_path
 from training.writer import PROGRESS
 
-SCALE_PROMPTS = 512  # on which the spread of an unknown reward model's scores is measured
+SCALE_PROMPTS = 512  # prompts on which the score scale of an unknown reward model is measured
 
 
 def run(
@@ -63,9 +63,9 @@ def run(
 ) -> None:
     """Iterate from the newest checkpoint to the end; write `model/`, `model_ema/` and `results.json`.
 
-    `samples.jsonl` keeps some responses to be read, and `rollouts.jsonl` which weights sampled what. With
-    `keep_policies_every`, also `policies/NNNNNN/`: model directories of the policy during training. `enter` is called
-    with each phase that begins. `fitting` is what the prompts were chosen from.
+    `samples.jsonl` gets some responses to be read, and `rollouts.jsonl` which weights sampled each response. With
+    `keep_policies_every`, `policies/NNNNNN/` are model directories of the policy during training. `enter` is called
+    with the name of each phase when it begins. `fitting` has counts of unusable prompts, for the results.
 
     Raises:
         ValueError: a prompt leaves no room for a response, or too many scores fail.
@@ -104,7 +104,7 @@ def controller_of(
     rollouts: RolloutLog | None = None,
     enter: Callable[[str], None] = lambda _phase: None,
 ) -> PPOController:
-    """The controller before its first iteration. Keywords as for `PPOController`."""
+    """Build the controller as it is before its first iteration. Keywords are as for `PPOController`."""
     tokenizer, stream = Tokenizer.load(models.sft), models.pretraining
     num_rows = len(stream_rows(stream.path, stream.seq_len)) if stream else 0
     encoded = tokenizer.encode_prompts([prompt.messages for prompt in prompts])
@@ -126,7 +126,7 @@ def controller_of(
 
 
 def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, first: int, log: MetricsLog) -> None:
-    """Run the iterations from `first`, each with its metrics, its kept policy and its checkpoint where they are due.
+    """Run the iterations from `first` on. Log the metrics of each; keep the policy and save a checkpoint when due.
 
     Raises: StoppedError after a checkpoint, if this process was asked to stop (`training.notices`).
     """
@@ -140,7 +140,7 @@ def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, fi
         metrics |= controller.phases.take()
         log.log(done, config.num_iterations, metrics)
         started = time.monotonic()
-        # Before the checkpoint, so that a run that resumes from it has every policy up to it.
+        # Keep the policy before the checkpoint, so that a run that resumes from it has every policy up to it.
         if config.keep_policies_every and done % config.keep_policies_every == 0:
             controller.roles.learners.keep_policy(kept_policy(checkpoints.parent, done))
         is_stopping = done < config.num_iterations and stop_requested()
@@ -153,12 +153,12 @@ def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, fi
 
 
 def kept_policy(folder: Path, iteration: int) -> Path:
-    """Where a stage in `folder` keeps the policy after this many iterations."""
+    """Returns where a stage in `folder` keeps the policy after this many iterations."""
     return folder / "policies" / f"{iteration:06d}"
 
 
 def _save(controller: PPOController, checkpoints: Path, done: int) -> None:
-    """Save a checkpoint with the rollouts that older weights sample: those weights are thousands of times as large."""
+    """Save a checkpoint, including rollouts that older weights sampled: the weights are thousands of times as large."""
     if controller.config.max_staleness:
         controller.start_sampling(done)  # generators need not wait for the checkpoint
     stale = controller.stale_rollouts(done)
@@ -167,14 +167,14 @@ def _save(controller: PPOController, checkpoints: Path, done: int) -> None:
 
 
 def _find_resumption(context: StageContext, config: PPOConfig, roles: Roles) -> Resumption:
-    """Find the newest sound checkpoint, and report it. The learners verify the files.
+    """Find the newest sound checkpoint, and report which it is. The learners verify its files.
 
     Raises:
         ValueError: there are checkpoints, and all of them are damaged.
     """
     checkpoints = context.folder / "checkpoints"
     remove_unfinished(checkpoints)
-    stage = context.folder.name  # of a later round, "ppo_2"
+    stage = context.folder.name  # "ppo_2" in a second round
     resumption = find_resumption(checkpoints, stage, roles.learners.changed_files)
     for notice in resumption.notices(stage, config.num_iterations, "iteration"):
         say(notice)
@@ -182,7 +182,7 @@ def _find_resumption(context: StageContext, config: PPOConfig, roles: Roles) -> 
 
 
 def load_checkpoint(controller: PPOController, folder: Path) -> None:
-    """Put the roles, the KL coefficient and rollouts of older weights in the state that was saved."""
+    """Restore the roles, the KL coefficient and the rollouts of older weights from a checkpoint."""
     controller.roles.load(folder)
     controller.kl.coef = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))["kl_coef"]
     for path in folder.glob("rollout-*.safetensors"):
@@ -194,18 +194,19 @@ def _held(rollout: Rollout) -> Pending[Rollout]:
 
 
 def was_measured(run: StageRun) -> bool:
-    """Whether the rankings that the reward stage scores are samples of the policy that PPO starts from."""
+    """Returns whether the reward stage has scored samples of PPO's initial policy, which [collect] sampled."""
     return {"sft", "reward"} <= set(run.parents) and "collect" in run.at("reward").parents
 
 
 def score_scale(
     run: StageRun, policy: Path, judge: Path | ExternalReward, prompts: Sequence[Prompt], config: PPOConfig
 ) -> ScoreScale:
-    """Mean and standard deviation of the scores of the initial policy's own samples: the unit of PPO's scores.
+    """Returns the mean and standard deviation of the scores of the initial policy's own samples: the unit of PPO's
+    scores.
 
-    Where [collect] sampled that policy, the reward stage has measured them. Otherwise they are measured here, on one
-    sample per prompt: published rankings hold responses of other policies, whose scores may differ. The samples
-    are kept until the stage is done, so a run that resumes has the same scale.
+    If [collect] sampled that policy, the reward stage has measured them. Otherwise they are measured here, on one
+    sample per prompt: published rankings contain responses of other policies, whose scores may differ. The samples are
+    kept until the stage is done, so a run that resumes has the same scale.
 
     Raises:
         ValueError: the reward gives every sample the same score, or too many fail.
@@ -233,7 +234,7 @@ def score_scale(
         scores = [sample.score for sample in samples if isfinite(sample.score)]
         num_failed = len(samples) - len(scores)
         if len(scores) < 2 or num_failed > config.max_failed_share * len(samples):
-            rmtree(run.folder / SAMPLES / "scale")  # so that the next try asks again
+            rmtree(run.folder / SAMPLES / "scale")  # so that the next attempt scores again
             raise ValueError(
                 f"{num_failed} of {len(samples)} samples of the SFT policy have no finite score; ppo.max_failed_share"
                 f" allows {config.max_failed_share:.0%}, and at least two scores are needed."
@@ -262,7 +263,7 @@ class Placed:
 
 
 def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) -> Placed:
-    """Measure the scale of the scores, unless it is known, and place the roles on workers."""
+    """Measure the scale of the scores unless it is given, and place the roles on workers."""
     policy = stage.start("sft")
     fitting = fitting_prompts(
         stage, stage.tokenizer_of("sft"), config.prompts, config.max_new_tokens, config.on_overlong
@@ -285,7 +286,7 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
     if config.placement == "disaggregated":
         generators = stage.workers.extra_group("generators", config.num_generators, python)
         scorers = stage.workers.extra_group("scorers", config.num_scorers)
-    elif python:  # another interpreter is another process, in the place of the learner
+    elif python:  # another interpreter needs another process, next to each learner
         generators = stage.workers.extra_group("generators", learners.num_workers, python, on_workers=True)
     conversations = [prompt.messages for prompt in prompts]
     roles = Roles.on_groups(
@@ -295,16 +296,16 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
 
 
 def run_ppo(stage: StageRun, config: PPOConfig) -> None:
-    """Place the roles, and iterate."""
+    """Place the roles, and run all iterations."""
     ppo = placed(stage, config)
     run(stage.context(), config, ppo.roles, ppo.models, ppo.prompts, fitting=ppo.fitting, enter=stage.enter)
     ppo.roles.close()
 
 
 def generator_python(config: PPOConfig) -> str:
-    """The interpreter that samplers run under; "" = this one.
+    """Returns the Python interpreter of the generators; "" = this one.
 
-    Raises: ValueError where it is missing or has no vLLM.
+    Raises: ValueError if it does not exist or has no vLLM.
     """
     if config.generator == "heed":
         return ""
@@ -312,12 +313,12 @@ def generator_python(config: PPOConfig) -> str:
 
 
 def extra_ranks(config: PPOConfig) -> int:
-    """Generators and scorers, where they are not workers of the job."""
+    """Returns the number of ranks in addition to the job's workers: generators and scorers, if disaggregated."""
     return config.num_generators + config.num_scorers if config.placement == "disaggregated" else 0
 
 
 def check(config: PPOConfig, job: JobView) -> None:
-    """Check that the weights of the reward name what the reward model learns."""
+    """Check that `objective_weights` names what [reward] learns, and that `shared_body` fits [reward] and [engine]."""
     reward = job.section(REWARD)
     own_reward = reward is not None and REWARD.name in job.parents(STAGE.name)
     if reward is not None and own_reward:
@@ -338,8 +339,8 @@ def check(config: PPOConfig, job: JobView) -> None:
 
 
 def preflight(stage: StageRun, config: PPOConfig) -> None:
-    """Check the objectives of a reward model from elsewhere, that every prompt leaves room for a response, and that the
-    sampler's Python has it.
+    """Check the objectives of a reward model that no stage trains, that every prompt leaves room for a response, and
+    that the generators' Python has vLLM if they need it.
     """
     generator_python(config)
     if config.reward_from:

@@ -1,7 +1,8 @@
 """Objectives that hide words: BERT's masked words for an encoder, BART's denoising for an encoder-decoder.
 
-What is hidden in a row depends only on the seed and the row's number, so neither the split of a batch nor resuming
-changes it. Each row of the stream appears as `NUM_VIEWS` rows with different words hidden, as in BERT's own data.
+Which words of a row are hidden depends only on the seed and the row's number, so neither the split of a batch nor
+resuming changes them. Each row of the stream appears as `NUM_VIEWS` rows with different words hidden, as in BERT's own
+data.
 
 Shape letters: B rows, T tokens of a row, S tokens of a corrupted row, C counted positions.
 """
@@ -39,7 +40,7 @@ class HiddenWords:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, seed: int) -> "HiddenWords":
-        """Raises: ValueError for a vocabulary without a mask token."""
+        """Take the special tokens from a tokenizer. Raises: ValueError for a vocabulary without a mask token."""
         kept = (tokenizer.end_id, tokenizer.start_id, tokenizer.pad_id)
         return cls(tokenizer.start_id, tokenizer.end_id, tokenizer.mask_id, kept, tokenizer.vocab_size, seed)
 
@@ -47,7 +48,9 @@ class HiddenWords:
         return np.random.default_rng([self.seed, int(row)])
 
     def mask(self, tokens_T: IntArray, generator: np.random.Generator) -> tuple[IntArray, NDArray[np.bool_]]:
-        """The row with 15% of its words chosen, 80% of them masked, 10% replaced, 10% kept; and where they are."""
+        """Choose 15% of a row's words; mask 80% of these, replace 10%, keep 10%. Returns the row, and a mask, True =
+        chosen.
+        """
         hideable = np.flatnonzero(self._hideable_V[tokens_T])
         chosen = generator.choice(hideable, size=int(self.num_masked(tokens_T)), replace=False)
         fate = generator.random(len(chosen))
@@ -59,7 +62,7 @@ class HiddenWords:
         return corrupted_T, is_chosen_T
 
     def num_masked(self, tokens_BT: IntArray) -> IntArray:
-        """How many words of each row `mask` chooses; leading dimensions are free."""
+        """Returns how many words of each row `mask` chooses; any leading dimensions are allowed."""
         num_hideable: IntArray = self._hideable_V[tokens_BT].sum(axis=-1)
         return np.minimum(num_hideable, max(1, round(MASKED_SHARE * tokens_BT.shape[-1])))
 
@@ -70,7 +73,7 @@ class HiddenWords:
         return hideable_V
 
     def infill(self, tokens_T: IntArray, generator: np.random.Generator) -> IntArray:
-        """The row with about 30% of its words hidden, in spans of Poisson length, each replaced by one mask.
+        """Returns the row with about 30% of its words hidden, in spans of Poisson length, each replaced by one mask.
 
         BART also inserts masks for spans of length 0; here every mask hides something.
         """
@@ -101,11 +104,11 @@ class MaskedObjective:
         return len(rows) * (self.rows_BT.shape[1] + 1)
 
     def batch(self, rows: IntArray, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Corrupted tokens [B, T + 1], where words were chosen, and those words [C]."""
+        """Returns corrupted tokens [B, T + 1], a mask of the chosen words [B, T + 1], and the chosen words [C]."""
         rows_BT = self._rows(rows)
         views = [self.words.mask(row_T, self.words.generator(row)) for row, row_T in zip(rows, rows_BT, strict=True)]
         corrupted_BT, chosen_BT = (np.stack(part) for part in zip(*views, strict=True))
-        # The start token comes first: what stands there will be asked about the whole text.
+        # The start token comes first: there, a model trained from this one is asked about the whole text.
         tokens_BT = np.pad(corrupted_BT, ((0, 0), (1, 0)), constant_values=self.words.start_id)
         selected_BT = np.pad(chosen_BT, ((0, 0), (1, 0)))
         tokens, selected, words = map(torch.from_numpy, (tokens_BT, selected_BT, rows_BT[chosen_BT]))
@@ -140,7 +143,7 @@ class DenoisingObjective:
         return self.count(rows)
 
     def batch(self, rows: IntArray) -> tuple[list[list[int]], list[list[int]]]:
-        """Corrupted rows behind the start token, and the rows."""
+        """Returns corrupted rows, each after a start token, and the original rows."""
         targets_BT = self.rows_BT[rows % len(self.rows_BT)].astype(np.int64)
         sources = [
             [self.words.start_id, *self.words.infill(tokens_T, self.words.generator(row)).tolist()]

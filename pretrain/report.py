@@ -1,4 +1,4 @@
-"""What pretraining leaves in results.json, and what the report of a run shows of it."""
+"""What pretraining writes to results.json, and its part of a run's report."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,9 @@ PANELS = (Panel("Loss", "nats per token", train_and_heldout("loss")), GRADIENT_N
 
 @dataclass(frozen=True)
 class PretrainResults:
-    """Losses in nats per token; `heldout_accuracy` of hidden words (masked models), the bits of decoders."""
+    """Losses in nats per token. `heldout_accuracy` is on hidden words (masked models only); bits per byte are given for
+    decoders only.
+    """
 
     heldout_loss: float
     num_parameters: int

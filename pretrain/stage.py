@@ -70,7 +70,7 @@ def train(
             f"model.vocab_size is {model_config.vocab_size}; the tokenizer in {tokenizer_folder} has"
             f" {tokenizer.vocab_size} tokens"
         )
-    # The start token comes before what an encoder reads.
+    # An encoder's input begins with the start token.
     seq_len = config.seq_len - (model_config.kind != "decoder")
     rows, heldout, heldout_bytes = (
         stream_rows(array_path(folder, name), seq_len)
@@ -85,7 +85,7 @@ def train(
     weights = engine.weights_for_file()
     if engine.is_main:
         save_model(context.model_folder, engine.module, weights, tokenizer)
-        is_decoder = model_config.kind == "decoder"  # the others see later tokens, so their loss is not that of a text
+        is_decoder = model_config.kind == "decoder"  # other kinds see later tokens, so their loss is not that of a text
         results = PretrainResults(
             heldout_loss=metrics["loss"],
             heldout_accuracy=metrics.get("accuracy"),
@@ -105,7 +105,7 @@ Pretrained = LanguageModel | MaskedLanguageModel | EncoderDecoder
 
 
 def model_source(context: StageContext, config: PretrainConfig, model_config: ModelConfig) -> ModelSource[Pretrained]:
-    """The model of `init_from`, or a fresh one."""
+    """Returns the model of `init_from`, or a new one."""
     kind = PRETRAINED[model_config.kind]
     if config.init_from:
         return ModelFolder(model_directory(config.init_from), kind, config.dropout)
@@ -116,7 +116,7 @@ def model_source(context: StageContext, config: PretrainConfig, model_config: Mo
 def make_objective(
     model: ModelConfig, rows_BT: NDArray[np.int32], tokenizer: Tokenizer, seed: int, num_views: int
 ) -> Objective[Any]:
-    """The objective of a model of this kind. Raises: ValueError for a vocabulary without a mask token."""
+    """Build the objective for the model's kind. Raises: ValueError for a vocabulary without a mask token."""
     if model.kind == "decoder":
         return CausalLMObjective(rows_BT)
     words = HiddenWords.of(tokenizer, seed)
@@ -141,7 +141,7 @@ def prepare_tokenizer(config: PretrainConfig, model: ModelConfig, folder: Path) 
 def stream_parts(
     tokenizer: Tokenizer, sources: Sequence[TextConfig], first_row: int, *, tell: Callable[[str], None] = untold
 ) -> Iterator[Part]:
-    """The texts from a row on as one stream of tokens, an end token after each text."""
+    """Yields the texts from `first_row` on as one stream of tokens, with an end token after each text."""
     counted = list[SourceRows]()
     for chunk in chunks(itertools.islice(read_texts(sources, tell, counted.append), first_row, None)):
         yield Part(len(chunk), {"tokens": _joined(tokenizer.encode_plain(chunk), tokenizer.end_id)})
@@ -151,7 +151,7 @@ def stream_parts(
 def heldout_parts(
     tokenizer: Tokenizer, sources: Sequence[TextConfig], first_row: int, *, tell: Callable[[str], None] = untold
 ) -> Iterator[Part]:
-    """`stream_parts`, with the number of bytes that each token stands for; an end token stands for none."""
+    """As `stream_parts`, with the number of bytes that each token stands for; an end token stands for 0."""
     counted = list[SourceRows]()
     for chunk in chunks(itertools.islice(read_texts(sources, tell, counted.append), first_row, None)):
         tokens = _joined(tokenizer.encode_plain(chunk), tokenizer.end_id)
@@ -165,7 +165,7 @@ def _joined(texts: Sequence[Sequence[int]], end: int) -> NDArray[np.int32]:
 
 
 def tokenize(run: StageRun, config: PretrainConfig) -> TokenFolders:
-    """Tokenize the texts, unless that is done. Raises: ValueError naming file, line and field."""
+    """Tokenize the texts, unless that is already done. Raises: ValueError naming file, line and field."""
     tokenizer = Tokenizer.load(_tokenizer_folder(run))
     heldout = token_folder(
         run, "heldout", tokenizer, config.heldout, ("tokens", "num_bytes"),
@@ -179,7 +179,7 @@ def tokenize(run: StageRun, config: PretrainConfig) -> TokenFolders:
 
 
 def bits_per_byte(loss_nats: float, bytes_BT: NDArray[np.int32]) -> float:
-    """Loss in bits per byte of the predicted tokens' text, from nats per token: comparable across tokenizers.
+    """Convert a loss in nats per token to bits per byte of the predicted tokens' text: comparable across tokenizers.
 
     `bytes_BT` holds the number of bytes of every token; each row's first token is not predicted.
     """
@@ -197,10 +197,10 @@ def _tokenizer_folder(run: StageRun) -> Path:
 
 
 def tokenizer_inputs(run: StageRun, config: PretrainConfig) -> tuple[dict[str, Any], dict[str, str]]:
-    """What the vocabulary is made from: the values that count, and the hashes of the files that are read."""
+    """Returns what the vocabulary depends on: settings, and the hashes of the files that are read."""
     if config.init_from:
         values: dict[str, Any] = {key: getattr(config, key) for key in ("init_from", "end_token")}
-        # The weights next to them may be large, and are pretraining's own input.
+        # Weights in the same folder may be large; they are an input of pretraining, not of the vocabulary.
         folder = model_directory(config.init_from)
         files = [path for name in TOKENIZER_FILES if (path := folder / name).is_file()]
         return values, {str(path): file_hash(path) for path in files}
@@ -217,7 +217,7 @@ def preflight(run: StageRun, config: PretrainConfig) -> None:
 
 
 def plan(planner: Planner, config: PretrainConfig) -> StagePlan:
-    # A decoder predicts the row's tokens but the first; to the others the start token is one of the row's.
+    # A decoder predicts all tokens of a row but the first. For other models the start token takes one place of the row.
     tokens = config.seq_len - (planner.model.kind == "decoder")
     logits = config.batch.micro_batch_size * tokens * planner.model.vocab_size
     return planner.training("rows", config, config.num_steps, tokens, logits)

@@ -1,4 +1,4 @@
-"""Best-of-n: draw n responses, keep the one a proxy scores highest. The baseline that RL has to beat.
+"""Best-of-n: draw n responses, keep the one that a proxy scores highest. This is the baseline that RL has to beat.
 
 One pool of N samples per prompt gives an estimate for every n up to N, without drawing again.
 Legend: P prompt, N sample of the pool, n number of samples drawn.
@@ -16,8 +16,8 @@ Floats = npt.NDArray[np.float64]
 def best_of_n_kl(n: int) -> float:
     """Returns an upper bound on KL(best-of-n || base policy), in nats: log n - (n - 1) / n.
 
-    It is nearly exact while n is small compared with the number of likely responses, and far too high beyond (arXiv
-    2401.01879). Raises: ValueError for n < 1.
+    It is nearly exact while n is small compared with the number of likely responses, and far too high for larger n
+    (arXiv 2401.01879). Raises: ValueError for n < 1.
     """
     if n < 1:
         raise ValueError(f"n is {n}; at least 1 was expected")
@@ -33,7 +33,7 @@ def best_of_n_expected(gold: npt.ArrayLike, proxy: npt.ArrayLike) -> Floats:
 
     With i counting from 1 (worst by the proxy) to N, sample i is the best of C(i-1, n-1) of the C(N, n) subsets:
     expected_n = sum over i of C(i-1, n-1) / C(N, n) * gold_i (the estimator of pass@k and of arXiv 2112.09332, app. I).
-    Raises: ValueError, naming the field, for other shapes and for numbers that are not finite.
+    Raises: ValueError naming the field for other shapes and for numbers that are not finite.
     """
     gold_PN, proxy_PN = np.asarray(gold, dtype=np.float64), np.asarray(proxy, dtype=np.float64)
     if gold_PN.ndim != 2 or gold_PN.size == 0 or gold_PN.shape != proxy_PN.shape:

@@ -57,9 +57,10 @@ class CollectConfig(Config):
 
 @dataclass(frozen=True)
 class CollectResults:
-    """`agreement` is of pairs of labelers, `gold_accuracy` of labelers with what they would say without noise.
+    """Results of collecting. `agreement` is between pairs of labelers; `gold_accuracy` is between labelers and their
+    noiseless judgments.
 
-    `num_identical` prompts were left out: all responses to them were the same text.
+    `num_identical` prompts were left out because all responses to them were the same text.
     """
 
     num_prompts: int
@@ -77,11 +78,11 @@ class CollectResults:
 def make_tasks(
     batch: str, prompts: Sequence[Prompt], samples: Sequence[Sample], source: str, *, taken: Container[str] = ()
 ) -> list[Task]:
-    """One task per prompt. A prompt whose samples are all the same text has nothing to rank and is left out.
+    """Make one task per prompt. A prompt whose samples are all the same text has nothing to rank and is left out.
 
-    A task's id is a function of what the task shows. The order of the responses and the scripted labelers' noise are
-    drawn from it, so policies that differ only by rounding, and sample the same texts, get the same labels. `taken` are
-    the ids of other batches' tasks: asking about the same texts once more needs another id, which names the batch.
+    A task's id is a hash of its prompt and responses. The order of the responses and the scripted labelers' noise are
+    seeded by it, so policies that differ only by rounding, and sample the same texts, get the same labels. `taken` are
+    the ids of other batches' tasks: if the same texts come again, the new id also names the batch.
     """
     by_prompt: dict[str, list[str]] = {}
     for sample in samples:
@@ -117,9 +118,9 @@ def label_tasks(
     seed: int,
     on_progress: Callable[[Progress], None],
 ) -> list[Ranking]:
-    """Put the tasks to the world's labelers; returns all rankings. Safe to call again after a kill.
+    """Give the tasks to the world's labelers, and return all rankings. Safe to call again after a kill.
 
-    Raises: ValueError where fewer labelers than a task wants leave tasks open.
+    Raises: ValueError if there are too few labelers, so that tasks stay open.
     """
     num_overlapping = round(config.overlap_share * len(tasks))
     quotas = [config.overlap_labelers if index < num_overlapping else 1 for index in range(len(tasks))]
@@ -138,7 +139,7 @@ def label_tasks(
 
 
 def write_rankings(path: Path, rankings: Sequence[Ranking]) -> None:
-    """The JSONL that the reward stage reads."""
+    """Write the JSONL file that the reward stage reads."""
     with path.open("w", encoding="utf-8") as file:
         for ranking in rankings:
             file.write(json.dumps(ranking_row(ranking)) + "\n")
@@ -147,7 +148,7 @@ def write_rankings(path: Path, rankings: Sequence[Ranking]) -> None:
 def collect_results(
     rankings: Sequence[Ranking], num_prompts: int, num_identical: int, world: World, responses_per_prompt: int
 ) -> CollectResults:
-    """What was collected, how far labelers agree, and how far they are right."""
+    """Summarise what was collected, how often labelers agree, and how often they are right."""
     truth = label_truth(rankings, world)
     pairs = [
         (first, second)
@@ -168,7 +169,9 @@ def collect_results(
 
 
 def run_collect(run: StageRun, config: CollectConfig) -> None:
-    """Sample, put to labelers, export. Labels stay in the job's store for good; a new SFT policy opens a new batch."""
+    """Sample responses, have them labeled, and export the rankings. Labels stay in the job's store for good; a new SFT
+    policy starts a new batch.
+    """
     tokenizer = run.tokenizer_of("sft")
     fitting = fitting_prompts(run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong)
     prompts = fitting.prompts

@@ -2,7 +2,7 @@
 
 One line of a rankings file: {"task_id", "prompt": [{"role", "content"}, ...], "responses": [...], "ranks": [...],
 "labeler"}; rank 1 is best and equal ranks are ties. Two fields are optional: "ratings", a number per response,
-higher is better; and "objective", what the labeler judged by (default: "overall"). Published formats are read too
+higher is better; and "objective", the criterion of the labeler (default: "overall"). Published formats are read too
 (docs/labels.md).
 """
 
@@ -35,13 +35,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One task, tokenized: K sequences of prompt, response and end token, and what each labeler said of them."""
+    """One task, tokenized: K sequences of prompt, response and end token, and each labeler's verdict on them."""
 
     task_id: str
     sequences: tuple[Sequence[int], ...]
     verdicts: tuple[Verdict, ...]
-    objective: int = 0  # what its labelers judged by: an index into the model's objectives
-    response_tokens: tuple[int, ...] = ()  # of each sequence, its last ones, the end token included
+    objective: int = 0  # the criterion of its labelers: an index into the model's objectives
+    response_tokens: tuple[int, ...] = ()  # number of response tokens that end each sequence, including its end token
 
 
 class RankingsConfig(SourceConfig):
@@ -61,9 +61,9 @@ class RankingsConfig(SourceConfig):
 
 
 def read_judgments(data: RankingsConfig, tell: Callable[[str], None] = untold) -> "Found":
-    """Tasks, judgments, warnings about rows, and what is held back from training.
+    """Read tasks, judgments, warnings about rows, and what is excluded from training.
 
-    `tell` gets lines on how many comparisons of which format there are, and what is unusual about the rows.
+    `tell` gets lines about the number of comparisons, their format, and unusual rows.
 
     Raises: ValueError naming file, line, field.
     """
@@ -91,12 +91,12 @@ def read_judgments(data: RankingsConfig, tell: Callable[[str], None] = untold) -
 
 
 def read_rankings(data: RankingsConfig) -> list[Ranking]:
-    """The current rankings. Raises as for `read_judgments`."""
+    """Read the current rankings. Raises as for `read_judgments`."""
     return read_judgments(data).rankings
 
 
 def encode_scored(tokenizer: Tokenizer, messages: Messages) -> tuple[int, ...]:
-    """Tokens of a conversation up to the end token of its last response, where the score is read.
+    """Returns the tokens of a conversation up to the end token of its last response, where the score is read.
 
     A policy's samples end there, so text that a template adds after it is left out.
     """
@@ -105,13 +105,13 @@ def encode_scored(tokenizer: Tokenizer, messages: Messages) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A conversation up to the end token of its last response, whose tokens are the last `response_tokens`."""
+    """A conversation up to the end token of its last response, which is the last `response_tokens` tokens."""
 
     tokens: Sequence[int]
     response_tokens: int
 
     def cut(self, num_tokens: int) -> "Encoded":
-        """The first so many tokens."""
+        """Returns the first `num_tokens` tokens."""
         num_cut = max(0, len(self.tokens) - num_tokens)
         return Encoded(self.tokens[:num_tokens], max(0, self.response_tokens - num_cut))
 
@@ -123,12 +123,12 @@ def _scored(tokens: Sequence[int], is_response: Sequence[bool]) -> Encoded:
 
 
 def encode_response(tokenizer: Tokenizer, prompt: Sequence[Message], response: str) -> tuple[int, ...]:
-    """`encode_scored` of the conversation in which the assistant gives this response."""
+    """Call `encode_scored` on the conversation in which the assistant gives this response."""
     return encode_scored(tokenizer, _answered(prompt, response))
 
 
 def _answered(prompt: Sequence[Message], response: str) -> Messages:
-    """The conversation in which the assistant gives this response."""
+    """Returns the conversation in which the assistant gives this response."""
     turns = [{"role": message.role, "content": message.content} for message in prompt]
     return [*turns, {"role": "assistant", "content": response}]
 
@@ -145,9 +145,9 @@ def encode_rankings(
     objectives: Sequence[str] = (),
     weights: LabelerWeights | None = None,
 ) -> list[Comparison]:
-    """One comparison per task, in order of first appearance; each response is encoded once, for all its labelers.
+    """Returns one comparison per task, in order of first appearance. Each response is encoded once for all labelers.
 
-    `objectives` are the model's, in order; () if there is only one. `weights` are those of the labelers' rankings.
+    `objectives` are the model's, in order; () if there is only one. `weights` are the weights of labelers' rankings.
 
     Raises: ValueError naming the task whose conversation is longer than `max_tokens`, or whose rankings are not all of
     the same prompt and responses.
@@ -159,7 +159,7 @@ def encode_rankings(
 
 
 def rankings_by_task(rankings: Sequence[Ranking]) -> list[list[Ranking]]:
-    """The rankings of each task, in order of first appearance.
+    """Group rankings by task, in order of first appearance.
 
     Raises: ValueError naming the task whose rankings are not all of the same prompt, responses and objective.
     """
@@ -178,13 +178,13 @@ def rankings_by_task(rankings: Sequence[Ranking]) -> list[list[Ranking]]:
 
 
 EncodedTask = tuple[list[Ranking], tuple[Encoded, ...]]  # a task's rankings, and its responses with their prompt
-Places = Mapping[str, str]  # file and line of a task, by its id; those that are absent are named by their id
+Places = Mapping[str, str]  # file and line of a task, by its id; messages name other tasks by their id
 
 
 def encode_tasks(
     tokenizer: Tokenizer, tasks: Sequence[list[Ranking]], max_tokens: int, section: str, places: Places
 ) -> Iterator[EncodedTask]:
-    """The tasks with the tokens of their responses. Each response is encoded once, for all its labelers.
+    """Yields each task with the tokens of its responses. Each response is encoded once for all labelers.
 
     Raises: ValueError naming file and line of a task whose conversation is longer than `max_tokens`, or that the chat
     template refuses.
@@ -200,7 +200,7 @@ def encode_tasks(
 
 
 def encode_unchecked(tokenizer: Tokenizer, tasks: Sequence[list[Ranking]], places: Places) -> Iterator[EncodedTask]:
-    """`encode_tasks` for tasks of any length."""
+    """As `encode_tasks`, for tasks of any length."""
     for judged in chunks(tasks):
         answers = [
             (place_of(task, places), task[0].prompt, response) for task in judged for response in task[0].responses
@@ -214,7 +214,7 @@ Answer = tuple[str, Sequence[Message], str]  # file and line of its task, its pr
 
 
 def encode_answers(tokenizer: Tokenizer, answers: Sequence[Answer]) -> list[Encoded]:
-    """Each prompt with the response to it.
+    """Encode each prompt with its response.
 
     Raises: ValueError naming file and line of a conversation that the chat template refuses.
     """
@@ -223,7 +223,7 @@ def encode_answers(tokenizer: Tokenizer, answers: Sequence[Answer]) -> list[Enco
 
 
 def place_of(task: Sequence[Ranking], places: Places) -> str:
-    """File and line of a task, or its id."""
+    """Returns file and line of a task, or its id if they are unknown."""
     return places.get(task[0].task_id) or f"task {task[0].task_id!r}"
 
 
@@ -235,10 +235,10 @@ def fit_tasks(
     section: str,
     places: Places,
 ) -> Iterator[tuple[tuple[Encoded, ...], int]]:
-    """The sequences of each task, and whether they were cut or left out; none are left of a task that is skipped.
+    """Yields the sequences of each task, and whether they fit, were truncated or skipped. A skipped task has none.
 
-    A task is also skipped if cutting makes different responses the same, as it does where the prompt is too long.
-    Raises: ValueError as `encode_tasks`, if `on_overlong` refuses.
+    A task is also skipped if truncation makes different responses equal, as happens when the prompt is too long.
+    Raises: ValueError as `encode_tasks`, if `on_overlong` is "refuse".
     """
     if on_overlong == "refuse":
         yield from ((sequences, FITS) for _, sequences in encode_tasks(tokenizer, tasks, max_tokens, section, places))
@@ -256,7 +256,7 @@ def fit_tasks(
 def comparison_of(
     sequences: Sequence[Encoded], judged: Sequence[Ranking], objectives: Sequence[str], weights: LabelerWeights
 ) -> Comparison:
-    """The comparison of a task, given its responses' tokens and its rankings."""
+    """Build the comparison of a task from its responses' tokens and its rankings."""
     task = judged[0]
     verdicts = [Verdict(r.ranks, r.ratings, weights.get((r.objective, r.labeler), 1.0)) for r in judged]
     objective = objectives.index(task.objective) if objectives else 0

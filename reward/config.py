@@ -1,4 +1,4 @@
-"""What stages that learn from rankings configure, and what the reward model's stage adds."""
+"""Settings of the stages that learn from rankings, and those that only the reward model's stage has."""
 
 from typing import ClassVar, Literal
 
@@ -86,5 +86,5 @@ class RewardConfig(ComparisonsConfig):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What the model's heads are called: a single one gives the score."""
+        """The names of the model's heads; a single head is called "score"."""
         return self.objectives if len(self.objectives) > 1 else (SCORE,)

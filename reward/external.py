@@ -1,4 +1,4 @@
-"""Rewards that no model of ours gives: a Python function, or an HTTP endpoint. A failure has no score and says why."""
+"""Rewards from a Python function or an HTTP endpoint instead of a reward model. A failed score comes with a reason."""
 
 import inspect
 import json
@@ -31,16 +31,16 @@ class Scored:
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function named `MODULE:FUNCTION` or `FILE.py:FUNCTION`, searched for in the current folder too.
+    """A function named `MODULE:FUNCTION` or `FILE.py:FUNCTION`; the current folder is searched, too.
 
-    The score of a response must not depend on the other responses of a call, nor on the call: batch sizes depend on the
-    number of workers, and a resumed run scores the same responses again.
+    A response's score must depend neither on the other responses in a call nor on which call it is: batch sizes depend
+    on the number of workers, and a resumed run scores the same responses again.
     """
 
     name: str
 
     def score(self, conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
-        """Score responses. If a call fails, each response is scored alone, so one bad response costs no other."""
+        """Score responses. If a call fails, each response is scored alone, so a bad one does not affect the others."""
         note_progress()
         prompts = [[dict(message) for message in messages] for messages in conversations]
         function = self.function
@@ -61,18 +61,18 @@ class RewardFunction:
 
     @property
     def function(self) -> ScoringFunction:
-        """The function. Raises: ValueError naming what does not exist."""
+        """The function itself. Raises: ValueError naming what does not exist."""
         function: ScoringFunction = load_function(self.name, "reward function")
         return function
 
     @property
     def file(self) -> Path:
-        """Where the function's module is written. Raises: as for `function`."""
+        """The source file of the function's module. Raises: as for `function`."""
         return file_of(self.function)
 
 
 def _place(function: ScoringFunction) -> str:
-    """Where a function is defined, in the format of a traceback; "" where Python does not know."""
+    """Returns where a function is defined, in the format of a traceback; "" if Python does not know."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f'\n  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}' if code else ""
 
@@ -83,14 +83,14 @@ class RemoteReward:
     {"scores": [...]}, one number per response, null for a failure.
 
     A broken connection, silence for `timeout_seconds` and "try later" statuses are retried `num_retries` times with
-    doubling waits. If the last attempt fails, or the endpoint answers with another status of 400 or above or in another
-    format, all responses of the request have failed.
+    doubling waits. If the last attempt fails, or the endpoint returns another status of 400 or above or another format,
+    all responses of the request count as failed.
     """
 
     url: str
     timeout_seconds: float
     num_retries: int
-    num_parallel: int = 1  # requests of this process that the endpoint has at once, in `score_in_parts`
+    num_parallel: int = 1  # requests that `score_in_parts` sends from this process at once
 
     def score(self, conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
         import httpx  # only here: a reward model needs no HTTP client, and a bare GPU machine has none
@@ -131,7 +131,7 @@ ExternalReward = RewardFunction | RemoteReward
 def score_in_parts(
     reward: ExternalReward, conversations: Sequence[Messages], responses: Sequence[str], size: int
 ) -> list[Scored]:
-    """Score any number of responses, at most `size` per call; an endpoint gets `num_parallel` calls at once."""
+    """Score any number of responses, at most `size` per call. An endpoint gets up to `num_parallel` calls at once."""
     parts = [slice(start, start + size) for start in range(0, len(responses), size)]
 
     def score(part: slice) -> list[Scored]:
@@ -144,7 +144,7 @@ def score_in_parts(
 
 
 def checked(values: Any, num_responses: int, source: str) -> list[Scored]:
-    """One score or failure per response. All fail unless `source` returned a list of the right length."""
+    """Returns one score or failure per response. All fail unless `source` returned a list of the right length."""
     if not isinstance(values, list) or len(values) != num_responses:
         found = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
         return [Scored(math.nan, f"{source} gave {found} for {num_responses} responses")] * num_responses

@@ -1,4 +1,4 @@
-"""Scores by the model in training, of held-out rankings and of the conversations whose mean score becomes 0: every rank
+"""Scores held-out rankings with the model in training, and the conversations whose mean score becomes 0. Every rank
 scores its share of the sequences on its own device.
 
 Shape letters: B sequences, O objectives.
@@ -26,9 +26,9 @@ from training.tokens import encode_rows
 
 @dataclass(frozen=True)
 class FinalScores:
-    """What the trained model, shifted, says of all held-out tasks and of some that it was trained on, by task."""
+    """The shifted model's scores of all held-out tasks and of some that it was trained on, by task."""
 
-    shift: list[float]  # by head: what makes demonstrations score 0 on average
+    shift: list[float]  # by head: the constant that makes demonstrations score 0 on average
     heldout: dict[str, list[float]]
     trained_on: dict[str, list[float]]
 
@@ -40,8 +40,8 @@ def final_scores(
     trained_on: Sequence[Comparison],
     heldout: Sequence[Comparison],
 ) -> FinalScores:
-    """Score the first `num_calibration` demonstrations, or best responses; all held-out comparisons; and of each
-    objective the first `num_calibration` that were trained on. A collective call.
+    """Score the first `num_calibration` demonstrations (or best responses, without demonstrations), all held-out
+    comparisons, and the first `num_calibration` training comparisons of each objective. A collective call.
     """
     context = engine.module.network.config.max_position_embeddings
     if config.demonstrations:
@@ -63,14 +63,14 @@ def final_scores(
 
 @torch.no_grad()
 def scores_on_all_ranks(engine: Engine[RewardLearner], sequences: Sequence[Sequence[int]]) -> Tensor:
-    """Scores [B, O] of the sequences, in order, on every rank's CPU; a collective call."""
+    """Returns scores [B, O] of the sequences, in order, on every rank's CPU. A collective call."""
     engine.model.eval()
     network = engine.module.network
     scores_BO = torch.zeros(len(sequences), len(network.labels), device=engine.device)
     passes = split_passes([[len(sequence)] for sequence in sequences], engine.world_size, MAX_TOKENS)[engine.rank]
     with engine.cache_weight_casts():
-        # ZeRO-3 gathers weights in every pass, so all ranks run the same number of passes: one without sequences reads
-        # the first and does not count it.
+        # ZeRO-3 gathers weights in every pass, so all ranks run the same number of passes. A pass without sequences
+        # reads the first one and discards the result.
         for rows in passes if sequences else ():
             note_progress()
             packed = PackedInputs.of([sequences[row] for row in rows or [0]], network.config.kind, engine.device)
@@ -81,9 +81,9 @@ def scores_on_all_ranks(engine: Engine[RewardLearner], sequences: Sequence[Seque
 
 
 def calibration_sequences(config: RewardConfig, tokenizer: Tokenizer, max_tokens: int) -> list[tuple[int, ...]]:
-    """Tokens of the first `num_calibration` demonstrations, of those that are too long what `on_overlong` leaves.
+    """Returns the tokens of the first `num_calibration` demonstrations; `on_overlong` treats those that are too long.
 
-    Raises: ValueError naming file and line of a row that is no demonstration or, if it is refused, too long.
+    Raises: ValueError naming file and line of a row that is not a demonstration, or that is too long with "refuse".
     """
     found = []
     for where, messages in islice(read_conversations(config.demonstrations), config.num_calibration):
@@ -99,7 +99,7 @@ def calibration_sequences(config: RewardConfig, tokenizer: Tokenizer, max_tokens
 
 
 def best_responses(comparisons: Sequence[Comparison], limit: int) -> list[Sequence[int]]:
-    """The sequences that the first labeler of each of the first `limit` comparisons ranks best."""
+    """Returns the sequence that the first labeler ranks best, for each of the first `limit` comparisons."""
     return [
         comparison.sequences[comparison.verdicts[0].ranks.index(min(comparison.verdicts[0].ranks))]
         for comparison in comparisons[:limit]

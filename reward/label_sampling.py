@@ -1,4 +1,4 @@
-"""Making tasks for labelers: sample every policy on every prompt, and select some of the samples."""
+"""Makes tasks for labelers: samples every policy on every prompt, and selects some of the samples."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,11 +39,11 @@ def sample_tasks(
     temperature: float,
     weights: Mapping[str, float],
 ) -> list[Task]:
-    """`num_samples` responses of every policy to every prompt, of which some are put into tasks.
+    """Sample `num_samples` responses from every policy to every prompt, and make tasks of some of them.
 
-    A response's source is its policy's folder; `weights` are of the judges' objectives, where they have several.
-    Raises: ValueError for a directory that holds no such model, weights that do not fit a judge, a prompt that leaves
-    no room for the response, and a conversation that does not fit a judge.
+    A response's source is its policy's folder. `weights` are those of the judges' objectives, if there are several.
+    Raises: ValueError for a directory without the expected kind of model, weights that do not fit a judge, a prompt
+    that leaves no room for the response, and a conversation that does not fit a judge.
     """
     for judge in judges:
         weights_by_label(str(judge), labels_of(judge), weights)
@@ -86,7 +86,7 @@ def sample_tasks(
 def scores_of(
     judges: Sequence[Path], weights: Mapping[str, float], prompts: Sequence[Prompt], responses: dict[str, list[str]]
 ) -> dict[str, list[tuple[float, ...]]]:
-    """What each judge says of each response, by prompt: one tuple a response, one score a judge; higher is better."""
+    """Returns each judge's scores by prompt: one tuple per response, with one score per judge; higher is better."""
     columns: list[list[float]] = []
     for folder in judges:
         judge = RewardModel.load(folder, weights)

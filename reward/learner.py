@@ -1,4 +1,4 @@
-"""A reward model in training, with the few parameters that its losses learn in addition to the scores."""
+"""A reward model in training, with the few extra parameters that its losses learn in addition to the scores."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,18 +18,18 @@ NETWORK = "network."  # before the names of the reward model's own weights
 
 @dataclass(frozen=True)
 class AuxiliaryParameters:
-    """Initial values, per objective, of what is learned in addition to the scores: log ν, and the unit of ratings.
+    """Initial values per objective of what is learned in addition to the scores: log ν, and the scale of ratings.
 
     `log_nu` is () if ties are soft labels; `rating_std` is () if ratings are not learned, and 0 for an objective
-    without ratings. Ratings enter the loss in units of `rating_std`, their spread about the mean of their verdict, so
-    the loss's weight means the same on any scale.
+    without ratings. Ratings enter the loss in units of `rating_std`, their spread around each verdict's mean, so the
+    loss's weight means the same on any rating scale.
     """
 
     log_nu: tuple[float, ...] = ()
     rating_std: tuple[float, ...] = ()
 
     def learned(self, weights: Mapping[str, Tensor], hidden_size: int, objective: int) -> dict[str, float]:
-        """The learned values of one objective: ν, and how many rating points a unit of score is worth."""
+        """Returns the learned values of one objective: ν, and how many rating points a unit of score is worth."""
         found = {}
         if self.log_nu:
             found["nu"] = math.exp(self.log_nu[objective] + hidden_size * float(weights["nu"][objective]))
@@ -43,7 +43,7 @@ class AuxiliaryParameters:
 class RewardLearner(nn.Module):
     """Scores, log ν and the scale of ratings from one forward pass, so that every backend gathers what it shards.
 
-    An auxiliary parameter θ starts at 0 and is scaled by the hidden size, log ν = start + hidden_size · θ: AdamW then
+    An auxiliary parameter θ starts at 0 and is scaled by the hidden size: log ν = start + hidden_size · θ. So AdamW
     moves it as fast as the head moves a score, which is a sum over the hidden size.
     """
 
@@ -54,7 +54,9 @@ class RewardLearner(nn.Module):
         self.rating = nn.Parameter(torch.zeros(len(auxiliary.rating_std))) if auxiliary.rating_std else None
 
     def forward(self, *read: Tensor | None, sequence_keys_BT: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores [sequences, objectives]; log ν and the scale of ratings, [objectives] or empty where not learned."""
+        """Returns scores [sequences, objectives]; and log ν and the scale of ratings, [objectives] or empty if not
+        learned.
+        """
         scores = scores_of(self.network, read, sequence_keys_BT)
         log_nu = scale = scores.new_zeros(0)
         if self.nu is not None:
@@ -66,7 +68,7 @@ class RewardLearner(nn.Module):
 
 @dataclass(frozen=True)
 class LearnerSource:
-    """A `RewardLearner` around a source of its network."""
+    """A source of a `RewardLearner`, from a source of its network."""
 
     network: ModelSource[RewardNetwork]
     auxiliary: AuxiliaryParameters
@@ -84,7 +86,7 @@ class LearnerSource:
 
 
 def network_weights(weights: Iterable[tuple[str, Tensor]], others: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The reward model's weights among a learner's, under its own names; the rest goes into `others`."""
+    """Yields the reward model's weights among a learner's, under the model's own names; the rest goes into `others`."""
     for name, tensor in weights:
         if name.startswith(NETWORK):
             yield name.removeprefix(NETWORK), tensor
@@ -94,9 +96,9 @@ def network_weights(weights: Iterable[tuple[str, Tensor]], others: dict[str, Ten
 
 
 def starting_log_nu(comparisons: Sequence[Comparison], objective: int) -> float:
-    """log ν at which responses of equal score tie as often as those of this objective did: P(tie) = ν / (2 + ν).
+    """Returns the log ν at which responses of equal score tie as often as this objective's did: P(tie) = ν / (2 + ν).
 
-    Half a pair is added to the ties and half to the others, so the value is finite without any.
+    Half a pair is added to the ties and half to the other pairs, so the value is always finite.
     """
     ties, pairs = 0.5, 1.0
     for verdict in (v for c in comparisons for v in c.verdicts if c.objective == objective):
@@ -106,7 +108,7 @@ def starting_log_nu(comparisons: Sequence[Comparison], objective: int) -> float:
 
 
 def spread_of_ratings(comparisons: Sequence[Comparison], objective: int) -> float:
-    """Root mean square of the objective's ratings about the mean of their verdict; 0 without ratings."""
+    """Returns the root mean square distance of an objective's ratings from their verdict's mean; 0 without ratings."""
     rated = [v.ratings for c in comparisons for v in c.verdicts if v.ratings and c.objective == objective]
     squares = [(rating - sum(ratings) / len(ratings)) ** 2 for ratings in rated for rating in ratings]
     return math.sqrt(sum(squares) / len(squares)) if squares else 0.0

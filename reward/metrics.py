@@ -1,8 +1,8 @@
-"""Metrics of a trained reward model: scores of held-out rankings, and how well they predict what labelers said.
+"""Metrics of a trained reward model: its scores of held-out rankings, and how well they predict the labelers' verdicts.
 
 With several objectives, each head is measured on the rankings of its own objective. Wins, ties and losses are predicted
-by Davidson's model (1970) with ν fitted to given scores: that measure does not depend on how training treated ties, so
-reward models trained either way can be compared.
+by Davidson's model (1970) with ν fitted to the scores afterwards. That measure does not depend on how training treated
+ties, so reward models trained either way can be compared.
 
 Shape letter: P pairs of responses.
 """
@@ -20,7 +20,7 @@ from preferences.statistics.agreement import accuracy_against
 from preferences.statistics.intervals import bootstrap_ratio
 from preferences.statistics.reliability import labeler_reliability
 
-TaskScores = Mapping[str, Sequence[float]]  # of each task's responses, in their order
+TaskScores = Mapping[str, Sequence[float]]  # by task, the scores of its responses in order
 Floats = npt.NDArray[np.float64]
 LEVEL, NUM_RESAMPLES = 0.95, 2_000
 
@@ -28,9 +28,9 @@ LEVEL, NUM_RESAMPLES = 0.95, 2_000
 def objective_metrics(
     train: Sequence[Ranking], heldout: Sequence[Ranking], scores: TaskScores, *, score_shift: float, seed: int
 ) -> dict[str, Any]:
-    """Metrics of one objective: accuracy on held-out pairs, the distribution of their scores, and ties.
+    """Returns metrics of one objective: accuracy on held-out pairs, the distribution of their scores, and ties.
 
-    `scores` has all held-out tasks, and the tasks of `train` that a tie's probability is fitted on.
+    `scores` covers all held-out tasks, and the tasks of `train` that the probability of a tie is fitted on.
     """
     accuracy = accuracy_against(heldout, scores)
     unseen = dict.fromkeys(ranking.task_id for ranking in heldout)
@@ -53,7 +53,7 @@ def objective_metrics(
 def joined_metrics(
     by_objective: Mapping[str, Mapping[str, Any]], heldout: Sequence[Ranking], scores: TaskScores
 ) -> dict[str, Any]:
-    """Metrics of several heads together, and each head's own by objective.
+    """Returns metrics of several heads together, and each head's metrics by objective.
 
     Scores of different heads have no common unit, so their means are not averaged.
     """
@@ -68,8 +68,8 @@ def joined_metrics(
 
 
 def labeler_metrics(train: Sequence[Ranking], weights: Mapping[str, float]) -> dict[str, dict[str, float | int | None]]:
-    """For each labeler: how often other labelers agree (None if nobody else judged the same tasks), and the weight of
-    its rankings, 1 unless `weights` names it.
+    """Returns for each labeler how often other labelers agree (None if nobody else judged the same tasks), and the
+    weight of its rankings, which is 1 unless `weights` has one.
     """
     return {
         name: {
@@ -82,8 +82,8 @@ def labeler_metrics(train: Sequence[Ranking], weights: Mapping[str, float]) -> d
 
 
 def rating_metrics(rankings: Sequence[Ranking], scores: TaskScores, scale: float) -> dict[str, float | int | None]:
-    """`explained`: the share of the ratings' variance within judgments that `scale` · score explains (1 is best, and
-    below 0 is worse than nothing), None where no judgment has ratings that differ.
+    """Returns `explained`, the share of the ratings' variance within judgments that `scale` · score explains: 1 is
+    best, below 0 is worse than predicting the mean; None if no judgment has ratings that differ.
     """
     rated = [ranking for ranking in rankings if ranking.ratings]
     pairs = [(np.array(ranking.ratings), np.array(scores[ranking.task_id])) for ranking in rated]
@@ -96,8 +96,8 @@ def rating_metrics(rankings: Sequence[Ranking], scores: TaskScores, scale: float
 def tie_metrics(
     train: Sequence[Ranking], heldout: Sequence[Ranking], scores: TaskScores, *, seed: int
 ) -> dict[str, float | None]:
-    """ν fitted to the pairs of `train`, and the mean log-likelihood of the held-out pairs under it (nats per pair, with
-    a 95% interval over tasks; higher is better). `scores` has the tasks of both.
+    """Returns ν fitted to the pairs of `train`, and the mean log-likelihood of the held-out pairs under it (nats per
+    pair, with a 95% interval over tasks; higher is better). `scores` covers the tasks of both.
     """
     differences, ahead, _ = outcomes(train, scores)
     log_nu = fit_log_nu(differences, ahead == 0)
@@ -123,7 +123,7 @@ def tie_metrics(
 
 
 def fit_log_nu(differences_P: Floats, tied_P: npt.NDArray[np.bool_]) -> float:
-    """The maximum-likelihood log ν of these pairs: the one at which the expected number of ties is the observed one.
+    """Returns the maximum-likelihood log ν of these pairs, at which the expected number of ties is the observed one.
 
     Half a tie and half an untied pair are added to the observations, so the value is finite.
     """
@@ -149,7 +149,9 @@ def _log_normaliser(half_P: Floats, log_nu: float) -> Floats:
 
 
 def outcomes(rankings: Sequence[Ranking], scores: TaskScores) -> tuple[Floats, Floats, list[str]]:
-    """For every pair of every ranking: score difference, lead of the first (1, 0 = a tie, -1), and task."""
+    """Returns for every pair of every ranking: the score difference; 1 if the first is better, 0 for a tie, -1 if the
+    second is; and the task.
+    """
     differences, ahead, tasks = [], [], []
     for ranking in rankings:
         of_task = scores[ranking.task_id]

@@ -1,7 +1,7 @@
-"""What the training loop minimises: the losses of rankings and of ratings, over comparisons.
+"""The reward model's training objective: the losses of rankings and ratings, summed over comparisons.
 
-Shape letters: N sequences of all comparisons, B comparisons, K responses of one, J verdicts of all comparisons, O
-objectives.
+Shape letters: N sequences of all comparisons, B comparisons, K responses per comparison, J verdicts of all comparisons,
+O objectives.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ from reward.scoring import PackedInputs
 from training.config import BatchConfig
 from training.packing import IntArray, pass_tokens, split_passes
 
-MAX_RESPONSES = 1 << 20  # to one prompt; numbers of sequences are spaced by it
+MAX_RESPONSES = 1 << 20  # to one prompt; sequence numbers of consecutive comparisons are this far apart
 
 
 class ComparisonObjective:
-    """What objectives over comparisons share: batches count comparisons, and passes hold whole ones."""
+    """Base of the objectives over comparisons. Batches count comparisons, and a pass holds whole comparisons."""
 
     comparisons: Sequence[Comparison]
 
@@ -39,14 +39,15 @@ class ComparisonObjective:
     def rank_passes(
         self, rows: IntArray, batch: BatchConfig, num_ranks: int, *, with_gradients: bool
     ) -> list[list[IntArray]]:
-        """The comparisons of each pass of each rank, by the tokens of their responses."""
+        """Split comparisons among ranks and passes by the number of tokens of their responses."""
         units = [[len(sequence) for sequence in self.comparisons[row].sequences] for row in rows]
         ranks = split_passes(units, num_ranks, pass_tokens(batch, units, with_gradients=with_gradients))
         return [[rows[places] for places in passes] for passes in ranks]
 
 
 class RankingObjective(ComparisonObjective):
-    """The loss summed over comparisons, each the weighted mean over its labelers; batches count comparisons.
+    """The loss summed over comparisons; a comparison's loss is the weighted mean over its labelers. Batches count
+    comparisons.
 
     A comparison reads and trains only the head of its own objective. All comparisons weigh the same, so the shared
     trunk gets gradient from each objective in proportion to its comparisons. With several `objectives`, accuracy is
@@ -71,7 +72,7 @@ class RankingObjective(ComparisonObjective):
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         chosen = [self.comparisons[row] for row in rows]
         packed = PackedInputs.of([s for c in chosen for s in c.sequences], self.kind, device)
-        # A comparison's row and the place in it name a sequence, whatever else is in the batch.
+        # A sequence's number depends only on its comparison's row and its place there, not on the rest of the batch.
         numbers_N = [
             row * MAX_RESPONSES + k for row, c in zip(rows, chosen, strict=True) for k in range(len(c.sequences))
         ]
@@ -82,7 +83,7 @@ class RankingObjective(ComparisonObjective):
         scores_N = scores_NO.gather(1, upload(objective_N, device)).squeeze(1)
         lengths = torch.tensor([len(c.sequences) for c in chosen])
         real_BK = torch.arange(int(lengths.max())) < lengths[:, None]
-        # Scores come flat, comparison after comparison, which is the order of the real entries in the padded table.
+        # Scores are flat, comparison after comparison, which is the order of the real entries of the padded [B, K].
         scores_BK = spread(scores_N, real_BK)
         weighted = [
             (row, verdict, verdict.weight / len(c.verdicts)) for row, c in enumerate(chosen) for verdict in c.verdicts

@@ -1,5 +1,5 @@
-"""What the driver makes of rankings. Before anything runs: how many there are, and how long. For the ranks: who judged
-what how, and tokens in a file; no rank reads texts.
+"""Rankings as the driver prepares them. For the plan, their number and lengths; for the ranks, the verdicts, and the
+tokens in a file, so that no rank reads texts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,8 +47,8 @@ from training.tokens import (
     sequence_arrays,
 )
 
-COLLECTED = "collect:rankings"  # the source that names what labelers gave
-WARNINGS = "warnings.json"  # what was odd about rows of the rankings, and what was done
+COLLECTED = "collect:rankings"  # the source name of the rankings that [collect] collected
+WARNINGS = "warnings.json"  # unusual rows of the rankings, and what was done about each
 
 
 @dataclass(frozen=True)
@@ -60,27 +60,27 @@ class Split:
     heldout: list[Ranking]  # on prompts that training does not see
 
     def of(self, objective: str) -> tuple[list[Ranking], list[Ranking]]:
-        """One objective's rankings: to train on, and held out."""
+        """Returns one objective's rankings: those to train on, and those held out."""
         train, heldout = ([r for r in side if r.objective == objective] for side in (self.train, self.heldout))
         return train, heldout
 
 
 @dataclass(frozen=True)
 class PreparedRankings:
-    """The rankings without their texts; `folder` has the tokens, `first_sequence` where each task's begin.
+    """Rankings without their texts. `folder` has the tokens; `first_sequence` says where each task's begin.
 
-    In place of a prompt, which the statistics compare with others, its rankings have a number.
+    Each prompt is replaced by a number, since statistics only need to know which rankings have the same prompt.
     """
 
     split: Split
-    first_sequence: Mapping[str, int]  # number of the sequence of a task's first response
+    first_sequence: Mapping[str, int]  # by task: the number of its first response's sequence
     folder: Path
     warnings: Sequence[Mapping[str, Any]]  # about rows of the rankings
-    sources: tuple[SourceRows, ...]  # the same in numbers; () if no row is unusual
+    sources: tuple[SourceRows, ...]  # counts of these warnings; () if no row is unusual
 
     @classmethod
     def of(cls, found: Found, config: ComparisonsConfig, seed: int, folder: Path) -> "PreparedRankings":
-        """`folder` holds what `ranking_parts` wrote of these rankings. Raises: as `split_of`."""
+        """Prepare rankings whose tokens `ranking_parts` has written to `folder`. Raises: as `split_of`."""
         first_sequence, total = dict[str, int](), 0
         fates = read_array(folder, "overlong")
         for task, fate in zip(rankings_by_task(found.rankings), fates.tolist(), strict=True):
@@ -103,15 +103,15 @@ class PreparedRankings:
         return cls(Split(split.objectives, train, heldout), first_sequence, folder, warnings, sources)
 
     def comparisons(self, rankings: Sequence[Ranking], weights: LabelerWeights | None = None) -> list[Comparison]:
-        """One comparison per task of `rankings`; its sequences are views of the mapped file. `weights` are those of the
-        labelers' rankings, 1 where absent.
+        """Returns one comparison per task of `rankings`. Its sequences are views of the memory-mapped file. `weights`
+        are the weights of labelers' rankings, 1 if absent.
         """
         sequences = Sequences.read(self.folder)
         found = []
         for task in rankings_by_task(rankings):
             first = self.first_sequence[task[0].task_id]
             places = range(first, first + len(task[0].responses))
-            # An array has all that is asked of these sequences: a length, and entries.
+            # Arrays serve as sequences here, since only their length and entries are used.
             encoded = [
                 Encoded(cast(Sequence[int], sequences[place][0]), int(sequences.num_counted[place])) for place in places
             ]
@@ -122,7 +122,7 @@ class PreparedRankings:
 def ranking_parts(
     tokenizer: Tokenizer, found: Found, max_tokens: int, on_overlong: OnOverlong, section: str, first_task: int
 ) -> Iterator[Part]:
-    """The tokens of the tasks' responses, task by task from the given one on; those of the response itself count.
+    """Yields the tokens of the tasks' responses, from task number `first_task` on; only response tokens are counted.
 
     Raises: as `fit_tasks`.
     """
@@ -137,7 +137,7 @@ def ranking_parts(
 
 
 def tokenize(run: StageRun, config: ComparisonsConfig, tokenizer: Tokenizer, found: Found, max_tokens: int) -> Path:
-    """The folder with the rankings' tokens, which are written unless they are there. Raises: as `fit_tasks`."""
+    """Returns the folder with the rankings' tokens, after writing them if necessary. Raises: as `fit_tasks`."""
     templated = tokenizer.with_template(config.chat_template)
     parts = partial(ranking_parts, templated, found, max_tokens, config.on_overlong, config.section)
     settings = {"max_tokens": max_tokens, "on_overlong": config.on_overlong}
@@ -145,13 +145,16 @@ def tokenize(run: StageRun, config: ComparisonsConfig, tokenizer: Tokenizer, fou
 
 
 def report_overlong(run: StageRun, config: ComparisonsConfig, folder: Path, max_tokens: int) -> None:
-    """Say how many rows were too long for a model that reads so many tokens."""
+    """Report how many rows were too long for a model that reads `max_tokens`."""
     if overlong := read_overlong(folder):
         run.tell(f"{config.rankings.source}: {overlong} (the model reads {max_tokens} tokens)")
 
 
 def check_objectives(config: ComparisonsConfig) -> None:
-    """Raises: ValueError for objectives that the labelers of a world, who judge by everything at once, do not know."""
+    """Check that labelers of a world can judge the named objectives: they give only one overall judgment.
+
+    Raises: ValueError if they cannot.
+    """
     if config.rankings.source == COLLECTED and not set(config.named_objectives) <= {OVERALL}:
         raise ValueError(
             f"{config.objectives_key} is {list(config.named_objectives)}, and the labelers of [collect] judge by"
@@ -160,7 +163,7 @@ def check_objectives(config: ComparisonsConfig) -> None:
 
 
 def report_rankings(config: ComparisonsConfig, found: Found, seed: int) -> None:
-    """Say which rankings are not learned, and where warnings about rows will be. Raises: as `split_of`."""
+    """Report which rankings are not learned, and where warnings about rows will be. Raises: as `split_of`."""
     objectives = split_of(found.rankings, config, seed).objectives
     left_out = sum(ranking.objective not in objectives for ranking in found.rankings)
     if left_out:
@@ -170,13 +173,13 @@ def report_rankings(config: ComparisonsConfig, found: Found, seed: int) -> None:
 
 
 def warnings_about(found: Found) -> list[dict[str, Any]]:
-    """What WARNINGS lists: the first rows that were skipped because they are invalid, and every row that is odd."""
+    """Returns the content of WARNINGS: the first rows that were skipped as invalid, and all unusual rows."""
     skipped = [RowWarning("invalid", found.invalid.source, message, "skipped") for message in found.invalid.messages]
     return [vars(warning) for warning in (*skipped, *found.report.warnings)]
 
 
 def weights_of_labelers(split: Split, config: ComparisonsConfig) -> LabelerWeights:
-    """The weight of each labeler's rankings by objective; a labeler who is not listed has weight 1."""
+    """Returns the weight of each labeler's rankings by objective; a labeler who is not listed has weight 1."""
     if config.labeler_weights == "equal":
         return {}
     found: dict[tuple[str, str], float] = {}
@@ -188,10 +191,10 @@ def weights_of_labelers(split: Split, config: ComparisonsConfig) -> LabelerWeigh
 
 
 def split_of(rankings: Sequence[Ranking], config: ComparisonsConfig, seed: int) -> Split:
-    """The rankings of the objectives to learn, split by prompt.
+    """Select the rankings of the objectives to learn, and split them by prompt.
 
-    Raises: ValueError for objectives that have no rankings, for several of which the config names none, and for one
-    without rankings on both sides.
+    Raises: ValueError if a named objective has no rankings, if the rankings have several objectives and the config
+    names none, and if one side of an objective's split is empty.
     """
     source, found = config.rankings.source, sorted({ranking.objective for ranking in rankings})
     named = config.named_objectives
@@ -216,7 +219,7 @@ def split_of(rankings: Sequence[Ranking], config: ComparisonsConfig, seed: int) 
 
 
 def comparison_steps(planner: Planner, config: ComparisonsConfig) -> tuple[int, int]:
-    """Steps of training, and the most responses that a comparison has."""
+    """Returns the number of training steps, and the largest number of responses of a comparison."""
     num_tasks, num_responses = _num_tasks(planner, config.rankings)
     planner.sizes.assume("assumes one ranking per task (several rankings of a task are one comparison)")
     steps = config.num_epochs * num_tasks * (1 - config.heldout_share) / config.batch.batch_size
@@ -224,7 +227,9 @@ def comparison_steps(planner: Planner, config: ComparisonsConfig) -> tuple[int, 
 
 
 def _num_tasks(planner: Planner, rankings: RankingsConfig) -> tuple[int, int]:
-    """Tasks of a file that is here (a row may hold several, and several rows one), and the most responses of one."""
+    """Returns the number of tasks, and the largest number of responses of one. If the file exists, tasks are counted,
+    since a row may hold several tasks, and several rows one.
+    """
 
     def count() -> tuple[int, int]:
         tasks = read_judgments(rankings).tasks
@@ -241,8 +246,8 @@ def _num_tasks(planner: Planner, rankings: RankingsConfig) -> tuple[int, int]:
 def comparison_lengths(
     planner: Planner, config: ComparisonsConfig, tokenizer: Callable[[StageRun], Tokenizer], context: int
 ) -> Lengths:
-    """The lengths of prompts with responses, of which a model with this context reads no more, or a bound on them.
-    Which of the two is reported.
+    """Returns the lengths of prompts with responses, cut to the model's context, or a bound on them. The plan reports
+    which of the two it is.
     """
 
     def measure(known: Tokenizer) -> Lengths:
@@ -254,7 +259,7 @@ def comparison_lengths(
 
 
 def ranking_lengths(tokenizer: Tokenizer, judgments: Found, most_tokens: int) -> Lengths:
-    """The lengths of each response with its prompt, of which at most `most_tokens` count.
+    """Returns the length of each prompt with its response, counting at most `most_tokens`.
 
     Raises: ValueError naming file and line of a conversation that the chat template refuses.
     """

@@ -1,4 +1,4 @@
-"""What training a reward model leaves in results.json, and what the report of a run shows of it."""
+"""What training a reward model writes to results.json, and its part of a run's report."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ PANELS = (
 
 @dataclass(frozen=True)
 class TieResults:
-    """Davidson's ν, fitted to training pairs, and how likely it makes the held-out ones (nats per pair)."""
+    """Davidson's ν, fitted to training pairs, and the log-likelihood of the held-out pairs under it (nats per pair)."""
 
     kind: str
     nu: float
@@ -41,7 +41,7 @@ class TieResults:
 
 @dataclass(frozen=True)
 class LabelerResults:
-    """How often a labeler is right as far as the others know (NaN where nobody does), and what its rankings weigh."""
+    """How often other labelers agree with a labeler (NaN if nobody else judged its tasks), and its rankings' weight."""
 
     accuracy: float
     num_pairs: int
@@ -50,7 +50,9 @@ class LabelerResults:
 
 @dataclass(frozen=True)
 class RatingResults:
-    """`heldout_explained` is the share of the ratings' variance within judgments that the scores explain; 1 is best."""
+    """Results on ratings. `heldout_explained`: the share of their variance within judgments that scores explain; 1 is
+    best.
+    """
 
     ratings_per_score: float
     heldout_explained: float | None
@@ -59,7 +61,7 @@ class RatingResults:
 
 @dataclass(frozen=True)
 class ObjectiveResults:
-    """Of one objective. The scores' mean and standard deviation are the units of PPO's rewards."""
+    """Results of one objective. PPO normalises rewards by `sample_score_mean` and `sample_score_std`."""
 
     heldout_accuracy: float
     heldout_pairs: int
@@ -76,8 +78,8 @@ class ObjectiveResults:
 
 @dataclass(frozen=True)
 class RewardResults:
-    """Of a reward model. One of several objectives has theirs in `objectives`, since their scores have no common units;
-    one of a single objective has its numbers here. The last two are there where the world knows the truth.
+    """Results of a reward model. With several objectives, each has its numbers in `objectives`, since their scores have
+    no common unit; with one, they are here. The last two are set if the world knows the truth.
     """
 
     heldout_accuracy: float
@@ -117,7 +119,7 @@ def report(stage: StageFolder) -> StageReport:
 
 
 def _objective_panels(stage: StageFolder) -> list[Panel]:
-    """A chart for each objective of a reward model of several."""
+    """Returns a chart per objective, if a reward model has several."""
     names = fields_under(stage, "accuracy")
     series = [train_and_heldout(f"accuracy/{name}") for name in names]
     unit = "pairs of this objective"
@@ -149,7 +151,7 @@ def _facts(results: RewardResults) -> list[tuple[str, str]]:
 
 
 def _agreement(results: RewardResults) -> Sequence[Measured]:
-    """How often the reward model orders two responses as others do."""
+    """Returns how often the reward model orders two responses as others do."""
     labelers = Share(results.heldout_accuracy, nan, nan, results.heldout_pairs, results.heldout_comparisons)
     shares = (
         ("labelers", "o", labelers),

@@ -136,7 +136,7 @@ class Sampler:
         """Release the models."""
         for name in ("_policy", "_reference", "_reward_model"):
             self.__dict__.pop(name, None)
-        torch.cuda.empty_cache()  # for what other processes and libraries allocate; without a GPU it does nothing
+        torch.cuda.empty_cache()  # leaves memory for other processes and libraries; does nothing without a GPU
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

@@ -1,7 +1,8 @@
-"""Scores of whole texts: a decoder's at the last token, an encoder's at the first, which attends to all.
+"""Scores of whole texts: a decoder gives its score at the last token, an encoder at the first, which attends to all.
 
 A reward model with several objectives has a head, and so a score, for each. Where a single score is needed, it is their
 weighted sum.
+
 Shape letters: B sequences, T tokens, O objectives.
 """
 
@@ -30,38 +31,42 @@ RewardNetwork = ScalarModel | SequenceClassifier
 
 
 def network_folder(folder: Path, dropout: float = 0.0) -> PartialSource[RewardNetwork]:
-    """A source of the reward model in a directory; nothing is read yet. Raises as for `lm.weights.purpose_of`."""
+    """Returns a source of the reward model in a directory, without reading weights. Raises as for
+    `lm.weights.purpose_of`.
+    """
     if purpose_of(folder) == "sequence":
         return ModelFolder(folder, SequenceClassifier, dropout)
     return ModelFolder(folder, ScalarModel, dropout)
 
 
 def check_network(folder: Path) -> None:
-    """Raises ValueError as loading the reward model of a directory does, without reading its weights."""
+    """Check that a directory has a loadable reward model, without reading its weights. Raises ValueError as loading it
+    would.
+    """
     is_encoder = purpose_of(folder) == "sequence"
     (ModelFolder(folder, SequenceClassifier) if is_encoder else ModelFolder(folder, ScalarModel)).check()
 
 
 def labels_of(folder: Path) -> tuple[str, ...]:
-    """What the scores of a directory's reward model are called; its weights are not read. Errors as above."""
+    """Returns the names of the scores of a directory's reward model, without reading its weights. Raises as above."""
     return on_meta(network_folder(folder).build).labels
 
 
 def read_by(sequences: Sequence[Sequence[int]], kind: str, device: torch.device) -> tuple[Tensor | None, ...]:
-    """The inputs of a network of this kind for the sequences, one per row."""
+    """Returns a network's inputs for the sequences, one per row; `kind` is the network's."""
     return _inputs(*pad_right(sequences, torch.device("cpu")), kind, device)
 
 
 def _inputs(tokens_BT: Tensor, segments_BT: Tensor, kind: str, device: torch.device) -> tuple[Tensor | None, ...]:
-    """Of rows in the CPU's memory. Masks stay there, where counting does not wait for a GPU."""
+    """Returns a network's inputs for rows in CPU memory. Masks stay there, where counting does not wait for a GPU."""
     inputs = upload(tokens_BT, device), segments_BT
     return inputs if kind == "encoder" else (*inputs, last_tokens(segments_BT))
 
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """Sequences packed into few rows: the network's inputs, each sequence's place among its scores, and the place in
-    `sequences` that each token [B, T] belongs to, any at padding.
+    """Sequences packed into few rows: the network's inputs, the index of each sequence's score in its output, and the
+    number of the sequence that each token [B, T] belongs to, arbitrary at padding.
     """
 
     read: tuple[Tensor | None, ...]
@@ -76,12 +81,12 @@ class PackedInputs:
         return cls(read, upload(places_N, device), rows.sequence_of_tokens())
 
     def in_order(self, scores_NO: Tensor) -> Tensor:
-        """The scores of these inputs, in the order of the sequences."""
+        """Bring the network's scores of these inputs into the order of the sequences."""
         return scores_NO.index_select(0, self.places_N)
 
 
 def scores_of(network: nn.Module, read: Sequence[Tensor | None], sequence_keys_BT: Tensor | None = None) -> Tensor:
-    """Scores [sequences, O] of what `read_by` and `PackedInputs` give; keys [B, 1] or [B, T] are for dropout
+    """Returns scores [sequences, O] for inputs from `read_by` or `PackedInputs`; keys [B, 1] or [B, T] are for dropout
     (`lm.layers`).
     """
     scores: Tensor = network(*read, sequence_keys_BT=sequence_keys_BT)
@@ -90,7 +95,7 @@ def scores_of(network: nn.Module, read: Sequence[Tensor | None], sequence_keys_B
 
 @torch.inference_mode()
 def head_scores(network: RewardNetwork, sequences: Sequence[Sequence[int]], max_tokens: int = MAX_TOKENS) -> Tensor:
-    """Scores [B, O] of any number of sequences, in order, by passes of at most `max_tokens` tokens."""
+    """Returns scores [B, O] of any number of sequences, in order, using passes of at most `max_tokens` tokens."""
     device = next(network.parameters()).device
     scores_BO = torch.zeros(len(sequences), len(network.labels))
     (passes,) = split_passes([[len(sequence)] for sequence in sequences], 1, max_tokens)
@@ -102,13 +107,13 @@ def head_scores(network: RewardNetwork, sequences: Sequence[Sequence[int]], max_
 
 
 def sequences_of(comparisons: Sequence[Comparison]) -> list[Sequence[int]]:
-    """Every response of every comparison, in order, as `task_scores` takes their scores."""
+    """Returns every response of every comparison, in the order in which `task_scores` expects their scores."""
     return [sequence for comparison in comparisons for sequence in comparison.sequences]
 
 
 def task_scores(scores_BO: Tensor, comparisons: Sequence[Comparison]) -> dict[str, list[float]]:
-    """Scores of each task's responses, in their order, by the head of the task's objective; from the scores of
-    `sequences_of`.
+    """Returns the scores of each task's responses, in order, from the head of the task's objective. `scores_BO` are the
+    scores of `sequences_of`.
     """
     found = iter(scores_BO)
     return {c.task_id: [float(next(found)[c.objective]) for _ in c.sequences] for c in comparisons}
@@ -117,7 +122,7 @@ def task_scores(scores_BO: Tensor, comparisons: Sequence[Comparison]) -> dict[st
 def shifted(
     network: RewardNetwork, weights: Iterable[tuple[str, Tensor]], by: Sequence[float]
 ) -> Iterator[tuple[str, Tensor]]:
-    """A network's weights with a constant per head added to every score; no preference depends on it."""
+    """Yields a network's weights with a constant per head added to every score; no preference depends on it."""
     bias = "classifier.bias" if isinstance(network, SequenceClassifier) else "bias"
     for name, tensor in weights:
         yield name, tensor + tensor.new_tensor(by).reshape(tensor.shape) if name == bias else tensor
@@ -125,9 +130,9 @@ def shifted(
 
 
 def weights_by_label(model: str, labels: Sequence[str], weights: Mapping[str, float]) -> dict[str, float]:
-    """The weight of each of a reward model's scores, in the order of its labels; a single score has weight 1.
+    """Returns the weight of each of a reward model's scores, in the order of its labels; a single score has weight 1.
 
-    Raises: ValueError unless several scores are given one finite weight each, not all 0, and a single one none.
+    Raises: ValueError unless several scores have one finite weight each, not all 0, and a single score has none.
     """
     several = tuple(labels) if len(labels) > 1 else ()
     if set(weights) != set(several):
@@ -155,7 +160,7 @@ class RewardModel:
 
     @classmethod
     def load(cls, folder: Path, weights: Mapping[str, float] | None = None) -> Self:
-        """On the device that `lm.source` chooses.
+        """Load a reward model from a directory to the device that `lm.source` chooses.
 
         Raises: ValueError as for `weights_by_label`, and for a directory that holds no reward model.
         """
@@ -169,11 +174,11 @@ class RewardModel:
         prompts: Sequence[Sequence[int]],
         responses: Sequence[Sequence[int]],
     ) -> list[list[int]]:
-        """What the network reads of a policy's responses: the same tokens if it shares the policy's tokenizer and
-        template, else the same texts in its own. `conversations` and `prompts` are the prompts, as messages and as the
-        policy's tokens.
+        """Returns the tokens that the network reads for a policy's responses: the policy's, if tokenizer and template
+        are the same, otherwise the same texts in its own. `conversations` and `prompts` are the prompts as messages and
+        as the policy's tokens.
 
-        Reward models learn from whole texts that end with the end token, so a truncated response is scored with one.
+        Reward models learn from whole texts that end with the end token, so a truncated response gets one, too.
         """
         if self.tokenizer == tokenizer:
             return [self._closed(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
@@ -189,7 +194,7 @@ class RewardModel:
         prompts: Sequence[Sequence[int]],
         responses: Sequence[Sequence[int]],
     ) -> list[float]:
-        """Scores of a policy's responses, in order; higher is better. NaN if one does not fit the network's context.
+        """Returns scores of a policy's responses, in order; higher is better. NaN if one exceeds the network's context.
 
         Arguments as for `sequences`.
         """
@@ -201,16 +206,16 @@ class RewardModel:
         return scores
 
     def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """One score of each sequence, in order: the weighted sum of its objectives' scores."""
+        """Returns one score per sequence, in order: the weighted sum of its objectives' scores."""
         weights_O = torch.tensor(list(self.weights.values()))
         scores: list[float] = (head_scores(self.network, sequences) * weights_O).sum(dim=1).tolist()
         return scores
 
     def _closed(self, prompt: Sequence[int], response: Sequence[int]) -> list[int]:
-        """A prompt and its response, followed by the token that closes a turn: the network has seen no other end.
+        """Join a prompt and its response, followed by the token that closes a turn: the network has seen no other end.
 
-        A response that fills the policy's context leaves no position for it. If the network has none either, the end
-        token replaces the last sampled token, since a reward model has never seen a text without its end.
+        A response that fills the policy's context leaves no position for that token. If the network has none either,
+        the token replaces the last sampled one, since a reward model has never seen a text without its end.
         """
         if response and response[-1] in self.tokenizer.end_ids:
             return [*prompt, *response[:-1], self.tokenizer.turn_end_id]
@@ -219,12 +224,12 @@ class RewardModel:
 
     @property
     def room_tokens(self) -> int:
-        """The most tokens it reads: its context, and one more for the end token of a text that fills the context.
-        Learned positions end with the context.
+        """The most tokens that the network reads: its context, plus one for the end token of a text that fills the
+        context, unless positions are learned, which end with the context.
         """
         config = self.network.config
         return config.max_position_embeddings + (config.positions != "learned")
 
     def fits(self, tokens: Sequence[int]) -> bool:
-        """Whether the network can read this many tokens."""
+        """Returns whether the network can read this many tokens."""
         return len(tokens) <= self.room_tokens

@@ -1,9 +1,9 @@
-"""The reward model as a stage: training on each rank, measures, checks before it runs, and its plan.
+"""The reward model as a stage: training on each rank, metrics, checks before a run, and its plan.
 
 The SFT model (or another decoder, or an encoder) gets a scalar head per objective and is trained on rankings of K
 responses. Held-out rankings are on prompts that training never saw. After training, the bias is shifted so that
 demonstrations score 0 on average under every head: preferences determine scores only up to a constant. All ranks score
-the held-out responses with the model that was trained, in the precision of training.
+the held-out responses with the trained model, in training precision.
 """
 
 import json
@@ -63,22 +63,23 @@ HELDOUT_SCORES = "heldout_scores.json"  # {task_id: scores of its responses, in 
 
 
 def run_reward(run: StageRun, config: RewardConfig) -> None:
-    """Train on all workers; measure against the world, where its labelers gave the rankings."""
+    """Train on all workers. If a world's labelers gave the rankings, also measure the model against the world."""
     start = run.start("sft")
     tokenizer = Tokenizer.load(start, end=config.end_token)
     found = read_judgments(config.rankings)
     folder = tokenize(run, config, tokenizer, found, _most_tokens(start, config))
     run.on_ranks(train, config, start, PreparedRankings.of(found, config, run.seed, folder))
-    if "collect" in run.parents:  # so the world knows what its labelers went by
+    if "collect" in run.parents:  # so the world knows the criterion of its labelers
         run.write_results(measure_reward_model(run, config))
 
 
 def network_source(
     folder: Path, dropout: float, seed: int, labels: Sequence[str] = (SCORE,)
 ) -> ModelSource[RewardNetwork]:
-    """A reward model to train further, or the trunk of a language model or an encoder with heads drawn from `seed`.
+    """Returns a source of a reward model to train further, or of a language model's or encoder's trunk with heads drawn
+    from `seed`.
 
-    Raises: ValueError for a directory of anything else, and for a reward model with other labels.
+    Raises: ValueError for a directory with anything else, and for a reward model with other labels.
     """
     purpose = purpose_of(folder)
     if purpose == "language":
@@ -99,7 +100,7 @@ def network_source(
 def train(context: StageContext, config: RewardConfig, start: Path, data: PreparedRankings) -> None:
     """Train on this rank; rank 0 writes `model/`, `heldout_scores.json` and `results.json`.
 
-    Raises: ValueError for rankings that have no ratings although `rating_coef` counts them.
+    Raises: ValueError if `rating_coef` is set and the rankings have no ratings.
     """
     tokenizer = Tokenizer.load(start, end=config.end_token)
     tokenizer = tokenizer.with_template(config.chat_template)
@@ -127,7 +128,7 @@ def train(context: StageContext, config: RewardConfig, start: Path, data: Prepar
     scores = final_scores(engine, tokenizer, config, trained_on, unseen)
     weights, others = engine.weights_for_file(), dict[str, Tensor]()
     if engine.is_main:
-        # Auxiliary parameters are not part of the model; they go to the results.
+        # Auxiliary parameters are not part of the model; they are written to the results.
         plain, trained = on_meta(source.build), engine.module.network
         shifted_weights = shifted(plain, network_weights(weights, others), scores.shift)
         save_trained(context.folder, plain, trained, shifted_weights, tokenizer, config.lora, start)
@@ -139,7 +140,7 @@ def train(context: StageContext, config: RewardConfig, start: Path, data: Prepar
 
 
 def auxiliary_parameters(config: RewardConfig, split: Split, comparisons: Sequence[Comparison]) -> AuxiliaryParameters:
-    """Initial values of the auxiliary parameters that the configured losses need, from the training comparisons.
+    """Returns initial values for the auxiliary parameters of the configured losses, from the training comparisons.
 
     Raises: ValueError if ratings are to be learned and there are none, or none that differ.
     """
@@ -183,8 +184,8 @@ def write_results(
 
 
 def measure_reward_model(run: StageRun, config: RewardConfig) -> RewardResults:
-    """The results of the finished stage, with what the world knows: `gold_accuracy`, the share of held-out pairs
-    ordered as a noiseless labeler would, and `human_pairs_accuracy` where it has pairs that people ordered.
+    """Returns the finished stage's results, plus what the world knows: `gold_accuracy`, the share of held-out pairs
+    ordered as a noiseless labeler would, and `human_pairs_accuracy` if the world has pairs that people ordered.
     """
     folder, world = run.folder, run.world
     scores = json.loads((folder / HELDOUT_SCORES).read_text(encoding="utf-8"))
@@ -209,7 +210,7 @@ def measure_reward_model(run: StageRun, config: RewardConfig) -> RewardResults:
 
 
 def right_pairs(folder: Path, pairs: Sequence[tuple[Messages, Messages]]) -> Floats:
-    """1 for each pair (better, worse) that the reward model in `folder` orders so, ½ for a tie, else 0."""
+    """Returns 1 for each pair (better, worse) that the reward model in `folder` orders so, ½ for a tie, else 0."""
     if not pairs:
         return np.empty(0)
     judge = RewardModel.load(folder)
@@ -221,39 +222,39 @@ def right_pairs(folder: Path, pairs: Sequence[tuple[Messages, Messages]]) -> Flo
 
 
 def _ranks_of(scores: list[float]) -> tuple[int, ...]:
-    """Rank 1 is the highest score; equal scores tie."""
+    """Returns ranks by score: 1 is the highest, and equal scores tie."""
     return tuple(1 + sum(other > score for other in scores) for score in scores)
 
 
 def check(config: RewardConfig, _job: JobView) -> None:
-    """Labelers of a world judge by everything at once."""
+    """Check the named objectives: a world's labelers give only one overall judgment."""
     check_objectives(config)
 
 
 def preflight(run: StageRun, config: RewardConfig) -> None:
     """Check that every row of the rankings has its format, that each objective has some, and that every conversation
-    fits the model; report what is odd, and what is not learned. Rankings that are still to be collected are not read.
+    fits the model; report unusual rows and what is not learned. Rankings that have yet to be collected are not read.
     """
     if "collect" in run.parents:
         return
     found = read_judgments(config.rankings, run.tell)
     report_rankings(config, found, run.seed)
     tokenizer = load_tokenizer(run, config)
-    # A job of a reward model alone has no policy.
+    # A job with only a reward model has no policy.
     most_tokens = _most_tokens(run.start("sft"), config) if config.init_from else run.model.max_position_embeddings
     report_overlong(run, config, tokenize(run, config, tokenizer, found, most_tokens), most_tokens)
     calibration_sequences(config, tokenizer.with_template(config.chat_template), most_tokens)
 
 
 def load_tokenizer(run: StageRun, config: RewardConfig) -> Tokenizer:
-    """The tokenizer of the model that the stage starts from."""
+    """Returns the tokenizer of the model that the stage starts from."""
     if config.init_from:
         return Tokenizer.load(run.start("sft"), end=config.end_token)
     return run.tokenizer_of("sft")
 
 
 def _most_tokens(start: Path, config: RewardConfig) -> int:
-    """The context of the reward model that starts from a directory."""
+    """Returns the context, in tokens, of a reward model that starts from this directory."""
     return on_meta(network_source(start, 0.0, seed=0, labels=config.labels).build).config.max_position_embeddings
 
 
@@ -278,7 +279,7 @@ STAGE = Stage(
     name="reward",
     config=RewardConfig,
     run=run_reward,
-    # A reward model may well have another body than the policy.
+    # A reward model's shape may differ from the policy's.
     parents=(Parent("sft", substitutes=("init_from",), own_shape=True),),
     check=check,
     preflight=preflight,

@@ -1,4 +1,4 @@
-"""Demonstrations as tokens: what counts in the loss, and what happens to conversations that are too long."""
+"""Demonstrations as tokens: which tokens count in the loss, and what happens to conversations that are too long."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from training.tokens import FITS, SKIPPED, TRUNCATED, Part, chunks, encode_rows,
 
 @dataclass(frozen=True)
 class Limit:
-    """The most tokens of a conversation, or with `has_source` of its source and of its target each."""
+    """The most tokens of a conversation or, with `has_source`, of its source and of its target each."""
 
     has_source: bool
     seq_len: int
@@ -25,7 +25,9 @@ class Limit:
 
 @dataclass(frozen=True)
 class Rows:
-    """Every `every`-th row, from the first one on, is held out; with 0 none is, since other sources are held out."""
+    """Selects training or held-out rows. Every `every`-th row is held out, from the first on; with 0, no row is, since
+    held-out rows come from other sources.
+    """
 
     every: int = 0
     is_heldout: bool = False
@@ -46,7 +48,8 @@ def demonstration_parts(
     rows: Rows = ALL_ROWS,
     tell: Callable[[str], None] = untold,
 ) -> Iterator[Part]:
-    """The conversations from a row on, of those that `rows` has. In the end `tell` gets lines about each source.
+    """Yields the tokens of conversations from `first_row` on that are in `rows`. At the end, `tell` gets lines about
+    each source.
 
     Raises: ValueError as for `encode_demonstrations`.
     """
@@ -65,7 +68,8 @@ def demonstration_parts(
 def encode_demonstrations(
     tokenizer: Tokenizer, conversations: Sequence[tuple[str, Messages]], limit: Limit
 ) -> Iterator[tuple[Sequence[int], Sequence[bool], int]]:
-    """Tokens of each (where, messages), which of them are the assistant's, and whether they were cut or left out.
+    """Yields, for each (where, messages): its tokens, which of them are the assistant's, and whether they fit, were
+    truncated or skipped.
 
     Raises: ValueError naming file and line of a conversation that has no response or is too long or, with a source,
     has nothing before its last response.
@@ -94,9 +98,10 @@ def encode_demonstrations(
 def encoded_all(
     tokenizer: Tokenizer, conversations: Sequence[tuple[str, Messages]]
 ) -> Iterator[tuple[list[int], list[bool]]]:
-    """Tokens of each conversation, and which are the assistant's; all of a plain text and its end count.
+    """Yields the tokens of each conversation, and which are the assistant's; in a plain text, all tokens and its end
+    count as the assistant's.
 
-    Raises: ValueError naming file and line of a plain text in which a special token's name stands, or of a conversation
+    Raises: ValueError naming file and line of a plain text that contains a special token's name, or of a conversation
     that the chat template refuses.
     """
     is_text = [messages[0]["role"] == TEXT_ROLE for _, messages in conversations]
@@ -121,8 +126,7 @@ def encoded_all(
 def demonstration_lengths(
     tokenizer: Tokenizer, sources: Sequence[DataConfig], most_tokens: int, tell: Callable[[str], None] = untold
 ) -> Lengths:
-    """The lengths of the conversations, of which at most `most_tokens` count. Raises: ValueError as
-    `read_conversations`."""
+    """Returns the conversations' lengths, of at most `most_tokens` each. Raises: ValueError as `read_conversations`."""
     sample = RowSample[tuple[str, Messages]]()
     for where, turns in read_conversations(sources, tell, takes_texts=True):
         sample.add((where, turns), sum(len(turn["content"].encode()) for turn in turns))
@@ -137,7 +141,7 @@ def demonstration_lengths(
 def _shortened(
     tokens: Sequence[int], is_response: Sequence[bool], limit: Limit
 ) -> tuple[Sequence[int], Sequence[bool], int]:
-    """What is left of a conversation that is too long: its beginning, unless no response is in it."""
+    """Truncate a conversation that is too long to its beginning; skip it if that has no response."""
     if limit.on_overlong == "skip":
         return [], [], SKIPPED
     if limit.has_source:
@@ -149,7 +153,7 @@ def _shortened(
 
 
 def split_pair(tokens: Sequence[int], is_response: Sequence[bool]) -> tuple[Sequence[int], Sequence[int]]:
-    """What comes before the last response, and that response with its end token."""
+    """Split a conversation into what comes before the last response, and that response with its end token."""
     end = len(tokens) - is_response[::-1].index(True)
     length = next((back for back in range(end) if not is_response[end - 1 - back]), end)
     return tokens[: end - length], tokens[end - length : end]

@@ -1,7 +1,7 @@
 """Rejection sampling as a stage: sample n responses per prompt, keep the best by a reward model, train on those.
 
-One round of RAFT (arXiv 2304.06767), also called best-of-n distillation. The driver has the workers sample, and writes
-what was kept to `best.jsonl`, which is a file of demonstrations; training is SFT's, from the same policy.
+This is one round of RAFT (arXiv 2304.06767), also called best-of-n distillation. The workers sample, and the driver
+writes the best responses to `best.jsonl`, a file of demonstrations. Training is that of SFT, from the same policy.
 """
 
 import json
@@ -65,7 +65,7 @@ class RejectionConfig(FineTuningConfig):
 
 
 def run_rejection(run: StageRun, config: RejectionConfig) -> None:
-    """Sample and choose, unless that is done; train on all workers."""
+    """Sample and choose, unless that is already done; train on all workers."""
     start, tokenizer, path = run.start("sft"), load_tokenizer(run, config), run.folder / BEST
     fitting = fitting_prompts(run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong)
     chosen = _sample(run, config, start, fitting.prompts, path)
@@ -77,7 +77,7 @@ def run_rejection(run: StageRun, config: RejectionConfig) -> None:
 
 
 def _sample(run: StageRun, config: RejectionConfig, start: Path, prompts: Sequence[Prompt], path: Path) -> Chosen:
-    """Write the best responses to `path`. Parts of the prompts that were sampled before a kill are read.
+    """Write the best responses to `path`. Samples from before a kill are reused.
 
     Raises: ValueError if fewer than two responses can be kept.
     """
@@ -112,12 +112,14 @@ def _sample(run: StageRun, config: RejectionConfig, start: Path, prompts: Sequen
 
 
 def is_usable(sample: Sample) -> bool:
-    """Whether a sample may be kept. One without an end would teach the policy not to stop."""
+    """Returns whether a sample may be kept. One without an end token would teach the policy not to stop."""
     return sample.finished and bool(sample.response) and math.isfinite(sample.score)
 
 
 def best_responses(samples: Sequence[Sample]) -> dict[str, Sample]:
-    """The usable sample with the highest score by prompt, the first of equals; a prompt without one is left out."""
+    """Returns each prompt's usable sample with the highest score, the first if several tie. A prompt without a usable
+    sample is left out.
+    """
     found: dict[str, Sample] = {}
     for sample in filter(is_usable, samples):
         known = found.get(sample.prompt_id)
@@ -127,7 +129,7 @@ def best_responses(samples: Sequence[Sample]) -> dict[str, Sample]:
 
 
 def count_chosen(samples: Sequence[Sample], best: Mapping[str, Sample], num_prompts: int, num_samples: int) -> Chosen:
-    """Count what was kept, and why the rest was not."""
+    """Count the samples that were kept, and why the others were not."""
     texts: dict[str, set[str]] = {}
     best_texts: dict[str, set[str]] = {}
     for sample in filter(is_usable, samples):
@@ -150,9 +152,9 @@ def count_chosen(samples: Sequence[Sample], best: Mapping[str, Sample], num_prom
 
 
 def _tokenize(run: StageRun, config: RejectionConfig, tokenizer: Tokenizer, path: Path) -> TokenFolders:
-    """The kept conversations as tokens.
+    """Tokenize the kept conversations.
 
-    Raises: ValueError if those that fit in a row do not suffice to train on some and hold out others.
+    Raises: ValueError if too few of them fit in a row to train on some and hold out others.
     """
     data = DataConfig(source=str(path))
     every = round(1 / config.heldout_share)
@@ -197,21 +199,21 @@ def train(context: StageContext, config: RejectionConfig, start: Path, data: Tok
 
 
 def load_tokenizer(run: StageRun, config: RejectionConfig) -> Tokenizer:
-    """The policy's tokenizer, which it keeps."""
+    """Returns the policy's tokenizer, which training does not change."""
     if config.init_from:
         return Tokenizer.load(run.start("sft"), end=config.end_token)
     return run.tokenizer_of("sft")
 
 
 def check(config: RejectionConfig, job: JobView) -> None:
-    """Check that the weights name what the reward model learns."""
+    """Check that `objective_weights` names the objectives that the reward model learns."""
     reward = job.section(REWARD)
     if reward is not None and not config.reward_from:
         weights_by_label("[reward]", reward.labels, config.objective_weights)
 
 
 def preflight(run: StageRun, config: RejectionConfig) -> None:
-    """Check both models that the section names, and that every prompt leaves room for a response."""
+    """Check the models that the section names, and that every prompt leaves room for a response."""
     if config.init_from and (purpose := purpose_of(run.start("sft"))) != "language":
         raise ValueError(f"rejection.init_from {config.init_from}: a {purpose} model; a language model was expected")
     if config.reward_from:
@@ -223,7 +225,7 @@ def preflight(run: StageRun, config: RejectionConfig) -> None:
 
 
 def plan(planner: Planner, config: RejectionConfig) -> StagePlan:
-    """Both halves, one after the other: the time of both, and the memory of each."""
+    """Estimate both halves, sampling and training, which run one after the other: total time, and memory of each."""
     num_prompts, tokens = planner.sizes.num_rows(config.prompts), config.seq_len - 1
     measured_by: Mapping[str, int] = {"reward model": 2 if planner.layout.is_gpu else 4}
     lengths = planner.answered(config.prompts, config.max_new_tokens, lambda run: load_tokenizer(run, config))
@@ -236,7 +238,7 @@ def plan(planner: Planner, config: RejectionConfig) -> StagePlan:
         measured_by=measured_by,
     )
     rows = num_prompts * (1 - config.heldout_share)
-    if lengths.num_rows:  # measured, so packing can be counted
+    if lengths.num_rows:  # lengths were measured, so packing can be estimated
         rows *= min(1.0, lengths.mean / config.seq_len)
     steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
     num_logits = config.batch.micro_batch_size * tokens * planner.model.vocab_size

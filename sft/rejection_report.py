@@ -1,4 +1,4 @@
-"""What rejection sampling leaves in results.json, and what the report of a run shows of it."""
+"""What rejection sampling writes to results.json, and its part of a run's report."""
 
 from dataclasses import dataclass
 
@@ -20,12 +20,12 @@ PANELS = (Panel("Loss", "nats per token of the best samples", train_and_heldout(
 
 @dataclass(frozen=True)
 class Chosen:
-    """What was sampled and kept. Scores are the reward model's: means over the samples that have one, and over those
-    that were kept.
+    """What was sampled and kept. Scores are the reward model's, averaged over the samples that have one
+    (`sample_score`) and over those that were kept (`kept_score`).
 
-    Samples that cannot be kept are counted once, by the first reason that applies: truncated, empty, failed. Among the
-    kept prompts, `num_identical` have nothing to choose from, as their usable samples are one text; `num_tied` have
-    different texts with the best score, of which the first sample is kept.
+    A sample that cannot be kept is counted once, by the first reason that applies: truncated, empty, failed. Of the
+    kept prompts, `num_identical` had no choice, as all their usable samples are the same text; `num_tied` have
+    different texts with the best score, and the first sample is kept.
     """
 
     num_prompts: int
@@ -42,7 +42,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Trained:
-    """Losses of kept responses that were held out, nats per response token."""
+    """Losses on held-out kept responses, in nats per response token."""
 
     num_steps: int
     heldout_loss_before: float
@@ -51,7 +51,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class RejectionResults:
-    """What was sampled and kept, and what was learned from it."""
+    """What was sampled and kept, and how training on it went."""
 
     chosen: Chosen
     trained: Trained
@@ -96,7 +96,7 @@ def _facts(results: RejectionResults) -> list[tuple[str, str]]:
 
 
 def _rest(chosen: Chosen) -> list[tuple[str, str]]:
-    """Why samples were not kept, and where there was nothing to choose."""
+    """Returns why samples were not kept, and for how many prompts there was no choice."""
     found = (
         ("Samples that reached max_new_tokens", chosen.num_truncated),
         ("Samples without text", chosen.num_empty),

@@ -1,4 +1,4 @@
-"""What supervised fine-tuning leaves in results.json, and what the report of a run shows of it."""
+"""What supervised fine-tuning writes to results.json, and its part of a run's report."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,9 @@ PANELS = (Panel("Loss", "nats per response token", train_and_heldout("loss")), G
 
 @dataclass(frozen=True)
 class SFTResults:
-    """Losses in nats per response token, before and after training; `packing_efficiency` is the share of no padding."""
+    """Losses in nats per response token, before and after training. `packing_efficiency` is the share of positions
+    that are not padding.
+    """
 
     heldout_loss: float
     heldout_loss_before: float

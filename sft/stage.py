@@ -58,7 +58,7 @@ class SFTConfig(FineTuningConfig):
 
 
 def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFolders) -> None:
-    """Train on this rank; rank 0 writes `model/` and `results.json`. Raises: ValueError where there is no data."""
+    """Train on this rank; rank 0 writes `model/` and `results.json`. Raises: ValueError if there is no data."""
     tokenizer = Tokenizer.load(start, end=config.end_token)
     tokenizer = tokenizer.with_template(config.chat_template)
     kind = EncoderDecoder if purpose_of(start) == "translate" else LanguageModel
@@ -98,7 +98,7 @@ def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFold
 def make_objective(
     has_source: bool, tokenizer: Tokenizer, sources: Sequence[DataConfig], folder: Path, seq_len: int
 ) -> Objective[Any]:
-    """The conversations whose tokens are in `folder`: packed rows, or pairs of source and target.
+    """Build the objective over the conversations in `folder`: packed rows, or pairs of source and target.
 
     Raises: ValueError if there are none.
     """
@@ -111,7 +111,7 @@ def make_objective(
 
 
 class Pairs(Sequence[tuple[Sequence[int], Sequence[int]]]):
-    """Sequences as pairs of source and target, split where they are asked for."""
+    """Sequences as pairs of source and target, which are split on access."""
 
     def __init__(self, sequences: Sequences) -> None:
         self.sequences = sequences
@@ -125,7 +125,7 @@ class Pairs(Sequence[tuple[Sequence[int], Sequence[int]]]):
 
 
 def tokenize(run: StageRun, config: SFTConfig, tokenizer: Tokenizer) -> TokenFolders:
-    """Tokenize the conversations, unless that is done. Raises: ValueError as for `encode_demonstrations`."""
+    """Tokenize the conversations, unless that is already done. Raises: ValueError as for `encode_demonstrations`."""
     has_source = run.model.kind == "encoder-decoder"
 
     every = 0 if config.heldout else round(1 / config.heldout_share)
@@ -144,7 +144,7 @@ def tokenize(run: StageRun, config: SFTConfig, tokenizer: Tokenizer) -> TokenFol
 
 
 def packing_efficiency(objective: Objective[Any], seq_len: int) -> float:
-    """Fraction of the positions in rows that hold a token."""
+    """Returns the fraction of the positions in rows that hold a token."""
     if not isinstance(objective, PackedObjective):
         return 1.0
     return objective.num_tokens(np.arange(len(objective))) / (len(objective) * seq_len)
@@ -153,13 +153,13 @@ def packing_efficiency(objective: Objective[Any], seq_len: int) -> float:
 def run_sft(run: StageRun, config: SFTConfig) -> None:
     """Train on all workers."""
     start = run.start("pretrain")
-    # The tokenizer of the model as it is now: it need not be the one that the run began with.
+    # Load the tokenizer of the model as it is now, which may differ from when the run started.
     tokenizer = Tokenizer.load(start, end=config.end_token).with_template(config.chat_template)
     run.on_ranks(train, config, start, tokenize(run, config, tokenizer))
 
 
 def load_tokenizer(run: StageRun, config: SFTConfig) -> Tokenizer:
-    """The tokenizer that the model will have; its vocabulary is there before the parent is."""
+    """Returns the tokenizer that the model will have. It is known before the parent stage has run."""
     if config.init_from:
         loaded = Tokenizer.load(run.start("pretrain"), end=config.end_token)
     else:
@@ -189,7 +189,7 @@ def plan(planner: Planner, config: SFTConfig) -> StagePlan:
 
 
 def _num_packed_rows(planner: Planner, config: SFTConfig) -> float | None:
-    """Rows that the demonstrations are packed into; None where they cannot be read."""
+    """Returns the number of rows that the demonstrations are packed into; None if they cannot be read."""
     found = planner.measured(
         config.demonstrations,
         "conversations",
