@@ -179,12 +179,12 @@ class Tokenizer:
 
     @property
     def sha256(self) -> str:
-        """A hash of whatever makes two tokenizers equal."""
+        """A hash of everything that `==` compares."""
         return hashlib.sha256(json.dumps(self._written()).encode()).hexdigest()
 
     @property
     def vocabulary(self) -> BPE:
-        """The library's object, for code that writes it in another format."""
+        """The `tokenizers` object, for code that writes it in another format."""
         return self._bpe
 
     @property
@@ -197,7 +197,7 @@ class Tokenizer:
         return self._changed(chat_template=template)
 
     def with_distinct_pad(self) -> "Tokenizer":
-        """Returns the same tokenizer, padding with a special token that ends no response; without any if none exists.
+        """Returns this tokenizer with a padding token that ends no response, or without one if the vocabulary has none.
 
         transformers reads a reward model's score at the last token that is not padding. If the end token were padding,
         that would be one token too early.
@@ -223,8 +223,8 @@ class Tokenizer:
     def spelled_bytes(self, texts: Sequence[str]) -> list[list[int]]:
         """The number of bytes of text that each token of `encode_plain` stands for; they sum to the text's bytes.
 
-        Text that a vocabulary drops (WordPiece drops spaces) counts with the next token, at the end with the last. An
-        unknown token stands for the text that it replaces.
+        Text that a vocabulary drops (WordPiece drops spaces) counts with the next token, or at the end with the last
+        one. An unknown token stands for the text that it replaces.
         """
         encodings = self._encode_plain(texts)
         return [self._spelled_bytes(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
@@ -305,7 +305,7 @@ class Tokenizer:
 
     def _rendered_prompt(self, messages: Messages) -> tuple[str, list[Turn]]:
         text = self.render(messages, add_generation_prompt=True)
-        # A template may show earlier turns otherwise than it did when they were the last.
+        # A template may render an earlier turn differently from when it was the last one.
         beginnings = self._template.beginnings(messages)
         return text, [turn for before, whole in beginnings if (turn := turn_of(text, before, whole))]
 
@@ -314,10 +314,10 @@ class Tokenizer:
         return self.encode_conversations([messages])[0]
 
     def encode_conversations(self, conversations: Sequence[Messages]) -> list[tuple[list[int], list[bool]]]:
-        """Tokens of each, and per token whether it belongs to an assistant's response, its end token included.
+        """Returns each conversation's tokens, and per token whether it belongs to a response, including its end token.
 
-        They are the tokens of the whole rendering, and a prompt's tokens are always a prefix of them; how both can hold
-        is in `lm.chat_encoding`. Many conversations at once are encoded on all the library's threads.
+        They are the tokens of the whole rendering, and a prompt's tokens are always a prefix of them;
+        `lm.chat_encoding` explains how. Many conversations at once are encoded on all the library's threads.
         Raises: ValueError for a template whose rendering of a conversation does not extend that of its beginning.
         """
         return self._encode_all([self._template.render_with_turns(messages) for messages in conversations])
