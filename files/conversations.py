@@ -83,7 +83,7 @@ class ConversationFormat:
 
 
 def _messages(where: str, row: Row, _part: Part) -> list[Turn]:
-    """OpenAI's and TRL's `messages`."""
+    """Reads OpenAI's and TRL's `messages`."""
     turns = message_turns(where, row.get("messages"), "messages")
     for index, message in enumerate(row["messages"]):
         # OpenAI's fine-tuning files can exclude answers from the loss. Heed must not train on those silently.
@@ -96,7 +96,7 @@ def _messages(where: str, row: Row, _part: Part) -> list[Turn]:
 
 
 def _prompt_completion(where: str, row: Row, part: Part) -> list[Turn]:
-    """TRL's prompts and completions: texts, or lists of messages."""
+    """Reads TRL's prompts and completions: texts, or lists of messages."""
     sides = [("prompt", "user"), ("completion", "assistant")]
     turns = []
     for field, role in sides if part == "demonstration" else sides[:1]:
@@ -106,7 +106,7 @@ def _prompt_completion(where: str, row: Row, part: Part) -> list[Turn]:
 
 
 def _sharegpt(where: str, row: Row, _part: Part) -> list[Turn]:
-    """ShareGPT's `conversations` of {"from", "value"}, after an optional `system`."""
+    """Reads ShareGPT's `conversations` of {"from", "value"}, after an optional `system`."""
     turns = []
     if system := optional_text(where, row, "system"):
         turns.append(Turn("system", system, "system"))
@@ -125,7 +125,7 @@ def _sharegpt(where: str, row: Row, _part: Part) -> list[Turn]:
 
 
 def _alpaca(where: str, row: Row, part: Part) -> list[Turn]:
-    """Alpaca's `instruction`, `input` and `output`. The input follows the instruction after an empty line."""
+    """Reads Alpaca's `instruction`, `input` and `output`. The input follows the instruction after an empty line."""
     more = optional_text(where, row, "input")
     question = "\n\n".join([text_field(where, row, "instruction"), *([more] if more.strip() else [])])
     turns = [Turn("user", question, "instruction")]
@@ -137,7 +137,7 @@ def _alpaca(where: str, row: Row, part: Part) -> list[Turn]:
 
 
 def _pair(where: str, row: Row, _part: Part) -> list[Turn]:
-    """The prompt and the chosen side of a preference pair."""
+    """Reads the prompt and the chosen side of a preference pair."""
     return chosen_turns(where, row)
 
 
@@ -207,7 +207,7 @@ def _pair_prompt(where: str, row: Mapping[str, Any]) -> list[Turn]:
 
 
 def _tree(where: str, row: Row, part: Part) -> list[Turn]:
-    """Open-Assistant's tree: the path that takes the best reply at every turn, in a demonstration up to an answer."""
+    """Reads the path of best replies in Open-Assistant's tree; a demonstration ends with an answer."""
     turns, message, place = list[Turn](), object_field(where, row, "prompt"), "prompt"
     while True:
         speaker = any_text(f"{where}: {place}", message, "role")
@@ -227,13 +227,13 @@ def _tree(where: str, row: Row, part: Part) -> list[Turn]:
 
 
 def _rank(reply: Row) -> float:
-    """A reply's rank, 0 for the best; replies without one come last."""
+    """Returns a reply's rank, 0 for the best; replies without one come last."""
     rank = as_number(reply.get("rank"))
     return math.inf if rank is None else rank
 
 
 def _text(where: str, row: Row, part: Part) -> list[Turn]:
-    """A plain text. A demonstration is learned in full, without a chat template; a prompt is the user's turn."""
+    """Reads a plain text. A demonstration is learned in full, without a chat template; a prompt is the user's turn."""
     if {"message_id", "role"} <= row.keys():
         raise ValueError(
             f"{where}: the row is a single message of one of Open-Assistant's trees; a whole tree was expected, as in"

@@ -104,8 +104,8 @@ class AdapterConfig(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> "AdapterConfig":
-        """Raises: ValueError naming file, field and value for another type of adapter, a missing field, and an option
-        that Heed does not compute.
+        """Reads the file. Raises: ValueError naming file, field and value for another type of adapter, a missing field,
+        and an option that Heed does not support.
         """
         if not path.is_file():
             raise ValueError(f"{path}: no such file; the folder of an adapter in PEFT's layout was expected")
@@ -128,11 +128,11 @@ class AdapterConfig(BaseModel):
             raise ValueError(f"{path}: {_explained(error, raw)}") from None
 
     def rank(self, layer: str) -> int:
-        """The rank of a layer's adapter."""
+        """Returns the rank of a layer's adapter."""
         return _of_pattern(self.rank_pattern, layer, self.r)
 
     def scale(self, layer: str) -> float:
-        """alpha / rank, or alpha / √rank in rank-stabilised LoRA (arXiv 2312.03732)."""
+        """Returns alpha / rank, or alpha / √rank in rank-stabilised LoRA (arXiv 2312.03732)."""
         rank = self.rank(layer)
         alpha = _of_pattern(self.alpha_pattern, layer, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)

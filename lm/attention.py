@@ -110,7 +110,7 @@ def sinusoids(positions_BT: Tensor, width: int) -> Tensor:
 
 
 def shift_matrix(num_tokens: int, width: int) -> Tensor:
-    """The linear map [D, D] with `sinusoids(t + num_tokens) = shift_matrix(num_tokens) @ sinusoids(t)` for every t.
+    """Returns the linear map [D, D] with `sinusoids(t + n) = shift_matrix(n) @ sinusoids(t)` for every t.
 
     It rotates each pair (sin, cos) by its own angle, num_tokens · 10000^(-2i/D): relative positions are linear.
     """

@@ -197,9 +197,9 @@ def gradient_bytes(config: ModelConfig, of: Pass) -> int:
 def forward_bytes(config: ModelConfig, of: Pass) -> int:
     """Returns the peak bytes of a pass without gradients, which keeps only the residual stream.
 
-    The peak is in attention or in the MLP. Callers hold the stream as it was at the embeddings, before the block and before the branch. A branch's input and
-    the rotary tables are in the compute dtype. So is a branch's output on a CPU, where one kernel adds it for the next
-    norm.
+    The peak is in attention or in the MLP. Callers hold the stream as it was at the embeddings, before the block and
+    before the branch. A branch's input and the rotary tables are in the compute dtype. So is a branch's output on a
+    CPU, where one kernel adds it for the next norm.
     """
     N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, of.compute_bytes
     around = (3 * of.stream_bytes + (1 if of.is_fused else 2) * c) * config.hidden_size

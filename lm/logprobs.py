@@ -25,7 +25,7 @@ def token_logprobs(logits_CV: Tensor, tokens_C: Tensor, temperature: float = 1.0
 
 @Replaceable
 def logprobs_of_rows(logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> Tensor:
-    """`token_logprobs` of [C, V] and [C]."""
+    """Computes `token_logprobs` of [C, V] and [C]."""
     logits_CP = padded_rows(logits_CV)
     return _TokenLogprobs.apply(logits_CP, logits_CV.shape[1], tokens_C, temperature)  # type: ignore[no-untyped-call]
 
@@ -64,7 +64,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _parts(logits_CV: Tensor) -> Iterator[slice]:
-    """Slices of positions with at most `PART_NUMBERS` logits each."""
+    """Returns slices of positions with at most `PART_NUMBERS` logits each."""
     size = max(1, PART_NUMBERS[logits_CV.device.type] // logits_CV.shape[-1])
     return (slice(start, start + size) for start in range(0, len(logits_CV), size))
 

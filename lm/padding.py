@@ -59,12 +59,12 @@ def pad_left(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[
 
 
 def last_tokens(segments_BT: Tensor) -> Tensor:
-    """True at each sequence's last token, [B, T]; segments number the sequences of a row from 1, 0 = padding."""
+    """Returns True at each sequence's last token, [B, T]. Segments number a row's sequences from 1; 0 = padding."""
     following_BT = torch.nn.functional.pad(segments_BT, (0, 1))[:, 1:]
     return (segments_BT > 0) & (following_BT != segments_BT)
 
 
 def first_tokens(segments_BT: Tensor) -> Tensor:
-    """True at each sequence's first token, [B, T], as `last_tokens`."""
+    """Returns True at each sequence's first token, [B, T], as `last_tokens`."""
     preceding_BT = torch.nn.functional.pad(segments_BT, (1, 0))[:, :-1]
     return (segments_BT > 0) & (preceding_BT != segments_BT)

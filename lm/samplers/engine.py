@@ -102,7 +102,7 @@ class Agreement:
 
     @classmethod
     def of(cls, difference_C: Tensor, lengths: Sequence[int]) -> Self:
-        """`difference_C` has each token's difference, response after response; `lengths` are the responses' lengths."""
+        """Measures agreement from each token's difference, response after response, and the responses' lengths."""
         ratio_C = difference_C.exp()
         by_response = [
             float(part.abs().mean()) for part in difference_C.split(list(lengths)) if len(part) >= MIN_TOKENS

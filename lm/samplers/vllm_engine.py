@@ -74,7 +74,7 @@ class VLLMSampler(SamplingEngine):
         self.receive(map(SentWeights.of, chunks(weights)))
 
     def _require_shape(self, folder: Path) -> None:
-        """Raises: ValueError for a shape that vLLM cannot run on a CPU; vLLM itself would fail at the first sample."""
+        """Raises: ValueError for a shape that vLLM cannot run on a CPU; vLLM would fail only at the first sample."""
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         sizes, head_dim = CPUAttentionBackend.get_supported_head_sizes(), self._model.config.head_dim
