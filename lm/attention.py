@@ -360,7 +360,7 @@ def _attend_packed(q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask: PackedM
 
 
 def scores_bias(mask_BTS: Tensor, like: Tensor) -> Tensor:
-    """Returns the mask as numbers to add to the scores. PyTorch would compute them from the mask in every layer."""
+    """Returns the mask as numbers to add to the scores. Call once per step; PyTorch would make them in every layer."""
     return torch.zeros(mask_BTS.shape, dtype=compute_dtype(like), device=like.device).masked_fill_(
         ~mask_BTS, -torch.inf
     )

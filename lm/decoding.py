@@ -48,7 +48,7 @@ class Steps(Protocol):
         """
 
     def forget(self) -> None:
-        """Release what belongs to the batch, which is finished."""
+        """Release what belongs to the finished batch."""
 
 
 def decoding_steps(model: LanguageModel | EncoderDecoder, kind: StepKind) -> Steps | None:

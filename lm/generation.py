@@ -203,7 +203,7 @@ class _Run:
 def prompts_and_sources(
     model: LanguageModel | EncoderDecoder, asked: Sequence[Sequence[int]], start_id: int
 ) -> tuple[list[list[int]], list[list[int]] | None]:
-    """Returns the prompts and sources that make `generate` answer `asked`.
+    """Returns the prompts and sources with which `generate` answers the texts in `asked`.
 
     A decoder continues the text; an encoder-decoder reads it and begins after `start_id`, the end token, as in
     training.

@@ -180,7 +180,7 @@ def gradient_bytes(config: ModelConfig, of: Pass) -> int:
     """Returns the most bytes that a block's backward pass needs in addition to what the forward pass kept.
 
     The peak is in the MLP, with its activation's gradients, or in attention, with the gradients of its weights and of
-    its scores. By then, what the MLP and the last norm kept is free again.
+    its scores. By then, the memory that the MLP and the last norm kept is free again.
     """
     inner = config.intermediate_size * of.compute_bytes
     mlp = 2 * inner - config.hidden_size * of.compute_bytes if config.mlp == "swiglu" else inner

@@ -150,7 +150,7 @@ def align_heads(model: nn.Module, device: torch.device, row_multiple: int = ALIG
 
 
 def padded_rows(logits_CV: Tensor) -> Tensor:
-    """Returns the padded logits [C, P] of which a head's logits [C, V] are a view, or `logits_CV` if not padded.
+    """Returns the padded logits [C, P] behind a head's logits [C, V], or `logits_CV` itself if there is no padding.
 
     A gradient for the padded logits goes into the head's product as it is; one for the view would be copied.
     """
@@ -431,7 +431,7 @@ def token_keys(keys_BT: Tensor, positions_BT: Tensor, part: int) -> Tensor:
 
 
 def site_offset(site: int) -> int:
-    """Returns what a dropout site adds to a token's key. Offsets add up: those of 2 and 3 make that of 5."""
+    """Returns what a dropout site adds to a token's key. Offsets add up: site 2 plus site 3 is site 5."""
     return _signed(site * GOLDEN)
 
 

@@ -115,9 +115,9 @@ def load_for_inference(source: ModelSource[AnyModel], dtype: torch.dtype | None 
     """Load a model onto `inference_device`, without dropout or gradients, its parameters in `dtype` (default:
     `inference_dtype`).
 
-    Scoring, sampling and chat outside of training load their models here. This is the one place that decides on which
-    device and in which dtype a model computes that is not trained. The stages' own ranks compute on the engine's device
-    in the engine's precision.
+    Scoring, sampling and chat outside of training load their models here. This is the one place that decides the
+    device and dtype of a model that is not being trained. The stages' own ranks compute on the engine's device in the
+    engine's precision.
     Raises: ValueError as for the source.
     """
     return load(source, inference_device(), dtype or inference_dtype()).eval().requires_grad_(False)

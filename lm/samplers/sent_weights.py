@@ -109,7 +109,7 @@ def require_same(digests: Mapping[str, int], weights: Mapping[str, Tensor]) -> N
 def digests_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
     """Returns a digest of each tensor: Σ bits_i (i c | 1) modulo 2^64.
 
-    Because each place has its own odd factor, any change of one number changes the digest, and swapped numbers do too.
+    Because each place has its own odd factor, changing one number or swapping two changes the digest.
     """
     found = [_digest(tensor.contiguous().view(-1)) for tensor in weights.values()]
     return dict(zip(weights, torch.stack(found).tolist(), strict=True))

@@ -223,7 +223,7 @@ def truth_with_stale_prefixes(
 
 
 def weights_of(policy: LanguageModel) -> dict[str, Tensor]:
-    """Returns the weights by name, without copying. A tied output head has its own name too."""
+    """Returns the weights by name, without copying, including the output head even if it is tied."""
     return {**held_tensors(policy), "head.weight": policy.head.weight.detach()}
 
 
