@@ -1,1 +1,1 @@
-"""Files and folders, below every other package: atomic writes, hashes, locks, and records in JSON."""
+"""Files and folders, the lowest package: atomic writes, hashes, locks, and records in JSON."""

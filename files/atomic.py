@@ -1,7 +1,8 @@
 """Files and folders that are whole or absent: written under a temporary name, synced, then renamed.
 
-The temporary name of `NAME` is `.writing-NAME`, in the same folder. A kill in the middle of a write, or of a removal,
-leaves it behind; the next write of the same name replaces it, and `remove_unfinished` removes all of a folder.
+The temporary name of `NAME` is `.writing-NAME`, in the same folder. A process killed while it writes or removes a
+file leaves this name behind. The next write of the same name replaces it, and `remove_unfinished` removes all such
+files in a folder.
 `lock` lets one process at a time work in a folder.
 """
 
@@ -18,12 +19,12 @@ PREFIX = ".writing-"
 
 
 def temporary_path(path: Path) -> Path:
-    """Where `path` is written until it is whole."""
+    """Returns where `path` is written until it is complete."""
     return path.with_name(f"{PREFIX}{path.name}")
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed processes left in a folder of unfinished files and folders."""
+    """Remove the unfinished files and folders that killed processes left in a folder."""
     for path in folder.glob(f"{PREFIX}*"):
         _remove(path)
 
@@ -32,8 +33,8 @@ def remove_unfinished(folder: Path) -> None:
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yields the temporary path to write; if the block succeeds, the file replaces `path`.
 
-    If the block raises, `path` stays as it was and the temporary file is removed: on a full disk, a retry needs its
-    space. The folder of `path` must exist: a run folder that has disappeared must not be created again.
+    If the block raises, `path` stays as it was and the temporary file is removed, because on a full disk a retry
+    needs its space. The folder of `path` must exist: a run folder that has disappeared must not be created again.
     """
     temporary = temporary_path(path)
     try:
@@ -73,7 +74,7 @@ def commit_folder(temporary: Path, path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder. A kill in the middle leaves nothing under its name: the rest counts as unfinished."""
+    """Remove a folder. If the process is killed meanwhile, the name is gone and the rest counts as unfinished."""
     temporary = temporary_path(path)
     if temporary.exists():
         shutil.rmtree(temporary)
@@ -102,7 +103,7 @@ def sync(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder. What cannot be removed, because its disk is gone, stays."""
+    """Remove a file or a folder. What cannot be removed, for example because its disk is gone, stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return

@@ -27,7 +27,7 @@ from files.fields import (
 )
 
 AUTO = "auto"
-TEXT_ROLE = "text"  # of a plain text, which stands outside any chat template
+TEXT_ROLE = "text"  # for a plain text, which no chat template applies to
 
 Row = Mapping[str, Any]
 Turns = list[dict[str, str]]
@@ -59,10 +59,10 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversationFormat:
-    """`fields` are those that a demonstration must have, `prompt_fields` those that a prompt must have.
+    """A format of conversations. A demonstration must have `fields`, a prompt `prompt_fields`.
 
-    `known_as` is the format's name where people have one; otherwise its fields describe it. Where `holds_answers`, a
-    prompt is what comes before the assistant's last turn. `read` returns turns whose texts may be empty.
+    `known_as` is the format's common name; if it has none, its fields describe it. With `holds_answers`, a prompt is
+    what comes before the assistant's last turn. `read` returns turns whose texts may be empty.
     """
 
     name: str
@@ -83,10 +83,10 @@ class ConversationFormat:
 
 
 def _messages(where: str, row: Row, _part: Part) -> list[Turn]:
-    """OpenAI's and TRL's `messages`."""
+    """Reads OpenAI's and TRL's `messages`."""
     turns = message_turns(where, row.get("messages"), "messages")
     for index, message in enumerate(row["messages"]):
-        # OpenAI's fine-tuning files can exclude answers from the loss. Heed must not train on those without a word.
+        # OpenAI's fine-tuning files can exclude answers from the loss. Heed must not train on those silently.
         if message.get("weight") not in (None, 1):
             raise ValueError(
                 f"{where}: field 'messages[{index}].weight' is {shown(message['weight'])}; SFT learns every answer of"
@@ -96,7 +96,7 @@ def _messages(where: str, row: Row, _part: Part) -> list[Turn]:
 
 
 def _prompt_completion(where: str, row: Row, part: Part) -> list[Turn]:
-    """TRL's prompts and completions: texts, or lists of messages."""
+    """Reads TRL's prompts and completions: texts, or lists of messages."""
     sides = [("prompt", "user"), ("completion", "assistant")]
     turns = []
     for field, role in sides if part == "demonstration" else sides[:1]:
@@ -106,7 +106,7 @@ def _prompt_completion(where: str, row: Row, part: Part) -> list[Turn]:
 
 
 def _sharegpt(where: str, row: Row, _part: Part) -> list[Turn]:
-    """ShareGPT's `conversations` of {"from", "value"}, after an optional `system`."""
+    """Reads ShareGPT's `conversations` of {"from", "value"}, after an optional `system`."""
     turns = []
     if system := optional_text(where, row, "system"):
         turns.append(Turn("system", system, "system"))
@@ -125,7 +125,7 @@ def _sharegpt(where: str, row: Row, _part: Part) -> list[Turn]:
 
 
 def _alpaca(where: str, row: Row, part: Part) -> list[Turn]:
-    """Alpaca's `instruction`, `input` and `output`. The input follows the instruction after an empty line."""
+    """Reads Alpaca's `instruction`, `input` and `output`. The input follows the instruction after an empty line."""
     more = optional_text(where, row, "input")
     question = "\n\n".join([text_field(where, row, "instruction"), *([more] if more.strip() else [])])
     turns = [Turn("user", question, "instruction")]
@@ -137,7 +137,7 @@ def _alpaca(where: str, row: Row, part: Part) -> list[Turn]:
 
 
 def _pair(where: str, row: Row, _part: Part) -> list[Turn]:
-    """The prompt and the chosen side of a preference pair."""
+    """Reads the prompt and the chosen side of a preference pair."""
     return chosen_turns(where, row)
 
 
@@ -207,7 +207,7 @@ def _pair_prompt(where: str, row: Mapping[str, Any]) -> list[Turn]:
 
 
 def _tree(where: str, row: Row, part: Part) -> list[Turn]:
-    """Open-Assistant's tree: the path that takes the best reply at every turn, in a demonstration up to an answer."""
+    """Reads the path of best replies in Open-Assistant's tree; a demonstration ends with an answer."""
     turns, message, place = list[Turn](), object_field(where, row, "prompt"), "prompt"
     while True:
         speaker = any_text(f"{where}: {place}", message, "role")
@@ -222,18 +222,18 @@ def _tree(where: str, row: Row, part: Part) -> list[Turn]:
         best = min(kept, key=lambda number: _rank(replies[number]))
         message, place = replies[best], f"{place}.replies[{best}]"
     if part == "demonstration" and len(turns) > 1 and turns[-1].role == "user":
-        turns.pop()  # a question that nobody has answered
+        turns.pop()  # an unanswered question
     return turns
 
 
 def _rank(reply: Row) -> float:
-    """A reply's rank, 0 for the best; replies without one come last."""
+    """Returns a reply's rank, 0 for the best; replies without one come last."""
     rank = as_number(reply.get("rank"))
     return math.inf if rank is None else rank
 
 
 def _text(where: str, row: Row, part: Part) -> list[Turn]:
-    """A plain text: all of it is learned, without a chat template; as a prompt it is the user's turn."""
+    """Reads a plain text. A demonstration is learned in full, without a chat template; a prompt is the user's turn."""
     if {"message_id", "role"} <= row.keys():
         raise ValueError(
             f"{where}: the row is a single message of one of Open-Assistant's trees; a whole tree was expected, as in"
@@ -256,7 +256,7 @@ NAMES = (AUTO, *(form.name for form in FORMATS))
 
 
 def _accept(_turns: Turns) -> None:
-    """Refuses no row."""
+    """Accepts every row."""
 
 
 class ConversationReader:
@@ -268,7 +268,7 @@ class ConversationReader:
     def __init__(self, part: Part, form: str = AUTO, *, takes_texts: bool = True) -> None:
         self.part, self.takes_texts = part, takes_texts
         self.num_rows = 0
-        self.num_answers = 0  # of rows that are read as prompts: those whose last turn, the assistant's, is left out
+        self.num_answers = 0  # when reading prompts: rows whose last turn, the assistant's, is left out
         self.num_repeated = 0  # rows that are the same conversation as an earlier one
         self.num_left_out = 0
         self._seen = set[int]()  # their hashes, since the texts would fill the memory
@@ -277,10 +277,12 @@ class ConversationReader:
         self._misfits = Counter[str]()  # rows in another format than the first, by the format's name
 
     def read(self, where: str, row: Row, check: Callable[[Turns], None] = _accept) -> Turns:
-        """Returns the row's turns. A row that is refused, by `check` too, is in no count and decides no format.
+        """Returns the row's turns.
+
+        A row that is refused, here or by `check`, is not counted and does not decide the format.
 
         Raises: ValueError naming file, line and field for a row in no format, in two that contradict each other, or in
-        another one than the rows before, and as `check` does.
+        a different one from earlier rows; and whatever `check` raises.
         """
         row = {name: value for name, value in row.items() if value is not None}  # Parquet stores every field
         form = self._format or _recognise(where, row, self.part)
@@ -313,7 +315,7 @@ class ConversationReader:
         return ValueError(f"{where}: field {missing!r} is missing; found {names(row)}{hint}")
 
     def check_format(self) -> None:
-        """Raises: ValueError if most rows have another format than the first, which may be a header."""
+        """Raises: ValueError if most rows differ in format from the first, which may be a header."""
         num_misfits = self._misfits.total()
         num_rows = self.num_rows + self.num_left_out + num_misfits
         if self._format is not None and num_misfits > num_rows // 2:
@@ -324,7 +326,7 @@ class ConversationReader:
             )
 
     def summary(self, source: str) -> str:
-        """Says what was read, such as "demos.jsonl: 1,234 conversations, ShareGPT"."""
+        """Returns what was read, such as "demos.jsonl: 1,234 conversations, ShareGPT"."""
         if self._format is None:
             return f"{source}: no rows"
         what = "text" if self._format.name == "text" else "prompt" if self.part == "prompt" else "conversation"
@@ -348,7 +350,7 @@ class ConversationReader:
 
 
 def turns_of(where: str, row: Row, part: Part) -> Turns:
-    """Returns the turns of a row that stands alone. Raises: ValueError as `ConversationReader.read`."""
+    """Returns the turns of a single row. Raises: ValueError as `ConversationReader.read`."""
     return ConversationReader(part).read(where, row)
 
 
@@ -374,7 +376,7 @@ def _read(form: ConversationFormat, where: str, row: Row, part: Part) -> tuple[T
 
 
 def _recognise(where: str, row: Row, part: Part) -> ConversationFormat:
-    """Returns the row's format. Pairs, or a text, next to fields of another format are taken to repeat them.
+    """Returns the row's format. If a row has fields of another format, its pairs or text are ignored.
 
     Raises: ValueError for a row in no format, or in two that contradict each other.
     """
@@ -386,7 +388,7 @@ def _recognise(where: str, row: Row, part: Part) -> ConversationFormat:
         raise _unknown(where, row, part)
     if len(forms) > 1:
         read = {name: _read_or_why(form, where, row, part) for name, form in forms.items()}
-        if _is_beginning(read):  # the other format holds the prompt too, after the system's turn and with later turns
+        if _is_beginning(read):  # the other format also has the prompt, after a system turn and before later ones
             del forms["prompt"], read["prompt"]
         first = next(iter(read.values()))
         if any(turns != first for turns in read.values()):
@@ -416,7 +418,7 @@ def _read_or_why(form: ConversationFormat, where: str, row: Row, part: Part) -> 
 
 
 def _unknown(where: str, row: Row, part: Part) -> ValueError:
-    """Says what was expected, and where the rows belong if they are something else."""
+    """Returns an error that says what was expected, or which field is missing."""
     partial = [form for form in FORMATS if set(form.needs(part)) & row.keys()]
     if partial:  # such as a prompt without its completion
         missing = next(field for field in partial[0].needs(part) if field not in row)

@@ -10,7 +10,7 @@ SHOWN_NAMES = 20  # field names of a row that an error message lists
 
 
 def shown(value: Any) -> str:
-    """Formats a value for an error message, cut to SHOWN_CHARACTERS. Never raises, whatever the value is."""
+    """Formats a value for an error message, cut to SHOWN_CHARACTERS. Never raises."""
     if type(value) is int and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"  # Python refuses to print thousands of digits
     text = _SHORT.repr(value)
@@ -39,7 +39,7 @@ def names(row: Mapping[str, Any]) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """Names a value's type for an error message, null as JSON calls it."""
+    """Names a value's type for an error message; None is "null", as in JSON."""
     return "null" if value is None else type(value).__name__
 
 
@@ -151,7 +151,7 @@ def whole_field(where: str, row: Mapping[str, Any], field: str, low: int, high: 
 
 
 def text_or_messages(where: str, row: Mapping[str, Any], field: str) -> Any:
-    """Returns a text, or a list that is to hold messages."""
+    """Returns a text, or a list that should contain messages."""
     value = present(where, row, field)
     if not isinstance(value, str | list | tuple):
         raise ValueError(f"{where}: field {field!r} is {kind_of(value)}; a text or a list of messages was expected")
@@ -174,8 +174,8 @@ def checked_messages(where: str, messages: Any, field: str, *, ends_with: str) -
 def any_messages(where: str, messages: Any, field: str) -> list[dict[str, str]]:
     """Returns the turns in `field`: at least one, with known roles. Their texts may be empty.
 
-    A `developer` is the system, as OpenAI calls it now. Content may be text, or OpenAI's list of parts, all of them
-    texts, which are joined.
+    The role `developer`, OpenAI's newer name, becomes `system`. Content may be text, or OpenAI's list of parts; these
+    must all be texts, and are joined.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"{where}: field {field!r} is {kind_of(messages)}; a non-empty list was expected")

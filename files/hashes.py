@@ -6,20 +6,20 @@ import os
 import time
 from pathlib import Path
 
-SETTLED_SECONDS = 2.0  # a file changed less long ago may change again within one tick of its clock
-_known: dict[tuple[int, ...], str] = {}  # SHA-256 by what the file system says of a file
+SETTLED_SECONDS = 2.0  # a file changed more recently may change again within one tick of its clock
+_known: dict[tuple[int, ...], str] = {}  # SHA-256 by the file's device, inode, size and times
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of a file's contents."""
+    """Returns the SHA-256 of a file's contents."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def unchanged_hash(path: Path) -> str:
-    """As `file_hash`, but a file that this process has hashed is read again only if the file system says it changed.
+    """Returns `file_hash`, but reads a file again only if the file system says that it changed since the last call.
 
-    A model is an input of many stages. To find damage on the disk, read the file.
+    This saves time because a model is an input of many stages. It does not notice damage on the disk; `file_hash` does.
     """
     with path.open("rb") as file:
         found = os.fstat(file.fileno())
@@ -33,15 +33,15 @@ def unchanged_hash(path: Path) -> str:
 
 
 def folder_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below `folder`, by relative path, sorted; see `unchanged_hash`."""
+    """Returns the SHA-256 of every file below `folder`, by relative path, sorted; see `unchanged_hash`."""
     return {name: unchanged_hash(folder / name) for name in file_names(folder)}
 
 
 def folder_hash(folder: Path) -> str:
-    """One SHA-256 over all names and contents below `folder`."""
+    """Returns one SHA-256 over all names and contents below `folder`."""
     return hashlib.sha256(json.dumps(folder_hashes(folder), sort_keys=True).encode()).hexdigest()
 
 
 def file_names(folder: Path) -> list[str]:
-    """Relative paths of all files below `folder`, sorted."""
+    """Returns the relative paths of all files below `folder`, sorted."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

@@ -1,6 +1,6 @@
-"""Imports: Heed's own packages and what hides one, objects of a user's Python code, and large libraries in less time.
+"""Imports of Heed's packages, of a user's Python code, and of large libraries in less time.
 
-Heed's packages have common words as names. Standard library only.
+Heed's packages have common words as names, so other modules may hide them. Standard library only.
 """
 
 import gc
@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 SHOWN_FRAMES = 4  # of a traceback through a user's code
 
-# The package list of the project, from the roof down. `benchmarks` is left out: no run needs it.
+# The project's packages, from the top layer down. `benchmarks` is left out: no run needs it.
 PACKAGES = (
     "heed", "evaluation", "sft", "dpo", "ppo", "reward", "pretrain", "stages", "cluster", "training", "lm",
     "preferences", "files", "configs",
@@ -54,10 +54,10 @@ def refuse_hidden() -> None:
 
 
 def load_function(name: str, what: str) -> Callable[..., Any]:
-    """The function that `MODULE:NAME` or `FILE.py:NAME` names, the current folder included.
+    """Returns the function `MODULE:NAME` or `FILE.py:NAME`; modules in the current folder are found too.
 
-    `what` says in messages what is looked for. Raises: ValueError where there is none, or where the module's own code
-    fails: with the lines of it that led there.
+    `what` names the kind of function in error messages. Raises: ValueError if there is no such function, or if the
+    module's own code fails; the message then has the lines that led there.
     """
     place, _, attribute = name.partition(":")
     found = getattr(load_module(place, what), attribute, None)
@@ -68,21 +68,21 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
 
 
 def _file_meant(module: str, attribute: str) -> str:
-    """A hint where a module's name is that of one of Heed's packages, and of a file in the current folder too."""
+    """Returns a hint if the name is both a package of Heed and a file in the current folder."""
     if module not in PACKAGES or not Path(f"{module}.py").is_file():
         return ""
     return f"; {module} is a package of Heed: '{module}.py:{attribute}' names the file in this folder"
 
 
 def file_of(function: Callable[..., Any]) -> Path:
-    """The file in which a function's module is written."""
+    """Returns the source file of a function's module."""
     return Path(str(sys.modules[function.__module__].__file__))
 
 
 def load_module(place: str, what: str) -> ModuleType:
-    """The module of this name, or of this file. Raises: ValueError as `load_function`.
+    """Returns the module of this name, or in this file. Raises: ValueError as `load_function`.
 
-    A file is loaded by its path, so that it may have the name of any other module. It can import modules next to it
+    A file is loaded by its path, so it may have the same name as another module. It can import modules next to it
     whose names are not taken by Heed or an installed package.
     """
     if place.endswith(".py"):
@@ -105,7 +105,7 @@ def import_from(folder: str) -> None:
 
 
 def user_folders() -> list[str]:
-    """The folders in which this process looks for a user's modules."""
+    """Returns the folders in which this process looks for a user's modules."""
     return [*_user_folders]
 
 
@@ -123,13 +123,13 @@ def _module_of_file(path: Path, what: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # a user's code
-        del sys.modules[name]  # half of a module would be found the next time
+        del sys.modules[name]  # the next import would find a half-loaded module
         raise ValueError(f"{what}: importing {path} raised {explain(error)}") from None
     return module
 
 
 def explain(error: Exception, caller: str = "") -> str:
-    """What a user's code raised, followed by the lines of that code which led there, the innermost last.
+    """Returns what a user's code raised, followed by the lines of that code that led there, innermost last.
 
     Lines of `caller`, the file that called it, are left out.
     """
@@ -146,9 +146,9 @@ def _is_users(file: str) -> bool:
 
 @contextmanager
 def imports_uncollected() -> Iterator[None]:
-    """For imports at a process's start: no garbage collection looks at what they make, neither now nor later.
+    """Keep the garbage collector off imported objects, now and later. For imports at a process's start.
 
-    Collections take a quarter of the time in which PyTorch and a job's other libraries are imported.
+    Garbage collection takes a quarter of the time to import PyTorch and a job's other libraries.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -23,7 +23,7 @@ def as_json(value: Any) -> Any:
 
 
 def record_of(value: Mapping[str, Any], kind: type[AnyRecord], where: str) -> AnyRecord:
-    """A dataclass from a JSON object; null is NaN where a float is expected. Fields that it lacks are ignored.
+    """Makes a dataclass of a JSON object. Null becomes NaN in a float field. Keys that are not fields are ignored.
 
     Raises:
         ValueError: a field is missing or of another type; the message begins with `where` and names it.
@@ -32,7 +32,7 @@ def record_of(value: Mapping[str, Any], kind: type[AnyRecord], where: str) -> An
 
 
 def read_record(path: Path, kind: type[AnyRecord]) -> AnyRecord:
-    """A dataclass from a JSON file. Raises: as `record_of` does, and ValueError for a file without a JSON object."""
+    """Reads a dataclass from a JSON file. Raises: ValueError as `record_of`, and if the file is not a JSON object."""
     value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise ValueError(f"{path}: a JSON object was expected, not {type(value).__name__}")
@@ -75,7 +75,7 @@ def _read_fields(value: Mapping[str, Any], kind: Any, where: str, path: str) -> 
 
 
 def _is_a(value: Any, kind: type) -> bool:
-    """bool is no number; a whole number is a float."""
+    """Like isinstance, but a bool is not a number, and an int is also a float."""
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, int | float) if kind is float else isinstance(value, kind)

@@ -1,7 +1,7 @@
-"""Requests to other people's HTTP servers, sent again after failures that may pass.
+"""Requests to external HTTP servers, with retries after transient failures.
 
-A broken connection, silence, and statuses that say "try later" may pass; any other refusal would only be repeated.
-Pauses double, and are at least as long as the server asks for by Retry-After. Leaves out: dates in Retry-After.
+A broken connection, a timeout, and statuses that say "try later" are transient; any other refusal would only repeat.
+Pauses double, and are at least as long as Retry-After asks for. Dates in Retry-After are not supported.
 """
 
 import json
@@ -29,7 +29,7 @@ def send_with_retries(
     retried_statuses: Collection[int] = RETRIED_STATUSES,
     stopped: threading.Event | None = None,
 ) -> httpx.Response:
-    """Call `send` until it returns a response that is final, `give_up` says so, or `stopped` is set.
+    """Call `send` until its response is final, `give_up` says to stop, or `stopped` is set.
 
     Returns the last response, whatever its status.
 
@@ -75,7 +75,7 @@ def post_json(
     on_attempt: Callable[[], None] = lambda: None,
     stopped: threading.Event | None = None,
 ) -> httpx.Response:
-    """POST a JSON value, and again up to `num_retries` times. Redirects are not followed: a key would go along.
+    """POST a JSON value, with up to `num_retries` retries. Redirects are not followed: they would get the API key too.
 
     Returns the last response, whatever its status. `timeout_seconds` limits each silence of the server.
 
@@ -105,11 +105,11 @@ def post_json(
 
 
 class _StoppedError(Exception):
-    """Nobody waits for the response any more."""
+    """Raised when nobody waits for the response any more."""
 
 
 def _read(response: httpx.Response) -> httpx.Response:
-    """The whole response. Of one that reports an error, what can be read of it is enough."""
+    """Reads the whole response. If it reports an error, the part that can be read is enough."""
     content = bytearray()
     try:
         for chunk in response.iter_bytes():
@@ -125,7 +125,7 @@ def _read(response: httpx.Response) -> httpx.Response:
 
 
 def _requested_pause(state: tenacity.RetryCallState) -> float:
-    """Seconds that a server asks to wait by Retry-After; 0 if it does not, or not in seconds."""
+    """Returns the seconds that Retry-After asks to wait; 0 if it is missing or not in seconds."""
     if state.outcome is None or state.outcome.failed:
         return 0.0
     value = state.outcome.result().headers.get("Retry-After", "")
@@ -134,5 +134,7 @@ def _requested_pause(state: tenacity.RetryCallState) -> float:
 
 @cache
 def _client() -> httpx.Client:
-    """One per process, since creating one reads all certificates. It keeps no idle connection, which may go stale."""
+    """The process's only client, since creating one reads all certificates. It keeps no idle connection, which may
+    go stale.
+    """
     return httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))

@@ -1,8 +1,7 @@
-"""Streaming the rows of a file, a folder or a hub id, each with its location for error messages.
+"""Stream the rows of a file, a folder or a hub id, each with its location for error messages.
 
 It reads JSONL, JSON (a list of objects), CSV, Parquet and plain text, each also as .gz, folders that `datasets` saved
-or can load, and hub ids. Of rows that cannot be used, Heed counts all in a source, names the first few, and refuses or
-skips them.
+or can load, and hub ids. Heed counts all invalid rows of a source, names the first few, and refuses or skips them.
 """
 
 import csv
@@ -19,11 +18,11 @@ from files.strict_json import MAX_ROW_BYTES, open_bytes, read_jsonl, read_list, 
 
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".md": "text"}
 SAVED = ("dataset_dict.json", "state.json")  # files in a folder that `datasets` saved
-OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # of CSV, which are refused
+OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # in CSV; these are refused
 
 HINT = 'on_invalid = "skip" in a job\'s source, or --on-invalid skip of heed init, leaves such rows out'
-SHOWN_ROWS, KEPT_ROWS = 5, 1000  # invalid rows named in an error, and remembered at most
-COUNTED_ROWS = 1_000_000  # most rows read after the first refused one, to count the other invalid ones
+SHOWN_ROWS, KEPT_ROWS = 5, 1000  # invalid rows named in an error, and the most that are kept
+COUNTED_ROWS = 1_000_000  # the most rows read after the first refused one, to count other invalid ones
 
 OFFLINE = "HF_HUB_OFFLINE is set, and there is no earlier download"
 UNREACHABLE = "the hub cannot be reached, and there is no earlier download"
@@ -124,13 +123,13 @@ def read_source(
     """Streams (where, row) of a source. Hub datasets, JSONL and JSON lists are never held in memory as a whole.
 
     `split` and `subset` ("" = the default one) select from a folder or a hub id. `max_rows` 0 means all. A plain-text
-    file has one row per paragraph. `invalid` counts lines of JSON and CSV that are malformed, and they are passed over;
-    without it the first one is an error.
+    file has one row per paragraph. Malformed lines of JSON and CSV are counted in `invalid` and skipped;
+    without `invalid`, the first one is an error.
 
     Raises: ValueError naming the file, and line and column where its content is malformed.
     """
     rows = _all_rows(source, split, subset, refuse if invalid is None else invalid.add_unreadable)
-    yield from itertools.islice(rows, max_rows or None)  # it parses, and so counts, nothing after the last row
+    yield from itertools.islice(rows, max_rows or None)  # rows after the last one are neither parsed nor counted
 
 
 def is_file_name(source: str) -> bool:
@@ -203,10 +202,10 @@ def _objects(rows: Iterator[tuple[str, Any]], on_unreadable: Callable[[ValueErro
 
 
 def read_csv(path: Path, on_unreadable: Callable[[ValueError], None] = refuse) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields (where, row) for every row after the first, whose cells name the columns. Every value is a text.
+    """Yields (where, row) for every row after the first, whose cells name the columns. Every value is a string.
 
     It reads RFC 4180: commas, quotes doubled inside quotes, line breaks inside quotes. `where` names the line on which
-    the row begins. Blank lines are passed over. `on_unreadable` gets the error about a row with too few or too many
+    the row begins. Blank lines are skipped. `on_unreadable` gets the error about a row with too few or too many
     cells; unless it raises, the next row is read.
 
     Raises: ValueError naming the file and the line, and the column where there is one.
@@ -265,7 +264,7 @@ def _csv_row(where: str, columns: list[str], cells: list[str]) -> dict[str, str]
 
 
 def hub_reason(error: BaseException) -> str:
-    """Returns why the hub provided nothing; for an error that is not known here, its type and text."""
+    """Returns why the hub provided nothing; for an unknown error, its type and text."""
     from huggingface_hub import constants  # takes a moment, and only errors need it
 
     names = {type(one).__name__ for one in _causes(error)}

@@ -1,6 +1,6 @@
 """Strict JSON for rows, in files of lines or of one list, compressed or not, in bounded memory.
 
-It refuses what Python's parser would silently accept, change or crash on: duplicate keys (of which the last would win),
+It refuses what Python's parser would silently accept, change or crash on: duplicate keys (the last would win),
 integers beyond 64 bits, deep nesting, and halves of a surrogate pair, which no UTF-8 file, tokenizer or database can
 hold. It reads NaN and Infinity as floats: published files contain them, and a field that needs a number refuses them by
 name.
@@ -58,7 +58,7 @@ def refuse_unsound(value: Any, text: str) -> None:
 
 
 def _walk(value: Any) -> None:
-    """Checks every key and text. It keeps one iterator per level, so that a row of many small parts takes no memory."""
+    """Checks every key and text. One iterator per level keeps memory small for a row of many small parts."""
     levels: list[Iterator[tuple[str, Any]]] = [iter([("", value)])]
     path: list[str] = []
     while levels:
@@ -129,7 +129,7 @@ def starts_a_list(path: Path) -> bool:
 
 
 def refuse(error: ValueError) -> None:
-    """Raises the error about a row that cannot be parsed, so that no later one is read."""
+    """Raises the error about a row that cannot be parsed, so that reading stops."""
     raise error
 
 

@@ -48,22 +48,22 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # before the base's own names
 A, B = ".lora_A.weight", ".lora_B.weight"  # after them
 
-# Fields that change nothing once an adapter is trained, whatever they say. PEFT has many more, whose meaning Heed does
-# not compute: they must be off.
+# Fields that change nothing once an adapter is trained. PEFT has many more, which Heed does not support: they must be
+# off.
 WITHOUT_EFFECT = {
     "auto_mapping", "peft_version", "inference_mode", "fan_in_fan_out", "lora_dropout", "megatron_core",
     "qalora_group_size", "runtime_config", "eva_config", "corda_config", "loftq_config", "lora_ga_config",
 }  # fmt: skip
-# The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change the base's weights, which the adapter's files do not have.
+# The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change the base's weights, which the adapter's files do not contain.
 INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-# PEFT's names of what a model is for; it has none for predicting masked words.
+# PEFT's names of tasks, by Heed's purposes. PEFT has none for predicting masked words.
 TASKS = {
     "language": "CAUSAL_LM", "translate": "SEQ_2_SEQ_LM", "score": "SEQ_CLS", "sequence": "SEQ_CLS",
     "token": "TOKEN_CLS", "span": "QUESTION_ANS", "body": "FEATURE_EXTRACTION",
 }  # fmt: skip
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
-Layers = dict[str, int | None]  # outputs by name of a layer in the base's layout; None: all of a map's
+Layers = dict[str, int | None]  # number of outputs by a layer's name in the base's layout; None: all of a map's
 
 
 def _pattern(text: str) -> str:
@@ -104,13 +104,13 @@ class AdapterConfig(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> "AdapterConfig":
-        """Raises: ValueError naming file, field and value for another type of adapter, a missing field, and an option
-        that Heed does not compute.
+        """Reads the file. Raises: ValueError naming file, field and value for another type of adapter, a missing field,
+        and an option that Heed does not support.
         """
         if not path.is_file():
             raise ValueError(f"{path}: no such file; the folder of an adapter in PEFT's layout was expected")
         raw = read_json(path)
-        if raw.get("peft_type") != "LORA":  # another type has other fields; the first thing to say is which it is
+        if raw.get("peft_type") != "LORA":  # another type has other fields, so report the type first
             raise ValueError(f"{path}: peft_type is {raw.get('peft_type')!r}; 'LORA' was expected")
         initial = raw.get("init_lora_weights")
         if (initial.lower() if isinstance(initial, str) else initial) not in INITIALISATIONS:
@@ -128,17 +128,17 @@ class AdapterConfig(BaseModel):
             raise ValueError(f"{path}: {_explained(error, raw)}") from None
 
     def rank(self, layer: str) -> int:
-        """The rank of a layer's adapter."""
+        """Returns the rank of a layer's adapter."""
         return _of_pattern(self.rank_pattern, layer, self.r)
 
     def scale(self, layer: str) -> float:
-        """alpha / rank, or alpha / √rank in rank-stabilised LoRA (arXiv 2312.03732)."""
+        """Returns alpha / rank, or alpha / √rank in rank-stabilised LoRA (arXiv 2312.03732)."""
         rank = self.rank(layer)
         alpha = _of_pattern(self.alpha_pattern, layer, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets(self, layer: str) -> bool:
-        """Whether PEFT puts an adapter on the layer of this name; it leaves out a file's tensors of any other."""
+        """Whether PEFT puts an adapter on the layer of this name; it ignores a file's tensors for other layers."""
         is_saved = any(re.match(rf"(^|.*\.){name}($|\..*)", layer) for name in self.modules_to_save or ())
         if is_saved or _names(self.exclude_modules, layer):
             return False
@@ -147,13 +147,13 @@ class AdapterConfig(BaseModel):
         return _names(self.target_modules, layer) and self._transforms(layer)
 
     def saves(self, module: str) -> bool:
-        """Whether the file must hold a module's weights whole, itself or as a part of another module."""
+        """Whether the file must have all weights of a module, listed itself or as a part of another module."""
         parts = module.split(".")
         owners = (".".join(parts[: end + 1]) for end in range(len(parts)))
         return any(owner.endswith(name) for owner in owners for name in self.modules_to_save or ())
 
     def _transforms(self, layer: str) -> bool:
-        """Whether a layer is one of `layers_to_transform`, which are counted by the first number in names."""
+        """Whether a layer is in `layers_to_transform`, by the first number in its name."""
         wanted, patterns = self.layers_to_transform, self.layers_pattern
         if wanted is None or wanted == []:
             return True
@@ -164,20 +164,20 @@ class AdapterConfig(BaseModel):
 
 
 def _names(modules: str | Sequence[str] | None, layer: str) -> bool:
-    """Whether modules, an expression for whole names or a list of their ends, name the layer."""
+    """Whether `modules` names the layer: a regular expression for whole names, or a list of their endings."""
     if isinstance(modules, str):
         return re.fullmatch(modules, layer) is not None
     return any(f".{layer}".endswith(f".{name}") for name in modules or ())
 
 
 def _of_pattern(values: Mapping[str, Any] | None, layer: str, default: Any) -> Any:
-    """The value of the first pattern that is the whole end of the layer's name."""
+    """Returns the value of the first pattern that matches the end of the layer's name, from a dot on."""
     found = (value for pattern, value in (values or {}).items() if re.match(rf"(.*\.)?({pattern})$", layer))
     return next(found, default)
 
 
 def _explained(error: ValidationError, raw: Mapping[str, Any]) -> str:
-    """The first of the errors: field, value, and what was expected."""
+    """Formats the first error: field, value, and what was expected."""
     first = error.errors()[0]
     field = str(first["loc"][0])
     if first["type"] == "missing":
@@ -214,22 +214,22 @@ class AdapterFolder:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """A classifier's labels. PEFT keeps no names, so several are called what `transformers` calls them."""
+        """A classifier's labels. PEFT stores no names, so several labels get the names of `transformers`."""
         heads = [self.shapes[name] for name in ("score.weight", "classifier.weight") if name in self.shapes]
         num_labels = heads[0][0] if heads else 1
         return (SCORE,) if num_labels == 1 else tuple(f"LABEL_{number}" for number in range(num_labels))
 
     def rank(self, layer: str) -> int:
-        """The rank of a layer's adapter; 0 where the file has none."""
+        """Returns the rank of a layer's adapter; 0 if the file has none."""
         return self.config.rank(layer) if f"{layer}{A}" in self.shapes else 0
 
 
 def check_fit(adapter: AdapterFolder, model: nn.Module, new: Set[str]) -> None:
-    """Compare names and shapes of an adapter's tensors with the model and with the adapter's config; none is read.
+    """Compare names and shapes of an adapter's tensors with the model and the adapter's config, not their values.
 
-    `new` are our names of weights that the base does not have: the adapter must have them.
-    Raises: ValueError naming the tensors that have no place, that the config leaves out, that are missing, or whose
-    shapes differ; and for an adapter of nothing.
+    `new` has Heed's names of weights that the base lacks; the adapter must have them.
+    Raises: ValueError naming the tensors that do not belong in the model, that the config does not target, that are
+    missing, or whose shapes differ; and for a file without any adapter.
     """
     found = adapter.shapes.keys()
     pairs, left_out = _adapter_shapes(adapter, model)
@@ -253,7 +253,7 @@ def check_fit(adapter: AdapterFolder, model: nn.Module, new: Set[str]) -> None:
 
 
 def _adapter_shapes(adapter: AdapterFolder, model: nn.Module) -> tuple[dict[str, list[int]], set[str]]:
-    """Shapes of A and B of all maps that the config targets; the names of the others."""
+    """Returns the shapes of A and B of all maps that the config targets, and the names of A and B of the others."""
     pairs, left_out = dict[str, list[int]](), set[str]()
     for module, layers in adaptable_maps(model).values():
         for layer, rows in zip(layers, part_rows(module, layers), strict=True):
@@ -267,7 +267,7 @@ def _adapter_shapes(adapter: AdapterFolder, model: nn.Module) -> tuple[dict[str,
 
 
 def _whole_shapes(adapter: AdapterFolder, model: nn.Module, new: Set[str]) -> tuple[dict[str, list[int]], set[str]]:
-    """Shapes of the weights that an adapter may have whole; the names of those that it must have."""
+    """Returns the shapes of the weights that an adapter may have in full, and the names of those that it must have."""
     shapes = {ours: parameter.shape for ours, parameter in model.named_parameters()}
     wholes, required = dict[str, list[int]](), set[str]()
     for ours, place in places_of(model).items():
@@ -277,10 +277,9 @@ def _whole_shapes(adapter: AdapterFolder, model: nn.Module, new: Set[str]) -> tu
 
 
 def adaptable_maps(model: nn.Module) -> dict[str, tuple[nn.Linear, Layers]]:
-    """The linear maps that may have adapters, by our names, and their layers.
+    """Returns the linear maps that may have adapters, by Heed's names, and their layers.
 
-    Heads (`lm.layers.Head`, `lm.layers.Fp32Linear`) compute in their own ways: an adapter has them whole, or not at
-    all.
+    Heads (`lm.layers.Head`, `lm.layers.Fp32Linear`) compute differently, so an adapter has their full weights or none.
     """
     found, places = dict[str, tuple[nn.Linear, Layers]](), places_of(model)
     for name, module in model.named_modules():
@@ -291,8 +290,8 @@ def adaptable_maps(model: nn.Module) -> dict[str, tuple[nn.Linear, Layers]]:
 
 
 def places_of(model: nn.Module) -> dict[str, Stored]:
-    """Where PEFT has our weights, by our names. A table that the head shares is left out: an adapter that has it whole
-    would untie the model.
+    """Returns where PEFT stores the weights, by Heed's names. An embedding that the head shares is left out: an adapter
+    with its full weights would untie the model.
     """
     shape = model.config
     assert isinstance(shape, ModelConfig)
@@ -300,7 +299,7 @@ def places_of(model: nn.Module) -> dict[str, Stored]:
     is_tied = shape.tie_word_embeddings and hasattr(model, "head")
     names = [name for name, _ in model.named_parameters() if not is_adapter(name)]
     untied = [name for name in names if not (is_tied and name.endswith("coder.embedding.weight"))]
-    prefix = "bert." if type(model) is EncoderModel else ""  # `transformers` has it only where there is a head
+    prefix = "bert." if type(model) is EncoderModel else ""  # `transformers` has it only if there is a head
     return {name: _without_prefix(family.stored(shape, name), prefix) for name in untied}
 
 
@@ -310,10 +309,9 @@ def _without_prefix(place: Stored, prefix: str) -> Stored:
 
 @dataclass(frozen=True)
 class FromAdapter(Generic[AnyModel]):
-    """A model with the adapters of a folder, and with the weights that the folder has whole: heads, tables, norms.
+    """A model with a folder's adapters, and with the weights that the folder has in full: heads, embeddings, norms.
 
-    Raises: as `AdapterFolder`; and ValueError naming the tensors that the model has no place for, that the config
-    leaves out, that are missing, or whose shapes differ.
+    Raises: as `AdapterFolder`, and as `check_fit`.
     """
 
     frozen: ModelSource[AnyModel]
@@ -354,7 +352,7 @@ class FromAdapter(Generic[AnyModel]):
                     parts = down.split(module.rank), up.split(module.part_rows)
                     for layer, of_down, of_up in zip(maps[name][1], *parts, strict=True):
                         rank = adapter.rank(layer)
-                        if rank:  # a part of a lower rank than others, or without an adapter, ends with zeros
+                        if rank:  # a part with a lower rank than others, or without an adapter, ends with zeros
                             of_down[:rank], of_up[:, :rank] = own(f"{layer}{A}"), own(f"{layer}{B}")
                     yield f"{name}.{DOWN}", down
                     yield f"{name}.{UP}", up
@@ -363,7 +361,7 @@ class FromAdapter(Generic[AnyModel]):
 
 
 def adapted_folder(base: Path, adapter: AdapterFolder) -> FromAdapter[Model]:
-    """The model of a directory with an adapter; one that was trained under a new head brings it.
+    """Returns a directory's model with an adapter; an adapter that was trained with a new head brings that head.
 
     Raises: ValueError for a base that is not for the adapter's task.
     """
@@ -393,7 +391,7 @@ def _base(base: Path, adapter: AdapterFolder) -> ModelSource[Model]:
 
 
 def _with_whole_parts(tensor: Tensor, place: Stored, names: Set[str], own: Callable[[str], Tensor]) -> Tensor:
-    """The tensor, with those of its parts that an adapter has whole in place of its own."""
+    """Returns the tensor, with the parts that an adapter has in full replaced by the adapter's."""
     sizes = [len(tensor) if rows is None else rows for rows in place.parts.values()]
 
     def part(theirs: str) -> Tensor:
@@ -414,10 +412,10 @@ def save_trained(
     *,
     name: str = "model",
 ) -> None:
-    """Write a trained model into folder/name. One with adapters is merged, and folder/adapter holds only them.
+    """Write a trained model to folder/name. One with adapters is merged there, and folder/adapter has the adapters.
 
-    `plain` is the model without adapters; `network` is what was trained, whose `weights` come in its order. `base` is
-    the model that was adapted.
+    `plain` is the model without adapters. `network` is the trained model; `weights` come in the order of its
+    parameters. `base` is the model that was adapted.
     """
     if lora is None:
         save_model(folder / name, plain, weights, tokenizer)
@@ -472,7 +470,7 @@ def save_adapter(
 
 
 def _endings(adapted: set[str], others: set[str]) -> list[str]:
-    """The shortest ends of names by which PEFT finds the adapted maps and no other modules."""
+    """Returns the shortest endings of names with which PEFT finds the adapted maps and no other modules."""
 
     def ending(name: str) -> str:
         parts = name.split(".")

@@ -1,7 +1,7 @@
 """Attention: positions, masks, the equation and its kernels, and the modules around it.
 
-Rows may hold several sequences. On a CPU these are put side by side in groups of like length, so that no score between
-two of them is computed. On a GPU, PyTorch's kernels serve (none of this has run on one yet):
+A row may hold several sequences. On a CPU, sequences of similar length are batched in groups, so that no score between
+two sequences is computed. On a GPU, PyTorch's kernels are used (none of this has run on one yet):
 
 | rows                                               | kernel                                                |
 |----------------------------------------------------|-------------------------------------------------------|
@@ -10,12 +10,12 @@ two of them is computed. On a GPU, PyTorch's kernels serve (none of this has run
 | one query each, over a cache                       | memory-efficient; heads that share keys are its rows  |
 | any other, and all in fp32                         | memory-efficient with a mask, keys and values repeated |
 
-Memory-efficient attention takes no grouped heads. With a mask and grouped heads PyTorch is left with the equation
-written out, which repeats keys and values in fp32, or with cuDNN, which plans a kernel for every new shape, and lengths
-are new all the time.
+Memory-efficient attention does not support grouped heads. With a mask and grouped heads, PyTorch would fall back to the
+equation written out, which repeats keys and values in fp32, or to cuDNN, which plans a kernel for every new shape,
+while lengths change all the time.
 
 Shape letters: B batch, T query tokens, S key tokens, D model width, N heads, G key-value heads, H head dim,
-h = H/2 frequencies, E = (N + 2G) H, n sequences, L tokens of a group's longest sequence, M places of all groups.
+h = H/2 frequencies, E = (N + 2G) H, n sequences, L tokens of a group's longest sequence, M places in all groups.
 """
 
 import functools
@@ -36,13 +36,13 @@ from lm.transfer import upload
 
 torch.backends.cuda.enable_cudnn_sdp(False)
 
-MOST_PADDING = 1.5  # a group's longest sequence over its shortest, at most: fewer groups for less padding
+MOST_PADDING = 1.5  # at most, longest over shortest sequence of a group; more = fewer groups but more padding
 
 Rotary = tuple[Tensor, Tensor]  # cos and signed sin, [B, T, 1, H]
 
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
-    """Radians per token for each pair of dimensions, [h]: θ^(-2i/H), stretched as `scaling` says."""
+    """Returns radians per token for each pair of dimensions, [h]: θ^(-2i/H), stretched as `scaling` says."""
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     frequencies_h = theta**-exponents
     if scaling is None:
@@ -60,7 +60,7 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None,
 
 
 def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling, device: torch.device) -> Tensor:
-    """0 where a pair turns `beta_fast` times in the original context, 1 at `beta_slow`, linear in its index."""
+    """Returns 0 where a pair turns `beta_fast` times in the original context, 1 at `beta_slow`, linear in its index."""
 
     def index_of(turns: float) -> float:
         assert scaling.original_max_position_embeddings is not None
@@ -77,16 +77,16 @@ def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling, device: torch.
 
 
 def attention_sharpening(scaling: RopeScaling | None) -> float:
-    """The factor on queries and keys: YaRN's 0.1 ln(factor) + 1 (arXiv 2309.00071, eq. 22), else 1."""
+    """Returns the factor on queries and keys: YaRN's 0.1 ln(factor) + 1 (arXiv 2309.00071, eq. 22), else 1."""
     return 0.1 * math.log(scaling.factor) + 1 if scaling is not None and scaling.rope_type == "yarn" else 1.0
 
 
 def rotary_tables(
     positions_BT: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and signed sin [B, T, 1, H] of position · frequency, each frequency twice (arXiv 2104.09864, eq. 34).
+    """Returns cos and signed sin [B, T, 1, H] of position · frequency, each frequency twice (arXiv 2104.09864, eq. 34).
 
-    The sine's first half is negative: with it a rotation is two products and a roll.
+    The first half of the sines is negated, so that a rotation takes two products and a roll.
     """
     frequencies_h = rotary_frequencies(head_dim, theta, scaling, positions_BT.device)
     angles_BTh = positions_BT[..., None].float() * frequencies_h
@@ -110,9 +110,9 @@ def sinusoids(positions_BT: Tensor, width: int) -> Tensor:
 
 
 def shift_matrix(num_tokens: int, width: int) -> Tensor:
-    """The linear map [D, D] with `sinusoids(t + num_tokens) = shift_matrix(num_tokens) @ sinusoids(t)` for every t.
+    """Returns the linear map [D, D] with `sinusoids(t + n) = shift_matrix(n) @ sinusoids(t)` for every t.
 
-    Each pair (sin, cos) is turned by its own angle, num_tokens · 10000^(-2i/D): relative positions are linear.
+    It rotates each pair (sin, cos) by its own angle, num_tokens · 10000^(-2i/D): relative positions are linear.
     """
     exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
     angles_i = num_tokens * 10_000.0**-exponents
@@ -122,7 +122,7 @@ def shift_matrix(num_tokens: int, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Group:
-    """Sequences of like length: `num_sequences` of at most `longest` tokens, padded on the right.
+    """Sequences of similar length: `num_sequences` of at most `longest` tokens, padded on the right.
 
     The mask [n or 1, L, L] is True where a query may attend, None = causal.
     """
@@ -134,10 +134,10 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupedMask:
-    """Tokens attend within their sequence. Groups lie one after another, in M places.
+    """A mask that lets tokens attend within their sequence. Groups are stored one after another, in M places.
 
-    `places_M` has the token [B * T] at each place, any at padding, where `is_padding_M` is True. `back` [B * T] has the
-    place of each token, any at the rows' padding, where `is_padding` is True.
+    `places_M` has the index of the token [B * T] at each place, and any index at padding, where `is_padding_M` is True.
+    `back` [B * T] has the place of each token, and any place at the rows' padding, where `is_padding` is True.
     """
 
     groups: tuple[Group, ...]
@@ -147,16 +147,17 @@ class GroupedMask:
     is_padding: Tensor
 
     def with_masks(self, change: Callable[[Tensor | None, int], Tensor | None]) -> "GroupedMask":
-        """`change` gets each group's mask and its number of tokens."""
+        """Apply `change` to each group's mask and longest length, in tokens."""
         return replace(self, groups=tuple(replace(g, mask=change(g.mask, g.longest)) for g in self.groups))
 
 
 @dataclass(frozen=True)
 class PackedMask:
-    """Tokens attend within their sequence; rows are flattened.
+    """A mask over flattened rows that lets tokens attend within their sequence.
 
-    `starts` [n + 1] int32 has each sequence's first token in [B * T], and at the end their number; none is longer than
-    `longest`. A query sees the last `window` keys up to itself (0 = all); if not `causal`, its whole sequence.
+    `starts` [n + 1] int32 has the index in [B * T] of each sequence's first token, and the number of tokens at the end.
+    No sequence is longer than `longest`. A query attends to the last `window` keys up to itself (0 = all), or to its
+    whole sequence if not `causal`.
     """
 
     starts: Tensor
@@ -165,12 +166,12 @@ class PackedMask:
     window: int = 0
 
 
-# Who attends to whom: [B, T, S], True = may, or what is added to the scores; None = causal.
+# What each query attends to: [B, T, S], True = may attend, or numbers that are added to the scores; None = causal.
 Mask = Tensor | PackedMask | GroupedMask | None
 
 
 def attention_mask(segments_BT: Tensor, *, causal: bool = True) -> Tensor:
-    """Mask [B, T, S], True = may attend: within one segment, and only backwards if causal.
+    """Returns a mask [B, T, S], True = may attend: within one segment, and only backwards if causal.
 
     Padding (segment 0) attends to padding, so that no row of the softmax is empty.
     """
@@ -179,9 +180,9 @@ def attention_mask(segments_BT: Tensor, *, causal: bool = True) -> Tensor:
 
 
 def sliding_window_mask(mask_BTT: Tensor | None, window: int, num_tokens: int, device: torch.device) -> Tensor | None:
-    """The mask without keys further back than `window` tokens, the query's own included; 0 = no limit.
+    """Limit a mask to the last `window` keys, the query's own included; 0 = no limit.
 
-    None stays None (causal) where the window excludes nothing.
+    None stays None (causal) if the window excludes nothing.
     """
     if not 0 < window < num_tokens:
         return mask_BTT
@@ -192,7 +193,7 @@ def sliding_window_mask(mask_BTT: Tensor | None, window: int, num_tokens: int, d
 
 
 def with_window(mask: Mask, window: int, tokens_BT: Tensor, *, packs: bool) -> Mask:
-    """`sliding_window_mask`, for masks of any kind; `packs` = variable-length attention serves these rows."""
+    """Apply `sliding_window_mask` to any kind of mask; `packs` = these rows use variable-length attention."""
     T = tokens_BT.shape[1]
     if isinstance(mask, PackedMask):
         return replace(mask, window=window)
@@ -204,7 +205,7 @@ def with_window(mask: Mask, window: int, tokens_BT: Tensor, *, packs: bool) -> M
 
 
 def grouped_mask(segments_BT: Tensor, *, causal: bool) -> GroupedMask:
-    """For rows in which runs of equal numbers are sequences; 0 = padding."""
+    """Returns the mask of rows in which runs of equal numbers are sequences; 0 = padding."""
     flat = segments_BT.flatten()
     begins_BT = torch.ones_like(segments_BT, dtype=torch.bool)
     begins_BT[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
@@ -233,9 +234,9 @@ def grouped_mask(segments_BT: Tensor, *, causal: bool) -> GroupedMask:
 
 
 def packed_mask(segments_BT: Tensor, device: torch.device, *, causal: bool) -> PackedMask:
-    """For rows in which runs of equal numbers are sequences, those of padding too.
+    """Returns the mask of rows in which runs of equal numbers, padding included, are sequences.
 
-    Segments in the CPU's memory spare it waiting for the GPU, as it has to know how many sequences there are.
+    Pass segments in CPU memory: this function needs the number of sequences, and would wait for a GPU to count them.
     """
     T = segments_BT.shape[1]
     begins_BT = torch.ones_like(segments_BT, dtype=torch.bool)
@@ -245,7 +246,7 @@ def packed_mask(segments_BT: Tensor, device: torch.device, *, causal: bool) -> P
 
 
 def whole_rows(tokens_BT: Tensor, *, causal: bool, window: int = 0) -> PackedMask:
-    """For rows of one sequence each."""
+    """Returns the mask of rows with one sequence each."""
     B, T = tokens_BT.shape
     starts = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=tokens_BT.device)
     return PackedMask(starts, T, causal, window)
@@ -254,8 +255,9 @@ def whole_rows(tokens_BT: Tensor, *, causal: bool, window: int = 0) -> PackedMas
 def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Mask) -> Tensor:
     """softmax(Q Kᵀ / √H) V, [B, N, T, H]; a mask [B, T, S] is True where a query may attend, None = causal (T = S).
 
-    PyTorch's fused kernels serve GPUs, and single queries without gradients on a CPU. Elsewhere passes with and without
-    gradients must round alike, since PPO divides the probabilities of one by those of the other.
+    GPUs use PyTorch's fused kernels; so do single queries without gradients on a CPU. All other passes on a CPU use the
+    same code with and without gradients, so that both round alike: PPO divides the probabilities of one by those of the
+    other.
     """
     if isinstance(mask, GroupedMask):
         return _attend_in_groups(q_BNTH, k_BGSH, v_BGSH, mask)
@@ -272,8 +274,9 @@ def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Mask) -> Tensor
 
 @Replaceable
 def attend_written_out(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
-    """The equation of `attend`: on CPUs the backward of PyTorch's kernel takes up to four times as long at the sequence
-    lengths of small models.
+    """Compute the equation of `attend` step by step.
+
+    On a CPU the backward pass of PyTorch's kernel takes up to four times as long at small models' sequence lengths.
     """
     B, N, T, H = q_BNTH.shape
     G, S = k_BGSH.shape[1:3]
@@ -289,7 +292,7 @@ def attend_written_out(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS:
 
 
 def _attend_in_groups(q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask: GroupedMask) -> Tensor:
-    """`attend` [B, N, T, H] group by group; 0 at the rows' padding."""
+    """Computes `attend` [B, N, T, H] group by group; 0 at the rows' padding."""
     B, _, T, _ = q_BNTH.shape
     sizes = [group.num_sequences * group.longest for group in mask.groups]
     parts = [
@@ -305,8 +308,8 @@ def _attend_in_groups(q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask: Grou
 
 
 class _Rearranged(torch.autograd.Function):
-    """x[places]. Where x is not padding, `back` says which place has it, so the gradient is no sum but is moved back
-    alike. Padding gets none: no token that counts attends to it.
+    """x[places]. `back` has the one place of each row of x that is not padding, so the backward pass is also a gather
+    and sums nothing. Padding gets no gradient: no token that counts attends to it.
     """
 
     @staticmethod
@@ -323,14 +326,14 @@ class _Rearranged(torch.autograd.Function):
 
 
 def _attend_on_gpu(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Tensor | PackedMask | None) -> Tensor:
-    """`attend` by the table above."""
+    """Computes `attend` with the kernels in the table at the top of this file."""
     B, N, T, H = q_BNTH.shape
     G = k_BGSH.shape[1]
     if isinstance(mask, PackedMask):
         return _attend_packed(q_BNTH, k_BGSH, v_BGSH, mask)
     mask_B1TS = None if mask is None else mask[:, None]
     if T == 1:
-        # The query heads of a key-value head are adjacent, and all see the same keys: they are that head's queries.
+        # The query heads of a key-value head are adjacent, and all see the same keys, so they become its queries.
         rows = q_BNTH.reshape(B, G, N // G, H)
         return F.scaled_dot_product_attention(rows, k_BGSH, v_BGSH, mask_B1TS).reshape(B, N, T, -1)
     if mask is None and flash_takes(q_BNTH.dtype, H):
@@ -357,7 +360,7 @@ def _attend_packed(q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask: PackedM
 
 
 def scores_bias(mask_BTS: Tensor, like: Tensor) -> Tensor:
-    """What the kernels add to the scores: made once per step, as PyTorch makes it from a mask in every layer."""
+    """Returns the mask as numbers to add to the scores. Call once per step; PyTorch would make them in every layer."""
     return torch.zeros(mask_BTS.shape, dtype=compute_dtype(like), device=like.device).masked_fill_(
         ~mask_BTS, -torch.inf
     )
@@ -368,7 +371,7 @@ def is_on_gpu(x: Tensor) -> bool:
 
 
 def takes_packed_rows(x: Tensor, head_dim: int) -> bool:
-    """Whether variable-length attention serves products with `x`: bf16 or fp16 on a GPU, in this version of PyTorch."""
+    """Whether this version of PyTorch has variable-length attention for products with `x`: bf16 or fp16 on a GPU."""
     if not (is_on_gpu(x) and flash_takes(compute_dtype(x), head_dim)):
         return False
     kernel = varlen_attention()
@@ -389,9 +392,10 @@ class VarlenAttention:
 
 @functools.cache
 def varlen_attention() -> VarlenAttention | None:
-    """None before torch 2.10, which has `is_causal` instead of `window_size`; `enable_gqa` came later.
+    """Returns PyTorch's variable-length attention, or None before torch 2.10.
 
-    It is imported for the first rows on a GPU: it brings TorchDynamo, which takes a second or two of every process.
+    Version 2.10 has `is_causal` instead of `window_size`; `enable_gqa` came later. The module is imported only when
+    a GPU needs it: it imports TorchDynamo, which takes a second or two per process.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -404,7 +408,7 @@ def varlen_attention() -> VarlenAttention | None:
 def split_heads(
     qkv_BTE: Tensor, rotary: Rotary | None, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, N, T, H], k and v [B, G, T, H] of one product's output; q and k are rotated if `rotary` is given."""
+    """Split one product's output into q [B, N, T, H], k and v [B, G, T, H]; rotate q and k if `rotary` is given."""
     N, G = num_heads, num_kv_heads
     qk, v = qkv_BTE.unflatten(-1, (N + 2 * G, -1)).split([N + G, G], dim=2)
     if rotary is not None:
@@ -433,7 +437,7 @@ class Attention(nn.Module):
         return self.out(y_BNTH.transpose(1, 2).flatten(2))
 
     def project(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, N, T, H], keys and values [B, G, T, H]; queries and keys are rotated by their positions."""
+        """Returns queries [B, N, T, H], keys and values [B, G, T, H]; queries and keys are rotated by position."""
         N, G = self.num_heads, self.num_kv_heads
         qkv_BTE = self.qkv(x_BTD)
         if self.query_norm is None or self.key_norm is None:
@@ -458,13 +462,13 @@ class CrossAttention(nn.Module):
         self.out = Linear(N * H, D, bias=config.attention_bias == "all")
 
     def keys_and_values(self, states_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, G, S, H] of the encoder's states, computed once for all decoder tokens."""
+        """Returns keys and values [B, G, S, H] of the encoder's states, computed once for all decoder tokens."""
         B, S, _ = states_BSD.shape
         k, v = self.key_value(states_BSD).view(B, S, 2, self.num_kv_heads, self.head_dim).unbind(dim=2)
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def queries(self, x_BTD: Tensor) -> Tensor:
-        """[B, N, T, H] of the decoder's states."""
+        """Returns the queries [B, N, T, H] of the decoder's states."""
         B, T, _ = x_BTD.shape
         return self.query(x_BTD).view(B, T, self.num_heads, self.head_dim).transpose(1, 2)
 

@@ -17,13 +17,13 @@ from lm.config import ModelConfig
 from lm.layers import MLP, Dropout, Replaceable, make_norm, site_offset
 from lm.native.operators import prepare_for_compile
 
-BRANCHES = 3  # at most, per block: each has a dropout site of its own
+BRANCHES = 3  # at most, per block; each has its own dropout site
 BACKEND = "inductor"  # of `torch.compile`
 
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """What the blocks of one pass share; `masks` has an entry per layer.
+    """Inputs that the blocks of one pass share; `masks` has an entry per layer.
 
     `dropout_keys_BT` are the tokens' keys (`lm.layers.Dropout`).
     """
@@ -38,7 +38,7 @@ class BlockInputs:
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), as from GPT-2 on.
 
-    With `cross_attention`, x + cross(norm(x)) between them reads an encoder. Dropout applies to each branch.
+    With `cross_attention`, x + cross(norm(x)) between them attends to an encoder. Dropout applies to each branch.
     """
 
     def __init__(self, config: ModelConfig, dropout: float, *, cross_attention: bool = False) -> None:
@@ -84,8 +84,8 @@ class PostNormBlock(Block):
 def run_blocks(
     blocks: nn.ModuleList, final_norm: nn.Module, x_BTD: Tensor, inputs: BlockInputs, recompute: bool = False
 ) -> Tensor:
-    """All blocks in order, then the final norm. With `recompute` the backward pass runs each block again from its
-    input, and the forward pass saves nothing else.
+    """Run all blocks in order, then the final norm. With `recompute` the forward pass saves only each block's input,
+    and the backward pass runs the block again.
     """
     for layer, block in enumerate(blocks):
         run = partial(checkpoint, block, use_reentrant=False) if recompute else block
@@ -94,13 +94,12 @@ def run_blocks(
 
 
 def run_compiled_blocks(blocks: nn.ModuleList, x_BTD: Tensor, inputs: BlockInputs, *, recompute: bool) -> Tensor:
-    """All blocks in order, without the final norm, for training passes (`engine.compile_blocks`); `recompute` as for
-    `run_blocks`.
+    """Run all blocks in order, without the final norm, for training passes (`engine.compile_blocks`).
 
-    All blocks of a model share one graph: what differs between them, weights, mask and dropout's keys, is given to it.
-    A second length of rows makes one more, for all lengths. Steps of generation are recorded instead (`lm.decoding`),
-    and a decoder that attends to an encoder stays as it is. On a GPU norms, SwiGLU, rotary positions and the residual
-    stream become a few kernels. Not yet measured on a GPU.
+    `recompute` is as for `run_blocks`. All blocks of a model share one graph; weights, mask and dropout keys, which
+    differ between blocks, are its inputs. A second row length compiles one more graph, for all lengths. Steps of
+    generation are recorded instead (`lm.decoding`), and a decoder that attends to an encoder is not compiled. On a GPU,
+    norms, SwiGLU, rotary positions and the residual stream become a few kernels. Not yet measured on a GPU.
     """
     run = _compiled(BACKEND)
     for layer, block in enumerate(blocks):
@@ -121,7 +120,7 @@ def _run_block(block: nn.Module, x_BTD: Tensor, inputs: BlockInputs) -> Tensor:
 
 
 def _of_layer(inputs: BlockInputs, layer: int) -> BlockInputs:
-    """The inputs for which the first layer computes what this one does of those given: a graph names no layer."""
+    """Returns inputs with which layer 0 computes what `layer` does with `inputs`, so all layers share a graph."""
     assert inputs.cache is None, "a cache has an entry per layer"
     assert inputs.cross_cache is None, "a cache has an entry per layer"
     keys_BT = inputs.dropout_keys_BT

@@ -1,7 +1,7 @@
-"""What attention keeps of tokens already read: a decoder's keys and values, and an encoder's.
+"""Keys and values of tokens that attention has already read: a decoder's, and an encoder's.
 
 Shape letters: L layers, B slots or rows, G key-value heads, C columns, S key tokens, T new tokens, H head dim,
-N tokens that are written.
+N tokens to write.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from lm.config import ModelConfig
 
 
 class PassCache(Protocol):
-    """What one pass of a decoder does with its keys and values."""
+    """How one pass of a decoder stores and reads keys and values."""
 
     def append(self, layer: int, k_BGTH: Tensor, v_BGTH: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new tokens of one layer; return the keys and values that they attend to, [B, G, S, H] each."""
@@ -25,8 +25,7 @@ class PassCache(Protocol):
 class KVCache:
     """Keys and values of all layers, [L, B, G, C, H] each: token t of the sequence in slot b is in column t.
 
-    It is allocated once. Sequences are written, moved and overwritten in place, and none needs more columns than it has
-    tokens.
+    It is allocated once. Sequences are written, moved and overwritten in place, and each needs one column per token.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -34,9 +33,9 @@ class KVCache:
 
     @classmethod
     def empty(cls, config: ModelConfig, num_slots: int, num_columns: int, like: Tensor) -> Self:
-        """A cache for this shape of model, with the type and device of `like`."""
+        """Returns a cache for this shape of model, with the dtype and device of `like`."""
         shape = (config.num_hidden_layers, num_slots, config.num_key_value_heads, num_columns, config.head_dim)
-        # What is not written yet is masked, but 0 times uninitialised memory may be NaN.
+        # Zeros, although unwritten columns are masked: 0 times uninitialised memory may be NaN.
         return cls(like.new_zeros(shape), like.new_zeros(shape))
 
     @property
@@ -53,9 +52,9 @@ class KVCache:
         self.values[layer][slots_N, :, columns_N] = v_NGH.to(self.values.dtype)
 
     def copy_slots(self, pairs: Sequence[tuple[int, int]], num_columns: int) -> None:
-        """Copy the first columns of slots, (from, to), as if all at once: one's target may be another's source.
+        """Copy the first columns of slots, given as (from, to), all at once: a target may be another copy's source.
 
-        Takes the memory of the copied slots of one layer.
+        The copies take extra memory for one layer at a time.
         """
         source_B, target_B = torch.tensor(pairs, device=self.keys.device).unbind(dim=1)
         for part in (*self.keys, *self.values):
@@ -63,7 +62,7 @@ class KVCache:
 
 
 class PromptWriter:
-    """The cache of a pass that reads prompts: they attend to themselves, and what is not padding is stored.
+    """The cache of a pass over prompts: each prompt attends to itself, and everything but padding is stored.
 
     `places_N` are the tokens' places in the flattened [B, T].
     """
@@ -101,13 +100,13 @@ class CrossAttentionCache:
     real_BS: Tensor  # False at padding
 
     def keep(self, rows: Sequence[int]) -> "CrossAttentionCache":
-        """These rows, in this order."""
+        """Returns these rows, in this order."""
         rows_B = torch.tensor(rows, device=self.real_BS.device)
         keys, values = (tuple(part[rows_B] for part in parts) for parts in (self.keys, self.values))
         return CrossAttentionCache(keys, values, self.real_BS[rows_B])
 
     def join(self, other: "CrossAttentionCache") -> "CrossAttentionCache":
-        """The rows of both caches; the shorter is padded on the right."""
+        """Returns the rows of both caches; the shorter is padded on the right."""
         width = max(self.real_BS.shape[1], other.real_BS.shape[1])
 
         def padded(part: Tensor, dims_after: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""From a rendered conversation to tokens: special tokens that the template wrote, and the text between them.
+"""Turns a rendered conversation into tokens: special tokens that the template wrote, and the text between them.
 
 A template may trim, move or drop message text, so the rendering itself must show where that text ends up: anything that
 could be mistaken for a special token is put between two marks before the template sees it, and the marks move with it.
@@ -24,7 +24,8 @@ _OPEN, _CLOSE, _ESCAPE = MARKS = "\ufdd0\ufdd1\ufdd2"
 _MARK = re.compile(f"[{MARKS}]")
 _ESCAPED = re.compile(f"{_ESCAPE}([0-2])")
 _REGION = f"{_OPEN}[^{_OPEN}{_CLOSE}]*{_CLOSE}"
-# White space that the `tokenizers` library strips: Unicode's property, without four control characters of Python's.
+# White space that the `tokenizers` library strips: Unicode's property, without four control characters that
+# Python adds.
 _SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 
 
@@ -50,14 +51,14 @@ class Rendered:
     _marked: list[int]  # positions of removed marks in the marked text, in order
 
     def at(self, marked_position: int) -> int:
-        """The position in the text without marks of a position in the marked text."""
+        """Converts a position in the marked text to one in the text without marks."""
         return marked_position - bisect_right(self._marked, marked_position - 1)
 
 
 class Names:
     """The names of a vocabulary's added tokens, and the search for them.
 
-    `is_folded`: the vocabulary matches some special tokens after normalising the text, so that text which does not
+    `is_folded`: the vocabulary matches some special tokens after normalising the text, so text that does not
     spell a name may become one.
     """
 
@@ -105,7 +106,7 @@ class Names:
         return re.compile("|".join([_REGION, *(_pattern(self._added[name][1]) for name in _longest_first(names))]))
 
     def marked(self, content: str) -> str:
-        """A message's text, with marks around special tokens' names, and around edges that might become part of one."""
+        """Puts marks around special tokens' names in a message, and around edges that might become part of one."""
         spans = [match.span() for match in self._people.finditer(content)]
         kept = content.strip()
         if kept:
@@ -116,7 +117,7 @@ class Names:
         return _with_regions(content, spans) if spans else content
 
     def _risky_edges(self, kept: str) -> Iterator[tuple[int, int]]:
-        """Spans at the beginning and end of a text that may complete a name together with adjacent text."""
+        """Yields spans at the beginning and end of a text that may complete a name together with adjacent text."""
         heads, tails, names, longest = self._fragments
         if len(kept) < longest and kept in names:
             yield 0, len(kept)
@@ -130,7 +131,7 @@ class Names:
         return any(name in normalised for name in self._folded)
 
     def read(self, marked: str, *, finds_late: bool = True) -> Rendered:
-        """A rendering whose messages were marked: its text, and the special tokens outside message text.
+        """Removes the marks from a rendering, and finds the special tokens outside message text.
 
         Without `finds_late`, tokens that the library matches in normalised text are left to the library.
         """
@@ -157,9 +158,9 @@ class Names:
         return Rendered(text, [special for special in specials if self._may_stand(special, text)], regions, taken_out)
 
     def _special_at(self, match: re.Match[str], start: int) -> Special | None:
-        """The special token that matched, at character `start` of the text without marks."""
+        """Returns the special token that matched, at `start` of the text without marks; None for other tokens."""
         found = match.group()
-        # With white space around it, it is the longest name that fits.
+        # If the match includes white space, the token is the longest name that fits.
         name = found if found in self._added else next(n for n in self._longest_first if n.strip() == found.strip())
         number, token = self._added[name]
         return Special(start, start + found.index(name), start + len(found), number) if token.special else None
@@ -177,7 +178,7 @@ class Names:
 
 
 def marked_throughout(content: str) -> str:
-    """A message's text with marks around each character."""
+    """Puts marks around each character of a message, except white space."""
     spans = [(place, place + 1) for place, character in enumerate(content) if not character.isspace()]
     return _with_regions(content, spans)
 
@@ -200,14 +201,14 @@ def _longest_first(names: Sequence[str]) -> list[str]:
 
 @cache
 def _is_word(character: str) -> bool:
-    """Whether a name next to this character is inside a word, by the library, whose Unicode tables are not Python's."""
+    """Whether the library takes a name next to this character as part of a word; its Unicode tables are its own."""
     asked = Tokenizer(models.BPE())
     asked.add_tokens([AddedToken("a", single_word=True)])
     return not asked.encode(f"{character}a").ids
 
 
 def _pattern(token: AddedToken) -> str:
-    """The pattern of text that the library matches as the token."""
+    """Returns the pattern of text that the library matches as the token."""
     before, after = (f"[{_SPACE}]*" if takes_in else "" for takes_in in (token.lstrip, token.rstrip))
     return before + re.escape(token.content) + after
 
@@ -218,8 +219,8 @@ Place = Literal["first", "later", "continued"]
 
 
 class Section(NamedTuple):
-    """Text to encode; with `finds_names` the library looks for special tokens' names in it, as it must for those that
-    it matches in normalised text.
+    """Text to encode. With `finds_names` the library looks for special tokens' names in it, which is needed for the
+    names that it matches in normalised text.
     """
 
     text: str
@@ -236,7 +237,7 @@ class Turn:
 
 
 class Conversation:
-    """A rendering cut into sections, and its turns, whose responses are marked."""
+    """A rendering cut into sections, and its turns, which say where responses are."""
 
     def __init__(
         self, rendered: Rendered, turns: Sequence[Turn], end_ids: Collection[int], *, finds_names: bool
@@ -254,7 +255,7 @@ class Conversation:
         return Section(self._text[start:stop], place, self._finds_names)
 
     def sections(self) -> Iterator[Section]:
-        """The sections that `tokens` needs, unless a token spans a prompt's end and its response's beginning."""
+        """Yields the sections that `tokens` needs, unless a token spans a prompt's end and its response's beginning."""
         for start, stop in self._between_specials():
             if start < stop:
                 yield self._section(start, stop, _place(start))
@@ -263,14 +264,14 @@ class Conversation:
                         yield self._section(start, turn.start, _place(start))
 
     def names_people(self, encoded: Callable[[Section], Encoding], is_special: Callable[[int], bool]) -> bool:
-        """Whether the library, which looks for names in these sections, matches one in message text."""
+        """Whether the library finds a special token's name in message text when it encodes these sections."""
         if not self._regions:
             return False
         found = (span for token, *span in self._written(encoded).in_sections() if is_special(token))
         return any(start < last and first < stop for start, stop in found for first, last in self._regions)
 
     def tokens(self, encoded: Callable[[Section], Encoding]) -> tuple[list[int], list[bool]]:
-        """Tokens, and per token whether it belongs to a response, its end token included."""
+        """Returns the tokens, and per token whether it belongs to a response, including its end token."""
         written = self._written(encoded)
         is_response = [False] * len(written.tokens)
         for turn in self._turns:
@@ -307,7 +308,7 @@ class Conversation:
         written.add(start, whole.ids, whole)
 
     def _stop(self, turn: Turn, first: int, written: "_Written") -> int:
-        """The end of the response's tokens: after its end token, or else where the template's text around it ends."""
+        """Returns the end of the response's tokens: after its end token, or else where the template's text ends."""
         for special in self._specials:
             if special.token_id in self._end_ids and turn.start <= special.name_start < turn.stop:
                 return written.before(special.start) + 1
@@ -317,7 +318,7 @@ class Conversation:
 
 
 class _Written:
-    """Tokens and the characters that they stand for; `begins` counts the tokens before a response inside a section."""
+    """Tokens and the characters that they stand for; `begins` counts those before a response inside a section."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -332,14 +333,14 @@ class _Written:
         self.tokens += ids
 
     def in_sections(self) -> Iterator[tuple[int, int, int]]:
-        """Each token of the sections, with the start and end of its characters."""
+        """Yields each token of the sections, with the start and end of its characters."""
         for begin, (_, encoding) in zip(self._starts, self._firsts, strict=True):
             if encoding is not None:
                 for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
                     yield token, begin + start, begin + stop
 
     def before(self, position: int) -> int:
-        """The number of tokens that begin before the character."""
+        """Returns the number of tokens that begin before the character."""
         place = bisect_left(self._starts, position)
         if not place:
             return 0
@@ -356,7 +357,7 @@ def _place(start: int) -> Place:
 
 
 def _clipped(special: Special, turns: Sequence[Turn]) -> Special:
-    """White space that a special token absorbs belongs to the response, if one begins there."""
+    """Leaves white space that a special token would absorb to the response, if one begins there."""
     start = next((turn.start for turn in turns if special.start < turn.start <= special.name_start), special.start)
     return replace(special, start=start)
 
@@ -400,14 +401,14 @@ class SectionEncoder:
 
 
 def encode_texts(vocabulary: Tokenizer, texts: Sequence[str], *, finds_names: bool) -> list[Encoding]:
-    """The library's encodings; special tokens' names become those tokens, or are spelled out.
+    """Returns the library's encodings. With `finds_names`, special tokens' names become tokens; else they remain text.
 
     Raises: ValueError for text that is not valid Unicode.
     """
     vocabulary.encode_special_tokens = not finds_names
     try:
         return vocabulary.encode_batch(list(texts), add_special_tokens=False)
-    except TypeError:  # the library's answer to a string without a UTF-8 form
+    except TypeError:  # the library raises it for a string that UTF-8 cannot encode
         for text in texts:
             require_unicode(text)
         raise
@@ -426,8 +427,8 @@ def require_unicode(text: str) -> None:
 
 
 def _rebuilt(vocabulary: Tokenizer, *, everywhere: bool) -> Tokenizer:
-    """The vocabulary for text that follows other text; with `everywhere`, not even at a section's beginning is a space
-    put before it.
+    """Returns the vocabulary for text that follows other text. With `everywhere`, it puts no space before a section
+    either.
     """
     steps = {"normalizer": vocabulary.normalizer, "pre_tokenizer": vocabulary.pre_tokenizer}
     described = {name: None if step is None else json.loads(step.__getstate__()) for name, step in steps.items()}
@@ -438,7 +439,7 @@ def _rebuilt(vocabulary: Tokenizer, *, everywhere: bool) -> Tokenizer:
 
 
 def _without_prefix(step: Mapping[str, Any] | None, *, everywhere: bool) -> dict[str, Any] | None:
-    """The normaliser or pre-tokenizer, changed to put no space before a text."""
+    """Returns the normaliser or pre-tokenizer, changed to put no space before a text."""
     if step is None or (everywhere and step["type"] == "Prepend"):
         return None
     changed = dict(step)

@@ -1,4 +1,4 @@
-"""Chat templates: from conversations to text. Jinja, as published models write it."""
+"""Chat templates, which turn conversations into text. They are Jinja, as in published models."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +52,7 @@ class ChatTemplate:
         return environment.from_string(self.text)
 
     def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        """The conversation as the template writes it, with marks around text in messages that names a special token.
+        """Returns the conversation as the template writes it, with marks around special tokens' names in messages.
 
         Raises: ValueError for a conversation that the template refuses, or if it is unclear whether the template or a
         message wrote a special token's name.
@@ -93,13 +93,13 @@ class ChatTemplate:
                 **self._tokens,
             )
         except Exception as error:  # a template is code, which may also raise TypeError and others
-            # In one line, and without the template: published ones have dozens of lines.
+            # In one line, and without the template: published templates have dozens of lines.
             raise ValueError(f"chat_template refuses the conversation: {' '.join(str(error).split())}") from None
 
     def render_with_turns(self, messages: Messages) -> tuple[str, list[Turn]]:
-        """The rendering, and where each response stands in it.
+        """Returns the rendering, and the place of each response in it.
 
-        Raises: ValueError for a template whose rendering of a conversation does not extend that of its beginning.
+        Raises: ValueError if the rendering of a conversation does not extend the rendering of its beginning.
         """
         beginnings = list(self.beginnings(messages))
         if messages and messages[-1]["role"] == "assistant":
@@ -119,7 +119,7 @@ class ChatTemplate:
         return text, turns
 
     def closing_token(self) -> int | None:
-        """The special token that the template writes after an assistant's answer; None if it writes none there.
+        """Returns the special token that the template writes after an assistant's answer; None if it writes none there.
 
         Raises: ValueError for a template that refuses a question and an answer, with and without a system message.
         """
@@ -136,7 +136,7 @@ class ChatTemplate:
         return None if first is None else first.token_id
 
     def beginnings(self, messages: Messages) -> Iterator[tuple[str, str]]:
-        """For each response, the rendering before it and the rendering up to the next message."""
+        """Yields, for each response, the rendering before it and the rendering up to the next message."""
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
                 before = self.render(messages[:index], add_generation_prompt=True)
@@ -144,7 +144,7 @@ class ChatTemplate:
 
 
 def turn_of(text: str, before: str, whole: str) -> Turn | None:
-    """The response's place in the text; None if the text does not begin with `whole` or `whole` with `before`."""
+    """Returns the response's place in the text; None unless the text begins with `whole` and `whole` with `before`."""
     if not (text.startswith(whole) and whole.startswith(before)):
         return None
     return Turn(len(before), len(whole))
@@ -161,12 +161,12 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """JSON as published templates expect it; Jinja's own filter would escape HTML's special characters."""
+    """Writes JSON as published templates expect it; Jinja's own filter would escape HTML's special characters."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _end(text: str) -> str:
-    """The end of a rendering, for an error message."""
+    """Returns the end of a rendering, for an error message."""
     return repr(text) if len(text) <= SHOWN_CHARACTERS else f"...{text[-SHOWN_CHARACTERS:]!r}"
 
 

@@ -5,11 +5,11 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-Precision = Literal["fp32", "bf16"]  # what weights are multiplied in; sums and master weights are fp32
+Precision = Literal["fp32", "bf16"]  # of matrix products; sums and master weights are fp32
 
 
 def exact_div(numerator: int, denominator: int, what: str) -> int:
-    """`numerator / denominator`, refused with ValueError naming `what` unless it is whole."""
+    """Divide without a remainder. Raises: ValueError naming `what` if there is one."""
     if denominator <= 0 or numerator % denominator:
         raise ValueError(f"{what}: {numerator} is not a multiple of {denominator}")
     return numerator // denominator
@@ -125,7 +125,7 @@ class ModelConfig(BaseModel):
     @field_validator("sliding_window")
     @classmethod
     def _shortest_pattern(cls, pattern: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
-        """So that equal shapes are equal configs: (0, 8, 0, 8) is (0, 8), and in three layers so is (0, 8, 0)."""
+        """Make equal shapes equal configs: (0, 8, 0, 8) becomes (0, 8), and in three layers so does (0, 8, 0)."""
         num_hidden_layers = info.data.get("num_hidden_layers", len(pattern))
         if min(pattern) < 0:
             raise ValueError(f"{pattern} has a negative entry; numbers of tokens were expected, 0 for all")
@@ -173,10 +173,10 @@ class ModelConfig(BaseModel):
         return self
 
     def require_kind(self, kind: str) -> None:
-        """Raises: ValueError for a shape of another kind."""
+        """Check the model's kind. Raises: ValueError for another kind."""
         if self.kind != kind:
             raise ValueError(f"model.kind is {self.kind!r}; {kind!r} was expected")
 
     def window(self, layer: int) -> int:
-        """How many tokens back the layer sees, itself included; 0 = all."""
+        """Returns how many tokens back a layer attends, the token itself included; 0 = all."""
         return self.sliding_window[layer % len(self.sliding_window)]

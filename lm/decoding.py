@@ -1,4 +1,4 @@
-"""How generation takes its steps, one token per sequence, and how fast.
+"""Decoding steps: how generation computes one token per sequence.
 
 | steps  | by                                                | on               |
 |--------|---------------------------------------------------|------------------|
@@ -27,8 +27,8 @@ from lm.layers import compute_dtype
 from lm.model import LanguageModel
 from lm.native.decoder import NativeSteps, what_native_steps_miss
 
-ROWS, COLUMNS = 8, 64  # recorded steps have multiples of these, unless the cache has less
-# Tokens of one pass over prompts on a GPU: enough to keep it busy, and little memory next to the weights.
+ROWS, COLUMNS = 8, 64  # recorded steps have multiples of these, up to the size of the cache
+# Tokens of one pass over prompts on a GPU: enough to keep it busy, with little memory compared with the weights.
 PROMPT_TOKENS = 8192
 
 StepKind = Literal["auto", "eager", "fixed", "native"]
@@ -36,25 +36,25 @@ Step = Callable[[], None]
 
 
 class Steps(Protocol):
-    """Steps of one batch at a time. Finished rows leave when no more than the share `leave_below` still runs."""
+    """Decoding steps for one batch at a time. Finished rows leave once at most the share `leave_below` still runs."""
 
     @property
     def leave_below(self) -> float: ...
 
     def next_logits(self, tokens_B: Tensor, columns_B: Tensor, cache: KVCache, num_columns: int) -> Tensor:
-        """Logits [B, V] of what follows the tokens of the first slots, which the next call may overwrite.
+        """Returns the logits [B, V] after the tokens of the first slots; the next call may overwrite them.
 
-        Their keys and values go to `columns_B`. What has `num_columns` tokens or more has ended.
+        The tokens' keys and values go to `columns_B`. A sequence with `num_columns` tokens or more has ended.
         """
 
     def forget(self) -> None:
-        """The batch is finished: release what belongs to it."""
+        """Release what belongs to the finished batch."""
 
 
 def decoding_steps(model: LanguageModel | EncoderDecoder, kind: StepKind) -> Steps | None:
-    """None = eager steps. "auto" is the fastest kind that the model and its device allow.
+    """Returns steps of this kind; None = eager steps. "auto" is the fastest kind that the model and its device support.
 
-    Raises: ValueError for a kind that they do not allow.
+    Raises: ValueError for a kind that they do not support.
     """
     if kind not in ("auto", "native"):
         return fixed_steps(model, kind)
@@ -67,7 +67,7 @@ def decoding_steps(model: LanguageModel | EncoderDecoder, kind: StepKind) -> Ste
 
 
 def cache_for(model: LanguageModel | EncoderDecoder, steps: Steps | None, max_rows: int, num_columns: int) -> KVCache:
-    """A cache for at most `max_rows` sequences of so many tokens: fewer if the device's memory does not hold them."""
+    """Returns a cache for `max_rows` sequences of `num_columns` tokens, or as many as fit in the device's memory."""
     if isinstance(steps, FixedSteps):
         return steps.cache_for(max_rows, num_columns)
     rows = rows_that_fit(model, max_rows, num_columns)
@@ -82,7 +82,7 @@ def decode(
     num_columns: int,
     cross_cache: CrossAttentionCache | None = None,
 ) -> Tensor:
-    """Logits [B, V] after the tokens, which are those of the first slots; their keys and values go to `columns_B`.
+    """Returns the logits [B, V] after the tokens of the first slots, whose keys and values go to `columns_B`.
 
     Neither shapes nor Python values depend on `columns_B`, so the step can be captured in a CUDA graph. A sequence with
     `num_columns` tokens or more has ended: it may idle, and nothing reads its logits.
@@ -105,10 +105,10 @@ def decode(
 
 @contextmanager
 def prepacked(model: nn.Module, num_rows: int) -> Iterator[None]:
-    """Inside this context the model's linear maps use copies of their weights prepacked for a CPU's bf16 instructions
+    """Inside this context the model's linear maps use copies of their weights, prepacked for a CPU's bf16 instructions
     (oneDNN), where that helps.
 
-    The weights must not change meanwhile. The copies take as much memory as the weights.
+    The weights must not change inside it. The copies take as much memory as the weights.
     """
     linears = [module for module in model.modules() if isinstance(module, nn.Linear) and gains(module.weight)]
     for linear in linears:
@@ -146,18 +146,18 @@ def gains(weight: Tensor) -> bool:
 
 
 class FixedSteps:
-    """Steps over one cache, each recorded the first time that its size is needed.
+    """Steps over one cache. Each size is recorded the first time that it is needed.
 
     A step of one token is hundreds of short kernels, and launching each takes the CPU longer than most of them run. A
-    CUDA graph launches all at once; but it records addresses, not values, so everything that changes between steps is
-    in fixed buffers, the sequences' lengths included. A step reads the cache up to a fixed column and masks what a
+    CUDA graph launches all at once; but it records addresses, not values, so everything that changes between steps,
+    including the sequences' lengths, is in fixed buffers. A step reads the cache up to a fixed column and masks what a
     sequence has not written yet. Rows and columns are rounded up to a few sizes; a step is recorded once for each pair
     of sizes.
 
-    One that is kept between calls of `generate` keeps its cache and its recordings; the weights may change in place.
+    Keep an instance between calls of `generate` to keep its cache and recordings; the weights may change in place.
     """
 
-    leave_below = 0.9  # rows that leave let others in; it costs moving some and reading few prompts at a time
+    leave_below = 0.9  # leaving early lets others in, but moves rows and reads few prompts at a time
 
     def __init__(self, model: LanguageModel) -> None:
         self.model, self.num_recordings = model, 0
@@ -172,7 +172,7 @@ class FixedSteps:
         self._max_rows = 0
 
     def cache_for(self, max_rows: int, num_columns: int) -> KVCache:
-        """The cache of these steps, for at most so many sequences. It is made again if the last one was for less."""
+        """Returns the cache of these steps, for at most `max_rows` sequences; a new one if the last is too small."""
         if self._cache is None or self._max_rows < max_rows or self._cache.num_columns < num_columns:
             self.forget()
             columns = -(-num_columns // 8) * 8  # the attention kernels' masks are aligned to 16 bytes
@@ -191,7 +191,7 @@ class FixedSteps:
             self._logits_BV = weight.new_empty(cache.num_slots, self.model.config.vocab_size)
 
     def next_logits(self, tokens_B: Tensor, columns_B: Tensor, cache: KVCache, num_columns: int) -> Tensor:
-        """Logits [B, V] of what follows the tokens, which the next call may overwrite."""
+        """Returns the logits [B, V] after the tokens; the next call may overwrite them."""
         self._take(cache)
         B = len(tokens_B)
         self._tokens_B[:B].copy_(tokens_B)
@@ -208,8 +208,8 @@ class FixedSteps:
         tokens_B, columns_B, logits_BV = self._tokens_B[:B], self._columns_B[:B], self._logits_BV[:B]
 
         def step() -> None:
-            # Rows beyond those that run write to slots that nobody uses. One buffer for all sizes: recordings share the
-            # memory of what they compute on the way, but each one's result would have its own.
+            # Rows beyond the running ones write to unused slots. All sizes share one buffer for logits: recordings
+            # share the memory of intermediate results, but each would have its own memory for the final one.
             logits_BV.copy_(decode(self.model, tokens_B, columns_B, cache, S))
 
         self._replays[size], self._pool = record(step, tokens_B.device, self._pool)
@@ -217,8 +217,10 @@ class FixedSteps:
 
 
 def fixed_steps(model: LanguageModel | EncoderDecoder, kind: StepKind) -> FixedSteps | None:
-    """None = eager steps. "auto" is fixed steps for a decoder on a GPU; they gain nothing on a CPU, and under autocast
-    every replay would round the weights again. Raises: ValueError for fixed steps of an encoder-decoder.
+    """Returns fixed steps; None = eager steps. "auto" is fixed steps for a decoder on a GPU.
+
+    Fixed steps gain nothing on a CPU, and under autocast every replay would round the weights again.
+    Raises: ValueError for fixed steps of an encoder-decoder.
     """
     if isinstance(model, EncoderDecoder):
         if kind == "fixed":
@@ -233,19 +235,19 @@ def _is_on_gpu(model: LanguageModel) -> bool:
 
 
 def rounded_up(count: int, multiple: int, limit: int) -> int:
-    """The size for so many rows or columns: of `multiple`, or of an eighth to a quarter of the size if that is more.
+    """Round up to a multiple of `multiple`, or of the power of two from 1/8 to 1/4 of `count` if that is larger.
 
-    So sizes are at most a quarter more than is needed, and there are few.
+    This gives few sizes, and none is more than a quarter (or one `multiple`) too large.
     """
     step = max(multiple, 1 << max(0, count.bit_length() - 3))
     return min(-(-count // step) * step, limit)
 
 
 def record(step: Step, device: torch.device, pool: Any) -> tuple[Step, Any]:
-    """Takes the step, and returns what repeats it on the same buffers: its kernels on a GPU, else all of it; and the
-    memory pool of the recordings, which the next one shares.
+    """Take the step; return a function that repeats it on the same buffers, and the recordings' memory pool.
 
-    Repeating the step must be harmless.
+    On a GPU the function replays the step's kernels; otherwise it is the step itself. The next recording shares the
+    pool. Repeating the step must be harmless.
     """
     if device.type == "cuda":
         return _capture(step, device, pool or torch.cuda.graph_pool_handle())
@@ -258,9 +260,9 @@ def _capture(step: Step, device: torch.device, pool: Any) -> tuple[Step, Any]:
     stream.wait_stream(current)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        # Loads kernels and makes workspaces, which a capture cannot do; this is also the requested step.
+        # This is the requested step. It also loads kernels and makes workspaces, which a capture cannot do.
         step()
-        # `torch.cuda.graph` would also wait for the device and give back all cached memory, at every recording.
+        # `torch.cuda.graph` would also wait for the device and free all cached memory, at every recording.
         # Another thread may be copying a checkpoint at the same time.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
@@ -278,7 +280,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def rows_that_fit(model: LanguageModel | EncoderDecoder, max_rows: int, num_columns: int) -> int:
-    """How many sequences of so many tokens a GPU's free memory holds, up to `max_rows`; on a CPU all."""
+    """Returns how many of `max_rows` sequences of `num_columns` tokens fit in a GPU's free memory; on a CPU all."""
     weight = model.head.weight
     if not weight.is_cuda:
         return max_rows
@@ -288,7 +290,7 @@ def rows_that_fit(model: LanguageModel | EncoderDecoder, max_rows: int, num_colu
 
 
 def rows_in(free: int, config: ModelConfig, itemsize: int, max_rows: int, num_columns: int) -> int:
-    """As `rows_that_fit`, in so many bytes; at least 1. A tenth of the memory stays free."""
+    """Returns how many sequences fit in `free` bytes, at least 1. A tenth of the memory stays free."""
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     # Activations of a pass over prompts, and per row the cache, logits and what is drawn from them in fp32.
     width = 3 * config.intermediate_size + 6 * config.hidden_size + 2 * heads * config.head_dim

@@ -38,14 +38,14 @@ class EncoderModel(nn.Module):
         token_types_BT: Tensor | None,
         sequence_keys_BT: Tensor | None,
     ) -> Tensor:
-        """The encoder's states [B, T, D]."""
+        """Returns the encoder's states [B, T, D]."""
         return self.encoder.hidden(
             tokens_BT, segments_BT, token_types_BT=token_types_BT, sequence_keys_BT=sequence_keys_BT
         )
 
 
 class MaskedLanguageModel(EncoderModel):
-    """Logits of every token, some of which were masked; the head's matrix is the embedding."""
+    """BERT's masked language model: logits of every token. The head's matrix may be the embedding's."""
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
         super().__init__(config, dropout)
@@ -56,7 +56,7 @@ class MaskedLanguageModel(EncoderModel):
         self.tie()
 
     def tie(self) -> None:
-        """Make the head's matrix the embedding's, where the config says so."""
+        """Share the embedding's matrix with the head if the config says so."""
         if self.config.tie_word_embeddings:
             self.head.weight = self.encoder.embedding.weight
 
@@ -68,14 +68,14 @@ class MaskedLanguageModel(EncoderModel):
         token_types_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
-        """Logits [C, V] of the positions that `selected_BT` marks True, row by row; [B, T, V] where it is None."""
+        """Returns logits [C, V] at the positions where `selected_BT` is True, row by row; [B, T, V] if it is None."""
         hidden_BTD = self.hidden(tokens_BT, segments_BT, token_types_BT, sequence_keys_BT)
         chosen = hidden_BTD if selected_BT is None else hidden_BTD[selected_BT]
         return self.head(self.transform_norm(self.activation(self.transform(chosen))))
 
 
 def _head_keys(sequence_keys_BT: Tensor, tokens_BT: Tensor) -> Tensor:
-    """Keys for a head's dropout [B, T], from the tokens' places in their rows."""
+    """Returns keys for a head's dropout [B, T], from the tokens' places in their rows."""
     places_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand(tokens_BT.shape)
     return token_keys(sequence_keys_BT[:, : tokens_BT.shape[1]], places_BT, HEAD)
 
@@ -97,7 +97,7 @@ class SequenceClassifier(EncoderModel):
         token_types_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
-        """Logits [sequences, K] in fp32, row by row; without segments each row is a sequence."""
+        """Returns logits [sequences, K] in fp32, row by row; without segments each row is a sequence."""
         hidden_BTD = self.hidden(tokens_BT, segments_BT, token_types_BT, sequence_keys_BT)
         firsts_BT = first_tokens(torch.ones(tokens_BT.shape) if segments_BT is None else segments_BT)
         pooled_CD = self.pooler(at_positions(hidden_BTD, firsts_BT)).tanh()
@@ -124,14 +124,14 @@ class TokenClassifier(EncoderModel):
         token_types_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
-        """Logits [B, T, K] in fp32."""
+        """Returns logits [B, T, K] in fp32."""
         hidden_BTD = self.hidden(tokens_BT, segments_BT, token_types_BT, sequence_keys_BT)
         keys_BT = None if sequence_keys_BT is None else _head_keys(sequence_keys_BT, tokens_BT)
         return self.classifier(self.dropout(hidden_BTD, keys_BT, 0)).float()
 
 
 class SpanPredictor(EncoderModel):
-    """Where an answer begins and ends in the text: two logits per token (BERT for SQuAD)."""
+    """Predicts where an answer begins and ends in the text, with two logits per token (BERT for SQuAD)."""
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
         super().__init__(config, dropout)
@@ -144,7 +144,7 @@ class SpanPredictor(EncoderModel):
         token_types_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, T] of the first and of the last token of the answer, in fp32."""
+        """Returns logits [B, T] of the first and of the last token of the answer, in fp32."""
         hidden_BTD = self.hidden(tokens_BT, segments_BT, token_types_BT, sequence_keys_BT)
         first_BT, last_BT = self.ends(hidden_BTD).float().unbind(dim=-1)
         return first_BT, last_BT
@@ -152,7 +152,7 @@ class SpanPredictor(EncoderModel):
     def best_span(
         self, first_BT: Tensor, last_BT: Tensor, allowed_BT: Tensor, max_tokens: int
     ) -> list[tuple[int, int]]:
-        """The likeliest (first, last) of each row: both allowed, in order, at most `max_tokens` long."""
+        """Returns the likeliest (first, last) of each row: both allowed, in order, at most `max_tokens` long."""
         outside_BT = ~allowed_BT
         scores_BTT = first_BT.masked_fill(outside_BT, -float("inf"))[:, :, None] + last_BT.masked_fill(
             outside_BT, -float("inf")
@@ -164,7 +164,7 @@ class SpanPredictor(EncoderModel):
 
 
 def masked_tokens_loss(logits_CV: Tensor, targets_C: Tensor) -> Tensor:
-    """-Σ log p of the tokens that were masked, nats."""
+    """Returns -Σ log p of the masked tokens, in nats."""
     return -token_logprobs(logits_CV, targets_C).sum()
 
 
@@ -189,7 +189,7 @@ class EncoderDecoder(nn.Module):
     def read(
         self, sources_BS: Tensor, segments_BS: Tensor | None = None, sequence_keys_B1: Tensor | None = None
     ) -> CrossAttentionCache:
-        """The sources as the decoder attends to them; `segments_BS` is 1 for tokens and 0 for padding."""
+        """Encode the sources for the decoder to attend to; `segments_BS` is 1 for tokens and 0 for padding."""
         real_BS = torch.ones_like(sources_BS, dtype=torch.bool) if segments_BS is None else segments_BS > 0
         return self.decoder.cross_attention_cache(
             self.encoder.hidden(sources_BS, segments_BS, sequence_keys_BT=sequence_keys_B1), real_BS

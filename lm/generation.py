@@ -24,16 +24,16 @@ from lm.padding import pad_left, pad_right
 from lm.progress import note_progress
 from lm.sampling import Choice, draw_uniforms
 
-# Reading tokens makes the CPU wait for a GPU, so it is done for several steps at once. Sequences that have ended idle
-# for half of them on average.
+# Reading tokens makes the CPU wait for a GPU, so the tokens of several steps are read at once. A finished sequence
+# idles for half of these steps on average.
 STEPS_PER_READING = {"cpu": 1, "cuda": 8}
 
 
 @dataclass(frozen=True)
 class Generated:
-    """Responses in the order of the prompts. A finished one ends with the end token or where `stop` said so; the others
-    were cut off. `logprobs` are those of the response's tokens, in nats, under the model at the sampling temperature
-    (greedy: 1), before top_k and top_p.
+    """Responses in the order of the prompts. A finished response ends with an end token or where `stop` returned True;
+    the others were cut off. `logprobs` are those of the response's tokens, in nats, under the model at the sampling
+    temperature (greedy: 1), before top_k and top_p.
     """
 
     responses: list[list[int]]
@@ -41,7 +41,7 @@ class Generated:
     logprobs: list[list[float]]
 
 
-Stop = Callable[[Sequence[int]], bool]  # whether a response ends with its last token
+Stop = Callable[[Sequence[int]], bool]  # returns whether a response ends with its last token
 
 
 def never(_response: Sequence[int]) -> bool:
@@ -62,15 +62,16 @@ def generate(
     sources: Sequence[Sequence[int]] | None = None,
     steps: StepKind | Steps = "auto",
 ) -> Generated:
-    """One response per prompt, at most `max_rows` at a time. Pass prompts sorted by length to minimise padding.
+    """Generate one response per prompt, at most `max_rows` at a time.
 
-    For several samples of a prompt, repeat it: neighbours that enter together are read once. An encoder-decoder reads a
-    source for each response, and its prompts are what its decoder begins with. Every sequence draws from its own seed,
-    so a sample does not depend on its batch mates beyond rounding. `steps` is a kind of `lm.decoding`; "auto" is the
-    fastest that the model and its device allow. `FixedSteps` that the caller keeps are not recorded again. A GPU runs
-    fewer rows if its free memory does not hold `max_rows`. A response ends with the first of `end_ids` that it draws.
+    Pass prompts sorted by length to minimise padding. For several samples of a prompt, repeat it: neighbours that enter
+    together are read once. An encoder-decoder reads one source per response, and its decoder begins with the prompt.
+    Each sequence draws from its own seed, so apart from rounding, a sample does not depend on the rest of its batch.
+    `steps` is a kind from `lm.decoding`; "auto" is the fastest that the model and its device support. Pass `FixedSteps`
+    to reuse their recordings across calls. A GPU runs fewer rows if `max_rows` do not fit in its free memory. A
+    response ends with the first of `end_ids` that it draws.
     Raises: ValueError for an empty prompt or one that leaves no room in the model's context; for sources that are
-    missing, empty, longer than the context, or given to a model that reads none; for steps that it cannot take.
+    missing, empty, longer than the context, or passed to a model that reads none; for steps that the model cannot take.
     """
     if not prompts or len(seeds) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts with {len(seeds)} seeds; at least one prompt and a seed for each")
@@ -92,7 +93,7 @@ def generate(
 
 
 class _Run:
-    """The state of one `generate`: prompts that wait, the batch that runs, and the responses so far."""
+    """The state of one `generate` call: waiting prompts, the running batch, and the responses so far."""
 
     def __init__(
         self,
@@ -135,13 +136,13 @@ class _Run:
         self._number_rows()
 
     def _number_rows(self) -> None:
-        """The sequences of the batch, and how many tokens each has drawn, on the device."""
+        """Copies to the device which sequences the batch has, and how many tokens each has drawn."""
         drawn = [len(self.result.responses[row]) for row in self.batch.rows]
         numbers = torch.tensor([self.batch.rows, drawn], dtype=torch.int64, device=self.uniforms_NR.device)
         self.rows_B, self.drawn_B = numbers.unbind()
 
     def draw(self) -> Tensor:
-        """Draws the next token of every running sequence, [B]; a finished one's means nothing."""
+        """Draws the next token of every running sequence, [B]; ignore those of finished sequences."""
         places_B = self.drawn_B.clamp(max=self.max_new_tokens - 1)
         tokens_B, logprobs_B = self.choice.draw(self.batch.logits_BV, self.uniforms_NR[self.rows_B, places_B])
         self.drawn_B = self.drawn_B + 1
@@ -155,7 +156,7 @@ class _Run:
         return len(self.unread) >= min(self.steps_per_reading, max(left))
 
     def read(self) -> None:
-        """Records the tokens of unfinished sequences. Raises: FloatingPointError if logits were not numbers."""
+        """Records the tokens of unfinished sequences. Raises: FloatingPointError if logits were NaN."""
         tokens, logprobs = (torch.stack(parts).tolist() for parts in zip(*self.unread, strict=True))
         self.unread = []
         for step_tokens, step_logprobs in zip(tokens, logprobs, strict=True):
@@ -178,8 +179,9 @@ class _Run:
         return self.result.finished[row] or len(self.result.responses[row]) == self.max_new_tokens
 
     def drop_finished(self, tokens_B: Tensor) -> Tensor:
-        """The tokens of the sequences that stay. Those in the last slots move to the slots of finished ones, which idle
-        until enough of them can leave together.
+        """Drops finished sequences once enough of them can leave together, and returns the tokens of the others.
+
+        Sequences in the last slots move to the slots of those that leave.
         """
         rows = self.batch.rows
         stay = [slot for slot, row in enumerate(rows) if not self.is_over(row)]
@@ -194,15 +196,17 @@ class _Run:
     def feed(self, tokens_B: Tensor) -> None:
         batch = self.batch
         unfinished = [length for row, length in zip(batch.rows, batch.lengths, strict=True) if not self.is_over(row)]
-        # One that has ended since the last reading may idle past its last column.
+        # A sequence that has ended since the last reading may idle past its last column.
         batch.feed(tokens_B, self.steps, min(max(unfinished) + 1, batch.cache.num_columns))
 
 
 def prompts_and_sources(
     model: LanguageModel | EncoderDecoder, asked: Sequence[Sequence[int]], start_id: int
 ) -> tuple[list[list[int]], list[list[int]] | None]:
-    """The prompts and sources for `generate` to answer: a decoder continues what is asked; an encoder-decoder reads it
-    and begins after `start_id`, the end token, as in training.
+    """Returns the prompts and sources with which `generate` answers the texts in `asked`.
+
+    A decoder continues the text; an encoder-decoder reads it and begins after `start_id`, the end token, as in
+    training.
     """
     tokens = [list(question) for question in asked]
     if isinstance(model, EncoderDecoder):
@@ -241,8 +245,8 @@ def check_sources(
 class Batch:
     """Sequences in the first slots of one cache, and their state; `logits_BV` are the logits of each one's next token.
 
-    `rows` are the caller's numbers of the sequences. `columns_B` counts each one's tokens in the cache, and `lengths`
-    are the same in Python.
+    `rows` are the caller's numbers for the sequences. `columns_B` counts each sequence's tokens in the cache; `lengths`
+    has the same counts as a list.
     """
 
     def __init__(self, model: LanguageModel | EncoderDecoder, cache: KVCache) -> None:
@@ -264,7 +268,7 @@ class Batch:
         *,
         num_slots: int = 0,
     ) -> Self:
-        """Read the prompts into a cache with columns for `num_new` more tokens, and `num_slots` if that is more."""
+        """Read the prompts into a new cache, with columns for `num_new` more tokens and at least `num_slots` slots."""
         num_columns = max(map(len, prompts)) + num_new
         num_slots = max(num_slots, len(prompts))
         batch = cls(model, KVCache.empty(model.config, num_slots, num_columns, like=model.head.weight))
@@ -301,7 +305,7 @@ class Batch:
     def feed(self, tokens_B: Tensor, steps: Steps | None = None, num_columns: int = 0) -> None:
         """Append one token to every sequence and compute the next logits.
 
-        With `num_columns`, only sequences that then have at most so many tokens matter: the others have ended.
+        With `num_columns`, sequences that then have more tokens have ended, and their logits mean nothing.
         """
         num_columns = num_columns or max(self.lengths) + 1
         if steps is None:
@@ -331,7 +335,7 @@ def read_prompts(
     slots: Sequence[int],
     cross_cache: CrossAttentionCache | None,
 ) -> Tensor:
-    """Logits [U, V] after each prompt, whose keys and values are then in its slot."""
+    """Read each prompt's keys and values into its slot, and return the logits [U, V] after it."""
     if not reads_packed(model):
         return _read_padded(model, cache, prompts, slots, cross_cache)
     parts = [_read_packed(model, cache, prompts[part], slots[part]) for part in _packable(prompts)]
@@ -339,14 +343,15 @@ def read_prompts(
 
 
 def reads_packed(model: LanguageModel | EncoderDecoder) -> bool:
-    """Whether prompts are read one after another in one row, some thousand tokens at a time, or all at once with
-    padding: on a CPU, whose matrix products are no faster for it, and where each sequence attends to its own source.
+    """Whether prompts are packed into one row, some thousand tokens at a time, instead of read all at once, padded.
+
+    They are padded on a CPU, where packing makes matrix products no faster, and if each sequence attends to a source.
     """
     return model.head.weight.is_cuda and isinstance(model, LanguageModel)
 
 
 def _packable(prompts: Sequence[Sequence[int]]) -> Iterator[slice]:
-    """Neighbours with at most `PROMPT_TOKENS` in total, or one prompt."""
+    """Yields neighbours with at most `PROMPT_TOKENS` tokens in total; a longer prompt comes alone."""
     start, total = 0, 0
     for place, prompt in enumerate(prompts):
         if total and total + len(prompt) > decoding.PROMPT_TOKENS:
@@ -380,7 +385,7 @@ def _read_padded(
     slots: Sequence[int],
     cross_cache: CrossAttentionCache | None,
 ) -> Tensor:
-    """All prompts at once, padded on the left."""
+    """Reads all prompts at once, padded on the left."""
     tokens_BP, first_real_B = pad_left(prompts, cache.keys.device)
     places_P = torch.arange(tokens_BP.shape[1], device=tokens_BP.device)
     positions_BP = (places_P - first_real_B[:, None]).clamp(min=0)

@@ -1,4 +1,4 @@
-"""GGUF files, which llama.cpp and Ollama run: converted to a model directory, and written from one.
+"""Converts GGUF files, which llama.cpp and Ollama run, to model directories, and model directories to GGUF files.
 
 A file is converted once per machine, and cached. Quantised weights are written as fp32, which holds them exactly; f16
 and bf16 weights stay as they are.
@@ -41,7 +41,7 @@ from lm.tensor_files import write_tensors
 from lm.tokenizer import Tokenizer
 from lm.weights import CONFIG, ModelFolder, config_from_hf, read_config, stored_tensors
 
-_LAYOUT = "2"  # version of the cache's contents; change it whenever something else is written
+_LAYOUT = "2"  # version of the cache's contents; change it whenever these change
 _FILE_BYTES = 500_000_000  # of weights held in memory at once
 _EXACT = {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16}
 
@@ -57,7 +57,7 @@ _TYPES = {
 def cached_model(path: Path, *, has_weights: bool = True) -> Path:
     """Returns the model directory of a GGUF file, and writes it first if needed: $XDG_CACHE_HOME/heed/gguf/SHA-256.
 
-    Without `has_weights`, a directory suffices that has only the shape and the vocabulary, which takes little space.
+    Without `has_weights`, the directory may have only the shape and the vocabulary, which take little space.
     Raises: ValueError naming the file and what in it is damaged, missing or not supported.
     """
     cache = gguf_cache()
@@ -149,7 +149,7 @@ class GGUFFile:
             raise ValueError(f"{len(wrong)} tensors do not fit the metadata: {'; '.join(wrong[:8])}")
 
     def _tensor(self, name: str) -> Tensor:
-        """Raises: ValueError for a quantisation that the library cannot undo."""
+        """Reads a tensor. Raises: ValueError for a quantisation that the library cannot undo."""
         note_progress()
         stored = self._tensors[name]
         if stored.tensor_type in _EXACT:
@@ -251,7 +251,7 @@ def _kind_of(name: str, shape: tuple[int, ...], kind: GGUFType) -> gguf.GGMLQuan
 
 
 def _stored(name: str, tensor: Tensor, kind: gguf.GGMLQuantizationType) -> NDArray[np.generic]:
-    """Raises: ValueError for a weight that f16 cannot hold."""
+    """Converts a tensor to `kind`. Raises: ValueError for a weight that f16 cannot hold."""
     with np.errstate(over="ignore"):  # the next line reports it
         found = gguf.quantize(tensor.contiguous().numpy(), kind)
     if kind == gguf.GGMLQuantizationType.F16 and not np.isfinite(found).all():

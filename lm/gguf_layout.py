@@ -54,7 +54,7 @@ ARCHITECTURES = (
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of the file, which is `num_rows` consecutive rows of a tensor of Heed's.
+    """A tensor of the file: `num_rows` consecutive rows of one of Heed's tensors.
 
     `num_heads` > 0: its rows are permuted within each head.
     """
@@ -76,7 +76,7 @@ def _swapped(part: Tensor, num_heads: int, halves: tuple[int, int]) -> Tensor:
 
 
 def architecture_of(name: str) -> Architecture:
-    """Raises: ValueError for an architecture that no family of Heed's covers."""
+    """Returns the architecture of this name. Raises: ValueError if no family of Heed covers it."""
     found = next((one for one in ARCHITECTURES if one.name == name), None)
     if found is None:
         known = ", ".join(one.name for one in ARCHITECTURES)
@@ -168,7 +168,7 @@ def _rotary_fields(given: "_Keys", tensors: Set[str]) -> Fields:
 
 
 def _rope_fields(given: "_Keys", divisors: Tensor | None) -> Fields:
-    """`rope_parameters` of config.json."""
+    """Returns `rope_parameters` of config.json."""
     theta = given.real("rope.freq_base", 10_000.0)
     if divisors is not None and not torch.all(divisors == 1):
         return {"rope_type": "llama3", "rope_theta": theta, **_llama3_fields(theta, divisors)}
@@ -189,7 +189,8 @@ def _llama3_fields(theta: float, divisors: Tensor) -> Fields:
     """Recovers Llama 3's scaling from the numbers that divide the frequencies (`lm.attention` has the formula).
 
     Between the two bounds, 1 / divisor is linear in the frequency, and this line gives the bounds. The third number,
-    the original context, is free, since only its ratios to the bounds count; published models have a low bound of 1.
+    the original context, can be chosen freely, since only its ratios to the bounds count; published models have a low
+    bound of 1.
     Raises: ValueError for divisors that follow another formula.
     """
     unlike = f"{ROPE_FREQUENCIES} scales the rotary frequencies otherwise than Llama 3 does, as was expected"
@@ -217,7 +218,7 @@ def _llama3_fields(theta: float, divisors: Tensor) -> Fields:
 
 
 class _Keys:
-    """The metadata of one architecture; its keys are given without the architecture's name."""
+    """The metadata of one architecture. Keys are passed without the architecture's name."""
 
     def __init__(self, architecture: str, metadata: Metadata) -> None:
         self.architecture, self._metadata = architecture, metadata
@@ -229,7 +230,7 @@ class _Keys:
         return self._metadata.get(self.full(key), default)
 
     def number(self, key: str, default: int | None = None) -> int:
-        """Raises: ValueError for a key that is missing, or whose list of numbers differs between layers."""
+        """Returns a whole number. Raises: ValueError if it is missing or differs between layers."""
         found = self.get(key, default)
         if isinstance(found, Sequence) and len(set(found)) == 1:
             found = found[0]

@@ -55,7 +55,7 @@ _CUTS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 }
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")  # a word that is a token is not cut
 _COMPOSES = ("qwen2", "deepseek-r1-qwen", "megrez")  # Qwen normalises to NFC
-# Any two of these rules cut something in these texts differently.
+# Any two of these rules cut these texts differently somewhere.
 _PROBES = (
     "Hello world, it's 12345 o'clock; IT'S 3.14 and we'LL see.",
     "  two  spaces\t\ttabs\n\n\nlines \r\n end  ",
@@ -66,7 +66,7 @@ _DECOMPOSED = "cafe\u0301"
 _TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "mask_token": "mask"}
 _OTHER_ENDS = ("eot", "eom")  # the end of a turn, and of a message that awaits a tool's result
 # Control tokens at which llama.cpp also ends a response, by name; from `special_eog_ids` in its src/llama-vocab.cpp.
-# Left out: the tokens of fill-in-the-middle, and names that only architectures have which Heed does not read.
+# Left out: the tokens of fill-in-the-middle, and names that only architectures use that Heed does not read.
 _NAMED_ENDS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>", "</s>",
     "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>",
@@ -127,7 +127,7 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", ())]
     try:
         bpe = models.BPE(_numbers(metadata, tokens), merges, ignore_merges=cut in _WHOLE_WORDS)
-    except Exception as error:  # the library raises nothing more specific for a merge whose parts are no tokens
+    except Exception as error:  # the library raises nothing more specific for a merge whose parts are not tokens
         raise ValueError(f"tokenizer.ggml.merges: {error}") from None
     found = Tokenizer(bpe)
     found.pre_tokenizer, found.decoder = _CUTS[cut](), decoders.ByteLevel()
@@ -158,7 +158,7 @@ def _sentencepiece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
 
 
 def _numbers(metadata: Metadata, tokens: Sequence[str]) -> dict[str, int]:
-    """Returns the number of each token, except those that only fill up the embedding's table."""
+    """Returns the number of each token, except those that only pad the embedding."""
     kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     return {
         token: number
@@ -217,10 +217,10 @@ def vocabulary_metadata(tokenizer: OurTokenizer, num_embeddings: int) -> dict[st
 
 
 def _expect_same_tokens(backend: Tokenizer, metadata: Metadata) -> None:
-    """Raises: ValueError for a vocabulary whose tokens of some text are not those that its metadata stands for."""
+    """Check that a vocabulary and its metadata give the same tokens. Raises: ValueError if some text differs."""
     again = Tokenizer.from_str(tokenizer_files(metadata)["tokenizer.json"])
     tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
-    # `_cut_of` has compared normalisers; where Qwen's composes characters, llama.cpp knows no better.
+    # `_cut_of` has compared normalisers. Qwen's composes characters; llama.cpp does not, and that is accepted.
     probes = _PROBES if metadata["tokenizer.ggml.model"] == "gpt2" else (*_PROBES, _DECOMPOSED)
     added = [token.content for token in backend.get_added_tokens_decoder().values()]
     texts = [*probes, *(token + probe for token in added for probe in probes)]

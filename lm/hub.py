@@ -20,7 +20,7 @@ _WANTED = [
     "*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", "generation_config.json",
     "tokenizer*.json", "*.jinja",
 ]  # fmt: skip
-ADAPTER_CONFIG = "adapter_config.json"  # of PEFT, in the folder of an adapter
+ADAPTER_CONFIG = "adapter_config.json"  # PEFT's, in the folder of an adapter
 
 # Where the hub's client keeps a model at one commit: CACHE/models--OWNER--NAME/snapshots/COMMIT. The hub allows no "--"
 # in the names of owners and models.
@@ -30,9 +30,10 @@ _FROM_GGUF = re.compile(r".*/heed/gguf/[0-9a-f]{64}-\d+")
 
 
 def model_directory(name: str, revision: str | None = None) -> Path:
-    """The folder of a model, downloaded from the hub if needed: at a commit, branch or tag, or as it is now.
+    """Returns the folder of a model, downloaded from the hub if needed.
 
-    A GGUF file's is written when it is first named (`lm.gguf_files`).
+    `revision` is a commit, branch or tag; None = the newest. A GGUF file's folder is written when the file is first
+    used (`lm.gguf_files`).
     Raises: ValueError saying why neither a folder nor the hub provides it, and for an adapter.
     """
     if is_gguf(name):
@@ -45,7 +46,7 @@ def model_directory(name: str, revision: str | None = None) -> Path:
 
 
 def shape_and_tokenizer(name: str) -> Path:
-    """As `model_directory`, but a GGUF file's folder may lack the weights, which take long to convert."""
+    """Like `model_directory`, but a GGUF file's folder may lack the weights, which take long to convert."""
     if is_gguf(name):
         from lm.gguf_files import cached_model
 
@@ -54,7 +55,7 @@ def shape_and_tokenizer(name: str) -> Path:
 
 
 def is_on_this_machine(name: str) -> bool:
-    """Whether `shape_and_tokenizer` needs to download nothing large for this name: the weights are here."""
+    """Whether a model's weights are on this machine, so that `shape_and_tokenizer` downloads nothing large."""
     if Path(name).expanduser().exists():
         return True
     try:
@@ -65,7 +66,7 @@ def is_on_this_machine(name: str) -> bool:
 
 
 def adapter_directory(name: str, revision: str | None = None) -> Path:
-    """As `model_directory`, of an adapter or a model."""
+    """Like `model_directory`, for an adapter or a model."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -78,7 +79,7 @@ def adapter_directory(name: str, revision: str | None = None) -> Path:
 
 
 def is_gguf(name: str) -> bool:
-    """Whether a model's name is that of a GGUF file. Raises: ValueError for one that is missing."""
+    """Whether a model's name is a GGUF file. Raises: ValueError if that file is missing."""
     if not name.lower().endswith(".gguf") or Path(name).expanduser().is_dir():
         return False
     if not Path(name).expanduser().is_file():
@@ -87,18 +88,18 @@ def is_gguf(name: str) -> bool:
 
 
 def gguf_cache() -> Path:
-    """The folder of model directories made from GGUF files."""
+    """Returns the folder of model directories made from GGUF files."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "heed" / "gguf"
 
 
 def model_hash(name: str) -> str:
-    """SHA-256 of the model of this name: of a GGUF file itself, of all files of a folder."""
+    """Returns the SHA-256 of the model of this name: of the GGUF file, or of all files in the folder."""
     return unchanged_hash(Path(name).expanduser()) if is_gguf(name) else folder_hash(model_directory(name))
 
 
 def refuse_adapter(folder: Path, name: str = "") -> None:
-    """Raises: ValueError for an adapter, which some save with its base's config.json, and with no model's weights."""
+    """Raises: ValueError for an adapter without a model's weights. Some are saved with their base's config.json."""
     if (folder / ADAPTER_CONFIG).is_file() and not any(folder.glob("model*.safetensors*")):
         given = name or folder
         merged = folder.parent / "model"  # a run writes both
@@ -109,16 +110,17 @@ def refuse_adapter(folder: Path, name: str = "") -> None:
 
 
 def hub_name(folder: Path) -> str:
-    """The hub id of a folder that `model_directory` downloaded; "" for any other folder."""
+    """Returns the hub id of a folder that `model_directory` downloaded; "" for any other folder."""
     found = _SNAPSHOT.fullmatch(str(folder))
     return f"{found['owner']}/{found['name']}" if found else ""
 
 
 def on_this_machine(folder: Path) -> Path:
-    """This machine's copy of a folder that `model_directory` may have made on another machine.
+    """Returns this machine's copy of a folder that `model_directory` may have made on another machine.
 
-    A hub model's is of the same commit, and is downloaded once, however many processes ask for it: the hub's client
-    locks each file. Any other folder is returned as it is.
+    A hub model's copy has the same commit. It is downloaded once, even if several processes ask for it: the hub's
+    client locks each file. A folder made from a GGUF file is the one in this machine's cache. Any other folder is
+    returned as it is.
 
     Raises: ValueError as for `model_directory`.
     """
@@ -143,7 +145,7 @@ def _downloaded(name: str, revision: str | None = None, cache: str | None = None
 
 
 class _NotedBar(tqdm):
-    """The client's progress bar. A rank that downloads for an hour is at work, which whoever watches it must see."""
+    """The client's progress bar, which also notes progress: a rank that downloads for an hour is not stuck."""
 
     def update(self, n: float | None = 1) -> Any:
         note_progress()

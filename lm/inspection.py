@@ -1,12 +1,12 @@
 """Inspect a model: what its heads attend to, where its parameters are, what a token costs, and the memory of a pass.
 
-Memory is a count of the tensors that autograd keeps from a forward pass to its backward. Korthikanti et al. (arXiv
+Memory is a count of the tensors that autograd keeps from the forward to the backward pass. Korthikanti et al. (arXiv
 2205.05198, eq. 1) count 34 s·b·h + 5 a·s²·b bytes per layer for a GPT with dropout in fp16. This is the same count for
 this code: its norms keep their input, SwiGLU keeps three widths, dropout is optional, and fused attention (on a GPU)
-keeps no table of its weights. `tests/lm/test_inspection.py` compares every term with what PyTorch saves.
+keeps no attention weights. `tests/lm/test_inspection.py` compares every term with what PyTorch saves.
 
-Shape letters: L layers, B batch, T query tokens, S key tokens, N heads, H head dim. In the formulas of memory, c is the
-bytes of a number in a matrix product, s of one in the residual stream; D width, G key-value heads, M MLP width,
+Shape letters: L layers, B batch, T query tokens, S key tokens, N heads, H head dim. In the memory formulas, c is the
+bytes per number in a matrix product, s those in the residual stream; D width, G key-value heads, M MLP width,
 T tokens of a row.
 """
 
@@ -30,8 +30,8 @@ from lm.weights import PRETRAINED
 def attention_weights(
     stack: Transformer, tokens_BT: Tensor, cross_cache: CrossAttentionCache | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """softmax(Q Kᵀ / √H) of every head: self-attention [L, B, N, T, T], and attention to an encoder [L, B, N, T, S] or
-    None. Rows sum to 1.
+    """Returns softmax(Q Kᵀ / √H) of every head: self-attention [L, B, N, T, T], and attention to an encoder
+    [L, B, N, T, S] or None. Rows sum to 1.
     """
     own: list[Tensor] = []
     across: list[Tensor] = []
@@ -56,7 +56,7 @@ def attention_weights(
 
 
 def _weights(q_BNTH: Tensor, k_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
-    """With unit vectors as values, attention returns its weights."""
+    """Computes attention weights: with unit vectors as values, `attend` returns them."""
     T, S = q_BNTH.shape[2], k_BGSH.shape[2]
     unit_BGSS = torch.eye(S, dtype=q_BNTH.dtype, device=q_BNTH.device).expand(*k_BGSH.shape[:2], S, S)
     return attend(q_BNTH, k_BGSH, unit_BGSS, None if mask_BTS is None else mask_BTS.expand(-1, T, -1))
@@ -73,12 +73,13 @@ class Part:
 
 
 def parameter_table(config: ModelConfig) -> list[Part]:
-    """The parameters of a model of this shape, as it is pretrained, in the order of the forward pass; no weights are
-    allocated. Blocks share one row per tensor; a tied head is the embedding and is not counted again.
+    """Returns the parameters of a model of this shape, as it is pretrained, in the order of the forward pass.
+
+    No weights are allocated. Blocks share one row per tensor; a tied head is the embedding and is not counted again.
     """
     kind = PRETRAINED[config.kind]
     model = on_meta(lambda: kind(config))
-    # The only transformer need not be named.
+    # Names leave out a model's only transformer.
     stack = "" if config.kind == "encoder-decoder" else f"{config.kind}."
     parts: dict[str, Part] = {}
     for name, parameter in model.named_parameters():
@@ -92,12 +93,12 @@ def parameter_table(config: ModelConfig) -> list[Part]:
 
 
 def flops_per_token(config: ModelConfig, max_position_embeddings: int | None = None) -> int:
-    """Floating-point operations of the forward pass for the last token of a context (the longest by default).
+    """Returns the floating-point operations of a forward pass for the last token of a context (default: the longest).
 
-    Two for each weight of a matrix that multiplies (not the embedding, which is looked up), and four for each key and
-    dimension of each head: the product with the key and the sum of the values. Norms and activations are left out, and
-    of an encoder its head. An encoder-decoder's target token has a source of the same length; what the source itself
-    costs is in `flops_per_source_token`. A training step takes three times as many.
+    They are two per weight of a matrix product (not the embedding, which is looked up), and four per key and dimension
+    of each head: the product with the key and the sum of the values. Norms and activations are left out, and so is an
+    encoder's head. An encoder-decoder's target token has a source of the same length; `flops_per_source_token` counts
+    the source itself. A training step takes three times as many.
     """
     length = config.max_position_embeddings if max_position_embeddings is None else max_position_embeddings
     names = [part.name for part in parameter_table(config)]
@@ -110,8 +111,8 @@ def flops_per_token(config: ModelConfig, max_position_embeddings: int | None = N
 
 
 def flops_per_source_token(config: ModelConfig, source_tokens: int | None = None) -> int:
-    """As `flops_per_token`, for a token that an encoder-decoder reads: the encoder, and the keys and values that the
-    decoder's blocks will look at.
+    """Like `flops_per_token`, for a source token of an encoder-decoder: the encoder, and the keys and values to which
+    the decoder's blocks attend.
     """
     config.require_kind("encoder-decoder")
     length = config.max_position_embeddings if source_tokens is None else source_tokens
@@ -122,7 +123,7 @@ def flops_per_source_token(config: ModelConfig, source_tokens: int | None = None
 
 
 def _multiplying_weights(config: ModelConfig, names: Sequence[str]) -> int:
-    """Weights of the blocks' matrices among these parts."""
+    """Counts the weights of the blocks' matrices among these parts."""
     return sum(
         part.num_parameters
         for part in parameter_table(config)
@@ -131,18 +132,18 @@ def _multiplying_weights(config: ModelConfig, names: Sequence[str]) -> int:
 
 
 def cache_bytes_per_token(config: ModelConfig, bytes_per_number: int = 2) -> int:
-    """Memory of the key-value cache for one token of one sequence, in bytes (bf16 by default); of an encoder-decoder,
-    for one that it reads or writes.
+    """Returns the key-value cache's bytes per token of a sequence (bf16 by default); in an encoder-decoder, per source
+    or target token.
     """
     return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * bytes_per_number
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass of `rows` rows of `seq_len` tokens under gradients.
+    """A forward pass with gradients over `rows` rows of `seq_len` tokens.
 
     `compute_bytes` per number is 2 in bf16 and 4 in fp32; `stream_bytes` is that of the residual stream, which autocast
-    leaves in fp32. `is_fused`: attention is one kernel, as on a GPU; `is_tiled`: Heed's on a CPU.
+    leaves in fp32. `is_fused`: attention is one kernel, as on a GPU; `is_tiled`: it is Heed's kernel for CPUs.
     """
 
     rows: int
@@ -159,7 +160,7 @@ class Pass:
 
 
 def block_bytes(config: ModelConfig, of: Pass, *, cross_attention: bool = False) -> int:
-    """Bytes that one block keeps; `cross_attention` also counts attention to an encoder's rows of the same length."""
+    """Returns the bytes that a block keeps; `cross_attention` adds attention to encoder rows of the same length."""
     branches = [_attention_bytes(config, of), _mlp_bytes(config, of)]
     if cross_attention:
         branches.append(_cross_bytes(config, of))
@@ -167,7 +168,7 @@ def block_bytes(config: ModelConfig, of: Pass, *, cross_attention: bool = False)
 
 
 def ends_bytes(config: ModelConfig, of: Pass) -> int:
-    """Bytes kept outside the blocks: rotary tables, the embeddings' norm and dropout, final norm, the head's input."""
+    """Returns the bytes kept outside the blocks: rotary tables, embedding norm and dropout, final norm, head input."""
     kept = 2 * config.head_dim * of.compute_bytes if config.positions == "rotary" else 0
     kept += _norm_bytes(config, of) if config.embedding_norm else 0
     kept += _dropout_bytes(of)
@@ -176,9 +177,10 @@ def ends_bytes(config: ModelConfig, of: Pass) -> int:
 
 
 def gradient_bytes(config: ModelConfig, of: Pass) -> int:
-    """Bytes that the backward of a block needs beyond what forwards kept, at most: in the MLP its activation's
-    gradients, or in attention a table of the weights' gradients and one of the scores', when what the MLP and the last
-    norm kept is free again.
+    """Returns the most bytes that a block's backward pass needs in addition to what the forward pass kept.
+
+    The peak is in the MLP, with its activation's gradients, or in attention, with the gradients of its weights and of
+    its scores. By then, the memory that the MLP and the last norm kept is free again.
     """
     inner = config.intermediate_size * of.compute_bytes
     mlp = 2 * inner - config.hidden_size * of.compute_bytes if config.mlp == "swiglu" else inner
@@ -193,11 +195,11 @@ def gradient_bytes(config: ModelConfig, of: Pass) -> int:
 
 
 def forward_bytes(config: ModelConfig, of: Pass) -> int:
-    """Bytes of a pass without gradients, which keeps nothing but the residual stream, at its largest: in attention or
-    in the MLP.
+    """Returns the peak bytes of a pass without gradients, which keeps only the residual stream.
 
-    Callers hold the stream as it was at the embeddings, before the block and before the branch. In the compute dtype
-    are a branch's input, rotary tables and, where one kernel adds a branch's output for the next norm (on a CPU), that.
+    The peak is in attention or in the MLP. Callers hold the stream as it was at the embeddings, before the block and
+    before the branch. A branch's input and the rotary tables are in the compute dtype. So is a branch's output on a
+    CPU, where one kernel adds it for the next norm.
     """
     N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, of.compute_bytes
     around = (3 * of.stream_bytes + (1 if of.is_fused else 2) * c) * config.hidden_size
@@ -210,7 +212,7 @@ def forward_bytes(config: ModelConfig, of: Pass) -> int:
 
 
 def _branch_bytes(config: ModelConfig, of: Pass) -> int:
-    """Bytes per token around a branch: its norm, its first product's input, its dropout."""
+    """Returns the bytes per token around a branch: its norm, its first product's input, its dropout."""
     return _norm_bytes(config, of) + config.hidden_size * of.compute_bytes + _dropout_bytes(of)
 
 
@@ -220,7 +222,7 @@ def _norm_bytes(config: ModelConfig, of: Pass) -> int:
 
 
 def _dropout_bytes(of: Pass) -> int:
-    """A token's key of 64 bits; the gradient draws the mask again."""
+    """A 64-bit key per token; the backward pass draws the mask again."""
     return 8 if of.has_dropout else 0
 
 
@@ -228,8 +230,8 @@ def _attention_bytes(config: ModelConfig, of: Pass) -> int:
     """c·(2N + 2G)·H for Q, K, V and the output. Written-out attention keeps c·N·T more, a row of weights per head; a
     kernel keeps one fp32 number per head instead.
 
-    With fused attention Q, K and V are views of the product that they are parts of. Norms of queries and keys keep that
-    product too, with one fp32 number each.
+    With fused attention, Q, K and V are views of one product. Norms of queries and keys keep that product too, with one
+    fp32 number each.
     """
     N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, of.compute_bytes
     kept = 4 * (N + G) if config.qk_norm else 0

@@ -1,7 +1,7 @@
 """The layers of a transformer other than attention: linear maps, the head, norms, the MLP, dropout.
 
-Functions with more than one implementation are `Replaceable`: the code here states the equation in plain PyTorch, and
-`lm.native.install` puts the CPU's kernels in its place.
+Functions with more than one implementation are `Replaceable`: the code here is the equation in plain PyTorch, and
+`lm.native.install` replaces it with kernels on a CPU.
 
 Shape letters: B batch, T tokens, D model width, M MLP width, C positions, V vocabulary, P padded vocabulary,
 G groups of four columns.
@@ -23,7 +23,7 @@ from torch.autograd.function import FunctionCtx
 from lm.config import ModelConfig
 from lm.transfer import upload
 
-ALIGNED_ROWS = 64  # of a head on a GPU: 128 bytes in bf16
+ALIGNED_ROWS = 64  # a head's row multiple on a GPU: 128 bytes in bf16
 LEVELS = 1 << 16  # dropout: a column is dropped if its 16 bits are below rate · LEVELS
 GROUP = 4  # columns that share 64 bits
 Arguments = ParamSpec("Arguments")
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class Replaceable(Generic[Arguments, Result]):
-    """A function in plain PyTorch, and implementations that replace it where they accept the arguments.
+    """A function in plain PyTorch, and other implementations for the arguments that they accept.
 
     A replacement returns the same numbers up to rounding. `lm.native.install` adds those for CPUs.
     """
@@ -42,7 +42,7 @@ class Replaceable(Generic[Arguments, Result]):
         update_wrapper(self, plain)
 
     def replace_where(self, accepts: Callable[Arguments, bool], implementation: Callable[Arguments, Result]) -> None:
-        """Use `implementation` for arguments that it `accepts`; of several the one that was added first."""
+        """Use `implementation` for arguments that it `accepts`. If several accept them, the first one added is used."""
         self._replacements.append((accepts, implementation))
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -60,9 +60,9 @@ class Linear(nn.Linear):
 
 
 class Fp32Linear(nn.Linear):
-    """x Wᵀ + b in fp32, from operands of any type: a head whose few results would tie if bf16 rounded them.
+    """x Wᵀ + b in fp32, from operands of any dtype. For heads whose scores would tie if they were rounded to bf16.
 
-    Scores of 4 to 8 are 1/32 apart in bf16.
+    In bf16, scores between 4 and 8 are 1/32 apart.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def cache_weight_casts() -> Iterator[None]:
 
 
 def cast_weight(weight: Tensor) -> Tensor:
-    """The weight in bf16: the cached copy inside `cache_weight_casts`."""
+    """Returns the weight in bf16; inside `cache_weight_casts`, the cached copy."""
     known = _rounded.get()
     if known is None:
         return weight.bfloat16()
@@ -104,13 +104,13 @@ def cast_weight(weight: Tensor) -> Tensor:
 
 
 def round_products(model: nn.Module) -> None:
-    """Keep frozen weights in bf16 that autocast would round at every use, which gives the same bits."""
+    """Store frozen weights in bf16 if autocast would round them at every use. Results have the same bits."""
     for parameter in rounded_weights(model):
         parameter.data = parameter.data.bfloat16()
 
 
 def rounded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Frozen weights that only products in bf16 use: no embedding's table that a head shares, no head in fp32."""
+    """Yields frozen weights that only bf16 products use: no embedding shared with a head, no head in fp32."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
         is_product = isinstance(module, nn.Linear) and not isinstance(module, Fp32Linear)
@@ -119,13 +119,12 @@ def rounded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 class Head(Linear):
-    """x Wᵀ + b, [..., V], the head over the vocabulary. Its products have aligned rows on GPUs.
+    """The head over the vocabulary, x Wᵀ + b, [..., V]. Its products have aligned rows on GPUs.
 
-    cuBLAS reads and writes the matrices of bf16 products several numbers at a time, and only if their rows begin at
-    multiples of 16 bytes. Logits of 50,257 tokens have rows that do not, so all three products of the head would use
-    slower kernels. On GPUs the head multiplies by a copy of its weight with rows of 0 at the end, so that their number
-    is a multiple of `row_multiple`, and the logits are a view that ends with the vocabulary. So weights, checkpoints
-    and files know nothing of it. Not yet measured on a GPU.
+    cuBLAS reads and writes several numbers of a bf16 matrix at a time only if its rows begin at multiples of 16 bytes.
+    Rows of 50,257 logits do not, so all three products of the head would use slower kernels. On GPUs the head therefore
+    multiplies by a copy of its weight, padded with rows of 0 to a multiple of `row_multiple`, and returns a view of the
+    logits without the padding. Weights, checkpoints and files are not padded. Not yet measured on a GPU.
     """
 
     row_multiple = 1
@@ -141,9 +140,9 @@ class Head(Linear):
 
 
 def align_heads(model: nn.Module, device: torch.device, row_multiple: int = ALIGNED_ROWS) -> None:
-    """Give the products of a model's head aligned rows where `device` is a GPU.
+    """Align the rows of the products of a model's heads if `device` is a GPU.
 
-    Models that are compared bit by bit, such as a policy and its reference, need the same.
+    Models that are compared bit by bit, such as a policy and its reference, need the same alignment.
     """
     for module in model.modules():
         if isinstance(module, Head) and device.type == "cuda":
@@ -151,9 +150,9 @@ def align_heads(model: nn.Module, device: torch.device, row_multiple: int = ALIG
 
 
 def padded_rows(logits_CV: Tensor) -> Tensor:
-    """The logits [C, P] whose first columns are a head's [C, V], or these themselves where none were added.
+    """Returns the padded logits [C, P] behind a head's logits [C, V], or `logits_CV` itself if there is no padding.
 
-    A gradient for all of them goes to the head's product as it is; one for the view would be copied.
+    A gradient for the padded logits goes into the head's product as it is; one for the view would be copied.
     """
     whole, (C, V), (P, step) = logits_CV._base, logits_CV.shape, logits_CV.stride()
     if whole is None or P <= V or step != 1 or logits_CV.storage_offset():
@@ -163,12 +162,12 @@ def padded_rows(logits_CV: Tensor) -> Tensor:
 
 
 def pad_rows(values: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
-    """The rows, and rows of 0, as `dtype`."""
+    """Cast to `dtype` and append rows of 0 up to `num_rows`."""
     return _PadRows.apply(values, num_rows, dtype)  # type: ignore[no-untyped-call]
 
 
 class _PadRows(torch.autograd.Function):
-    """Rounds and pads in one pass; the gradient's rows are taken as they are."""
+    """Rounds and pads in one pass; the backward pass only drops the padding's rows and casts."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
@@ -185,7 +184,7 @@ class _PadRows(torch.autograd.Function):
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The type of a matrix product with x: autocast's where it is enabled."""
+    """Returns the dtype of a matrix product with x: autocast's if that is enabled, else x's."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -210,7 +209,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Ten
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Half the passes over memory that autograd's own formula would take.
+    """RMSNorm with half the passes over memory that autograd would take.
 
     With n = x / rms(x):  dx = (g·w - n · mean(g·w·n)) / rms(x),  dw = Σ g·n.
     """
@@ -234,7 +233,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _is_fused_kernel_there() -> bool:
-    """From torch 2.9 on; before, an operator of another signature has the name."""
+    """True from torch 2.9 on; before, the operator of this name had another signature."""
     found = getattr(torch.ops.aten, "_fused_rms_norm", None)
     return found is not None and "int[] normalized_shape" in str(found.default._schema)
 
@@ -243,16 +242,16 @@ IS_FUSED = _is_fused_kernel_there()
 
 
 def takes_fused_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> bool:
-    """Whether the fused kernel computes this norm: on a GPU, x and weight of one type."""
+    """Whether the fused kernel supports this norm: on a GPU, with x and weight of the same dtype."""
     return IS_FUSED and x.is_cuda and x.dtype == weight_D.dtype
 
 
 def fused_rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """`rms_norm` by PyTorch's fused kernels for GPUs: one pass over memory forward, two backward. Written out it is
-    eight passes forward and nine to thirteen backward. Not yet run on a GPU.
+    """Compute `rms_norm` with PyTorch's fused kernels for GPUs. Not yet run on a GPU.
 
-    The kernel computes in fp32, and its result has x's type: under autocast, where that is fp32, rounding it is a pass
-    of its own.
+    They take one pass over memory forward and two backward; the equation written out takes eight forward and nine to
+    thirteen backward. The kernel computes in fp32, and its result has x's dtype. Under autocast that is fp32, so
+    rounding the result takes one more pass.
     """
     normed: Tensor = torch.ops.aten._fused_rms_norm(x, weight_D.shape, weight_D, eps)[0]
     return normed.to(dtype)
@@ -262,7 +261,7 @@ rms_norm.replace_where(takes_fused_norm, fused_rms_norm)
 
 
 def make_norm(config: ModelConfig, width: int) -> nn.Module:
-    """The config's kind of norm over `width` numbers."""
+    """Returns the config's kind of norm over `width` numbers."""
     return RMSNorm(width, config.norm_eps) if config.norm == "rms" else nn.LayerNorm(width, config.norm_eps)
 
 
@@ -282,7 +281,7 @@ class MLP(nn.Module):
 
 @Replaceable
 def swiglu(gate_and_up: Tensor) -> Tensor:
-    """silu(gate) · up, [..., M], of both side by side, [..., 2M] (arXiv 2002.05202)."""
+    """silu(gate) · up, [..., M], of gate and up concatenated, [..., 2M] (arXiv 2002.05202)."""
     return _SwiGLU.apply(gate_and_up)  # type: ignore[no-untyped-call]
 
 
@@ -301,12 +300,12 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (gate_and_up,) = ctx.saved_tensors
-        if torch.compiler.is_compiling():  # which fuses it, and takes no `out`
+        if torch.compiler.is_compiling():  # the compiler fuses this, and does not support `out`
             gate, up = gate_and_up.chunk(2, dim=-1)
             return torch.cat([torch.ops.aten.silu_backward(gradient * up, gate), gradient * F.silu(gate)], dim=-1)
         result = torch.empty_like(gate_and_up)
         (gate, up), (of_gate, of_up) = gate_and_up.chunk(2, dim=-1), result.chunk(2, dim=-1)
-        # Each half in place: nothing as large is allocated, and nothing is put together.
+        # Each half is computed in place, which saves a temporary tensor of its size and a concatenation.
         torch.mul(gradient, up, out=of_gate)
         torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
         torch.ops.aten.silu.out(gate, out=of_up)
@@ -371,12 +370,12 @@ class Dropout(nn.Module):
 
 @Replaceable
 def drop(x: Tensor, keys: Tensor, threshold: int) -> Tensor:
-    """x with some columns set to 0 and the others scaled so that the expectation stays; `keys` is [...], x [..., D]."""
+    """Set some columns of x to 0 and scale the others to keep the expectation; `keys` is [...], x [..., D]."""
     return _Dropout.apply(x, keys, threshold)  # type: ignore[no-untyped-call]
 
 
 class _Dropout(torch.autograd.Function):
-    """Saves only the keys for the gradient, which draws the mask again."""
+    """Saves only the keys for the backward pass, which draws the mask again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keys: Tensor, threshold: int) -> Tensor:
@@ -400,14 +399,14 @@ def dropout_scale(threshold: int) -> float:
 
 
 def kept_columns(keys: Tensor, width: int, threshold: int) -> Tensor:
-    """True = kept, [..., D]."""
+    """Returns the dropout mask [..., D]; True = kept."""
     counter_G = (torch.arange(-(-width // GROUP), device=keys.device) + 1) * GOLDEN
     bits = mix(keys[..., None] + counter_G).view(torch.int16)[..., :width]
     return bits >= threshold - LEVELS // 2  # 16 bits as a signed number: uniform from -32,768 on
 
 
 def _signed(number: int) -> int:
-    """Its lowest 64 bits as a signed integer, PyTorch's representation."""
+    """Returns the lowest 64 bits as a signed integer, as PyTorch stores them."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -416,7 +415,7 @@ FIRST_FACTOR, SECOND_FACTOR = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133
 
 
 def sequence_keys(seed: int, numbers: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Keys of sequences from their numbers in the data set, in the same shape.
+    """Returns the dropout keys of sequences from their numbers in the data set, in the same shape.
 
     A model takes them as [B, 1], one sequence per row, or as [B, T], one per token, for packed rows.
     """
@@ -424,14 +423,15 @@ def sequence_keys(seed: int, numbers: NDArray[np.int64], device: torch.device) -
 
 
 def token_keys(keys_BT: Tensor, positions_BT: Tensor, part: int) -> Tensor:
-    """Keys of tokens [B, T] from their sequences' keys and their positions. `part` distinguishes the parts of a model
-    that see the same positions.
+    """Returns the dropout keys of tokens [B, T] from their sequences' keys and their positions.
+
+    `part` distinguishes the parts of a model that see the same positions.
     """
     return mix(mix(keys_BT + _signed(part * GOLDEN)) + (positions_BT + 1) * GOLDEN)
 
 
 def site_offset(site: int) -> int:
-    """What is added to a token's key at a place of the model. Offsets add up: of 2 and 3 sites, that of 5."""
+    """Returns what a dropout site adds to a token's key. Offsets add up: site 2 plus site 3 is site 5."""
     return _signed(site * GOLDEN)
 
 

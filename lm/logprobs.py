@@ -10,12 +10,12 @@ from lm.layers import Replaceable, padded_rows
 
 # fp32 numbers in memory at once: on a CPU as many as fit a core's cache, on a GPU enough to make launches negligible.
 PART_NUMBERS = {"cpu": 2**18, "cuda": 2**26}
-# Logits in memory at once where responses are measured without gradients: a quarter of a GB in fp32 on a GPU.
+# Logits in memory at once when responses are scored without gradients: a quarter of a GB in fp32 on a GPU.
 LOGITS_AT_ONCE = {"cpu": 2**24, "cuda": 2**26}
 
 
 def token_logprobs(logits_CV: Tensor, tokens_C: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(logits / temperature) at `tokens`, [C] nats, in fp32; leading dimensions are free.
+    """log softmax(logits / temperature) at `tokens`, [C] nats, in fp32; any leading dimensions work.
 
     Use the sampling temperature: another temperature is another policy.
     """
@@ -25,7 +25,7 @@ def token_logprobs(logits_CV: Tensor, tokens_C: Tensor, temperature: float = 1.0
 
 @Replaceable
 def logprobs_of_rows(logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> Tensor:
-    """`token_logprobs` of [C, V] and [C]."""
+    """Computes `token_logprobs` of [C, V] and [C]."""
     logits_CP = padded_rows(logits_CV)
     return _TokenLogprobs.apply(logits_CP, logits_CV.shape[1], tokens_C, temperature)  # type: ignore[no-untyped-call]
 
@@ -33,9 +33,9 @@ def logprobs_of_rows(logits_CV: Tensor, tokens_C: Tensor, temperature: float) ->
 class _TokenLogprobs(torch.autograd.Function):
     """l_t - ln Σ_v exp(l_v), l = logits / temperature, whose gradient is (1[v = t] - softmax(l)_v) / temperature.
 
-    Written out so that fp32 numbers over the vocabulary exist for some positions at a time: whole, they would be the
-    largest tensors of a small model's step, and each pass over them would go through memory. Columns from `num_tokens`
-    on are a head's padding (`lm.layers.Head`), with a gradient of 0.
+    It is written out so that only some positions at a time have fp32 numbers over the vocabulary. For all positions
+    these would be the largest tensors of a small model's step, and each pass over them would go through main memory.
+    Columns from `num_tokens` on are a head's padding (`lm.layers.Head`), with a gradient of 0.
     """
 
     @staticmethod
@@ -64,7 +64,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _parts(logits_CV: Tensor) -> Iterator[slice]:
-    """Slices of positions with at most `PART_NUMBERS` logits each."""
+    """Returns slices of positions with at most `PART_NUMBERS` logits each."""
     size = max(1, PART_NUMBERS[logits_CV.device.type] // logits_CV.shape[-1])
     return (slice(start, start + size) for start in range(0, len(logits_CV), size))
 

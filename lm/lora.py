@@ -2,9 +2,9 @@
 
     y = x Wᵀ + scale (x Aᵀ) Bᵀ
 
-A map that holds several maps of the published layout (q, k and v; gate and up) has an A, a B and a scale for each, as
-PEFT has. So adapters are read and written in PEFT's layout (`lm.adapters`), and `merged` adds them to the weights; then
-nothing shows that there were any.
+A fused map, which holds several maps of the published layout (q, k and v; gate and up), has an A, a B and a scale for
+each of them, as in PEFT. So adapters are read and written in PEFT's layout (`lm.adapters`). `merged` adds them to the
+weights, which then look like those of any other model.
 
 Shape letters: R rows, D inputs, F outputs, P ranks of all parts of a fused map together.
 """
@@ -30,7 +30,7 @@ TARGETS = {
     "mlp": ("mlp.up", "mlp.down"),
 }
 DOWN, UP = "lora_a", "lora_b"  # A and B, as parameters of a map
-BODY = ("encoder.", "decoder.", "head.", "transform.", "transform_norm.")  # what is frozen; other heads are new
+BODY = ("encoder.", "decoder.", "head.", "transform.", "transform_norm.")  # frozen; all other heads are new
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
@@ -60,11 +60,11 @@ class LoRAConfig(BaseModel):
 
 
 class LoRALinear(Linear):
-    """A frozen map and its addition.
+    """A frozen map with a low-rank addition.
 
-    `part_rows` are the outputs of each of the maps that it holds, F in all, and `scales` their scales. All parts have
-    room for the same rank; a part of a lower one, or without an adapter, ends with rows of A and columns of B that are
-    0. Their gradients are 0 too, so they stay 0.
+    `part_rows` has the number of outputs of each map that it holds, F in total, and `scales` has their scales. All
+    parts have room for the same rank. A part with a lower rank, or without an adapter, is padded with rows of A and
+    columns of B that are 0. Their gradients are 0 too, so they stay 0.
     """
 
     def __init__(self, frozen: nn.Linear, part_rows: Sequence[int], rank: int, scales: Sequence[float]) -> None:
@@ -75,7 +75,7 @@ class LoRALinear(Linear):
         self.lora_a = nn.Parameter(torch.empty(len(part_rows) * rank, frozen.in_features))
         self.lora_b = nn.Parameter(torch.empty(frozen.out_features, rank))
         self.is_off = False
-        self.readers: Sequence[LoRALinear | None] = ()  # of a joint pass, one per equal part of the batch (`read_by`)
+        self.readers: Sequence[LoRALinear | None] = ()  # in a joint pass, one per equal part of the batch (`read_by`)
         for parameter in (self.weight, self.bias):
             if parameter is not None:
                 parameter.requires_grad_(False)
@@ -93,26 +93,26 @@ class LoRALinear(Linear):
         return y_RF.view(*x.shape[:-1], -1)
 
     def add_to(self, y_RF: Tensor, x_RD: Tensor) -> None:
-        """y ← y + scale (x Aᵀ) Bᵀ in place, by one product for all parts, whose B are blocks of one matrix."""
+        """y ← y + scale (x Aᵀ) Bᵀ in place. One product computes all parts: their B are blocks of one matrix."""
         low_RP = linear(x_RD, self.lora_a, None)
         blocks = [scale * rows for scale, rows in zip(self.scales, self.lora_b.split(self.part_rows), strict=True)]
         up_FP = blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)
         y_RF.addmm_(low_RP, up_FP.to(y_RF.dtype).T)
 
     def addition(self, down: Tensor, up: Tensor) -> Tensor:
-        """scale B A of these values of A and B, [F, D], in fp32."""
+        """Returns scale B A, [F, D], in fp32, for these values of A and B."""
         parts = zip(self.scales, up.float().split(self.part_rows), down.float().split(self.rank), strict=True)
         return torch.cat([scale * (b @ a) for scale, b, a in parts])
 
 
 def adapted_maps(model: nn.Module) -> dict[str, LoRALinear]:
-    """The maps with adapters by name."""
+    """Returns the maps with adapters, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Passes inside compute with the frozen model alone: a policy's reference, bit for bit."""
+    """Inside this context, passes use the frozen model alone. It is a policy's reference, bit for bit."""
     maps = [*adapted_maps(model).values()]
     for module in maps:
         module.is_off = True
@@ -125,10 +125,10 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def read_by(model: nn.Module, readers: Sequence[nn.Module | None]) -> Iterator[None]:
-    """Passes inside serve several models with adapters on the same frozen body.
+    """Inside this context, each pass computes several models with adapters on the same frozen body.
 
-    The batch has one equal part per reader, which gets that reader's additions (None: the body alone). What has no
-    adapter in `model` must have none in any reader.
+    The batch has one equal part per reader, and each part gets its reader's additions (None: the body alone). A map
+    without an adapter in `model` must have none in any reader.
     """
     maps = adapted_maps(model)
     known = [{} if reader is None else adapted_maps(reader) for reader in readers]
@@ -143,7 +143,7 @@ def read_by(model: nn.Module, readers: Sequence[nn.Module | None]) -> Iterator[N
 
 
 def linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Linear, Stored]]:
-    """The linear maps of the blocks, which adapters may be on, and where the published layout has their weights."""
+    """Yields the blocks' linear maps, which may have adapters, and where the published layout stores their weights."""
     shape = model.config
     assert isinstance(shape, ModelConfig)
     family = family_of(shape, PURPOSES[type(model)])
@@ -153,12 +153,12 @@ def linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Linear, Stored]]:
 
 
 def part_rows(module: nn.Linear, parts: Mapping[str, int | None]) -> tuple[int, ...]:
-    """The outputs of each of the published layout's maps that a map holds (`lm.families.Stored.parts`)."""
+    """Returns the number of outputs of each part of a fused map (`lm.families.Stored.parts`)."""
     return tuple(module.out_features if rows is None else rows for rows in parts.values())
 
 
 def add_adapters(model: AnyModel, config: LoRAConfig) -> AnyModel:
-    """Put adapters on the targets. What was pretrained is frozen; new heads (a score, a classifier) are trained."""
+    """Put adapters on the targets. Pretrained weights are frozen; new heads (a score, a classifier) are trained."""
     freeze_body(model)
     for name, module, place in [*linear_maps(model)]:
         if name.endswith(config.modules):
@@ -180,8 +180,8 @@ def replace_map(model: nn.Module, name: str, module: LoRALinear) -> None:
 
 @dataclass(frozen=True)
 class WithAdapters(Generic[AnyModel]):
-    """A model with new adapters. A is drawn from `seed` as PEFT draws it, U(±1/√D); B is 0, so the model is the same as
-    without.
+    """A model with new adapters. A is drawn from `seed` as PEFT draws it, U(±1/√D); B is 0, so at first they do not
+    change what the model computes.
     """
 
     frozen: ModelSource[AnyModel]
@@ -206,7 +206,7 @@ class WithAdapters(Generic[AnyModel]):
 
 
 def adapted(source: ModelSource[AnyModel], config: LoRAConfig | None, seed: int) -> ModelSource[AnyModel]:
-    """The source with new adapters, if the config asks for them."""
+    """Returns the source with new adapters; without a config, the source itself."""
     return source if config is None else WithAdapters(source, config, seed)
 
 
@@ -218,7 +218,7 @@ def is_adapter(name: str) -> bool:
 def interleaved(
     model: nn.Module, frozen: Iterator[tuple[str, Tensor]], adapters: Iterator[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model with adapters, in its order, from those of both parts in theirs; buffers last."""
+    """Combine frozen tensors and adapters, each in order, into the order of the model's parameters; buffers last."""
     for name, _ in model.named_parameters():
         found, tensor = next(adapters if is_adapter(name) else frozen)
         assert found == name, f"{found} came where {name} was expected"
@@ -228,10 +228,10 @@ def interleaved(
 
 
 def merged(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights without adapters, their additions in the maps: W + scale B A, in fp32.
+    """Yields the weights with adapters merged into the maps: W + scale B A, in fp32.
 
-    `weights` are those of `model`, with or without adapters, in the order of its parameters. At most one map is held
-    back, until its A and B have come.
+    `weights` are those of `model`, with or without adapters, in the order of its parameters. At most one map waits in
+    memory for its A and B.
     """
     maps = adapted_maps(model)
     held: dict[str, Tensor] = {}
@@ -250,7 +250,7 @@ def merged(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[
 
 
 def kept_adapters(weights: Iterable[tuple[str, Tensor]], kept: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The weights as they are; `kept` gets those of adapters and of new heads, which an adapter's file holds."""
+    """Yields all weights, and puts those of adapters and new heads, which an adapter's file holds, into `kept`."""
     for name, tensor in weights:
         if is_adapter(name) or not name.startswith(BODY):
             kept[name] = tensor

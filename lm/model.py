@@ -1,6 +1,6 @@
-"""The transformer (embeddings, blocks, final norm), and models on a decoder: with a next-token head or a scalar head.
+"""The transformer (embeddings, blocks, final norm), and decoders with a next-token head or a scalar head.
 
-Below them: how weights are drawn and frozen. Models with an encoder are in `lm.encoder`.
+The file also initialises and freezes weights. Models with an encoder are in `lm.encoder`.
 
 Shape letters: B batch, T query tokens, S key tokens, D model width, V vocabulary, C selected positions.
 """
@@ -32,14 +32,15 @@ from lm.layers import Dropout, Fp32Linear, Head, compute_dtype, make_norm, token
 from lm.transfer import at_positions, upload
 
 SCORE = "score"  # the label of a model with one number per token
-ENCODES, DECODES, HEAD = 0, 1, 2  # parts of a model, whose dropout differs at equal positions
+ENCODES, DECODES, HEAD = 0, 1, 2  # parts of a model, each with its own dropout masks
 
 
 class Transformer(nn.Module):
-    """Tokens to hidden states: embeddings, blocks, and a final norm in pre-norm models.
+    """Embeddings, blocks and, in pre-norm models, a final norm: tokens to hidden states.
 
-    A decoder's tokens attend to earlier ones; with `causal` False, an encoder's attend to their whole sequence. With
-    `cross_attention` every block also attends to an encoder. `embedding` shares another transformer's table.
+    A decoder's tokens attend to earlier tokens. With `causal` False the transformer is an encoder, whose tokens attend
+    to their whole sequence. With `cross_attention` every block also attends to an encoder. `embedding` shares another
+    transformer's table.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class Transformer(nn.Module):
         token_types_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [B, T, D]. `mask` [B, T, T]: True = may attend; None = causal, or everything for an encoder.
+        """Returns hidden states [B, T, D].
+
+        `mask` [B, T, T]: True = may attend; None = causal, or everything for an encoder.
 
         Training with dropout needs `sequence_keys_BT` (or [B, 1]); see `lm.layers.Dropout`.
         """
@@ -104,7 +107,7 @@ class Transformer(nn.Module):
         token_types_BT: Tensor | None = None,
         keys_BT: Tensor | None = None,
     ) -> Tensor:
-        """Token embeddings [B, T, D] plus those of positions and token types (default: 0)."""
+        """Returns token embeddings [B, T, D] plus those of positions and token types (default: type 0)."""
         x_BTD = self.embedding(tokens_BT)
         if self.config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.hidden_size)
@@ -130,12 +133,14 @@ class Transformer(nn.Module):
         token_types_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states of whole rows. `segments_BT` numbers the sequences packed in a row from 1; 0 = padding.
+        """Returns the hidden states of whole rows.
 
-        Positions restart at 0 in every segment and no token attends across segments, so a sequence in a packed row has
-        the hidden states that it has alone. Segments may stay in the CPU's memory (`packed_mask`). None means one
-        sequence per row; then padding on the right is harmless to a decoder, and an encoder's rows must have none.
-        `sequence_keys_BT` as for `forward`.
+        `segments_BT` numbers the sequences packed in a row from 1; 0 = padding.
+
+        Positions restart at 0 in every segment and no token attends across segments, so a sequence has the same hidden
+        states in a packed row as in a row of its own. Segments may stay in CPU memory (`packed_mask`). None means one
+        sequence per row. A decoder's rows may then be padded on the right; an encoder's must not be padded.
+        `sequence_keys_BT` is as for `forward`.
         """
         T = tokens_BT.shape[1]
         if segments_BT is None:
@@ -146,49 +151,49 @@ class Transformer(nn.Module):
         return self(tokens_BT, positions_BT, mask, None, cross_cache, token_types_BT, sequence_keys_BT)
 
     def mask_of(self, segments_BT: Tensor, device: torch.device) -> Mask:
-        """The mask of packed rows on `device`, where the segments need not be."""
-        # A GPU is not asked what is in its memory.
+        """Returns the mask of packed rows on `device`. The segments may be on another device."""
+        # Segments on a GPU are not read here: the CPU would wait for them.
         is_plain = segments_BT.is_cpu and one_per_row(segments_BT)
         if is_plain and self.causal:
             return None
         if self.packs_rows():
             return packed_mask(segments_BT, device, causal=self.causal)
-        # A graph would be compiled for each number of groups.
+        # Compiled blocks get no groups: each number of groups would need another graph.
         if not is_plain and not is_on_gpu(self._table()) and not self.compiles:
             return grouped_mask(segments_BT, causal=self.causal)
         return attention_mask(segments_BT.to(device), causal=self.causal)
 
     def packs_rows(self) -> bool:
-        """Whether variable-length attention serves this model as it is."""
+        """Whether variable-length attention supports this model on its device and in its precision."""
         return takes_packed_rows(self._table(), self.config.head_dim)
 
     def _table(self) -> Tensor:
-        """The embedding's matrix, of which only type and device may be asked.
+        """The embedding's matrix. Use only its dtype and device.
 
-        Under ZeRO-3, reading `embedding.weight` in a pass gathers it. That is a collective call, but whether it is made
-        here depends on a rank's own rows.
+        Under ZeRO-3, reading `embedding.weight` in a pass gathers it. Gathering is a collective call, but whether a
+        rank gets here depends on its own rows.
         """
         return next(self.embedding.parameters(recurse=False))
 
     def cross_attention_cache(self, states_BSD: Tensor, real_BS: Tensor) -> CrossAttentionCache:
-        """An encoder's states as this decoder's blocks attend to them; `real_BS` is False at padding."""
+        """Returns each block's keys and values of an encoder's states; `real_BS` is False at padding."""
         pairs = [block.cross.keys_and_values(states_BSD) for block in self.blocks]  # type: ignore[union-attr, operator]
         return CrossAttentionCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), real_BS)
 
 
 def one_per_row(segments_BT: Tensor) -> bool:
-    """Whether each row has one sequence, numbered 1, and padding on the right at most."""
+    """Whether each row has one sequence, numbered 1, and padding only on the right."""
     return bool((segments_BT <= 1).all() and (segments_BT[:, 1:] <= segments_BT[:, :-1]).all())
 
 
 def segment_positions(segments_BT: Tensor) -> Tensor:
-    """Position of each token in its segment, and 0 at padding: (1, 1, 2, 2, 2, 0, 0) gives (0, 1, 0, 1, 2, 0, 0)."""
+    """Returns each token's position in its segment, 0 at padding: (1, 1, 2, 2, 2, 0, 0) gives (0, 1, 0, 1, 2, 0, 0)."""
     T = segments_BT.shape[1]
     index_BT = torch.arange(T, device=segments_BT.device).expand(segments_BT.shape)
     starts_BT = torch.ones_like(segments_BT, dtype=torch.bool)
     starts_BT[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
     positions_BT = index_BT - torch.where(starts_BT, index_BT, 0).cummax(dim=1).values
-    return positions_BT * (segments_BT > 0)  # a row may be wider than the context
+    return positions_BT * (segments_BT > 0)  # padding in a row wider than the context has no position
 
 
 class LanguageModel(nn.Module):
@@ -214,18 +219,18 @@ class LanguageModel(nn.Module):
         selected_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
-        """Logits [C, V] of the positions that `selected_BT` marks True, row by row; [B, T, V] where it is None."""
+        """Returns logits [C, V] at the positions where `selected_BT` is True, row by row; [B, T, V] if it is None."""
         return self.read(self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT), selected_BT)
 
     def read(self, hidden_BTD: Tensor, selected_BT: Tensor | None) -> Tensor:
-        """`forward` from the decoder's hidden states on."""
+        """Computes `forward` from the decoder's hidden states."""
         return self.head(hidden_BTD if selected_BT is None else at_positions(hidden_BTD, selected_BT))
 
 
 class ScalarModel(nn.Module):
     """A decoder with one number per token: a reward model's score (higher is better) or a value function.
 
-    A reward model of several objectives has a number, and a head (a row of `score`), for each of its `labels`.
+    A reward model with several objectives has one number and one head (a row of `score`) per label.
     """
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0, labels: Sequence[str] = (SCORE,)) -> None:
@@ -245,20 +250,20 @@ class ScalarModel(nn.Module):
         selected_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
-        """Scores [C] in fp32 of the positions that `selected_BT` marks True, row by row; [B, T] where it is None.
+        """Returns fp32 scores [C] at the positions where `selected_BT` is True, row by row; [B, T] if it is None.
 
-        Several labels are the last dimension of both.
+        With several labels, both have one more dimension, the labels.
         """
         return self.read(self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT), selected_BT)
 
     def read(self, hidden_BTD: Tensor, selected_BT: Tensor | None) -> Tensor:
-        """`forward` from the decoder's hidden states on."""
+        """Computes `forward` from the decoder's hidden states."""
         selected = hidden_BTD if selected_BT is None else at_positions(hidden_BTD, selected_BT)
         return self.score(selected).squeeze(-1) + self.bias
 
 
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Draw all weights of a model of this package from `seed`.
+    """Initialise all weights of a model from this package, given a `seed`.
 
     | weight                        | distribution   | why                                                        |
     |-------------------------------|----------------|------------------------------------------------------------|
@@ -277,7 +282,7 @@ def init_weights(model: nn.Module, seed: int) -> None:
 
 
 def initial_weights(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter's name and initial value, as `init_weights` draws them; only shapes are read."""
+    """Yields each parameter's name and initial value, as `init_weights` draws them. Reads only the shapes."""
     generator = torch.Generator().manual_seed(seed)
     config = model.config
     assert isinstance(config, ModelConfig)
@@ -286,7 +291,7 @@ def initial_weights(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]
 
 
 def initial_weight(name: str, shape: Sequence[int], config: ModelConfig, generator: torch.Generator) -> Tensor:
-    """The initial value of the parameter of this name; the table is in `init_weights`."""
+    """Draws the initial value of the parameter with this name, by the table in `init_weights`."""
     if name.endswith("norm.weight"):
         return torch.ones(*shape)
     if name.endswith(".bias"):
@@ -303,10 +308,10 @@ def initial_weight(name: str, shape: Sequence[int], config: ModelConfig, generat
 
 
 def freeze_all_but_last(model: nn.Module, num_blocks: int) -> None:
-    """Transfer learning: train only the last `num_blocks` blocks, what follows them, and an untied head.
+    """Freeze all but the last `num_blocks` blocks, what follows them, and an untied head (transfer learning).
 
-    An encoder-decoder's encoder comes before its decoder. A tied head is the embedding, which comes before all blocks
-    and is frozen.
+    An encoder-decoder's encoder comes before its decoder. A tied head is frozen, because it is the embedding, which
+    comes before all blocks.
     Raises: ValueError for more blocks than there are.
     """
     by_name = _transformers(model)
@@ -317,7 +322,7 @@ def freeze_all_but_last(model: nn.Module, num_blocks: int) -> None:
     frozen: list[nn.Module | None] = [*blocks[: len(blocks) - num_blocks]]
     for transformer in transformers:
         frozen += [transformer.embedding, transformer.positions, transformer.token_types, transformer.embedding_norm]
-    if len(transformers) > 1 and num_blocks <= len(transformers[-1].blocks):  # nothing of the encoder moves
+    if len(transformers) > 1 and num_blocks <= len(transformers[-1].blocks):  # the whole encoder is frozen
         frozen.append(transformers[0].norm)
     for module in frozen:
         if module is not None:
@@ -325,13 +330,13 @@ def freeze_all_but_last(model: nn.Module, num_blocks: int) -> None:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Activation checkpointing: backward passes recompute each block from its input, with the same dropout."""
+    """Turn on activation checkpointing: backward passes recompute each block from its input, with the same dropout."""
     for transformer in _transformers(model).values():
         transformer.recomputes = True
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Passes over whole rows run blocks that `torch.compile` has compiled, at their first pass (`lm.block`)."""
+    """Compile the blocks with `torch.compile` at the first pass over whole rows (`lm.block`)."""
     for transformer in _transformers(model).values():
         transformer.compiles = True
 
@@ -347,5 +352,5 @@ def _transformers(model: nn.Module) -> dict[str, Transformer]:
 
 
 def count_parameters(models: Sequence[nn.Module]) -> int:
-    """Distinct parameters; tied weights count once."""
+    """Count distinct parameters; tied weights count once."""
     return sum(p.numel() for model in models for p in model.parameters())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lm.transfer import upload
 
-MAX_ROWS, MAX_TOKENS = 128, 2**15  # of a pass without gradients, with padding: 3.6 GiB at 8B
+MAX_ROWS, MAX_TOKENS = 128, 2**15  # per pass without gradients, padding included; 3.6 GiB for 8B parameters
 
 
 def batches_of(lengths: Sequence[int], max_rows: int = MAX_ROWS, max_tokens: int = MAX_TOKENS) -> list[list[int]]:
@@ -29,14 +29,14 @@ def batches_of(lengths: Sequence[int], max_rows: int = MAX_ROWS, max_tokens: int
 
 
 def batches_by_length(sequences: Sequence[Sequence[int]], max_rows: int = MAX_ROWS) -> list[list[int]]:
-    """`batches_of` sequences in order of length; returns their places in `sequences`."""
+    """Split sequences, sorted by length, as `batches_of` does; returns their places in `sequences`."""
     order = sorted(range(len(sequences)), key=lambda place: len(sequences[place]))
     batches = batches_of([len(sequences[place]) for place in order], max_rows)
     return [[order[row] for row in batch] for batch in batches]
 
 
 def pad_right(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens [B, T] followed by 0, and segments [B, T]: 1 for tokens, 0 for padding.
+    """Returns tokens [B, T], padded with 0 on the right, and segments [B, T]: 1 for tokens, 0 for padding.
 
     Padding on the right is harmless to a causal model; an encoder needs the segments.
     """
@@ -49,7 +49,7 @@ def pad_right(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple
 
 
 def pad_left(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens aligned at their right end [B, T], 0 before them; and the column of each one's first real token [B]."""
+    """Returns tokens [B, T], padded with 0 on the left, and the column of each sequence's first token [B]."""
     width = max(len(sequence) for sequence in sequences)
     padded = np.zeros((len(sequences), width), dtype=np.int64)
     for row, sequence in enumerate(sequences):
@@ -59,12 +59,12 @@ def pad_left(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[
 
 
 def last_tokens(segments_BT: Tensor) -> Tensor:
-    """True at each sequence's last token, [B, T]; segments number the sequences of a row from 1, 0 = padding."""
+    """Returns True at each sequence's last token, [B, T]. Segments number a row's sequences from 1; 0 = padding."""
     following_BT = torch.nn.functional.pad(segments_BT, (0, 1))[:, 1:]
     return (segments_BT > 0) & (following_BT != segments_BT)
 
 
 def first_tokens(segments_BT: Tensor) -> Tensor:
-    """True at each sequence's first token, [B, T], as `last_tokens`."""
+    """Returns True at each sequence's first token, [B, T], as `last_tokens`."""
     preceding_BT = torch.nn.functional.pad(segments_BT, (1, 0))[:, :-1]
     return (segments_BT > 0) & (preceding_BT != segments_BT)

@@ -19,8 +19,10 @@ STRIDE = 64  # tokens whose probabilities are summed before the search; kernels.
 
 @dataclass(frozen=True)
 class Choice:
-    """`temperature` 0 is greedy. `top_k` keeps the k likeliest tokens of softmax(logits / temperature); 0 = all.
-    Of those, `top_p` keeps the fewest whose probabilities sum to it (arXiv 1904.09751).
+    """Sampling settings.
+
+    `temperature` 0 is greedy. `top_k` keeps the k likeliest tokens of softmax(logits / temperature); 0 = all. Of those,
+    `top_p` keeps the fewest whose probabilities sum to it (arXiv 1904.09751).
 
     Raises: ValueError for values outside their range.
     """
@@ -38,8 +40,8 @@ class Choice:
             raise ValueError(f"top_p is {self.top_p}; more than 0 and at most 1 was expected")
 
     def draw(self, logits_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
-        """The next token [B], found by inverting the cumulative distribution at a uniform draw; and its log-probability
-        [B], nats in fp32, at the temperature (greedy: 1), before top_k and top_p.
+        """Returns the next token [B], by inverting the cumulative distribution at a uniform draw, and its
+        log-probability [B], nats in fp32, at the temperature (greedy: 1), before top_k and top_p.
         """
         if self.temperature == 0:
             tokens_B = logits_BV.argmax(dim=-1)
@@ -50,13 +52,13 @@ class Choice:
         return _invert(self._left(probabilities_BV), probabilities_BV, uniforms_B)
 
     def _left(self, probabilities_BV: Tensor) -> Tensor:
-        """The probabilities that top_k and top_p keep; 0 elsewhere."""
+        """Returns the probabilities that top_k and top_p keep; 0 elsewhere."""
         if self.top_k and self.top_k < probabilities_BV.shape[-1]:
             probabilities_BV = _only(probabilities_BV, probabilities_BV.topk(self.top_k, dim=-1).indices)
         if self.top_p < 1:
             ranked_BV, order_BV = probabilities_BV.sort(dim=-1, descending=True, stable=True)
             before_BV = ranked_BV.cumsum(dim=-1) - ranked_BV
-            # A token is kept while those before it do not reach top_p of what top_k kept.
+            # A token is kept if those before it sum to less than top_p of what top_k kept.
             kept_BV = before_BV < self.top_p * ranked_BV.sum(dim=-1, keepdim=True)
             probabilities_BV = probabilities_BV.new_zeros(probabilities_BV.shape).scatter(
                 -1, order_BV, ranked_BV * kept_BV
@@ -66,23 +68,24 @@ class Choice:
 
 @Replaceable
 def sample(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """A token of softmax(logits / temperature) for each uniform number, and its log-probability: [B] each."""
+    """Draw a token of softmax(logits / temperature) per uniform number, and return its log-probability: [B] each."""
     probabilities_BV = _softmax(logits_BV, temperature)
     return _invert(probabilities_BV, probabilities_BV, uniforms_B)
 
 
 def _softmax(logits_BV: Tensor, temperature: float) -> Tensor:
-    """In fp32; the temperature is above 0."""
+    """Softmax in fp32; the temperature must be above 0."""
     logits_BV = logits_BV.float()
     return torch.softmax(logits_BV if temperature == 1 else logits_BV / temperature, dim=-1)
 
 
 def _invert(weights_BV: Tensor, probabilities_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens at which the running sum of the weights passes the uniform share of their total, and ln of their
-    probabilities.
+    """Returns the tokens at which the running sum of the weights passes the uniform share of their total, and their
+    log-probabilities.
 
-    Sums are of whole units of 2^-40. In whatever order a GPU's scan adds them, they rise at tokens that have a unit and
-    nowhere else, so that no other token is drawn; a scan in fp32 rounds so much that its result may even fall.
+    Weights are summed as integers, in units of 2^-40. Whatever the order in which a GPU's scan adds them, the sum rises
+    only at tokens with at least one unit, so no other token is drawn. A scan in fp32 rounds so much that its result may
+    even fall.
     """
     units_BV = (weights_BV * 2.0**40).long()
     padded_BV = F.pad(units_BV, (0, -units_BV.shape[1] % STRIDE))
@@ -95,22 +98,22 @@ def _invert(weights_BV: Tensor, probabilities_BV: Tensor, uniforms_B: Tensor) ->
     within_BJ = strides_BSJ.gather(1, stride_B1[:, :, None].expand(-1, -1, STRIDE))[:, 0]
     place_B1 = _first_above(within_BJ.cumsum(dim=-1), threshold_B1 - before_B1)
     tokens_B1 = (STRIDE * stride_B1 + place_B1).clamp(max=weights_BV.shape[1] - 1)
-    # The logarithm of the softmax saves a second pass over the vocabulary.
+    # Taking the log of the softmax at one token saves a second pass over the vocabulary.
     return tokens_B1[:, 0], probabilities_BV.gather(-1, tokens_B1)[:, 0].log()
 
 
 def _first_above(running_BN: Tensor, threshold_B1: Tensor) -> Tensor:
-    """The first place where the running sum exceeds the threshold; the last one where none does, as with NaN."""
+    """Returns the first place where the running sum exceeds the threshold; the last place if none does, as with NaN."""
     return torch.searchsorted(running_BN, threshold_B1, right=True).clamp(max=running_BN.shape[1] - 1)
 
 
 def _only(values_BV: Tensor, kept_BK: Tensor) -> Tensor:
-    """The values at the kept places; 0 elsewhere."""
+    """Returns the values at the kept places; 0 elsewhere."""
     return torch.zeros_like(values_BV).scatter(-1, kept_BK, values_BV.gather(-1, kept_BK))
 
 
 def draw_uniforms(seeds: Sequence[int], num_steps: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    """One uniform number per sequence and step, [B, R], each row from its own counter-based generator."""
+    """Draw one uniform number per sequence and step, [B, R]; each row has its own counter-based generator."""
     draws = np.empty((len(seeds), num_steps), dtype=np.float32)
     for row, seed in enumerate(seeds):
         draws[row] = np.random.Generator(np.random.Philox(key=seed)).random(num_steps, dtype=np.float32)

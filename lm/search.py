@@ -15,7 +15,7 @@ from lm.generation import Batch, Stop, check_room, check_sources, generate, neve
 from lm.model import LanguageModel
 from lm.sampling import Choice
 
-# Scores of several responses to a prompt, all given as tokens; higher is better.
+# Scores several responses to a prompt, all as tokens; higher is better.
 Scorer = Callable[[Sequence[int], Sequence[Sequence[int]]], Sequence[float]]
 
 
@@ -96,11 +96,11 @@ def beam_search(
     length_penalty: float = 1.0,
     source: Sequence[int] | None = None,
 ) -> list[Hypothesis]:
-    """The `num_beams` best responses found, best score first; `source` is what an encoder-decoder reads.
+    """Returns the `num_beams` best responses found, best score first; `source` is what an encoder-decoder reads.
 
     Each step extends every running response by every token. Responses that end are set aside, and the `num_beams`
-    likeliest others continue, until none of them can beat the worst of `num_beams` set aside. Responses still running
-    at `max_new_tokens` are cut off there.
+    likeliest others continue, until none of them can beat the worst of the `num_beams` best set aside. Responses still
+    running at `max_new_tokens` are cut off there.
     Raises: ValueError as for `generate`, and for `num_beams` or `length_penalty` below their range.
     """
     if num_beams < 1 or length_penalty < 0:

@@ -19,7 +19,7 @@ AnyModel_co = TypeVar("AnyModel_co", bound=nn.Module, covariant=True)
 
 
 class ModelSource(Protocol[AnyModel_co]):
-    """Where a model comes from: a folder, a seed."""
+    """Where a model comes from, such as a folder or a seed."""
 
     @property
     def build(self) -> Callable[[], AnyModel_co]:
@@ -27,7 +27,7 @@ class ModelSource(Protocol[AnyModel_co]):
         ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and fp32 value of every parameter (tied ones once, as `named_parameters` names them) and buffer.
+        """Yields name and fp32 value of every parameter (tied ones once, as `named_parameters` names them) and buffer.
 
         They come in the order of `named_parameters` and `named_buffers`.
         Raises: ValueError for a file that does not fit, before the first tensor.
@@ -35,14 +35,14 @@ class ModelSource(Protocol[AnyModel_co]):
         ...
 
 
-Rows = Mapping[str, range]  # consecutive rows by name of a tensor; range(1) is the whole of a single number
+Rows = Mapping[str, range]  # consecutive rows by tensor name; range(1) is all of a tensor with a single number
 
 
 class PartialSource(ModelSource[AnyModel_co], Protocol[AnyModel_co]):
-    """A source that need not be read whole."""
+    """A source that can be read in part."""
 
     def tensors(self, rows: Rows | None = None) -> Iterator[tuple[str, Tensor]]:
-        """As `ModelSource.tensors`; with `rows` only those, and no others are read."""
+        """Like `ModelSource.tensors`; with `rows`, yields and reads only those."""
         ...
 
 
@@ -64,12 +64,12 @@ class RandomInit(Generic[AnyModel]):
 
 
 def rows_of(tensor: Tensor, rows: range | None) -> Tensor:
-    """Some rows of a tensor, or all."""
+    """Returns some rows of a tensor, or all."""
     return tensor if rows is None or not tensor.dim() else tensor[rows.start : rows.stop]
 
 
 class _NoInit(TorchFunctionMode):
-    """Leaves out `torch.nn.init`, which on the meta device draws nothing and takes a second to import TorchDynamo."""
+    """Skips `torch.nn.init`, which draws nothing on the meta device but takes a second to import TorchDynamo."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -80,7 +80,7 @@ class _NoInit(TorchFunctionMode):
 
 
 def on_meta(build: Callable[[], AnyModel]) -> AnyModel:
-    """A model on the meta device: shapes without values."""
+    """Builds a model on the meta device: shapes without values."""
     with torch.device("meta"), _NoInit():
         return build()
 
@@ -88,14 +88,14 @@ def on_meta(build: Callable[[], AnyModel]) -> AnyModel:
 def load(
     source: ModelSource[AnyModel], device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> AnyModel:
-    """The whole model on `device`, its parameters in `dtype`; those that a source shares with a model in memory, in a
-    lower type than fp32, keep it. Buffers stay fp32: a score's bias would lose digits that all scores share.
+    """Load the whole model onto `device`, its parameters in `dtype`.
 
-    Each tensor goes to the device as the source yields it. So the peak is one copy of the model on the device and one
-    tensor in CPU memory.
+    Parameters that a source shares with a model in memory keep a lower precision than fp32 if they have one. Buffers
+    stay fp32, because a score's bias would lose digits in all scores alike. Each tensor goes to the device as the
+    source yields it, so the peak is one copy of the model on the device and one tensor in CPU memory.
     """
     if torch.device(device).type == "cpu":
-        device = "cpu"  # a tensor would be copied from "cpu" to "cpu:0"
+        device = "cpu"  # "cpu:0" would copy every tensor
     model = on_meta(source.build)
     buffers = {name for name, _ in model.named_buffers()}
     held = {
@@ -112,11 +112,11 @@ def load(
 
 
 def load_for_inference(source: ModelSource[AnyModel], dtype: torch.dtype | None = None) -> AnyModel:
-    """The model on `inference_device`, without dropout or gradients, its parameters in `dtype` (default:
+    """Load a model onto `inference_device`, without dropout or gradients, its parameters in `dtype` (default:
     `inference_dtype`).
 
-    Scoring, sampling and chat outside of training load their models here: this is the one place that decides where a
-    model computes that is not trained, and in which type. The stages' own ranks compute on the engine's device in the
+    Scoring, sampling and chat outside of training load their models here. This is the one place that decides the
+    device and dtype of a model that is not being trained. The stages' own ranks compute on the engine's device in the
     engine's precision.
     Raises: ValueError as for the source.
     """
@@ -124,11 +124,11 @@ def load_for_inference(source: ModelSource[AnyModel], dtype: torch.dtype | None 
 
 
 def inference_device() -> torch.device:
-    """This process' GPU, or the CPU if it sees none."""
+    """Returns this process's GPU, or the CPU if it sees none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def inference_dtype() -> torch.dtype:
-    """bf16 on GPUs that multiply it, else fp32."""
+    """Returns bf16 on GPUs that support it natively, else fp32."""
     is_fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if is_fast else torch.float32

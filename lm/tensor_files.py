@@ -31,10 +31,10 @@ _OLD_NAMES = {"gamma": "weight", "beta": "bias"}
 
 
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
-    """Write tensors as they come: memory holds those of one file, which has at most `max_bytes` or a single tensor.
+    """Write tensors as they come. Memory holds those of one file, which has at most `max_bytes` or a single tensor.
 
-    They are divided as `transformers` divides them: model.safetensors alone or, for more, numbered files and an index.
-    Until all of them are written and synced, the folder's earlier weights stay and no new file has its name.
+    Files are as `transformers` writes them: one model.safetensors or, for more, numbered files and an index. Until all
+    are written and synced, the folder's earlier weights stay and the new files have temporary names.
     """
     remove_unfinished(folder)
     try:
@@ -46,7 +46,7 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes
 
 
 def _write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> tuple[list[list[str]], int]:
-    """Returns the names of the tensors in each file, and their bytes."""
+    """Returns the names of the tensors in each file, and the total number of bytes."""
     written: list[list[str]] = []
     total_bytes = num_bytes = 0
     part: dict[str, Tensor] = {}
@@ -75,7 +75,7 @@ def _write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes:
 
 
 def _give_names(folder: Path, written: Sequence[Sequence[str]], total_bytes: int) -> None:
-    """Turn unfinished files into the weights of the folder."""
+    """Rename the unfinished files, which become the folder's weights."""
     for stale in folder.glob("model*.safetensors*"):  # a stale index would hide a new single file
         stale.unlink()
     if len(written) == 1:
@@ -93,7 +93,7 @@ def _unfinished(folder: Path, number: int) -> Path:
 
 
 class Checkpoint:
-    """The safetensors files of a directory, memory-mapped: names and shapes at once, values on request.
+    """The safetensors files of a directory, memory-mapped. Names and shapes are read at once, values on request.
 
     Raises: ValueError if there are none, or if the index names a missing file.
     """
@@ -135,7 +135,7 @@ class Checkpoint:
         return tensor
 
     def part(self, name: str, first: int, end: int, dim: int) -> Tensor:
-        """A tensor from index `first` of dimension 0 or 1 on, up to `end`; no more is read."""
+        """Reads only indices `first` to `end` (exclusive) of a tensor, along dimension 0 or 1."""
         file, stored_name = self._holder[name]
         found = file.get_slice(stored_name)
         part: Tensor = found[:, first:end] if dim else found[first:end]
@@ -143,7 +143,7 @@ class Checkpoint:
 
 
 def open_tensors(path: Path) -> Any:
-    """Raises: ValueError naming a file that is truncated or not safetensors; the library's error does not name it."""
+    """Opens a safetensors file. Raises: ValueError for a damaged one, naming it, which the library's error does not."""
     try:
         return safe_open(str(path), framework="pt")
     except SafetensorError as error:
@@ -174,7 +174,7 @@ class Reader:
         return self._holds(self._place(ours))
 
     def read(self, ours: str, shape: Sequence[int], rows: range | None = None) -> Tensor:
-        """One tensor of this shape in fp32, assembled from its parts, or some rows of it."""
+        """Reads one tensor of this shape, or some of its rows, in fp32, assembled from its parts."""
         note_progress()
         rows, place, start = range(shape[0]) if rows is None else rows, self._place(ours), 0
         found = torch.empty(len(rows), *shape[1:])
@@ -189,7 +189,7 @@ class Reader:
         return found
 
     def _rows(self, name: str, place: Stored, low: int, high: int, num_rows: int) -> Tensor:
-        """Rows of a part, which has `num_rows`."""
+        """Reads rows `low` to `high` of a part that has `num_rows`."""
         before = place.rows_before
         is_all = (low, high) == (0, num_rows)
         if is_all and not before:
@@ -210,7 +210,7 @@ class Reader:
 
 @contextmanager
 def open_checkpoint(folder: Path, family: Family, model: nn.Module) -> Iterator[Reader]:
-    """The weights of a directory, after checking their names and shapes against `model`, of which only shapes are read.
+    """Opens the weights of a directory, and checks their names and shapes against `model`. Reads only its shapes.
 
     Raises: ValueError naming the file, and the names and shapes that do not fit.
     """
@@ -238,6 +238,6 @@ def _check_fit(checkpoint: Checkpoint, places: Mapping[str, Stored], shapes: Map
 
 
 def part_shape(whole: Sequence[int], rows: int | None, place: Stored) -> list[int]:
-    """The shape of a part of `rows` rows in a checkpoint; `whole` is that of Heed's tensor."""
+    """Returns the shape of a part of `rows` rows in a checkpoint; `whole` is the shape of Heed's tensor."""
     shape = [(whole[0] if rows is None else rows) + place.rows_before, *whole[1:]]
     return shape[::-1] if place.transposed else shape

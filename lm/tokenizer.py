@@ -179,12 +179,12 @@ class Tokenizer:
 
     @property
     def sha256(self) -> str:
-        """A hash of whatever makes two tokenizers equal."""
+        """A hash of everything that `==` compares."""
         return hashlib.sha256(json.dumps(self._written()).encode()).hexdigest()
 
     @property
     def vocabulary(self) -> BPE:
-        """The library's object, for code that writes it in another format."""
+        """The `tokenizers` object, for code that writes it in another format."""
         return self._bpe
 
     @property
@@ -192,12 +192,12 @@ class Tokenizer:
         return int(self._bpe.get_vocab_size())
 
     def with_template(self, chat_template: str) -> "Tokenizer":
-        """The same vocabulary under another template: a name of CHAT_TEMPLATES, Jinja text, or "" for its own."""
+        """Returns this vocabulary with another template: a name of CHAT_TEMPLATES, Jinja text, or "" for its own."""
         template = CHAT_TEMPLATES.get(chat_template, chat_template) or self.chat_template
         return self._changed(chat_template=template)
 
     def with_distinct_pad(self) -> "Tokenizer":
-        """Returns the same tokenizer, padding with a special token that ends no response; without any if none exists.
+        """Returns this tokenizer with a padding token that ends no response, or without one if the vocabulary has none.
 
         transformers reads a reward model's score at the last token that is not padding. If the end token were padding,
         that would be one token too early.
@@ -213,18 +213,18 @@ class Tokenizer:
         return Tokenizer(self._bpe, **{**fields, **changes})
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of text from a template: a special token's name becomes that token."""
+        """Encodes text from a template: a special token's name becomes that token."""
         return list(encode_texts(self._bpe, [text], finds_names=True)[0].ids)
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens of user text, on all the library's threads: a special token's name is spelled out as text."""
+        """Encodes user text, on all the library's threads: a special token's name is spelled out as text."""
         return [encoding.ids for encoding in self._encode_plain(texts)]
 
     def spelled_bytes(self, texts: Sequence[str]) -> list[list[int]]:
-        """The number of bytes of text that each token of `encode_plain` stands for; they sum to the text's bytes.
+        """Returns how many bytes of text each token of `encode_plain` stands for; they sum to the text's bytes.
 
-        Text that a vocabulary drops (WordPiece drops spaces) counts with the next token, at the end with the last. An
-        unknown token stands for the text that it replaces.
+        Text that a vocabulary drops (WordPiece drops spaces) counts with the next token, or at the end with the last
+        one. An unknown token stands for the text that it replaces.
         """
         encodings = self._encode_plain(texts)
         return [self._spelled_bytes(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
@@ -248,11 +248,11 @@ class Tokenizer:
         return [after - before for before, after in itertools.pairwise(ends)]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens."""
+        """Decodes tokens to text, without special tokens."""
         return str(self._bpe.decode(list(tokens), skip_special_tokens=True))
 
     def stop_at(self, strings: Sequence[str]) -> Callable[[Sequence[int]], bool]:
-        """A stop condition for `lm.generation`: whether a response's text contains one of the strings.
+        """Returns a stop condition for `lm.generation`: whether a response's text contains one of the strings.
 
         The token that completes a string may contain more text, so cut the text where the string begins.
         Raises: ValueError for an empty string, which every text contains.
@@ -284,46 +284,46 @@ class Tokenizer:
         return SectionEncoder(self._bpe)
 
     def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        """The conversation as `ChatTemplate.render` writes it."""
+        """Returns the conversation as `ChatTemplate.render` writes it."""
         return self._template.render(messages, add_generation_prompt=add_generation_prompt)
 
     def marked(self, content: str) -> str:
-        """A message's text as `render` writes it, for `encode_rendered`: special tokens' names in it remain text."""
+        """Returns a message's text as `render` writes it, for `encode_rendered`: special tokens' names remain text."""
         return self._names.marked(content)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Tokens of a `render` result: special where the template wrote them, spelled out in messages."""
+        """Encodes a `render` result. Special tokens' names become tokens in the template's text, not in messages."""
         return self._encode_all([(text, [])])[0][0]
 
     def encode_prompt(self, messages: Messages) -> list[int]:
-        """Tokens up to the start of the assistant's next response."""
+        """Returns the tokens up to the start of the assistant's next response."""
         return self.encode_prompts([messages])[0]
 
     def encode_prompts(self, prompts: Sequence[Messages]) -> list[list[int]]:
-        """`encode_prompt` of each, on all the library's threads."""
+        """Applies `encode_prompt` to each, on all the library's threads."""
         return [tokens for tokens, _ in self._encode_all([*map(self._rendered_prompt, prompts)])]
 
     def _rendered_prompt(self, messages: Messages) -> tuple[str, list[Turn]]:
         text = self.render(messages, add_generation_prompt=True)
-        # A template may show earlier turns otherwise than it did when they were the last.
+        # A template may render an earlier turn differently from when it was the last one.
         beginnings = self._template.beginnings(messages)
         return text, [turn for before, whole in beginnings if (turn := turn_of(text, before, whole))]
 
     def encode_conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
-        """`encode_conversations` for a single conversation."""
+        """Applies `encode_conversations` to a single conversation."""
         return self.encode_conversations([messages])[0]
 
     def encode_conversations(self, conversations: Sequence[Messages]) -> list[tuple[list[int], list[bool]]]:
-        """Tokens of each, and per token whether it belongs to an assistant's response, its end token included.
+        """Returns each conversation's tokens, and per token whether it belongs to a response, including its end token.
 
-        They are the tokens of the whole rendering, and a prompt's tokens are always a prefix of them; how both can hold
-        is in `lm.chat_encoding`. Many conversations at once are encoded on all the library's threads.
+        They are the tokens of the whole rendering, and a prompt's tokens are always a prefix of them;
+        `lm.chat_encoding` explains how. Many conversations at once are encoded on all the library's threads.
         Raises: ValueError for a template whose rendering of a conversation does not extend that of its beginning.
         """
         return self._encode_all([self._template.render_with_turns(messages) for messages in conversations])
 
     def _encode_all(self, marked: Sequence[tuple[str, Sequence[Turn]]]) -> list[tuple[list[int], list[bool]]]:
-        """Tokens and response marks of renderings with their turns (in characters), on all the library's threads."""
+        """Returns tokens and response marks of renderings with turns (in characters), on all the library's threads."""
         folded = self._names.is_folded
         conversations = [self._cut(text, turns, finds_names=folded) for text, turns in marked]
         known = self._sections.encode(section for of_one in conversations for section in of_one.sections())
@@ -347,7 +347,7 @@ class Tokenizer:
 
 
 def _make_special(bpe: BPE, names: Iterable[str]) -> None:
-    """Tokens that the config names (padding, end, ...) are special even where tokenizer.json does not say so.
+    """Makes tokens special that the config names (padding, end, ...), even if tokenizer.json does not.
 
     A name that the vocabulary lacks is not added: the model has no embedding for a new id.
     """
@@ -394,12 +394,12 @@ _TOKEN_FIELDS = ("pad_token", "eos_token", "sep_token", "bos_token", "cls_token"
 
 
 def _content(token: Any) -> Any:
-    """A token's text; older files wrap it."""
+    """Returns a token's text; older files wrap it in an object."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises: ValueError naming the file and the place."""
+    """Reads a JSON object. Raises: ValueError naming the file and the place."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -13,17 +13,17 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor in CPU memory, on the device; one that is on the device already, as it is. Nothing waits for the copy.
+    """Copy a tensor from CPU memory to the device without waiting; one already on the device is returned as it is.
 
-    It goes to a GPU from pinned memory: a copy from other memory begins when all that was queued before it is done, and
-    the CPU waits for it.
+    Copies to a GPU go through pinned memory. A copy from other memory begins only when everything queued before it is
+    done, and the CPU waits for it.
     """
     is_copied = values.is_cpu and device.type == "cuda"
     return values.pin_memory().to(device, non_blocking=True) if is_copied else values.to(device)
 
 
 def at_positions(values_BTD: Tensor, selected_BT: Tensor) -> Tensor:
-    """`values_BTD[selected_BT]`, [C, D]. With the mask in CPU memory no GPU has to be asked how many are True."""
+    """Returns `values_BTD[selected_BT]`, [C, D]. With the mask in CPU memory, the CPU need not wait for a GPU."""
     if selected_BT.device == values_BTD.device:
         return values_BTD[selected_BT]
     places_C = upload(selected_BT.flatten().nonzero()[:, 0], values_BTD.device)
@@ -31,24 +31,24 @@ def at_positions(values_BTD: Tensor, selected_BT: Tensor) -> Tensor:
 
 
 def spread(values_C: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T] with the values where the mask, in CPU memory, is True, row by row; 0 elsewhere."""
+    """Returns [B, T] with the values where the mask (in CPU memory) is True, row by row, and 0 elsewhere."""
     places_C = upload(mask_BT.flatten().nonzero()[:, 0], values_C.device)
     return values_C.new_zeros(mask_BT.numel()).scatter(0, places_C, values_C).view(mask_BT.shape)
 
 
 def host_bytes(num_bytes: int, *, pinned: bool) -> Tensor:
-    """Zeros [num_bytes] uint8 in CPU memory that a GPU copies to and from; `pinned` needs a GPU.
+    """Returns zeros [num_bytes] uint8 in CPU memory, for copies to and from a GPU; `pinned` needs a GPU.
 
-    PyTorch's pinned memory is rounded up to a power of two, and kept for later requests when it is freed: 2.1 GB take
-    4. Here ordinary pages are locked and released, exactly as many as are asked for.
+    PyTorch rounds pinned memory up to a power of two (2.1 GB take 4) and keeps it for later requests when it is freed.
+    This function locks ordinary pages instead, as many as are needed, and releases them when they are freed.
 
-    Raises: RuntimeError if the system does not let so much memory be locked.
+    Raises: RuntimeError if the system does not allow so much locked memory.
     """
     cudart = torch.cuda.cudart() if pinned else None
-    if cudart is None or not num_bytes:  # a device without CUDA's library has an allocator of its own
+    if cudart is None or not num_bytes:  # a device without CUDA's library has its own allocator
         return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    held = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the pages
+    held = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the pages alive
     address = held.data_ptr()
     error = int(cudart.cudaHostRegister(address, num_bytes, PORTABLE))
     if error:

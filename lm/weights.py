@@ -1,9 +1,9 @@
 """Model directories in the Hugging Face layout: config.json, safetensors weights, tokenizer files.
 
 A shape is written as the published family that covers it (`lm.families`), so `transformers` and servers built on it can
-load a policy directly. A scalar model becomes the family's sequence classifier with one label (a reward model of
-several objectives has one label per objective, with its name); its bias, which no preference depends on, has no place
-there and is kept in config.json as `score_bias`.
+load a policy directly. A scalar model becomes the family's sequence classifier with one label; a reward model
+with several objectives has one label per objective, with its name. The bias, which no preference depends on, has no
+place there and is kept in config.json as `score_bias`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -56,10 +56,10 @@ PURPOSES: dict[type[nn.Module], str] = {
     EncoderDecoder: "translate",
 }
 
-# BERT as pretrained has a second head besides the masked words'; it is not read.
+# Pretrained BERT has a second head in addition to that for masked words; it is not read.
 _READ_AS = {"BertForPreTraining": "BertForMaskedLM"}
 
-# What a shape of each kind is pretrained as.
+# The model as which each kind of shape is pretrained.
 PRETRAINED: dict[str, type[LanguageModel | MaskedLanguageModel | EncoderDecoder]] = {
     "decoder": LanguageModel,
     "encoder": MaskedLanguageModel,
@@ -79,9 +79,9 @@ def save_model(
 ) -> None:
     """Write `weights` and the tokenizer to `folder`.
 
-    `weights` are a state dict of `model`, or names and tensors one at a time, of which memory then holds one file's.
-    Weights of more than `max_file_bytes` are split into files of at most that size, with an index. Of `model`, only
-    the config and the names are read.
+    `weights` are a state dict of `model`, or an iterable of names and tensors; then memory holds one file's tensors at
+    a time. Weights of more than `max_file_bytes` are split into files of at most that size, with an index. Only the
+    config and the names of `model` are read.
     """
     folder.mkdir(exist_ok=True)  # not its parents: a run folder that has disappeared must not be created again
     if isinstance(model, ScalarModel | SequenceClassifier):
@@ -109,9 +109,9 @@ def save_model(
 def stored_tensors(
     model: Model, weights: Iterable[tuple[str, Tensor]], *, untied: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """`weights` of a model under the names, and in the shapes, of its published family.
+    """Yields a model's weights under the names and in the shapes of its published family.
 
-    `untied`: a head that shares the embedding's matrix comes once more, under a name of its own.
+    `untied`: a head that shares the embedding's matrix is also yielded, under its own name.
     """
     family = family_of(model.config, PURPOSES[type(model)])
     head, is_tied = "head.weight", model.config.tie_word_embeddings
@@ -124,22 +124,22 @@ def stored_tensors(
 
 
 def load_language_model(folder: Path, dropout: float = 0.0) -> LanguageModel:
-    """The language model of a directory; errors are those of `load_model`."""
+    """Loads the language model of a directory. Raises: as `load_model`."""
     return load_model(folder, LanguageModel, dropout)
 
 
 def load_scalar_model(folder: Path, dropout: float = 0.0) -> ScalarModel:
-    """The reward model or value function of a directory; errors are those of `load_model`."""
+    """Loads the reward model or value function of a directory. Raises: as `load_model`."""
     return load_model(folder, ScalarModel, dropout)
 
 
 def load_any(folder: Path) -> Model:
-    """The model of a directory, whatever it is for. Errors are those of `ModelFolder`."""
+    """Loads the model of a directory, whatever its purpose. Raises: as `ModelFolder`."""
     return load(any_folder(folder))
 
 
 def load_model(folder: Path, kind: type[AnyModel], dropout: float = 0.0) -> AnyModel:
-    """The model of a directory, in fp32. Errors are those of `ModelFolder`."""
+    """Loads the model of a directory, in fp32. Raises: as `ModelFolder`."""
     return load(ModelFolder(folder, kind, dropout))
 
 
@@ -162,7 +162,7 @@ class ModelFolder(Generic[AnyModel]):
         return build(config, dropout=self.dropout, **labels)
 
     def check(self) -> None:
-        """Compare the names and shapes of its tensors with its config; none is read. Raises as above."""
+        """Compare the names and shapes of the tensors, not their values, with the config. Raises: as the class."""
         _, family, _ = read_config(self.folder, PURPOSES[self.kind])
         with open_checkpoint(self.folder, family, on_meta(self.build)):
             pass
@@ -180,7 +180,7 @@ class ModelFolder(Generic[AnyModel]):
 
 
 def any_folder(folder: Path) -> "ModelFolder[Model]":
-    """The model of a directory, whatever it is for. Raises: as `purpose_of`."""
+    """Returns the model of a directory, whatever its purpose. Raises: as `purpose_of`."""
     purpose = purpose_of(folder)
     kind = next(kind for kind, name in PURPOSES.items() if name == purpose)
     return ModelFolder(folder, cast(type[Model], kind))
@@ -188,9 +188,9 @@ def any_folder(folder: Path) -> "ModelFolder[Model]":
 
 @dataclass(frozen=True)
 class WithNewHead(Generic[AnyModel]):
-    """A directory's model with another head, whose weights are drawn unless the directory has them.
+    """A directory's model with another head, whose weights are drawn from `seed` unless the directory has them.
 
-    `head` makes the new model from the shape. Errors are those of `ModelFolder`.
+    `head` makes the new model from the shape. Raises: as `ModelFolder`.
     """
 
     folder: Path
@@ -202,7 +202,7 @@ class WithNewHead(Generic[AnyModel]):
         return self.head(read_config(self.folder, PURPOSES[self.kind])[0])
 
     def new_names(self) -> set[str]:
-        """The weights that the directory does not have."""
+        """Returns the names of the weights that the directory does not have."""
         _, family, _ = read_config(self.folder, PURPOSES[self.kind])
         with open_checkpoint(self.folder, family, on_meta(ModelFolder(self.folder, self.kind).build)) as checkpoint:
             return {name for name, _ in on_meta(self.build).named_parameters() if not checkpoint.holds(name)}
@@ -222,7 +222,7 @@ class WithNewHead(Generic[AnyModel]):
 
 
 def purpose_of(folder: Path) -> str:
-    """The purpose of a directory's model: one of PURPOSES' values. Raises: ValueError naming file and field."""
+    """Returns the purpose of a directory's model: one of PURPOSES' values. Raises: ValueError naming file and field."""
     path = folder / CONFIG
     raw = _read_raw(folder)
     found = [
@@ -240,21 +240,21 @@ def purpose_of(folder: Path) -> str:
 
 
 def _architectures(raw: Mapping[str, Any]) -> Any:
-    """`architectures` of config.json, in the names that families use."""
+    """Returns `architectures` of config.json, in the names that families use."""
     found = raw.get("architectures")
     return [_READ_AS.get(name, name) for name in found] if isinstance(found, list) else found
 
 
 def _labels(path: Path, raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """A classifier's labels, in order; a single label is a score, whatever its name.
+    """Returns a classifier's labels, in order; a single label is a score, whatever its name.
 
-    Raises: ValueError naming file and field where names and their number do not match, or two are equal.
+    Raises: ValueError naming file and field if names and their number do not match, or if two names are equal.
     """
     named = raw.get("id2label") or {}
     num_labels = int(raw.get("num_labels") or len(named) or 2)  # the default of transformers
     if num_labels == 1:
         return (SCORE,)
-    names = named or {str(number): f"LABEL_{number}" for number in range(num_labels)}  # likewise
+    names = named or {str(number): f"LABEL_{number}" for number in range(num_labels)}  # also their default
     if sorted(names) != sorted(map(str, range(num_labels))) or len(set(names.values())) != num_labels:
         raise ValueError(
             f"{path}: id2label is {named} and num_labels {num_labels}; a name of its own for each number from 0 to"
@@ -264,7 +264,7 @@ def _labels(path: Path, raw: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _score_bias(path: Path, raw: Mapping[str, Any], shape: torch.Size) -> Tensor:
-    """Raises: ValueError where there is not one for each label."""
+    """Reads the bias of a score. Raises: ValueError unless there is one per label."""
     bias = torch.tensor(raw.get("score_bias", torch.zeros(shape).tolist()), dtype=torch.float32)
     if bias.shape != shape:
         wanted = f"a list of {shape[0]} numbers" if shape else "a number"
@@ -273,7 +273,7 @@ def _score_bias(path: Path, raw: Mapping[str, Any], shape: torch.Size) -> Tensor
 
 
 def _to_stored(place: Stored, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The checkpoint's tensors and their names for one of ours."""
+    """Yields the checkpoint's names and tensors for one of Heed's tensors."""
     sizes = [len(tensor) if rows is None else rows for rows in place.parts.values()]
     for name, part in zip(place.parts, tensor.split(sizes), strict=True):
         unused = part.new_zeros(place.rows_before, *part.shape[1:])
@@ -282,7 +282,7 @@ def _to_stored(place: Stored, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def config_to_hf(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
-    """`config.json` of a model."""
+    """Returns the contents of a model's `config.json`."""
     family = family_of(model.config, PURPOSES[type(model)])
     names: tuple[str, ...] = getattr(model, "labels", ())
     labels = {
@@ -304,7 +304,7 @@ def config_to_hf(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def read_config(folder: Path, purpose: str) -> tuple[ModelConfig, Family, dict[str, Any]]:
-    """Heed's config, the family, and the raw `config.json`; `purpose` is one of PURPOSES' values.
+    """Returns Heed's config, the family, and the raw `config.json`; `purpose` is one of PURPOSES' values.
 
     Raises: ValueError naming file and field for another architecture or head, a missing field, or an unsupported
     feature.
@@ -320,9 +320,9 @@ def read_config(folder: Path, purpose: str) -> tuple[ModelConfig, Family, dict[s
 
 
 def config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
-    """Our config from the fields of a `config.json`, whatever the model's head.
+    """Returns Heed's config from the fields of a `config.json`, whatever the model's head.
 
-    Raises: ValueError naming the place and the field for another family, a missing field, or what we do not compute.
+    Raises: ValueError naming the place and the field for another family, a missing field, or an unsupported feature.
     """
     return _config_of(_family_of(raw, where), raw, where)
 

@@ -1,10 +1,10 @@
 """The families of published checkpoints: how `config.json` spells a shape, and what each tensor is called.
 
-What a model is for is named by a word: "language" and "score" models sit on decoders, "masked", "sequence", "token" and
-"span" models on encoders, "translate" on an encoder-decoder.
+One word names a model's purpose: "language" and "score" models are decoders, "masked", "sequence", "token" and "span"
+models are encoders, and "translate" is an encoder-decoder.
 
-A family can hold a shape if the shape comes back unchanged from its spelling; a shape that no family holds (GPT-3's
-banded layers, for one) is written in Heed's own spelling, which only Heed reads.
+A family holds a shape if writing and reading the family's config fields returns it unchanged. A shape that no family
+holds, such as GPT-3's banded layers, is written in Heed's own fields, which only Heed reads.
 """
 
 from pydantic import ValidationError
@@ -38,12 +38,12 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def family_of(config: ModelConfig, purpose: str) -> Family:
-    """The first family that holds the shape and has a model for the purpose."""
+    """Returns the first family that holds the shape and has a model for the purpose."""
     return next(family for family in FAMILIES if purpose in family.classes and holds(family, config))
 
 
 def holds(family: Family, config: ModelConfig) -> bool:
-    """Whether the shape comes back unchanged from the family's spelling."""
+    """Whether writing and reading the family's config fields returns the shape unchanged."""
     try:
         return ModelConfig.model_validate(family.from_hf(family.to_hf(config))) == config
     except (KeyError, ValueError, ValidationError):

@@ -8,9 +8,9 @@ from lm.families.family import ACTIVATIONS, CLASSIC, Fields, Stored, activation_
 
 
 class BartFamily:
-    """BART: an encoder-decoder with LayerNorm behind each branch and learned positions that count from 2.
+    """BART: an encoder-decoder with LayerNorm after each branch and learned positions that count from 2.
 
-    Where `transformers` does not tie the head it does not share the embedding either, which ours always does.
+    If `transformers` does not tie the head, it does not share the embedding either; Heed always shares it.
     """
 
     model_type = "bart"

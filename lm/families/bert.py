@@ -8,7 +8,7 @@ from lm.families.family import ACTIVATIONS, CLASSIC, Fields, Stored, activation_
 
 
 class BertFamily:
-    """BERT: an encoder with LayerNorm behind each branch, learned positions and token types, biases everywhere."""
+    """BERT: an encoder with LayerNorm after each branch, learned positions and token types, biases everywhere."""
 
     model_type = "bert"
     classes: ClassVar = {
@@ -59,7 +59,7 @@ class BertFamily:
         }
 
     def stored(self, config: ModelConfig, ours: str) -> Stored:
-        if ours == "head.bias" and config.tie_word_embeddings:  # an untied head adds the bias of its own product
+        if ours == "head.bias" and config.tie_word_embeddings:  # an untied head has a bias of its own
             return Stored({"cls.predictions.bias": None})
         module, _, kind = ours.rpartition(".")
         if not module.startswith("encoder.blocks."):

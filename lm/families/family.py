@@ -11,10 +11,10 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of Heed's as a checkpoint stores it: {name: number of rows} of the parts that its rows are split into.
+    """How a checkpoint stores one of Heed's tensors: `parts` has the name and number of rows of each part, in order.
 
     None: all rows. `transposed`: the checkpoint stores the matrix as (in, out), as GPT-2 does. The first `rows_before`
-    rows of the checkpoint's table are not used: BART counts its positions from 2.
+    rows in the checkpoint are not used: BART counts its positions from 2.
     """
 
     parts: Mapping[str, int | None]
@@ -33,27 +33,27 @@ class Family(Protocol):
         """The family's class name in `architectures` for each purpose that it supports."""
 
     def to_hf(self, config: ModelConfig) -> Fields:
-        """The shape's fields of `config.json`."""
+        """Returns the shape's fields of `config.json`."""
 
     def from_hf(self, raw: Mapping[str, Any]) -> Fields:
-        """The fields of ModelConfig. Raises: KeyError for a missing field, ValueError for an unsupported value."""
+        """Returns ModelConfig's fields. Raises: KeyError for a missing field, ValueError for an unsupported value."""
 
     def stored(self, config: ModelConfig, ours: str, /) -> Stored:
-        """Where the checkpoint stores the tensor of this name. Raises: KeyError for a name that the family lacks."""
+        """Returns where the checkpoint stores a tensor. Raises: KeyError for a name that the family lacks."""
 
 
 def expect(raw: Mapping[str, Any], field: str, *values: Any) -> None:
-    """Raises: ValueError if the field is present with none of these values."""
+    """Check a field. Raises: ValueError if it is present with none of these values."""
     if field in raw and raw[field] not in values:
         raise ValueError(f"{field} is {raw[field]!r}; {' or '.join(map(repr, values))} was expected")
 
 
 # What GPT-2, BERT and BART share.
 CLASSIC: Fields = {"mlp_bias": True, "attention_bias": "all", "positions": "learned", "norm": "layer"}
-# Their names of activations, and Heed's.
+# Their names for activations, and Heed's.
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 
 
 def activation_to_hf(config: ModelConfig) -> str:
-    """Their name of the MLP's activation."""
+    """Returns their name for the MLP's activation."""
     return {"gelu_tanh": "gelu_new"}.get(config.mlp, config.mlp)

@@ -8,7 +8,7 @@ from lm.families.family import ACTIVATIONS, CLASSIC, Fields, Stored, activation_
 
 
 class GPT2Family:
-    """GPT-2: LayerNorm before each branch, learned positions, biases everywhere, matrices kept as (in, out)."""
+    """GPT-2: LayerNorm before each branch, learned positions, biases everywhere, matrices stored as (in, out)."""
 
     model_type = "gpt2"
     classes: ClassVar = {"language": "GPT2LMHeadModel", "score": "GPT2ForSequenceClassification"}

@@ -15,7 +15,7 @@ _ROPE_FIELDS_OF = {
 
 
 def rope_to_hf(config: ModelConfig) -> Fields:
-    """`rope_parameters` of `config.json`."""
+    """Returns `rope_parameters` of `config.json`."""
     scaling = config.rope_scaling
     if scaling is None:
         return {"rope_type": "default", "rope_theta": config.rope_theta}
@@ -24,7 +24,7 @@ def rope_to_hf(config: ModelConfig) -> Fields:
 
 
 def rope_from_hf(raw: Mapping[str, Any]) -> Fields:
-    """`rope_theta` and `rope_scaling`, from `rope_parameters` or from the two fields of older checkpoints."""
+    """Returns `rope_theta` and `rope_scaling`, from `rope_parameters` or from the two fields of older checkpoints."""
     rope = raw.get("rope_parameters") or {
         "rope_theta": raw.get("rope_theta", 10_000.0),
         **(raw.get("rope_scaling") or {}),
@@ -45,10 +45,10 @@ def rope_from_hf(raw: Mapping[str, Any]) -> Fields:
 class RotaryFamily:
     """Llama and its descendants: RMSNorm before each branch, rotary positions, grouped queries.
 
-    `attention_bias`: the family's products have biases on "none", on "qkv", or on "all" where its flag says so.
-    `windows`: no layer looks back a limited way, all of them do, or those that `layer_types` names.
+    `attention_bias`: which products have biases: "none", "qkv", or with "flag" all four if the config's flag is set.
+    `windows`: which layers have a sliding window: none, all, or those that `layer_types` names.
     `even_heads`: transformers refuses a width that is not a multiple of the heads, even if `head_dim` is given.
-    `defaults`: the values of transformers for fields missing from config.json; null is a value of its own.
+    `defaults`: the values of transformers for fields missing from config.json; a field that is null is not missing.
     """
 
     model_type: str
@@ -73,7 +73,7 @@ class RotaryFamily:
         return {"swiglu": "silu", "relu2": "relu2"}[self.mlp]
 
     def to_hf(self, config: ModelConfig) -> Fields:
-        """Raises: ValueError for a width that transformers refuses."""
+        """Returns the shape's fields. Raises: ValueError for a width that transformers refuses."""
         if self.even_heads and config.hidden_size % config.num_attention_heads:
             raise ValueError(f"a width of {config.hidden_size} is not a multiple of {config.num_attention_heads} heads")
         fields = {

@@ -16,7 +16,7 @@ namespace {
 struct Attention {
     int64_t B, T, S, N, G, H;
     const bool* mask;     // [B or 1, T, S], true = may attend; null = causal
-    int64_t mask_stride;  // from one row's mask to the next; 0 where all have one
+    int64_t mask_stride;  // from one row's mask to the next; 0 if all rows share one
     float scale;
 
     int64_t depth() const { return ceil_div(H, PANEL); }  // panels that a head is wide

@@ -1,6 +1,6 @@
 // One decoding step of a whole transformer on a CPU, in bf16 or fp32: every sequence reads one token. All
 // threads run the same phases, each on its own share, with a barrier between phases, so a step is one parallel region;
-// weights and the key-value cache are read from memory once. lm/native/decoder.py says when.
+// weights and the key-value cache are read from memory once. lm/native/decoder.py has the conditions.
 //
 // Shape letters: B sequences, D width, N heads, G key-value heads, H head dim, E = (N + 2G) H, M MLP width,
 // C columns of the cache, V vocabulary.

@@ -1,4 +1,4 @@
-// A decoder's shape and weights, and one decoding step, as Python hands them over (lm/native/decoder.py).
+// A decoder's shape and weights, and one decoding step, as Python passes them (lm/native/decoder.py).
 //
 // Shape letters: B sequences, D width, N heads, G key-value heads, H head dim, M MLP width, C columns of the cache,
 // V vocabulary.
@@ -31,7 +31,7 @@ struct Decoder {
     const char* head;
 };
 
-// x [B, D] is what the blocks begin with, and is written over; cos and sin [B, H] turn queries and keys, or are null.
+// x [B, D] is the input of the blocks, and is overwritten; cos and sin [B, H] rotate queries and keys, or are null.
 // keys and values [layers, slots, G, C, H]: sequence b is in slot b; the step writes its column columns_B[b] and reads
 // all columns up to that. Numbers are bf16 or fp32, as the decoder says.
 struct Step {

@@ -19,12 +19,12 @@ from lm.native.operators import TYPES
 
 LARGEST_HEAD = 256
 ACTIVATIONS = {"swiglu": 0, "relu2": 1, "gelu_tanh": 2, "relu": 3}  # decoder.cpp's `Activation`
-LEAVE_BELOW = 0.8  # finished rows leave when no more than this share still runs: others move into their slots
-KC = 32  # numbers that a step of the kernel's sums reads: widths are multiples of it
+LEAVE_BELOW = 0.8  # finished rows leave once at most this share still runs; others move into their slots
+KC = 32  # numbers that one step of the kernel's sums reads; widths must be multiples of it
 
 
 def what_native_steps_miss(model: nn.Module) -> str:
-    """What the native step needs and this model lacks; empty where it computes what the model's modules would."""
+    """Returns what the native step needs and this model lacks; "" if it computes what the model's modules would."""
     if not isinstance(model, LanguageModel):
         return "a decoder"
     weight = model.head.weight
@@ -34,7 +34,7 @@ def what_native_steps_miss(model: nn.Module) -> str:
 
 
 def what_a_decoder_misses(config: ModelConfig, dtype: torch.dtype) -> str:
-    """`what_native_steps_miss` of a decoder with weights of this type on this CPU."""
+    """Returns `what_native_steps_miss` for a decoder with weights of this dtype on this CPU."""
     if dtype not in TYPES:
         return "weights in fp32 or bf16"
     sums_over = (config.hidden_size, config.num_attention_heads * config.head_dim, config.intermediate_size)
@@ -79,7 +79,7 @@ class _Step(Structure):
 
 @cache
 def _functions() -> Any:
-    """decoder.cpp's functions with their types; None where it is not compiled."""
+    """Returns decoder.cpp's functions with their types; None if it is not compiled."""
     loaded = library()
     if loaded is None:
         return None
@@ -94,7 +94,7 @@ def _functions() -> Any:
 def check_layouts(loaded: CDLL) -> None:
     """Compare sizes and offsets of the structs here with those that the C++ compiler reports.
 
-    Raises: RuntimeError naming the struct and both layouts where they differ.
+    Raises: RuntimeError naming the struct and both layouts if they differ.
     """
     for structure, name in ((_Layer, "layer"), (_Decoder, "decoder"), (_Step, "step")):
         ours = [sizeof(structure), *(getattr(structure, field[0]).offset for field in structure._fields_)]
@@ -152,10 +152,10 @@ class NativeSteps:
         return logits_BV
 
     def forget(self) -> None:
-        """Nothing to do: of a batch only the scratch memory is kept, which has no shape."""
+        """Does nothing: only scratch memory is kept after a batch, and it fits any batch."""
 
     def _tables_for(self, capacity: int) -> list[Tensor]:
-        """cos and sin [C, H] of every position that the cache has room for; none without rotary positions."""
+        """Returns cos and sin [C, H] of every position that fits in the cache; none without rotary positions."""
         if not self._tables or len(self._tables[0]) < capacity:
             tables = self._transformer.rotary(torch.arange(capacity)[None], self._dtype)
             self._tables = [table[0, :, 0] for table in tables or ()]
@@ -184,7 +184,7 @@ class NativeSteps:
         return None if numbers is None else self._keep(numbers.detach().float().contiguous())
 
     def _weight(self, linear: nn.Linear) -> int:
-        """The weight [F, D], packed."""
+        """Packs the weight [F, D] and returns its address."""
         weight = linear.weight.detach().contiguous()
         packed = torch.empty(self._library.packed_bytes(*weight.shape, self._is_bf16), dtype=torch.uint8)
         self._library.pack_weight(weight.data_ptr(), *weight.shape, self._is_bf16, packed.data_ptr())

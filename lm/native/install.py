@@ -1,4 +1,4 @@
-"""Puts the CPU's kernels in place of the plain functions that they compute, where they take the arguments.
+"""Replaces plain functions by the CPU's kernels, for the arguments that the kernels support.
 
 Importing this module installs them; `lm.model` does.
 """
@@ -17,8 +17,8 @@ from lm.layers import RMSNorm, cast_weight, compute_dtype
 from lm.native import operators
 from lm.native.operators import TYPES, add_rms_norm, is_available, runs
 
-# At fp32, MKL, PyTorch's default, uses no AVX-512 on AMD: .11 TFLOP/s of a core instead of .24. Without AVX-512 MKL is
-# the faster one (docs/log.md).
+# In fp32, PyTorch's default, MKL, does not use AVX-512 on AMD: .11 TFLOP/s per core instead of .24. Without AVX-512,
+# MKL is faster (docs/log.md).
 ONEDNN_IS_FASTER = (
     str(torch.cpu.get_capabilities().get("cpu_name", "")).startswith("AMD")
     and bool(torch.cpu.get_capabilities().get("avx512_f"))
@@ -26,7 +26,7 @@ ONEDNN_IS_FASTER = (
     and torch.backends.mkldnn.is_available()
 )
 BLOCK, DEPTH = 128, 512  # rows or outputs, and inputs, that are multiplied at a time
-# Without such instructions PyTorch multiplies bf16 at a ninth of the speed of fp32 (docs/log.md).
+# Without bf16 instructions PyTorch multiplies bf16 at a ninth of the speed of fp32 (docs/log.md).
 MULTIPLIES_BF16 = torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -67,7 +67,7 @@ def _split_heads(
 
 
 def takes_attention(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> bool:
-    """Whether the attention kernel takes these: all fp32 or all bf16, values as wide as keys."""
+    """Whether the attention kernel supports these tensors: all fp32 or all bf16, values as wide as keys."""
     is_one_type = all(x.is_cpu and x.dtype == q_BNTH.dtype for x in (q_BNTH, k_BGSH, v_BGSH))
     return is_one_type and q_BNTH.dtype in TYPES and k_BGSH.shape == v_BGSH.shape and is_available()
 
@@ -95,8 +95,8 @@ def _sample(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[
 
 
 def takes_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `_Linear` computes this: bf16 on a CPU, for the sake of a weight's gradient that is not rounded, or where
-    PyTorch's products in bf16 are slow.
+    """Whether `_Linear` computes this product: in bf16 on a CPU, to keep a weight's gradient unrounded or because
+    PyTorch's bf16 products are slow.
     """
     if not x.is_cpu or not (_is_autocast() or x.dtype == weight.dtype == torch.bfloat16):
         return False
@@ -161,7 +161,9 @@ def _product_by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 def takes_fp32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Also without rows: ranks whose gradients come in different orders would add up different ones (ZeRO)."""
+    """Whether oneDNN computes this product. Inputs without rows count too: all ranks must compute gradients in the same
+    order, or ZeRO would add up different ones.
+    """
     is_fp32 = x.is_cpu and x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     return is_fp32 and ONEDNN_IS_FASTER
 
@@ -169,7 +171,7 @@ def takes_fp32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def _takes_blocks(
     blocks: nn.ModuleList, final_norm: nn.Module, x_BTD: Tensor, inputs: BlockInputs, recompute: bool = False
 ) -> bool:
-    """Whether the blocks' norms come first and are RMSNorm; recomputed blocks must each end with their own sum."""
+    """Whether norms come first and are RMSNorm. Not if `recompute`: then each block must end with its own sum."""
     return isinstance(final_norm, RMSNorm) and runs(x_BTD, final_norm.weight) and not recompute
 
 
@@ -192,7 +194,7 @@ def _run_blocks(
 def _run_block(
     block: Block, x_BTD: Tensor, branch_BTD: Tensor | None, inputs: BlockInputs, layer: int
 ) -> tuple[Tensor, Tensor]:
-    """The stream and the branch to be added to it next, from the same of the block before."""
+    """Returns the stream and the branch that is still to be added to it, given those of the previous block."""
     x_BTD, normed_BTD = add_norm(x_BTD, branch_BTD, block.attention_norm)
     branch_BTD = block.attend(normed_BTD, inputs, layer)
     if block.cross_norm is not None:
@@ -203,7 +205,7 @@ def _run_block(
 
 
 def add_norm(x_BTD: Tensor, branch_BTD: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """x + branch, if there is one, and its norm."""
+    """Returns x + branch (or x, if there is no branch) and its norm."""
     if branch_BTD is None:
         return x_BTD, norm(x_BTD)
     if isinstance(norm, RMSNorm) and branch_BTD.dtype == compute_dtype(x_BTD) and runs(x_BTD, branch_BTD, norm.weight):

@@ -1,8 +1,8 @@
 """The C++ kernels as functions of tensors, compiled for this machine's CPU when first needed and cached on disk.
 
 CXX names the compiler, and the flags in CXXFLAGS are added to Heed's own.
-`lm.native.operators` registers the functions with PyTorch. They take contiguous tensors in the CPU's memory. Each has a
-twin in plain PyTorch where the model uses it, which says what it computes.
+`lm.native.operators` registers the functions with PyTorch. They take contiguous tensors in CPU memory. What each
+computes is defined by its twin in plain PyTorch, where the model uses it.
 
 Shape letters: R rows, D width, M MLP width, B batch, T tokens, S keys, N heads, G key-value heads, H head dim,
 V vocabulary, F outputs of a product.
@@ -31,7 +31,7 @@ from torch import Tensor
 FOLDER = Path(__file__).parent
 SOURCES = tuple(FOLDER / f"{name}.cpp" for name in ("kernels", "attention", "weight_gradient", "decoder"))
 HEADERS = tuple(FOLDER / f"{name}.h" for name in ("numbers", "vectors", "tiles", "pack", "decoder", "decode_attention"))
-# Sums may be taken in vectors only where the source says so; nothing is assumed about infinities and NaN.
+# Sums are vectorised only where the source says so; nothing is assumed about infinities and NaN.
 FLAGS = (
     "-std=c++20", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
     "-fPIC", *(["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []),
@@ -59,7 +59,7 @@ _KINDS = {"p": c_void_p, "b": c_bool, "i": c_int64, "f": c_float}
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernels; None, with a warning that says why, where they cannot be compiled: plain PyTorch is used then."""
+    """Returns the kernels. If they cannot be compiled, warns why and returns None; plain PyTorch is used then."""
     try:
         return ctypes.CDLL(str(compiled(cache_folder())))
     except (OSError, subprocess.CalledProcessError) as error:
@@ -69,7 +69,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are cached: $XDG_CACHE_HOME/heed, by default ~/.cache/heed.
+    """Returns where compiled kernels are cached: $XDG_CACHE_HOME/heed, by default ~/.cache/heed.
 
     Raises: FileNotFoundError without either, for example for a user without HOME and without an entry in passwd.
     """
@@ -82,7 +82,7 @@ def cache_folder() -> Path:
 
 
 def compiled(folder: Path) -> Path:
-    """The shared library in `folder` for these sources, flags and CPU, compiled unless it exists.
+    """Returns the shared library in `folder` for these sources, flags and CPU, and compiles it unless it exists.
 
     Processes that start at the same time each compile it, and the last one's file stays.
     Raises: OSError without a compiler or a folder to write to; CalledProcessError with the compiler's output.
@@ -140,12 +140,12 @@ def _is_bf16(x: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x / sqrt(mean(x²) + eps) · weight as `dtype`, and 1 / sqrt(...) [R] in fp32; leading dimensions are free."""
+    """x / sqrt(mean(x²) + eps) · weight as `dtype`, and 1 / sqrt(...) [R] in fp32; any leading dimensions work."""
     return _norm(x, None, weight_D, eps, x, dtype)
 
 
 def add_rms_norm(x: Tensor, branch: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x + branch, in x's type; and as `rms_norm` of that sum, in the branch's type."""
+    """Returns x + branch in x's dtype, and what `rms_norm` returns for that sum in the branch's dtype."""
     total = torch.empty_like(x)
     return total, *_norm(x, branch, weight_D, eps, total, branch.dtype)
 
@@ -163,7 +163,7 @@ def _norm(
 
 
 def rms_norm_backward(gradient: Tensor, x: Tensor, weight_D: Tensor, inverse_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x, in its type, and of the weight, in fp32."""
+    """Returns the gradients of x, in its dtype, and of the weight, in fp32."""
     x_gradient, _, weight_gradient_D = _norm_backward(gradient, None, x, weight_D, inverse_R, has_branch=False)
     return x_gradient, weight_gradient_D
 
@@ -171,7 +171,7 @@ def rms_norm_backward(gradient: Tensor, x: Tensor, weight_D: Tensor, inverse_R: 
 def add_rms_norm_backward(
     gradient: Tensor, carried: Tensor | None, total: Tensor, weight_D: Tensor, inverse_R: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and of the branch, each in its type, and of the weight, in fp32.
+    """Returns the gradients of x and of the branch, each in its dtype, and of the weight, in fp32.
 
     `carried` is the gradient that reaches the sum x + branch other than through its norm.
     """
@@ -219,7 +219,7 @@ def swiglu_backward(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def dropout(x: Tensor, keys: Tensor, threshold: int, scale: float) -> Tensor:
-    """x · scale, and 0 where the 16 bits that a row's key draws for a column are below the threshold."""
+    """Returns x · scale, with 0 where the 16 bits that a row's key draws for a column are below the threshold."""
     y, D = torch.empty_like(x), x.shape[-1]
     _call(
         "dropout", x.data_ptr(), _is_bf16(x), keys.data_ptr(), y.data_ptr(), keys.numel(), D, threshold, scale
@@ -230,7 +230,7 @@ def dropout(x: Tensor, keys: Tensor, threshold: int, scale: float) -> Tensor:
 def split_heads(
     qkv_BTE: Tensor, cos: Tensor | None, sin: Tensor | None, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, N, T, H], k and v [B, G, T, H] of one product's output; q and k are rotated if there are tables."""
+    """Split one product's output into q [B, N, T, H], k and v [B, G, T, H]; rotate q and k if there are tables."""
     B, T, E = qkv_BTE.shape
     N, G = num_heads, num_kv_heads
     H = E // (N + 2 * G)
@@ -240,7 +240,7 @@ def split_heads(
 
 
 def join_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-    """The gradient of `split_heads`' input from those of its results, rotated back by the transposed rotation."""
+    """Returns the gradient of `split_heads`' input from those of its results, with the transposed rotation."""
     B, N, T, H = q.shape
     qkv_BTE = q.new_empty(B, T, (N + 2 * k.shape[1]) * H)
     _split(qkv_BTE, cos, sin, q, k, v, back=True)
@@ -296,7 +296,7 @@ def attend_backward(
     totals_BNT: Tensor,
     mask_BTS: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, with the same layouts."""
+    """Returns the gradients of q, k and v, with the same layouts."""
     gradients = torch.empty_like(q_BNTH), torch.empty_like(k_BGSH), torch.empty_like(v_BGSH)
     _call(
         "attend_backward", gradient_BTNH.data_ptr(), _is_bf16(q_BNTH), q_BNTH.data_ptr(), k_BGSH.data_ptr(),
@@ -307,7 +307,7 @@ def attend_backward(
 
 
 def _mask(mask_BTS: Tensor | None) -> tuple[int | None, int]:
-    """Its address, and the number of elements from one row's mask to the next's (0: all rows share one)."""
+    """Returns the mask's address, and the number of elements from one row's mask to the next (0: they share one)."""
     if mask_BTS is None:
         return None, 0
     return mask_BTS.data_ptr(), mask_BTS[0].numel() if len(mask_BTS) > 1 else 0
@@ -348,7 +348,7 @@ def token_logprobs_backward(
 
 
 def sample(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """A token of softmax(logits / temperature) for each uniform number, and its log-probability: [R] each."""
+    """Draw a token of softmax(logits / temperature) per uniform number, and return its log-probability: [R] each."""
     R, V = logits_RV.shape
     tokens_R, logprobs_R = torch.empty(R, dtype=torch.int64), torch.empty(R)
     _call(

@@ -29,15 +29,15 @@ def is_available() -> bool:
 
 
 def prepare_for_compile() -> None:
-    """To be called before `torch.compile`: the answer does not change in a process, so a compiled graph need not ask.
+    """Make `is_available`, which is constant in a process, a constant of compiled graphs. Call before `torch.compile`.
 
-    Not done at import, because it brings TorchDynamo, which takes a second or two of every process.
+    This is not done at import, because it imports TorchDynamo, which takes a second or two per process.
     """
     torch.compiler.assume_constant_result(is_available)
 
 
 def runs(*tensors: Tensor) -> bool:
-    """Whether the kernels take these: contiguous, in the CPU's memory, fp32 or bf16."""
+    """Whether the kernels support these tensors: contiguous, in CPU memory, fp32 or bf16."""
     return all(x.is_cpu and x.dtype in TYPES and x.is_contiguous() for x in tensors) and is_available()
 
 
@@ -93,7 +93,7 @@ def _fake_add_rms_norm(x: Tensor, branch: Tensor, weight_D: Tensor, eps: float) 
 def _save_add_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     total, _, inverse_R = output
     ctx.save_for_backward(total, inverse_R, inputs[2])
-    ctx.set_materialize_grads(False)  # of the last sum only the norm is used
+    ctx.set_materialize_grads(False)  # the last sum is used only through its norm
 
 
 def _add_rms_norm_gradients(

@@ -116,7 +116,7 @@ inline void b_to_a(const char* from, int64_t num_tiles, char* to) {
             transpose_16x16(from + u * UNIT_ROW_BYTES, UNIT_ROW_BYTES, to + u * UNIT_BYTES, ROW_BYTES<Number>);
 }
 
-// Whether products need tiles of A transposed that are packed across its rows.
+// Whether products need the tiles of an A that was packed across its rows to be transposed.
 template <class Number>
 inline bool needs_transpose() { return std::is_same_v<Number, bf16> && matrix_unit_runs(); }
 template <class Number>

@@ -71,8 +71,8 @@ inline Floats plus_product(Floats sums, Ints a, Ints b) {
 template <class Number>
 using Units = std::conditional_t<std::is_same_v<Number, float>, Floats, Ints>;
 
-// How a panel of A lies: as `pack_a` packs A, the units of a row side by side, or as `pack_b` packs Aᵀ, a unit of each of 16
-// rows side by side. Only vectors read the second.
+// How a panel of A is stored: as `pack_a` packs A, the units of a row side by side, or as `pack_b` packs Aᵀ, a unit of each
+// of 16 rows side by side. Only vectors read the second.
 enum class Order { ROWS, COLUMNS };
 template <class Number, Order ORDER>
 constexpr int64_t ROW_DISTANCE = ORDER == Order::ROWS ? ROW_BYTES<Number> : UNIT_BYTES;
@@ -121,9 +121,9 @@ template <class Number, Order ORDER, int ROWS>
 }
 
 // C [MR, NR] = A B + beta C with one packed panel of A and one of B over K numbers; beta is 0 or 1, and ldc the distance
-// between rows of C in floats. Of C's rows and columns at least the first `num_rows` and `num_columns`, if there are so many,
-// are computed.
-// `prefetch`, if any, is fetched into the second cache meanwhile.
+// between rows of C in floats. Computes at least the first `num_rows` rows and `num_columns` columns of C, if it has that
+// many.
+// `prefetch`, if any, is fetched into the second-level cache meanwhile.
 //
 // By vectors: as many sums are held in registers as hide an instruction's latency.
 template <class Number, Order ORDER>
@@ -148,7 +148,7 @@ inline void gemm_by_vectors(const char* a_panel, const char* b_panel, int64_t K,
 
 #ifdef __AMX_BF16__
 
-// Whether the system lets this process use the unit; asked once.
+// Whether the system lets this process use the unit; checked once.
 inline bool matrix_unit_runs() {
 #ifdef HEED_EMULATES_AMX  // tests/lm/native/emulated_tiles.h
     return true;

@@ -241,7 +241,7 @@ inline Wide largest(Wide a, Wide b) {
 
 // Transposes 16 x 16 numbers of 32 bits, whose rows lie so many bytes apart.
 struct TransposingStage {
-    // Lanes whose number has the bit `half` change places with the partner's that have not.
+    // Lanes whose number has the bit `half` swap with the partner's lanes that do not have it.
     template <int half>
     struct Upper {
         static constexpr int from(int lane) { return lane & half ? lane - half + static_cast<int>(LANES) : lane; }

@@ -1,8 +1,7 @@
-"""`python -m lm.samplers ENGINE MODEL PRECISION SEED PIPE`: the test of a sampler, a JSON line per check into a pipe.
+"""`python -m lm.samplers ENGINE MODEL PRECISION SEED PIPE`: test a sampler, with a JSON line per check into a pipe.
 
-`heed verify-sampler` runs it under the Python of engines that have one of their own. Engines print what they like, and
-may end the process: so checks have a pipe of their own (a file descriptor), and a last line that says how many there
-were.
+`heed verify-sampler` runs this with an engine's own Python, if it has one. Engines may print anything and may end the
+process, so checks have a separate pipe (a file descriptor), and a last line says how many there were.
 """
 
 import json
@@ -17,11 +16,11 @@ from lm.samplers.engine import LoadEngine
 from lm.samplers.verify import verify_sampler
 
 VLLM = "vllm"
-MISTAKE, DONE = "mistake", "done"  # keys of last lines: the user's mistake, the number of checks
+MISTAKE, DONE = "mistake", "done"  # keys of the last line: the user's mistake, or the number of checks
 
 
 def loader_of(engine: str) -> LoadEngine:
-    """What makes a sampler: "heed", "vllm", or a function, "FILE.py:FUNCTION" or "MODULE:FUNCTION".
+    """Returns the loader of an engine: "heed", "vllm", or a function, "FILE.py:FUNCTION" or "MODULE:FUNCTION".
 
     Raises: ValueError for anything else.
     """

@@ -1,4 +1,4 @@
-"""What an engine that samples must do, and how far its log-probs may be from the learner's: by rounding and no more.
+"""The protocol of sampling engines, and how far their log-probs may be from the learner's: no more than rounding.
 
 PPO uses engines through this protocol alone, and `heed verify-sampler` tests it.
 """
@@ -15,7 +15,7 @@ from lm.config import Precision
 from lm.generation import Generated
 from lm.samplers.sent_weights import SentWeights
 
-# Nats per token for one layer, mean of |difference|: see `max_difference`.
+# Mean |difference| for one layer, in nats per token; see `max_difference`.
 ROUNDING: dict[Precision, float] = {"fp32": 0.0005, "bf16": 0.02}
 # Over tokens from π_sampler, the mean ratio π_learner / π_sampler is 1 up to rounding. It may be off by
 # MAX_RATIO_ERROR, or by MAX_STANDARD_ERRORS of its standard errors if that is more: a few unlikely tokens can move it.
@@ -28,7 +28,7 @@ RESPONSE_FACTOR = 4
 
 
 class SamplingEngine(Protocol):
-    """Samples from a copy of a language model, whose weights it is sent after every update.
+    """Samples from a copy of a language model, and receives its weights after every update.
 
     Temperature is the only option: an engine that also cuts the distribution (top_p, top_k) samples from another policy
     than the one whose log-probs it reports, and every probability ratio is off by the mass it kept.
@@ -37,15 +37,15 @@ class SamplingEngine(Protocol):
     def sample(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
     ) -> Generated:
-        """One response per prompt, each from its own seed, up to the tokenizer's end token, which is part of it.
+        """Sample one response per prompt, each from its own seed, up to and including the tokenizer's end token.
 
-        The log-probs are those of softmax(logits / temperature) over the whole vocabulary, in nats, as it was sampled
-        from.
+        The log-probs are those of the distribution that was sampled from, softmax(logits / temperature) over the whole
+        vocabulary, in nats.
         """
         ...
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
-        """Replace all weights, and forget whatever was computed with the old ones.
+        """Replace all weights, and forget everything that was computed with the old ones.
 
         Names, shapes and types are those of `slots`.
         Raises: AssertionError naming the tensors that did not arrive.
@@ -53,7 +53,7 @@ class SamplingEngine(Protocol):
         ...
 
     def forget_prompts(self) -> None:
-        """Forget keys and values that are kept of prompts; `receive` calls it. Nothing where none are kept."""
+        """Forget the cached keys and values of prompts, if there are any. `receive` calls this."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class SamplingEngine(Protocol):
         ...
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and memory of each weight that it receives, in order; a broadcast writes into it."""
+        """Yields name and memory of each weight that it receives, in order; a broadcast writes into this memory."""
         ...
 
     def sleep(self) -> None:
@@ -70,7 +70,7 @@ class SamplingEngine(Protocol):
         ...
 
     def wake(self) -> None:
-        """Take memory again, if it sleeps. Its weights have no values then: `receive` comes before `sample`."""
+        """Allocate memory again, if asleep. The weights then have no values: call `receive` before `sample`."""
         ...
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class SamplingEngine(Protocol):
         ...
 
 
-LoadEngine = Callable[[Path, Precision], SamplingEngine]  # a sampler of the model in a folder, computing in a precision
+LoadEngine = Callable[[Path, Precision], SamplingEngine]  # loads the model in a folder, to compute in a precision
 
 
 def max_difference(precision: Precision, num_layers: int) -> float:
@@ -97,12 +97,12 @@ class Agreement:
 
     difference: float  # mean of the absolute values
     ratio: float  # mean of π_learner / π_sampler
-    ratio_error: float  # standard error of that
+    ratio_error: float  # standard error of `ratio`
     worst_response: float  # largest mean absolute difference of a response with at least MIN_TOKENS tokens; 0 = none
 
     @classmethod
     def of(cls, difference_C: Tensor, lengths: Sequence[int]) -> Self:
-        """`difference_C` has each token's difference, response after response; `lengths` are the responses' lengths."""
+        """Measures agreement from each token's difference, response after response, and the responses' lengths."""
         ratio_C = difference_C.exp()
         by_response = [
             float(part.abs().mean()) for part in difference_C.split(list(lengths)) if len(part) >= MIN_TOKENS
@@ -115,7 +115,7 @@ class Agreement:
         )
 
     def holds(self, most: float) -> bool:
-        """Returns whether both are one policy, up to rounding of `most` nats per token (`max_difference`).
+        """Returns whether both are the same policy, up to rounding of `most` nats per token (`max_difference`).
 
         NaN counts as a difference.
         """

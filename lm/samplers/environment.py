@@ -1,4 +1,4 @@
-"""The Python environment of an engine that pins other versions than Heed."""
+"""The Python environment of an engine that pins different versions from Heed."""
 
 import os
 import subprocess
@@ -7,10 +7,10 @@ from pathlib import Path
 
 DEFAULT = Path(__file__).parents[2] / ".vllm" / "bin" / "python"
 
-# What of Heed's code both sides run: configs, rollouts and weights are pickled between them.
+# The packages of Heed that both sides run: configs, rollouts and weights are pickled between them.
 SHARED_PACKAGES = ("cluster", "lm", "ppo", "training")
 
-# Without importing vLLM or Ray, which takes seconds. Prints what is missing, or else the versions.
+# Prints what is missing, or else the versions. Does not import vLLM or Ray, which would take seconds.
 _PROBE = """
 import hashlib, pathlib, sys
 from importlib.metadata import version
@@ -27,9 +27,9 @@ else:
 
 
 def require_vllm(python: str = "", *, option: str = "ppo.generator_python") -> str:
-    """The interpreter that has vLLM, and this one's Python, Ray and Heed; empty = the one that `make vllm` makes.
+    """Returns an interpreter that has vLLM, and the same Python, Ray and Heed as this one.
 
-    `option` is where the user names another one.
+    `python` is its path; "" = the one that `make vllm` makes. `option` is where the user names another one.
 
     Raises: ValueError saying what is missing and how to get it.
     """
@@ -50,7 +50,7 @@ def require_vllm(python: str = "", *, option: str = "ppo.generator_python") -> s
 def _probed(python: Path, *, needs_vllm: bool = True) -> list[str]:
     probe = _PROBE if needs_vllm else _PROBE.replace('"vllm", ', "")
     command = [str(python), "-c", probe, *SHARED_PACKAGES]
-    # Code that came with a job is what its ranks import, whatever Heed their interpreter has.
+    # Ranks import the code that came with the job, whichever Heed their interpreter has.
     came_with_job = {"PYTHONPATH": str(Path(__file__).parents[2])} if "HEED_CODE_VERSION" in os.environ else {}
     environment = {**os.environ, **came_with_job}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", env=environment)

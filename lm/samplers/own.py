@@ -25,7 +25,7 @@ class HeedSampler(SamplingEngine):
     """Holds the policy in compute precision, and samples from it with `lm.generation`."""
 
     def __init__(self, policy: LanguageModel, end_ids: Sequence[int], *, keeps_steps: bool = False) -> None:
-        """`keeps_steps`: on a GPU of its own it keeps its cache and its recorded steps; weights arrive in place."""
+        """`keeps_steps`: on its own GPU it keeps its cache and recorded steps; weights arrive in place."""
         self._config, self._dtype = policy.config, policy.head.weight.dtype
         self._device, self.end_ids = policy.head.weight.device, end_ids
         self._policy: LanguageModel | None = policy
@@ -61,7 +61,7 @@ class HeedSampler(SamplingEngine):
         take(self.policy, noted(sent, self._digests))
 
     def forget_prompts(self) -> None:
-        """Nothing: no call keeps keys and values for the next."""
+        """Does nothing: keys and values are not kept between calls."""
 
     @property
     def digests(self) -> Mapping[str, int]:
@@ -80,4 +80,4 @@ class HeedSampler(SamplingEngine):
             self._policy.tie()
 
     def close(self) -> None:
-        """Nothing: the process releases it."""
+        """Does nothing: the memory is released with the process."""

@@ -1,4 +1,4 @@
-"""Weights on their way from learners to generators: a chunk at a time, so that nobody holds them all once more."""
+"""Weights on their way from learners to generators, in chunks, so that no process holds a second copy of them all."""
 
 import hashlib
 import warnings
@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-CHUNK_BYTES = 1 << 28  # large enough that calls cost nothing, small beside any model that needs a GPU
-NAMED = 8  # tensors in a message
+CHUNK_BYTES = 1 << 28  # large enough to make calls negligible, small compared with any model that needs a GPU
+NAMED = 8  # tensors that a message names
 DIGESTED_AT_ONCE = 1 << 21  # numbers; a digest takes 16 bytes for each
 _SPREAD = -7046029254386353131  # 2^64 / golden ratio as int64; its multiples spread over all bits
 
@@ -31,8 +31,8 @@ class SentWeights:
         return cls(weights, digests_of(weights))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As NumPy arrays, whose bytes Ray keeps outside the pickle: one copy to store, none to read. Tensors would be
-        pickled byte by byte.
+        """Pickle NumPy arrays, whose bytes Ray keeps outside the pickle: one copy to store, none to read. Tensors would
+        be pickled byte by byte.
         """
         packed = [
             (name, _on_host(tensor).reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
@@ -42,7 +42,7 @@ class SentWeights:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """The tensor in CPU memory, pinned where it comes from a GPU: copies into other memory are several times slower."""
+    """Returns the tensor in CPU memory, pinned if it comes from a GPU: unpinned copies are several times slower."""
     if tensor.device.type == "cpu":
         return tensor.detach()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach())
@@ -56,7 +56,7 @@ def _unpacked(packed: Sequence[Packed], digests: Mapping[str, int]) -> SentWeigh
 
 
 def chunks(tensors: Iterable[tuple[str, Tensor]], chunk_bytes: int = CHUNK_BYTES) -> Iterator[dict[str, Tensor]]:
-    """Tensors in order, in chunks that end once they have `chunk_bytes`: alike wherever shapes and types are."""
+    """Yields tensors in order, in chunks that end once they have `chunk_bytes`; only shapes and dtypes decide."""
     chunk, size = dict[str, Tensor](), 0
     for name, tensor in tensors:
         chunk[name] = tensor
@@ -69,7 +69,7 @@ def chunks(tensors: Iterable[tuple[str, Tensor]], chunk_bytes: int = CHUNK_BYTES
 
 
 def held_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, tied ones once; not copied."""
+    """Returns parameters and buffers by name, tied ones once, without copying."""
     held = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.detach() for name, tensor in held}
 
@@ -80,14 +80,14 @@ def take(model: nn.Module, sent: Iterable[SentWeights]) -> None:
     for chunk in sent:
         own = {name: held.pop(name) for name in chunk.weights}
         for name, tensor in chunk.weights.items():
-            if tensor.data_ptr() != own[name].data_ptr():  # a broadcast has written into the model itself
+            if tensor.data_ptr() != own[name].data_ptr():  # if equal, a broadcast has written into the model itself
                 own[name].copy_(tensor)
         require_same(chunk.digests, own)
     assert not held, f"no weights of {sorted(held)} have arrived"
 
 
 def noted(sent: Iterable[SentWeights], digests: dict[str, int]) -> Iterator[SentWeights]:
-    """What is sent, as it is; `digests` has the digest of each tensor that has passed."""
+    """Passes chunks on unchanged, and adds the digest of each tensor to `digests`."""
     for chunk in sent:
         digests.update(chunk.digests)
         yield chunk
@@ -107,22 +107,22 @@ def require_same(digests: Mapping[str, int], weights: Mapping[str, Tensor]) -> N
 
 
 def digests_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """A digest of each tensor: Σ bits_i (i c | 1) modulo 2^64.
+    """Returns a digest of each tensor: Σ bits_i (i c | 1) modulo 2^64.
 
-    An odd factor per place makes every change of one number visible, and numbers that have changed places too.
+    Because each place has its own odd factor, changing one number or swapping two changes the digest.
     """
     found = [_digest(tensor.contiguous().view(-1)) for tensor in weights.values()]
     return dict(zip(weights, torch.stack(found).tolist(), strict=True))
 
 
 def whole_digest(digests: Mapping[str, int]) -> int:
-    """One number, of 64 bits and a sign, for all tensors and their names: which weights these are."""
+    """Returns a signed 64-bit number that identifies the weights: all tensors and their names."""
     lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
     return int.from_bytes(hashlib.sha256(lines.encode()).digest()[:8], "big", signed=True)
 
 
 def shown(digest: int) -> str:
-    """A digest as files and messages have it: 16 hexadecimal digits."""
+    """Formats a digest as in files and messages: 16 hexadecimal digits."""
     return f"{digest % 2**64:016x}"
 
 

@@ -1,7 +1,7 @@
-"""The world in which a sampler is tested: a model, updates of its weights, prompts, and what is true of them.
+"""What a sampler is tested with: a model, updates of its weights, prompts, and the true log-probs.
 
-`explanations` are what may be wrong with a sampler, each as the log-probs that it would then report of the tokens it
-sampled.
+`explanations` are the things that may be wrong with a sampler, each with the log-probs that it would then report for
+the tokens it sampled.
 
 Shape letters: B responses, T tokens, V vocabulary, C tokens of all responses.
 """
@@ -59,7 +59,7 @@ Tokens = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Trial:
-    """`folder` is a model directory. All that is random is drawn from `seed`."""
+    """The inputs of a test. `folder` is a model directory; everything random is drawn from `seed`."""
 
     folder: Path
     precision: Precision
@@ -106,18 +106,18 @@ class Trial:
         return read_config(self.folder, "language")[0]
 
     def policy(self, version: int) -> LanguageModel:
-        """The true policy after so many updates, in compute precision."""
+        """Returns the true policy after `version` updates, in compute precision."""
         return _policy(self.folder, self.precision, self.seed, version)
 
     def sent(self, version: int) -> Iterator[SentWeights]:
-        """Its weights, as a learner sends them."""
+        """Yields the policy's weights as a learner sends them."""
         return map(SentWeights.of, chunks(held_tensors(self.policy(version)).items()))
 
     def sample(self, sampler: SamplingEngine) -> Generated:
         return sampler.sample(self.prompts, self.seeds, max_new_tokens=MAX_NEW_TOKENS, temperature=TEMPERATURE)
 
     def last_rollout(self, sampler: SamplingEngine) -> Generated:
-        """What it samples after both updates. It samples before each of them, too, which fills its caches."""
+        """Returns what it samples after both updates. It also samples before each update, which fills its caches."""
         for version in range(NUM_VERSIONS):
             sampler.receive(self.sent(version))
             found = self.sample(sampler)
@@ -142,7 +142,7 @@ def _policy(folder: Path, precision: Precision, seed: int, version: int) -> Lang
 
 @dataclass(frozen=True)
 class Truth:
-    """What a policy says of sampled tokens; C counts them, response after response. Nats."""
+    """A policy's true values for C sampled tokens, response after response, in nats."""
 
     logprobs_C: Tensor
     surplus_C: Tensor  # log π of the token + entropy: 0 on average if the token was drawn from π
@@ -158,7 +158,7 @@ class Truth:
 
     @property
     def surplus(self) -> float:
-        """The sum of the surplus in its standard deviations: about N(0, 1) where tokens were drawn from π."""
+        """The sum of the surplus in its standard deviations: about N(0, 1) if tokens were drawn from π."""
         return float(self.surplus_C.sum() / self.variance_C.sum().sqrt())
 
     @classmethod
@@ -174,7 +174,7 @@ class Truth:
 def truth(
     policy: LanguageModel, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], temperature: float
 ) -> Truth:
-    """By whole passes over prompts and responses, without a cache."""
+    """Computes the truth with full passes over prompts and responses, without a cache."""
     device, parts = policy.head.weight.device, list[Truth]()
     for first in range(0, len(prompts), AT_ONCE):
         asked, answered = prompts[first : first + AT_ONCE], responses[first : first + AT_ONCE]
@@ -195,7 +195,7 @@ def truth_with_stale_prefixes(
     temperature: float,
     block_tokens: int,
 ) -> Truth:
-    """As `truth`, if the keys and values of each prompt's whole blocks are those of the weights `before`; all but the
+    """Like `truth`, but the keys and values of each prompt's full blocks are those of the weights `before`. All but the
     last token of a prompt may be in blocks.
     """
     stale = [(len(prompt) - 1) // block_tokens * block_tokens for prompt in prompts]
@@ -223,12 +223,12 @@ def truth_with_stale_prefixes(
 
 
 def weights_of(policy: LanguageModel) -> dict[str, Tensor]:
-    """Its weights by name, those of the output head too where they are the embedding's; not copied."""
+    """Returns the weights by name, without copying, including the output head even if it is tied."""
     return {**held_tensors(policy), "head.weight": policy.head.weight.detach()}
 
 
 def with_weights(policy: LanguageModel, weights: Mapping[str, Tensor]) -> LanguageModel:
-    """A model of the same shape with these weights, which are not copied; its head may differ from its embedding."""
+    """Returns a model of this shape with these weights, which are not copied; its head and embedding may differ."""
     config = policy.config.model_copy(update={"tie_word_embeddings": False})
     found = on_meta(lambda: LanguageModel(config)).eval()
     found.requires_grad_(False).load_state_dict(dict(weights), assign=True)
@@ -236,7 +236,7 @@ def with_weights(policy: LanguageModel, weights: Mapping[str, Tensor]) -> Langua
 
 
 def with_exchanged(weights: Mapping[str, Tensor], first: int, second: int) -> dict[str, Tensor]:
-    """The weights with two layers in each other's place."""
+    """Returns the weights with two layers exchanged."""
     places = {f"decoder.blocks.{a}.": f"decoder.blocks.{b}." for a, b in ((first, second), (second, first))}
 
     def source(name: str) -> str:
@@ -247,7 +247,7 @@ def with_exchanged(weights: Mapping[str, Tensor], first: int, second: int) -> di
 
 
 def save_untied(folder: Path, target: Path) -> None:
-    """Write the model of `folder` to `target` with an output head of its own, of the same values."""
+    """Write the model of `folder` to `target` with an untied output head of the same values."""
     weights = weights_of(policy := load(ModelFolder(folder, LanguageModel)))
     weights["head.weight"] = weights["head.weight"].clone()  # a file refuses tensors that share memory
     save_model(target, with_weights(policy, weights), weights, Tokenizer.load(folder))
@@ -264,7 +264,7 @@ class Explanation:
 
 
 def explanations(trial: Trial, found: Generated, version: int) -> Iterator[Explanation]:
-    """Yield every explanation for a rollout that was sampled after `version` updates; each is computed when asked."""
+    """Yield every explanation for a rollout that was sampled after `version` updates; each is computed on request."""
     prompts, responses, policy = trial.prompts, found.responses, trial.policy(version)
 
     def told(name: str, policy: LanguageModel = policy, temperature: float = TEMPERATURE) -> Explanation:
@@ -297,7 +297,7 @@ def explanations(trial: Trial, found: Generated, version: int) -> Iterator[Expla
 
 
 def explain(trial: Trial, found: Generated, reported_C: Tensor, version: int) -> str:
-    """The name of the explanation that gives the reported log-probs up to rounding; "" where none does."""
+    """Returns the name of the explanation that gives the reported log-probs up to rounding; "" if none does."""
     lengths = [*map(len, found.responses)]
     for explanation in explanations(trial, found, version):
         if Agreement.of(explanation.logprobs() - reported_C, lengths).holds(trial.max_difference):
@@ -310,12 +310,12 @@ def layers_exchanged(first: int, second: int) -> str:
 
 
 def shifted(rows: Tokens, shift: int, vocab_size: int) -> list[list[int]]:
-    """Token ids as a vocabulary has them with so many more tokens at its beginning."""
+    """Returns the ids of these tokens in a vocabulary with `shift` more tokens at its beginning."""
     return [[(token + shift) % vocab_size for token in row] for row in rows]
 
 
 def other_templates(trial: Trial) -> dict[str, list[list[int]]]:
-    """The prompts as Heed's other templates write them, where they differ, by name."""
+    """Returns the prompts as Heed's other templates write them, by name, if they differ."""
     found = dict[str, list[list[int]]]()
     for name, template in CHAT_TEMPLATES.items():
         with suppress(ValueError):  # a template may need a token that this vocabulary lacks

@@ -3,9 +3,9 @@
     from lm.samplers.verify import verify_sampler
     assert verify_sampler(MyEngine, Path("model")).passed
 
-Three rollouts, before, between and after two updates of the weights, must have the log-probs that the policy gives to
-the sampled tokens, and tokens that are drawn from it. If all is well, each fault of `faults.py` is planted, and
-must be found and named within the rollout after the last update: a test that passes is one that can fail.
+Three rollouts, before, between and after two updates of the weights, must have the policy's log-probs of the sampled
+tokens, and tokens that are drawn from the policy. If they do, each fault of `faults.py` is planted, and must be found
+and named in the rollout after the last update. This proves that the test can fail.
 """
 
 import math
@@ -55,9 +55,9 @@ def verify_sampler(
     seed: int = 0,
     tell: Callable[[Check], None] = lambda _check: None,
 ) -> Verification:
-    """Test the sampler that `load(folder, precision)` makes of a model directory. `tell` is told each check.
+    """Test the sampler that `load(folder, precision)` makes of a model directory. `tell` is called with each check.
 
-    Raises: ValueError for a directory that holds no language model, or whose context is too short.
+    Raises: ValueError for a directory without a language model, or whose context is too short.
     """
     trial, checks = Trial(folder, precision, seed), list[Check]()
 
@@ -68,7 +68,7 @@ def verify_sampler(
 
     sampler = load(folder, precision)
     note(_honest(sampler, trial))
-    if not all(check.passed for check in checks):  # what more is planted into it would prove nothing
+    if not all(check.passed for check in checks):  # faults planted into a faulty sampler would prove nothing
         sampler.close()
         return Verification(tuple(checks))
     with tempfile.TemporaryDirectory() as untied:
@@ -107,7 +107,7 @@ def _honest(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
 
 
 def _draws(sampler: SamplingEngine, trial: Trial) -> Check:
-    """Whether tokens are drawn from the policy, with more of them than a rollout has: a mild cut moves them little."""
+    """Check that tokens are drawn from the policy, on more tokens than in a rollout: a mild cut moves them little."""
     prompts, seeds = trial.prompts * MORE_DRAWS, range(trial.seed, trial.seed + MORE_DRAWS * len(trial.prompts))
     found = sampler.sample(prompts, seeds, max_new_tokens=MAX_NEW_TOKENS, temperature=TEMPERATURE)
     surplus = truth(trial.policy(NUM_VERSIONS - 1), prompts, found.responses, TEMPERATURE).surplus
@@ -120,7 +120,7 @@ def _is_biased(surplus: float) -> bool:
 
 
 def _biased(surplus: float) -> str:
-    """What is wrong with draws; "" for nothing."""
+    """Returns what is wrong with draws; "" if nothing is."""
     if not _is_biased(surplus):
         return ""
     return f"{LIKELY_TOKENS if surplus > 0 else UNLIKELY_TOKENS} ({surplus:+.1f} standard deviations)"
@@ -138,7 +138,7 @@ def _planted(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
 
 
 def judge(trial: Trial, found: Generated, version: int) -> tuple[str, str]:
-    """What is wrong with a rollout that was sampled after `version` updates ("" for nothing), and what was measured."""
+    """Returns what is wrong with a rollout after `version` updates ("" if nothing is), and what was measured."""
     true = truth(trial.policy(version), trial.prompts, found.responses, TEMPERATURE)
     reported_C = torch.tensor([nats for row in found.logprobs for nats in row])
     agreement = Agreement.of(true.logprobs_C - reported_C, [*map(len, found.responses)])
@@ -152,7 +152,7 @@ def judge(trial: Trial, found: Generated, version: int) -> tuple[str, str]:
 
 
 def _form(name: str, found: Generated, trial: Trial) -> Check:
-    """Lengths, ends, and a log-prob for each token."""
+    """Check lengths, end tokens, and that each token has a log-prob."""
     end_ids, wrong = trial.tokenizer.end_ids, list[str]()
     if len(found.responses) != len(trial.prompts):
         return Check(name, False, f"{len(found.responses)} responses to {len(trial.prompts)} prompts")

