@@ -26,6 +26,10 @@ NICENESS = {"RAY_worker_niceness": "0"}
 
 WORKER_ENVIRONMENT = ALLOCATOR | WAITING | GPU_ALLOCATOR | NICENESS
 
+# What a launcher such as torchrun sets for its own ranks. A driver that one of them starts must not join their process
+# group, or open a port that they have taken.
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 # For a Ray that Heed starts. Ray would start an idle worker per core in advance, but without the environment above, so
 # no rank could use it.
 RAY_ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0"} | NICENESS

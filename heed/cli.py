@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cluster import local_ray
+from cluster.environment import LAUNCHER_VARIABLES
 from files.importing import imports_uncollected
 from heed.commands.chat import chat
 from heed.commands.compare import compare, judge_again
@@ -269,6 +270,8 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     gc.set_threshold(10_000, 50, 100)  # imports make many objects that stay: collect less often than by default
     atexit.register(gc.freeze)  # otherwise exit takes another second, searching torch's objects for garbage
+    for name in LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # every retry would print two lines; the last error says enough
     try:
         app()

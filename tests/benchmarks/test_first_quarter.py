@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_a_command_that_goes_wrong_is_reported(tmp_path: Path, monkeypatch: pyte
     assert status.endswith("ValueError: invalid literal for int() with base 10: 'x'")
     assert "-m timeit" in (tmp_path / "log.txt").read_text()
     monkeypatch.setattr(commands, "run_rows", lambda _: 1 / 0)
-    options = program.Options(("rows",), 900, "cpu", True, 1.0, tmp_path)
+    options = program.Options(("rows",), inf, "cpu", True, 1.0, tmp_path)
     found = program.run_step("rows", options)
     assert found["status"].endswith("ZeroDivisionError: division by zero\n")
 
