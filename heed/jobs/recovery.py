@@ -33,7 +33,7 @@ FEWER_SECONDS = 60.0  # how long a smaller group waits for places: processes of 
 STORAGE_SECONDS = 120.0  # how long a stage waits for space, or for its folder
 PROBE_BYTES = 1 << 20  # with less room than this a stage would soon fail again
 _OF_STORAGE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE})
-SAVE_SECONDS = 10.0  # time to finish a step and write its checkpoint
+SAVE_SECONDS = 1800.0  # to finish a step, which may be minutes of PPO, and write its checkpoint
 
 
 class Workers:
@@ -326,7 +326,8 @@ def saving_on_interrupt(stage: str, can_save: Callable[[], bool]) -> Iterator[No
         request_stop()
         last_call.start()
         threading.Thread(target=send_request, name="interrupt", daemon=True).start()
-        console.print(f"{stage}: saving a checkpoint before it stops; Ctrl-C again stops at once", markup=False)
+        notice = f"{stage}: will save a checkpoint and stop when its current step ends; Ctrl-C again stops at once"
+        console.print(notice, markup=False)
 
     earlier = signal.signal(signal.SIGINT, interrupt)
     try:

@@ -42,7 +42,10 @@ def test_the_first_press_asks_and_the_second_stops(capsys: pytest.CaptureFixture
     before = signal.getsignal(signal.SIGINT)
     assert pressed(2) == 1
     assert signal.getsignal(signal.SIGINT) is before
-    assert capsys.readouterr().err == "sft: saving a checkpoint before it stops; Ctrl-C again stops at once\n"
+    assert (
+        capsys.readouterr().err
+        == "sft: will save a checkpoint and stop when its current step ends; Ctrl-C again stops at once\n"
+    )
 
 
 def test_the_wait_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
