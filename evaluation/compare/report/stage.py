@@ -8,7 +8,7 @@ from math import isfinite, nan
 import numpy as np
 
 from evaluation.compare.report.hacking import hacking_section, verdict
-from evaluation.compare.results import GOLD, CompareResults, SampledPrompt, WinRateResults
+from evaluation.compare.results import GOLD, CompareResults, JudgeResults, SampledPrompt, WinRateResults
 from preferences.statistics.estimates import Interval
 from stages.reports.parts import (
     Answer,
@@ -56,6 +56,11 @@ def report(stage: StageFolder) -> StageReport:
     )
 
 
+def judge_sentence(judge: JudgeResults) -> str:
+    """Says who judged, and that this judge took no part in training, if that is so."""
+    return f"The judge: {judge.description}{'' if judge.is_reward else '; it took no part in training'}."
+
+
 def _parts(stage: StageFolder, results: CompareResults, styles: Styles) -> tuple[Part, ...]:
     facts = (
         ("Judge", label(results.judge.name)),
@@ -71,7 +76,7 @@ def _parts(stage: StageFolder, results: CompareResults, styles: Styles) -> tuple
     figures = (interval_figure(scores, title=title, unit=unit, name="gold"),) if is_scored else ()
     kl_figures = [_kl_figure(results, styles, *which) for which in KL_FIGURES]
     return (
-        Note(f"{REPORTER.about} The judge: {results.judge.description}"),
+        Note(f"{REPORTER.about} {judge_sentence(results.judge)}"),
         *stage_block(stage, facts, (), in_a_row=True).parts,
         Columns((win_table(results, styles), *figures)),
         Columns(tuple(figure for figure in kl_figures if figure is not None)),
@@ -372,4 +377,4 @@ def _warnings(results: CompareResults, styles: Styles, policy: str) -> list[str]
     return found
 
 
-REPORTER = StageReporter("Comparison", "All policies on held-out prompts; the judge took no part in training.", report)
+REPORTER = StageReporter("Comparison", "All policies on held-out prompts.", report)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from evaluation.compare.report.stage import judge_sentence
+from evaluation.compare.results import JudgeResults
 from evaluation.compare.stage import judge_of
 from heed.jobs.job_file import load_job
 from heed.jobs.run import Run
@@ -44,3 +46,5 @@ def test_a_judge_from_the_rewards_file_cannot_show_gaming(
     described = judge_of(run, job.compare).describe()
     assert bool(described.get("is_reward")) == is_reward
     assert ("comes from the same file as the reward" in described["description"]) == is_reward
+    results = JudgeResults("judge", described["description"], "function", is_reward)
+    assert ("took no part in training" in judge_sentence(results)) != is_reward
