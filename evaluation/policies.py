@@ -17,7 +17,7 @@ from lm.hub import model_directory, model_hash
 from lm.model import LanguageModel
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, read_config
-from reward.sampling import SamplingSpec, sample_policy
+from reward.sampling import Sample, SamplingSpec, sample_policy
 from training.data import Prompt
 from training.seeds import derive_seed
 
@@ -64,6 +64,20 @@ class Policy(Protocol):
 
     def respond(self, on_progress: OnProgress) -> list[Response]:
         """Returns its responses to all prompts, prompt by prompt, at least one per prompt."""
+
+
+def response_of(policy: str, sample: Sample) -> Response:
+    """Returns a sample as a response of the policy; its score, if it has one, is the proxy score."""
+    return Response(
+        policy=policy,
+        prompt_id=sample.prompt_id,
+        index=sample.index,
+        text=sample.response,
+        num_tokens=sample.num_tokens,
+        finished=sample.finished,
+        log_ratio=sample.log_ratio,
+        proxy_score=sample.score,
+    )
 
 
 @dataclass(frozen=True)
@@ -128,18 +142,7 @@ class LocalPolicy:
         )
         samples = sample_policy(spec, self.prompts)
         on_progress(len(samples), len(samples))
-        return [
-            Response(
-                policy=self.name,
-                prompt_id=sample.prompt_id,
-                index=sample.index,
-                text=sample.response,
-                num_tokens=sample.num_tokens,
-                finished=sample.finished,
-                log_ratio=sample.log_ratio,
-            )
-            for sample in samples
-        ]
+        return [response_of(self.name, sample) for sample in samples]
 
 
 @dataclass(frozen=True)

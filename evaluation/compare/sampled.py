@@ -31,6 +31,7 @@ from evaluation.judges.scorers import ScoreJudge
 from evaluation.measures.curves import BestOfN, best_of_n_scores
 from evaluation.measures.policies import PolicyMeasures, PolicyScores, Scores, response_scores
 from evaluation.measures.reward_hacking import RewardHacking, TrainingScore, measure_reward_hacking
+from evaluation.policies import response_of
 from evaluation.statistics.results import JudgeSummary, Summary
 from evaluation.verdicts import Response
 from files.atomic import write_json
@@ -170,26 +171,13 @@ def _responses(sampled: Sampled, n: int) -> dict[str, list[Response]]:
     """Returns responses by policy; best-of-n comes after the policy that it chooses from."""
     found: dict[str, list[Response]] = {}
     for name, samples in sampled.policies.items():
-        found[name] = [_response(name, sample) for sample in samples]
+        found[name] = [response_of(name, sample) for sample in samples]
         if name == sampled.pool:
             own, chosen = best_of_name(n), best_of(samples, n)
             # The log-ratio of a chosen sample says nothing about the choosing policy, whose KL is known only by its
             # bound.
-            found[own] = [replace(_response(own, sample), log_ratio=nan) for sample in chosen]
+            found[own] = [replace(response_of(own, sample), log_ratio=nan) for sample in chosen]
     return found
-
-
-def _response(policy: str, sample: Sample) -> Response:
-    return Response(
-        policy=policy,
-        prompt_id=sample.prompt_id,
-        index=sample.index,
-        text=sample.response,
-        num_tokens=sample.num_tokens,
-        finished=sample.finished,
-        log_ratio=sample.log_ratio,
-        proxy_score=sample.score,
-    )
 
 
 def _settings(
