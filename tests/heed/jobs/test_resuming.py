@@ -74,7 +74,7 @@ def test_a_run_says_where_it_stopped_and_resumes_and_what_it_passed_over(
     assert refused.wait() == 2
     (line,) = [line for line in refused.output.splitlines() if "error:" in line]
     assert str(checkpoints) in line
-    assert "every checkpoint of pretrain is damaged (step-0000" in line
+    assert "every checkpoint of pretrain is damaged (step-000" in line
     assert "run again with --from pretrain" in line
     assert "Traceback" not in refused.output
     said = interrupted(3, ("--from", "pretrain"))
