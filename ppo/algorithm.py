@@ -1,19 +1,22 @@
 """The equations of PPO for language models (arXiv 1707.06347, 1909.08593, 2203.02155), as functions of tensors.
 
 They follow the order of an iteration: rewards, advantages (from a value function, or by comparing the responses to one
-prompt with each other; docs/algorithms.md), importance weights, losses, the KL coefficient.
+prompt with each other; docs/algorithms.md), importance weights, losses, the KL coefficient. Each choice that a job has
+among them is a class, which holds its settings and applies its equation; `Advantage`, `Importance` and `PolicyLoss`
+list these classes.
 
 Shape letters: B responses, where each K adjacent ones answer the same prompt; G prompts; R response tokens; C counted
 tokens. Masks: True = counted.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import ConfigDict, Field, Tag
 from torch import Tensor
 
-from ppo.config import PPOConfig
+from training.config import Config, OptimizerConfig, by_kind
 
 # Rewards are in standard deviations of the initial policy's scores. If those of a group differ by less than this, they
 # are equal up to rounding: dividing by their standard deviation would turn rounding errors into advantages.
@@ -62,39 +65,137 @@ def whiten(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Advantages:
-    """Advantages, which tokens the policy loss counts, and metrics."""
+class Estimate:
+    """Advantages, what the value function learns, and metrics."""
 
     advantages_BR: Tensor  # 0 where not counted
     counted_BR: Tensor  # True = counted: the response is scored and, with a group baseline, its group's rewards differ
+    returns_BR: Tensor  # 0 without a value function
     metrics: dict[str, float]
 
-    @classmethod
-    def of(cls, rewards_BR: Tensor, mask_BR: Tensor, config: PPOConfig) -> "Advantages":
-        """Estimate advantages from token rewards without a value function, as `config.advantage` says.
 
-        `mask_BR` is True at the tokens of scored responses. Without a baseline, a token's advantage is its return: the
-        sum of the rewards from it to the end (REINFORCE++, arXiv 2501.03262). With a group baseline, the response is a
-        single action: each of its tokens has the same advantage, that of the response's summed rewards, including the
-        KL penalty (arXiv 2402.14740).
-        """
-        metrics: dict[str, float] = {}
-        if config.has_group_baseline:
-            scale: Literal["group", "none"] = "group" if config.advantage_scale == "group" else "none"
-            returns_B, scored_B = torch.where(mask_BR, rewards_BR, 0.0).sum(dim=1), mask_BR.any(dim=1)
-            advantages_B, informative_B = group_advantages(
-                returns_B, scored_B, config.samples_per_prompt, leave_one_out=config.advantage == "leave_one_out",
-                scale=scale,
-            )  # fmt: skip
-            counted_BR = mask_BR & informative_B[:, None]
-            advantages_BR = torch.where(counted_BR, advantages_B[:, None], 0.0)
-            metrics = _group_metrics(informative_B, scored_B, config.samples_per_prompt)
-        else:
-            counted_BR = mask_BR
-            advantages_BR, _ = generalised_advantages(rewards_BR, torch.zeros_like(rewards_BR), mask_BR, 1.0, 1.0)
-        if config.advantage_scale == "batch" and bool(counted_BR.any()):
+class GAE(Config):
+    """Compares each token with a value function, which is trained along with the policy (arXiv 1506.02438)."""
+
+    model_config = ConfigDict(title="Advantage gae")
+    is_per_response: ClassVar[bool] = False  # whether all tokens of a response have the same advantage
+    oversample: ClassVar[float] = 1.0
+
+    kind: Literal["gae"] = "gae"
+    value_optimizer: OptimizerConfig = Field(description="Optimizer of the value function.")
+    value_clip_range: float = Field(
+        default=0.2, gt=0, description="Values are clipped to within this of the values at sampling time."
+    )
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per token.")
+    gae_lambda: float = Field(default=0.95, ge=0, le=1, description="λ of generalised advantage estimation.")
+    scale: Literal["batch", "none"] = Field(
+        default="batch",
+        description="What advantages are divided by. `batch`: their standard deviation over the iteration's tokens,"
+        " whose mean is subtracted too; `none`: nothing.",
+    )
+    samples_per_prompt: int = Field(default=1, ge=1, description="Responses sampled to each prompt.")
+
+    def estimate(self, rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor) -> Estimate:
+        """Estimate advantages from token rewards and values; `mask_BR` is True at the tokens of scored responses."""
+        advantages_BR, returns_BR = generalised_advantages(rewards_BR, values_BR, mask_BR, self.gamma, self.gae_lambda)
+        explained = explained_variance(values_BR[mask_BR], returns_BR[mask_BR])
+        if self.scale == "batch":
+            advantages_BR = whiten(advantages_BR, mask_BR)
+        return Estimate(advantages_BR, mask_BR, returns_BR, {"value_explained": explained})
+
+
+class NoBaseline(Config):
+    """Compares a token with nothing: its advantage is its return, the sum of the rewards from it to the end
+    (REINFORCE++, arXiv 2501.03262).
+    """
+
+    model_config = ConfigDict(title="Advantage none")
+    is_per_response: ClassVar[bool] = False
+    oversample: ClassVar[float] = 1.0
+
+    kind: Literal["none"] = "none"
+    scale: Literal["batch", "none"] = Field(
+        default="batch",
+        description="What advantages are divided by. `batch`: their standard deviation over the iteration's tokens,"
+        " whose mean is subtracted too; `none`: nothing.",
+    )
+    samples_per_prompt: int = Field(default=1, ge=1, description="Responses sampled to each prompt.")
+
+    def estimate(self, rewards_BR: Tensor, _values_BR: Tensor, mask_BR: Tensor) -> Estimate:
+        """As `GAE.estimate`, without values."""
+        advantages_BR, _ = generalised_advantages(rewards_BR, torch.zeros_like(rewards_BR), mask_BR, 1.0, 1.0)
+        if self.scale == "batch" and bool(mask_BR.any()):
+            advantages_BR = whiten(advantages_BR, mask_BR)
+        return Estimate(advantages_BR, mask_BR, torch.zeros_like(rewards_BR), {})
+
+
+class GroupBaseline(Config):
+    """Compares a response with the others to its prompt. The response is a single action: each of its tokens has the
+    same advantage, that of its summed rewards, including the KL penalty (arXiv 2402.14740).
+    """
+
+    is_per_response: ClassVar[bool] = True
+    leaves_one_out: ClassVar[bool]
+
+    samples_per_prompt: int = Field(ge=2, description="Responses sampled to each prompt.")
+    scale: Literal["batch", "group", "none"] = Field(
+        default="batch",
+        description="What advantages are divided by. `batch`: their standard deviation over the iteration's tokens,"
+        " whose mean is subtracted too; `group`: that of the rewards of the prompt's responses; `none`: nothing.",
+    )
+    oversample: float = Field(
+        default=1.0,
+        ge=1,
+        description="How many times as many prompts are sampled and scored; the first whose responses' rewards differ"
+        " are kept (DAPO's dynamic sampling, arXiv 2503.14476). 1 = off.",
+    )
+
+    def estimate(self, rewards_BR: Tensor, _values_BR: Tensor, mask_BR: Tensor) -> Estimate:
+        """As `GAE.estimate`, without values."""
+        returns_B, scored_B = torch.where(mask_BR, rewards_BR, 0.0).sum(dim=1), mask_BR.any(dim=1)
+        advantages_B, informative_B = group_advantages(
+            returns_B, scored_B, self.samples_per_prompt, leave_one_out=self.leaves_one_out,
+            scale="group" if self.scale == "group" else "none",
+        )  # fmt: skip
+        counted_BR = mask_BR & informative_B[:, None]
+        advantages_BR = torch.where(counted_BR, advantages_B[:, None], 0.0)
+        if self.scale == "batch" and bool(counted_BR.any()):
             advantages_BR = whiten(advantages_BR, counted_BR)
-        return cls(advantages_BR, counted_BR, metrics)
+        metrics = _group_metrics(informative_B, scored_B, self.samples_per_prompt)
+        return Estimate(advantages_BR, counted_BR, torch.zeros_like(rewards_BR), metrics)
+
+
+class GroupMean(GroupBaseline):
+    """Compares a response with the mean reward of all responses to its prompt (GRPO, arXiv 2402.03300)."""
+
+    model_config = ConfigDict(title="Advantage group_mean")
+    leaves_one_out: ClassVar[bool] = False
+
+    kind: Literal["group_mean"] = "group_mean"
+
+
+class LeaveOneOut(GroupBaseline):
+    """Compares a response with the mean reward of the other responses to its prompt (RLOO, arXiv 2402.14740)."""
+
+    model_config = ConfigDict(title="Advantage leave_one_out")
+    leaves_one_out: ClassVar[bool] = True
+
+    kind: Literal["leave_one_out"] = "leave_one_out"
+
+
+Advantage = Annotated[
+    Annotated[GAE, Tag("gae")]
+    | Annotated[GroupMean, Tag("group_mean")]
+    | Annotated[LeaveOneOut, Tag("leave_one_out")]
+    | Annotated[NoBaseline, Tag("none")],
+    by_kind("gae", "group_mean", "leave_one_out", "none"),
+]
+
+
+def explained_variance(values_C: Tensor, returns_C: Tensor) -> float:
+    """Returns the share of the returns' variance that the values explain: 1 is best, < 0 is worse than a constant."""
+    variance = returns_C.var(correction=0)
+    return float(1 - (returns_C - values_C).var(correction=0) / variance) if variance > 0 else float("nan")
 
 
 def group_advantages(
@@ -211,6 +312,49 @@ def importance_weights(
     return torch.zeros_like(logprobs_BR).masked_scatter(mask_BR, weight_C), metrics
 
 
+class CutImportance(Config):
+    """Larger importance weights become `cap` (truncated importance sampling)."""
+
+    model_config = ConfigDict(title="Importance cut")
+    drops: ClassVar[Literal["", "tokens", "responses"]] = ""
+    floor: ClassVar[float] = 0.0
+
+    kind: Literal["cut"] = "cut"
+    cap: float = Field(default=2.0, ge=1, description="Upper limit of a token's importance weight π / π_behave.")
+
+
+class DropTokens(Config):
+    """A token whose importance weight is beyond the limits gets weight 0 (IcePop, arXiv 2510.18855)."""
+
+    model_config = ConfigDict(title="Importance drop_tokens")
+    drops: ClassVar[Literal["", "tokens", "responses"]] = "tokens"
+
+    kind: Literal["drop_tokens"] = "drop_tokens"
+    cap: float = Field(default=2.0, ge=1, description="Upper limit of a token's importance weight π / π_behave.")
+    floor: float = Field(default=0.0, ge=0, le=1, description="Lower limit of importance weights; 0 = none.")
+
+
+class DropResponses(Config):
+    """A response's tokens get weight 0 if the geometric mean of their importance weights is beyond the limits; larger
+    weights in other responses become `cap`.
+    """
+
+    model_config = ConfigDict(title="Importance drop_responses")
+    drops: ClassVar[Literal["", "tokens", "responses"]] = "responses"
+
+    kind: Literal["drop_responses"] = "drop_responses"
+    cap: float = Field(default=2.0, ge=1, description="Upper limit of importance weights π / π_behave.")
+    floor: float = Field(default=0.0, ge=0, le=1, description="Lower limit of a response's weights; 0 = none.")
+
+
+Importance = Annotated[
+    Annotated[CutImportance, Tag("cut")]
+    | Annotated[DropTokens, Tag("drop_tokens")]
+    | Annotated[DropResponses, Tag("drop_responses")],
+    by_kind("cut", "drop_tokens", "drop_responses"),
+]
+
+
 def token_weights(
     counted_BR: Tensor, kind: Literal["per_token", "per_response", "constant"], max_new_tokens: int
 ) -> tuple[Tensor, int]:
@@ -268,6 +412,47 @@ def policy_loss(
     return -gain_BR.sum(), metrics
 
 
+class TokenLoss(Config):
+    """Clips each token's probability ratio (arXiv 1707.06347, eq. 7)."""
+
+    model_config = ConfigDict(title="Loss token")
+    is_per_response: ClassVar[bool] = False
+
+    kind: Literal["token"] = "token"
+    clip_range: float = Field(default=0.2, gt=0, description="The policy's probability ratio is clipped to 1 ± this.")
+    clip_range_high: float = Field(
+        default=0.0,
+        ge=0,
+        description="The ratio is clipped above 1 + this (DAPO, arXiv 2503.14476); 0 = the same as `clip_range`.",
+    )
+    token_weight: Literal["per_token", "per_response", "constant"] = Field(
+        default="per_token",
+        description="How tokens weigh in the loss of a minibatch. `per_token`: 1 / its tokens; `per_response`:"
+        " 1 / (its responses x the response's tokens); `constant`: 1 / (its responses x `max_new_tokens`).",
+    )
+
+
+class ResponseLoss(Config):
+    """Clips each response's probability ratio, the geometric mean of its tokens' (GSPO, arXiv 2507.18071). Responses
+    weigh the same.
+    """
+
+    model_config = ConfigDict(title="Loss response")
+    is_per_response: ClassVar[bool] = True
+    token_weight: ClassVar[Literal["per_response"]] = "per_response"
+
+    kind: Literal["response"] = "response"
+    clip_range: float = Field(default=0.2, gt=0, description="The response's ratio is clipped to 1 ± this.")
+    clip_range_high: float = Field(
+        default=0.0, ge=0, description="The ratio is clipped above 1 + this; 0 = the same as `clip_range`."
+    )
+
+
+PolicyLoss = Annotated[
+    Annotated[TokenLoss, Tag("token")] | Annotated[ResponseLoss, Tag("response")], by_kind("token", "response")
+]
+
+
 def response_kl_loss(logprobs_BR: Tensor, ref_logprob_B: Tensor, weight_B: Tensor) -> Tensor:
     """Returns Σ w ½ (log π - log π_ref)² over whole responses; log π is 0 where there is no token. Lower is better.
 
@@ -299,16 +484,43 @@ def _counted(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
     return torch.where(mask_BR, values_BR, 0.0)
 
 
+class KLTarget(Config):
+    """Moves the KL coefficient so that the KL approaches a target (arXiv 1909.08593, section 2.2)."""
+
+    model_config = ConfigDict(title="KL target")
+
+    nats: float = Field(default=6.0, gt=0, description="KL to aim for, in nats per response.")
+    horizon: int = Field(default=10_000, ge=1, description="How slowly the coefficient adapts, in responses.")
+
+
+class KLConfig(Config):
+    """The penalty on the KL from the initial policy."""
+
+    model_config = ConfigDict(title="KL")
+
+    coef: float = Field(
+        default=0.05, ge=0, description="Weight of the penalty, per nat; its first value if there is a target."
+    )
+    kind: Literal["reward", "loss"] = Field(
+        default="reward",
+        description="Where the penalty is. `reward`: -log(π/π_ref) at each token. `loss`: half the square of each"
+        " response's log(π/π_ref), whose gradient is the KL's on samples of the policy itself (docs/algorithms.md).",
+    )
+    target: KLTarget | None = Field(
+        default=None, description="Adapts `coef` to reach a KL; by default the coefficient is fixed."
+    )
+
+
 @dataclass
 class KLController:
-    """The KL coefficient: fixed, or moved toward a target (arXiv 1909.08593, section 2.2)."""
+    """The KL coefficient during a run: fixed, or moved toward a target."""
 
-    config: PPOConfig
+    target: KLTarget | None
     coef: float
 
     def update(self, kl_nats: float, num_responses: int) -> None:
         """Adapt the coefficient, unless it is fixed: coef *= 1 + clip(KL/target - 1, ±0.2) · n / horizon."""
-        if self.config.kl_control == "fixed":
+        if self.target is None:
             return
-        error = min(0.2, max(-0.2, kl_nats / self.config.target_kl - 1))
-        self.coef *= 1 + error * num_responses / self.config.kl_horizon
+        error = min(0.2, max(-0.2, kl_nats / self.target.nats - 1))
+        self.coef *= 1 + error * num_responses / self.target.horizon

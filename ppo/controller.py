@@ -2,7 +2,7 @@
 
 `PPOController.step` is one iteration: sample responses, score them, subtract penalties, estimate advantages, learn in
 epochs of minibatches, adjust the KL coefficient, send the new weights to the sampler. `Roles` decides where the models
-are and how many ranks share the work. With `max_staleness`, the next rollouts are sampled while the learner trains,
+are and how many ranks share the work. With `placement.max_staleness`, the next rollouts are sampled while the learner trains,
 with weights that are a fixed number of iterations old, whichever side is faster.
 
 Shape letters: B responses, O objectives, R response tokens, C counted tokens.
@@ -22,14 +22,11 @@ from cluster.remote import Pending
 from lm.samplers.engine import Agreement
 from lm.samplers.sent_weights import shown, whole_digest
 from ppo.algorithm import (
-    Advantages,
     KLController,
-    generalised_advantages,
     importance_weights,
     informative_groups,
     token_rewards,
     token_weights,
-    whiten,
 )
 from ppo.config import PPOConfig
 from ppo.initial_models import ScoreScale
@@ -97,13 +94,13 @@ class PPOController:
         self.config, self.roles, self.prompts, self.scale, self.seed = config, roles, prompts, scale, seed
         self.followed, self.max_difference, self.samples, self.rollouts = followed, max_difference, samples, rollouts
         self.phases = PhaseSeconds(enter)
-        self.weights_O = torch.tensor([*config.objective_weights.values()] or [1.0])
-        self.kl = KLController(config, config.kl_coef)
+        self.weights_O = torch.tensor([*config.reward.objective_weights.values()] or [1.0])
+        self.kl = KLController(config.kl.target, config.kl.coef)
         self.batch: PPOBatch | None = None  # of the last iteration
         self.sent_digests: Mapping[str, int] = {}  # of the weights that this iteration starts with
         self.started_with: dict[int, int] = {}  # digest of the weights that an iteration started with
         self.in_flight: dict[int, Pending[Rollout]] = {}  # by the iteration that will learn from it
-        num_prompts = config.sampled_batch_size // config.samples_per_prompt
+        num_prompts = config.sampled_batch_size // config.advantage.samples_per_prompt
         self.prompt_order = Sampler(len(prompts), num_prompts, derive_seed(seed, "ppo", "prompts"))
         self.ptx_order = Sampler(max(1, num_pretraining_rows), config.ptx_rows, derive_seed(seed, "ppo", "ptx"))
 
@@ -153,9 +150,9 @@ class PPOController:
         In the first iteration these are its own rollout and those of the next `max_staleness` iterations. Later it is
         one per iteration: the rollout that will be learned from `max_staleness` iterations later.
         """
-        for ahead in self._window(iteration, self.config.max_staleness + 1):
+        for ahead in self._window(iteration, self.config.placement.max_staleness + 1):
             if ahead not in self.in_flight:
-                samples = self.config.samples_per_prompt  # in adjacent rows, each with its own seed
+                samples = self.config.advantage.samples_per_prompt  # in adjacent rows, each with its own seed
                 chosen = self.prompt_order.batch(ahead).repeat(samples).tolist()
                 seeds = [derive_seed(self.seed, "ppo", "sample", ahead, place) for place in range(len(chosen))]
                 prompts = [self.prompts[row] for row in chosen]
@@ -166,14 +163,16 @@ class PPOController:
 
         A checkpoint must contain them: its weights can sample all other rollouts again, but not these.
         """
-        return {ahead: self.in_flight[ahead]() for ahead in self._window(iteration, self.config.max_staleness)}
+        return {
+            ahead: self.in_flight[ahead]() for ahead in self._window(iteration, self.config.placement.max_staleness)
+        }
 
     def _window(self, iteration: int, size: int) -> range:
         return range(iteration, min(iteration + size, self.config.num_iterations))
 
     def _staleness(self, iteration: int) -> int:
         """Returns by how many iterations the weights that sample a rollout lag behind those that learn from it."""
-        return min(iteration, self.config.max_staleness)
+        return min(iteration, self.config.placement.max_staleness)
 
     # Score.
 
@@ -187,7 +186,7 @@ class PPOController:
             ValueError: too many scores failed.
         """
         scores, oversampling = self.roles.scorers.start_scores(rollout), dict[str, float]()
-        if self.config.oversample > 1:  # groups that are not kept need no further passes
+        if self.config.advantage.oversample > 1:  # groups that are not kept need no further passes
             rollout, scores, oversampling = self._keep_informative(rollout, scores())
         first_epoch, keeps = minibatches[: self.config.num_minibatches], iteration % REPEATED_EVERY > 0
         forward_passes = self.roles.start_forward_passes(rollout, first_epoch, keeps=keeps)
@@ -218,7 +217,7 @@ class PPOController:
         config, scores_B = self.config, self._weighted(scores_BO)
         scored_B = self._require_scores(scores_B)
         rows, informative_share = informative_groups(
-            self._terminal_rewards(rollout, scores_B), scored_B, config.samples_per_prompt, config.num_prompts
+            self._terminal_rewards(rollout, scores_B), scored_B, config.advantage.samples_per_prompt, config.num_prompts
         )
         return rollout.rows(rows), lambda: scores_BO[rows], {"sampled_informative_share": informative_share}
 
@@ -244,9 +243,9 @@ class PPOController:
         """Returns rewards [B, R], and the KL from the reference [B] in nats.
 
         The last token's reward is the scaled score minus the penalty for a missing EOS. Every token's reward is
-        reduced by the KL penalty, unless that is in the loss (`kl_in`).
+        reduced by the KL penalty, unless that is in the loss (`kl.kind`).
         """
-        outputs, kl_coef = experience.outputs, self.kl.coef if self.config.kl_in == "reward" else 0.0
+        outputs, kl_coef = experience.outputs, self.kl.coef if self.config.kl.kind == "reward" else 0.0
         terminal_rewards_B = self._terminal_rewards(experience.rollout, experience.scores_B)
         return token_rewards(
             terminal_rewards_B, outputs.logprobs_BR, outputs.ref_logprobs_BR, experience.scored_BR, kl_coef
@@ -264,18 +263,18 @@ class PPOController:
     ) -> tuple[PPOBatch, dict[str, float]]:
         """Returns the batch that the updates learn from, and the metrics that are known before the updates."""
         config, outputs, scored_BR = self.config, experience.outputs, experience.scored_BR
-        advantages, returns_BR = self._advantages(rewards_BR, outputs.values_BR, scored_BR)
+        estimate = config.advantage.estimate(rewards_BR, outputs.values_BR, scored_BR)
         importance_BR, importance_metrics = importance_weights(
             outputs.logprobs_BR,
             experience.rollout.behaviour_logprobs_BR,
             scored_BR,
-            cap=config.importance_cap,
-            floor=config.importance_floor,
-            beyond=config.importance_beyond,
+            cap=config.importance.cap,
+            floor=config.importance.floor,
+            beyond=config.importance.kind,
         )
-        advantages_BR = advantages.advantages_BR
+        advantages_BR = estimate.advantages_BR
         # In all other cases the sampling policy is the learning policy, and the weights are 1 up to rounding.
-        if experience.staleness or config.generator != "heed":
+        if experience.staleness or config.sampler.has_own_process:
             advantages_BR = importance_BR * advantages_BR
         batch = PPOBatch(
             rollout=experience.rollout,
@@ -283,34 +282,23 @@ class PPOController:
             kl_B=kl_B,
             rewards_BR=rewards_BR,
             scored_BR=scored_BR,
-            counted_BR=advantages.counted_BR,
+            counted_BR=estimate.counted_BR,
             logprobs_BR=outputs.logprobs_BR,
             ref_logprobs_BR=outputs.ref_logprobs_BR,
             advantages_BR=advantages_BR,
             values_BR=outputs.values_BR,
-            returns_BR=returns_BR,
+            returns_BR=estimate.returns_BR,
         )
         by_objective = self._scores_by_objective(experience)
         own = self._metrics(experience, kl_B)
-        return batch, by_objective | importance_metrics | advantages.metrics | {**experience.oversampling} | own
-
-    def _advantages(self, rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor) -> tuple[Advantages, Tensor]:
-        """Returns advantages, and the returns [B, R] that the value function learns; these are 0 without one."""
-        config = self.config
-        if not config.has_value_function:
-            return Advantages.of(rewards_BR, mask_BR, config), torch.zeros_like(rewards_BR)
-        advantages_BR, returns_BR = generalised_advantages(
-            rewards_BR, values_BR, mask_BR, config.gamma, config.gae_lambda
-        )
-        explained = _explained(values_BR[mask_BR], returns_BR[mask_BR])
-        if config.advantage_scale == "batch":
-            advantages_BR = whiten(advantages_BR, mask_BR)
-        return Advantages(advantages_BR, mask_BR, {"value_explained": explained}), returns_BR
+        return batch, by_objective | importance_metrics | estimate.metrics | {**experience.oversampling} | own
 
     def _scores_by_objective(self, experience: Experience) -> dict[str, float]:
         """Returns the mean score of each objective, if there are several."""
         means_O = experience.scores_BO[experience.scored_B].mean(dim=0).tolist()
-        return {f"score/{name}": mean for name, mean in zip(self.config.objective_weights, means_O, strict=False)}
+        return {
+            f"score/{name}": mean for name, mean in zip(self.config.reward.objective_weights, means_O, strict=False)
+        }
 
     def _metrics(self, experience: Experience, kl_B: Tensor) -> dict[str, float]:
         """Returns the rollout's metrics. Scores, KL and entropy are means over the responses that have a score."""
@@ -359,9 +347,11 @@ class PPOController:
         config, ptx_rows, kl = self.config, torch.arange(0), None
         if config.ptx_rows:
             ptx_rows = torch.from_numpy(self.ptx_order.batch(update))
-        weight_BR, num_tokens = token_weights(minibatch.counted_BR, config.token_weight, config.max_new_tokens)
-        if config.kl_in == "loss":  # includes groups of equal rewards: their KL has a gradient
-            kl_weight_BR, num_scored = token_weights(minibatch.scored_BR, config.token_weight, config.max_new_tokens)
+        weight_BR, num_tokens = token_weights(minibatch.counted_BR, config.loss.token_weight, config.max_new_tokens)
+        if config.kl.kind == "loss":  # includes groups of equal rewards: their KL has a gradient
+            kl_weight_BR, num_scored = token_weights(
+                minibatch.scored_BR, config.loss.token_weight, config.max_new_tokens
+            )
             kl_weight_B = self.kl.coef * kl_weight_BR.amax(dim=1) / num_scored
             kl = ResponseKL(minibatch.ref_logprobs_BR.sum(dim=1), kl_weight_B)
         return PolicyBatch(
@@ -433,12 +423,6 @@ def _require_same_policy(ratio_error: float, iteration: int, most: float) -> Non
             f" has not moved; at most {most:.2f} is rounding. The passes with and without gradients"
             ' disagree: try engine.precision = "fp32"; if that does not help, this is a defect of Heed'
         )
-
-
-def _explained(values_C: Tensor, returns_C: Tensor) -> float:
-    """Returns the share of the returns' variance that the values explain: 1 is best, < 0 is worse than a constant."""
-    variance = returns_C.var(correction=0)
-    return float(1 - (returns_C - values_C).var(correction=0) / variance) if variance > 0 else float("nan")
 
 
 def sampler_agreement(logprobs_BR: Tensor, rollout: Rollout) -> Agreement:

@@ -48,16 +48,16 @@ class Generator(Rank):
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels) -> None:
         super().__init__(config, engine_config, models)
         precision = engine_config.resolved_precision()
-        on_own_device = config.placement == "disaggregated"
+        on_own_device = not config.placement.roles_share_ranks
         self.sampler: SamplingEngine
-        if config.generator == "vllm":
+        if config.sampler.has_own_process:
             from lm.samplers.vllm_engine import VLLMSampler
 
             self.sampler = VLLMSampler.load(self.models.sft, precision, on_own_device=on_own_device)
         else:
             self.sampler = HeedSampler.load(self.models.sft, precision, keeps_steps=on_own_device)
         # A colocated sampler gets new weights before it samples again, so it can release the old ones in between.
-        self._sleeps = config.memory != "fast" and config.placement == "colocated"
+        self._sleeps = config.memory != "fast" and config.placement.roles_share_ranks
 
     def generate(
         self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int], again: bool = False

@@ -21,7 +21,7 @@ from lm.samplers.sent_weights import SentWeights, chunks, noted
 from lm.source import ModelSource, on_meta
 from lm.transfer import upload
 from lm.weights import ModelFolder, save_model
-from ppo.algorithm import policy_loss, response_kl_loss, value_loss
+from ppo.algorithm import GAE, policy_loss, response_kl_loss, value_loss
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels, value_source
 from ppo.kept_passes import NOT_REPEATED, KeptPasses, Repeated, Taken
@@ -159,7 +159,7 @@ class Learner(Rank):
             self.engines["value"] = Engine(
                 self._value_source(), config.value_optimizer, engine_config, world_size=num_workers, micro_batch=micro
             )
-        self.average = MovingAverage(self.policy, config.ema_decay, on_cpu=config.memory != "fast")
+        self.average = MovingAverage(self.policy, config.ema.decay, on_cpu=config.memory != "fast")
         self.writer = self.policy.checkpoint_writer()
         self.kept = KeptPasses.of(config, self.engines)
         self._sent_digests = dict[str, int]()
@@ -168,13 +168,13 @@ class Learner(Rank):
 
     def _value_source(self) -> ModelSource[ScalarModel]:
         """Returns the initial value function. It is called when the policy is in memory."""
-        weights, scale = self.config.objective_weights, self.models.scale
+        weights, scale = self.config.reward.objective_weights, self.models.scale
         whole = value_source(self.models.sft, self.models.reward, weights, scale)
         return adapted(whole, self.config.lora, derive_seed(self.models.adapter_seed, "value"))
 
     @property
     def value(self) -> Engine[ScalarModel]:
-        assert "value" in self.engines, f"advantage {self.config.advantage!r} has no value function; 'gae' has one"
+        assert "value" in self.engines, f"advantage {self.config.advantage.kind!r} has no value function; 'gae' has one"
         return self.engines["value"]
 
     def policy_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int], repeated: Repeated = NOT_REPEATED) -> Tensor:
@@ -235,9 +235,9 @@ class Learner(Rank):
             upload(part.logprobs_BR, self.device),
             upload(part.advantages_BR, self.device),
             upload(part.weight_BR, self.device),
-            config.clip_range,
-            config.clip_range_high,
-            by_response=config.ratio == "response",
+            config.loss.clip_range,
+            config.loss.clip_range_high,
+            by_response=config.loss.is_per_response,
         )
         shares = _shares_of_mean({"policy_loss": loss, **sums}, whole.num_tokens)
         loss = loss / whole.num_tokens
@@ -248,11 +248,12 @@ class Learner(Rank):
         if not len(part.ptx_rows):
             return loss, shares
         assert self.stream is not None, "the controller draws rows of a stream only where there is one"
+        assert config.ptx is not None, "as above"
         rows = part.ptx_rows.numpy()
         ptx_sum, _ = self.stream.loss(self.policy.model, rows, self.device)
         num_ptx_tokens = whole.num_ptx_rows * self.stream.count(rows) // len(rows)
         shares |= _shares_of_mean({"ptx_loss": ptx_sum}, num_ptx_tokens)
-        return loss + config.ptx_coef * ptx_sum / num_ptx_tokens, shares
+        return loss + config.ptx.coef * ptx_sum / num_ptx_tokens, shares
 
     def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> Mapping[str, float]:
         """Take one optimizer step of the value function; `update` is its number, counted from 0."""
@@ -265,13 +266,14 @@ class Learner(Rank):
 
     def _value_loss(self, part: ValueBatch, whole: ValueBatch, kept: Taken) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the share of a part in the whole minibatch's loss and metrics."""
+        assert isinstance(self.config.advantage, GAE), "only GAE has a value function"
         values_BR = kept.next(part.rollout)
         loss, sums = value_loss(
             self._values(part.rollout) if values_BR is None else values_BR,
             upload(part.values_BR, self.device),
             upload(part.returns_BR, self.device),
             upload(part.mask_BR, self.device),
-            self.config.value_clip_range,
+            self.config.advantage.value_clip_range,
         )
         return loss / whole.num_tokens, _shares_of_mean({"value_loss": loss, **sums}, whole.num_tokens)
 
@@ -325,7 +327,7 @@ class Learner(Rank):
         self, checkpoints: Path, iteration: int, progress: Mapping[str, float], files: Mapping[str, bytes]
     ) -> None:
         models = {name: engine.state() for name, engine in self.engines.items()}
-        if self.config.ema_decay:
+        if self.config.ema.decay:
             models["average"] = self.average.state()
         self.writer.save(checkpoints, iteration, models, progress, files)
 
@@ -352,7 +354,7 @@ class Learner(Rank):
 
     def export_policy(self, folder: Path) -> None:
         # model/ comes last, so that the adapter on disk is the one of model/.
-        for name, is_average in (("model_ema", True), ("model", self.config.final_weights == "ema")):
+        for name, is_average in (("model_ema", True), ("model", self.config.ema.is_final)):
             weights = self.average.weights_for_file() if is_average else self.policy.weights_for_file()
             if self.policy.is_main:
                 network, base = self.policy.module, self.models.sft

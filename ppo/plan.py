@@ -8,6 +8,7 @@ from lm.config import ModelConfig
 from lm.lora import LoRAConfig
 from ppo.config import PPOConfig
 from pretrain.stage import STAGE as PRETRAIN
+from reward.external import ModelReward
 from reward.stage import STAGE as REWARD
 from stages.planner import RANK, Planner, StagePlan, rows_and_passes, scoring_rows
 from stages.planning.memory import Memory, count, forward_pass
@@ -28,7 +29,7 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
     memory, missing = _memory(planner, config, models, work)
     numbers = {
         "rollout_batch_size": config.rollout_batch_size,
-        "samples per prompt": config.samples_per_prompt,
+        "samples per prompt": config.advantage.samples_per_prompt,
         "batch_size": batch.batch_size,
         **batch.given_size,
         "ranks": layout.ranks,
@@ -40,21 +41,21 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
         "tokens per iteration": config.rollout_batch_size * mean,
     }
     learning = planner.times.compute_seconds(_flops(planner, config, models, work, mean))
-    if config.placement == "disaggregated":
+    if not config.placement.roles_share_ranks:
         planner.sizes.assume("the scorers' time is counted with the learners'")
     sampling = planner.times.sampling_seconds(
         models.policy_counts.total, work.rollout_rows, mean, config.max_new_tokens
     )
-    seconds = max(learning, sampling) if config.max_staleness else learning + sampling
+    seconds = max(learning, sampling) if config.placement.max_staleness else learning + sampling
     return planner.planned("responses", numbers, memory, config.num_iterations, seconds, missing)
 
 
 def _models(planner: Planner, config: PPOConfig) -> PPOModels:
-    """Returns the models' sizes. The reward model's shape is that of `reward_from`, or of the model that the reward
+    """Returns the models' sizes. The reward model's shape is that of `reward.model`, or of the model that the reward
     stage starts from.
     """
     critic, shared = _critic(planner, config), _adapter_of_reward(planner, config)
-    num_objectives = max(1, len(config.objective_weights))
+    num_objectives = max(1, len(config.reward.objective_weights))
     value, lora = config.value_optimizer, shared or config.lora
     return PPOModels(
         planner.model,
@@ -70,7 +71,7 @@ def _adapter_of_reward(planner: Planner, config: PPOConfig) -> LoRAConfig | None
     reward = planner.job.section(REWARD)
     if not config.shared_body:
         return None
-    if reward is None or config.reward_from or reward.lora is None:
+    if reward is None or _named_reward(config) or reward.lora is None:
         planner.sizes.assume("assumes that the reward model's adapter is as large as the policy's")
         return config.lora
     return reward.lora
@@ -80,7 +81,12 @@ def _critic(planner: Planner, config: PPOConfig) -> ModelConfig:
     if config.external_reward:
         return planner.model
     reward = planner.job.section(REWARD)
-    return planner.shape(config.reward_from or (reward.init_from if reward is not None else ""))
+    return planner.shape(_named_reward(config) or (reward.init_from if reward is not None else ""))
+
+
+def _named_reward(config: PPOConfig) -> str:
+    """Returns the reward model that the section names; "" if it is the reward stage's, or the reward is no model."""
+    return config.reward.model if isinstance(config.reward, ModelReward) else ""
 
 
 def _work(planner: Planner, config: PPOConfig, models: PPOModels, lengths: Lengths) -> PPOWork:
@@ -95,10 +101,10 @@ def _work(planner: Planner, config: PPOConfig, models: PPOModels, lengths: Lengt
     rows, micro_batches = rows_and_passes(batch, layout.ranks, width)
     responses = min(batch.batch_size // layout.ranks, rows * seq_len // lengths.shortest)
     ptx, ptx_tokens = math.ceil(config.ptx_rows / layout.ranks / micro_batches), _ptx_tokens(planner, config)
-    num_generators = config.num_generators if config.placement == "disaggregated" else layout.ranks
+    num_generators = config.placement.num_generators or layout.ranks
     can_keep = keeps_passes(layout, config.memory, has_ptx=config.ptx_rows > 0, shares_body=config.shared_body)
     keeps = ["policy"] if can_keep else []
-    if can_keep and config.has_value_function and not batch.forward_tokens:
+    if can_keep and config.value_optimizer is not None and not batch.forward_tokens:
         keeps.append("value")
     return PPOWork(
         forward_pass(layout, rows + ptx, max(width, ptx_tokens)),
@@ -110,7 +116,7 @@ def _work(planner: Planner, config: PPOConfig, models: PPOModels, lengths: Lengt
         config.max_new_tokens,
         micro_batches,
         config.memory,
-        has_average=config.ema_decay > 0,
+        has_average=config.ema.decay > 0,
         shares_body=config.shared_body,
         gpu_bytes=planner.times.hardware.memory_bytes if layout.is_gpu else 0,
         keeps=tuple(keeps),
@@ -131,7 +137,7 @@ def _memory(
     if weights > available:
         work = replace(work, generator_ranks=ranks)
         missing = (f"a generator over {ranks} GPUs (tensor parallel): one GPU does not hold the policy's weights",)
-    if config.placement == "colocated":
+    if config.placement.roles_share_ranks:
         return {RANK: ppo_memory(models, planner.layout, work)}, missing
     roles = {"learner": learner, "generator": generator, "scorer": scorer}
     return {name: role(models, planner.layout, work).memory() for name, role in roles.items()}, missing
@@ -153,7 +159,7 @@ def _flops(planner: Planner, config: PPOConfig, models: PPOModels, work: PPOWork
     times, critic = planner.times, replace(planner.times, model=models.critic)
     with_head = times.forward_flops(seq_len, config.max_new_tokens / seq_len)
     body = critic.forward_flops(seq_len, 0.0)
-    num_critics = (models.value_counts is not None) + config.oversample * (models.reward_counts is not None)
+    num_critics = (models.value_counts is not None) + config.advantage.oversample * (models.reward_counts is not None)
     looking = 2 * with_head + num_critics * body
     updates = times.passes(models.policy_counts) * with_head
     if models.value_counts is not None:

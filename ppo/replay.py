@@ -85,7 +85,7 @@ def replay_iterations(
     found = placed(stage, config, _scale_of(stage.folder / "results.json"))
     controller = controller_of(stage.context(), config, found.roles, found.models, found.prompts)
     # A checkpoint contains the rollouts that older weights sampled. To sample those again, start from an earlier one.
-    checkpoint = checkpoint_before(stage.folder / "checkpoints", iteration - config.max_staleness)
+    checkpoint = checkpoint_before(stage.folder / "checkpoints", iteration - config.placement.max_staleness)
     first = 0
     if checkpoint is not None:
         first = step_of(checkpoint)
@@ -141,7 +141,7 @@ def _replayed(
     minibatches = controller.minibatches(record.step - 1, len(rollout))[: config.num_minibatches]
     after_BR = controller.roles.learners.start_policy_logprobs(rollout, minibatches)()
     rows = next(rows for rows in minibatches if response in rows.tolist())
-    weight_BR, num_tokens = token_weights(batch.counted_BR[rows], config.token_weight, config.max_new_tokens)
+    weight_BR, num_tokens = token_weights(batch.counted_BR[rows], config.loss.token_weight, config.max_new_tokens)
     weight_R = weight_BR[rows.tolist().index(response)] / num_tokens
     columns = {
         "logprob": rollout.behaviour_logprobs_BR[response],

@@ -1,7 +1,7 @@
 """PPO's roles: learners, generators and scorers, on the same ranks (colocated) or on separate ones (disaggregated).
 
 The controller is the same for both, and for a single rank in the controller's own process. Weights go from learners to
-generators directly, never through the driver (`ppo.weight_transport`).
+generators directly, never through the driver (`ppo.placement.weight_transport`).
 """
 
 from collections.abc import Callable, Sequence
@@ -73,7 +73,7 @@ class Roles:
         learning = learners.put("ppo", kind, config, engine, models, learners.num_workers)
         transport: WeightTransport = Direct(learning, sampling)
         # Generator processes next to learners share their GPUs, which a broadcast between GPUs does not allow.
-        together = learners is generators or (config.placement == "colocated" and config.samples_apart)
+        together = learners is generators or (config.placement.roles_share_ranks and config.samples_apart)
         if not together and broadcasts(config, learning, sampling):
             transport = Broadcast.open(learners, learning, sampling)
         makes_room = config.memory == "small" and together
@@ -111,7 +111,7 @@ class Roles:
             return lambda: ModelOutputs(*outputs().unbind(dim=1))
         logprobs = learners.start_policy_logprobs(rollout, minibatches, keeps=keeps)
         ref_logprobs = self.scorers.start_reference_logprobs(rollout, minibatches)
-        has_values = self.config.has_value_function
+        has_values = self.config.value_optimizer is not None
         values = learners.start_values(rollout, minibatches, keeps=keeps) if has_values else None
 
         def collect() -> ModelOutputs:
@@ -227,9 +227,8 @@ class Broadcast(WeightTransport):
 
 
 def broadcasts(config: PPOConfig, learners: Handle[Learner], generators: Handle[Generator]) -> bool:
-    """Returns whether to broadcast weights between groups. "auto" does between GPUs, unless `max_staleness` is set."""
-    if config.weight_transport != "auto":
-        return config.weight_transport == "broadcast"
-    if config.max_staleness:
-        return False
+    """Returns whether to broadcast weights between groups; "auto" does between GPUs."""
+    transport = "auto" if config.placement.roles_share_ranks else config.placement.weight_transport
+    if transport != "auto":
+        return transport == "broadcast"
     return all([*learners.call_all(Learner.on_gpu), *generators.call_all(Generator.on_gpu)])

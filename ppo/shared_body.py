@@ -1,4 +1,4 @@
-"""One frozen body for four models (`ppo.shared_body`): PPO in about the memory of fine-tuning.
+"""One frozen body for four models (`ppo.lora.shared_body`): PPO in about the memory of fine-tuning.
 
 The policy is the SFT model with adapters, and the reference is the same model without them. The reward model is an
 adapter of the same SFT model, with a head; the value function starts as that adapter. The models are separate objects
@@ -39,7 +39,7 @@ def adapter_of(reward: Path) -> Path:
     folder = reward.parent / ADAPTER
     if not (folder / "adapter_config.json").is_file():
         raise ValueError(
-            f"ppo.shared_body: {reward} has no adapter next to it ({folder.resolve()}); the reward/model of a run,"
+            f"ppo.lora.shared_body: {reward} has no adapter next to it ({folder.resolve()}); the reward/model of a run,"
             " trained with [reward] lora on the policy's own initial model, was expected"
         )
     return folder
@@ -104,7 +104,7 @@ def require_same_body(policy: Path, reward: Path) -> None:
 
 def _of_another_body(what: str, policy: Path, reward: Path) -> ValueError:
     return ValueError(
-        f"ppo.shared_body: {what} of {reward} is not that of {policy} with the adapter {adapter_of(reward)}; a reward"
+        f"ppo.lora.shared_body: {what} of {reward} is not that of {policy} with the adapter {adapter_of(reward)}; a reward"
         " model trained with [reward] lora on this initial policy was expected"
     )
 
@@ -134,7 +134,7 @@ class SharedBodyLearner(Learner):
         return self.models.reward
 
     def _value_source(self) -> ModelSource[ScalarModel]:
-        weights, scale = self.config.objective_weights, self.models.scale
+        weights, scale = self.config.reward.objective_weights, self.models.scale
         return joined_heads(reward_on_body(self.policy.module, self._reward), self._reward, weights, scale)
 
     @torch.no_grad()

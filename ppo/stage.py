@@ -19,7 +19,7 @@ from lm.samplers.engine import max_difference
 from lm.samplers.environment import require_vllm
 from lm.tokenizer import Tokenizer
 from lm.weights import read_config
-from ppo.config import PPOConfig
+from ppo.config import VLLM, PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale, TokenStream
 from ppo.plan import plan
@@ -30,7 +30,7 @@ from ppo.rollout_log import RolloutLog, SampleLog, followed_rows
 from ppo.shared_body import adapter_of, require_same_body, require_same_shape
 from pretrain.stage import STAGE as PRETRAIN
 from pretrain.stage import tokenize
-from reward.external import ExternalReward
+from reward.external import REWARD_KEYS, ExternalReward, ModelReward
 from reward.report import RewardResults
 from reward.sampling import SamplingSpec, sample_everywhere
 from reward.scoring import labels_of, weights_by_label
@@ -87,7 +87,7 @@ def run(
     roles.learners.finish_saving()
     roles.learners.export_policy(context.folder)
     kl_coef, scale = controller.kl.coef, models.scale
-    results = PPOResults(config.num_iterations, kl_coef, scale.mean, scale.std, generator=config.generator)
+    results = PPOResults(config.num_iterations, kl_coef, scale.mean, scale.std, generator=config.sampler.kind)
     if fitting is not None:
         results = replace(results, overlong=fitting.overlong or None, sources=fitting.sources)
     context.write_results(results)
@@ -159,7 +159,7 @@ def kept_policy(folder: Path, iteration: int) -> Path:
 
 def _save(controller: PPOController, checkpoints: Path, done: int) -> None:
     """Save a checkpoint, including rollouts that older weights sampled: the weights are thousands of times as large."""
-    if controller.config.max_staleness:
+    if controller.config.placement.max_staleness:
         controller.start_sampling(done)  # generators need not wait for the checkpoint
     stale = controller.stale_rollouts(done)
     rollouts = {f"rollout-{iteration:06d}.safetensors": rollout.as_bytes() for iteration, rollout in stale.items()}
@@ -211,7 +211,7 @@ def score_scale(
     Raises:
         ValueError: the reward gives every sample the same score, or too many fail.
     """
-    if was_measured(run) and not config.objective_weights:
+    if was_measured(run) and not config.reward.objective_weights:
         path = run.folder_of("reward") / "results.json"
         where, results = str(path), read_record(path, RewardResults)
         assert results.sample_score_mean is not None, "a reward model of a single objective has a mean score"
@@ -227,7 +227,7 @@ def score_scale(
             seed=derive_seed(run.seed, "ppo", "scale"),
             precision=run.engine.resolved_precision(),
             reward=str(judge) if isinstance(judge, Path) else "",
-            objective_weights=config.objective_weights,
+            objective_weights=config.reward.objective_weights,
             external_reward=None if isinstance(judge, Path) else judge,
         )
         samples = sample_everywhere(run, "scale", spec, prompts[:SCALE_PROMPTS])
@@ -283,9 +283,9 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
     models = InitialModels(sft=policy, reward=judge, scale=scale, pretraining=stream, adapter_seed=adapter_seed)
     learners = generators = scorers = stage.workers()
     python = generator_python(config)
-    if config.placement == "disaggregated":
-        generators = stage.workers.extra_group("generators", config.num_generators, python)
-        scorers = stage.workers.extra_group("scorers", config.num_scorers)
+    if not config.placement.roles_share_ranks:
+        generators = stage.workers.extra_group("generators", config.placement.num_generators, python)
+        scorers = stage.workers.extra_group("scorers", config.placement.num_scorers)
     elif python:  # another interpreter needs another process, next to each learner
         generators = stage.workers.extra_group("generators", learners.num_workers, python, on_workers=True)
     conversations = [prompt.messages for prompt in prompts]
@@ -307,34 +307,36 @@ def generator_python(config: PPOConfig) -> str:
 
     Raises: ValueError if it does not exist or has no vLLM.
     """
-    if config.generator == "heed":
-        return ""
-    return require_vllm(config.generator_python)
+    return require_vllm(config.sampler.python) if isinstance(config.sampler, VLLM) else ""
 
 
 def extra_ranks(config: PPOConfig) -> int:
     """Returns the number of ranks in addition to the job's workers: generators and scorers, if disaggregated."""
-    return config.num_generators + config.num_scorers if config.placement == "disaggregated" else 0
+    return config.placement.num_generators + config.placement.num_scorers
 
 
 def check(config: PPOConfig, job: JobView) -> None:
-    """Check that `objective_weights` names what [reward] learns, and that `shared_body` fits [reward] and [engine]."""
+    """Check that `objective_weights` names what [reward] learns, and that `lora.shared_body` fits [reward] and [engine]."""
     reward = job.section(REWARD)
     own_reward = reward is not None and REWARD.name in job.parents(STAGE.name)
     if reward is not None and own_reward:
-        weights_by_label("[reward]", reward.labels, config.objective_weights)
+        weights_by_label("[reward]", reward.labels, config.reward.objective_weights)
     if not config.shared_body:
         return
     if job.engine.zero_stage == 3:
-        raise ValueError("ppo.shared_body with engine.zero_stage 3, which shards each role's body; 0 to 2 was expected")
+        raise ValueError(
+            "ppo.lora.shared_body with engine.zero_stage 3, which shards each role's body; 0 to 2 was expected"
+        )
     if reward is None or not own_reward:
         return
     if reward.lora is None:
-        raise ValueError("ppo.shared_body: [reward] trains all weights of a body of its own; reward.lora was expected")
+        raise ValueError(
+            "ppo.lora.shared_body: [reward] trains all weights of a body of its own; reward.lora was expected"
+        )
     if reward.init_from != config.init_from:
         starts = [name or "the SFT stage's model" for name in (reward.init_from, config.init_from)]
         raise ValueError(
-            f"ppo.shared_body: [reward] starts from {starts[0]} and [ppo] from {starts[1]}; one model was expected"
+            f"ppo.lora.shared_body: [reward] starts from {starts[0]} and [ppo] from {starts[1]}; one model was expected"
         )
 
 
@@ -343,9 +345,9 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
     that the generators' Python has vLLM if they need it.
     """
     generator_python(config)
-    if config.reward_from:
+    if isinstance(config.reward, ModelReward) and config.reward.model:
         judge = stage.start(REWARD.name)
-        weights_by_label(str(judge), labels_of(judge), config.objective_weights)
+        weights_by_label(str(judge), labels_of(judge), config.reward.objective_weights)
         if config.shared_body and config.init_from:
             require_same_shape(stage.start("sft"), judge)
         elif config.shared_body:  # the policy is still to be trained
@@ -361,13 +363,13 @@ STAGE = Stage(
     run=run_ppo,
     parents=(
         Parent("sft", substitutes=("init_from",)),
-        Parent("reward", substitutes=("reward_from", "reward_function", "reward_url")),
+        Parent("reward", substitutes=REWARD_KEYS),
         Parent("pretrain", is_read=lambda config, _: config.ptx_rows > 0),
     ),
     policy_from="sft",
     tokenizer=lambda run, _: run.tokenizer_of("sft"),
-    model_fields=("init_from", "reward_from"),
-    function_fields=("reward_function",),
+    model_fields=("init_from", "reward.model"),
+    function_fields=("reward.function",),
     context_tokens=lambda config: {"max_new_tokens": config.max_new_tokens + 1},
     split_rows=lambda config: {"rollout_batch_size": config.sampled_batch_size, "ptx_rows": config.ptx_rows},
     extra_ranks=extra_ranks,
@@ -375,15 +377,15 @@ STAGE = Stage(
     preflight=preflight,
     layout_keys=frozenset(
         (
-            "placement",
-            "num_generators",
-            "num_scorers",
-            "weight_transport",
-            "generator_python",
+            "placement.kind",
+            "placement.num_generators",
+            "placement.num_scorers",
+            "placement.weight_transport",
+            "sampler.python",
             "memory",
-            "reward_timeout_seconds",
-            "reward_retries",
-            "reward_parallel",
+            "reward.timeout_seconds",
+            "reward.retries",
+            "reward.parallel",
             "follow_every_iterations",
         )
     ),

@@ -1,18 +1,25 @@
-"""Rewards from a Python function or an HTTP endpoint instead of a reward model. A failed score comes with a reason."""
+"""Where rewards come from: a reward model, a Python function or an HTTP endpoint. A failed score comes with a reason.
+
+`Reward` lists the kinds, which are the tables that `[ppo.reward]` may be.
+"""
 
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Annotated, Any, ClassVar, Literal, SupportsFloat
+
+from pydantic import ConfigDict, Field, FiniteFloat, Tag
 
 from files.fields import shown
 from files.importing import explain, file_of, load_function
 from lm.progress import note_progress
 from lm.tokenizer import Messages
+from training.config import Config, by_kind
 from training.notices import printing_aloud
 
 # Gets prompts (each a list of messages) and responses (texts); returns a number per response, None for a failure.
@@ -29,46 +36,89 @@ class Scored:
     failure: str = ""
 
 
-@dataclass(frozen=True)
-class RewardFunction:
-    """A function named `MODULE:FUNCTION` or `FILE.py:FUNCTION`; the current folder is searched, too.
+class ModelReward(Config):
+    """A reward model: the one that the reward stage trains, or another."""
+
+    model_config = ConfigDict(title="Reward model")
+    source_key: ClassVar[str] = "model"  # the key that names where scores come from
+
+    kind: Literal["model"] = "model"
+    model: str = Field(
+        default="", description="Model directory or hub id of a reward model; empty = the reward stage's model."
+    )
+    objective_weights: dict[str, FiniteFloat] = Field(
+        default_factory=dict,
+        description="Weight of each objective's score in the reward, for a reward model of several; none for one.",
+    )
+
+
+class ExternalReward(Config, ABC):
+    """A reward that is no model of Heed's: it scores texts."""
+
+    source_key: ClassVar[str]
+    objective_weights: ClassVar[Mapping[str, float]] = {}
+
+    @abstractmethod
+    def score(self, conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
+        """Score the responses to as many conversations. Never raises: a failed score has its reason."""
+
+    @property
+    def source(self) -> str:
+        """What the job names: a function, or a URL."""
+        return str(getattr(self, self.source_key))
+
+    @property
+    def num_parallel(self) -> int:
+        """How many calls of `score` a rank makes at once, in threads; 0 = one after another in its main thread, to
+        which a user's code may be bound.
+        """
+        return 0
+
+
+class RewardFunction(ExternalReward):
+    """A Python function that scores responses.
 
     A response's score must depend neither on the other responses in a call nor on which call it is: batch sizes depend
     on the number of workers, and a resumed run scores the same responses again.
     """
 
-    name: str
+    model_config = ConfigDict(title="Reward function")
+    source_key: ClassVar[str] = "function"
+
+    kind: Literal["function"] = "function"
+    function: str = Field(
+        description='"MODULE:FUNCTION" or "FILE.py:FUNCTION"; the current folder is searched, too.',
+    )
 
     def score(self, conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
         """Score responses. If a call fails, each response is scored alone, so a bad one does not affect the others."""
         note_progress()
         prompts = [[dict(message) for message in messages] for messages in conversations]
-        function = self.function
+        function = self.load()
         try:
-            with printing_aloud(self.name):
+            with printing_aloud(self.function):
                 returned = function(prompts, list(responses))
                 values = list(returned) if isinstance(returned, Iterable) else returned
         except Exception as error:  # user code
             if len(responses) > 1:
                 alone = zip(conversations, responses, strict=True)
                 return [scored for messages, response in alone for scored in self.score([messages], [response])]
-            return [Scored(math.nan, f"{self.name} raised {explain(error, __file__)}")]
+            return [Scored(math.nan, f"{self.function} raised {explain(error, __file__)}")]
         place = _place(function)
         return [
             replace(scored, failure=f"{scored.failure}{place}") if scored.failure else scored
-            for scored in checked(values, len(responses), self.name)
+            for scored in checked(values, len(responses), self.function)
         ]
 
-    @property
-    def function(self) -> ScoringFunction:
-        """The function itself. Raises: ValueError naming what does not exist."""
-        function: ScoringFunction = load_function(self.name, "reward function")
+    def load(self) -> ScoringFunction:
+        """Returns the function itself. Raises: ValueError naming what does not exist."""
+        function: ScoringFunction = load_function(self.function, "reward function")
         return function
 
     @property
     def file(self) -> Path:
-        """The source file of the function's module. Raises: as for `function`."""
-        return file_of(self.function)
+        """The source file of the function's module. Raises: as for `load`."""
+        return file_of(self.load())
 
 
 def _place(function: ScoringFunction) -> str:
@@ -77,20 +127,29 @@ def _place(function: ScoringFunction) -> str:
     return f'\n  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}' if code else ""
 
 
-@dataclass(frozen=True)
-class RemoteReward:
+class RemoteReward(ExternalReward):
     """An HTTP endpoint that receives {"prompts": [[{"role", "content"}, ...], ...], "responses": [...]} and returns
     {"scores": [...]}, one number per response, null for a failure.
 
-    A broken connection, silence for `timeout_seconds` and "try later" statuses are retried `num_retries` times with
-    doubling waits. If the last attempt fails, or the endpoint returns another status of 400 or above or another format,
-    all responses of the request count as failed.
+    A broken connection, silence for `timeout_seconds` and "try later" statuses are retried with doubling waits. If the
+    last attempt fails, or the endpoint returns another status of 400 or above or another format, all responses of the
+    request count as failed.
     """
 
-    url: str
-    timeout_seconds: float
-    num_retries: int
-    num_parallel: int = 1  # requests that `score_in_parts` sends from this process at once
+    model_config = ConfigDict(title="Reward url")
+    source_key: ClassVar[str] = "url"
+
+    kind: Literal["url"] = "url"
+    url: str = Field(pattern=r"^https?://.+$", description="HTTP endpoint that scores responses.")
+    timeout_seconds: float = Field(
+        default=30.0, gt=0, description="How long the endpoint may be silent before a request fails, in seconds."
+    )
+    retries: int = Field(default=3, ge=0, description="How often a failed request is repeated.")
+    parallel: int = Field(default=4, ge=1, description="How many requests each rank sends at once.")
+
+    @property
+    def num_parallel(self) -> int:
+        return self.parallel
 
     def score(self, conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
         import httpx  # only here: a reward model needs no HTTP client, and a bare GPU machine has none
@@ -104,7 +163,7 @@ class RemoteReward:
                 {"prompts": prompts, "responses": list(responses)},
                 headers={},
                 timeout_seconds=self.timeout_seconds,
-                num_retries=self.num_retries,
+                num_retries=self.retries,
                 on_attempt=note_progress,
             )
         except httpx.RequestError as error:  # refused, reset, cut short, timed out
@@ -125,7 +184,13 @@ class RemoteReward:
         return checked(values, num_responses, self.url)
 
 
-ExternalReward = RewardFunction | RemoteReward
+Reward = Annotated[
+    Annotated[ModelReward, Tag("model")]
+    | Annotated[RewardFunction, Tag("function")]
+    | Annotated[RemoteReward, Tag("url")],
+    by_kind("model", "function", "url"),
+]
+REWARD_KEYS = tuple(f"reward.{kind.source_key}" for kind in (ModelReward, RewardFunction, RemoteReward))
 
 
 def score_in_parts(
@@ -137,7 +202,7 @@ def score_in_parts(
     def score(part: slice) -> list[Scored]:
         return reward.score(conversations[part], responses[part])
 
-    if isinstance(reward, RewardFunction):  # the user's code, which may be bound to the main thread
+    if not reward.num_parallel:
         return [scored for part in parts for scored in score(part)]
     with ThreadPoolExecutor(reward.num_parallel, thread_name_prefix="reward") as pool:
         return [scored for scores in pool.map(score, parts) for scored in scores]

@@ -1,20 +1,52 @@
 """What every trained stage configures: precision, sharding, optimisation, batch sizes."""
 
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, model_validator
 
 from lm.config import Precision, exact_div
 from lm.lora import LoRAConfig
+
+AnyTable = TypeVar("AnyTable", bound=BaseModel)
 
 
 class Config(BaseModel):
     """Base of all configs: frozen, and unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def by_kind(default: str, *others: str) -> Discriminator:
+    """Returns what tells a union of tables apart: their key `kind`. Without it, a table is of the default kind."""
+
+    def kind_of(value: Any) -> Any:
+        if isinstance(value, BaseModel):
+            return getattr(value, "kind", None)
+        return value.get("kind", default) if isinstance(value, Mapping) else None
+
+    kinds = ", ".join(f'"{kind}"' for kind in (default, *others[:-1]))
+    message = f'a table with kind {kinds} or "{others[-1]}" was expected'
+    return Discriminator(kind_of, custom_error_type="kind", custom_error_message=message)
+
+
+def value_at(config: BaseModel, key: str) -> Any:
+    """Returns what a dotted key names in a section; "" if a table on the way is absent, or of a kind without it."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part, "")
+    return value
+
+
+def tables_in(config: BaseModel, kind: type[AnyTable], prefix: str = "") -> Iterator[tuple[str, AnyTable]]:
+    """Yields the dotted keys and the values of all tables of a kind in a section, at any depth."""
+    for name, value in config:
+        if isinstance(value, kind):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, BaseModel):
+            yield from tables_in(value, kind, f"{prefix}{name}.")
 
 
 class EngineConfig(Config):

@@ -89,7 +89,7 @@ def _open(name: str, spec: str, judging: Judging, prompts: Sequence[Prompt], num
 
 def function_judge(name: str, spec: str) -> ScoreJudge:
     """Open a Python function, "MODULE:FUNCTION" or "FILE.py:FUNCTION". Raises: ValueError if there is none."""
-    function = RewardFunction(spec)
+    function = RewardFunction(function=spec)
     about = {"description": f"the function {spec}", "sha256": file_hash(function.file)}
     return ScoreJudge(name, "function", spec, function.score, about)
 
@@ -112,10 +112,10 @@ def reward_judge(
     were trained to raise it; DPO's are not.
     """
     if isinstance(reward, RewardFunction):
-        judge = function_judge(name, reward.name)
-    elif isinstance(reward, RemoteReward):
-        about: dict[str, object] = {"description": f"the server {reward.url}"}
-        judge = ScoreJudge(name, "reward endpoint", reward.url, reward.score, about)
+        judge = function_judge(name, reward.function)
+    elif isinstance(reward, ExternalReward):
+        about: dict[str, object] = {"description": f"the server {reward.source}"}
+        judge = ScoreJudge(name, "reward endpoint", reward.source, reward.score, about)
     else:
         found = {"description": "the run's reward model", "sha256": folder_hash(reward)}
         judge = ScoreJudge(name, "reward model", str(reward), reward_model_score(reward, objective_weights), found)
@@ -144,7 +144,7 @@ def _language_model(name: str, spec: str, judging: Judging) -> Judge:
 def _reward_endpoint(name: str, spec: str, judging: Judging) -> Judge:
     asking = judging.asking
     asker = asking.asker(name, f"{spec}#none")  # refuses invalid URLs and URLs with a password
-    endpoint = RemoteReward(asker.endpoint.url, asking.timeout_seconds, asking.num_retries)
+    endpoint = RemoteReward(url=asker.endpoint.url, timeout_seconds=asking.timeout_seconds, retries=asking.num_retries)
     return ScoreJudge(name, "reward endpoint", spec, endpoint.score)
 
 

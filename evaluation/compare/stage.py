@@ -132,7 +132,7 @@ def proxy_of(run: StageRun) -> Proxy:
     if ppo is None:
         return Proxy(str(run.model_of(REWARD.name)) if REWARD.name in run.parents else "")
     model = "" if ppo.external_reward else str(run.at(PPO.name).start(REWARD.name))
-    return Proxy(model, ppo.objective_weights, ppo.external_reward)
+    return Proxy(model, ppo.reward.objective_weights, ppo.external_reward)
 
 
 def judge_of(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:

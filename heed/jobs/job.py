@@ -13,7 +13,7 @@ from lm.config import ModelConfig
 from stages.contract import POLICIES, Parent, Stage
 from stages.run import sources_in
 from stages.world import World
-from training.config import BatchConfig, Config, EngineConfig, OptimizerConfig
+from training.config import BatchConfig, Config, EngineConfig, OptimizerConfig, tables_in, value_at
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
@@ -157,12 +157,12 @@ class JobConfig(Config):
         """Returns the model that a stage's section names instead of a parent's; "" if it names none."""
         stage = self.registry[name]
         field = next((self._given(stage, known) for known in stage.parents if known.stage == parent), "")
-        return getattr(self.section_of(stage), field) if field else ""
+        return value_at(self.section_of(stage), field) if field else ""
 
     def _given(self, stage: AnyStage, parent: Parent[Any]) -> str:
         """Returns the field that names a substitute for the parent; "" if none does."""
         section = self.section_of(stage)
-        return next((field for field in parent.substitutes if getattr(section, field)), "")
+        return next((field for field in parent.substitutes if value_at(section, field)), "")
 
     def _check_parents(self, stage: AnyStage) -> None:
         """Check that a stage starts from exactly one place: an earlier stage, or a model named in its section."""
@@ -241,10 +241,9 @@ class JobConfig(Config):
         """Says why the batches do not divide among this many workers; "" if they do."""
         for stage in self.stages:
             section = self.section_of(stage)
-            for field, batch in section:
+            for field, batch in tables_in(section, BatchConfig):
                 try:
-                    if isinstance(batch, BatchConfig):
-                        batch.num_micro_batches(num_workers)
+                    batch.num_micro_batches(num_workers)
                 except ValueError as error:
                     return f"{stage.name}.{field} with workers = {num_workers}: {error}"
             for field, rows in stage.split_rows(section).items():
@@ -254,9 +253,7 @@ class JobConfig(Config):
 
     def _check_optimizers(self) -> None:
         for stage in self.stages:
-            for field, optimizer in self.section_of(stage):
-                if not isinstance(optimizer, OptimizerConfig):
-                    continue
+            for field, optimizer in tables_in(self.section_of(stage), OptimizerConfig):
                 try:
                     optimizer.check_sharding(self.engine)
                 except ValueError as error:

@@ -146,7 +146,7 @@ class Override:
 
 
 def load_job(path: Path | None, overrides: Sequence[str] = (), *, opens_models: bool = True) -> JobConfig:
-    """Loads a job file (None: the built-in demo) with `--set` overrides such as "ppo.kl_coef=0.05".
+    """Loads a job file (None: the built-in demo) with `--set` overrides such as "ppo.kl.coef=0.05".
 
     If the first stage starts from a model, the shape is read from that model. Without `opens_models`, nothing is
     downloaded if the job writes the shape, or the shape is built in or in a local folder.
@@ -162,7 +162,7 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), *, opens_models: 
 
 
 def _apply(name: str, values: dict[str, Any], override: Override) -> None:
-    """Set one key, or remove it if the value is "none". A key that takes "none" (`ppo.advantage_scale`) is set to it.
+    """Set one key, or remove it if the value is "none". A key that takes "none" (`ppo.advantage.scale`) is set to it.
 
     Raises: ValueError as `Override.set`, and for the removal of a key that no job has.
     """
@@ -221,7 +221,8 @@ def explain(problem: Mapping[str, Any], model: type[BaseModel]) -> str:
         return unknown_key(_without_tags(section, model), str(unknown), model)
     key = ".".join(_without_tags(problem["loc"], model))
     if problem["type"] == "missing":
-        return f"{key}: missing"
+        kinds = _kinds_at(key.split("."), model)
+        return f"{key}: missing" + (f"; a table with kind {kinds} was expected" if kinds else "")
     message = problem["msg"].removeprefix("Value error, ")
     simple = isinstance(problem["input"], str | int | float | bool)
     return (f"{key}: " if key else "") + message + (f", found {problem['input']!r}" if simple else "")
@@ -231,7 +232,10 @@ def unknown_key(section: Sequence[str], key: str, model: type[BaseModel]) -> str
     """Says what an unknown key may stand for (another project's name, or a typo), or lists the known keys."""
     known = [name for found in _sections(section, model) for name in found.model_fields]
     where = f" in [{'.'.join(section)}]" if section else ""
-    hint = counterpart(key, known, tuple(model.model_fields))
+    hint = counterpart(key, known, tuple(model.model_fields)) if key not in known else ""
+    kinds = _or([f'"{kind}"' for kind in _kinds_with(key, section, model)])
+    if not hint and kinds:
+        hint = f"a table of kind {kinds} has it"
     if not hint:
         below = [f"`{place}`" for place in _places_of(key, section, model)]
         close = [f"`{name}`" for name in get_close_matches(key, known, n=1)]
@@ -240,7 +244,22 @@ def unknown_key(section: Sequence[str], key: str, model: type[BaseModel]) -> str
 
 
 def _or(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else "".join(names)
+
+
+def _kinds_at(place: Sequence[str], model: type[BaseModel]) -> str:
+    """Returns the kinds of table that a key may hold, in words; "" if it has no kinds."""
+    return _or([f'"{kind}"' for table in _sections(place, model) for kind in _kind(table)])
+
+
+def _kinds_with(key: str, section: Sequence[str], model: type[BaseModel]) -> list[str]:
+    """Returns the kinds of a section's table that have this key."""
+    return [kind for table in _sections(section, model) if key in table.model_fields for kind in _kind(table)]
+
+
+def _kind(table: type[BaseModel]) -> tuple[str, ...]:
+    field = table.model_fields.get("kind")
+    return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
 
 
 def _places_of(key: str, section: Sequence[str], model: type[BaseModel]) -> list[str]:
@@ -272,10 +291,12 @@ def literals_of(annotation: Any) -> set[object]:
 def _without_tags(location: Sequence[str | int], model: type[BaseModel]) -> list[str]:
     """Returns the location without the tag that a discriminated union adds, which users do not write."""
     place: list[str] = []
+    is_below_tag = False
     for part in location:
-        union = _sections(place, model)
-        if len(union) < 2 or any(part in section.model_fields for section in union):
+        is_tag = not is_below_tag and len(_sections(place, model)) > 1
+        if not is_tag:
             place.append(str(part))
+        is_below_tag = is_tag
     return place
 
 

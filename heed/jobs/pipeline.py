@@ -31,7 +31,7 @@ from heed.jobs.models import hub_models
 from heed.jobs.recovery import Workers, missing_in_one_line, run_to_end, saving_on_interrupt
 from heed.jobs.registry import PREPARED, WORLD, AnyStage
 from heed.jobs.report import StatusFile, write_run_report
-from heed.jobs.run import Run, inputs_of, is_replaced, open_folder, put_aside
+from heed.jobs.run import Run, inputs_of, is_replaced, open_folder, put_aside, words
 from heed.jobs.submission import named_paths
 from stages.contract import Preparation, Stage, StageWaitsError
 from stages.data import SAMPLES
@@ -39,7 +39,7 @@ from stages.lineage import LINEAGE, Inputs, finished_with, require_outputs, writ
 from stages.progress import console, follow, print_notice
 from stages.run import StageRun
 from training.checkpoint import step_folders
-from training.config import Config
+from training.config import Config, value_at
 from training.metrics import read_metrics
 from training.notices import RunError, in_one_line, speaking_through
 
@@ -274,9 +274,9 @@ def check_data(run: Run) -> None:
     job = run.job
     for stage in job.stages:  # first, because this takes no time
         for field in stage.function_fields:
-            name = getattr(job.section_of(stage), field)
+            name = value_at(job.section_of(stage), field)
             if name:
-                load_function(name, field.replace("_", " "))
+                load_function(name, words(field))
     # Later stages first. The first ones have the most data, so a mistake elsewhere shows before hours of tokenizing.
     for stage in reversed(job.stages):
         stage_run = run.of(stage.name)

@@ -24,7 +24,7 @@ from stages.planning.hardware import GIB, GPUS, Hardware, Times
 from stages.planning.memory import Layout
 from stages.run import StageRun
 from stages.sizes import Measures, Sizes, SourceSize
-from training.config import BatchConfig
+from training.config import BatchConfig, value_at
 
 # Plans leave out CUDA's context, NCCL's buffers and the allocator's fragmentation, which commonly take a tenth.
 COMFORTABLE = 0.9
@@ -122,7 +122,7 @@ def _only_shape(job: JobConfig) -> ModelConfig | None:
 def _models(job: JobConfig, stage_name: str) -> set[str]:
     """Returns the models named in the sections of a stage and of the stages that it reads."""
     stage = job.stage(stage_name)
-    named = {getattr(job.section_of(stage), name) for name in stage.model_fields} - {""}
+    named = {value_at(job.section_of(stage), name) for name in stage.model_fields} - {""}
     return named.union(*(_models(job, parent) for parent in job.parents(stage_name) if parent in job.stage_names))
 
 

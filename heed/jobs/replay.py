@@ -99,7 +99,7 @@ def _reward_links(run: Run, stage: str, prompt: Messages) -> list[Link]:
     job, stage_run = run.job, run.of(stage)
     ppo = job.section_of(job.stage(stage))
     if isinstance(ppo, PPOConfig) and ppo.external_reward is not None:
-        return [Link("reward", str(ppo.reward_function or ppo.reward_url), "")]
+        return [Link("reward", ppo.external_reward.source, "")]
     judge = stage_run.start(REWARD.name)
     links, own = [_link(judge.parent, "the reward model")], stage_run.own(REWARD.name)
     if own not in job.stage_names or stage_run.folder_of(REWARD.name) != judge.parent:

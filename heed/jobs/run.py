@@ -5,7 +5,7 @@ The folder of a stage is kept if the stage continues, replaced if it runs again,
 
 import shutil
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,10 +74,15 @@ def inputs_of(run: Run, stage: AnyStage) -> Inputs:
 
 
 def _without(value: Any, left_out: frozenset[str]) -> Any:
-    """Returns a dumped config without these keys, at any depth."""
+    """Returns a dumped config without these keys: a plain key at any depth, a dotted one at that place."""
     if isinstance(value, dict):
-        return {key: _without(item, left_out) for key, item in value.items() if key not in left_out}
+        below = {key: frozenset(_below(key, left_out)) for key in value}
+        return {key: _without(item, left_out | below[key]) for key, item in value.items() if key not in left_out}
     return [_without(item, left_out) for item in value] if isinstance(value, list) else value
+
+
+def _below(key: str, dotted: Iterable[str]) -> Iterator[str]:
+    return (name.removeprefix(f"{key}.") for name in dotted if name.startswith(f"{key}."))
 
 
 def _data_hashes(run: StageRun, stage: AnyStage, config: Mapping[str, Any]) -> dict[str, str]:
@@ -86,14 +91,27 @@ def _data_hashes(run: StageRun, stage: AnyStage, config: Mapping[str, Any]) -> d
     """
     found, section = run.source_hashes(dict(config)), config[stage.name]
     for field in stage.model_fields:
-        if section.get(field):
-            found[section[field]] = model_hash(section[field])
+        if name := _at(section, field):
+            found[name] = model_hash(name)
     for field in stage.function_fields:
-        if section.get(field):
-            found[section[field]] = file_hash(file_of(load_function(section[field], field.replace("_", " "))))
+        if name := _at(section, field):
+            found[name] = file_hash(file_of(load_function(name, words(field))))
     if stage.module is not None:
         found[f"stage {stage.name}"] = file_hash(Path(str(stage.module.__file__)))
     return found
+
+
+def words(key: str) -> str:
+    """Returns what a key means in an error message: "reward function" for "reward.function"."""
+    return key.replace("_", " ").replace(".", " ")
+
+
+def _at(values: Mapping[str, Any], key: str) -> Any:
+    """Returns what a dotted key names in a dumped section; None if it is not there."""
+    value: Any = values
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def what_changed(folder: Path, inputs: Inputs) -> str:

@@ -44,21 +44,24 @@ MICRO_BATCH_TOKENS = 4096  # per pass: with a vocabulary of 50,000, logits and t
 MIN_ROLLOUT = 16
 MAX_COMPARED = 100  # most prompts in the comparison
 
-# The settings that make each algorithm of docs/algorithms.md, in addition to the defaults, which are PPO's.
+# The settings that make each algorithm of docs/algorithms.md. `RATE` stands for the value function's learning rate.
 SETTINGS: Mapping[str, Sequence[str]] = {
-    "ppo": (),
+    "ppo": (
+        "# the baseline is a value function, which is trained along with the policy",
+        'advantage = { kind = "gae", value_optimizer = { learning_rate = RATE } }',
+        "kl = { coef = 0.05 }      # higher stays closer to the model that training starts from",
+    ),
     "grpo": (
-        'advantage = "group_mean"     # the mean reward of the responses to a prompt is the baseline',
-        'advantage_scale = "group"',
-        'token_weight = "per_response"',
-        'kl_in = "loss"',
-        "samples_per_prompt = 4",
+        "# the baseline is the mean reward of the responses to a prompt",
+        'advantage = { kind = "group_mean", samples_per_prompt = 4, scale = "group" }',
+        'loss = { token_weight = "per_response" }',
+        'kl = { kind = "loss", coef = 0.05 }  # higher stays closer to the model that training starts from',
     ),
     "rloo": (
-        'advantage = "leave_one_out"  # the mean reward of the other responses to a prompt is the baseline',
-        'advantage_scale = "none"',
-        'token_weight = "constant"',
-        "samples_per_prompt = 4",
+        "# the baseline is the mean reward of the other responses to a prompt",
+        'advantage = { kind = "leave_one_out", samples_per_prompt = 4, scale = "none" }',
+        'loss = { token_weight = "constant" }',
+        "kl = { coef = 0.05 }      # higher stays closer to the model that training starts from",
     ),
 }
 POLICY_GRADIENTS = tuple(SETTINGS)
@@ -211,7 +214,7 @@ def ppo_section(
     least = MIN_ROLLOUT if algorithm == "ppo" else 2 * MIN_ROLLOUT  # there, a group of responses counts like one
     rollout = max(least, min(4 * batch_for(prompts.lengths.num_rows), MAX_BATCH))
     minibatch = batch_toml(rollout // 2, prompts.lengths.longest + length)
-    value = (f"value_optimizer = {{ learning_rate = {shape.rate('9e-6', '3e-4')} }}",) if algorithm == "ppo" else ()
+    value_rate = shape.rate("9e-6", "3e-4")
     return (
         f"[ppo]  # {algorithm.upper()}: sample responses, and learn from their scores (docs/algorithms.md)",
         *start,
@@ -223,9 +226,7 @@ def ppo_section(
         f"minibatch = {minibatch}",
         f"max_new_tokens = {length}      # the longest response",
         f"policy_optimizer = {{ learning_rate = {shape.rate('1e-6', '1e-4')} }}",
-        *value,
-        *SETTINGS[algorithm],
-        "kl_coef = 0.05            # higher stays closer to the model that training starts from",
+        *(line.replace("RATE", value_rate) for line in SETTINGS[algorithm]),
     )
 
 
@@ -423,11 +424,11 @@ class Starter:
     def _reward_lines(self, pairs: Preferences | None) -> Sequence[str]:
         """Returns the lines about the reward for PPO's section; none if the reward is the reward model's score."""
         if self.reward:
-            return [f"reward_function = {toml_value(self.reward)}"]
+            return [f'reward = {{ kind = "function", function = {toml_value(self.reward)} }}']
         if pairs is None or not pairs.objectives:
             return []
         weights = ", ".join(f"{toml_value(name)} = 1.0" for name in pairs.objectives)
-        return [f"objective_weights = {{ {weights} }}  # of each score in the reward"]
+        return [f'reward = {{ kind = "model", objective_weights = {{ {weights} }} }}  # of each score in the reward']
 
     def _prompts(self, found: list[str]) -> Source:
         data = self._conversations(self.prompts)

@@ -118,8 +118,8 @@ def named_paths(job: JobConfig) -> Iterator[tuple[str, str]]:
     for number, place in enumerate(job.custom_stages):
         if ".py:" in place:
             yield f"custom_stages.{number}", place.partition(":")[0]
-    models = {"source", *(field for stage in job.known_stages for field in stage.model_fields)}
-    functions = {field for stage in job.known_stages for field in stage.function_fields}
+    models = {f"{stage.name}.{field}" for stage in job.known_stages for field in stage.model_fields}
+    functions = {f"{stage.name}.{field}" for stage in job.known_stages for field in stage.function_fields}
     yield from _named_in(job.model_dump(), models, functions, "")
 
 
@@ -127,9 +127,9 @@ def _named_in(value: Any, models: set[str], functions: set[str], place: str) -> 
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, item in items:
         field = f"{place}.{key}".removeprefix(".")
-        if isinstance(item, Path) or (key in models and item):
+        if isinstance(item, Path) or ((key == "source" or field in models) and item):
             yield field, str(item)
-        elif key in functions and ".py:" in item:
+        elif field in functions and ".py:" in item:
             yield field, item.partition(":")[0]
         else:
             yield from _named_in(item, models, functions, field)

@@ -60,19 +60,21 @@ KEPT_POLICIES = 6  # of each run of a policy gradient
 MIN_PROMPTS = 16  # of rejection sampling; only the debug job has so few samples
 PREFERENCE_RATE = 0.2  # DPO's and IPO's learning rate, relative to the reward model's, which trains a new head
 
-_GROUPS = {"ppo.samples_per_prompt": GROUP, "ppo.value_optimizer": None}
 POLICY_GRADIENTS: Mapping[str, Mapping[str, Any]] = {
     "ppo": {},
     "rloo": {
-        **_GROUPS, "ppo.advantage": "leave_one_out", "ppo.advantage_scale": "none", "ppo.token_weight": "constant",
+        "ppo.advantage": {"kind": "leave_one_out", "samples_per_prompt": GROUP, "scale": "none"},
+        "ppo.loss.token_weight": "constant",
     },
     "grpo": {
-        **_GROUPS, "ppo.advantage": "group_mean", "ppo.advantage_scale": "group", "ppo.token_weight": "per_response",
+        "ppo.advantage": {"kind": "group_mean", "samples_per_prompt": GROUP, "scale": "group"},
+        "ppo.loss.token_weight": "per_response",
     },
     "dr-grpo": {
-        **_GROUPS, "ppo.advantage": "group_mean", "ppo.advantage_scale": "none", "ppo.token_weight": "constant",
+        "ppo.advantage": {"kind": "group_mean", "samples_per_prompt": GROUP, "scale": "none"},
+        "ppo.loss.token_weight": "constant",
     },
-}  # fmt: skip
+}
 LORA: Mapping[str, Any] = {"rank": 16, "alpha": 32}
 LORA_RATE = 10.0  # times full tuning's learning rates, as Schulman et al. 2025 advise (`lm.lora.LoRAConfig`)
 LORA_REWARD_RATE = 3.0  # the same for the reward model, whose new head learns at the same rate; 10 was too high
@@ -127,7 +129,7 @@ def basic_arms(job: JobConfig, folder: Path) -> dict[str, Arm]:
         _ppo("full", folder),
         _ppo("few", folder, judge="reward-few"),
         _ppo("small", folder, judge="reward-small"),
-        *(_ppo(name, folder, {"ppo.kl_coef": coef}) for name, coef in KL_COEFS.items()),
+        *(_ppo(name, folder, {"ppo.kl.coef": coef}) for name, coef in KL_COEFS.items()),
         _ptx(folder, ppo),
     ]
     return {arm.name: arm for arm in arms}
@@ -150,11 +152,10 @@ def _plain_ppo(folder: Path, judge: str) -> dict[str, Any]:
     """PPO against an arm's reward model, without a KL penalty and without gradients of pretraining."""
     return {
         "ppo.init_from": str(folder / "base" / "sft" / "model"),
-        "ppo.reward_from": str(folder / judge / "reward" / "model"),
-        "ppo.kl_coef": 0.0,
-        "ppo.kl_control": "fixed",
-        "ppo.ptx_coef": 0.0,
-        "ppo.ptx_rows": 0,
+        "ppo.reward.model": str(folder / judge / "reward" / "model"),
+        "ppo.kl.coef": 0.0,
+        "ppo.kl.target": None,
+        "ppo.ptx": None,
     }
 
 
@@ -163,9 +164,8 @@ def _ptx(folder: Path, ppo: PPOConfig) -> Arm:
     changes = {
         "pretrain.init_from": str(folder / "base" / "pretrain" / "model"),
         "pretrain.num_steps": 0,
-        "ppo.kl_coef": KL_COEFS["kl-low"],
-        "ppo.ptx_coef": ppo.ptx_coef,
-        "ppo.ptx_rows": ppo.ptx_rows,
+        "ppo.kl.coef": KL_COEFS["kl-low"],
+        "ppo.ptx": ppo.ptx and ppo.ptx.model_dump(),
     }
     return replace(_ppo("ptx", folder, changes), stages=("pretrain", "ppo"))
 
@@ -197,7 +197,7 @@ def lora_arms(job: JobConfig, folder: Path) -> list[Arm]:
     arms = [Arm("reward-lora", ("reward",), ("base",), changes)]
     for number, rate in zip(RUNS, RATES, strict=True):
         own = {"ppo.lora": LORA}
-        shared = {**own, "ppo.shared_body": True}
+        shared = {"ppo.lora": {**LORA, "shared_body": True}}
         arms.append(policy_gradient(f"lora-{number}", job, folder, LORA_RATE * rate, own))
         arms.append(policy_gradient(f"shared-{number}", job, folder, LORA_RATE * rate, shared, judge="reward-lora"))
     return arms
@@ -214,10 +214,8 @@ def policy_gradient(
         "ppo.policy_optimizer.learning_rate": rate * ppo.policy_optimizer.learning_rate,
     }
     if ppo.value_optimizer is not None:
-        changes["ppo.value_optimizer.learning_rate"] = rate * ppo.value_optimizer.learning_rate
-    changes |= own
-    if changes.get("ppo.value_optimizer", "") is None:
-        changes.pop("ppo.value_optimizer.learning_rate", None)
+        changes["ppo.advantage.value_optimizer.learning_rate"] = rate * ppo.value_optimizer.learning_rate
+    changes |= own  # after the rates: another `ppo.advantage` replaces the table that has the value function's
     return Arm(name, ("ppo",), ("base", judge), changes)
 
 

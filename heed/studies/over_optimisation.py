@@ -89,8 +89,8 @@ def kept_policies(stage: Path) -> dict[str, Path]:
 
 
 def _function(name: str) -> Gold:
-    reward = RewardFunction(name)
-    _ = reward.function  # raises for an unknown name before anything is sampled
+    reward = RewardFunction(function=name)
+    reward.load()  # raises for an unknown name before anything is sampled
 
     def gold(conversations: Sequence[Messages], responses: Sequence[str]) -> list[float]:
         return [scored.score for scored in reward.score(conversations, responses)]
