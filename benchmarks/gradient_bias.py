@@ -19,8 +19,16 @@ import torch
 from torch import Tensor
 
 from ppo.algorithm import (
-    Advantages,
-    generalised_advantages,
+    GAE,
+    CutImportance,
+    DropResponses,
+    DropTokens,
+    GroupMean,
+    Importance,
+    KLConfig,
+    LeaveOneOut,
+    NoBaseline,
+    ResponseLoss,
     importance_weights,
     policy_loss,
     response_kl_loss,
@@ -34,6 +42,8 @@ from training.data import DataConfig
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
 BEGIN, END = "<!-- written by python -m benchmarks.gradient_bias -->\n", "<!-- end -->\n"
 VOCABULARY, LENGTH, KL_COEF = 3, 2, 0.3
+VALUES = GAE(value_optimizer=OptimizerConfig(learning_rate=1.0), scale="none")
+OTHERS = LeaveOneOut(samples_per_prompt=2, scale="none")
 
 
 @dataclass(frozen=True)
@@ -138,13 +148,9 @@ def config_of(**changes: object) -> PPOConfig:
         "minibatch": BatchConfig(batch_size=2, micro_batch_size=2),
         "max_new_tokens": LENGTH,
         "policy_optimizer": OptimizerConfig(learning_rate=1.0),
-        "kl_coef": KL_COEF,
-        "advantage_scale": "none",
+        "advantage": VALUES,
+        "kl": KLConfig(coef=KL_COEF),
     }
-    if changes.get("advantage", "gae") == "gae":
-        values["value_optimizer"] = OptimizerConfig(learning_rate=1.0)
-    if changes.get("advantage") in ("leave_one_out", "group_mean"):
-        values["samples_per_prompt"] = 2
     return PPOConfig.model_validate({**values, **changes})
 
 
@@ -158,29 +164,25 @@ def heeds_loss(config: PPOConfig, *, has_perfect_values: bool = True, corrects: 
             group.mask_BR,
             group.toy.scores_B[group.rows],
         )
-        kl_coef = config.kl_coef if config.kl_in == "reward" else 0.0
+        kl_coef = config.kl.coef if config.kl.kind == "reward" else 0.0
         rewards_BR, _ = token_rewards(scores_B, old_BR, ref_BR, mask_BR, kl_coef)
-        if config.has_value_function:
-            values_BR = group.toy.values(kl_coef)[group.rows] * has_perfect_values
-            advantages_BR, _ = generalised_advantages(rewards_BR, values_BR, mask_BR, config.gamma, config.gae_lambda)
-            found = Advantages(advantages_BR, mask_BR, {})
-        else:
-            found = Advantages.of(rewards_BR, mask_BR, config)
+        values_BR = group.toy.values(kl_coef)[group.rows] * has_perfect_values
+        found = config.advantage.estimate(rewards_BR, values_BR, mask_BR)
         advantages_BR = found.advantages_BR
         if corrects:
             importance_BR, _ = importance_weights(
-                old_BR, group.behaviour_logprobs_BR, mask_BR, config.importance_cap, config.importance_floor,
-                config.importance_beyond,
+                old_BR, group.behaviour_logprobs_BR, mask_BR, config.importance.cap, config.importance.floor,
+                config.importance.kind,
             )  # fmt: skip
             advantages_BR = importance_BR * advantages_BR
-        weight_BR, num_tokens = token_weights(found.counted_BR, config.token_weight, config.max_new_tokens)
+        weight_BR, num_tokens = token_weights(found.counted_BR, config.loss.token_weight, config.max_new_tokens)
         total, _ = policy_loss(
-            group.logprobs_BR, old_BR, advantages_BR, weight_BR, 0.2, by_response=config.ratio == "response"
+            group.logprobs_BR, old_BR, advantages_BR, weight_BR, 0.2, by_response=config.loss.is_per_response
         )
         total = total / num_tokens
-        if config.kl_in == "loss":
-            kl_weight_BR, num_scored = token_weights(mask_BR, config.token_weight, config.max_new_tokens)
-            weight_B = config.kl_coef * kl_weight_BR.amax(dim=1) / num_scored
+        if config.kl.kind == "loss":
+            kl_weight_BR, num_scored = token_weights(mask_BR, config.loss.token_weight, config.max_new_tokens)
+            weight_B = config.kl.coef * kl_weight_BR.amax(dim=1) / num_scored
             total = total + response_kl_loss(group.logprobs_BR, ref_BR.sum(dim=1), weight_B)
         return total
 
@@ -229,21 +231,31 @@ def rows() -> list[Row]:
 
 
 def _advantages() -> list[Row]:
-    toy, blind = Toy.draw(has_end=False), {"has_perfect_values": False}
-    rloo, mean = config_of(advantage="leave_one_out"), config_of(advantage="group_mean")
-    scaled, kl_in_loss = mean.model_copy(update={"advantage_scale": "group"}), rloo.model_copy(update={"kl_in": "loss"})
+    toy = Toy.draw(has_end=False)
+
+    def row(name: str, settings: str, loss: Loss, scale: float, known: str) -> Row:
+        return Row(name, settings, toy, loss, scale, known)
+
+    def blind(advantage: GAE) -> Loss:
+        return heeds_loss(config_of(advantage=advantage), has_perfect_values=False)
+
+    whole = VALUES.model_copy(update={"gae_lambda": 1.0})
+    nothing = heeds_loss(config_of(advantage=NoBaseline(scale="none")))
+    kl_in_loss = heeds_loss(_rloo(kl=KLConfig(coef=KL_COEF, kind="loss")))
+    mean = heeds_loss(config_of(advantage=GroupMean(samples_per_prompt=2, scale="none")))
+    scaled = heeds_loss(config_of(advantage=GroupMean(samples_per_prompt=2, scale="group")))
     forgets = "λ < 1 forgets rewards that no value foretold"
     shorter = "(K - 1)/K of its length, for the mean holds the response itself"
     evens = "small differences of rewards count as much as large ones"
     return [
-        Row("GAE, perfect values", '`advantage = "gae"`', toy, heeds_loss(config_of()), 1.0, "none"),
-        Row("GAE, values of 0", '`advantage = "gae"`', toy, heeds_loss(config_of(), **blind), 0.0, forgets),
-        Row("GAE, values of 0", "`gae_lambda = 1`", toy, heeds_loss(config_of(gae_lambda=1.0), **blind), 1.0, "none"),
-        Row("REINFORCE", '`advantage = "none"`', toy, heeds_loss(config_of(advantage="none")), 1.0, "none"),
-        Row("RLOO", '`advantage = "leave_one_out"`', toy, heeds_loss(rloo), 1.0, "none"),
-        Row("RLOO, KL in the loss", '`kl_in = "loss"`', toy, heeds_loss(kl_in_loss), 1.0, "none"),
-        Row("Dr. GRPO's advantage", '`advantage = "group_mean"`', toy, heeds_loss(mean), 0.5, shorter),
-        Row("GRPO's advantage", '`advantage_scale = "group"`', toy, heeds_loss(scaled), 0.0, evens),
+        row("GAE, perfect values", '`advantage.kind = "gae"`', heeds_loss(config_of()), 1.0, "none"),
+        row("GAE, values of 0", '`advantage.kind = "gae"`', blind(VALUES), 0.0, forgets),
+        row("GAE, values of 0", "`advantage.gae_lambda = 1`", blind(whole), 1.0, "none"),
+        row("REINFORCE", '`advantage.kind = "none"`', nothing, 1.0, "none"),
+        row("RLOO", '`advantage.kind = "leave_one_out"`', heeds_loss(_rloo()), 1.0, "none"),
+        row("RLOO, KL in the loss", '`kl.kind = "loss"`', kl_in_loss, 1.0, "none"),
+        row("Dr. GRPO's advantage", '`advantage.kind = "group_mean"`', mean, 0.5, shorter),
+        row("GRPO's advantage", '`advantage.scale = "group"`', scaled, 0.0, evens),
     ]
 
 
@@ -254,35 +266,33 @@ def _token_weights() -> list[Row]:
         "per_token": (0.0, "the denominator depends on the responses; less so in a large minibatch"),
         "per_response": (0.0, "1/length favours short right and long wrong responses"),
     }
+    losses = {kind: heeds_loss(_rloo(loss={"token_weight": kind})) for kind in known}
     found = [
-        Row("RLOO, lengths differ", f'`token_weight = "{kind}"`', toy, heeds_loss(_rloo(token_weight=kind)), *bias)
+        Row("RLOO, lengths differ", f'`loss.token_weight = "{kind}"`', toy, losses[kind], *bias)
         for kind, bias in known.items()
     ]
-    gspo = heeds_loss(_rloo(token_weight="per_response", ratio="response"))
-    return [*found, Row("RLOO, lengths differ", '`ratio = "response"`', toy, gspo, 0.0, "that of per_response")]
+    gspo = heeds_loss(_rloo(loss=ResponseLoss()))
+    return [*found, Row("RLOO, lengths differ", '`loss.kind = "response"`', toy, gspo, 0.0, "that of per_response")]
 
 
 def _rloo(**changes: object) -> PPOConfig:
-    return config_of(advantage="leave_one_out", **changes)
+    return config_of(advantage=OTHERS, **changes)
 
 
 def _stale_samples() -> list[Row]:
     toy = Toy.draw(has_end=False)
     plain = heeds_loss(_rloo())
     found = [Row("RLOO, stale samples", "no correction", toy, plain, 0.0, "another policy's samples", from_old=True)]
-    limits = {"importance_cap": 1.2, "importance_floor": 0.8}
-    corrections: dict[str, tuple[dict[str, object], str]] = {
-        "`importance_cap = 1e9`": ({"importance_cap": 1e9}, "a token's weight corrects that token alone"),
-        "`importance_cap = 1.2`": ({"importance_cap": 1.2}, "that, and what the cap cuts"),
-        '`importance_beyond = "drop_tokens"`': (
-            {**limits, "importance_beyond": "drop_tokens"}, "that, and tokens beyond .8 and 1.2",
-        ),
-        '`importance_beyond = "drop_responses"`': (
-            {**limits, "importance_beyond": "drop_responses"}, "that, and responses beyond .8 and 1.2",
+    corrections: dict[str, tuple[Importance, str]] = {
+        "`importance.cap = 1e9`": (CutImportance(cap=1e9), "a token's weight corrects that token alone"),
+        "`importance.cap = 1.2`": (CutImportance(cap=1.2), "that, and what the cap cuts"),
+        '`importance.kind = "drop_tokens"`': (DropTokens(cap=1.2, floor=0.8), "that, and tokens beyond .8 and 1.2"),
+        '`importance.kind = "drop_responses"`': (
+            DropResponses(cap=1.2, floor=0.8), "that, and responses beyond .8 and 1.2",
         ),
     }  # fmt: skip
-    for settings, (changes, known) in corrections.items():
-        loss = heeds_loss(_rloo().model_copy(update=changes), corrects=True)
+    for settings, (importance, known) in corrections.items():
+        loss = heeds_loss(_rloo().model_copy(update={"importance": importance}), corrects=True)
         found.append(Row("RLOO, stale samples", settings, toy, loss, 0.0, known, from_old=True))
     return found
 
@@ -294,7 +304,7 @@ def _kl_terms() -> list[Row]:
         return Row(f"KL alone: {name}", settings, Toy.draw(has_end=True), loss, scale, known, kl_only=True)
 
     return [
-        row("k2 per response", '`kl_in = "loss"`', lambda x: x**2 / 2, 1.0, "none"),
+        row("k2 per response", '`kl.kind = "loss"`', lambda x: x**2 / 2, 1.0, "none"),
         row("k2 per token", "not offered", lambda x: x**2 / 2, 0.0, "leaves out the KL of the tokens that follow"),
         row("k1 in the loss", "not offered", lambda x: x, 0.0, "its mean gradient is 0"),
         row("k3 in the loss", "not offered", lambda x: (-x).exp() - 1 + x, 0.0, "the gradient of KL(π_ref, π) instead"),

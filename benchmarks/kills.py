@@ -30,14 +30,14 @@ KINDS = ("worker", "driver")
 def job_of(algorithm: str, parents: Path) -> dict[str, Any]:
     """Returns the algorithm's job, which starts from the models of the debug run in `parents`."""
     stage = {"dpo": "dpo", "ipo": "dpo", "rejection": "rejection"}.get(algorithm, "ppo")
-    models = {"init_from": str(parents / "sft" / "model")}
-    if stage != "dpo":
-        models["reward_from"] = str(parents / "reward" / "model")
+    models: dict[str, Any] = {"init_from": str(parents / "sft" / "model")}
+    judge = str(parents / "reward" / "model")
     dropped = [name for name in STAGES if name != stage]
     job: dict[str, Any] = {"base": str(JOBS / "debug.toml"), "name": algorithm, "without": [*dropped, "model"]}
     if stage == "ppo":
-        job["without"] += ["ppo.ptx_coef", "ppo.ptx_rows", *["ppo.value_optimizer"] * (algorithm in CRITIC_FREE)]
+        job["without"] += ["ppo.ptx", *["ppo.advantage"] * (algorithm in CRITIC_FREE)]
         own = shipped(algorithm)["ppo"] if algorithm in CRITIC_FREE else {}
+        models["reward"] = {"model": judge}
         return job | {"ppo": {**models, **own, "num_iterations": NUM_ITERATIONS, "save_every_iterations": 5}}
     if stage == "dpo":
         rankings = {"rankings": {"source": str(parents / "collect" / "rankings.jsonl")}}
@@ -47,7 +47,7 @@ def job_of(algorithm: str, parents: Path) -> dict[str, Any]:
         "num_epochs": NUM_EPOCHS, "max_new_tokens": 96, "seq_len": 100, "save_every_steps": 10,
         "batch": {"batch_size": 4, "micro_batch_size": 2},
     }  # fmt: skip
-    return job | {"rejection": {**shipped(algorithm)["rejection"], **models, **sizes}}
+    return job | {"rejection": {**shipped(algorithm)["rejection"], **models, "reward_from": judge, **sizes}}
 
 
 def shipped(algorithm: str) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
-from ppo.config import PPOConfig
+from ppo.algorithm import GAE, KLConfig
+from ppo.config import Asynchronous, Disaggregated, PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
 from ppo.roles import Roles
@@ -119,8 +120,7 @@ def timed_passes(roles: Roles, controller: PPOController) -> tuple[float, float]
 def ppo_config(max_staleness: int) -> PPOConfig:
     optimizer = OptimizerConfig(learning_rate=1e-4, schedule="constant")
     return PPOConfig(
-        placement="disaggregated",
-        max_staleness=max_staleness,
+        placement=Asynchronous(max_staleness=max_staleness) if max_staleness else Disaggregated(),
         prompts=DataConfig(source="unread"),
         num_iterations=NUM_ITERATIONS,
         rollout_batch_size=len(PROMPTS),
@@ -128,12 +128,8 @@ def ppo_config(max_staleness: int) -> PPOConfig:
         minibatch=BatchConfig(batch_size=32, micro_batch_size=32),
         max_new_tokens=96,
         policy_optimizer=optimizer,
-        value_optimizer=optimizer,
-        kl_coef=0.1,
-        missing_eos_penalty=0.0,
-        ptx_coef=0.0,
-        ptx_rows=0,
-        ema_decay=0.0,
+        advantage=GAE(value_optimizer=optimizer),
+        kl=KLConfig(coef=0.1),
         save_every_iterations=NUM_ITERATIONS,
     )
 

@@ -24,6 +24,7 @@ from lm.model import LanguageModel, ScalarModel, init_weights, one_per_row
 from lm.source import RandomInit
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
+from ppo.algorithm import GAE
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels, ScoreScale
 from ppo.learner import Learner
@@ -160,7 +161,7 @@ def main() -> None:
     engine_config = EngineConfig(precision="bf16" if "--bf16" in sys.argv else "fp32", trackers=())
     config = PPOConfig(
         prompts=DataConfig(source="unread"), num_iterations=1, rollout_batch_size=BATCH.batch_size, minibatch=BATCH,
-        max_new_tokens=MOST_RESPONSE_TOKENS, policy_optimizer=OPTIMIZER, value_optimizer=OPTIMIZER,
+        max_new_tokens=MOST_RESPONSE_TOKENS, policy_optimizer=OPTIMIZER, advantage=GAE(value_optimizer=OPTIMIZER),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         roles = Roles.in_process(config, engine_config, make_parents(Path(folder)))

@@ -34,8 +34,8 @@ from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.source import ModelSource, RandomInit, load
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, save_model
-from ppo.algorithm import token_weights
-from ppo.config import PPOConfig
+from ppo.algorithm import GAE, GroupMean, KLConfig, ResponseLoss, TokenLoss, token_weights
+from ppo.config import EMAConfig, PPOConfig, PTXConfig
 from ppo.generator import Generator
 from ppo.initial_models import InitialModels, ScoreScale, TokenStream
 from ppo.kept_passes import Repeated
@@ -337,11 +337,16 @@ NUM_RESPONSE_TOKENS = 5 + 1 + 4 + 1 + 3
 MAX_POLICY_NORM, MAX_VALUE_NORM = 0.4, 0.15
 KL_COEF, CLIP_HIGH, REF_LOGPROBS_B = 0.1, 0.3, torch.tensor([-30.0, -5, -36, -13, -20, -37, -6, -18])
 # PPO, and without a value function: the other weights of tokens, with the KL in the loss and both ratios.
-WITHOUT_VALUES = {"advantage": "group_mean", "samples_per_prompt": 2, "kl_in": "loss", "clip_range_high": CLIP_HIGH}
+WITHOUT_VALUES = {"advantage": GroupMean(samples_per_prompt=2), "kl": KLConfig(coef=KL_COEF, kind="loss")}
+CLIPS = {"clip_range": CLIP, "clip_range_high": CLIP_HIGH}
 PPO_MODES: dict[str, dict[str, Any]] = {
-    "ppo": {"value_optimizer": sgd(MAX_VALUE_NORM), "value_clip_range": VALUE_CLIP},
-    "ppo-response": {**WITHOUT_VALUES, "token_weight": "per_response", "ratio": "response"},
-    "ppo-constant": {**WITHOUT_VALUES, "token_weight": "constant"},
+    "ppo": {
+        "advantage": GAE(value_optimizer=sgd(MAX_VALUE_NORM), value_clip_range=VALUE_CLIP),
+        "kl": KLConfig(coef=KL_COEF),
+        "loss": TokenLoss(clip_range=CLIP),
+    },
+    "ppo-response": {**WITHOUT_VALUES, "loss": ResponseLoss(**CLIPS)},
+    "ppo-constant": {**WITHOUT_VALUES, "loss": TokenLoss(**CLIPS, token_weight="constant")},
 }
 
 
@@ -349,17 +354,17 @@ def ppo_config(mode: str, batch: BatchConfig) -> PPOConfig:
     return PPOConfig(
         prompts=DataConfig(source="unread.jsonl"), num_iterations=1, rollout_batch_size=NUM_ROWS, num_epochs=1,
         minibatch=batch, max_new_tokens=6, temperature=TEMPERATURE, policy_optimizer=sgd(MAX_POLICY_NORM),
-        kl_coef=KL_COEF, missing_eos_penalty=1.0, clip_range=CLIP, ptx_coef=PTX_COEF, ptx_rows=4, ema_decay=0.5,
+        missing_eos_penalty=1.0, ptx=PTXConfig(coef=PTX_COEF, rows=4), ema=EMAConfig(decay=0.5),
         save_every_iterations=1, **PPO_MODES[mode],
     )  # fmt: skip
 
 
 def policy_batch(config: PPOConfig) -> PolicyBatch:
     """The whole minibatch, weighted as the controller does."""
-    weight_BR, num_tokens = token_weights(SCORED_BR, config.token_weight, config.max_new_tokens)
+    weight_BR, num_tokens = token_weights(SCORED_BR, config.loss.token_weight, config.max_new_tokens)
     kl_weight_B = KL_COEF * weight_BR.amax(dim=1) / num_tokens
-    kl = ResponseKL(REF_LOGPROBS_B, kl_weight_B) if config.kl_in == "loss" else None
-    advantages_BR = ADVANTAGES_BR[:, :1].expand(-1, 6) if config.ratio == "response" else ADVANTAGES_BR
+    kl = ResponseKL(REF_LOGPROBS_B, kl_weight_B) if config.kl.kind == "loss" else None
+    advantages_BR = ADVANTAGES_BR[:, :1].expand(-1, 6) if config.loss.is_per_response else ADVANTAGES_BR
     return PolicyBatch(ROLLOUT, OLD_LOGPROBS_BR, advantages_BR, weight_BR, num_tokens, PTX_ROWS, len(PTX_ROWS), kl=kl)
 
 
@@ -541,7 +546,7 @@ def train_ppo(split: Split, folder: Path, rank: int) -> dict[str, Any]:
     metrics = []
     for update in range(NUM_STEPS):
         metrics.append(dict(learner.update_policy(policy, 1e6, update)))
-        if config.has_value_function:
+        if config.value_optimizer is not None:
             metrics[-1] |= learner.update_value(value, 1e6, update)
     weights = {
         f"{role}/{name}": weight.clone()

@@ -45,7 +45,7 @@ SHAPE = (
     "model.num_hidden_layers=8", "model.num_attention_heads=8",
     "model.num_key_value_heads=8", "model.intermediate_size=2048",
 )  # fmt: skip
-ALONE = ("workers=1", "ppo.ptx_rows=0", "ppo.ptx_coef=0.0", "ppo.num_epochs=1", "ppo.ema_decay=0.9")
+ALONE = ("workers=1", "ppo.ptx=none", "ppo.num_epochs=1", "ppo.ema.decay=0.9")
 # Small batches: the plan's estimate for activations is an upper bound, so they should be a small part of the total.
 BATCHES = (
     "pretrain.batch={batch_size=8, micro_batch_size=4}", "pretrain.seq_len=128", "sft.seq_len=128",

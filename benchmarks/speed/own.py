@@ -16,6 +16,7 @@ from lm.model import LanguageModel, ScalarModel
 from lm.sampling import Choice
 from lm.source import ModelSource
 from lm.weights import ModelFolder, load_language_model
+from ppo.algorithm import GAE, KLConfig
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
@@ -151,12 +152,8 @@ def ppo_config(num_iterations: int, rollout_batch_size: int, minibatch: BatchCon
         minibatch=minibatch,
         max_new_tokens=response_tokens,
         policy_optimizer=OPTIMIZER,
-        value_optimizer=OPTIMIZER,
-        kl_coef=0.05,
-        missing_eos_penalty=0.0,
-        ptx_coef=0.0,
-        ptx_rows=0,
-        ema_decay=0.0,
+        advantage=GAE(value_optimizer=OPTIMIZER),
+        kl=KLConfig(coef=0.05),
         save_every_iterations=num_iterations,
     )
 

@@ -9,6 +9,7 @@ import torch
 from benchmarks.gradient_bias import (
     BEGIN,
     END,
+    KL_COEF,
     LENGTH,
     PAGE,
     Row,
@@ -84,8 +85,14 @@ def test_k3_in_the_loss_has_the_gradient_of_the_other_divergence() -> None:
 def test_on_policy_the_kl_in_the_loss_moves_as_the_kl_in_the_reward() -> None:
     """Without a baseline both have the mean gradient of the KL; a coefficient means the same in both places."""
     toy = Toy.draw(has_end=True)
+    nothing = {"kind": "none", "scale": "none"}
     found = [
-        mean_gradient(toy, heeds_loss(config_of(advantage="none", token_weight="constant", kl_in=place)))
+        mean_gradient(
+            toy,
+            heeds_loss(
+                config_of(advantage=nothing, loss={"token_weight": "constant"}, kl={"coef": KL_COEF, "kind": place})
+            ),
+        )
         for place in ("reward", "loss")
     ]
     torch.testing.assert_close(found[0], found[1])

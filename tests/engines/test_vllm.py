@@ -67,7 +67,7 @@ def config_of(**changes: object) -> PPOConfig:
     values = {
         "prompts": DataConfig(source="unread.jsonl"), "num_iterations": 3, "rollout_batch_size": 8,
         "minibatch": BatchConfig(batch_size=8, micro_batch_size=4), "max_new_tokens": 24, "temperature": 0.7,
-        "policy_optimizer": optimizer, "value_optimizer": optimizer, "generator": "vllm",
+        "policy_optimizer": optimizer, "advantage": {"value_optimizer": optimizer}, "sampler": {"kind": "vllm"},
     }  # fmt: skip
     return PPOConfig.model_validate({**values, **changes})
 
@@ -84,7 +84,8 @@ def test_weights_reach_it_by_every_transport(vllm_python: str, models: InitialMo
         is_guest = transport == "on the learner's place"
         host = learners if is_guest else None
         with WorkerGroup(1, one_thread, python=vllm_python, host=host) as generators:
-            config = config_of() if is_guest else config_of(placement="disaggregated", weight_transport=transport)
+            apart = {"kind": "disaggregated", "weight_transport": transport}
+            config = config_of() if is_guest else config_of(placement=apart)
             roles = Roles.on_groups(
                 config, engine, models, [], learners=learners, generators=generators, scorers=learners
             )
@@ -110,7 +111,7 @@ def test_weights_reach_it_by_every_transport(vllm_python: str, models: InitialMo
 def test_a_debug_job_completes_and_resumes_after_a_kill(
     vllm_python: str, heed: Callable[..., HeedCommand], tmp_path: Path
 ) -> None:
-    changes = ["model.hidden_size=64", "ppo.generator=vllm", f"ppo.generator_python={vllm_python}"]
+    changes = ["model.hidden_size=64", "ppo.sampler.kind=vllm", f"ppo.sampler.python={vllm_python}"]
     changes += ["ppo.num_iterations=8", "ppo.save_every_iterations=1", "workers=2"]
     arguments = ["run", str(DEBUG_JOB), "--runs", str(tmp_path), *[w for change in changes for w in ("--set", change)]]
     first, ppo = heed(*arguments), tmp_path / "debug" / "ppo"

@@ -22,7 +22,8 @@ from lm.sampling import Choice
 from lm.source import RandomInit, load, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, save_model
-from ppo.config import PPOConfig
+from ppo.algorithm import GAE
+from ppo.config import EMAConfig, PPOConfig, PPOLoRAConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
 from ppo.roles import Roles
@@ -99,11 +100,10 @@ def ppo_config(memory: Mode, kind: Kind) -> PPOConfig:
         num_epochs=2,
         max_new_tokens=RESPONSE,
         policy_optimizer=ADAMW,
-        value_optimizer=ADAMW,
+        advantage=GAE(value_optimizer=ADAMW),
         memory=memory,
-        ema_decay=0.5,
-        lora=None if kind == "full" else LORA,
-        shared_body=kind == "shared body",
+        ema=EMAConfig(decay=0.5),
+        lora=None if kind == "full" else PPOLoRAConfig(rank=LORA.rank, shared_body=kind == "shared body"),
     )
 
 

@@ -42,7 +42,7 @@ def config_of(memory: str) -> PPOConfig:
         "minibatch": BatchConfig(batch_size=8, micro_batch_size=4),
         "max_new_tokens": 6,
         "policy_optimizer": optimizer,
-        "value_optimizer": optimizer,
+        "advantage": {"value_optimizer": optimizer},
         "memory": memory,
     }
     return PPOConfig(**values)

@@ -1,8 +1,9 @@
 """A tiny world for PPO: an SFT policy, a reward model and a pretraining stream, all with random weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,9 +98,20 @@ def prompts(one_objective: InitialModels) -> list[list[int]]:
     return [tokenizer.encode_prompt([{"role": "user", "content": " ".join(WORDS[: 1 + i % 9])}]) for i in range(16)]
 
 
+def changed(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a section with changes. Tables that both have are merged, unless the change is of another kind."""
+    both = {
+        key: changed(values[key], change)
+        for key, change in changes.items()
+        if isinstance(change, Mapping) and isinstance(values.get(key), Mapping)
+        if change.get("kind", values[key].get("kind")) == values[key].get("kind", change.get("kind"))
+    }
+    return {**values, **changes, **both}
+
+
 @pytest.fixture(scope="session")
 def ppo_config() -> Callable[..., PPOConfig]:
-    """A small config with some fields changed; `micro` and `minibatch` set the batch."""
+    """A small config with some keys changed, also of tables; `micro` and `minibatch` set the batch."""
 
     def build(*, minibatch: int = 8, micro: int = 4, learning_rate: float = 1e-3, **changes: object) -> PPOConfig:
         # With a large eps, Adam's first step is not just a sign, which rounding could flip.
@@ -113,15 +125,14 @@ def ppo_config() -> Callable[..., PPOConfig]:
             "max_new_tokens": 6,
             "temperature": 0.7,
             "policy_optimizer": optimizer,
-            "value_optimizer": optimizer,
-            "kl_coef": 0.1,
+            "advantage": {"kind": "gae", "value_optimizer": optimizer},
+            "kl": {"coef": 0.1},
             "missing_eos_penalty": 1.0,
-            "ptx_coef": 0.3,
-            "ptx_rows": 4,
-            "ema_decay": 0.75,
+            "ptx": {"coef": 0.3, "rows": 4},
+            "ema": {"decay": 0.75},
             "save_every_iterations": 1,
         }
-        return PPOConfig.model_validate({**values, **changes})
+        return PPOConfig.model_validate(changed(values, changes))
 
     return build
 

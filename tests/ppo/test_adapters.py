@@ -33,7 +33,7 @@ Start = Callable[..., OneRank]
 LORA = {"rank": 3, "alpha": 6.0}
 MUON = {"learning_rate": 1, "kind": "muon"}
 LAST_LAYER = {"learning_rate": 1, "trained_layers": 1}
-SHARED = {"lora": LORA, "shared_body": True}
+SHARED = {"lora": {**LORA, "shared_body": True}}
 
 
 @pytest.fixture
@@ -266,16 +266,22 @@ def test_a_reward_model_of_another_shape_is_refused(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"shared_body": True, "lora": None}, "shared_body without lora"),
-        ({**SHARED, "reward_function": "rewards.py:length"}, "shared_body with a reward that is no model of Heed's"),
-        ({**SHARED, "placement": "disaggregated"}, 'shared_body with placement "disaggregated"'),
+        ({"shared_body": True}, r"shared_body\n.*not permitted"),
+        (
+            {**SHARED, "reward": {"kind": "function", "function": "rewards.py:length"}},
+            r"lora.shared_body needs a reward model trained by Heed with \[reward\] lora",
+        ),
+        (
+            {**SHARED, "placement": {"kind": "disaggregated"}},
+            "lora.shared_body needs all roles on the same ranks; placement.kind 'disaggregated' puts them",
+        ),
         (
             {"lora": LORA, "policy_optimizer": {"learning_rate": 1, "kind": "muon"}},
             'lora with policy_optimizer.kind "muon"',
         ),
         (
-            {"lora": LORA, "value_optimizer": {"learning_rate": 1, "trained_layers": 1}},
-            "lora with value_optimizer.trained_la",
+            {"lora": LORA, "advantage": {"value_optimizer": {"learning_rate": 1, "trained_layers": 1}}},
+            "lora with advantage.value_optimizer.trained_la",
         ),
     ],
 )

@@ -169,7 +169,7 @@ class FailingScores(ToyRoles):
 @pytest.fixture
 def start(ppo_config: Callable[..., PPOConfig]) -> Callable[..., PPOController]:
     def build(roles: ToyRoles, *, seed: int = 3, scale: ScoreScale = SCALE, **changes: object) -> PPOController:
-        values = {"ptx_coef": 0, "ptx_rows": 0, "max_new_tokens": R, "missing_eos_penalty": 0.0, **changes}
+        values = {"ptx": None, "max_new_tokens": R, "missing_eos_penalty": 0.0, **changes}
         return PPOController(ppo_config(**values), roles, PROMPTS, scale, num_pretraining_rows=7, seed=seed)
 
     return build
@@ -177,7 +177,7 @@ def start(ppo_config: Callable[..., PPOConfig]) -> Callable[..., PPOController]:
 
 def test_the_score_rises(start: Callable[..., PPOController]) -> None:
     roles = ToyRoles(rate=0.5)
-    controller = start(roles, num_iterations=15, kl_coef=0.01)
+    controller = start(roles, num_iterations=15, kl={"coef": 0.01})
     scores, kls = [], []
     for iteration in range(15):
         metrics = controller.step(iteration)
@@ -202,7 +202,7 @@ def test_the_first_iteration_and_every_16th_after_it_measure_twice(start: Callab
 def test_a_large_kl_coefficient_holds_the_policy_back(start: Callable[..., PPOController]) -> None:
     free, held = ToyRoles(rate=0.5), ToyRoles(rate=0.5)
     for roles, kl_coef in ((free, 0.0), (held, 50.0)):
-        controller = start(roles, num_iterations=8, kl_coef=kl_coef)
+        controller = start(roles, num_iterations=8, kl={"coef": kl_coef})
         for iteration in range(8):
             controller.step(iteration)
     chance = [float(roles.odds.softmax(0)[GOOD]) for roles in (free, held)]
@@ -212,7 +212,7 @@ def test_a_large_kl_coefficient_holds_the_policy_back(start: Callable[..., PPOCo
 @pytest.mark.parametrize("failure", [math.nan, math.inf])
 def test_failed_scores_are_masked_and_counted(start: Callable[..., PPOController], failure: float) -> None:
     roles = FailingScores(3, failure=failure)
-    controller = start(roles, max_failed_share=0.25, num_epochs=1, minibatch=16, micro=16, kl_coef=0.2)
+    controller = start(roles, max_failed_share=0.25, num_epochs=1, minibatch=16, micro=16, kl={"coef": 0.2})
     metrics = controller.step(0)
     rollout, batch, values = roles.rollouts[0], roles.policy_batches[0], roles.value_batches[0]
     assert metrics["failed_scores"] == 3
@@ -277,8 +277,9 @@ def test_rewards_subtract_the_kl_and_the_missing_end(start: Callable[..., PPOCon
 
     roles = Moved()
     controller = start(
-        roles, kl_coef=0.4, gae_lambda=1.0, missing_eos_penalty=1.5, num_epochs=1, minibatch=16, micro=16
-    )
+        roles, kl={"coef": 0.4}, advantage={"gae_lambda": 1.0}, missing_eos_penalty=1.5, num_epochs=1,
+        minibatch=16, micro=16,
+    )  # fmt: skip
     metrics = controller.step(0)
     batch = roles.value_batches[0]
     finished = batch.rollout.finished_B.tolist()
@@ -321,7 +322,7 @@ def test_every_epoch_visits_every_response_once_and_rates_fall_to_the_end(
 
 def test_pretraining_rows_are_dealt_from_one_stream(start: Callable[..., PPOController]) -> None:
     roles = ToyRoles()
-    controller = start(roles, ptx_coef=0.1, ptx_rows=2, num_iterations=2, num_epochs=1)
+    controller = start(roles, ptx={"coef": 0.1, "rows": 2}, num_iterations=2, num_epochs=1)
     for iteration in range(2):
         controller.step(iteration)
     dealt = [batch.ptx_rows.tolist() for batch in roles.policy_batches]
@@ -334,7 +335,7 @@ def test_pretraining_rows_are_dealt_from_one_stream(start: Callable[..., PPOCont
 def test_adaptive_coefficient_moves_after_the_iteration_that_measured_it(
     start: Callable[..., PPOController],
 ) -> None:
-    controller = start(ToyRoles(), kl_control="adaptive", target_kl=2.0, kl_horizon=100, kl_coef=0.5)
+    controller = start(ToyRoles(), kl={"coef": 0.5, "target": {"nats": 2.0, "horizon": 100}})
     metrics = controller.step(0)
     assert metrics["kl_coef"] == 0.5  # the one that was used
     # A KL of 0 against a target of 2: the error is clipped at -0.2; 16 responses of a horizon of 100.
@@ -362,13 +363,17 @@ def test_a_resumed_run_ends_with_the_same_weights(start: Callable[..., PPOContro
     assert other.odds.tolist() != whole.odds.tolist()
 
 
-AHEAD = {"placement": "disaggregated"}
+def ahead(staleness: int) -> dict[str, object]:
+    """Generators of their own, whose weights are some iterations old."""
+    if not staleness:
+        return {"placement": {"kind": "disaggregated"}}
+    return {"placement": {"kind": "asynchronous", "max_staleness": staleness}}
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_weights_of_a_fixed_age_sample_every_rollout(start: Callable[..., PPOController], staleness: int) -> None:
     roles = ToyRoles()
-    controller = start(roles, num_iterations=6, max_staleness=staleness, **AHEAD)
+    controller = start(roles, num_iterations=6, **ahead(staleness))
     for iteration in range(6):
         metrics = controller.step(iteration)
         assert metrics["staleness"] == min(iteration, staleness)
@@ -401,12 +406,12 @@ def test_on_policy_weights_do_not_hang_on_the_generators_logprobs(start: Callabl
     exact, rounded = ToyRoles(), Rounded()
     cuts = []
     for roles in (exact, rounded):
-        controller = start(roles, num_iterations=3, importance_cap=1.0)
+        controller = start(roles, num_iterations=3, importance={"cap": 1.0})
         cuts.append([controller.step(iteration)["importance_cut_share"] for iteration in range(3)])
     assert cuts[0] != cuts[1]
     assert exact.odds.tolist() == rounded.odds.tolist()
     for roles in (exact, rounded):  # stale weights do
-        controller = start(roles, num_iterations=6, max_staleness=1, importance_cap=1.0, **AHEAD)
+        controller = start(roles, num_iterations=6, importance={"cap": 1.0}, **ahead(1))
         roles.policy_batches, roles.value_batches = [], []
         for iteration in range(3):
             controller.step(iteration)
@@ -416,7 +421,7 @@ def test_on_policy_weights_do_not_hang_on_the_generators_logprobs(start: Callabl
 def test_advantages_of_stale_rollouts_carry_their_weights(start: Callable[..., PPOController]) -> None:
     roles = ToyRoles(rate=0.5)
     controller = start(
-        roles, num_iterations=4, max_staleness=2, importance_cap=1.1, num_epochs=1, minibatch=16, micro=16, **AHEAD
+        roles, num_iterations=4, importance={"cap": 1.1}, num_epochs=1, minibatch=16, micro=16, **ahead(2)
     )
     sampled_with, learned_with = [], []
     for iteration in range(4):
@@ -446,16 +451,14 @@ def test_advantages_of_stale_rollouts_carry_their_weights(start: Callable[..., P
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_the_score_rises_from_stale_rollouts(start: Callable[..., PPOController], staleness: int) -> None:
     for seed in (1, 2, 3):
-        controller = start(
-            ToyRoles(rate=0.5), num_iterations=15, kl_coef=0.01, seed=seed, max_staleness=staleness, **AHEAD
-        )
+        controller = start(ToyRoles(rate=0.5), num_iterations=15, kl={"coef": 0.01}, seed=seed, **ahead(staleness))
         scores = [controller.step(iteration)["score"] for iteration in range(15)]
         assert scores[0] == pytest.approx(0.5, abs=0.2)
         assert np.mean(scores[-3:]) > 0.85
 
 
 def test_rollouts_in_flight_are_part_of_the_state(start: Callable[..., PPOController], tmp_path: Path) -> None:
-    changes = {"num_iterations": 5, "max_staleness": 2, **AHEAD}
+    changes = {"num_iterations": 5, **ahead(2)}
     whole = ToyRoles()
     controller = start(whole, **changes)
     for iteration in range(5):
@@ -480,16 +483,24 @@ def test_rollouts_in_flight_are_part_of_the_state(start: Callable[..., PPOContro
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"max_staleness": 1}, 'max_staleness 1 with placement "colocated"'),
-        ({"max_staleness": 3, **AHEAD}, "max_staleness 3 with num_iterations 3"),
-        ({"max_staleness": -1, **AHEAD}, "greater than or equal to 0"),
-        ({"importance_cap": 0.9}, "greater than or equal to 1"),
+        ({"placement": {"max_staleness": 1}}, r"placement.colocated.max_staleness\n.*not permitted"),
         (
-            {"importance_beyond": "drop_tokens"},
-            'max_staleness 0 and generator "heed", whose samples need no correction',
+            {"placement": {"kind": "disaggregated", "max_staleness": 1}},
+            r"placement.disaggregated.max_staleness\n.*not permitted",
         ),
-        ({"importance_floor": 0.5}, 'importance_floor 0.5 with importance_beyond "cut", which has no lower limit'),
-        ({"generator_python": "python"}, 'generator_python python with generator "heed"'),
+        (
+            {"placement": {"kind": "asynchronous", "max_staleness": 1, "weight_transport": "broadcast"}},
+            r"placement.asynchronous.weight_transport\n.*not permitted",
+        ),
+        (ahead(3), "placement.max_staleness 3 with num_iterations 3"),
+        ({"placement": {"kind": "asynchronous", "max_staleness": 0}}, "greater than or equal to 1"),
+        ({"importance": {"cap": 0.9}}, "greater than or equal to 1"),
+        (
+            {"importance": {"kind": "drop_tokens"}},
+            "importance.kind 'drop_tokens' drops tokens, and samples of the policy itself need no correction",
+        ),
+        ({"importance": {"floor": 0.5}}, r"importance.cut.floor\n.*not permitted"),
+        ({"sampler": {"python": "python"}}, r"sampler.heed.python\n.*not permitted"),
     ],
 )
 def test_staleness_that_cannot_be_is_refused(

@@ -18,10 +18,15 @@ from training.config import EngineConfig
 
 Prompts = list[list[int]]
 Start = Callable[..., tuple[OneRank, PPOController]]
-RLOO = {"advantage": "leave_one_out", "advantage_scale": "none", "samples_per_prompt": 4, "value_optimizer": None}
-GRPO = {**RLOO, "advantage": "group_mean", "advantage_scale": "group", "token_weight": "per_response", "kl_in": "loss"}
-GSPO = {**GRPO, "ratio": "response", "kl_in": "reward", "clip_range_high": 0.3}
-REINFORCE = {"advantage": "none", "value_optimizer": None}
+RLOO = {"advantage": {"kind": "leave_one_out", "scale": "none", "samples_per_prompt": 4}}
+OVERSAMPLED = {"advantage": {**RLOO["advantage"], "oversample": 2}}
+GRPO = {
+    "advantage": {"kind": "group_mean", "scale": "group", "samples_per_prompt": 4},
+    "loss": {"token_weight": "per_response"},
+    "kl": {"coef": 0.1, "kind": "loss"},
+}
+GSPO = {"advantage": GRPO["advantage"], "loss": {"kind": "response", "clip_range_high": 0.3}}
+REINFORCE = {"advantage": {"kind": "none"}}
 
 
 @pytest.fixture
@@ -108,7 +113,7 @@ def test_oversampling_keeps_the_first_groups_whose_scores_differ(start: Start, m
 
     found = []
     for _ in range(2):
-        worker, controller = start(**RLOO, num_epochs=1, minibatch=16, oversample=2, missing_eos_penalty=0.0)
+        worker, controller = start(**OVERSAMPLED, num_epochs=1, minibatch=16, missing_eos_penalty=0.0)
         monkeypatch.setattr(worker.roles.scorers, "start_scores", alike_for_even_prompts)
         batches = recorded(worker)
         metrics = controller.step(0)
@@ -133,7 +138,7 @@ def test_oversampling_checks_the_failures_among_all_that_are_sampled(
         scores_B[:num_failed] = torch.nan
         return lambda _rollout: lambda: scores_B[:, None]
 
-    changes = {**RLOO, "num_epochs": 1, "oversample": 2, "missing_eos_penalty": 0.0, "max_failed_share": 0.1}
+    changes = {**OVERSAMPLED, "num_epochs": 1, "missing_eos_penalty": 0.0, "max_failed_share": 0.1}
     worker, controller = start(**changes)
     monkeypatch.setattr(worker.roles.scorers, "start_scores", failing(2))
     metrics = controller.step(0)
@@ -194,7 +199,7 @@ def test_failed_scores_count_nowhere(start: Start, monkeypatch: pytest.MonkeyPat
 def test_the_kl_in_the_loss_counts_groups_of_equal_scores(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have no policy gradient, but their KL has one."""
     worker, controller = start(
-        **GRPO, num_epochs=1, minibatch=16, kl_coef=5.0, ptx_coef=0, ptx_rows=0, missing_eos_penalty=0.0
+        **{**GRPO, "kl": {"coef": 5.0, "kind": "loss"}}, num_epochs=1, minibatch=16, ptx=None, missing_eos_penalty=0.0
     )
     monkeypatch.setattr(worker.roles.scorers, "start_scores", lambda rollout: lambda: torch.ones(len(rollout), 1))
     with torch.no_grad():
@@ -218,9 +223,7 @@ def test_the_kl_in_the_loss_counts_groups_of_equal_scores(start: Start, monkeypa
 def test_an_update_equals_the_naive_one(start: Start, micro: int) -> None:
     """Gradients of GSPO with its upper clip and of the KL in the loss, sequence by sequence."""
     for changes in (GSPO, GRPO):
-        worker, controller = start(
-            **changes, minibatch=16, micro=micro, num_epochs=1, ptx_coef=0, ptx_rows=0, learning_rate=1e-2
-        )
+        worker, controller = start(**changes, minibatch=16, micro=micro, num_epochs=1, ptx=None, learning_rate=1e-2)
         controller.step(0)  # so that the KL is not 0
         kept: list[PolicyBatch] = []
         learners = worker.roles.learners
@@ -258,15 +261,15 @@ def naive_loss(config: PPOConfig, model: torch.nn.Module, batch: PolicyBatch) ->
         logprobs = [logits_TV[len(prompt) - 1 + t].log_softmax(-1)[token] for t, token in enumerate(response)]
         if batch.weight_BR[row, 0] > 0:
             log_ratios = [new - old for new, old in zip(logprobs, batch.logprobs_BR[row].tolist(), strict=False)]
-            if config.ratio == "response":
+            if config.loss.is_per_response:
                 log_ratios = [sum(log_ratios, torch.zeros(())) / len(response)] * len(response)
             for log_ratio in log_ratios:
                 ratio, advantage = log_ratio.exp(), batch.advantages_BR[row, 0]
-                high = config.clip_range_high or config.clip_range
-                clipped = ratio.clamp(1 - config.clip_range, 1 + high)
+                high = config.loss.clip_range_high or config.loss.clip_range
+                clipped = ratio.clamp(1 - config.loss.clip_range, 1 + high)
                 gain = torch.minimum(ratio * advantage, clipped * advantage)
                 losses.append(-gain / len(response) / num_counted)
         if batch.kl is not None:
             log_ratio = sum(logprobs, torch.zeros(())) - batch.kl.ref_logprob_B[row]
-            losses.append(config.kl_coef * log_ratio**2 / 2 / len(response) / len(batch.rollout))
+            losses.append(config.kl.coef * log_ratio**2 / 2 / len(response) / len(batch.rollout))
     return torch.stack(losses).sum()

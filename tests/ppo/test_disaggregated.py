@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import ray
@@ -21,7 +22,7 @@ from cluster.failures import WorkerError, WorkerLostError
 from cluster.group import WorkerGroup
 from lm.samplers import sent_weights
 from ppo import learner
-from ppo.config import PPOConfig
+from ppo.config import Disaggregated, PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels
 from ppo.kept_passes import Repeated
@@ -66,7 +67,7 @@ def disaggregated(
 def config(ppo_config: Callable[..., PPOConfig]) -> PPOConfig:
     weights = {"brief": -0.5, "kind": 2.0}
     return ppo_config(
-        minibatch=8, micro=2, num_iterations=2, num_epochs=1, learning_rate=3e-3, objective_weights=weights
+        minibatch=8, micro=2, num_iterations=2, num_epochs=1, learning_rate=3e-3, reward={"objective_weights": weights}
     )
 
 
@@ -131,9 +132,9 @@ def test_groups_of_one_give_the_same_bits(
     train: Callable[[Roles, Path], Trained],
     groups: Groups,
     tmp_path: Path,
-    transport: str,
+    transport: Literal["object_store", "broadcast"],
 ) -> None:
-    config = config.model_copy(update={"weight_transport": transport})
+    config = config.model_copy(update={"placement": Disaggregated(weight_transport=transport)})
     weights, metrics = train(disaggregated(*groups, config, ENGINE, models), tmp_path)
     expected, expected_metrics = colocated
     assert metrics == expected_metrics
@@ -151,7 +152,7 @@ def test_groups_of_other_sizes_and_shards_agree_to_rounding(
     train: Callable[[Roles, Path], Trained],
     tmp_path: Path,
 ) -> None:
-    changes = {"placement": "disaggregated", "weight_transport": "broadcast", "memory": "small"}  # scorers shard
+    changes = {"placement": Disaggregated(weight_transport="broadcast"), "memory": "small"}  # scorers shard
     config = config.model_copy(update=changes)
     engine = ENGINE.model_copy(update={"zero_stage": 3})
     with (
@@ -234,7 +235,7 @@ def kill(group: WorkerGroup) -> None:
 def test_a_generator_lost_in_a_broadcast_is_named_though_the_learner_waits_for_it(
     groups: Groups, config: PPOConfig, models: InitialModels
 ) -> None:
-    by_broadcast = config.model_copy(update={"weight_transport": "broadcast"})
+    by_broadcast = config.model_copy(update={"placement": Disaggregated(weight_transport="broadcast")})
     _, _, scorers = groups
     with group_of(1) as learners, group_of(1) as generators:
         roles = disaggregated(learners, generators, scorers, by_broadcast, ENGINE, models)

@@ -32,9 +32,9 @@ def build(
 
     def make(function: str) -> tuple[PPOController, OneRank]:
         name = f"{tmp_path / 'rewards.py'}:{function}"
-        config = ppo_config(ptx_coef=0.0, ptx_rows=0, reward_function=name, max_failed_share=0.125)
+        config = ppo_config(ptx=None, reward={"kind": "function", "function": name}, max_failed_share=0.125)
         own = replace(models, reward=config.external_reward or Path(), scale=ScoreScale(10.0, 4.0), pretraining=None)
-        assert own.reward == RewardFunction(name)
+        assert own.reward == RewardFunction(function=name)
         worker = OneRank(config, EngineConfig(precision="fp32", trackers=()), own, ASKED)
         prompts = [worker.tokenizer.encode_prompt(asked) for asked in ASKED]
         return PPOController(config, worker.roles, prompts, own.scale, num_pretraining_rows=0, seed=5), worker
@@ -77,13 +77,15 @@ def test_too_many_failures_stop_the_run_and_name_the_first_cause(
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("reward", "words"),
     [
-        ({"reward_from": "x", "reward_url": "http://h/"}, "reward_from and reward_url are given; one source"),
-        ({"reward_function": "nofunction"}, "reward_function"),
-        ({"reward_url": "ftp://host/"}, "reward_url"),
+        ({"model": "x", "url": "http://h/"}, r"reward.model.url\n.*not permitted"),
+        ({"kind": "url", "url": "http://h/", "model": "x"}, r"reward.url.model\n.*not permitted"),
+        ({"kind": "function"}, r"reward.function.function\n.*required"),
+        ({"kind": "url", "url": "ftp://host/"}, r"reward.url.url\n.*pattern"),
+        ({"kind": "people"}, 'a table with kind "model", "function" or "url" was expected'),
     ],
 )
-def test_one_source_of_reward(ppo_config: Callable[..., PPOConfig], changes: dict[str, str], words: str) -> None:
+def test_one_source_of_reward(ppo_config: Callable[..., PPOConfig], reward: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        ppo_config(**changes)
+        ppo_config(reward=reward)

@@ -14,7 +14,10 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ppo.algorithm import (
-    Advantages,
+    Estimate,
+    GroupMean,
+    LeaveOneOut,
+    NoBaseline,
     group_advantages,
     informative_groups,
     policy_loss,
@@ -22,12 +25,10 @@ from ppo.algorithm import (
     token_rewards,
     token_weights,
 )
-from ppo.config import PPOConfig
+from ppo.config import VLLM, PPOConfig
 from tests.examples import examples
 
 YES = torch.ones(4, dtype=torch.bool)
-CRITIC_FREE = {"samples_per_prompt": 4, "value_optimizer": None}
-GROUPS = {**CRITIC_FREE, "advantage": "group_mean"}
 
 
 def ragged_mask(lengths: list[int], width: int) -> Tensor:
@@ -119,55 +120,60 @@ def test_advantages_equal_the_published_formulas(scores: list[float], scored: li
         assert float(found[True, "group"][row]) == pytest.approx(alone / deviation, rel=1e-6, abs=1e-6)
 
 
-def test_the_kl_is_inside_the_baseline(ppo_config: Callable[..., PPOConfig]) -> None:
+def groups(**changes: object) -> dict[str, object]:
+    return {"advantage": {"kind": "group_mean", "samples_per_prompt": 4, **changes}}
+
+
+def estimate(advantage: GroupMean | LeaveOneOut | NoBaseline, rewards: Tensor, mask: Tensor) -> Estimate:
+    """The estimate of an advantage that reads no values."""
+    return advantage.estimate(rewards, torch.full_like(rewards, math.nan), mask)
+
+
+def test_the_kl_is_inside_the_baseline() -> None:
     """The whole response is one action: its reward, less its whole KL, is compared with those of the others."""
-    config = ppo_config(
-        **{**CRITIC_FREE, "samples_per_prompt": 2, "advantage": "leave_one_out", "advantage_scale": "none"}
-    )
     logprobs, ref_logprobs = noise(2, 3, seed=1), noise(2, 3, seed=2)
     mask = ragged_mask([3, 2], 3)
     rewards, kl = token_rewards(torch.tensor([2.0, 1.0]).double(), logprobs, ref_logprobs, mask, 0.3)
-    found = Advantages.of(rewards, mask, config)
+    found = estimate(LeaveOneOut(samples_per_prompt=2, scale="none"), rewards, mask)
     difference = (2 - 0.3 * float(kl[0])) - (1 - 0.3 * float(kl[1]))
     expected = torch.tensor([[difference] * 3, [-difference, -difference, 0]]).double()
     torch.testing.assert_close(found.advantages_BR, expected)
     assert found.metrics == {"zero_variance_groups": 0, "informative_share": 1}
 
 
-def test_without_a_baseline_a_token_has_the_rewards_from_it_on(ppo_config: Callable[..., PPOConfig]) -> None:
+def test_without_a_baseline_a_token_has_the_rewards_from_it_on() -> None:
     """And with the batch's scale, REINFORCE++: (A - mean) / std over all tokens of the iteration."""
     rewards, mask = torch.tensor([[1.0, 2.0, 4.0], [0.5, 8.0, 99.0]]), ragged_mask([3, 2], 3)
     plain = torch.tensor([[7.0, 6.0, 4.0], [8.5, 8.0, 0.0]])
-    config = ppo_config(value_optimizer=None, advantage="none", advantage_scale="none")
-    found = Advantages.of(rewards, mask, config)
+    found = estimate(NoBaseline(scale="none"), rewards, mask)
     torch.testing.assert_close(found.advantages_BR, plain)
     assert torch.equal(found.counted_BR, mask)
     counted = [7.0, 6.0, 4.0, 8.5, 8.0]
-    white = Advantages.of(rewards, mask, ppo_config(value_optimizer=None, advantage="none")).advantages_BR
+    white = estimate(NoBaseline(), rewards, mask).advantages_BR
     for row, t in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
         expected = (float(plain[row, t]) - statistics.mean(counted)) / statistics.pstdev(counted)
         assert float(white[row, t]) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_groups_of_equal_rewards_dilute_no_others(ppo_config: Callable[..., PPOConfig], scale: str) -> None:
+def test_groups_of_equal_rewards_dilute_no_others(scale: Literal["group", "batch", "none"]) -> None:
     """Their tokens leave the loss and its denominator, so the others have the same weights as without them."""
-    config = ppo_config(**{**GROUPS, "samples_per_prompt": 2, "advantage_scale": scale})
+    advantage = GroupMean(samples_per_prompt=2, scale=scale)
     rewards = torch.zeros(6, 4)
     rewards[:, 0] = torch.tensor([1.0, 3.0, 5.0, 5.0, 0.0, 7.0])
     mask = ragged_mask([1, 4, 3, 3, 2, 2], 4)
-    found = Advantages.of(rewards, mask, config)
+    found = estimate(advantage, rewards, mask)
     assert found.counted_BR[2:4].sum() == 0
     assert found.metrics == {"zero_variance_groups": 1, "informative_share": pytest.approx(2 / 3)}
     rest = torch.tensor([0, 1, 4, 5])
-    alone = Advantages.of(rewards[rest], mask[rest], config)
+    alone = estimate(advantage, rewards[rest], mask[rest])
     torch.testing.assert_close(found.advantages_BR[rest], alone.advantages_BR)
     for kind in ("per_token", "per_response", "constant"):
         whole, num_tokens = token_weights(found.counted_BR, kind, 4)  # type: ignore[arg-type]
         part, num_part = token_weights(alone.counted_BR, kind, 4)  # type: ignore[arg-type]
         torch.testing.assert_close(whole[rest] / num_tokens, part / num_part)
         assert whole[2:4].sum() == 0
-    nothing = Advantages.of(rewards[2:4], mask[2:4], config)  # an iteration without any information
+    nothing = estimate(advantage, rewards[2:4], mask[2:4])  # an iteration without any information
     assert (nothing.advantages_BR.abs().sum(), nothing.metrics["informative_share"]) == (0, 0)
     assert token_weights(nothing.counted_BR, "per_token", 4)[1] == 1
 
@@ -251,28 +257,35 @@ def test_the_kl_loss_by_hand() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({**GROUPS, "samples_per_prompt": 1}, 'advantage "group_mean" with samples_per_prompt 1: .* at least 2'),
-        ({"advantage": "leave_one_out", "value_optimizer": None}, "with samples_per_prompt 1"),
-        ({**GROUPS, "samples_per_prompt": 3}, "rollout_batch_size over samples_per_prompt: 16"),
-        ({"value_optimizer": None}, 'value_optimizer: missing; advantage "gae" trains a value function'),
-        ({**GROUPS, "gae_lambda": 0.9}, 'gae_lambda with advantage "group_mean", which has no value function'),
-        ({**GROUPS, "gamma": 0.9, "value_clip_range": 0.1}, "value_clip_range and gamma with advantage"),
-        ({"advantage": "none"}, 'value_optimizer with advantage "none"'),
-        ({"advantage_scale": "group"}, 'advantage_scale "group" with advantage "gae", which compares no groups'),
-        ({**GROUPS, "ratio": "response"}, 'ratio "response" with token_weight "per_token": a response has one ratio'),
-        ({"ratio": "response", "token_weight": "per_response"}, 'ratio "response" with advantage "gae"'),
+        (groups(samples_per_prompt=1), r"advantage.group_mean.samples_per_prompt\n.*greater than or equal to 2"),
+        ({"advantage": {"kind": "leave_one_out"}}, r"advantage.leave_one_out.samples_per_prompt\n.*Field required"),
+        (groups(samples_per_prompt=3), "rollout_batch_size over advantage.samples_per_prompt: 16"),
+        ({"advantage": {"kind": "gaee"}}, 'a table with kind "gae", "group_mean", "leave_one_out" or "none"'),
+        ({"advantage": "gae"}, 'a table with kind "gae", "group_mean", "leave_one_out" or "none" was expected'),
+        ({"advantage": {"kind": "none", "gae_lambda": 0.9}}, r"advantage.none.gae_lambda\n.*not permitted"),
+        (groups(value_clip_range=0.1), r"advantage.group_mean.value_clip_range\n.*not permitted"),
+        ({"advantage": {"kind": "none", "value_optimizer": {}}}, r"advantage.none.value_optimizer\n.*not permitted"),
+        ({"advantage": {"scale": "group"}}, r"advantage.gae.scale\n.*'batch' or 'none'"),
+        ({"loss": {"kind": "response", "token_weight": "per_token"}}, r"loss.response.token_weight\n.*not permitted"),
         (
-            {"kl_in": "loss", "max_staleness": 1, "placement": "disaggregated"},
-            'kl_in "loss" with max_staleness 1: .* kl_in "reward", which importance weights correct',
+            {"loss": {"kind": "response"}},
+            "loss.kind 'response' gives a response one ratio, and advantage.kind 'gae' differs from token to token",
         ),
         (
-            {**GROUPS, "ratio": "response", "token_weight": "per_response", "max_staleness": 1}
-            | {"placement": "disaggregated"},
-            'ratio "response" with max_staleness 1',
+            {"kl": {"kind": "loss"}, "placement": {"kind": "asynchronous", "max_staleness": 1}},
+            'max_staleness 1 samples with older weights; "reward" was expected, which importance weights correct',
         ),
-        ({"oversample": 2.0}, 'oversample 2.0 with advantage "gae", which compares no groups'),
-        ({**GROUPS, "oversample": 1.1}, "oversample 1.1 of 4 prompts per iteration is no whole number"),
-        ({"kl_in": "k3"}, "'reward' or 'loss'"),
+        (
+            {**groups(), "loss": {"kind": "response"}, "placement": {"kind": "asynchronous", "max_staleness": 1}},
+            "'response' clips a response's ratio, and the importance weights of max_staleness 1 are per token",
+        ),
+        (
+            {**groups(), "loss": {"kind": "response"}, "importance": {"kind": "drop_tokens"}, "sampler": VLLM()},
+            "loss.kind 'response' counts a response whole, and importance.kind 'drop_tokens' drops tokens of it",
+        ),
+        ({"advantage": {"oversample": 2.0}}, r"advantage.gae.oversample\n.*not permitted"),
+        (groups(oversample=1.1), "oversample 1.1 of 4 prompts per iteration is no whole number"),
+        ({"kl": {"kind": "k3"}}, "'reward' or 'loss'"),
     ],
 )  # fmt: skip
 def test_choices_that_contradict_each_other_are_refused(
@@ -283,5 +296,5 @@ def test_choices_that_contradict_each_other_are_refused(
 
 
 def test_a_config_with_its_defaults_written_out_is_the_same(ppo_config: Callable[..., PPOConfig]) -> None:
-    config = ppo_config(**GROUPS)
+    config = ppo_config(**groups())
     assert PPOConfig.model_validate(config.model_dump()) == config

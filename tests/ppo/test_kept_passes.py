@@ -93,9 +93,9 @@ def same_weights(one: Result, other: Result) -> bool:
     return all(torch.equal(one.weights[name], tensor) for name, tensor in other.weights.items())
 
 
-NO_PTX: dict[str, object] = {"ptx_coef": 0.0, "ptx_rows": 0}
+NO_PTX: dict[str, object] = {"ptx": None}
 ONE_UPDATE: dict[str, object] = {"minibatch": 16, "micro": 4, "num_epochs": 1, **NO_PTX}
-NO_VALUE: dict[str, object] = {"advantage": "group_mean", "samples_per_prompt": 4, "value_optimizer": None}
+NO_VALUE: dict[str, object] = {"advantage": {"kind": "group_mean", "samples_per_prompt": 4, "oversample": 1.5}}
 SETTINGS: dict[str, dict[str, object]] = {
     "one update": ONE_UPDATE,
     "pretraining rows, several updates of one pass each, two epochs": {"minibatch": 4, "micro": 4, "num_epochs": 2},
@@ -104,7 +104,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "bf16, pretraining rows, adapters": {"minibatch": 8, "engine": {"precision": "bf16"}, "lora": {"rank": 3}},
     "adapters": {"minibatch": 8, "lora": {"rank": 3, "alpha": 6}},
     "frozen layers": {"minibatch": 8, "policy_optimizer": {"learning_rate": 1e-3, "trained_layers": 1, "eps": 1e-3}},
-    "no value function, KL in the loss, oversampling": {**ONE_UPDATE, **NO_VALUE, "kl_in": "loss", "oversample": 1.5},
+    "no value function, KL in the loss, oversampling": {**ONE_UPDATE, **NO_VALUE, "kl": {"kind": "loss"}},
 }
 
 
@@ -178,7 +178,7 @@ def test_the_rest_is_computed_twice(start: Start, run: Callable[..., Result], mo
         ({"memory": "balanced"}, set()),
         ({"engine": {"checkpoint_activations": True}}, set()),
         ({"engine": {"precision": "bf16"}}, {"policy", "value"}),
-        ({"ptx_coef": 0.3, "ptx_rows": 4}, {"policy", "value"}),
+        ({"ptx": {"coef": 0.3, "rows": 4}}, {"policy", "value"}),
         (NO_VALUE, {"policy"}),
     ],
 )
@@ -189,7 +189,7 @@ def test_who_keeps_passes(start: Start, changes: dict[str, object], found: set[s
 
 def test_without_kernels_bf16_with_pretraining_rows_keeps_none(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages.planning.ppo, "library", lambda: None)
-    bf16, ptx = {"engine": {"precision": "bf16"}}, {"ptx_coef": 0.3, "ptx_rows": 4}
+    bf16, ptx = {"engine": {"precision": "bf16"}}, {"ptx": {"coef": 0.3, "rows": 4}}
     found = [{**ONE_UPDATE, **changes} for changes in ({**bf16, **ptx}, bf16, ptx)]
     assert [len(start(**changes).learner.kept._models) for changes in found] == [0, 2, 2]
 

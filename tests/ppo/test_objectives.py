@@ -28,7 +28,7 @@ def start(two_objectives: InitialModels, ppo_config: Callable[..., PPOConfig]) -
     workers: list[OneRank] = []
 
     def build(weights: dict[str, float], models: dict[str, object], **changes: object) -> OneRank:
-        config = ppo_config(objective_weights=weights, ptx_coef=0.0, ptx_rows=0, **changes)
+        config = ppo_config(reward={"objective_weights": weights}, ptx=None, **changes)
         given = replace(two_objectives, pretraining=None, **models)  # type: ignore[arg-type]
         workers.append(OneRank(config, ENGINE, given))
         return workers[-1]
@@ -81,7 +81,7 @@ def test_weights_decide_which_of_two_conflicting_objectives_is_climbed(
         model.score.weight[1] = -model.score.weight[0]
     save_model(tmp_path, model, model.state_dict(), Tokenizer.load(two_objectives.reward))
     models = {"reward": tmp_path, "scale": ScoreScale(0.0, 0.5)}
-    worker = start(weights, models, learning_rate=2e-2, num_iterations=10, kl_coef=0.0, missing_eos_penalty=0.0)
+    worker = start(weights, models, learning_rate=2e-2, num_iterations=10, kl={"coef": 0.0}, missing_eos_penalty=0.0)
     controller = controlled(worker, prompts)
     metrics = [controller.step(iteration) for iteration in range(10)]
     kind, brief = (metrics[-1][f"score/{name}"] - metrics[0][f"score/{name}"] for name in ("kind", "brief"))
@@ -129,18 +129,18 @@ def test_one_objective_takes_no_weights(models: InitialModels) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("reward", "words"),
     [
         ({"objective_weights": {"kind": float("inf")}}, r"objective_weights.kind\n.*finite number"),
         ({"objective_weights": {"kind": "much"}}, r"objective_weights.kind\n.*valid number"),
         (
-            {"objective_weights": {"kind": 1.0}, "reward_function": "rewards.py:score"},
-            r"objective_weights of kind with reward_function, which gives one score; no weights were expected",
+            {"kind": "function", "function": "rewards.py:score", "objective_weights": {"kind": 1.0}},
+            r"reward.function.objective_weights\n.*not permitted",
         ),
     ],
 )
 def test_a_config_of_other_weights_is_refused(
-    ppo_config: Callable[..., PPOConfig], changes: dict[str, object], words: str
+    ppo_config: Callable[..., PPOConfig], reward: dict[str, object], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        ppo_config(**changes)
+        ppo_config(reward=reward)

@@ -31,7 +31,7 @@ def worker(
 ) -> OneRank:
     judge = load(network_source(encoder_folder, 0.0, 4))
     save_model(tmp_path / "judge", judge, judge.state_dict(), Tokenizer.load(encoder_folder))
-    config = ppo_config(ptx_coef=0.0, ptx_rows=0)
+    config = ppo_config(ptx=None)
     engine = EngineConfig(precision="fp32", trackers=())
     return OneRank(config, engine, replace(models, reward=tmp_path / "judge", pretraining=None), ASKED)
 

@@ -25,7 +25,8 @@ from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.source import load, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, save_model
-from ppo.config import PPOConfig
+from ppo.algorithm import GAE
+from ppo.config import EMAConfig, PPOConfig, PPOLoRAConfig
 from ppo.generator import Generator
 from ppo.initial_models import InitialModels, ScoreScale
 from ppo.kept_passes import NOT_REPEATED, Repeated
@@ -73,11 +74,10 @@ def ppo_config(memory: Mode, kind: Kind) -> PPOConfig:
         minibatch=BatchConfig(batch_size=NUM_RANKS * MICRO_BATCHES * MICRO_BATCH, micro_batch_size=MICRO_BATCH),
         max_new_tokens=RESPONSE,
         policy_optimizer=ADAMW,
-        value_optimizer=ADAMW,
+        advantage=GAE(value_optimizer=ADAMW),
         memory=memory,
-        ema_decay=0.5,
-        lora=None if kind == "full" else LORA,
-        shared_body=kind == "shared body",
+        ema=EMAConfig(decay=0.5),
+        lora=None if kind == "full" else PPOLoRAConfig(rank=LORA.rank, shared_body=kind == "shared body"),
     )
 
 

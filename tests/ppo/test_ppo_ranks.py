@@ -33,7 +33,7 @@ def group() -> Iterator[WorkerGroup]:
 
 LORA = {"rank": 3, "alpha": 6}
 KINDS: dict[str, dict[str, object]] = {
-    "full": {}, "adapters": {"lora": LORA}, "shared body": {"lora": LORA, "shared_body": True}
+    "full": {}, "adapters": {"lora": LORA}, "shared body": {"lora": {**LORA, "shared_body": True}}
 }  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def test_kept_passes_change_no_bit_on_two_ranks(
 
     Comes before tests with ZeRO, from which Accelerate does not go back.
     """
-    changes: dict[str, object] = {"ptx_coef": 0.0, "ptx_rows": 0} if micro == 4 else {}
+    changes: dict[str, object] = {"ptx": None} if micro == 4 else {}
     config = ppo_config(minibatch=8, micro=micro, num_iterations=NUM_ITERATIONS, num_epochs=1, **changes)
     found: list[Trained] = []
     for repeated_every in (16, 1):

@@ -54,7 +54,7 @@ def run(adapted: InitialModels, prompts: list[list[int]], ppo_config: Callable[.
     ]
 
     def build(folder: Path, change: Callable[[Roles], None] = lambda _roles: None, **changes: object) -> None:
-        config = ppo_config(kl_control="adaptive", kl_horizon=50, learning_rate=1e-2, **changes)
+        config = ppo_config(kl={"target": {"horizon": 50}}, learning_rate=1e-2, **changes)
         roles = Roles.in_process(config, ENGINE, models)
         change(roles)
         try:
@@ -70,10 +70,10 @@ def test_a_killed_run_ends_like_an_uninterrupted_run(
     run: Callable[..., None], tmp_path: Path, max_staleness: int
 ) -> None:
     # The stage accepts any roles as disaggregated generators; these sample at once.
-    ahead = {"placement": "disaggregated", "max_staleness": max_staleness}
-    run(tmp_path / "whole", **ahead)
+    apart = {"kind": "asynchronous", "max_staleness": max_staleness} if max_staleness else {"kind": "disaggregated"}
+    run(tmp_path / "whole", placement=apart)
     with pytest.raises(Killed):
-        run(tmp_path / "killed", make_mortal, **ahead)
+        run(tmp_path / "killed", make_mortal, placement=apart)
     held = sorted(path.name for path in (tmp_path / "killed" / "checkpoints" / "step-000002").glob("rollout-*"))
     assert held == ["rollout-000002.safetensors"] * max_staleness
     assert not (tmp_path / "killed" / "model").exists()
@@ -81,7 +81,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_run(
     (tmp_path / "killed" / "checkpoints" / ".writing-000003").mkdir()
     with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "num_st')
-    run(tmp_path / "killed", **ahead)
+    run(tmp_path / "killed", placement=apart)
     log = same_weights_and_log(tmp_path / "whole", tmp_path / "killed")
     assert len({line["kl_coef"] for line in log}) == 3  # the coefficient moved, and was resumed
     results = [json.loads((tmp_path / kind / "results.json").read_text()) for kind in ("whole", "killed")]
@@ -126,11 +126,11 @@ def test_a_run_killed_in_one_memory_mode_ends_in_another_like_an_uninterrupted_r
 def test_a_killed_run_by_adapters_ends_like_an_uninterrupted_run(
     run: Callable[..., None], tmp_path: Path, *, shared_body: bool
 ) -> None:
-    changes = {"lora": {"rank": 3, "alpha": 6}, "shared_body": shared_body}
-    run(tmp_path / "whole", **changes)
+    lora = {"rank": 3, "alpha": 6, "shared_body": shared_body}
+    run(tmp_path / "whole", lora=lora)
     with pytest.raises(Killed):
-        run(tmp_path / "killed", make_mortal, **changes)
-    run(tmp_path / "killed", **changes)
+        run(tmp_path / "killed", make_mortal, lora=lora)
+    run(tmp_path / "killed", lora=lora)
     same_weights_and_log(tmp_path / "whole", tmp_path / "killed")
     first, second = (
         (tmp_path / kind / "adapter" / "adapter_model.safetensors").read_bytes() for kind in ("whole", "killed")

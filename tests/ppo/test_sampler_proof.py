@@ -57,7 +57,7 @@ def controller_of(worker: OneRank, precision: str) -> PPOController:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_heeds_generator_passes_well_within_the_bounds(start: Start, precision: str) -> None:
-    worker = start(precision, num_iterations=3, ptx_coef=0, ptx_rows=0)
+    worker = start(precision, num_iterations=3, ptx=None)
     controller = controller_of(worker, precision)
     for iteration in range(3):
         assert controller.step(iteration)["sampler_difference"] < max_difference(precision, 2) / 2
@@ -66,7 +66,7 @@ def test_heeds_generator_passes_well_within_the_bounds(start: Start, precision: 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_stops_the_run_before_an_update(start: Start, fault: Fault, precision: str) -> None:
-    worker = start(precision, num_iterations=2, ptx_coef=0, ptx_rows=0)
+    worker = start(precision, num_iterations=2, ptx=None)
     fault(worker.generator.sampler.policy)
     before = {name: weight.clone() for name, weight in worker.learner.policy.module.state_dict().items()}
     message = (
@@ -80,7 +80,7 @@ def test_a_planted_fault_stops_the_run_before_an_update(start: Start, fault: Fau
 
 
 def test_weights_that_are_one_update_old_are_found_out(start: Start) -> None:
-    worker = start(num_iterations=2, ptx_coef=0, ptx_rows=0, learning_rate=1e-2)
+    worker = start(num_iterations=2, ptx=None, learning_rate=1e-2)
     controller = controller_of(worker, "fp32")
     worker.generator.receive = list  # type: ignore[method-assign, assignment]
     controller.step(0)

@@ -267,15 +267,13 @@ def test_a_value_update_equals_the_naive_one_for_every_micro_batch_size(
 
 
 def test_an_update_without_pretraining_rows(start: Start, controlled: Controlled) -> None:
-    metrics = controlled(start(ptx_coef=0, ptx_rows=0)).step(0)
+    metrics = controlled(start(ptx=None)).step(0)
     assert "ptx_loss" not in metrics
     assert math.isfinite(metrics["policy_loss"])
 
 
 def test_a_minibatch_whose_scores_all_failed(start: Start, prompts: Prompts) -> None:
-    worker = start(
-        minibatch=1, micro=1, rollout_batch_size=16, num_epochs=1, max_failed_share=0.07, ptx_coef=0, ptx_rows=0
-    )
+    worker = start(minibatch=1, micro=1, rollout_batch_size=16, num_epochs=1, max_failed_share=0.07, ptx=None)
     scores = worker.scorer.scores
 
     def one_fails(rollout: Rollout, conversations: Sequence[Messages]) -> Tensor:
@@ -321,7 +319,7 @@ def test_a_sync_that_does_not_arrive_is_found_out(start: Start, prompts: Prompts
 def test_without_decay_no_average_is_held_and_the_last_weights_are_exported(
     start: Start, prompts: Prompts, tmp_path: Path
 ) -> None:
-    worker = start(ema_decay=0.0)
+    worker = start(ema={"decay": 0.0})
     batch, _ = batches(worker, prompts)
     worker.roles.learners.update(Learner.update_policy, batch, 1e-2, 0)
     worker.roles.sync_weights()
@@ -336,7 +334,7 @@ def test_without_decay_no_average_is_held_and_the_last_weights_are_exported(
 
 
 def test_the_moving_average_by_hand(start: Start, models: InitialModels, prompts: Prompts, tmp_path: Path) -> None:
-    worker = start(ema_decay=0.75, final_weights="ema")
+    worker = start(ema={"decay": 0.75, "is_final": True})
     batch, _ = batches(worker, prompts)
     expected = {name: tensor.clone() for name, tensor in load_language_model(models.sft).state_dict().items()}
     for update in range(3):

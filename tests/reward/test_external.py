@@ -69,11 +69,11 @@ def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [path for path in sys.path if path])
     sys.modules.pop("fruit_rewards", None)
-    return lambda name: RewardFunction(f"fruit_rewards:{name}")
+    return lambda name: RewardFunction(function=f"fruit_rewards:{name}")
 
 
 def calls_of(reward: RewardFunction) -> list[int]:
-    calls: list[int] = vars(sys.modules[reward.function.__module__])["calls"]
+    calls: list[int] = vars(sys.modules[reward.load().__module__])["calls"]
     return calls
 
 
@@ -82,7 +82,7 @@ def test_a_function_is_called_with_prompts_and_texts(rewards: Callable[[str], Re
     assert reward.score(ASKED, TEXTS) == [Scored(1.0), Scored(2.0), Scored(3.0)]
     assert calls_of(reward) == [3]
     assert reward.file.name == "fruit_rewards.py"
-    by_file = RewardFunction("fruit_rewards.py:lengths")
+    by_file = RewardFunction(function="fruit_rewards.py:lengths")
     assert by_file.score(ASKED[:1], TEXTS[:1]) == [Scored(1.0)]
     assert by_file.file == reward.file.resolve()
 
@@ -141,7 +141,7 @@ def test_what_is_no_score_fails_and_says_so(
 def test_a_function_that_is_not_there_is_named(rewards: Callable[[str], RewardFunction], name: str, words: str) -> None:
     del rewards
     with pytest.raises(ValueError, match=words):
-        _ = RewardFunction(name).function
+        RewardFunction(function=name).load()
 
 
 def test_only_the_users_own_lines_are_shown(rewards: Callable[[str], RewardFunction]) -> None:
@@ -170,13 +170,13 @@ def test_a_file_that_fails_on_import_says_so_every_time(
     (tmp_path / "broken.py").write_text("def score(prompts, responses):\n    return []\n\nWEIGHT = {}['w']\n")
     for _ in range(2):
         with pytest.raises(ValueError, match=r"broken.*raised KeyError: 'w'\n.*broken\.py\", line 4, in <module>"):
-            RewardFunction(name).score(ASKED, TEXTS)
+            RewardFunction(function=name).score(ASKED, TEXTS)
     (tmp_path / "broken.py").write_text("import no_such_library\n")
     with pytest.raises(ValueError, match="No module named 'no_such_library'"):
-        RewardFunction(name).score(ASKED, TEXTS)
+        RewardFunction(function=name).score(ASKED, TEXTS)
     (tmp_path / "broken.py").write_text("def score(prompts, responses)\n")
     with pytest.raises(ValueError, match=r"SyntaxError: expected ':' \(broken\.py, line 1\)"):
-        RewardFunction(name).score(ASKED, TEXTS)
+        RewardFunction(function=name).score(ASKED, TEXTS)
 
 
 class Endpoint(ThreadingHTTPServer):
@@ -230,7 +230,7 @@ def failures_of(found: list[Scored]) -> list[str]:
 
 def test_an_endpoint_is_sent_prompts_and_responses(endpoint: Endpoint) -> None:
     endpoint.answers = [(200, GOOD)]
-    found = RemoteReward(endpoint.url, 5.0, 0).score(ASKED, TEXTS)
+    found = RemoteReward(url=endpoint.url, timeout_seconds=5.0, retries=0).score(ASKED, TEXTS)
     assert endpoint.sent == [{"prompts": ASKED, "responses": TEXTS}]
     assert found[:2] == [Scored(1.0), Scored(2.5)]
     assert failures_of(found) == ["", "", f"{endpoint.url} gave None; a finite number was expected"]
@@ -239,11 +239,11 @@ def test_an_endpoint_is_sent_prompts_and_responses(endpoint: Endpoint) -> None:
 def test_what_may_pass_is_tried_again(endpoint: Endpoint) -> None:
     endpoint.answers = [(500, b"oh"), (429, b"later"), (200, GOOD)]
     started = time.monotonic()
-    assert RemoteReward(endpoint.url, 5.0, 2).score(ASKED, TEXTS)[0] == Scored(1.0)
+    assert RemoteReward(url=endpoint.url, timeout_seconds=5.0, retries=2).score(ASKED, TEXTS)[0] == Scored(1.0)
     assert time.monotonic() - started > 0.02 + 0.04  # each wait twice the last
     assert len(endpoint.sent) == 3
     endpoint.answers = [(503, b"")] * 2
-    failures = failures_of(RemoteReward(endpoint.url, 5.0, 1).score(ASKED, TEXTS))
+    failures = failures_of(RemoteReward(url=endpoint.url, timeout_seconds=5.0, retries=1).score(ASKED, TEXTS))
     assert failures == [f"{endpoint.url} answered with status 503 (Service Unavailable)"] * 3
 
 
@@ -259,20 +259,20 @@ def test_what_may_pass_is_tried_again(endpoint: Endpoint) -> None:
 )
 def test_what_will_not_pass_is_not_tried_again(endpoint: Endpoint, status: int, body: bytes, words: str) -> None:
     endpoint.answers = [(status, body)]
-    failures = failures_of(RemoteReward(endpoint.url, 5.0, 5).score(ASKED, TEXTS))
+    failures = failures_of(RemoteReward(url=endpoint.url, timeout_seconds=5.0, retries=5).score(ASKED, TEXTS))
     assert all(words in failure and endpoint.url in failure for failure in failures)
     assert len(endpoint.sent) == 1
 
 
 def test_silence_and_a_closed_port_are_failures(endpoint: Endpoint) -> None:
     endpoint.silence_seconds, endpoint.answers = 0.6, [(200, GOOD)] * 2
-    failures = failures_of(RemoteReward(endpoint.url, 0.1, 1).score(ASKED, TEXTS))
+    failures = failures_of(RemoteReward(url=endpoint.url, timeout_seconds=0.1, retries=1).score(ASKED, TEXTS))
     assert all("timed out" in failure for failure in failures)
     while_busy = time.monotonic() + 10.0  # a busy machine reads a request after its sender has given up
     while len(endpoint.sent) < 2 and time.monotonic() < while_busy:
         time.sleep(0.02)
     assert len(endpoint.sent) == 2
-    closed = RemoteReward("http://127.0.0.1:9/", 1.0, 1).score(ASKED, TEXTS)
+    closed = RemoteReward(url="http://127.0.0.1:9/", timeout_seconds=1.0, retries=1).score(ASKED, TEXTS)
     assert all("refused" in failure for failure in failures_of(closed))
 
 
@@ -304,7 +304,9 @@ def test_an_endpoint_has_several_requests_at_once_and_scores_keep_their_order(mo
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     texts = ["a" * length for length in (3, 1, 4, 1, 5, 9, 2, 6)]
     with serving(Parallel()) as server:
-        reward = RemoteReward(f"http://127.0.0.1:{server.server_port}/score", 20.0, 0, num_parallel=2)
+        reward = RemoteReward(
+            url=f"http://127.0.0.1:{server.server_port}/score", timeout_seconds=20.0, retries=0, parallel=2
+        )
         found = score_in_parts(reward, [ASKED[0]] * len(texts), texts, size=2)
     assert found == [Scored(float(len(text))) for text in texts]
 
@@ -317,7 +319,7 @@ def test_a_function_is_called_in_parts_on_the_calling_thread(tmp_path: Path) -> 
         "    assert threading.current_thread() is threading.main_thread()\n"
         "    return [len(responses)] * len(responses)\n"
     )
-    found = score_in_parts(RewardFunction(f"{file}:score"), [ASKED[0]] * 5, TEXTS[:1] * 5, size=2)
+    found = score_in_parts(RewardFunction(function=f"{file}:score"), [ASKED[0]] * 5, TEXTS[:1] * 5, size=2)
     assert [scored.score for scored in found] == [2, 2, 2, 2, 1]
 
 
@@ -327,7 +329,7 @@ def test_what_a_function_prints_is_heard(tmp_path: Path, capsys: pytest.CaptureF
     path.write_text(
         "def score(prompts, responses):\n    print('scoring', *responses)\n    return [1.0] * len(responses)\n"
     )
-    reward, heard = RewardFunction(f"{path}:score"), list[str]()
+    reward, heard = RewardFunction(function=f"{path}:score"), list[str]()
     with speaking_through(heard.append):
         assert reward.score(ASKED, TEXTS) == [Scored(1.0)] * 3
     assert heard == [f"{path}:score: scoring a bb ccc"]
