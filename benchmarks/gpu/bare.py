@@ -43,6 +43,28 @@ class Info:
         self.data = data
 
 
+class Tag:
+    """Names one of the tables that a field may hold."""
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+
+
+class Discriminator:
+    """Tells the tables that a field may hold apart: `tag_of` returns the tag of the one that a value stands for."""
+
+    def __init__(self, tag_of: Callable[[Any], Any], *, custom_error_type: str, custom_error_message: str) -> None:
+        self.tag_of, self.problem = tag_of, f"{custom_error_type}: {custom_error_message}"
+
+    def table(self, union: Any, value: Any) -> Any:
+        """Returns the value as the table of its tag, which is one of `union`."""
+        tables = {tag.tag: table for table, tag in map(typing.get_args, typing.get_args(union))}
+        tag = self.tag_of(value)
+        if tag not in tables:
+            raise ValidationError(f"{self.problem}, found {value!r}")
+        return as_type(tables[tag], value)
+
+
 class Validator:
     """A method that checks a field, or the whole config if `fields` is empty."""
 
@@ -117,6 +139,9 @@ class BaseModel:
     def __hash__(self) -> int:
         return hash((type(self), *map(repr, vars(self).items())))
 
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        yield from vars(self).items()
+
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({fields})"
@@ -137,6 +162,9 @@ class BaseModel:
 def as_type(annotation: Any, value: Any) -> Any:
     """Returns the value with lists turned into tuples and mappings into configs where the field's type asks for it."""
     kinds = (annotation, *typing.get_args(annotation))
+    for kind in kinds[1:]:
+        if isinstance(kind, Discriminator):
+            return kind.table(kinds[1], value)
     if isinstance(value, list) and any(kind is tuple or typing.get_origin(kind) is tuple for kind in kinds):
         return tuple(value)
     configs: list[Any] = [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, BaseModel)]
@@ -157,6 +185,7 @@ def stand_in() -> types.ModuleType:
     module: Any = types.ModuleType("pydantic")
     module.BaseModel, module.ValidationError, module.ValidationInfo = BaseModel, ValidationError, Info
     module.Field, module.ConfigDict, module.FiniteFloat = FieldInfo, dict, float
+    module.Tag, module.Discriminator = Tag, Discriminator
     module.StrictInt, module.StrictFloat, module.AfterValidator = int, float, lambda check: check
     module.field_validator, module.model_validator = field_validator, model_validator
     return module

@@ -161,14 +161,18 @@ def test_a_bare_machine_measures() -> None:
 
 
 def test_configs_are_the_same_without_pydantic() -> None:
-    """Defaults, derived fields, validators, nested configs, and fields that are refused."""
+    """Defaults, derived fields, validators, nested configs, tables of several kinds, and fields that are refused."""
     code = (
         "import benchmarks.gpu\n"
         "from benchmarks.gpu.rows import ROWS\n"
         "from benchmarks.speed.own import ENGINE, ppo_config\n"
         "from lm.config import ModelConfig\n"
+        "from ppo.config import PPOConfig\n"
         "from training.config import BatchConfig\n"
         "ppo = ppo_config(3, 8, BatchConfig(batch_size=4, micro_batch_size=2), 5)\n"
+        "tables = {**ppo.model_dump(), 'advantage': {'kind': 'group_mean', 'samples_per_prompt': 2},\n"
+        "    'kl': {'target': {'nats': 2.0}}, 'loss': {'clip_range': 0.1}, 'reward': {'model': 'm'}}\n"
+        "apart = {**tables, 'reward': {'kind': 'url', 'url': 'http://h'}, 'placement': {'kind': 'disaggregated'}}\n"
         "shape = dict(vocab_size=64, max_position_embeddings=8, hidden_size=16, num_hidden_layers=4,\n"
         "    num_attention_heads=4, intermediate_size=8)\n"
         "scaled = ModelConfig.model_validate({**shape, 'sliding_window': [0, 4, 0, 4], 'rope_scaling':\n"
@@ -176,9 +180,17 @@ def test_configs_are_the_same_without_pydantic() -> None:
         "assert hash(scaled) == hash(ModelConfig(**scaled.model_dump()))\n"
         "found = [row.sizes.model.model_dump(mode='json') for row in ROWS]\n"
         "found += [config.model_dump(mode='json') for config in (ENGINE, ppo, scaled)]\n"
-        "for wrong in ({**shape, 'num_attention_heads': 3}, {**shape, 'layers': 1}, {'vocab_size': 64}):\n"
+        "for given in (tables, apart):\n"
+        "    config = PPOConfig.model_validate(given)\n"
+        "    assert config == PPOConfig.model_validate(config.model_dump()) == PPOConfig(**dict(config))\n"
+        "    found.append(config.model_dump(mode='json'))\n"
+        "for wrong in (\n"
+        "    {**shape, 'num_attention_heads': 3}, {**shape, 'layers': 1}, {'vocab_size': 64},\n"
+        "    {**tables, 'loss': {'kind': 'responses'}}, {**tables, 'advantage': 'group_mean'},\n"
+        "    {**tables, 'placement': {'num_scorers': 2}}, {**tables, 'reward': {'kind': 'url'}},\n"
+        "):\n"
         "    try:\n"
-        "        ModelConfig.model_validate(wrong)\n"
+        "        (PPOConfig if 'kl' in wrong else ModelConfig).model_validate(wrong)\n"
         "    except ValueError:\n"
         "        found.append('refused')\n"
         "import json\n"
@@ -186,7 +198,7 @@ def test_configs_are_the_same_without_pydantic() -> None:
     )
     here: dict[str, Any] = {}
     exec(code, here)
-    assert here["found"][-3:] == ["refused"] * 3
+    assert here["found"][-7:] == ["refused"] * 7
     assert json.loads(on_a_bare_machine(code)) == json.loads(json.dumps(here["found"]))
 
 
