@@ -338,15 +338,17 @@ MAX_POLICY_NORM, MAX_VALUE_NORM = 0.4, 0.15
 KL_COEF, CLIP_HIGH, REF_LOGPROBS_B = 0.1, 0.3, torch.tensor([-30.0, -5, -36, -13, -20, -37, -6, -18])
 # PPO, and without a value function: the other weights of tokens, with the KL in the loss and both ratios.
 WITHOUT_VALUES = {"advantage": GroupMean(samples_per_prompt=2), "kl": KLConfig(coef=KL_COEF, kind="loss")}
-CLIPS = {"clip_range": CLIP, "clip_range_high": CLIP_HIGH}
 PPO_MODES: dict[str, dict[str, Any]] = {
     "ppo": {
         "advantage": GAE(value_optimizer=sgd(MAX_VALUE_NORM), value_clip_range=VALUE_CLIP),
         "kl": KLConfig(coef=KL_COEF),
         "loss": TokenLoss(clip_range=CLIP),
     },
-    "ppo-response": {**WITHOUT_VALUES, "loss": ResponseLoss(**CLIPS)},
-    "ppo-constant": {**WITHOUT_VALUES, "loss": TokenLoss(**CLIPS, token_weight="constant")},
+    "ppo-response": {**WITHOUT_VALUES, "loss": ResponseLoss(clip_range=CLIP, clip_range_high=CLIP_HIGH)},
+    "ppo-constant": {
+        **WITHOUT_VALUES,
+        "loss": TokenLoss(clip_range=CLIP, clip_range_high=CLIP_HIGH, token_weight="constant"),
+    },
 }
 
 

@@ -18,15 +18,16 @@ from training.config import EngineConfig
 
 Prompts = list[list[int]]
 Start = Callable[..., tuple[OneRank, PPOController]]
-RLOO = {"advantage": {"kind": "leave_one_out", "scale": "none", "samples_per_prompt": 4}}
-OVERSAMPLED = {"advantage": {**RLOO["advantage"], "oversample": 2}}
-GRPO = {
+Tables = dict[str, dict[str, object]]
+RLOO: Tables = {"advantage": {"kind": "leave_one_out", "scale": "none", "samples_per_prompt": 4}}
+OVERSAMPLED: Tables = {"advantage": {**RLOO["advantage"], "oversample": 2}}
+GRPO: Tables = {
     "advantage": {"kind": "group_mean", "scale": "group", "samples_per_prompt": 4},
     "loss": {"token_weight": "per_response"},
     "kl": {"coef": 0.1, "kind": "loss"},
 }
-GSPO = {"advantage": GRPO["advantage"], "loss": {"kind": "response", "clip_range_high": 0.3}}
-REINFORCE = {"advantage": {"kind": "none"}}
+GSPO: Tables = {"advantage": GRPO["advantage"], "loss": {"kind": "response", "clip_range_high": 0.3}}
+REINFORCE: Tables = {"advantage": {"kind": "none"}}
 
 
 @pytest.fixture
