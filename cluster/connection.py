@@ -127,8 +127,8 @@ def choose_bundle(num_ranks: int, num_gpus: float, *, use_gpus: bool) -> Bundle:
     if num_gpus < num_ranks:
         raise NoPlaceError(
             f"the job has {num_ranks} ranks, each with a GPU of its own, and there are {num_gpus:g} GPUs; fewer workers"
-            " (with ppo.num_generators and ppo.num_scorers), or cluster.use_gpus = false to run all of them on CPUs,"
-            " was expected"
+            " (with ppo.placement.num_generators and num_scorers), or cluster.use_gpus = false to run all of them on"
+            " CPUs, was expected"
         )
     return ON_GPU
 

@@ -4,7 +4,7 @@ EXAMPLES = {
     "heed run": """
 heed run                                            # the built-in demo
 heed run mine.toml
-heed run mine.toml --set ppo.kl_coef=0.1            # only PPO and what follows it run again
+heed run mine.toml --set ppo.kl.coef=0.1            # only PPO and what follows it run again
 heed run mine.toml --from reward                    # rerun this stage and all later ones
 """,
     "heed init": """

@@ -55,7 +55,7 @@ def with_nav(config: str) -> str:
     lines = ["- Job file:", "    - All keys: reference/configuration.md"]
     sections = _sections()
     lines += [f'    - "{section.title}": reference/{section.page}' for section in sections if not section.is_table]
-    lines += ["    - Tables in several sections:"]
+    lines += ["    - Tables in sections:"]
     lines += [f"        - {section.title}: reference/{section.page}" for section in sections if section.is_table]
     lines += ["- Commands:", "    - All commands: reference/cli.md"]
     lines += [f"    - {command.name}: reference/{command.page}" for command in _commands()]
@@ -118,12 +118,12 @@ def configuration_pages() -> dict[str, str]:
     parts = [
         _HEADER,
         "# All keys of a job",
-        'A job is a TOML file; `heed run --set ppo.kl_coef=0.05` overrides one key. A job with `base = "other.toml"`'
+        'A job is a TOML file; `heed run --set ppo.kl.coef=0.05` overrides one key. A job with `base = "other.toml"`'
         " (a path relative to the file) inherits what it does not say: tables are merged, anything else is replaced."
         " Unknown keys are refused. `runs/NAME/job.toml` records the job with all defaults.",
         "## Sections",
         _list_of_keys(section for section in sections if not section.is_table),
-        "## Tables in several sections",
+        "## Tables in sections",
         "A key such as `optimizer` or `batch` holds a table with these keys: `optimizer = { learning_rate = 1e-5 }`.",
         _list_of_keys(section for section in sections if section.is_table),
         "## Above the sections",
@@ -215,8 +215,8 @@ def _type_words(annotation: Any) -> str:
         )
     if origin is dict:
         return f"table of {_type_words(args[1])}"
-    if origin is not None:  # optional, or annotated
-        return _type_words(args[0])
+    if origin is not None:  # optional, annotated, or a union of kinds of table
+        return ", ".join(map(_type_words, args if _models(annotation) else args[:1]))
     names = {bool: "true or false", int: "integer", float: "number", str: "string", Path: "path"}
     return names[annotation]
 
@@ -229,7 +229,8 @@ def _default(field: FieldInfo) -> str:
     if value is None:
         return "Default: absent"
     if isinstance(value, BaseModel):
-        return "Default: the table's defaults"
+        is_one_of_several = len(_models(field.annotation)) > 1
+        return f"Default: {_title(type(value)).lower()}" if is_one_of_several else "Default: the table's defaults"
     if lowest is not None and value < lowest:
         return "Default: derived"
     text = json.dumps(list(value) if isinstance(value, tuple) else value)

@@ -45,6 +45,7 @@ class Colocated(Config):
 
     model_config = ConfigDict(title="Placement colocated")
     roles_share_ranks: ClassVar[bool] = True
+    weight_transport: ClassVar[Literal["auto"]] = "auto"
     num_generators: ClassVar[int] = 0
     num_scorers: ClassVar[int] = 0
     max_staleness: ClassVar[int] = 0

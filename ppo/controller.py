@@ -2,8 +2,8 @@
 
 `PPOController.step` is one iteration: sample responses, score them, subtract penalties, estimate advantages, learn in
 epochs of minibatches, adjust the KL coefficient, send the new weights to the sampler. `Roles` decides where the models
-are and how many ranks share the work. With `placement.max_staleness`, the next rollouts are sampled while the learner trains,
-with weights that are a fixed number of iterations old, whichever side is faster.
+are and how many ranks share the work. With placement `asynchronous`, the next rollouts are sampled while the learner
+trains, with weights that are a fixed number of iterations old, whichever side is faster.
 
 Shape letters: B responses, O objectives, R response tokens, C counted tokens.
 """

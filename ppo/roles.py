@@ -228,7 +228,7 @@ class Broadcast(WeightTransport):
 
 def broadcasts(config: PPOConfig, learners: Handle[Learner], generators: Handle[Generator]) -> bool:
     """Returns whether to broadcast weights between groups; "auto" does between GPUs."""
-    transport = "auto" if config.placement.roles_share_ranks else config.placement.weight_transport
+    transport = config.placement.weight_transport
     if transport != "auto":
         return transport == "broadcast"
     return all([*learners.call_all(Learner.on_gpu), *generators.call_all(Generator.on_gpu)])

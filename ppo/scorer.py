@@ -117,7 +117,7 @@ class Scorer(Rank):
         reward = self.models.reward
         self.judge: RewardModel | ExternalReward
         if isinstance(reward, Path):
-            weights = weights_by_label(str(reward), labels_of(reward), config.objective_weights)
+            weights = weights_by_label(str(reward), labels_of(reward), config.reward.objective_weights)
             self.network = network or self._fixed(network_folder(reward))
             self.judge = RewardModel(self.network.module, Tokenizer.load(reward), weights)
         else:
@@ -175,7 +175,7 @@ class Scorer(Rank):
                 packed = PackedInputs.of(read, network.config.kind, self.device)
                 found.append(packed.in_order(scores_of(network, packed.read)).float()[: len(rows)])
         scores_BO[order] = torch.cat(found).cpu()
-        heads = [network.labels.index(name) for name in self.config.objective_weights] or [0]
+        heads = [network.labels.index(name) for name in self.config.reward.objective_weights] or [0]
         return scores_BO[:, heads]
 
     def _text_scores(

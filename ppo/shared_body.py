@@ -104,8 +104,8 @@ def require_same_body(policy: Path, reward: Path) -> None:
 
 def _of_another_body(what: str, policy: Path, reward: Path) -> ValueError:
     return ValueError(
-        f"ppo.lora.shared_body: {what} of {reward} is not that of {policy} with the adapter {adapter_of(reward)}; a reward"
-        " model trained with [reward] lora on this initial policy was expected"
+        f"ppo.lora.shared_body: {what} of {reward} is not that of {policy} with the adapter {adapter_of(reward)};"
+        " a reward model trained with [reward] lora on this initial policy was expected"
     )
 
 

@@ -316,7 +316,7 @@ def extra_ranks(config: PPOConfig) -> int:
 
 
 def check(config: PPOConfig, job: JobView) -> None:
-    """Check that `objective_weights` names what [reward] learns, and that `lora.shared_body` fits [reward] and [engine]."""
+    """Check that the weights name the objectives of [reward], and that a shared body fits [reward] and [engine]."""
     reward = job.section(REWARD)
     own_reward = reward is not None and REWARD.name in job.parents(STAGE.name)
     if reward is not None and own_reward:
@@ -371,7 +371,7 @@ STAGE = Stage(
     model_fields=("init_from", "reward.model"),
     function_fields=("reward.function",),
     context_tokens=lambda config: {"max_new_tokens": config.max_new_tokens + 1},
-    split_rows=lambda config: {"rollout_batch_size": config.sampled_batch_size, "ptx_rows": config.ptx_rows},
+    split_rows=lambda config: {"rollout_batch_size": config.sampled_batch_size, "ptx.rows": config.ptx_rows},
     extra_ranks=extra_ranks,
     check=check,
     preflight=preflight,

@@ -139,8 +139,8 @@ def weights_by_label(model: str, labels: Sequence[str], weights: Mapping[str, fl
         wanted = f"a weight for each of {', '.join(several)} was" if several else "no weights were"
         raise ValueError(
             f"{model}: a reward model of {'the objectives ' + ', '.join(several) if several else 'one objective'};"
-            f" weights are given for {', '.join(weights) or 'none'}; {wanted} expected (objective_weights of [ppo] or"
-            " [rejection] in a job, --weight or FOLDER#OBJECTIVE on the command line)"
+            f" weights are given for {', '.join(weights) or 'none'}; {wanted} expected (objective_weights of"
+            " [ppo.reward] or [rejection] in a job, --weight or FOLDER#OBJECTIVE on the command line)"
         )
     for name, weight in weights.items():
         if not math.isfinite(weight):

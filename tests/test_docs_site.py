@@ -34,7 +34,7 @@ def test_every_page_can_be_searched(site: Path) -> None:
 def test_a_search_finds_keys_commands_messages_and_terms(site: Path) -> None:
     found = {entry["location"] for entry in json.loads((site / "search/search_index.json").read_text())["docs"]}
     assert found >= {
-        "reference/job/ppo.html#kl_coef",
+        "reference/tables/kl.html#coef",
         "reference/tables/optimizer.html#learning_rate",
         "reference/commands/plan.html#examples",
         "troubleshooting.html#memory-ran-out",

@@ -22,7 +22,7 @@ def merge_adapter(
 ) -> None:
     """Add a LoRA adapter to its model, and write the result as a model directory.
 
-    Every stage takes it as init_from or reward_from; transformers and vLLM load it.
+    Every stage takes it as init_from or as a reward model; transformers and vLLM load it.
     """
     from files.atomic import atomic_folder
     from lm.adapters import AdapterFolder, adapted_folder

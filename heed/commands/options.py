@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 JobFile = Annotated[Path | None, typer.Argument(help="Job file; the built-in demo if left out.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Override a field of the job, e.g. ppo.kl_coef=0.05; none removes it; may repeat."),
+    typer.Option("--set", help="Override a field of the job, e.g. ppo.kl.coef=0.05; none removes it; may repeat."),
 ]
 Workers = Annotated[
     int, typer.Option(help="Number of worker processes (default: the job's).", min=0, show_default=False)

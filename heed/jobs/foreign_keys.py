@@ -5,7 +5,7 @@ docs/examples/config.rst; a Hugging Face config.json; and Heed 0.1. Only keys wi
 name is relative to the section in which the key was found, or a path from the top of the job.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable
 
 _TRL, _OPENRLHF, _VERL, _HF, _OLD = "TRL", "OpenRLHF", "verl", "config.json", "an earlier Heed"
 
@@ -179,8 +179,8 @@ _GLOBAL_BATCHES = (
 _PASTE = "a config.json is read whole where [model] has its model_type"
 
 _KL = (
-    'set `kl.kind`: "reward" subtracts the log ratio (k1), "loss" adds half the square of a response\'s (k2). In a loss,'
-    " k1 has a mean gradient of 0, and k3 has another divergence's (docs/algorithms.md)"
+    'set `kl.kind`: "reward" subtracts the log ratio (k1), "loss" adds half the square of a response\'s (k2). In a'
+    " loss, k1 has a mean gradient of 0, and k3 has another divergence's (docs/algorithms.md)"
 )
 
 # Keys without a counterpart, and what to do instead.
@@ -214,20 +214,18 @@ ADVICE = {
 }
 
 
-def counterpart(key: str, known: Collection[str], top: Collection[str] = ()) -> str:
+def counterpart(key: str, is_key: Callable[[str], bool]) -> str:
     """Says in words what Heed calls another project's key; "" if that is unknown.
 
-    `known` are the fields of the section that the key was found in, `top` those of the whole job.
+    `is_key` tells whether a dotted name is a key of the section that the key was found in, or a path from the top of
+    the job.
     """
     found: dict[str, list[str]] = {}
     for project, table in COUNTERPARTS.items():
         for name in table.get(key, ()):
-            first, *_, last = name.split(".") * 2
-            if first in known or ("." in name and first in top):
-                found.setdefault(name, []).append(project)
-                break
-            if last in known:  # the key was found in that very table
-                found.setdefault(last, []).append(project)
+            last = name.rsplit(".", 1)[-1]  # where the key was found in that very table
+            if match := next(filter(is_key, (name, last)), ""):
+                found.setdefault(match, []).append(project)
                 break
     if len(found) == 1:
         return f"Heed calls it `{next(iter(found))}`"

@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -232,7 +233,13 @@ def unknown_key(section: Sequence[str], key: str, model: type[BaseModel]) -> str
     """Says what an unknown key may stand for (another project's name, or a typo), or lists the known keys."""
     known = [name for found in _sections(section, model) for name in found.model_fields]
     where = f" in [{'.'.join(section)}]" if section else ""
-    hint = counterpart(key, known, tuple(model.model_fields)) if key not in known else ""
+    hint = ""
+    if key not in known:
+        hint = counterpart(
+            key, lambda name: _is_key(name, section, model) or ("." in name and _is_key(name, (), model))
+        )
+    if not hint and not section:
+        hint = _counterpart_in_a_section(key, model)
     kinds = _or([f'"{kind}"' for kind in _kinds_with(key, section, model)])
     if not hint and kinds:
         hint = f"a table of kind {kinds} has it"
@@ -245,6 +252,19 @@ def unknown_key(section: Sequence[str], key: str, model: type[BaseModel]) -> str
 
 def _or(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else "".join(names)
+
+
+def _counterpart_in_a_section(key: str, model: type[BaseModel]) -> str:
+    """Says what Heed calls another project's key in the first section that knows it; "" if none does."""
+    hints = (
+        (section, counterpart(key, partial(_is_key, section=[section], model=model))) for section in model.model_fields
+    )
+    return next((f"in [{section}], {hint}" for section, hint in hints if hint), "")
+
+
+def _is_key(name: str, section: Sequence[str], model: type[BaseModel]) -> bool:
+    """Returns whether a dotted name is a key of a section."""
+    return bool(fields_at(model, (*section, *name.split("."))))
 
 
 def _kinds_at(place: Sequence[str], model: type[BaseModel]) -> str:

@@ -17,6 +17,7 @@ from heed.jobs.registry import Registry
 from lm.config import ModelConfig
 from lm.hub import hub_name, is_gguf, model_directory, on_this_machine, shape_and_tokenizer
 from lm.weights import PRETRAINED, PURPOSES, config_from_hf, purpose_of, read_config
+from training.config import value_at
 
 
 def take_shape(name: str, values: dict[str, Any], registry: Registry, *, opens_models: bool) -> None:
@@ -106,7 +107,7 @@ def hub_models(job: JobConfig) -> tuple[Path, ...]:
     found = list[Path]()
     for stage in job.stages:
         for field in stage.model_fields:
-            name = getattr(job.section_of(stage), field)
+            name = value_at(job.section_of(stage), field)
             try:
                 folder = model_directory(name) if name else Path()
                 found += [folder] if hub_name(folder) else []

@@ -72,7 +72,7 @@ def measure_run(
         read_prompts(source),
         spec,
         progress,
-        config.objective_weights,
+        config.reward.objective_weights,
     )
 
 

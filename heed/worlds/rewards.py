@@ -1,7 +1,7 @@
-"""A reward function: `reward_function = "heed.worlds.rewards:gold"` in configs/jobs/function.toml.
+"""A reward function, which configs/jobs/function.toml names: `function = "heed.worlds.rewards:gold"`.
 
-Write your own in the same way: a file in the folder in which `heed` runs, `reward_function = "my_rewards.py:score"`,
-with a function from prompts and responses to numbers. None (or an exception) leaves a response out.
+Write your own in the same way: a file in the folder in which `heed` runs, `function = "my_rewards.py:score"`, with a
+function from prompts and responses to numbers. None (or an exception) leaves a response out.
 """
 
 from heed.worlds.gold import gold_score

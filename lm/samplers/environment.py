@@ -26,7 +26,7 @@ else:
 """
 
 
-def require_vllm(python: str = "", *, option: str = "ppo.generator_python") -> str:
+def require_vllm(python: str = "", *, option: str = "ppo.sampler.python") -> str:
     """Returns an interpreter that has vLLM, and the same Python, Ray and Heed as this one.
 
     `python` is its path; "" = the one that `make vllm` makes. `option` is where the user names another one.

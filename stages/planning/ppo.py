@@ -69,7 +69,7 @@ class PPOWork:
     mode: Mode = "fast"  # ppo.memory
     generator_ranks: int = 1  # that share a generator's weights
     has_average: bool = True
-    shares_body: bool = False  # ppo.shared_body
+    shares_body: bool = False  # ppo.lora.shared_body
     gpu_bytes: int = 0  # memory of a GPU, which limits the rows sampled at once; 0 = no limit
     keeps: tuple[str, ...] = ()  # the trained models that keep passes for the first update (`KeptPasses`)
 

@@ -85,7 +85,7 @@ def test_without_a_cluster_the_machine_is_checked_before_anything_is_made(
     if ray.is_initialized():
         disconnect()
     cores = os.cpu_count() or 1
-    apart = ["ppo.placement=disaggregated", f"ppo.num_generators={cores}", "ppo.rollout_batch_size=16"]
+    apart = ["ppo.placement.kind=disaggregated", f"ppo.placement.num_generators={cores}", "ppo.rollout_batch_size=16"]
     job = load_job(DEBUG, apart)
     with pytest.raises(ValueError, match=rf"workers is {job.num_ranks}; this machine has {cores} cores"):
         run_job(job, tmp_path)

@@ -45,7 +45,7 @@ def test_the_job_parses_and_names_files_that_exist() -> None:
     assert (job.name, job.stage_names) == ("smollm2", ("ppo", "compare"))
     assert job.ppo is not None
     assert job.compare is not None
-    names = [job.ppo.prompts.source, job.compare.prompts.source, job.ppo.reward_function, job.compare.judge_function]
+    names = [job.ppo.prompts.source, job.compare.prompts.source, job.ppo.reward.function, job.compare.judge_function]
     for name in names:
         file, _, function = name.partition(":")
         assert (ROOT / file).is_file()

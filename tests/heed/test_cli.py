@@ -97,7 +97,7 @@ def test_an_unknown_stage(refused: Callable[..., str], arguments: tuple[str, str
 
 
 def test_an_unknown_key(start_job: Callable[..., str]) -> None:
-    assert start_job("ppo.kl_coeff=1").endswith("`kl_coeff`: unknown key in [ppo]; did you mean `kl_coef`?")
+    assert start_job("ppo.kl.coeff=1").endswith("`coeff`: unknown key in [ppo.kl]; did you mean `coef`?")
 
 
 def test_more_workers_than_cores(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_more_workers_than_cores(refused: Callable[..., str], tmp_path: Path) ->
         "run", DEBUG, "--runs", str(tmp_path), "--workers", "64",
         "--set", "pretrain.batch.batch_size=512", "--set", "sft.batch.batch_size=256",
         "--set", "reward.batch.batch_size=256", "--set", "dpo.batch.batch_size=256",
-        "--set", "ppo.rollout_batch_size=256", "--set", "ppo.minibatch.batch_size=256", "--set", "ppo.ptx_rows=64",
+        "--set", "ppo.rollout_batch_size=256", "--set", "ppo.minibatch.batch_size=256", "--set", "ppo.ptx.rows=64",
     )  # fmt: skip
     assert "workers is 64; this machine has" in line
 

@@ -48,20 +48,20 @@ def test_every_key_has_a_heading_with_type_and_default() -> None:
         for page in [text for path, text in written.items() if re.fullmatch(rf"job/{name}(-\w+)?\.md", path)]:
             assert any(all(f"\n## `{key}`\n" in page for key in model.model_fields) for model in models)
     assert (
-        "## `kl_coef`\n\nWeight of the KL penalty, per nat; its first value if adaptive.\n\n"
-        "Type: number, ≥ 0. Default: `0.05`.\n" in written["job/ppo.md"]
+        "## `coef`\n\nWeight of the penalty, per nat; its first value if there is a target.\n\n"
+        "Type: number, ≥ 0. Default: `0.05`.\n" in written["tables/kl.md"]
     )
     assert "Type: [optimizer](../tables/optimizer.md). Required." in written["job/ppo.md"]
     assert "# `[world] kind = 'reviews'`" in written["job/world-reviews.md"]
     assert "Type: `0`, `1`, `2`, `3`. Default: `0`." in written["job/engine.md"]
-    assert "[kl_coef](job/ppo.md#kl_coef)" in written["configuration.md"]
+    assert "[kl](job/ppo.md#kl)" in written["configuration.md"]
     assert "[`ppo.policy_optimizer`](../job/ppo.md#policy_optimizer)" in written["tables/optimizer.md"]
 
 
 def test_every_command_has_a_page_with_examples_and_options() -> None:
     written = pages()
     run = written["commands/run.md"]
-    assert "heed run mine.toml --set ppo.kl_coef=0.1" in run
+    assert "heed run mine.toml --set ppo.kl.coef=0.1" in run
     assert "| `--set TEXT` |" in run
     assert "[`heed run`](commands/run.md)" in written["cli.md"]
     for path, text in written.items():

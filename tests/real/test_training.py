@@ -46,11 +46,9 @@ lora = {{ rank = 4 }}
 
 [ppo]
 prompts = {{ source = "prompts.jsonl" }}
-advantage = "group_mean"
-advantage_scale = "group"
-samples_per_prompt = 2
-token_weight = "per_response"
-kl_in = "loss"
+advantage = {{ kind = "group_mean", samples_per_prompt = 2, scale = "group" }}
+loss = {{ token_weight = "per_response" }}
+kl = {{ kind = "loss" }}
 num_iterations = 2
 rollout_batch_size = 4
 num_epochs = 1

@@ -15,7 +15,7 @@ from stages.lineage import outputs_hash
 from training.metrics import read_metrics
 
 DEBUG = Path(__file__).parents[3] / "configs" / "jobs" / "debug.toml"
-AHEAD = ("ppo.placement=disaggregated", "ppo.max_staleness=1", "ppo.num_iterations=4")
+AHEAD = ("ppo.placement.kind=asynchronous", "ppo.placement.max_staleness=1", "ppo.num_iterations=4")
 
 
 @pytest.mark.long

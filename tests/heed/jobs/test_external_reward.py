@@ -52,7 +52,7 @@ def test_the_example_job_runs_without_labels_and_reward_model(tmp_path: Path) ->
     (tmp_path / "rewards.py").write_text(
         "def vowels(prompts, responses):\n    return [sum(text.count(v) for v in 'aeiou') for text in responses]\n"
     )
-    job = load_job(JOBS / "function.toml", [*SMALL, f"ppo.reward_function={function}"])
+    job = load_job(JOBS / "function.toml", [*SMALL, f"ppo.reward.function={function}"])
     assert job.parents("ppo") == ("sft",)
     run = run_job(job, tmp_path / "runs")
     figures = read_metrics(run / "ppo" / "metrics.jsonl")
@@ -102,15 +102,20 @@ def endpoint() -> Iterator[Endpoint]:
         yield server
 
 
+def function_reward(name: str) -> dict[str, str]:
+    return {"kind": "function", "function": name}
+
+
 def ppo_job(tmp_path: Path, model_folder: Path, **changes: Any) -> Path:
     """PPO alone, from a model directory and a file of prompts."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"Where is {i}?"}) + "\n" for i in range(16)))
     values = tomllib.loads((JOBS / "debug.toml").read_text())
     kept = {key: values[key] for key in ("name", "engine")}
-    start = {"init_from": str(model_folder), "prompts": {"source": str(prompts)}, "ptx_coef": 0.0, "ptx_rows": 0}
+    start = {"init_from": str(model_folder), "prompts": {"source": str(prompts)}, "num_iterations": 1}
+    values["ppo"].pop("ptx")
     path = tmp_path / "job.toml"
-    path.write_text(tomli_w.dumps({**kept, "ppo": {**values["ppo"], **start, "num_iterations": 1, **changes}}))
+    path.write_text(tomli_w.dumps({**kept, "ppo": {**values["ppo"], **start, **changes}}))
     return path
 
 
@@ -119,7 +124,7 @@ def test_a_server_that_was_asleep_stops_the_run_and_is_asked_again(
     tmp_path: Path, model_folder: Path, endpoint: Endpoint
 ) -> None:
     url = f"http://127.0.0.1:{endpoint.server_port}/"
-    job = load_job(ppo_job(tmp_path, model_folder, reward_url=url, reward_retries=0))
+    job = load_job(ppo_job(tmp_path, model_folder, reward={"kind": "url", "url": url, "retries": 0}))
     with pytest.raises(ValueError, match=r"16 of 16 samples .* The first: .* answered with status 400"):
         run_job(job, tmp_path / "runs")
     endpoint.answers_left = 1  # the SFT policy's samples are scored, the first rollout is not
@@ -132,7 +137,7 @@ def test_a_server_that_was_asleep_stops_the_run_and_is_asked_again(
     (line,) = read_metrics(run / "ppo" / "metrics.jsonl")
     assert line["failed_scores"] == 0
     assert line["score"] > 0
-    patient = load_job(tmp_path / "job.toml", ["ppo.reward_retries=5"])
+    patient = load_job(tmp_path / "job.toml", ["ppo.reward.retries=5"])
     before = (run / "ppo" / "lineage.json").stat().st_mtime_ns
     run_job(patient, tmp_path / "runs")  # the retry settings for a server are not an input: nothing runs again
     assert (run / "ppo" / "lineage.json").stat().st_mtime_ns == before
@@ -157,7 +162,7 @@ def test_a_failing_function_is_reported_with_its_own_file_and_line(
     """`heed run` prints the function, its failure and where it happened, and nothing of Heed's own code."""
     rewards = tmp_path / "my_rewards.py"
     rewards.write_text(f"def score(prompts, responses):\n{body}")
-    path = ppo_job(tmp_path, model_folder, reward_function=f"{rewards}:score")
+    path = ppo_job(tmp_path, model_folder, reward=function_reward(f"{rewards}:score"))
     monkeypatch.setattr("sys.argv", ["heed", "run", str(path), "--runs", str(tmp_path / "runs")])
     with pytest.raises(SystemExit) as caught:
         main()
@@ -180,7 +185,7 @@ def test_a_damaged_model_and_a_missing_file_are_named(tmp_path: Path, model_fold
     (tmp_path / "rewards.py").write_text(
         "def score(prompts, responses):\n    return [len(text) for text in responses]\n"
     )
-    file = ppo_job(tmp_path, folder, reward_function=f"{tmp_path / 'rewards.py'}:score")
+    file = ppo_job(tmp_path, folder, reward=function_reward(f"{tmp_path / 'rewards.py'}:score"))
     with pytest.raises(ValueError, match=rf"^{path}: incomplete or damaged: .*; write or download it again$"):
         run_job(load_job(file), tmp_path / "runs")
     with pytest.raises(ValueError, match=r"^ppo\.prompts\.source: nofile\.jsonl: no such file$"):
@@ -188,7 +193,7 @@ def test_a_damaged_model_and_a_missing_file_are_named(tmp_path: Path, model_fold
 
 
 def test_a_function_that_is_not_there_is_named_before_anything_runs(tmp_path: Path, model_folder: Path) -> None:
-    job = load_job(ppo_job(tmp_path, model_folder, reward_function="heed.worlds.rewards:silver"))
+    job = load_job(ppo_job(tmp_path, model_folder, reward=function_reward("heed.worlds.rewards:silver")))
     with pytest.raises(ValueError, match=r"heed.worlds.rewards has no function 'silver'"):
         run_job(job, tmp_path / "runs")
 
@@ -196,8 +201,11 @@ def test_a_function_that_is_not_there_is_named_before_anything_runs(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ([], r"ppo needs reward: \[reward\] or ppo.reward_from or ppo.reward_function or ppo.reward_url was expected"),
-        (["ppo.reward_function=a:b", "ppo.reward_url=http://h/"], "one source of the reward was expected"),
+        ([], r"ppo needs reward: \[reward\] or ppo.reward.model or ppo.reward.function or ppo.reward.url was expected"),
+        (
+            ['ppo.reward={kind="function", function="a:b", url="http://h/"}'],
+            r'`url`: unknown key in \[ppo.reward\]; a table of kind "url" has it',
+        ),
     ],
 )
 def test_one_source_of_reward_is_wanted(tmp_path: Path, model_folder: Path, changes: list[str], words: str) -> None:
@@ -206,16 +214,16 @@ def test_one_source_of_reward_is_wanted(tmp_path: Path, model_folder: Path, chan
 
 
 def test_a_reward_stage_together_with_a_function_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"ppo.reward_function is given and so is \[reward\]"):
-        load_job(JOBS / "debug.toml", ["ppo.reward_function=a:b"])
+    with pytest.raises(ValueError, match=r"ppo.reward.function is given and so is \[reward\]"):
+        load_job(JOBS / "debug.toml", ["ppo.reward.kind=function", "ppo.reward.function=a:b"])
 
 
 def test_a_function_in_a_file_is_shipped() -> None:
     job = load_job(JOBS / "debug.toml")
 
     def named(function: str) -> str | None:
-        ppo = job.ppo.model_copy(update={"reward_function": function})
-        return dict(named_paths(job.model_copy(update={"ppo": ppo}))).get("ppo.reward_function")
+        ppo = job.ppo.model_copy(update={"reward": RewardFunction(function=function)})
+        return dict(named_paths(job.model_copy(update={"ppo": ppo}))).get("ppo.reward.function")
 
     assert named("my/rewards.py:score") == "my/rewards.py"
     assert named("heed.worlds.rewards:gold") is None

@@ -29,7 +29,7 @@ def fingerprint(stage_name: str, *overrides: str) -> str:
         ("ppo", "ppo.save_every_iterations=2"),
         ("reward", "workers=2"),
         ("reward", "engine.zero_stage=2"),
-        ("sft", "ppo.kl_coef=0.3"),
+        ("sft", "ppo.kl.coef=0.3"),
     ],
 )
 def test_how_work_is_split_and_logged_is_no_input(stage: str, override: str) -> None:
@@ -42,7 +42,7 @@ def test_how_work_is_split_and_logged_is_no_input(stage: str, override: str) -> 
         ("pretrain", "pretrain.batch.batch_size=32"),
         ("pretrain", "model.hidden_size=64"),
         ("sft", "sft.optimizer.learning_rate=1e-4"),
-        ("ppo", "ppo.kl_coef=0.3"),
+        ("ppo", "ppo.kl.coef=0.3"),
         ("reward", "seed=1"),
         ("reward", "engine.precision=bf16"),
     ],
@@ -56,8 +56,12 @@ def test_what_changed_is_named(tmp_path: Path) -> None:
     run = Run(job, Path("nowhere"), cast(World, None), lambda: pytest.fail("no workers are needed"))
     inputs = inputs_of(run, job.registry["ppo"])
     assert what_changed(tmp_path, inputs) == "changed"  # nothing says what it was made with
-    before = {"seed": inputs.seed, **inputs.config, "ppo": {**inputs.config["ppo"], "kl_coef": 0.7, "gone": 1}}
+    before = {
+        "seed": inputs.seed,
+        **inputs.config,
+        "ppo": {**inputs.config["ppo"], "kl": {**inputs.config["ppo"]["kl"], "coef": 0.7}, "gone": 1},
+    }
     (tmp_path / "config.toml").write_text(tomli_w.dumps(before))
-    assert what_changed(tmp_path, inputs) == "changed: ppo.gone, ppo.kl_coef"
+    assert what_changed(tmp_path, inputs) == "changed: ppo.gone, ppo.kl.coef"
     (tmp_path / "config.toml").write_text(tomli_w.dumps({"seed": inputs.seed, **inputs.config}))
     assert what_changed(tmp_path, inputs) == "its data or an earlier stage changed"

@@ -67,9 +67,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iter
     sft = debug["sft"] | {
         "init_from": str(model_folder), "demonstrations": [source], "heldout": [source], "seq_len": 96,
     }  # fmt: skip
-    ppo = debug["ppo"] | {
-        "prompts": source, "reward_function": "reward.py:score", "num_iterations": 1, "ptx_coef": 0.0, "ptx_rows": 0,
-    }  # fmt: skip
+    reward = {"kind": "function", "function": "reward.py:score"}
+    ppo = debug["ppo"] | {"prompts": source, "reward": reward, "num_iterations": 1}
+    del ppo["ptx"]
     values = {"name": "shop", "engine": debug["engine"], "cluster": debug["cluster"], "sft": sft, "ppo": ppo}
     (path / "job.toml").write_text(tomli_w.dumps(values))
     yield Folder(path, ray)
@@ -108,7 +108,7 @@ def test_where_ray_does_not_start_the_earlier_result_stays(finished: Folder) -> 
     model = finished.path / "runs/shop/ppo/model/model.safetensors"
     before = model.read_bytes()
     too_long = f"/tmp/{'x' * 100}"  # for the sockets that Ray keeps there
-    done = finished.heed(*HEED, "run", "job.toml", "--set", "ppo.kl_coef=0.2", RAY_TMPDIR=too_long)
+    done = finished.heed(*HEED, "run", "job.toml", "--set", "ppo.kl.coef=0.2", RAY_TMPDIR=too_long)
     shutil.rmtree(too_long, ignore_errors=True)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr

@@ -105,10 +105,11 @@ def test_ppo_is_interrupted_after_the_iteration_that_it_is_in(
     (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "Where is {i}?"}}\n' for i in range(16)))
     debug = tomllib.loads(DEBUG_JOB.read_text(encoding="utf-8"))
     ppo = debug["ppo"] | {
-        "init_from": str(model_folder), "prompts": {"source": str(tmp_path / "prompts.jsonl")}, "ptx_coef": 0.0,
-        "ptx_rows": 0, "reward_function": f"{tmp_path / 'rewards.py'}:score", "num_iterations": 200,
+        "init_from": str(model_folder), "prompts": {"source": str(tmp_path / "prompts.jsonl")},
+        "reward": {"kind": "function", "function": f"{tmp_path / 'rewards.py'}:score"}, "num_iterations": 200,
         "save_every_iterations": 1000,
     }  # fmt: skip
+    del ppo["ptx"]
     values = {"name": "alone", "engine": debug["engine"], "cluster": debug["cluster"], "ppo": ppo}
     (tmp_path / "job.toml").write_text(tomli_w.dumps(values), encoding="utf-8")
     command = heed("run", str(tmp_path / "job.toml"), "--runs", str(tmp_path / "runs"))

@@ -83,19 +83,19 @@ def test_overrides_set_dotted_keys() -> None:
     job = load_job(
         DEBUG,
         [
-            "ppo.kl_coef=0.25",
+            "ppo.kl.coef=0.25",
             "ppo.policy_optimizer.learning_rate = 5e-6",
             "name=other",
             'engine.trackers=["tensorboard"]',
             "world.labeler.noise=0.5",
             "pretrain.dropout=1e-1",
             "note=two words",
-            "ppo.gae_lambda=.5",
+            "ppo.advantage.gae_lambda=.5",
             "ppo.temperature=2.",
         ],
     )
-    assert (job.ppo.gae_lambda, job.ppo.temperature) == (0.5, 2.0)
-    assert job.ppo.kl_coef == 0.25
+    assert (job.ppo.advantage.gae_lambda, job.ppo.temperature) == (0.5, 2.0)
+    assert job.ppo.kl.coef == 0.25
     assert job.ppo.policy_optimizer.learning_rate == 5e-6
     assert job.ppo.policy_optimizer.eps == 1e-5  # the neighbouring fields stay
     assert job.name == "other"
@@ -106,13 +106,18 @@ def test_overrides_set_dotted_keys() -> None:
 
 def test_none_removes_a_key() -> None:
     debug = load_job(DEBUG)
-    assert debug.ppo.kl_coef != 0.05
+    assert debug.ppo.kl.coef != 0.05
     assert debug.ppo.missing_eos_penalty
-    removed = ["ppo.kl_coef=none", "ppo.missing_eos_penalty=none", "ppo.policy_optimizer.eps=none", "ppo.gamma=none"]
-    job = load_job(DEBUG, [*removed, "rejection=none", "ppo.value_optimizer=none", "ppo.advantage=none"])
-    assert (job.ppo.kl_coef, job.ppo.missing_eos_penalty, job.ppo.policy_optimizer.eps) == (0.05, 0.0, 1e-8)
+    removed = [
+        "ppo.kl.coef=none",
+        "ppo.missing_eos_penalty=none",
+        "ppo.policy_optimizer.eps=none",
+        "ppo.temperature=none",
+    ]
+    job = load_job(DEBUG, [*removed, "rejection=none", "ppo.advantage.value_optimizer=none", "ppo.advantage.kind=none"])
+    assert (job.ppo.kl.coef, job.ppo.missing_eos_penalty, job.ppo.policy_optimizer.eps) == (0.05, 0.0, 1e-8)
     assert job.ppo.value_optimizer is None
-    assert job.ppo.advantage == "none", "a key that has this value is set to it"
+    assert job.ppo.advantage.kind == "none", "a key that has this value is set to it"
     assert "compare" not in load_job(DEBUG, ["compare=none"]).stage_names
 
 
@@ -120,16 +125,16 @@ def test_none_removes_a_key() -> None:
     ("override", "message"),
     [
         # Unknown keys: the whole path, and similar or known keys.
-        ("kl_coef=.1", r"`kl_coef`: unknown key; did you mean `ppo\.kl_coef`\?$"),
+        ("kl_coef=.1", r"`kl_coef`: unknown key; in \[ppo\], Heed calls it `kl\.coef`$"),
         ("responses_per_prompt=3", r"did you mean `collect\.responses_per_prompt`\?$"),
         (
             "chat_template=chat",
             r"did you mean `sft\.chat_template`, `reward\.chat_template` or `dpo\.chat_template`\?$",
         ),
         ("ppo.batch_size=4", r"`batch_size`: unknown key in \[ppo\]; did you mean `ppo\.minibatch\.batch_size`\?$"),
-        ("ppo.kl_coeff=none", r"--set 'ppo\.kl_coeff=none': `kl_coeff`: unknown key in \[ppo\]; .*`kl_coef`"),
-        ("pppo.kl_coef=none", r"--set 'pppo\.kl_coef=none': `pppo`: unknown key; did you mean `ppo`"),
-        ("ppo.kl_coeff=0.1", r"`kl_coeff`: unknown key in \[ppo\]; did you mean `kl_coef`\?"),
+        ("ppo.kl.coeff=none", r"--set 'ppo\.kl\.coeff=none': `coeff`: unknown key in \[ppo\.kl\]; .*`coef`"),
+        ("pppo.temperature=none", r"--set 'pppo\.temperature=none': `pppo`: unknown key; did you mean `ppo`"),
+        ("ppo.kl.coeff=0.1", r"`coeff`: unknown key in \[ppo\.kl\]; did you mean `coef`\?"),
         ("ppo.policy_optimizer.learning_rat=1", r"`learning_rat`: .* \[ppo\.policy_optimizer\]; .*`learning_rate`"),
         (
             "world.num_pretrain_text=5",
@@ -144,8 +149,8 @@ def test_none_removes_a_key() -> None:
         # Wrong types and values: the field and what was found.
         ("seed=soon", r"seed: .*integer.*found 'soon'"),
         ("workers=0", r"workers: .*greater than or equal to 1, found 0"),
-        ("ppo.kl_coef=-0.5", r"ppo\.kl_coef: .*greater than or equal to 0, found -0\.5"),
-        ("ppo.clip_range=[1]", r"ppo\.clip_range: .*number"),
+        ("ppo.kl.coef=-0.5", r"ppo\.kl\.coef: .*greater than or equal to 0, found -0\.5"),
+        ("ppo.loss.clip_range=[1]", r"ppo\.loss\.clip_range: .*number"),
         ("sft.optimizer.schedule=cosinus", r"sft\.optimizer\.schedule: .*'constant', 'linear' or 'cosine'.*'cosinus'"),
         ("engine.zero_stage=4", r"engine\.zero_stage: .*found 4"),
         ("name=../up", r"name: .*found '\.\./up'"),
@@ -159,7 +164,12 @@ def test_none_removes_a_key() -> None:
             r"pretrain\.batch with workers = 4: batch_size over ranks x micro_batch_size: 16 .* multiple of 32",
         ),
         ("ppo.rollout_batch_size=12", r"ppo: rollout_batch_size over minibatch\.batch_size: 12 is not a multiple of 8"),
-        ("ppo.ptx_rows=0", r"ppo: ptx_coef 0\.1 with ptx_rows 0: both or neither must be 0"),
+        ("ppo.ptx.rows=0", r"ppo\.ptx\.rows: .*greater than or equal to 1, found 0"),
+        ("ppo.advantage=gae", r'ppo\.advantage: a table with kind "gae", .* or "none" was expected, found \'gae\''),
+        ("ppo.advantage=none", r'ppo\.advantage: missing; a table with kind "gae", .* or "none" was expected'),
+        ("ppo.advantage.kind=none", r'`value_optimizer`: unknown key in \[ppo\.advantage\]; a table of kind "gae" has'),
+        ("ppo.loss.kind=response", r"ppo: loss\.kind 'response' gives a response one ratio, and advantage\.kind 'gae'"),
+        ("ppo.placement.kind=asynchronous", r"ppo\.placement\.max_staleness: missing"),
         (
             "model.hidden_size=33",
             r"model: model\.hidden_size over model\.num_attention_heads: 33 is not a multiple of 2",
@@ -169,7 +179,7 @@ def test_none_removes_a_key() -> None:
         ("ppo.max_new_tokens=160", r"ppo\.max_new_tokens does not fit model\.max_position_embeddings = 160"),
         ("model.max_position_embeddings=16", r"does not fit model\.max_position_embeddings = 16"),
         # Invalid overrides.
-        ("ppo.kl_coef", r"--set 'ppo\.kl_coef': KEY=VALUE was expected"),
+        ("ppo.kl.coef", r"--set 'ppo\.kl\.coef': KEY=VALUE was expected"),
         ("=3", r"--set '=3': KEY=VALUE was expected"),
         ("name.more=3", r"--set 'name\.more=3': 'name' is not a section"),
     ],
@@ -194,16 +204,16 @@ def test_the_reward_judges_only_alone_and_where_there_is_one() -> None:
 
 
 def test_two_mistakes_are_both_named() -> None:
-    with pytest.raises(ValueError, match=r"debug\.toml: .*seed.*; .*ppo\.clip_range"):
-        load_job(DEBUG, ["ppo.clip_range=-1", "seed=-1"])
+    with pytest.raises(ValueError, match=r"debug\.toml: .*seed.*; .*ppo\.loss\.clip_range"):
+        load_job(DEBUG, ["ppo.loss.clip_range=-1", "seed=-1"])
 
 
 def test_ptx_rows_must_divide_among_the_workers() -> None:
-    with pytest.raises(ValueError, match=r"ppo\.ptx_rows is 3; a multiple of workers = 2 was expected"):
-        load_job(DEBUG, ["workers=2", "ppo.ptx_rows=3"])
+    with pytest.raises(ValueError, match=r"ppo\.ptx\.rows is 3; a multiple of workers = 2 was expected"):
+        load_job(DEBUG, ["workers=2", "ppo.ptx.rows=3"])
 
 
-@pytest.mark.parametrize("section", ["pretrain.optimizer", "ppo.value_optimizer"])
+@pytest.mark.parametrize("section", ["pretrain.optimizer", "ppo.advantage.value_optimizer"])
 def test_muon_under_zero_is_refused_before_anything_runs(section: str) -> None:
     with pytest.raises(
         ValueError, match=rf"{section}: optimizer kind 'muon' needs whole matrices, which ZeRO 1 cuts up"
@@ -222,7 +232,7 @@ def test_a_missing_section_is_named(tmp_path: Path) -> None:
     values["ppo"]["num_iterations"] = 1
     path.write_text(tomli_w.dumps(values), encoding="utf-8")
     with pytest.raises(
-        ValueError, match=r"job\.toml: ppo needs reward: \[reward\] or ppo.reward_from or .* was expected"
+        ValueError, match=r"job\.toml: ppo needs reward: \[reward\] or ppo.reward.model or .* was expected"
     ):
         load_job(path)
 
@@ -240,7 +250,7 @@ def test_a_job_may_go_on_with_fewer_workers() -> None:
     assert load_job(DEBUG, ["workers=4", "pretrain.batch.micro_batch_size=4", *FOUR]).world_sizes == (4,)
     # No batch is divisible by three.
     assert load_job(DEBUG, ["workers=4", "min_workers=1", *FOUR]).world_sizes == (4, 2, 1)
-    apart = ["ppo.placement=disaggregated", "ppo.num_generators=2"]
+    apart = ["ppo.placement.kind=disaggregated", "ppo.placement.num_generators=2"]
     assert load_job(DEBUG, ["workers=4", "min_workers=2", *FOUR, *apart]).fewest_ranks == 2 + 2 + 1
     with pytest.raises(ValueError, match=r"min_workers is 3; at most workers = 2 was expected"):
         load_job(DEBUG, ["workers=2", "min_workers=3"])

@@ -18,15 +18,15 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_tables_are_merged_and_everything_else_is_replaced() -> None:
-    below = {"seed": 1, "ppo": {"kl_coef": 0.1, "prompts": {"source": "a", "split": "test"}}, "texts": [1, 2], "x": {}}
-    above = {"ppo": {"prompts": {"source": "b"}, "gamma": 0.9}, "texts": [3], "x": 1}
+    below = {"seed": 1, "ppo": {"num_epochs": 2, "prompts": {"source": "a", "split": "test"}}, "texts": [1, 2], "x": {}}
+    above = {"ppo": {"prompts": {"source": "b"}, "temperature": 0.9}, "texts": [3], "x": 1}
     assert merged(below, above) == {
         "seed": 1,
-        "ppo": {"kl_coef": 0.1, "prompts": {"source": "b", "split": "test"}, "gamma": 0.9},
+        "ppo": {"num_epochs": 2, "prompts": {"source": "b", "split": "test"}, "temperature": 0.9},
         "texts": [3],
         "x": 1,
     }
-    assert below["ppo"] == {"kl_coef": 0.1, "prompts": {"source": "a", "split": "test"}}, "the base stays as it is"
+    assert below["ppo"] == {"num_epochs": 2, "prompts": {"source": "a", "split": "test"}}, "the base stays as it is"
 
 
 def test_a_job_is_its_base_but_for_what_it_says(tmp_path: Path) -> None:
@@ -37,25 +37,25 @@ def test_a_job_is_its_base_but_for_what_it_says(tmp_path: Path) -> None:
         base = "bases/middle.toml"
         name = "mine"
         [ppo]
-        kl_coef = 0.3
+        kl = { coef = 0.3 }
         policy_optimizer = { learning_rate = 2e-3 }
         [sft]
         heldout = [{ source = "world:demonstrations" }]
         """,
     )
-    job, debug = load_job(path, ["ppo.gamma=0.5"]), load_job(DEBUG)
+    job, debug = load_job(path, ["ppo.temperature=0.5"]), load_job(DEBUG)
     assert (job.name, job.note, job.seed) == ("mine", debug.note and "", 3)
     assert job.ppo == debug.ppo.model_copy(
         update={
-            "kl_coef": 0.3,
-            "gamma": 0.5,
+            "kl": debug.ppo.kl.model_copy(update={"coef": 0.3}),
+            "temperature": 0.5,
             "policy_optimizer": debug.ppo.policy_optimizer.model_copy(update={"learning_rate": 2e-3}),
         }
     )
     assert [data.source for data in job.sft.heldout] == ["world:demonstrations"]
     assert job.pretrain == debug.pretrain
     with packed(path, job) as folder:
-        assert load_job(folder / "mine.toml", ["ppo.gamma=0.5"]) == job, "a submitted job needs no base"
+        assert load_job(folder / "mine.toml", ["ppo.temperature=0.5"]) == job, "a submitted job needs no base"
     assert middle.is_file()
 
 
@@ -76,12 +76,14 @@ def test_a_base_that_cannot_be_read_is_named(tmp_path: Path, base: str, message:
 
 
 def test_a_key_of_the_base_can_be_left_out(tmp_path: Path) -> None:
-    base = write(tmp_path / "base.toml", "seed = 1\n[ppo]\ngamma = 0.9\nkl_coef = 0.1\n[dpo]\nbeta = 1.0\n")
-    path = write(tmp_path / "mine.toml", 'base = "base.toml"\nwithout = ["ppo.gamma", "dpo"]\n[ppo]\nkl_coef = 0.2\n')
-    assert read_job_values(path) == {"seed": 1, "ppo": {"kl_coef": 0.2}}
+    base = write(tmp_path / "base.toml", "seed = 1\n[ppo]\ntemperature = 0.9\nkl = {coef = 0.1}\n[dpo]\nbeta = 1.0\n")
+    path = write(
+        tmp_path / "mine.toml", 'base = "base.toml"\nwithout = ["ppo.temperature", "dpo"]\n[ppo]\nkl.coef = 0.2\n'
+    )
+    assert read_job_values(path) == {"seed": 1, "ppo": {"kl": {"coef": 0.2}}}
     for without, message in (
         ('"ppo"', "without is 'ppo'; a list"),
-        ('["ppo.gama"]', "without 'ppo.gama': base .* no such key"),
+        ('["ppo.temperatur"]', "without 'ppo.temperatur': base .* no such key"),
     ):
         write(path, f'base = "{base}"\nwithout = {without}\n')
         with pytest.raises(ValueError, match=message):

@@ -25,12 +25,11 @@ def test_a_judge_from_the_rewards_file_cannot_show_gaming(
         name = "judged"
         [ppo]
         init_from = "{model_folder}"
-        reward_function = "{tmp_path}/reward.py:score"
+        reward = {{ kind = "function", function = "{tmp_path}/reward.py:score" }}
         prompts = {{ source = "{tmp_path}/prompts.jsonl" }}
         num_iterations = 1
         rollout_batch_size = 2
-        samples_per_prompt = 2
-        advantage = "group_mean"
+        advantage = {{ kind = "group_mean", samples_per_prompt = 2 }}
         minibatch = {{ batch_size = 2, micro_batch_size = 2 }}
         max_new_tokens = 4
         policy_optimizer = {{ learning_rate = 1e-3 }}

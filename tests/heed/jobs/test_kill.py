@@ -17,7 +17,7 @@ DEBUG_JOB = Path(__file__).parents[3] / "configs" / "jobs" / "debug.toml"
 BY_ADAPTERS = """
 base = "{base}"
 name = "adapters"
-without = ["pretrain", "collect", "compare", "model", "ppo.ptx_coef", "ppo.ptx_rows"]
+without = ["pretrain", "collect", "compare", "model", "ppo.ptx"]
 [sft]
 init_from = "{parents}/pretrain/model"
 lora = {{ rank = 3, alpha = 6 }}
@@ -39,8 +39,7 @@ dropout = 0.1
 save_every_steps = 2
 evaluate_every_steps = 5
 [ppo]
-lora = {{ rank = 2, alpha = 4 }}
-shared_body = true
+lora = {{ rank = 2, alpha = 4, shared_body = true }}
 num_iterations = 6
 save_every_iterations = 2
 """

@@ -54,14 +54,14 @@ def write(path: Path, head: str, tail: str = "") -> Path:
     stages = """
         [ppo]
         init_from = "Qwen/Qwen2.5-0.5B"
-        reward_function = "heed.worlds.rewards:gold"
+        reward = { kind = "function", function = "heed.worlds.rewards:gold" }
         prompts = { source = "prompts.jsonl" }
         num_iterations = 2
         rollout_batch_size = 8
         minibatch = { batch_size = 8, micro_batch_size = 8 }
         max_new_tokens = 16
         policy_optimizer = { learning_rate = 1e-6 }
-        value_optimizer = { learning_rate = 1e-6 }
+        advantage = { kind = "gae", value_optimizer = { learning_rate = 1e-6 } }
     """
     path.write_text(f'name = "mine"\n{head}\n{stages}\n{tail}', encoding="utf-8")
     return path

@@ -62,11 +62,13 @@ def job_file(tmp_path: Path, model_folder: Path) -> Path:
     ppo |= {
         "init_from": str(model_folder),
         "prompts": write_rows(tmp_path / "prompts.jsonl", prompts),
-        "objective_weights": {LOUD: 1.0, CALM: 0.25},
-        "policy_optimizer": fast, "value_optimizer": fast, "kl_coef": 0.01, "missing_eos_penalty": 0.0,
+        "reward": {"kind": "model", "objective_weights": {LOUD: 1.0, CALM: 0.25}},
+        "policy_optimizer": fast, "advantage": {"kind": "gae", "value_optimizer": fast}, "kl": {"coef": 0.01},
+        "missing_eos_penalty": 0.0,
         "num_iterations": 12, "rollout_batch_size": 32, "minibatch": {"batch_size": 32, "micro_batch_size": 32},
-        "ptx_coef": 0.0, "ptx_rows": 0, "save_every_iterations": 12,
+        "save_every_iterations": 12,
     }  # fmt: skip
+    del ppo["ptx"]
     kept = {key: values[key] for key in ("name", "engine")}
     (tmp_path / "job.toml").write_text(tomli_w.dumps({**kept, "reward": reward, "ppo": ppo}))
     return tmp_path / "job.toml"
@@ -101,7 +103,7 @@ def test_the_weights_decide_which_objective_the_policy_climbs(tmp_path: Path, mo
     assert "Held-out accuracy, calm" in page
     assert "Score, loud" in page
     trained = (run / "reward" / "lineage.json").read_text()
-    swapped = ["ppo.objective_weights.loud=0.25", "ppo.objective_weights.calm=1.0"]
+    swapped = ["ppo.reward.objective_weights.loud=0.25", "ppo.reward.objective_weights.calm=1.0"]
     calmer = end_of(run_job(load_job(path, swapped), tmp_path / "runs"))
     assert (run / "reward" / "lineage.json").read_text() == trained  # other weights need no new reward model
     assert louder[LOUD] > calmer[LOUD] + 1.0
@@ -112,15 +114,18 @@ def test_the_weights_decide_which_objective_the_policy_climbs(tmp_path: Path, mo
     ("overrides", "words"),
     [
         (
-            ["ppo.objective_weights={}"],
+            ["ppo.reward.objective_weights={}"],
             r"\[reward\]: a reward model of the objectives calm, loud; weights are given for none",
         ),
-        (["ppo.objective_weights={loud=1.0}"], r"weights are given for loud; a weight for each of calm, loud was exp"),
         (
-            ["ppo.objective_weights.terse=1.0"],
+            ["ppo.reward.objective_weights={loud=1.0}"],
+            r"weights are given for loud; a weight for each of calm, loud was exp",
+        ),
+        (
+            ["ppo.reward.objective_weights.terse=1.0"],
             r"weights are given for loud, calm, terse; a weight for each of calm, lo",
         ),
-        (["ppo.objective_weights.loud=nan"], r"ppo.objective_weights.loud.*finite number"),
+        (["ppo.reward.objective_weights.loud=nan"], r"ppo.reward.objective_weights.loud.*finite number"),
         (
             ["reward.objectives=['loud']"],
             r"a reward model of one objective; weights are given for loud, calm; no weights",
@@ -136,7 +141,7 @@ def test_what_does_not_fit_is_refused_with_the_job(
 
 
 def test_labelers_that_judge_by_everything_teach_no_other_objective() -> None:
-    overrides = ["reward.objectives=['calm', 'loud']", "ppo.objective_weights={calm=1.0, loud=1.0}"]
+    overrides = ["reward.objectives=['calm', 'loud']", "ppo.reward.objective_weights={calm=1.0, loud=1.0}"]
     with pytest.raises(
         ValueError, match=r"reward.objectives is \['calm', 'loud'\], and the labelers of \[collect\] jud"
     ):
@@ -146,7 +151,7 @@ def test_labelers_that_judge_by_everything_teach_no_other_objective() -> None:
 
 def test_objectives_without_rankings_are_refused_before_anything_runs(tmp_path: Path, model_folder: Path) -> None:
     path = job_file(tmp_path, model_folder)
-    job = load_job(path, ["reward.objectives=['calm', 'terse']", "ppo.objective_weights={calm=1.0, terse=1.0}"])
+    job = load_job(path, ["reward.objectives=['calm', 'terse']", "ppo.reward.objective_weights={calm=1.0, terse=1.0}"])
     with pytest.raises(
         ValueError, match=r"reward.objectives is \['calm', 'terse'\], and the rankings of .* are of calm"
     ):
@@ -154,7 +159,7 @@ def test_objectives_without_rankings_are_refused_before_anything_runs(tmp_path: 
 
 
 def test_what_is_not_learned_is_said(tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = load_job(job_file(tmp_path, model_folder), ["reward.objectives=['calm']", "ppo.objective_weights={}"])
+    job = load_job(job_file(tmp_path, model_folder), ["reward.objectives=['calm']", "ppo.reward.objective_weights={}"])
     assert job.ppo is not None
     check_data(Run(job.model_copy(update={"ppo": None}), tmp_path, None, None))  # type: ignore[arg-type]
     assert "24 rankings are of objectives that are not learned" in " ".join(capsys.readouterr().err.split())
@@ -168,20 +173,20 @@ def test_a_reward_model_from_elsewhere_is_asked_for_its_objectives(
     save_model(tmp_path / "judge", judge, judge.state_dict(), tokenizer)
     values = tomllib.loads(job_file(tmp_path, model_folder).read_text())
     del values["reward"]
-    values["ppo"]["reward_from"] = str(tmp_path / "judge")
+    values["ppo"]["reward"]["model"] = str(tmp_path / "judge")
     (tmp_path / "job.toml").write_text(tomli_w.dumps(values))
     with pytest.raises(
         ValueError, match=r"judge: a reward model of the objectives kind, true; weights are given for l"
     ):
         check_data(Run(load_job(tmp_path / "job.toml"), tmp_path, None, None))  # type: ignore[arg-type]
-    right = load_job(tmp_path / "job.toml", ["ppo.objective_weights={kind=1.0, true=-0.5}"])
+    right = load_job(tmp_path / "job.toml", ["ppo.reward.objective_weights={kind=1.0, true=-0.5}"])
     check_data(Run(right, tmp_path, None, None))  # type: ignore[arg-type]
 
 
 def test_the_plan_counts_the_heads() -> None:
     setting = Setting(GPUS["h100"], 0.4, 10_000)
     rankings = ["reward.rankings.source=rankings.jsonl", "reward.objectives=['helpful','harmless','terse']"]
-    weights = ["ppo.objective_weights={helpful=1.0, harmless=1.0, terse=0.1}"]
+    weights = ["ppo.reward.objective_weights={helpful=1.0, harmless=1.0, terse=0.1}"]
     one, three = (
         {stage.name: stage for stage in make_plan(load_job(JOBS / "debug.toml", overrides), setting).stages}
         for overrides in (rankings[:1], rankings + weights)

@@ -14,6 +14,7 @@ from heed.commands.options import to_argv
 from heed.jobs import submission
 from heed.jobs.job_file import load_job
 from heed.jobs.submission import PACKAGES, named_paths, packed, run_command
+from reward.external import RewardFunction
 
 ROOT = Path(__file__).parents[3]
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
@@ -81,9 +82,9 @@ def test_a_file_that_would_hide_another_on_the_cluster_is_refused(name: str, wor
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_text("def score(prompts, responses):\n    return [1.0 for _ in responses]\n")
     job = load_job(DEBUG)
-    ppo = job.ppo.model_copy(update={"reward_function": f"{name}:score"})  # type: ignore[union-attr]
+    ppo = job.ppo.model_copy(update={"reward": RewardFunction(function=f"{name}:score")})  # type: ignore[union-attr]
     with (
-        pytest.raises(ValueError, match=rf"^ppo\.reward_function: {words}"),
+        pytest.raises(ValueError, match=rf"^ppo\.reward\.function: {words}"),
         packed(DEBUG, job.model_copy(update={"ppo": ppo})),
     ):
         pytest.fail("it was packed")
@@ -93,7 +94,7 @@ def test_a_file_that_would_hide_another_on_the_cluster_is_refused(name: str, wor
 def test_a_file_may_have_a_packages_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one folder Python finds the package first, and the file is loaded by its path."""
     Path("reward.py").write_text("")
-    monkeypatch.setattr(submission, "named_paths", lambda _: [("ppo.reward_function", "reward.py")])
+    monkeypatch.setattr(submission, "named_paths", lambda _: [("ppo.reward.function", "reward.py")])
     assert {"reward.py", "reward/__init__.py"} <= pack_debug()
 
 
@@ -144,7 +145,7 @@ def test_the_command_is_the_run_that_was_asked_for() -> None:
 
 def test_mistakes_in_the_job_come_before_the_cluster(refused: Callable[..., str]) -> None:
     arguments = ("submit", str(DEBUG), "--runs", "/runs", "--address", "http://127.0.0.1:1")
-    assert refused(*arguments, "--set", "ppo.kl_coeff=1").endswith("unknown key in [ppo]; did you mean `kl_coef`?")
+    assert refused(*arguments, "--set", "ppo.kl.coeff=1").endswith("unknown key in [ppo.kl]; did you mean `coef`?")
     assert "--only 'pert': one of" in refused(*arguments, "--only", "pert")
     assert refused("submit", "--runs", "runs").startswith("error: --runs is 'runs'; an absolute path on storage")
 

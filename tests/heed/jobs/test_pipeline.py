@@ -202,13 +202,13 @@ def test_from_reward_runs_reward_and_all_after_it_and_gives_the_same(rerun: Reru
 
 def test_a_changed_value_runs_what_depends_on_it_and_nothing_else(rerun: Rerun, copied: Path) -> None:
     before = contents(copied)
-    assert rerun("compare.num_samples=1", "ppo.kl_coef=0.2") == ["ppo", "compare"]
+    assert rerun("compare.num_samples=1", "ppo.kl.coef=0.2") == ["ppo", "compare"]
     after = contents(copied)
     assert after["replaced/ppo-1/model/model.safetensors"] == before["ppo/model/model.safetensors"]
     assert after["ppo/model/model.safetensors"] != before["ppo/model/model.safetensors"]
     assert after["replaced/compare-1/results.json"] == before["compare/results.json"]
     assert read(copied / "report.json")["compare"]["num_samples"] == 1
-    assert "kl_coef = 0.2" in (copied / "ppo" / "config.toml").read_text()
+    assert "[ppo.kl]\ncoef = 0.2" in (copied / "ppo" / "config.toml").read_text()
     kept = [name for name in before if not name.startswith(("ppo/", "compare/"))]
     assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
 

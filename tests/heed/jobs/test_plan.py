@@ -282,13 +282,14 @@ def test_sampling_ahead_costs_the_longer_of_sampling_and_learning() -> None:
     def seconds(*overrides: str) -> float:
         return float(stage_of(plan_of(JOBS / "demo.toml", overrides=overrides), "ppo").seconds_per_step)
 
-    apart = ("ppo.placement=disaggregated", "ppo.num_generators=4")
-    both, longer, one = seconds(*apart), seconds(*apart, "ppo.max_staleness=1"), seconds(*apart, "ppo.max_staleness=2")
+    both = seconds("ppo.placement={kind='disaggregated', num_generators=4}")
+    stale = ("ppo.placement.kind=asynchronous", "ppo.placement.num_generators=4")
+    longer, one = (seconds(*stale, f"ppo.placement.max_staleness={number}") for number in (1, 2))
     assert longer == one
     assert 0 < both - longer <= longer  # the shorter of the two is left out
-    slow = seconds("ppo.placement=disaggregated", "ppo.num_generators=1")
+    slow = seconds("ppo.placement.kind=disaggregated", "ppo.placement.num_generators=1")
     assert slow > both  # fewer generators, more rows for each
-    ahead = plan_of(JOBS / "demo.toml", overrides=(*apart, "ppo.max_staleness=1"))
+    ahead = plan_of(JOBS / "demo.toml", overrides=(*stale, "ppo.placement.max_staleness=1"))
     hours = sum(stage.seconds for stage in ahead.stages) / 3600
     price = ahead.setting.hardware.dollars_per_hour
     assert ahead.dollars == pytest.approx(hours * (ahead.layout.ranks + 4 + 1) * price)

@@ -81,7 +81,7 @@ def test_generation_runs_the_rows_that_a_gpu_has_memory_for() -> None:
     """On the smallest GPU that holds an 8B generator, sampling never exceeds the memory; a larger GPU runs all rows."""
     caches = []
     for gpu in ("l40s", "h200"):
-        plan = plan_of("hh-8b-long-8gpus", gpu, "ppo.placement=disaggregated", "ppo.num_generators=2")
+        plan = plan_of("hh-8b-long-8gpus", gpu, "ppo.placement.kind=disaggregated", "ppo.placement.num_generators=2")
         stage = next(found for found in plan.stages if found.name == "ppo")
         generator = stage.memory["generator"]
         assert generator.peak < GPUS[gpu].memory_bytes
@@ -118,7 +118,7 @@ def test_the_shape_of_a_model_directory_is_read(tmp_path: Path) -> None:
 
 
 def test_ranks_of_one_role_are_counted_each() -> None:
-    apart = (FAST, "ppo.placement=disaggregated", "ppo.num_generators=8", "ppo.num_scorers=8")
+    apart = (FAST, "ppo.placement.kind=disaggregated", "ppo.placement.num_generators=8", "ppo.placement.num_scorers=8")
     ppo = next(stage for stage in plan_of("hh-8b-8gpus", "h200", *apart).stages if stage.name == "ppo")
     assert set(ppo.memory) == {"learner", "generator", "scorer"}
     colocated = next(stage for stage in plan_of("hh-8b-8gpus", "h200", FAST).stages if stage.name == "ppo").memory[RANK]

@@ -34,15 +34,13 @@ GRPO = """
 name = "grpo"
 [ppo]
 init_from = "model"
-reward_function = "r.py:score"
+reward = { kind = "function", function = "r.py:score" }
 prompts = { source = "prompts.jsonl" }
 num_iterations = 20
 rollout_batch_size = 48
-samples_per_prompt = 4
-advantage = "group_mean"
-advantage_scale = "group"
-token_weight = "per_response"
-kl_in = "loss"
+advantage = { kind = "group_mean", samples_per_prompt = 4, scale = "group" }
+loss = { token_weight = "per_response" }
+kl = { kind = "loss" }
 minibatch = { batch_size = 24, micro_batch_size = 12 }
 max_new_tokens = 48
 policy_optimizer = { learning_rate = 3e-4 }

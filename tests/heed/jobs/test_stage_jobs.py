@@ -36,6 +36,8 @@ def job_of(tmp_path: Path, *stages: str, **changes: dict[str, Any]) -> Path:
     kept = {key: value for key, value in values.items() if key in ("name", "engine", *stages)}
     for section, update in changes.items():
         kept[section] = {**kept.get(section, {}), **update}
+    if "ppo" in kept and "pretrain" not in kept:
+        kept["ppo"].pop("ptx", None)  # its rows are the pretraining stage's
     path = tmp_path / "job.toml"
     path.write_text(tomli_w.dumps(kept))
     return path
@@ -92,11 +94,9 @@ def test_stages_run_alone_from_directories(tmp_path: Path, model_folder: Path, e
     prompts = rows(tmp_path / "prompts.jsonl", [{"prompt": row["prompt"]} for row in demonstrations])
     ppo = {
         "init_from": str(run / "sft" / "model"),
-        "reward_from": str(judged / "reward" / "model"),
+        "reward": {"kind": "model", "model": str(judged / "reward" / "model")},
         "prompts": prompts,
         "num_iterations": 1,
-        "ptx_coef": 0.0,
-        "ptx_rows": 0,
     }
     done = run_job(load_job(job_of(tmp_path, "ppo", ppo=ppo)), tmp_path / "runs-ppo")
     policy = load_language_model(done / "ppo" / "model")
@@ -122,7 +122,7 @@ def test_published_rankings_do_not_set_the_scale_of_scores(tmp_path: Path, model
     prompts = rows(tmp_path / "prompts.jsonl", [{"prompt": f"Where is cat {i}?"} for i in range(16)])
     start = {"init_from": str(model_folder)}
     reward = {"rankings": rows(tmp_path / "r.jsonl", rankings), "demonstrations": [demonstrations], **start}
-    ppo = {**start, "prompts": prompts, "num_iterations": 1, "ptx_coef": 0.0, "ptx_rows": 0}
+    ppo = {**start, "prompts": prompts, "num_iterations": 1}
     job = load_job(job_of(tmp_path, "reward", "ppo", reward=reward, ppo=ppo))
     assert not was_measured(Run(job, tmp_path, None, None).of("ppo"))
     run = run_job(job, tmp_path / "runs")
@@ -154,8 +154,8 @@ def test_a_reward_model_that_tells_nothing_apart_is_refused(
         flat.score.weight.zero_()
     save_model(tmp_path / "flat", flat, flat.state_dict(), tokenizer)
     prompts = rows(tmp_path / "prompts.jsonl", [{"prompt": f"Where is {i}?"} for i in range(16)])
-    ppo = {"init_from": str(model_folder), "reward_from": str(tmp_path / "flat"), "prompts": prompts}
-    job = load_job(job_of(tmp_path, "ppo", ppo={**ppo, "ptx_coef": 0.0, "ptx_rows": 0}))
+    reward = {"kind": "model", "model": str(tmp_path / "flat")}
+    job = load_job(job_of(tmp_path, "ppo", ppo={"init_from": str(model_folder), "reward": reward, "prompts": prompts}))
     with pytest.raises(ValueError, match=r"flat: the scores of the SFT policy's samples have a spread of 0"):
         run_job(job, tmp_path / "runs")
 

@@ -99,7 +99,9 @@ def test_stages_follow_from_what_there_is(
 
 
 def algorithms_of_the_docs() -> dict[str, tuple[str, ...]]:
-    """advantage, advantage_scale, token_weight, kl_in and ratio by name, of the table in docs/algorithms.md."""
+    """advantage.kind, advantage.scale, loss.token_weight, kl.kind and loss.kind by name, of the table in
+    docs/algorithms.md.
+    """
     rows = re.findall(
         r"^\| (PPO|RLOO|GRPO) \(.*?\) \|(.*)\|$", (ROOT / "docs" / "algorithms.md").read_text(), re.MULTILINE
     )
@@ -112,7 +114,7 @@ def test_an_algorithm_has_the_keys_of_its_row_in_the_docs(
 ) -> None:
     starter(model_folder, data, "prompts", "reward", algorithm=algorithm).write(tmp_path / "job.toml")
     ppo = load_job(tmp_path / "job.toml").ppo
-    keys = (ppo.advantage, ppo.advantage_scale, ppo.token_weight, ppo.kl_in, ppo.ratio)
+    keys = (ppo.advantage.kind, ppo.advantage.scale, ppo.loss.token_weight, ppo.kl.kind, ppo.loss.kind)
     assert keys == algorithms_of_the_docs()[algorithm]
     assert (ppo.value_optimizer is None) == (algorithm != "ppo")
 
@@ -242,7 +244,7 @@ def test_each_objective_of_the_rankings_has_a_score_and_a_weight(
     starter(model_folder, data, "preferences", "prompts").write(tmp_path / "job.toml")
     job = load_job(tmp_path / "job.toml")
     assert job.reward.objectives == ("a true one", "kind")
-    assert job.ppo.objective_weights == {"a true one": 1.0, "kind": 1.0}
+    assert job.ppo.reward.objective_weights == {"a true one": 1.0, "kind": 1.0}
     (tmp_path / "run").mkdir()
     check_data(Run(job, tmp_path / "run", None, None))  # type: ignore[arg-type]  # no worker is asked
     with pytest.raises(ValueError, match=r"rankings\.jsonl: the rankings are of a true one, kind; DPO learns one obj"):

@@ -119,12 +119,12 @@ def test_arms_are_jobs_that_differ_in_what_they_are_named_for(tmp_path: Path, mo
         first, second = jobs[one][section], jobs[other][section]
         return {key for key in first if first[key] != second[key]}
 
-    assert differing("ppo-full", "ppo-kl-high", "ppo") == {"kl_coef"}
-    assert differing("ppo-kl-low", "ppo-ptx", "ppo") == {"ptx_coef", "ptx_rows"}
-    assert differing("ppo-full", "ppo-few", "ppo") == {"reward_from"}
+    assert differing("ppo-full", "ppo-kl-high", "ppo") == {"kl"}
+    assert differing("ppo-kl-low", "ppo-ptx", "ppo") == {"ptx"}
+    assert differing("ppo-full", "ppo-few", "ppo") == {"reward"}
     assert differing("reward-full", "reward-small", "reward") == {"init_from"}
     assert differing("reward-full", "reward-4", "reward") == {"rankings", "num_epochs"}
-    assert jobs["ppo-full"]["ppo"]["kl_coef"] == 0
+    assert jobs["ppo-full"]["ppo"]["kl"]["coef"] == 0
     assert jobs["ppo-ptx"]["pretrain"]["num_steps"] == 0
     assert jobs["base"]["collect"]["overlap_labelers"] == 4
     assert jobs["small-base"]["model"]["hidden_size"] == jobs["base"]["model"]["hidden_size"] / 2

@@ -116,13 +116,13 @@ def test_every_arm_is_a_job_with_the_same_labels_reward_and_samples(tmp_path: Pa
         assert made.num_samples == best_of
         assert jobs[f"dpo-{number}"].dpo.rankings == jobs[f"ipo-{number}"].dpo.rankings
         assert jobs[f"dpo-{number}"].dpo.beta == jobs[f"ipo-{number}"].dpo.beta
-        assert jobs[f"ppo-{number}"].ppo.reward_from == made.reward_from
+        assert jobs[f"ppo-{number}"].ppo.reward.model == made.reward_from
         for name in ("rloo", "grpo", "dr-grpo"):
             ppo = jobs[f"{name}-{number}"].ppo
             assert ppo.value_optimizer is None
             assert ppo.num_iterations * ppo.rollout_batch_size == num_samples
             assert ppo.policy_optimizer == jobs[f"ppo-{number}"].ppo.policy_optimizer
-    assert jobs["dr-grpo-2"].ppo.token_weight == "constant"
+    assert jobs["dr-grpo-2"].ppo.loss.token_weight == "constant"
     assert jobs["ipo-1"].dpo.loss == "ipo"
 
 
@@ -145,8 +145,8 @@ def test_arms_by_adapters_differ_from_ppo_in_what_is_trained_and_how_fast(tmp_pa
         assert lora.policy_optimizer.learning_rate == pytest.approx(10 * ppo.policy_optimizer.learning_rate)
         assert lora.value_optimizer == shared.value_optimizer
         assert (ppo.lora, ppo.shared_body, lora.shared_body, shared.shared_body) == (None, False, False, True)
-        assert lora.reward_from == ppo.reward_from == str(tmp_path / "reward-full" / "reward" / "model")
-        assert shared.reward_from == str(tmp_path / "reward-lora" / "reward" / "model")
+        assert lora.reward.model == ppo.reward.model == str(tmp_path / "reward-full" / "reward" / "model")
+        assert shared.reward.model == str(tmp_path / "reward-lora" / "reward" / "model")
 
 
 @pytest.mark.long

@@ -198,7 +198,7 @@ def make_run(run: Path, *, note: str = "") -> Path:
     """A whole run with plausible numbers."""
     rng = random.Random(3)
     run.mkdir(parents=True)
-    job = f'name = "demo"\nnote = "{note}"\nseed = 7\nworkers = 2\n\n[ppo]\nkl_coef = 0.05\n'
+    job = f'name = "demo"\nnote = "{note}"\nseed = 7\nworkers = 2\n\n[ppo.kl]\ncoef = 0.05\n'
     job += "".join(f"[{stage}]\n" for stage in STAGES if stage != "ppo")
     (run / "job.toml").write_text(job, encoding="utf-8")
     write_stage(
@@ -299,7 +299,7 @@ def test_promised_fields(whole_run: Path) -> None:
     for policy in ("pretrained", "sft", "best_of_16", "ppo"):
         assert set(report["compare"]["policies"][policy]["gold_score"]) == {"mean", "low", "high"}
     assert report["stages_missing"] == []
-    assert report["job"]["config"]["ppo"]["kl_coef"] == 0.05
+    assert report["job"]["config"]["ppo"]["kl"]["coef"] == 0.05
 
 
 def test_every_number_is_traced(whole_run: Path) -> None:
