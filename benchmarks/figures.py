@@ -1,9 +1,9 @@
-"""Measured figures in the README: each comes from a file that a command wrote.
+"""Measured figures in the documents: each comes from a file that a command wrote.
 
     heed run configs/jobs/demo.toml && python -m benchmarks.figures runs/demo
 
 stores the demo's figures as `benchmarks/demo.json` and writes them, with those of `make bench`
-(`benchmarks/speed/peers-CPU.json`), between the markers of README.md and docs/tutorials/demo.md.
+(`benchmarks/speed/peers-CPU.json`), between the markers of docs/tutorials/demo.md and docs/index.md.
 Without a folder it only rewrites the documents from the stored files.
 `tests/benchmarks/test_figures.py` checks the documents against the stored files.
 """
@@ -24,7 +24,7 @@ from benchmarks.speed.table import rate, write_between_markers
 from files.atomic import write_text
 
 DEMO = ROOT / "benchmarks" / "demo.json"
-PAGES = {"demo": [ROOT / "README.md", ROOT / "docs" / "tutorials" / "demo.md"], "speed": [ROOT / "README.md"]}
+PAGES = {"demo": [ROOT / "docs" / "tutorials" / "demo.md"], "speed": [ROOT / "docs" / "index.md"]}
 
 
 def stored(report: Mapping[str, Any], measured_on: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ ALLOCATOR = {
 }
 
 # Threads that spin while they wait for each other slow down everything else on the machine, and threads that sleep at
-# once wake up slowly. These spin for a quarter of a millisecond, then sleep (GNU's OpenMP; others sleep at once)
-# (docs/log.md).
+# once wake up slowly. These spin for a quarter of a millisecond, then sleep (GNU's OpenMP; others sleep at once).
+# docs/negative-results.md has the times.
 WAITING = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "10000",
@@ -21,7 +21,7 @@ WAITING = {
 GPU_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 # Ray runs workers at a niceness of 15. Next to other busy processes they would get little CPU time and send heartbeats
-# too late (docs/log.md).
+# too late (docs/negative-results.md).
 NICENESS = {"RAY_worker_niceness": "0"}
 
 WORKER_ENVIRONMENT = ALLOCATOR | WAITING | GPU_ALLOCATOR | NICENESS

@@ -276,7 +276,7 @@ def init_weights(model: nn.Module, seed: int) -> None:
     | score                         | N(0, 1/(D+1))  | a fresh score has unit variance                            |
 
     GPT-2's fixed 0.02 is 1/√D at a width of 2,500. On narrow models it leaves attention nearly uniform, and heads that
-    copy from the context took more than three times as many steps to form (docs/log.md).
+    copy from the context took more than three times as many steps to form (docs/negative-results.md).
     """
     model.load_state_dict(dict(initial_weights(model, seed)), strict=False)
 

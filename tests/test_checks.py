@@ -129,7 +129,6 @@ def test_every_source_file_that_a_page_names_exists() -> None:
     missing = [
         f"{page.relative_to(ROOT)}: {name}"
         for page in pages
-        if page.name != "log.md"  # history
         for name in named.findall(page.read_text(encoding="utf-8"))
         if not any(f"/{file}".endswith(f"/{name}") for file in files)
     ]

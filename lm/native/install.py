@@ -18,7 +18,7 @@ from lm.native import operators
 from lm.native.operators import TYPES, add_rms_norm, is_available, runs
 
 # In fp32, PyTorch's default, MKL, does not use AVX-512 on AMD: .11 TFLOP/s per core instead of .24. Without AVX-512,
-# MKL is faster (docs/log.md).
+# MKL is faster (docs/negative-results.md).
 ONEDNN_IS_FASTER = (
     str(torch.cpu.get_capabilities().get("cpu_name", "")).startswith("AMD")
     and bool(torch.cpu.get_capabilities().get("avx512_f"))
@@ -26,7 +26,7 @@ ONEDNN_IS_FASTER = (
     and torch.backends.mkldnn.is_available()
 )
 BLOCK, DEPTH = 128, 512  # rows or outputs, and inputs, that are multiplied at a time
-# Without bf16 instructions PyTorch multiplies bf16 at a ninth of the speed of fp32 (docs/log.md).
+# Without bf16 instructions PyTorch multiplies bf16 at a ninth of the speed of fp32 (docs/negative-results.md).
 MULTIPLIES_BF16 = torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
