@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -215,8 +216,10 @@ def _type_words(annotation: Any) -> str:
         )
     if origin is dict:
         return f"table of {_type_words(args[1])}"
-    if origin is not None:  # optional, annotated, or a union of kinds of table
-        return ", ".join(map(_type_words, args if _models(annotation) else args[:1]))
+    if origin in (Union, UnionType):  # optional, or kinds of table
+        return ", ".join(map(_type_words, args))
+    if origin is not None:  # annotated
+        return _type_words(args[0])
     names = {bool: "true or false", int: "integer", float: "number", str: "string", Path: "path"}
     return names[annotation]
 

@@ -81,7 +81,7 @@ class GAE(Config):
     is_per_response: ClassVar[bool] = False  # whether all tokens of a response have the same advantage
     oversample: ClassVar[float] = 1.0
 
-    kind: Literal["gae"] = "gae"
+    kind: Literal["gae"] = Field(default="gae", description="Selects this kind.")
     value_optimizer: OptimizerConfig = Field(description="Optimizer of the value function.")
     value_clip_range: float = Field(
         default=0.2, gt=0, description="Values are clipped to within this of the values at sampling time."
@@ -113,7 +113,7 @@ class NoBaseline(Config):
     is_per_response: ClassVar[bool] = False
     oversample: ClassVar[float] = 1.0
 
-    kind: Literal["none"] = "none"
+    kind: Literal["none"] = Field(default="none", description="Selects this kind.")
     scale: Literal["batch", "none"] = Field(
         default="batch",
         description="What advantages are divided by. `batch`: their standard deviation over the iteration's tokens,"
@@ -171,7 +171,7 @@ class GroupMean(GroupBaseline):
     model_config = ConfigDict(title="Advantage group_mean")
     leaves_one_out: ClassVar[bool] = False
 
-    kind: Literal["group_mean"] = "group_mean"
+    kind: Literal["group_mean"] = Field(default="group_mean", description="Selects this kind.")
 
 
 class LeaveOneOut(GroupBaseline):
@@ -180,7 +180,7 @@ class LeaveOneOut(GroupBaseline):
     model_config = ConfigDict(title="Advantage leave_one_out")
     leaves_one_out: ClassVar[bool] = True
 
-    kind: Literal["leave_one_out"] = "leave_one_out"
+    kind: Literal["leave_one_out"] = Field(default="leave_one_out", description="Selects this kind.")
 
 
 Advantage = Annotated[
@@ -319,7 +319,7 @@ class CutImportance(Config):
     drops: ClassVar[Literal["", "tokens", "responses"]] = ""
     floor: ClassVar[float] = 0.0
 
-    kind: Literal["cut"] = "cut"
+    kind: Literal["cut"] = Field(default="cut", description="Selects this kind.")
     cap: float = Field(default=2.0, ge=1, description="Upper limit of a token's importance weight π / π_behave.")
 
 
@@ -329,7 +329,7 @@ class DropTokens(Config):
     model_config = ConfigDict(title="Importance drop_tokens")
     drops: ClassVar[Literal["", "tokens", "responses"]] = "tokens"
 
-    kind: Literal["drop_tokens"] = "drop_tokens"
+    kind: Literal["drop_tokens"] = Field(default="drop_tokens", description="Selects this kind.")
     cap: float = Field(default=2.0, ge=1, description="Upper limit of a token's importance weight π / π_behave.")
     floor: float = Field(default=0.0, ge=0, le=1, description="Lower limit of importance weights; 0 = none.")
 
@@ -342,7 +342,7 @@ class DropResponses(Config):
     model_config = ConfigDict(title="Importance drop_responses")
     drops: ClassVar[Literal["", "tokens", "responses"]] = "responses"
 
-    kind: Literal["drop_responses"] = "drop_responses"
+    kind: Literal["drop_responses"] = Field(default="drop_responses", description="Selects this kind.")
     cap: float = Field(default=2.0, ge=1, description="Upper limit of importance weights π / π_behave.")
     floor: float = Field(default=0.0, ge=0, le=1, description="Lower limit of a response's weights; 0 = none.")
 
@@ -418,7 +418,7 @@ class TokenLoss(Config):
     model_config = ConfigDict(title="Loss token")
     is_per_response: ClassVar[bool] = False
 
-    kind: Literal["token"] = "token"
+    kind: Literal["token"] = Field(default="token", description="Selects this kind.")
     clip_range: float = Field(default=0.2, gt=0, description="The policy's probability ratio is clipped to 1 ± this.")
     clip_range_high: float = Field(
         default=0.0,
@@ -441,7 +441,7 @@ class ResponseLoss(Config):
     is_per_response: ClassVar[bool] = True
     token_weight: ClassVar[Literal["per_response"]] = "per_response"
 
-    kind: Literal["response"] = "response"
+    kind: Literal["response"] = Field(default="response", description="Selects this kind.")
     clip_range: float = Field(default=0.2, gt=0, description="The response's ratio is clipped to 1 ± this.")
     clip_range_high: float = Field(
         default=0.0, ge=0, description="The ratio is clipped above 1 + this; 0 = the same as `clip_range`."

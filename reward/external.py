@@ -42,7 +42,7 @@ class ModelReward(Config):
     model_config = ConfigDict(title="Reward model")
     source_key: ClassVar[str] = "model"  # the key that names where scores come from
 
-    kind: Literal["model"] = "model"
+    kind: Literal["model"] = Field(default="model", description="Selects this kind.")
     model: str = Field(
         default="", description="Model directory or hub id of a reward model; empty = the reward stage's model."
     )
@@ -85,7 +85,7 @@ class RewardFunction(ExternalReward):
     model_config = ConfigDict(title="Reward function")
     source_key: ClassVar[str] = "function"
 
-    kind: Literal["function"] = "function"
+    kind: Literal["function"] = Field(default="function", description="Selects this kind.")
     function: str = Field(
         description='"MODULE:FUNCTION" or "FILE.py:FUNCTION"; the current folder is searched, too.',
     )
@@ -139,7 +139,7 @@ class RemoteReward(ExternalReward):
     model_config = ConfigDict(title="Reward url")
     source_key: ClassVar[str] = "url"
 
-    kind: Literal["url"] = "url"
+    kind: Literal["url"] = Field(default="url", description="Selects this kind.")
     url: str = Field(pattern=r"^https?://.+$", description="HTTP endpoint that scores responses.")
     timeout_seconds: float = Field(
         default=30.0, gt=0, description="How long the endpoint may be silent before a request fails, in seconds."

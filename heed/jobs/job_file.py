@@ -223,7 +223,7 @@ def explain(problem: Mapping[str, Any], model: type[BaseModel]) -> str:
     key = ".".join(_without_tags(problem["loc"], model))
     if problem["type"] == "missing":
         kinds = _kinds_at(key.split("."), model)
-        return f"{key}: missing" + (f"; a table with kind {kinds} was expected" if kinds else "")
+        return f"{key}: missing; a table with kind {kinds} was expected" if kinds else f"{key}: missing"
     message = problem["msg"].removeprefix("Value error, ")
     simple = isinstance(problem["input"], str | int | float | bool)
     return (f"{key}: " if key else "") + message + (f", found {problem['input']!r}" if simple else "")

@@ -82,7 +82,7 @@ def test_a_function_scores_each_text_once(pairs: Sequence[Pair], tmp_path: Path)
         "    return [None if text == 'yyy' else len(text) for text in responses]\n"
     )
     function = RewardFunction(function=f"{tmp_path / 'judges.py'}:length")
-    judge = ScoreJudge("f", "function", function.name, function.score)
+    judge = ScoreJudge("f", "function", function.function, function.score)
     verdicts = judge.judge(pairs, ignore)
     assert len(vars(__import__("sys").modules[function.function.__module__])["asked"]) == 3 + 2 + 2
     failed = [verdict for verdict in verdicts if verdict.failure]
