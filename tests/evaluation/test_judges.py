@@ -84,7 +84,7 @@ def test_a_function_scores_each_text_once(pairs: Sequence[Pair], tmp_path: Path)
     function = RewardFunction(function=f"{tmp_path / 'judges.py'}:length")
     judge = ScoreJudge("f", "function", function.function, function.score)
     verdicts = judge.judge(pairs, ignore)
-    assert len(vars(__import__("sys").modules[function.function.__module__])["asked"]) == 3 + 2 + 2
+    assert len(vars(__import__("sys").modules[function.load().__module__])["asked"]) == 3 + 2 + 2
     failed = [verdict for verdict in verdicts if verdict.failure]
     assert [(v.policy_a, v.policy_b) for v in failed] == [("a", "b"), ("b", "c")]
     assert failed[0].failure.startswith("b: ")
