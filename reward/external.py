@@ -56,6 +56,7 @@ class ExternalReward(Config, ABC):
     """A reward that is no model of Heed's: it scores texts."""
 
     source_key: ClassVar[str]
+    noun: ClassVar[str]  # what a report calls it, before its source
     objective_weights: ClassVar[Mapping[str, float]] = {}
 
     @abstractmethod
@@ -84,6 +85,7 @@ class RewardFunction(ExternalReward):
 
     model_config = ConfigDict(title="Reward function")
     source_key: ClassVar[str] = "function"
+    noun: ClassVar[str] = "function"
 
     kind: Literal["function"] = Field(default="function", description="Selects this kind.")
     function: str = Field(
@@ -138,6 +140,7 @@ class RemoteReward(ExternalReward):
 
     model_config = ConfigDict(title="Reward url")
     source_key: ClassVar[str] = "url"
+    noun: ClassVar[str] = "endpoint"
 
     kind: Literal["url"] = Field(default="url", description="Selects this kind.")
     url: str = Field(pattern=r"^https?://.+$", description="HTTP endpoint that scores responses.")

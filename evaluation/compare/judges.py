@@ -114,8 +114,8 @@ def reward_judge(
     if isinstance(reward, RewardFunction):
         judge = function_judge(name, reward.function)
     elif isinstance(reward, ExternalReward):
-        about: dict[str, object] = {"description": f"the server {reward.source}"}
-        judge = ScoreJudge(name, "reward endpoint", reward.source, reward.score, about)
+        about: dict[str, object] = {"description": f"the {reward.noun} {reward.source}"}
+        judge = ScoreJudge(name, f"reward {reward.noun}", reward.source, reward.score, about)
     else:
         found = {"description": "the run's reward model", "sha256": folder_hash(reward)}
         judge = ScoreJudge(name, "reward model", str(reward), reward_model_score(reward, objective_weights), found)

@@ -109,7 +109,7 @@ def test_a_reward_judges_and_is_described_as_the_reward(tmp_path: Path) -> None:
     assert [judge.kind for judge in (by_function, by_server)] == ["function", "reward endpoint"]
     for judge, what in (
         (by_function, f"the function {tmp_path}/r.py:score"),
-        (by_server, "the server http://127.0.0.1:9/score"),
+        (by_server, "the endpoint http://127.0.0.1:9/score"),
     ):
         described = judge.describe()
         assert described["is_reward"]
