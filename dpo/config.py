@@ -64,8 +64,7 @@ class DPOConfig(ComparisonsConfig):
     def _check_ties(self) -> Self:
         if self.loss == "ipo" and self.ties == "davidson":
             raise ValueError(
-                'ties is "davidson" with loss "ipo", which has no probabilities; ties = "soft" was expected (a tie\'s'
-                " target is a difference of 0)"
+                f'ties is "davidson" with loss "{self.loss}", which has no probabilities; ties = "soft" was expected'
             )
         return self
 
