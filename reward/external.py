@@ -89,7 +89,7 @@ class RewardFunction(ExternalReward):
 
     kind: Literal["function"] = Field(default="function", description="Selects this kind.")
     function: str = Field(
-        pattern=r"^[^:]+:[^:]+$",
+        pattern=r"^.+$",
         description='"MODULE:FUNCTION" or "FILE.py:FUNCTION"; the current folder is searched, too.',
     )
 

@@ -81,7 +81,7 @@ def test_too_many_failures_stop_the_run_and_name_the_first_cause(
     [
         ({"model": "x", "url": "http://h/"}, r"reward.model.url\n.*not permitted"),
         ({"kind": "url", "url": "http://h/", "model": "x"}, r"reward.url.model\n.*not permitted"),
-        ({"kind": "function", "function": "nofunction"}, r"reward.function.function\n.*pattern"),
+        ({"kind": "function", "function": ""}, r"reward.function.function\n.*pattern"),
         ({"kind": "function"}, r"reward.function.function\n.*required"),
         ({"kind": "url", "url": "ftp://host/"}, r"reward.url.url\n.*pattern"),
         ({"kind": "people"}, 'a table with kind "model", "function" or "url" was expected'),
