@@ -27,7 +27,17 @@ from stages.reports.parts import (
     Table,
 )
 from stages.reports.run_folder import StageFolder
-from stages.reports.samples import Samples, ShownPrompt, ShownResponse, anchor_of, evenly, folded, start_of
+from stages.reports.samples import (
+    Samples,
+    ShownPrompt,
+    ShownResponse,
+    anchor_of,
+    evenly,
+    folded,
+    folded_turns,
+    start_of,
+    turns_of,
+)
 from stages.reports.stage_report import Panel, Series, fields_under, metric_figures, stage_block
 from stages.reports.text import UNKNOWN, PolicyStyle, count, count_of, ends_of, label, number, percent, styles_of
 from training.data import Overlong, SourceRows
@@ -263,13 +273,13 @@ def _drawn(drawn: Sequence[TrainingSample]) -> tuple[ShownPrompt, ...]:
 
 def _shown(name: str, own: Sequence[TrainingSample], categories: Sequence[str], *, is_open: bool) -> ShownPrompt:
     """Returns a prompt with its responses, in the order of training."""
-    messages = tuple((turn["role"], turn["content"]) for turn in own[0].messages)
+    messages = turns_of(own[0].messages)
     return ShownPrompt(
         anchor=anchor_of(f"training-{name}"),
         prompt_id=own[0].prompt_id,
         category=own[0].category,
         start=start_of(messages),
-        messages=tuple((role, folded(text)) for role, text in messages),
+        messages=folded_turns(messages),
         responses=tuple(
             (_style(sample.step), (ShownResponse(0, folded(sample.response), _about(sample)),)) for sample in own
         ),

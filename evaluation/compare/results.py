@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from evaluation.measures.curves import BestOfN
 from evaluation.measures.reward_hacking import RewardHacking
+from lm.tokenizer import Messages
 from preferences.statistics.estimates import Interval
 from training.data import Overlong, SourceRows
 
@@ -79,11 +80,11 @@ class SampledText:
 
 @dataclass(frozen=True)
 class SampledPrompt:
-    """A prompt with the first response of each policy."""
+    """A prompt, which is a whole conversation, with the first response of each policy."""
 
     prompt_id: str
     kind: str
-    prompt: str
+    messages: Messages
     responses: Mapping[str, SampledText]
 
 

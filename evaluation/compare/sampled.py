@@ -274,7 +274,7 @@ def _shown(
         SampledPrompt(
             prompt_id=prompt.prompt_id,
             kind=prompt.kind,
-            prompt=prompt.messages[-1]["content"],
+            messages=prompt.messages,
             responses={name: _text(firsts[name, prompt.prompt_id], scores) for name in responses},
         )
         for prompt in prompts

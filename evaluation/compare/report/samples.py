@@ -23,7 +23,9 @@ from stages.reports.samples import (
     anchor_of,
     evenly,
     folded,
+    folded_turns,
     start_of,
+    turns_of,
 )
 from stages.reports.text import number, percent
 from training.data import Prompt
@@ -77,7 +79,7 @@ class _Builder:
     def prompt(
         self, prompt: Prompt, responses: Sequence[Response], verdicts: Sequence[Verdict], *, is_open: bool
     ) -> ShownPrompt:
-        messages = tuple((turn["role"], turn["content"]) for turn in prompt.messages)
+        messages = turns_of(prompt.messages)
         scores = _scores(verdicts)
         by_policy = [
             sorted((row for row in responses if row.policy == name), key=lambda row: row.index)
@@ -89,7 +91,7 @@ class _Builder:
             prompt_id=prompt.prompt_id,
             category=prompt.kind,
             start=start_of(messages),
-            messages=tuple((role, folded(text)) for role, text in messages),
+            messages=folded_turns(messages),
             responses=tuple(
                 (self.styles[name], tuple(ShownResponse(r.index, folded(r.text), _about(r, scores)) for r in own))
                 for name, own in zip(self.folder.policies, by_policy, strict=True)

@@ -26,7 +26,16 @@ from stages.reports.parts import (
 )
 from stages.reports.plots import KLPoint, KLSeries, Measured, interval_figure, kl_figure
 from stages.reports.run_folder import StageFolder
-from stages.reports.samples import Samples, ShownPrompt, ShownResponse, anchor_of, folded, start_of
+from stages.reports.samples import (
+    Samples,
+    ShownPrompt,
+    ShownResponse,
+    anchor_of,
+    folded,
+    folded_turns,
+    start_of,
+    turns_of,
+)
 from stages.reports.stage_report import headline_of, headline_of_share, stage_block
 from stages.reports.text import UNKNOWN, PolicyStyle, count, ends_of, label, number, percent, share_ends, styles_of
 
@@ -221,13 +230,13 @@ def _samples(results: CompareResults, styles: Styles) -> tuple[Part, ...]:
 
 
 def _shown(sample: SampledPrompt, styles: Styles, kinds: Sequence[str], *, is_open: bool) -> ShownPrompt:
-    messages = (("user", sample.prompt),)
+    messages = turns_of(sample.messages)
     return ShownPrompt(
         anchor=anchor_of(sample.prompt_id),
         prompt_id=sample.prompt_id,
         category=sample.kind,
         start=start_of(messages),
-        messages=tuple((role, folded(text)) for role, text in messages),
+        messages=folded_turns(messages),
         responses=tuple(
             (style, (ShownResponse(0, folded(found.text), _scores(found.gold_score, found.proxy_score)),))
             for name, style in styles.items()

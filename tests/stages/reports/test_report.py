@@ -168,6 +168,10 @@ def compare_results() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def asked(prompt: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}]
+
+
 def compare_samples() -> list[dict[str, Any]]:
     story = "Anna had a red kite. She took the kite to the hill and met a fox. The fox was kind. They played all day."
     texts = {
@@ -186,10 +190,10 @@ def compare_samples() -> list[dict[str, Any]]:
             for i, (name, text) in enumerate(texts.items())
         }
         samples.append(
-            {"prompt_id": f"c-{place:05d}", "kind": KINDS[place % 6], "prompt": prompt, "responses": responses}
+            {"prompt_id": f"c-{place:05d}", "kind": KINDS[place % 6], "messages": asked(prompt), "responses": responses}
         )
     samples[1]["responses"]["sft"]["text"] = f"{HOSTILE}<img src=https://evil.example/x onerror=alert(2)>"
-    samples[2]["prompt"] = f"{HOSTILE} What does Tom like?\nTom likes tea. Ann likes milk."
+    samples[2]["messages"] = asked(f"{HOSTILE} What does Tom like?\nTom likes tea. Ann likes milk.")
     samples[2]["responses"]["pretrained"]["text"] = ""
     return samples
 
@@ -348,7 +352,7 @@ def test_hostile_text_is_escaped(run: Path, read_page: ReadPage) -> None:
     results = read(run / "compare/results.json")
     results["policies"][f'"{HOSTILE} $\\frac{{'] = results["policies"]["sft"]
     results["policies"]["sft"]["by_kind"][HOSTILE] = 0.1
-    results["samples"][0] |= {"prompt": HOSTILE * 500, "kind": HOSTILE, "prompt_id": HOSTILE}
+    results["samples"][0] |= {"messages": asked(HOSTILE * 500), "kind": HOSTILE, "prompt_id": HOSTILE}
     results["samples"][0]["responses"]["ppo"]["text"] = "a\x00b\ud800c\u202ed</p></section>"
     (run / "compare/results.json").write_text(json.dumps(results), encoding="utf-8")
     change(run, "sft/lineage.json", "packages", {HOSTILE: HOSTILE})
@@ -362,6 +366,24 @@ def test_hostile_text_is_escaped(run: Path, read_page: ReadPage) -> None:
     assert "<img" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "a\ufffdb\ufffdc\u202ed&lt;/p&gt;" in page
+    assert read_page(page).open == []
+
+
+def test_a_sample_shows_its_whole_conversation(run: Path, read_page: ReadPage) -> None:
+    """The system message and the last turns are open, the turns between them folded."""
+    turns = [("user" if place % 2 == 0 else "assistant", f"Turn number {place}.") for place in range(7)]
+    messages = [{"role": role, "content": text} for role, text in [("system", "Speak like a pirate."), *turns]]
+    results = read(run / "compare/results.json")
+    results["samples"][0]["messages"] = messages
+    (run / "compare/results.json").write_text(json.dumps(results), encoding="utf-8")
+    write_report(run)
+    page = (run / "report.html").read_text(encoding="utf-8")
+    body = page[page.index('id="prompt-c-00000"') : page.index('id="prompt-c-00001"')]
+    shown = re.findall(r'<p class="role">(\w+)</p><div class="text" dir="auto">(.*?)</div>', body)
+    assert shown == [(message["role"], message["content"]) for message in messages]
+    folded = body[body.index("<details") : body.index("</details>")]
+    assert "3 earlier turns" in folded
+    assert re.findall(r"Turn number \d", folded) == [f"Turn number {place}" for place in range(3)]
     assert read_page(page).open == []
 
 
