@@ -192,7 +192,7 @@ def _loop(run: Run, reporters: Reporters, reports: Reports) -> Section:
     """Return a block for each stage that has no section of its own."""
     with_blocks = [stage for stage in run.shown if reports[stage.name].parts or not reports[stage.name].sections]
     blocks = tuple(
-        Block(stage.name, place, reporters[stage.name].title, _block_parts(stage, reporters, reports))
+        Block(stage.name, place, reporters[stage.name].head_of(stage)[0], _block_parts(stage, reporters, reports))
         for place, stage in enumerate(with_blocks, 1)
     )
     aside = Note(
@@ -206,7 +206,7 @@ def _loop(run: Run, reporters: Reporters, reports: Reports) -> Section:
 def _block_parts(stage: StageFolder, reporters: Reporters, reports: Reports) -> tuple[Part, ...]:
     if stage.status == "not run":
         return (Note("This stage has not run.", "absent"),)
-    about = reporters[stage.name].about
+    _, about = reporters[stage.name].head_of(stage)
     state = f" {_progress(stage).capitalize()}." if stage.status == "unfinished" else ""
     note = (Note((about + state).strip()),) if about or state else ()
     return (*note, *reports[stage.name].parts)

@@ -3,7 +3,7 @@
 import datetime
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,45 @@ FREE_STYLES = (
     ("sft", "s"), ("best-of-n", "D"), ("ppo", "^"), ("other-1", "v"), ("other-2", "P"), ("other-3", "X"),
     ("pretrained", "o"),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the report of a run calls the policy that training starts from, the algorithm of [ppo], and what scores its
+    responses. The defaults are those of the whole loop.
+    """
+
+    initial: str = "SFT"
+    algorithm: str = "PPO"
+    scorer: str = "reward model"
+
+    @property
+    def the_initial(self) -> str:
+        """The initial policy within a sentence."""
+        return self.initial if self.initial.isupper() else f"the {self.initial}"
+
+    @property
+    def kl(self) -> str:
+        return f"KL from {self.the_initial}"
+
+    @property
+    def score(self) -> str:
+        """The score within a sentence, without an article."""
+        return "reward model's score" if self.scorer == "reward model" else f"score of {self.scorer}"
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """Titles of the policies that do not always have the same one."""
+        return {"sft": in_capital(self.initial), "ppo": self.algorithm}
+
+
+DEFAULT_NAMES = Names()
+INITIAL_POLICY = "initial policy"  # `Names.initial` in a run without SFT
+
+
+def in_capital(text: str) -> str:
+    """Return a text with its first letter as a capital."""
+    return text[:1].upper() + text[1:]
 
 
 def clean_text(text: str) -> str:
@@ -146,13 +185,17 @@ class PolicyStyle:
     marker: str
 
 
-def styles_of(names: Sequence[str]) -> dict[str, PolicyStyle]:
-    """Return a style for each policy, in order. With more than seven policies, some share a style."""
+def styles_of(names: Sequence[str], titles: Mapping[str, str] | None = None) -> dict[str, PolicyStyle]:
+    """Return a style for each policy, in order. With more than seven policies, some share a style.
+
+    `titles` replace the titles of known policies.
+    """
     known: dict[str, PolicyStyle] = {}
     for name in names:
         best_of = re.fullmatch(r"best_of_(\d{1,9})", name)
         if name in KNOWN_POLICIES:
-            known[name] = PolicyStyle(name, *KNOWN_POLICIES[name])
+            title, *look = KNOWN_POLICIES[name]
+            known[name] = PolicyStyle(name, (titles or {}).get(name, title), *look)
         elif best_of and not any(style.tone == "best-of-n" for style in known.values()):
             known[name] = PolicyStyle(name, f"Best of {best_of[1]}", "best-of-n", "D")
     taken = {style.tone for style in known.values()}

@@ -93,7 +93,12 @@ class _Builder:
             start=start_of(messages),
             messages=folded_turns(messages),
             responses=tuple(
-                (self.styles[name], tuple(ShownResponse(r.index, folded(r.text), _about(r, scores)) for r in own))
+                (
+                    self.styles[name],
+                    tuple(
+                        ShownResponse(r.index, folded(r.text), _about(r, scores, self.folder.names.scorer)) for r in own
+                    ),
+                )
                 for name, own in zip(self.folder.policies, by_policy, strict=True)
             ),
             is_open=is_open,
@@ -215,9 +220,9 @@ def _scores(verdicts: Sequence[Verdict]) -> Scores:
     return {key: list(scores.items()) for key, scores in found.items()}
 
 
-def _about(row: Response, scores: Scores) -> str:
+def _about(row: Response, scores: Scores, scorer: str) -> str:
     parts = [f"{judge} {number(float(score))}" for judge, score in scores.get((row.policy, row.index), [])]
-    parts += [f"reward model {number(float(row.proxy_score))}"] if not math.isnan(row.proxy_score) else []
+    parts += [f"{scorer} {number(float(row.proxy_score))}"] if not math.isnan(row.proxy_score) else []
     parts += [] if row.num_tokens is None else [f"{number(row.num_tokens)} tokens"]
     parts += ["cut off at the length limit"] if row.finished is False else []
     parts += [f"log ratio {number(float(row.log_ratio), 1)} nats"] if not math.isnan(row.log_ratio) else []

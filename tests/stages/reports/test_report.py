@@ -369,6 +369,53 @@ def test_hostile_text_is_escaped(run: Path, read_page: ReadPage) -> None:
     assert read_page(page).open == []
 
 
+GRPO_JOB = """name = "checked"
+seed = 7
+workers = 2
+
+[ppo]
+init_from = "models/base"
+reward_function = "configs/checks.py:reward"
+prompts = { source = "prompts.jsonl" }
+num_iterations = 80
+rollout_batch_size = 8
+samples_per_prompt = 4
+advantage = "group_mean"
+minibatch = { batch_size = 8, micro_batch_size = 4 }
+max_new_tokens = 16
+policy_optimizer = { learning_rate = 1e-5 }
+
+[compare]
+prompts = { source = "held-out.jsonl" }
+max_new_tokens = 16
+"""
+
+
+def test_names_are_those_of_what_the_job_has(run: Path) -> None:
+    """A job of GRPO on a function, from a published model: no SFT, no PPO and no reward model are on the page."""
+    for stage in STAGES:
+        if stage not in ("ppo", "compare"):
+            shutil.rmtree(run / stage)
+    (run / "job.toml").write_text(GRPO_JOB, encoding="utf-8")
+    results = read(run / "compare/results.json")
+    del results["policies"]["pretrained"]
+    results["pairs"] = {pair: found for pair, found in results["pairs"].items() if "pretrained" not in pair}
+    results["names"] = {"initial": "initial policy", "algorithm": "GRPO", "scorer": "checks.py:reward"}
+    gain = {"category": "", "num_prompts": 200, "proxy": mean(1.0, 0.2), "judge": mean(-0.5, 0.1), "holm_p": 0.001}
+    results["hacking"] = {"overall": gain, "categories": [gain | {"category": "verbs"}], "training": []}
+    results["hacking"] |= {"late_judge": mean(-0.2, 0.1), "late_proxy": mean(0.2, 0.1)}
+    (run / "compare/results.json").write_text(json.dumps(results), encoding="utf-8")
+    report = write_report(run)
+    page = re.sub(r"<style>.*?</style>|<script>.*?</script>", "", (run / "report.html").read_text(), flags=re.DOTALL)
+    assert report["verdict"].startswith("GRPO beats the initial policy")
+    assert "KL from the initial policy" in page
+    assert "Score of checks.py:reward" in page
+    assert "trained to raise the score of checks.py:reward, held near the initial policy" in page
+    assert re.findall(r".{30}\b(?:SFT|PPO)\b.{30}|.{30}[Rr]eward model.{30}", page) == []
+    shutil.rmtree(run / "compare")
+    assert write_report(run)["verdict"].startswith("No policies have been compared. In GRPO the score of checks.py:rew")
+
+
 def test_a_sample_shows_its_whole_conversation(run: Path, read_page: ReadPage) -> None:
     """The system message and the last turns are open, the turns between them folded."""
     turns = [("user" if place % 2 == 0 else "assistant", f"Turn number {place}.") for place in range(7)]
