@@ -47,6 +47,7 @@ from stages.reports.text import (
     UNKNOWN,
     Names,
     PolicyStyle,
+    beyond_range,
     count,
     count_of,
     ends_of,
@@ -60,6 +61,7 @@ from training.data import Overlong, SourceRows
 SECTION = "ppo"  # of the job, and the name of its stage
 MAX_DRAWN = 400  # responses drawn during training that a page shows
 MAX_CHARACTERS = 1_500_000
+MIN_STEPS_OF_KL, LEAST_KL_NATS = 5, 0.05  # below it after so many iterations, the report says that the KL stays at 0
 NUM_OPEN = 1
 
 SAMPLERS = {
@@ -174,6 +176,7 @@ def report(stage: StageFolder) -> StageReport:
         )
     parts = (
         stage_block(stage, facts, figures),
+        *(Note(text, "aside") for text in _kl_notes(stage, names)),
         *((Details("Diagnostics", (Columns(tuple(diagnostics), "grid"),)),) if diagnostics else ()),
         *followed_part(samples),
     )
@@ -184,6 +187,24 @@ def report(stage: StageFolder) -> StageReport:
         sentence=_sentence(stage, names),
         styles=tuple(styles_of(["ppo"]).values()) if samples else (),
     )
+
+
+def _kl_notes(stage: StageFolder, names: Names) -> tuple[str, ...]:
+    """Returns sentences about a KL that stays at 0, and about one below 0, if the run has them."""
+    kls = [kl for line in stage.metrics if isinstance(kl := line.get("kl_nats"), float) and isfinite(kl)]
+    said = []
+    if len(kls) >= MIN_STEPS_OF_KL and max(map(abs, kls)) < LEAST_KL_NATS:
+        said.append(
+            f"The {names.kl} stayed at 0, so the policy still answers as it did at the start: check that the responses"
+            " to a prompt have different rewards, then raise the learning rate, lower kl_coef or run more iterations"
+            ' (docs/troubleshooting.md, "The KL stays at 0").'
+        )
+    if any(kl < 0 for kl in kls):
+        said.append(
+            "The KL is estimated from samples, so a value below 0 means that it is too small to tell from 0 there"
+            ' (docs/glossary.md, "KL from SFT").'
+        )
+    return tuple(said)
 
 
 def _named(panels: Sequence[Panel], names: Names) -> tuple[Panel, ...]:
@@ -230,6 +251,8 @@ def followed_part(samples: Sequence[TrainingSample]) -> tuple[Part, ...]:
         f"The same {count_of(num, 'prompt')}, answered once before the updates of these iterations; 95% intervals over"
         " prompts below. The change is from the first of them, prompt by prompt."
     )
+    scores = [mean_over_prompts([sample.score for sample in own.values()]) for own in by_step.values()]
+    caption += beyond_range([sample.score for own in by_step.values() for sample in own.values()], scores)
     columns = ("Iteration", "Score", "Change", "KL, nats", "Tokens", "End")
     return (Table(caption, columns, rows, "by-policy", "The same prompts during training"),)
 

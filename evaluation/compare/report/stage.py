@@ -40,6 +40,7 @@ from stages.reports.stage_report import headline_of, headline_of_share, stage_bl
 from stages.reports.text import (
     UNKNOWN,
     PolicyStyle,
+    beyond_range,
     count,
     ends_of,
     in_capital,
@@ -174,6 +175,9 @@ def policy_table(results: CompareResults, styles: Styles) -> Table:
         "Figures of each policy; 95% intervals over prompts below the means. Each is that policy's own: whether two"
         " policies differ is for the win rates to say."
     )
+    shown = [text.gold_score for sample in results.samples for text in sample.responses.values()]
+    means = [found.gold_score for found in own.values()]
+    caption += beyond_range([*shown, *(mean.mean for mean in means)], means)
     return Table(caption, ("Figure", *styles.values()), rows, "by-policy", "Policies")
 
 

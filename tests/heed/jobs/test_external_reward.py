@@ -165,7 +165,7 @@ def test_a_failing_function_is_reported_with_its_own_file_and_line(
     # Wherever the terminal wrapped lines.
     printed = "".join(capsys.readouterr().err.split("error: ")[1:]).replace("\n", " ")
     words = " ".join(printed.split())
-    assert "16 of 16 samples of the SFT policy have no finite score" in words
+    assert "16 of 16 samples of the initial policy have no finite score" in words
     assert said in words
     assert f'my_rewards.py", line {2 if "raised" in said else 1}, in ' in words
     assert "Traceback" not in words
