@@ -416,6 +416,18 @@ def test_names_are_those_of_what_the_job_has(run: Path) -> None:
     assert write_report(run)["verdict"].startswith("No policies have been compared. In GRPO the score of checks.py:rew")
 
 
+def test_the_head_of_an_unfinished_run_says_what_is_unfinished(run: Path) -> None:
+    assert "in all stages" in (run / "report.html").read_text(encoding="utf-8")
+    shutil.rmtree(run / "compare")
+    (run / "ppo/results.json").unlink()
+    (run / "ppo/lineage.json").unlink()
+    write_report(run)
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "in all stages" not in page
+    assert "in finished stages" in page
+    assert "not finished: ppo (unfinished: step 80 of 80) and compare (not run)" in page
+
+
 def change_metrics(run: Path, **values: float) -> None:
     path = run / "ppo/metrics.jsonl"
     lines = [json.loads(line) | values for line in path.read_text(encoding="utf-8").splitlines()]
