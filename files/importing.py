@@ -7,6 +7,7 @@ import gc
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import sysconfig
 import traceback
@@ -15,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from files.lookup import no_such_file
 
 ROOT = Path(__file__).parents[1]
 SHOWN_FRAMES = 4  # of a traceback through a user's code
@@ -67,6 +70,25 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
     return function
 
 
+def function_named(name: str, what: str) -> str:
+    """Returns FILE.py:NAME for FILE.py if the file has one public function; any other name as it is.
+
+    Raises: ValueError that lists the functions of a file with several, and as `load_function`.
+    """
+    if ":" in name or not name.endswith(".py"):
+        return name
+    module = load_module(name, what)
+    found = [
+        f"{name}:{key}"
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_")
+    ]
+    if len(found) == 1:
+        return found[0]
+    expected = f"one of {', '.join(found)}" if found else f"{name}:NAME, of a function in the file,"
+    raise ValueError(f"{what} {name!r} names no function; {expected} was expected")
+
+
 def _file_meant(module: str, attribute: str) -> str:
     """Returns a hint if the name is both a package of Heed and a file in the current folder."""
     if module not in PACKAGES or not Path(f"{module}.py").is_file():
@@ -86,6 +108,8 @@ def load_module(place: str, what: str) -> ModuleType:
     whose names are not taken by Heed or an installed package.
     """
     if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise ValueError(f"{what}: {place}: {no_such_file(place)}")
         return _module_of_file(Path(place).resolve(), what)
     import_from(str(Path.cwd()))  # `heed` is a script, for which Python does not look in the current folder
     try:
@@ -113,8 +137,6 @@ def _module_of_file(path: Path, what: str) -> ModuleType:
     name = f"heed_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
-    if not path.is_file():
-        raise ValueError(f"{what}: {path}: no such file")
     import_from(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, f"{path} is no Python file"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from files.fields import kind_of
+from files.lookup import no_such_file
 from files.strict_json import MAX_ROW_BYTES, open_bytes, read_jsonl, read_list, refuse, starts_a_list
 
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".md": "text"}
@@ -141,7 +142,7 @@ def _all_rows(source: str, split: str, subset: str, on_unreadable: Callable[[Val
     path = Path(source)
     kind = LOADERS.get(Path(source.removesuffix(".gz")).suffix, "")
     if kind and not path.is_file():
-        raise ValueError(f"{path}: no such file")
+        raise ValueError(f"{path}: {no_such_file(path)}")
     if kind == "json" and ".jsonl" not in path.suffixes and starts_a_list(path):
         yield from _objects(read_list(path), on_unreadable)
     elif kind == "json":

@@ -36,11 +36,13 @@ def parse_json(where: str, text: str) -> Any:
     Raises: ValueError, starting with `where`, for text that is not JSON (with the column, counted from 1) and for what
     rows may not contain (with the key or field).
     """
+    text = text.rstrip()  # so that the place of what is missing at a line's end is on that line
     try:
         value = DECODER.decode(text)
         refuse_unsound(value, text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+        cut = "; a whole JSON object on the line was expected" if text and error.pos >= len(text) else ""
+        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}{cut}") from None
     except NotPlainJSONError as error:
         raise ValueError(f"{where}: {error}") from None
     except RecursionError:

@@ -12,6 +12,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils.tqdm import tqdm
 
 from files.hashes import folder_hash, unchanged_hash
+from files.lookup import no_such_file
 from files.rows import hub_reason
 from lm.progress import note_progress
 
@@ -83,7 +84,7 @@ def is_gguf(name: str) -> bool:
     if not name.lower().endswith(".gguf") or Path(name).expanduser().is_dir():
         return False
     if not Path(name).expanduser().is_file():
-        raise ValueError(f"{name}: no such file")
+        raise ValueError(f"{name}: {no_such_file(name)}")
     return True
 
 

@@ -24,13 +24,17 @@ GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_CONFIG)
 
 
+_OWN_FIELDS = ("pad", "end", "start", "mask", "chat_template", "other_ends", "model_start")
+
+
 class Tokenizer:
     """A vocabulary with an end token and a chat template; `train` learns byte-level BPE.
 
     `pad`, `start` and `mask` are "" if the vocabulary has none. Masks come from lengths, so any token may fill the
     space after a text, even the end token. The start token opens an encoder's input (the end token stands in if there
     is none); the mask token hides a word from an encoder. `end` ends a text. A response may also end with the token
-    that closes an assistant's turn in the chat template, or with one of `other_ends`: see `end_ids`.
+    that closes an assistant's turn in the chat template, or with one of `other_ends`: see `end_ids`. `model_start` is
+    the start token that the model's own files name by number; Heed only hands it on.
     Raises: ValueError for a token that the vocabulary lacks.
     """
 
@@ -44,10 +48,11 @@ class Tokenizer:
         start: str = "",
         mask: str = "",
         other_ends: Sequence[str] = (),
+        model_start: str = "",
     ) -> None:
         self._bpe = bpe
         self.pad, self.end, self.start, self.mask, self.chat_template = pad, end, start, mask, chat_template
-        self.other_ends = tuple(other_ends)
+        self.other_ends, self.model_start = tuple(other_ends), model_start
         self.end_id = self._id(end, "eos_token")
         self.pad_id = self._id(pad, "pad_token") if pad else self.end_id
         self.start_id = self._id(start, "bos_token") if start else self.end_id
@@ -84,6 +89,12 @@ class Tokenizer:
         """Every token that ends a response: `turn_end_id` first, then `end_id` and the model's other end tokens."""
         others = (self._id(token, "eos_token_id") for token in self.other_ends)
         return tuple(dict.fromkeys([self.turn_end_id, self.end_id, *others]))
+
+    @property
+    def bos_id(self) -> int | None:
+        """The `bos_token_id` of the model's files: the one they had, or else the start token, if there is one."""
+        name = self.model_start or ("" if self.mask else self.start)
+        return self._id(name, "bos_token_id") if name else None
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, chat_template: str, *, has_mask: bool = False) -> Self:
@@ -129,7 +140,9 @@ class Tokenizer:
         # Some files were saved with truncation or padding switched on.
         bpe.no_truncation()
         bpe.no_padding()
-        ends = _model_ends(folder, bpe) or (_model_ends(model_folder, bpe) if model_folder is not None else [])
+        ends = _model_tokens(folder, bpe, "eos_token_id")
+        if not ends and model_folder is not None:
+            ends = _model_tokens(model_folder, bpe, "eos_token_id")
         # In BERT, the separator ends a text and the classifier's token starts one.
         names["eos_token"] = end or names["eos_token"] or names["sep_token"] or next(iter(ends), None)
         if names["eos_token"] is None:
@@ -150,6 +163,7 @@ class Tokenizer:
             mask=names["mask_token"] or "",
             chat_template=template,
             other_ends=[token for token in ends if token != names["eos_token"]],
+            model_start=next(iter(_model_tokens(folder, bpe, "bos_token_id")), ""),
         )
 
     def save(self, folder: Path) -> None:
@@ -166,9 +180,16 @@ class Tokenizer:
             "clean_up_tokenization_spaces": False,
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if len(self.end_ids) > 1:  # transformers and vLLM stop at any of these; otherwise only at config.json's
-            stops = {"eos_token_id": list(self.end_ids), **({"pad_token_id": self.pad_id} if self.pad else {})}
-            (folder / GENERATION_CONFIG).write_text(json.dumps(stops, indent=2) + "\n", encoding="utf-8")
+        path = folder / GENERATION_CONFIG
+        path.write_text(json.dumps(self.generation_config(), indent=2) + "\n", encoding="utf-8")
+
+    def generation_config(self) -> dict[str, Any]:
+        """Returns what transformers and vLLM read before they sample: the start token, every end token, padding."""
+        return {
+            **({} if self.bos_id is None else {"bos_token_id": self.bos_id}),
+            "eos_token_id": list(self.end_ids) if len(self.end_ids) > 1 else self.end_id,
+            **({"pad_token_id": self.pad_id} if self.pad else {}),
+        }
 
     def __eq__(self, other: object) -> bool:
         """Whether both turn every conversation into the same tokens."""
@@ -209,7 +230,7 @@ class Tokenizer:
         return self._changed(pad=next(spare, ""))
 
     def _changed(self, **changes: Any) -> "Tokenizer":
-        fields = {name: getattr(self, name) for name in ("pad", "end", "start", "mask", "chat_template", "other_ends")}
+        fields = {name: getattr(self, name) for name in _OWN_FIELDS}
         return Tokenizer(self._bpe, **{**fields, **changes})
 
     def encode(self, text: str) -> list[int]:
@@ -360,20 +381,21 @@ def _make_special(bpe: BPE, names: Iterable[str]) -> None:
         bpe.add_special_tokens([AddedToken(name, special=True, **{flag: getattr(token, flag) for flag in flags})])
 
 
-def _model_ends(folder: Path, bpe: BPE) -> list[str]:
-    """Returns the end tokens that the model's files name by number, in order. Raises: ValueError naming file and field.
+def _model_tokens(folder: Path, bpe: BPE, field: str) -> list[str]:
+    """Returns the tokens that the model's files name by number in a field, in order. Raises: ValueError naming file and
+    field.
 
-    A number counts only if it is one of the vocabulary's added tokens: transformers writes `eos_token_id` 2 into every
-    config.json that was made without one, and token 2 may be a letter.
+    A number counts only if it is one of the vocabulary's added tokens: transformers writes `eos_token_id` 2 and
+    `bos_token_id` 1 into every config.json that was made without one, and token 2 may be a letter.
     """
     added = bpe.get_added_tokens_decoder()
     for path in (folder / GENERATION_CONFIG, folder / "config.json"):
-        numbers = read_json(path).get("eos_token_id") if path.is_file() else None
+        numbers = read_json(path).get(field) if path.is_file() else None
         if numbers is None:
             continue
         numbers = numbers if isinstance(numbers, list) else [numbers]
         if not all(type(number) is int for number in numbers):
-            raise ValueError(f"{path}: eos_token_id is {numbers}; a token's number, or a list of them, was expected")
+            raise ValueError(f"{path}: {field} is {numbers}; a token's number, or a list of them, was expected")
         return [added[number].content for number in numbers if number in added]
     return []
 

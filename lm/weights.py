@@ -30,7 +30,7 @@ from lm.hub import refuse_adapter
 from lm.model import SCORE, LanguageModel, ScalarModel, initial_weight
 from lm.source import Rows, load, on_meta, rows_of
 from lm.tensor_files import open_checkpoint, write_tensors
-from lm.tokenizer import Tokenizer, read_json
+from lm.tokenizer import GENERATION_CONFIG, Tokenizer, read_json
 
 Weights = Mapping[str, Tensor]
 Model = (
@@ -87,6 +87,9 @@ def save_model(
     if isinstance(model, ScalarModel | SequenceClassifier):
         tokenizer = tokenizer.with_distinct_pad()
     tokenizer.save(folder)
+    if isinstance(model, EncoderDecoder):  # transformers reads this file, not config.json, where a decoder starts
+        starts = {"decoder_start_token_id": tokenizer.end_id, **tokenizer.generation_config()}
+        write_json(folder / GENERATION_CONFIG, starts)
     config = config_to_hf(model, tokenizer)
     missing = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
 
@@ -294,7 +297,7 @@ def config_to_hf(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
         "architectures": [family.classes[PURPOSES[type(model)]]],
         "model_type": family.model_type,
         **family.to_hf(model.config),
-        "bos_token_id": None,
+        "bos_token_id": tokenizer.bos_id,
         "eos_token_id": tokenizer.end_id,
         "pad_token_id": tokenizer.pad_id if tokenizer.pad else None,
         "dtype": "float32",

@@ -78,6 +78,7 @@ class GAE(Config):
     """Compares each token with a value function, which is trained along with the policy (arXiv 1506.02438)."""
 
     model_config = ConfigDict(title="Advantage gae")
+    algorithm: ClassVar[str] = "PPO"  # what reports call it
     is_per_response: ClassVar[bool] = False  # whether all tokens of a response have the same advantage
     oversample: ClassVar[float] = 1.0
 
@@ -110,6 +111,7 @@ class NoBaseline(Config):
     """
 
     model_config = ConfigDict(title="Advantage none")
+    algorithm: ClassVar[str] = "REINFORCE"
     is_per_response: ClassVar[bool] = False
     oversample: ClassVar[float] = 1.0
 
@@ -169,6 +171,7 @@ class GroupMean(GroupBaseline):
     """Compares a response with the mean reward of all responses to its prompt (GRPO, arXiv 2402.03300)."""
 
     model_config = ConfigDict(title="Advantage group_mean")
+    algorithm: ClassVar[str] = "GRPO"
     leaves_one_out: ClassVar[bool] = False
 
     kind: Literal["group_mean"] = Field(default="group_mean", description="Selects this kind.")
@@ -178,6 +181,7 @@ class LeaveOneOut(GroupBaseline):
     """Compares a response with the mean reward of the other responses to its prompt (RLOO, arXiv 2402.14740)."""
 
     model_config = ConfigDict(title="Advantage leave_one_out")
+    algorithm: ClassVar[str] = "RLOO"
     leaves_one_out: ClassVar[bool] = True
 
     kind: Literal["leave_one_out"] = Field(default="leave_one_out", description="Selects this kind.")

@@ -5,11 +5,13 @@ Shape letter: P prompts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 import numpy as np
+from pydantic import ValidationError
 
+from ppo.config import PPOConfig
 from ppo.rollout_log import TrainingSample
 from preferences.statistics.estimates import Interval
 from preferences.statistics.intervals import clustered_mean
@@ -27,13 +29,39 @@ from stages.reports.parts import (
     Table,
 )
 from stages.reports.run_folder import StageFolder
-from stages.reports.samples import Samples, ShownPrompt, ShownResponse, anchor_of, evenly, folded, start_of
+from stages.reports.samples import (
+    Samples,
+    ShownPrompt,
+    ShownResponse,
+    anchor_of,
+    evenly,
+    folded,
+    folded_turns,
+    start_of,
+    turns_of,
+)
 from stages.reports.stage_report import Panel, Series, fields_under, metric_figures, stage_block
-from stages.reports.text import UNKNOWN, PolicyStyle, count, count_of, ends_of, label, number, percent, styles_of
+from stages.reports.text import (
+    DEFAULT_NAMES,
+    INITIAL_POLICY,
+    UNKNOWN,
+    Names,
+    PolicyStyle,
+    beyond_range,
+    count,
+    count_of,
+    ends_of,
+    label,
+    number,
+    percent,
+    styles_of,
+)
 from training.data import Overlong, SourceRows
 
+SECTION = "ppo"  # of the job, and the name of its stage
 MAX_DRAWN = 400  # responses drawn during training that a page shows
 MAX_CHARACTERS = 1_500_000
+MIN_STEPS_OF_KL, LEAST_KL_NATS = 5, 0.05  # below it after so many iterations, the report says that the KL stays at 0
 NUM_OPEN = 1
 
 SAMPLERS = {
@@ -55,13 +83,44 @@ class PPOResults:
     generator: str = "heed"
 
 
+def names_of(config: PPOConfig | None, *, starts_from_sft: bool) -> Names:
+    """Returns what reports call the initial policy, the algorithm and the source of the scores of a run with this
+    section, or without one.
+    """
+    initial = DEFAULT_NAMES.initial if starts_from_sft else INITIAL_POLICY
+    if config is None:
+        return Names(initial)
+    reward = config.external_reward
+    return Names(initial, config.advantage.algorithm, DEFAULT_NAMES.scorer if reward is None else reward.short_name)
+
+
+def names_in(stage: StageFolder) -> Names:
+    """Returns the names of the stage's job; those of the whole loop if its section is another version's."""
+    first = stage.name == SECTION  # later rounds start from the policy of the round before
+    try:
+        config = PPOConfig.model_validate(stage.job.get(SECTION))
+    except ValidationError:
+        return DEFAULT_NAMES
+    return names_of(config, starts_from_sft=first and "sft" in stage.job and not config.init_from)
+
+
 def _ppo(field: str) -> tuple[Series, ...]:
-    return (Series(field, "PPO", "ppo"),)
+    return (Series(field, "", "ppo"),)
+
+
+def _panels(names: Names) -> tuple[Panel, ...]:
+    return (
+        Panel("Score", f"from {_with_article(names)}, higher is better", _ppo("score")),
+        Panel(names.kl, "nats per response", _ppo("kl_nats")),
+        *PANELS,
+    )
+
+
+def _with_article(names: Names) -> str:
+    return f"the {names.scorer}" if names.scorer == DEFAULT_NAMES.scorer else names.scorer
 
 
 PANELS = (
-    Panel("Score", "from the reward model, higher is better", _ppo("score")),
-    Panel("KL from SFT", "nats per response", _ppo("kl_nats")),
     Panel("Responses that end", "before the length limit", _ppo("eos_rate"), is_share=True),
     Panel("Response length", "tokens", _ppo("response_tokens")),
     Panel("Entropy", "nats per token, estimated", _ppo("entropy_estimate")),
@@ -109,12 +168,13 @@ DIAGNOSTICS = (
 
 
 def report(stage: StageFolder) -> StageReport:
+    names = names_in(stage)
     objectives = [
         Panel(f"Score, {label(name)}", "from the head of this objective", _ppo(f"score/{name}"))
         for name in fields_under(stage, "score")
     ]
-    figures = metric_figures(stage, (*PANELS, *objectives), "iteration")
-    diagnostics = metric_figures(stage, DIAGNOSTICS, "iteration", "diagnostics")
+    figures = metric_figures(stage, _named((*_panels(names), *objectives), names), "iteration")
+    diagnostics = metric_figures(stage, _named(DIAGNOSTICS, names), "iteration", "diagnostics")
     results, samples = stage.results(PPOResults), stage.samples_as(TrainingSample)
     facts: tuple[tuple[str, str], ...] = ()
     if results is not None:
@@ -127,19 +187,47 @@ def report(stage: StageFolder) -> StageReport:
         )
     parts = (
         stage_block(stage, facts, figures),
+        *(Note(text, "aside") for text in _kl_notes(stage, names)),
         *((Details("Diagnostics", (Columns(tuple(diagnostics), "grid"),)),) if diagnostics else ()),
         *followed_part(samples),
     )
     return StageReport(
         parts,
         sections=samples_section(samples),
-        headlines=_headlines(stage) if results is not None else (),
-        sentence=_sentence(stage),
+        headlines=_headlines(stage, names) if results is not None else (),
+        sentence=_sentence(stage, names),
         styles=tuple(styles_of(["ppo"]).values()) if samples else (),
     )
 
 
-def _sentence(stage: StageFolder) -> str:
+def _kl_notes(stage: StageFolder, names: Names) -> tuple[str, ...]:
+    """Returns sentences about a KL that stays at 0, and about one below 0, if the run has them."""
+    kls = [kl for line in stage.metrics if isinstance(kl := line.get("kl_nats"), float) and isfinite(kl)]
+    said = []
+    if len(kls) >= MIN_STEPS_OF_KL and max(map(abs, kls)) < LEAST_KL_NATS:
+        said.append(
+            f"The {names.kl} stayed at 0, so the policy still answers as it did at the start: check that the responses"
+            " to a prompt have different rewards, then raise the learning rate, lower kl_coef or run more iterations"
+            ' (docs/troubleshooting.md, "The KL stays at 0").'
+        )
+    if any(kl < 0 for kl in kls):
+        said.append(
+            "The KL is estimated from samples, so a value below 0 means that it is too small to tell from 0 there"
+            ' (docs/glossary.md, "KL from SFT").'
+        )
+    return tuple(said)
+
+
+def _named(panels: Sequence[Panel], names: Names) -> tuple[Panel, ...]:
+    """Returns the panels, with the algorithm's name for the series that have none of their own."""
+
+    def named(series: Series) -> Series:
+        return series if series.name else replace(series, name=names.algorithm)
+
+    return tuple(replace(panel, series=tuple(map(named, panel.series))) for panel in panels)
+
+
+def _sentence(stage: StageFolder, names: Names) -> str:
     """Returns the summary of a run without a comparison. It must not claim much: a rise of the score that PPO trains on
     shows only that PPO trained.
     """
@@ -147,19 +235,19 @@ def _sentence(stage: StageFolder) -> str:
     if not scores:
         return ""
     return (
-        f"In PPO the score went from {number(scores[0])} to {number(scores[-1])}. Whether the responses got better, or"
-        " only better at pleasing this score (reward hacking), the figures do not say: nothing else has judged them."
-        " Read the samples, or let another judge compare the policies."
+        f"In {names.algorithm} the {names.score} went from {number(scores[0])} to {number(scores[-1])}. Whether the"
+        " responses got better, or only better at pleasing this score (reward hacking), the figures do not say: nothing"
+        " else has judged them. Read the samples, or let another judge compare the policies."
     )
 
 
-def _headlines(stage: StageFolder) -> tuple[Headline, ...]:
+def _headlines(stage: StageFolder, names: Names) -> tuple[Headline, ...]:
     """Returns the KL of the last iteration as a headline; a comparison's KL replaces it."""
     kl = stage.metrics[-1].get("kl_nats") if stage.metrics else None
     if not isinstance(kl, float) or not isfinite(kl):
         return ()
     file, field, detail = f"{stage.name}/metrics.jsonl", "kl_nats of the last line", "last iteration of training"
-    return (Headline(f"{stage.name}.kl_nats", file, field, kl, "KL from SFT", f"{number(kl, 1)} nats", detail),)
+    return (Headline(f"{stage.name}.kl_nats", file, field, kl, names.kl, f"{number(kl, 1)} nats", detail),)
 
 
 def followed_part(samples: Sequence[TrainingSample]) -> tuple[Part, ...]:
@@ -174,6 +262,8 @@ def followed_part(samples: Sequence[TrainingSample]) -> tuple[Part, ...]:
         f"The same {count_of(num, 'prompt')}, answered once before the updates of these iterations; 95% intervals over"
         " prompts below. The change is from the first of them, prompt by prompt."
     )
+    scores = [mean_over_prompts([sample.score for sample in own.values()]) for own in by_step.values()]
+    caption += beyond_range([sample.score for own in by_step.values() for sample in own.values()], scores)
     columns = ("Iteration", "Score", "Change", "KL, nats", "Tokens", "End")
     return (Table(caption, columns, rows, "by-policy", "The same prompts during training"),)
 
@@ -263,13 +353,13 @@ def _drawn(drawn: Sequence[TrainingSample]) -> tuple[ShownPrompt, ...]:
 
 def _shown(name: str, own: Sequence[TrainingSample], categories: Sequence[str], *, is_open: bool) -> ShownPrompt:
     """Returns a prompt with its responses, in the order of training."""
-    messages = tuple((turn["role"], turn["content"]) for turn in own[0].messages)
+    messages = turns_of(own[0].messages)
     return ShownPrompt(
         anchor=anchor_of(f"training-{name}"),
         prompt_id=own[0].prompt_id,
         category=own[0].category,
         start=start_of(messages),
-        messages=tuple((role, folded(text)) for role, text in messages),
+        messages=folded_turns(messages),
         responses=tuple(
             (_style(sample.step), (ShownResponse(0, folded(sample.response), _about(sample)),)) for sample in own
         ),
@@ -294,6 +384,10 @@ def _note(own: Sequence[TrainingSample]) -> str:
     return f"score {number(own[0].score)} → {number(own[-1].score)}"
 
 
-REPORTER = StageReporter(
-    "PPO", "The policy is trained to raise the reward model's score, held near SFT by a KL penalty.", report
-)
+def _head(stage: StageFolder) -> tuple[str, str]:
+    names = names_in(stage)
+    about = f"The policy is trained to raise the {names.score}, held near {names.the_initial} by a KL penalty."
+    return names.algorithm, about
+
+
+REPORTER = StageReporter("Policy gradients", "The policy is trained to raise a score.", report, _head)

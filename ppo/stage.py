@@ -48,6 +48,10 @@ from training.seeds import derive_seed
 from training.tokens import array_path
 from training.writer import PROGRESS
 
+# What the console shows meanwhile.
+MEASURES_SCALE = (
+    "responses of the initial policy sampled, to measure the spread of its scores (docs/troubleshooting.md)"
+)
 SCALE_PROMPTS = 512  # prompts on which the score scale of an unknown reward model is measured
 
 
@@ -230,21 +234,21 @@ def score_scale(
             objective_weights=config.reward.objective_weights,
             external_reward=None if isinstance(judge, Path) else judge,
         )
-        samples = sample_everywhere(run, "scale", spec, prompts[:SCALE_PROMPTS])
+        samples = sample_everywhere(run, "scale", spec, prompts[:SCALE_PROMPTS], shown=MEASURES_SCALE)
         scores = [sample.score for sample in samples if isfinite(sample.score)]
         num_failed = len(samples) - len(scores)
         if len(scores) < 2 or num_failed > config.max_failed_share * len(samples):
             rmtree(run.folder / SAMPLES / "scale")  # so that the next attempt scores again
             raise ValueError(
-                f"{num_failed} of {len(samples)} samples of the SFT policy have no finite score; ppo.max_failed_share"
-                f" allows {config.max_failed_share:.0%}, and at least two scores are needed."
+                f"{num_failed} of {len(samples)} samples of the initial policy have no finite score;"
+                f" ppo.max_failed_share allows {config.max_failed_share:.0%}, and at least two scores are needed."
                 f" The first: {next(sample.failure for sample in samples if not isfinite(sample.score))}"
             )
         scale = ScoreScale(mean(scores), stdev(scores))
     if not scale.std > 0:
         raise ValueError(
-            f"{where}: the scores of the SFT policy's samples have a spread of {scale.std}; a reward that tells them"
-            " apart was expected"
+            f"{where}: the scores of the initial policy's samples have a spread of {scale.std}; a reward that tells"
+            " them apart was expected"
         )
     return scale
 

@@ -233,7 +233,7 @@ def report(stage: StageFolder) -> StageReport:
 
 
 REPORTER = StageReporter(
-    "Collecting preferences", "Labelers rank several responses of the SFT policy to each prompt.", report
+    "Collecting preferences", "Labelers rank several responses of the policy to each prompt.", report
 )
 
 

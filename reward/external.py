@@ -69,6 +69,11 @@ class ExternalReward(Config, ABC):
         return str(getattr(self, self.source_key))
 
     @property
+    def short_name(self) -> str:
+        """The source as reports call it."""
+        return self.source
+
+    @property
     def num_parallel(self) -> int:
         """How many calls of `score` a rank makes at once, in threads; 0 = one after another in its main thread, to
         which a user's code may be bound.
@@ -112,6 +117,11 @@ class RewardFunction(ExternalReward):
             replace(scored, failure=f"{scored.failure}{place}") if scored.failure else scored
             for scored in checked(values, len(responses), self.function)
         ]
+
+    @property
+    def short_name(self) -> str:
+        """ "checks.py:reward" for a function in a file, whose folder says nothing to a reader."""
+        return Path(self.function).name if ".py:" in self.function else self.function
 
     def load(self) -> ScoringFunction:
         """Returns the function itself. Raises: ValueError naming what does not exist."""

@@ -182,5 +182,5 @@ def _headlines(stage: StageFolder, results: RewardResults) -> tuple[Headline, ..
 
 
 REPORTER = StageReporter(
-    "Reward model", "The SFT model with a scalar head learns to order responses as the labelers did.", report
+    "Reward model", "A language model with a scalar head learns to order responses as the labelers did.", report
 )

@@ -202,10 +202,12 @@ def sample_policy(spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]
     return Sampler(spec).sample(prompts)
 
 
-def sample_everywhere(run: "StageRun", phase: str, spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]:
+def sample_everywhere(
+    run: "StageRun", phase: str, spec: SamplingSpec, prompts: Sequence[Prompt], *, shown: str = ""
+) -> list[Sample]:
     """Runs `sample_policy` on all workers, each of which loads the policy once. The result does not depend on their
-    number.
+    number. The console shows progress under the name `shown`, or if it is empty, under that of the phase.
     """
     from stages.data import sample_in_parts  # imports Ray, which sampling in this process does without
 
-    return [Sample(**row) for row in sample_in_parts(run, phase, Sampler, spec, prompts)]
+    return [Sample(**row) for row in sample_in_parts(run, phase, Sampler, spec, prompts, shown=shown)]

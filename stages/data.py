@@ -173,6 +173,8 @@ def sample_in_parts(
     make: Callable[[Spec], PromptSampler],
     spec: Spec,
     prompts: Sequence[Prompt],
+    *,
+    shown: str = "",
 ) -> list[dict[str, Any]]:
     """Return the rows of `make(spec).sample(prompts)`, computed on all workers. Rows must not depend on how the prompts
     are split. Each worker makes one sampler and keeps it for all its parts.
@@ -193,6 +195,6 @@ def sample_in_parts(
         for number, rows in zip(turn, found, strict=False):  # a rank without a share has none
             write_text(paths[number], "".join(json.dumps(row.as_dict()) + "\n" for row in rows))
         num_done = len(parts) - len(missing) + start + len(turn)
-        run.show(min(num_done * PROMPTS_AT_ONCE, len(prompts)), len(prompts), phase)
+        run.show(min(num_done * PROMPTS_AT_ONCE, len(prompts)), len(prompts), shown or phase)
     samplers.close()
     return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]

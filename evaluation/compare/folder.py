@@ -23,10 +23,11 @@ from evaluation.verdicts import Response, Verdict, read_responses, read_verdicts
 from files.atomic import atomic_folder, lock, write_json, write_text
 from files.fields import any_messages, any_text, list_field, text_field, whole_field
 from files.hashes import file_hash
+from files.records import record_of
 from files.rows import read_source
 from stages.lineage import code_version
 from stages.reports.run_folder import parse_object
-from stages.reports.text import clean_json
+from stages.reports.text import Names, clean_json
 from training.data import Prompt
 
 SETTINGS, PROMPTS, MEASURES = "compare.json", "prompts.jsonl", "measures.json"
@@ -114,6 +115,11 @@ class ComparisonFolder:
     verdicts: Sequence[Verdict]
     measures: Mapping[str, Any]
     files: Mapping[str, str]
+
+    @property
+    def names(self) -> Names:
+        """Returns what the policies of a run are called; a comparison of other policies has the default names."""
+        return record_of(self.settings.get("names", {}), Names, f"{SETTINGS}: names")
 
     @property
     def by_policy(self) -> dict[str, list[Response]]:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from evaluation.measures.curves import BestOfN
 from evaluation.measures.reward_hacking import RewardHacking
+from lm.tokenizer import Messages
 from preferences.statistics.estimates import Interval
+from stages.reports.text import DEFAULT_NAMES, Names
 from training.data import Overlong, SourceRows
 
 GOLD = "gold"  # the kind of judge that a world has
@@ -79,11 +81,11 @@ class SampledText:
 
 @dataclass(frozen=True)
 class SampledPrompt:
-    """A prompt with the first response of each policy."""
+    """A prompt, which is a whole conversation, with the first response of each policy."""
 
     prompt_id: str
     kind: str
-    prompt: str
+    messages: Messages
     responses: Mapping[str, SampledText]
 
 
@@ -92,7 +94,8 @@ class CompareResults:
     """The contents of results.json.
 
     `best_of_n` chooses among the SFT policy's samples by the reward model. `training_kl_nats` and `training_scores` are
-    PPO's, per iteration, from its metrics; `hacking` compares PPO with SFT.
+    PPO's, per iteration, from its metrics; `hacking` compares PPO with SFT. "sft" is the policy that training starts
+    from, and "ppo" the one that [ppo] trains; `names` says what they are called.
     """
 
     judge: JudgeResults
@@ -108,3 +111,4 @@ class CompareResults:
     hacking: RewardHacking | None = None
     overlong: Overlong | None = None  # of the prompts
     sources: tuple[SourceRows, ...] = ()  # of the prompts, if rows are unusual
+    names: Names = DEFAULT_NAMES

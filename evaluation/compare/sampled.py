@@ -41,6 +41,7 @@ from ppo.rollout_log import TrainingSample
 from preferences.statistics.estimates import UNKNOWN, Interval
 from reward.sampling import Sample
 from stages.contract import StageWaitsError
+from stages.reports.text import DEFAULT_NAMES, Names
 from training.data import Prompt
 
 MAX_FAILED_SHARE = 0.1
@@ -52,7 +53,7 @@ class Sampled:
     """Samples by policy, in the order of the report.
 
     `pool` is the policy that best-of-n chooses from, "" if nothing scores its samples; `training` is PPO's (KL, score)
-    per iteration, and `drawn` holds responses that PPO learned from.
+    per iteration, and `drawn` holds responses that PPO learned from. `names` is what reports call the policies.
     """
 
     prompts: Sequence[Prompt]
@@ -61,6 +62,7 @@ class Sampled:
     training: Sequence[tuple[float, float]]
     seed: int
     drawn: Sequence[TrainingSample] = ()
+    names: Names = DEFAULT_NAMES
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ def _settings(
     chosen = {"name": best_of_name(config.best_of), "kind": BEST_OF_N, "n": config.best_of, "of": sampled.pool}
     sampling = config.model_dump(include={"num_samples", "temperature", "max_new_tokens"})
     return {
+        "names": as_json(sampled.names),
         "policies": [
             chosen if name == chosen["name"] else {"name": name, "kind": "stage", "sampling": sampling}
             for name in responses
@@ -274,7 +277,7 @@ def _shown(
         SampledPrompt(
             prompt_id=prompt.prompt_id,
             kind=prompt.kind,
-            prompt=prompt.messages[-1]["content"],
+            messages=prompt.messages,
             responses={name: _text(firsts[name, prompt.prompt_id], scores) for name in responses},
         )
         for prompt in prompts

@@ -23,6 +23,7 @@ from files.hashes import file_hash
 from files.records import record_of
 from lm.tokenizer import Tokenizer
 from ppo.config import PPOConfig
+from ppo.report import names_of
 from ppo.rollout_log import SAMPLES, TrainingSample
 from ppo.stage import STAGE as PPO
 from reward.external import ExternalReward, RewardFunction
@@ -35,6 +36,7 @@ from stages.run import JobView, StageRun
 from training.metrics import read_metrics
 from training.seeds import derive_seed
 
+SFT = "sft"
 JUDGES = ("judge_function", "judge_from", "judge_people", "judge_reward")
 
 
@@ -48,6 +50,11 @@ class PolicyStart:
     @property
     def tokenizer(self) -> Tokenizer:
         return self.run.tokenizer_of(self.parent)
+
+    @property
+    def is_sft(self) -> bool:
+        """Whether this job's SFT trains the model."""
+        return self.parent == SFT and not self.run.job.substitute(self.run.name, self.parent)
 
     def model(self) -> Path:
         return self.run.start(self.parent)
@@ -104,13 +111,14 @@ def run_compare(run: StageRun, config: CompareConfig) -> None:
         training=[(line["kl_nats"], line["score"]) for line in metrics if {"kl_nats", "score"} <= line.keys()],
         seed=run.seed,
         drawn=() if ppo_config is None else _drawn(run, config, ppo_config),
+        names=names_of(ppo_config, starts_from_sft=start.is_sft),
     )
 
     def progress(step: str) -> Callable[[int, int], None]:
         return lambda done, total: run.show(done, total, step)
 
     results = compare_sampled(run.folder, config, sampled, judge_of(run, config), progress)
-    run.write_results(replace(results, overlong=fitting.overlong or None, sources=fitting.sources))
+    run.write_results(replace(results, overlong=fitting.overlong or None, sources=fitting.sources, names=sampled.names))
 
 
 def policies_of(job: JobView) -> tuple[str, ...]:

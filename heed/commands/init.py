@@ -18,7 +18,12 @@ def init(
         str, typer.Option(help=f"Preference pairs or rankings, for a reward model and DPO: {DATA}.")
     ] = "",
     prompts: Annotated[str, typer.Option(help=f"Prompts to answer, in training and in the comparison: {DATA}.")] = "",
-    reward: Annotated[str, typer.Option(help="A Python function that scores responses, FILE.py:NAME.")] = "",
+    reward: Annotated[
+        str,
+        typer.Option(
+            help="A Python function that scores responses, FILE.py:NAME; FILE.py if it has one public function."
+        ),
+    ] = "",
     algorithm: Annotated[
         str,
         typer.Option(help="ppo, grpo, rloo or dpo (default: ppo with --prompts, otherwise dpo).", show_default=False),
@@ -37,10 +42,12 @@ def init(
 
     The formats of the data are recognised (docs/data.md). What is missing for further stages is reported.
     """
+    from files.importing import function_named
     from heed.jobs.starter import Starter
 
     if reward_function:
         raise ValueError(f"--reward-function is now --reward: --reward {reward_function} was expected")
+    reward = function_named(reward, "--reward")
     starter = Starter(
         model, demonstrations, preferences, prompts, reward, algorithm, format=form, on_invalid=on_invalid
     )

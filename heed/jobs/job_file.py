@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from files.lookup import remember_job
 from heed.jobs.foreign_keys import counterpart
 from heed.jobs.job import BUILT_IN_JOB, JobConfig, job_type
 from heed.jobs.models import take_shape
@@ -155,6 +156,8 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), *, opens_models: 
     """
     name = "configs/jobs/demo.toml" if path is None else str(path)
     values = read_toml(files("configs").joinpath("jobs/demo.toml"), name) if path is None else read_job_values(path)
+    if path is not None:
+        remember_job(path)
     for given in overrides:
         _apply(name, values, Override.parse(given))
     config = _job_type(name, values)

@@ -25,6 +25,7 @@ from cluster.worker import send_by_value
 from files.atomic import lock, write_text
 from files.hashes import file_hash
 from files.importing import load_function
+from files.lookup import no_such_file
 from files.rows import LOADERS
 from heed.jobs.job import JobConfig
 from heed.jobs.models import hub_models
@@ -262,7 +263,7 @@ def refuse_missing(job: JobConfig) -> None:
     for field, name in named_paths(job):
         is_file = field.endswith(".source") and Path(name.removesuffix(".gz")).suffix in LOADERS
         if is_file and not Path(name).exists():
-            raise ValueError(f"{field}: {name}: no such file")
+            raise ValueError(f"{field}: {name}: {no_such_file(name)}")
 
 
 def check_data(run: Run) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import tomli_w
 
 from files.importing import PACKAGES, ROOT, user_folders
+from files.lookup import no_such_file
 from files.rows import LOADERS
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import BASE, read_job_values, read_toml
@@ -78,7 +79,7 @@ def _shipped(job: JobConfig) -> Iterator[str]:
             continue
         if not Path(name).exists():
             if Path(name.removesuffix(".gz")).suffix in (*LOADERS, ".py", ".gguf"):
-                raise ValueError(f"{field}: {name}: no such file")
+                raise ValueError(f"{field}: {name}: {no_such_file(name)}")
             continue  # a hub id, or something that the run itself will write
         if ".." in Path(name).parts:
             raise ValueError(

@@ -130,7 +130,8 @@ def _term(anchor: str, title: str, pattern: str, meaning: str) -> Term:
 # A term comes before the terms that its pattern contains. Patterns match escaped text, so they have no quotes.
 TERMS = (
     _term(
-        "kl-from-sft", "KL from SFT", r"KL from (SFT|the reference)|KL to the reference|nats of KL|against KL",
+        "kl-from-sft", "KL from the initial policy",
+        r"KL from (SFT|the reference|the initial policy)|KL to the reference|nats of KL|against KL",
         "How far a policy has moved from the one that it started from: the mean, over its responses, of log(its"
         " probability of the response / the other's). 0 means that the two are the same.",
     ),
@@ -140,7 +141,7 @@ TERMS = (
         " often as the one that it is compared with would.",
     ),
     _term(
-        "win-rate", "Win rate", r"\bwin rates?\b|\bbeats\b|\bover SFT\b",
+        "win-rate", "Win rate", r"\bwin rates?\b|\bbeats\b|\bover (SFT|the initial policy)\b",
         "How often one policy's response is preferred to another's, with ties counting half. Every prompt weighs the"
         " same; 50% means that neither is ahead.",
     ),
@@ -165,7 +166,7 @@ TERMS = (
     ),
     _term(
         "best-of-n", "Best of n", r"\bbest[ -]of[ -](n|\d+)\b",
-        "Of n responses that SFT samples to a prompt, the one that the reward model scores highest. It needs no"
+        "Of n responses that the initial policy samples to a prompt, the one with the highest reward. It needs no"
         " training, but n times the sampling.",
     ),
     _term(

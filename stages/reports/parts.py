@@ -271,11 +271,17 @@ class StageReporter:
     """How the report of a run shows a stage: its title, a sentence about it, and its results.
 
     `report` is called once the stage has left metrics or results; `StageFolder.results` is None until it is finished.
+    `named` returns title and sentence where they depend on the job.
     """
 
     title: str
     about: str
     report: Callable[[StageFolder], StageReport]
+    named: Callable[[StageFolder], tuple[str, str]] | None = None
+
+    def head_of(self, stage: StageFolder) -> tuple[str, str]:
+        """Return the title and the sentence of a stage."""
+        return (self.title, self.about) if self.named is None else self.named(stage)
 
 
 def share_dot(mean: float, low: float, high: float, kind: str = "") -> Dot:

@@ -28,7 +28,7 @@ from stages.reports.parts import (
     Table,
 )
 from stages.reports.run_folder import Run, StageFolder, read_run
-from stages.reports.text import count_of, duration, number
+from stages.reports.text import count_of, duration, listed, number
 
 Reporters = Mapping[str, StageReporter]
 Reports = Mapping[str, StageReport]
@@ -155,7 +155,7 @@ def _page(run: Run, reporters: Reporters, reports: Reports) -> Page:
         meta=(
             f"seed {run.job.get('seed', '–')}",
             count_of(workers, "worker") if isinstance(workers, int) else "– workers",
-            f"{duration(_seconds(run)['total'])} in all stages",
+            *_times(run),
         ),
         answer=answer_of(reports),
         sections=(*on_their_own, _loop(run, reporters, reports), _origins(run, headlines)),
@@ -165,6 +165,14 @@ def _page(run: Run, reporters: Reporters, reports: Reports) -> Page:
         headlines=headlines,
         steps=tuple(_step(stage, reports[stage.name]) for stage in run.shown),
     )
+
+
+def _times(run: Run) -> tuple[str, ...]:
+    """Return the time that the stages took; until all are finished, also which are not."""
+    left = [f"{stage.name} ({_progress(stage)})" for stage in run.shown if stage.status != "finished"]
+    seconds = _seconds(run)
+    total = f"{duration(seconds['total'])} in {'finished' if left else 'all'} stages"
+    return (*((total,) if len(seconds) > 1 else ()), *((f"not finished: {listed(left)}",) if left else ()))
 
 
 def _skip_to(sections: tuple[Section, ...]) -> tuple[str, str]:
@@ -192,7 +200,7 @@ def _loop(run: Run, reporters: Reporters, reports: Reports) -> Section:
     """Return a block for each stage that has no section of its own."""
     with_blocks = [stage for stage in run.shown if reports[stage.name].parts or not reports[stage.name].sections]
     blocks = tuple(
-        Block(stage.name, place, reporters[stage.name].title, _block_parts(stage, reporters, reports))
+        Block(stage.name, place, reporters[stage.name].head_of(stage)[0], _block_parts(stage, reporters, reports))
         for place, stage in enumerate(with_blocks, 1)
     )
     aside = Note(
@@ -206,7 +214,7 @@ def _loop(run: Run, reporters: Reporters, reports: Reports) -> Section:
 def _block_parts(stage: StageFolder, reporters: Reporters, reports: Reports) -> tuple[Part, ...]:
     if stage.status == "not run":
         return (Note("This stage has not run.", "absent"),)
-    about = reporters[stage.name].about
+    _, about = reporters[stage.name].head_of(stage)
     state = f" {_progress(stage).capitalize()}." if stage.status == "unfinished" else ""
     note = (Note((about + state).strip()),) if about or state else ()
     return (*note, *reports[stage.name].parts)

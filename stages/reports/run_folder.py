@@ -8,7 +8,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ class StageFolder:
     metrics: Sequence[Mapping[str, Any]]
     lineage: Mapping[str, Any]
     samples: Sequence[Mapping[str, Any]] = ()  # of samples.jsonl: responses kept for reading
+    job: Mapping[str, Any] = field(default_factory=dict)  # of the run, as resolved
 
     def results(self, kind: type[AnyResults]) -> AnyResults | None:
         """Return the stage's results.json as a dataclass; None until the stage is finished.
@@ -102,18 +103,18 @@ def read_run(run_folder: Path, stage_names: Iterable[str]) -> Run:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{job_path}: not TOML: {error}") from None
     job.setdefault("name", run_folder.resolve().name)
-    stages = {name: _read_stage(name, run_folder, files) for name in stage_names}
+    stages = {name: _read_stage(name, run_folder, job, files) for name in stage_names}
     return Run(job, clean_text(job_text), stages, files)
 
 
-def _read_stage(name: str, run_folder: Path, files: dict[str, str]) -> StageFolder:
+def _read_stage(name: str, run_folder: Path, job: Mapping[str, Any], files: dict[str, str]) -> StageFolder:
     folder = run_folder / name
     objects = {}
     for part in ("results", "lineage"):
         path = folder / f"{part}.json"
         objects[part] = parse_object(_read_text(path, run_folder, files), str(path)) if path.is_file() else {}
     metrics, samples = (_read_lines(folder / f"{part}.jsonl", run_folder, files) for part in ("metrics", "samples"))
-    return StageFolder(name, folder, objects["results"], metrics, objects["lineage"], samples)
+    return StageFolder(name, folder, objects["results"], metrics, objects["lineage"], samples, job)
 
 
 def _read_lines(path: Path, run_folder: Path, files: dict[str, str]) -> list[dict[str, Any]]:

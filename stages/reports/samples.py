@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 from urllib.parse import quote
 
+from lm.tokenizer import Messages
 from stages.reports.text import PolicyStyle
 
 UNFOLDED_CHARACTERS = 1_200  # per text; the rest is folded
 TEXT_CHARACTERS = 20_000  # per text; the rest is only in the files
+UNFOLDED_TURNS = 5  # of a conversation, a system message and the last turns; those in between are folded
 
 
 Outcome = Literal["won", "tied", "failed"]
@@ -74,6 +76,14 @@ class ShownPrompt:
     outcomes: str = ""
     disagree: bool = False
 
+    @property
+    def shown_turns(self) -> tuple[tuple[tuple[str, Folded], ...], ...]:
+        """The conversation in three parts: a system message, turns to fold, and the last turns."""
+        num_system = int(self.messages[0][0] == "system")
+        num_folded = max(0, len(self.messages) - UNFOLDED_TURNS)
+        first_unfolded = num_system + num_folded
+        return self.messages[:num_system], self.messages[num_system:first_unfolded], self.messages[first_unfolded:]
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -96,6 +106,16 @@ class Samples:
 def anchor_of(prompt_id: str) -> str:
     """Return the fragment that links to a prompt, as in `report.html#prompt-p7`."""
     return f"prompt-{quote(prompt_id, safe='', errors='replace')}"
+
+
+def turns_of(messages: Messages) -> tuple[tuple[str, str], ...]:
+    """Return a conversation as (role, text) pairs."""
+    return tuple((turn["role"], turn["content"]) for turn in messages)
+
+
+def folded_turns(turns: Sequence[tuple[str, str]]) -> tuple[tuple[str, Folded], ...]:
+    """Return a conversation with each long text folded. The page also folds early turns of a long conversation."""
+    return tuple((role, folded(text)) for role, text in turns)
 
 
 def start_of(messages: Sequence[tuple[str, str]]) -> str:

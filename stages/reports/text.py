@@ -3,7 +3,7 @@
 import datetime
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,45 @@ FREE_STYLES = (
     ("sft", "s"), ("best-of-n", "D"), ("ppo", "^"), ("other-1", "v"), ("other-2", "P"), ("other-3", "X"),
     ("pretrained", "o"),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the report of a run calls the policy that training starts from, the algorithm of [ppo], and what scores its
+    responses. The defaults are those of the whole loop.
+    """
+
+    initial: str = "SFT"
+    algorithm: str = "PPO"
+    scorer: str = "reward model"
+
+    @property
+    def the_initial(self) -> str:
+        """The initial policy within a sentence."""
+        return self.initial if self.initial.isupper() else f"the {self.initial}"
+
+    @property
+    def kl(self) -> str:
+        return f"KL from {self.the_initial}"
+
+    @property
+    def score(self) -> str:
+        """The score within a sentence, without an article."""
+        return "reward model's score" if self.scorer == "reward model" else f"score of {self.scorer}"
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """Titles of the policies that do not always have the same one."""
+        return {"sft": in_capital(self.initial), "ppo": self.algorithm}
+
+
+DEFAULT_NAMES = Names()
+INITIAL_POLICY = "initial policy"  # `Names.initial` in a run without SFT
+
+
+def in_capital(text: str) -> str:
+    """Return a text with its first letter as a capital."""
+    return text[:1].upper() + text[1:]
 
 
 def clean_text(text: str) -> str:
@@ -114,6 +153,17 @@ def ends_of(mean: Interval | Share, digits: int = 2) -> str:
     return f"{number(float(mean.low), digits)} to {number(float(mean.high), digits)}"
 
 
+def beyond_range(values: Sequence[float], means: Sequence[Interval]) -> str:
+    """Return a sentence, after a space, for scores from 0 to 1 whose mean has an interval beyond them; else ""."""
+    known = [value for value in values if math.isfinite(value)]
+    if not known or min(known) < 0 or max(known) > 1 or not any(mean.low < 0 or mean.high > 1 for mean in means):
+        return ""
+    return (
+        " An interval of a mean may reach beyond 0 or 1 although no score does: it is as wide below the mean as above,"
+        ' and wide if prompts are few (docs/glossary.md, "Confidence interval").'
+    )
+
+
 def share_ends(low: float, high: float) -> str:
     """Format the ends of a share's interval, as in "68 to 76%"."""
     if not (math.isfinite(low) and math.isfinite(high)):
@@ -146,13 +196,17 @@ class PolicyStyle:
     marker: str
 
 
-def styles_of(names: Sequence[str]) -> dict[str, PolicyStyle]:
-    """Return a style for each policy, in order. With more than seven policies, some share a style."""
+def styles_of(names: Sequence[str], titles: Mapping[str, str] | None = None) -> dict[str, PolicyStyle]:
+    """Return a style for each policy, in order. With more than seven policies, some share a style.
+
+    `titles` replace the titles of known policies.
+    """
     known: dict[str, PolicyStyle] = {}
     for name in names:
         best_of = re.fullmatch(r"best_of_(\d{1,9})", name)
         if name in KNOWN_POLICIES:
-            known[name] = PolicyStyle(name, *KNOWN_POLICIES[name])
+            title, *look = KNOWN_POLICIES[name]
+            known[name] = PolicyStyle(name, (titles or {}).get(name, title), *look)
         elif best_of and not any(style.tone == "best-of-n" for style in known.values()):
             known[name] = PolicyStyle(name, f"Best of {best_of[1]}", "best-of-n", "D")
     taken = {style.tone for style in known.values()}
@@ -160,8 +214,7 @@ def styles_of(names: Sequence[str]) -> dict[str, PolicyStyle]:
     others = [name for name in names if name not in known]
     for place, name in enumerate(others):
         known[name] = PolicyStyle(name, label(name), *free[place % len(free)])
-    titles = [style.title for style in known.values()]
+    shown = [style.title for style in known.values()]
     return {
-        name: known[name] if titles.count(known[name].title) == 1 else replace(known[name], title=name)
-        for name in names
+        name: known[name] if shown.count(known[name].title) == 1 else replace(known[name], title=name) for name in names
     }

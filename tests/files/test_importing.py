@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from files.importing import file_of, load_function
+from files.importing import file_of, function_named, load_function
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +43,18 @@ def test_a_module_with_a_packages_name_is_said_to_be_heeds(tmp_path: Path, monke
     (tmp_path / "reward.py").write_text("def score():\n    return 1\n")
     with pytest.raises(ValueError, match=r"reward has no function 'score'; reward is a package of Heed: 'reward.py:sc"):
         load_function("reward:score", "reward function")
+
+
+def test_a_file_without_a_function_stands_for_its_only_public_one(tmp_path: Path) -> None:
+    path = tmp_path / "one.py"
+    path.write_text("from math import sqrt\n\ndef _help(): ...\n\ndef reward(prompts, responses): ...\n")
+    assert function_named(str(path), "--reward") == f"{path}:reward"
+    assert function_named("any.py:name", "--reward") == "any.py:name"
+    several = tmp_path / "several.py"
+    several.write_text("def first(): ...\n\ndef second(): ...\n")
+    with pytest.raises(ValueError, match=f"names no function; one of {several}:first, {several}:second was expected"):
+        function_named(str(several), "--reward")
+    path = tmp_path / "none.py"
+    path.write_text("X = 1\n")
+    with pytest.raises(ValueError, match=f"{path}:NAME, of a function in the file, was expected"):
+        function_named(str(path), "--reward")

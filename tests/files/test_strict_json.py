@@ -201,3 +201,24 @@ def test_what_unpacks_to_hundreds_of_megabytes_is_refused_in_bounded_memory(
     refusal, mib = done.stdout.splitlines()
     assert refusal == f"{path}: {what} is longer than 33,554,432 bytes; rows of at most that size were expected"
     assert int(mib) < most_mib, name
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            '{\n  "a": 1\n}\n',
+            "line 1: not JSON: Expecting property name enclosed in double quotes at column 2; a",
+        ),
+        (
+            '{"rows": [\n{"a": 1}\n]}\n',
+            "line 1: not JSON: Expecting value at column 11; a whole JSON object on the line",
+        ),
+        ('{"a": 1}\n{"a": 1, \n', "line 2: not JSON: .* at column (9|10)"),
+    ],
+)
+def test_what_is_missing_at_the_end_of_a_line_is_placed_on_that_line(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=words):
+        list(read_source(str(path)))

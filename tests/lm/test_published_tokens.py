@@ -1,6 +1,7 @@
 """No published model is refused for its special tokens, and a response ends at each token that ends one."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,50 @@ def test_what_heed_writes_has_the_same_ends_for_heed_and_transformers(tmp_path: 
     padded = published.tokens.get("pad_token")
     assert transformers.AutoTokenizer.from_pretrained(copy).pad_token == padded
     assert transformers.AutoConfig.from_pretrained(copy).pad_token_id == (bpe.token_to_id(padded) if padded else None)
+
+
+@pytest.mark.parametrize(
+    ("start", "ends"), [("<|endoftext|>", ["<|im_end|>"]), ("<|im_start|>", ["<|im_end|>", "<|endoftext|>"])]
+)
+def test_transformers_reads_the_tokens_of_the_source_from_a_written_folder(
+    tmp_path: Path, start: str, ends: list[str]
+) -> None:
+    """The start token, whose number may be 0, and as many end tokens as the source's generation_config.json names."""
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.mkdir()
+    published = replace(PUBLISHED["Qwen/Qwen2.5-0.5B-Instruct"], generation=tuple(ends))
+    bpe = write(source, published)
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "bos_token_id": bpe.token_to_id(start)}))
+    model, tokenizer = load_language_model(source), Tokenizer.load(source)
+    save_model(copy, model, model.state_dict(), tokenizer)
+    expected = [bpe.token_to_id(name) for name in ends]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(copy)
+    found = loaded.generation_config.eos_token_id
+    assert sorted(found if isinstance(found, list) else [found]) == sorted(expected)
+    assert loaded.generation_config.bos_token_id == loaded.config.bos_token_id == bpe.token_to_id(start)
+    assert (copy / "generation_config.json").is_file()
+
+    # What is generated ends at the first of these tokens, wherever the model draws one.
+    torch.manual_seed(0)
+    rows = loaded.generate(torch.arange(40)[:, None], do_sample=True, max_new_tokens=60, pad_token_id=0)[:, 1:].tolist()
+    stopped = [row for row in rows if set(row) & set(expected)]
+    assert stopped
+    for row in stopped:
+        first = next(place for place, token in enumerate(row) if token in expected)
+        assert set(row[first + 1 :]) <= {0}
+    again = Tokenizer.load(copy)
+    assert (again.bos_id, again.end_ids) == (tokenizer.bos_id, tokenizer.end_ids)
+
+
+def test_the_written_start_token_may_have_number_0(tmp_path: Path) -> None:
+    """GPT-2's kind of vocabulary, with one token that starts and ends a text, and that token first."""
+    bpe = tokenizers.Tokenizer(models.BPE({"<s>": 0, "a": 1, "b": 2}, []))
+    bpe.add_special_tokens(["<s>"])
+    tokenizer = Tokenizer(bpe, end="<s>", start="<s>", chat_template="{{ messages[0].content }}")
+    tokenizer.save(tmp_path)
+    assert transformers.GenerationConfig.from_pretrained(tmp_path).bos_token_id == 0
+    assert Tokenizer.load(tmp_path).bos_id == 0
 
 
 def test_a_response_stops_at_each_end_token(tmp_path: Path) -> None:

@@ -68,7 +68,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 def test_the_run_directory_is_whole(finished: tuple[Path, dict[str, Any]]) -> None:
     folder, results = finished
     names = {path.name for path in (folder / "model").iterdir()}
-    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000020", "step-000030"]
     assert list(folder.rglob("events.out.tfevents*"))
     assert results["trained_tokens"] == 30 * 8 * 16

@@ -9,22 +9,22 @@ from evaluation.statistics.significance import ALPHA
 from preferences.statistics.estimates import Interval
 from stages.reports.parts import Answer, Cell, Columns, Figure, Note, Part, Row, Section, Table
 from stages.reports.plots import MARGINS, WIDE_SIZE, draw, set_ticks, tone
-from stages.reports.text import UNKNOWN, ends_of, label, listed, number, p_value
+from stages.reports.text import UNKNOWN, Names, ends_of, label, listed, number, p_value
 
 
-def verdict(found: RewardHacking) -> Answer:
-    """Says what the gains show about PPO's policy against SFT's; that may be nothing."""
+def verdict(found: RewardHacking, names: Names) -> Answer:
+    """Says what the gains show about the trained policy against the initial one; that may be nothing."""
     proxy, judge = found.overall.proxy, found.overall.judge
-    rose = f"the score that PPO was trained on rose by {_with_ends(proxy)}"
+    rose = f"the score that {names.algorithm} was trained on rose by {_with_ends(proxy)}"
     if math.isnan(proxy.low) or math.isnan(judge.low):
         return Answer("unclear", "Nothing can be said about reward hacking: there are too few prompts for an interval.")
     if proxy.low <= 0:
         return Answer(
             "unclear",
-            "Nothing can be said about reward hacking: PPO has not clearly raised the score that it was"
+            f"Nothing can be said about reward hacking: {names.algorithm} has not clearly raised the score that it was"
             f" trained on, which changed by {_with_ends(proxy)}.",
         )
-    more = (*_categories(found.categories), *_late(found))
+    more = (*_categories(found.categories, names), *_late(found))
     if judge.high < 0:
         return Answer("worse", f"Reward hacking: {rose} while the judge's fell by {_with_ends(_negated(judge))}.", more)
     if judge.low > 0:
@@ -37,19 +37,19 @@ def verdict(found: RewardHacking) -> Answer:
     return Answer("unclear", text, more)
 
 
-def _categories(gains: Sequence[Gain]) -> list[str]:
+def _categories(gains: Sequence[Gain], names: Names) -> list[str]:
     """Names categories in which the trained-on score clearly rose while the judge's fell or showed no gain."""
     raised = [gain for gain in gains if gain.proxy.low > 0]
     fell = [gain for gain in raised if gain.holm_p < ALPHA and gain.judge.mean < 0]
     flat = [gain for gain in raised if gain not in fell and not (gain.holm_p < ALPHA and gain.judge.mean > 0)]
     said = []
     if fell:
-        names = listed([f"{_name(gain)} ({_with_ends(gain.judge)})" for gain in fell])
-        said.append(f"The judge's score fell while PPO's rose in {names}.")
+        those = listed([f"{_name(gain)} ({_with_ends(gain.judge)})" for gain in fell])
+        said.append(f"The judge's score fell while {names.algorithm}'s rose in {those}.")
     if flat:
         said.append(
-            f"In {listed([_name(gain) for gain in flat])} the score that PPO was trained on rose, but no gain of the"
-            " judge's is shown."
+            f"In {listed([_name(gain) for gain in flat])} the score that {names.algorithm} was trained on rose, but no"
+            " gain of the judge's is shown."
         )
     return said
 
@@ -76,24 +76,24 @@ def _name(gain: Gain) -> str:
     return label(gain.category) or "(no category)"
 
 
-def hacking_section(found: RewardHacking) -> Section:
+def hacking_section(found: RewardHacking, names: Names) -> Section:
     """Returns the section with the verdict, gains by category, and both scores over training."""
-    answer = verdict(found)
-    parts: list[Part] = [Note(" ".join((answer.text, *answer.more))), _table(found)]
+    answer = verdict(found, names)
+    parts: list[Part] = [Note(" ".join((answer.text, *answer.more))), _table(found, names)]
     if len(found.training) > 1:
         charts = (
-            _chart(found.training, "proxy", "The score that PPO is trained on, in training", "ppo"),
+            _chart(found.training, "proxy", f"The score that {names.algorithm} is trained on, in training", "ppo"),
             _chart(found.training, "judge", "The judge's score, in training", "heldout"),
         )
         parts.append(Columns(charts))
     return Section("hacking", "Is the reward hacked?", tuple(parts))
 
 
-def _table(found: RewardHacking) -> Table:
+def _table(found: RewardHacking, names: Names) -> Table:
     caption = (
-        "PPO less SFT on the same held-out prompts, 95% intervals over prompts below. p is that of no change in the"
-        " judge's score, by the test whose interval stands next to it (Student's, or sign flips where they are less"
-        " sure); for categories, both are corrected for their number (Holm)."
+        f"{names.algorithm} less {names.the_initial} on the same held-out prompts, 95% intervals over prompts below. p"
+        " is that of no change in the judge's score, by the test whose interval stands next to it (Student's, or sign"
+        " flips where they are less sure); for categories, both are corrected for their number (Holm)."
     )
     rows = [_row("All prompts", found.overall), *(_row(_name(gain), gain) for gain in found.categories)]
     columns = ("Prompts of", "Prompts", "Score trained on", "Judge's score", "p")

@@ -34,7 +34,7 @@ from stages.reports.text import UNKNOWN, ends_of, number, percent
 TITLES = {
     "kl_nats": "KL to the reference, nats",
     "kl_bound_nats": "KL of best-of-n at most, nats",
-    "proxy_score": "score of the reward model that was trained on",
+    "proxy_score": "score that training raises",
     "diversity.num_prompts": "prompts",
     "diversity.num_responses": "responses",
     "diversity.within.num_samples": "within a prompt: responses compared",

@@ -53,7 +53,7 @@ def render(
     browser.
     """
     summary = as_shown(summary_of(comparison), comparison.judges)
-    styles = styles_of(comparison.policies)
+    styles = styles_of(comparison.policies, comparison.names.titles)
     sources = sources_of(comparison, summary)
     samples = samples_of(comparison, styles, max_prompts=max_prompts, max_characters=max_characters)
     page = Page(

@@ -23,7 +23,9 @@ from stages.reports.samples import (
     anchor_of,
     evenly,
     folded,
+    folded_turns,
     start_of,
+    turns_of,
 )
 from stages.reports.text import number, percent
 from training.data import Prompt
@@ -77,7 +79,7 @@ class _Builder:
     def prompt(
         self, prompt: Prompt, responses: Sequence[Response], verdicts: Sequence[Verdict], *, is_open: bool
     ) -> ShownPrompt:
-        messages = tuple((turn["role"], turn["content"]) for turn in prompt.messages)
+        messages = turns_of(prompt.messages)
         scores = _scores(verdicts)
         by_policy = [
             sorted((row for row in responses if row.policy == name), key=lambda row: row.index)
@@ -89,9 +91,14 @@ class _Builder:
             prompt_id=prompt.prompt_id,
             category=prompt.kind,
             start=start_of(messages),
-            messages=tuple((role, folded(text)) for role, text in messages),
+            messages=folded_turns(messages),
             responses=tuple(
-                (self.styles[name], tuple(ShownResponse(r.index, folded(r.text), _about(r, scores)) for r in own))
+                (
+                    self.styles[name],
+                    tuple(
+                        ShownResponse(r.index, folded(r.text), _about(r, scores, self.folder.names.scorer)) for r in own
+                    ),
+                )
                 for name, own in zip(self.folder.policies, by_policy, strict=True)
             ),
             is_open=is_open,
@@ -213,9 +220,9 @@ def _scores(verdicts: Sequence[Verdict]) -> Scores:
     return {key: list(scores.items()) for key, scores in found.items()}
 
 
-def _about(row: Response, scores: Scores) -> str:
+def _about(row: Response, scores: Scores, scorer: str) -> str:
     parts = [f"{judge} {number(float(score))}" for judge, score in scores.get((row.policy, row.index), [])]
-    parts += [f"reward model {number(float(row.proxy_score))}"] if not math.isnan(row.proxy_score) else []
+    parts += [f"{scorer} {number(float(row.proxy_score))}"] if not math.isnan(row.proxy_score) else []
     parts += [] if row.num_tokens is None else [f"{number(row.num_tokens)} tokens"]
     parts += ["cut off at the length limit"] if row.finished is False else []
     parts += [f"log ratio {number(float(row.log_ratio), 1)} nats"] if not math.isnan(row.log_ratio) else []

@@ -26,11 +26,32 @@ from stages.reports.parts import (
 )
 from stages.reports.plots import KLPoint, KLSeries, Measured, interval_figure, kl_figure
 from stages.reports.run_folder import StageFolder
-from stages.reports.samples import Samples, ShownPrompt, ShownResponse, anchor_of, folded, start_of
+from stages.reports.samples import (
+    Samples,
+    ShownPrompt,
+    ShownResponse,
+    anchor_of,
+    folded,
+    folded_turns,
+    start_of,
+    turns_of,
+)
 from stages.reports.stage_report import headline_of, headline_of_share, stage_block
-from stages.reports.text import UNKNOWN, PolicyStyle, count, ends_of, label, number, percent, share_ends, styles_of
+from stages.reports.text import (
+    UNKNOWN,
+    PolicyStyle,
+    beyond_range,
+    count,
+    ends_of,
+    in_capital,
+    label,
+    number,
+    percent,
+    share_ends,
+    styles_of,
+)
 
-# Below these shares of SFT's value, or of all responses, the answer warns of collapse.
+# Below these shares of the initial policy's value, or of all responses, the answer warns of collapse.
 LEAST_DIVERSITY_KEPT = 0.85
 LEAST_END_RATE = 0.9
 NUM_OPEN_SAMPLES = 3
@@ -43,17 +64,21 @@ def report(stage: StageFolder) -> StageReport:
     results = stage.results(CompareResults)
     if results is None:
         return StageReport((stage_block(stage, (), ()),))
-    styles = styles_of(list(results.policies))
+    styles = _styles(results)
     return StageReport(
         sections=(
             Section("comparison", "The comparison", _parts(stage, results, styles)),
-            *((hacking_section(results.hacking),) if results.hacking is not None else ()),
+            *((hacking_section(results.hacking, results.names),) if results.hacking is not None else ()),
             Section("samples", "Samples side by side", _samples(results, styles)),
         ),
         headlines=_headlines(stage, results),
         answer=answer_of(results, styles),
         styles=tuple(styles.values()),
     )
+
+
+def _styles(results: CompareResults) -> Styles:
+    return styles_of(list(results.policies), results.names.titles)
 
 
 def judge_sentence(judge: JudgeResults) -> str:
@@ -74,15 +99,13 @@ def _parts(stage: StageFolder, results: CompareResults, styles: Styles) -> tuple
     title, unit = score_title(results), "mean and 95% interval over prompts, higher is better"
     is_scored = any(isfinite(found.gold_score.mean) for found in results.policies.values())  # people may not rate
     figures = (interval_figure(scores, title=title, unit=unit, name="gold"),) if is_scored else ()
-    kl_figures = [_kl_figure(results, styles, *which) for which in KL_FIGURES]
     return (
         Note(f"{REPORTER.about} {judge_sentence(results.judge)}"),
         *stage_block(stage, facts, (), in_a_row=True).parts,
         Columns((win_table(results, styles), *figures)),
-        Columns(tuple(figure for figure in kl_figures if figure is not None)),
+        Columns(_kl_figures(results, styles)),
         Note(
-            "SFT stands at 0 nats by definition. Best-of-n stands at its bound, log n − (n − 1)/n, the most its KL can"
-            " be. The pretrained model is left out, since it does not start from SFT.",
+            _kl_aside(results),
             "aside",
         ),
         Columns((policy_table(results, styles), *_kind_tables(results, styles))),
@@ -91,6 +114,16 @@ def _parts(stage: StageFolder, results: CompareResults, styles: Styles) -> tuple
             "aside",
             (f"{stage.name}/report.html", "the page of the comparison"),
         ),
+    )
+
+
+def _kl_aside(results: CompareResults) -> str:
+    the_initial = results.names.the_initial
+    best = " Best-of-n stands at its bound, log n − (n − 1)/n, the most its KL can be." if results.best_of_n else ""
+    pretrained = f" The pretrained model is left out, since it does not start from {the_initial}."
+    return (
+        f"{in_capital(the_initial)} stands at 0 nats by definition.{best}"
+        f"{pretrained if 'pretrained' in results.policies else ''}"
     )
 
 
@@ -128,8 +161,8 @@ def policy_table(results: CompareResults, styles: Styles) -> Table:
     cells = {
         score_title(results): [_mean_cell(found.gold_score) for found in own.values()],
         "Share above the pass mark": [_share_cell(found.pass_share) for found in own.values()],
-        "Reward model's score": [_mean_cell(found.proxy_score) for found in own.values()],
-        "KL from SFT, nats": [
+        in_capital(results.names.score): [_mean_cell(found.proxy_score) for found in own.values()],
+        f"{results.names.kl}, nats": [
             Cell(f"≤ {number(bounds[name], 1)}", "bound") if name in bounds else _mean_cell(found.kl_nats, 1)
             for name, found in own.items()
         ],
@@ -142,6 +175,9 @@ def policy_table(results: CompareResults, styles: Styles) -> Table:
         "Figures of each policy; 95% intervals over prompts below the means. Each is that policy's own: whether two"
         " policies differ is for the win rates to say."
     )
+    shown = [text.gold_score for sample in results.samples for text in sample.responses.values()]
+    means = [found.gold_score for found in own.values()]
+    caption += beyond_range([*shown, *(mean.mean for mean in means)], means)
     return Table(caption, ("Figure", *styles.values()), rows, "by-policy", "Policies")
 
 
@@ -168,14 +204,19 @@ def _kind_tables(results: CompareResults, styles: Styles) -> tuple[Table, ...]:
     return (Table(caption, ("Kind", *styles.values()), rows, "by-policy", "Kinds of prompt"),)
 
 
-KL_FIGURES = (
-    ("gold_score", "Judge's score against KL", "what the judge sees"),
-    ("proxy_score", "Reward model's score against KL", "what PPO is trained on"),
-)
+def _kl_figures(results: CompareResults, styles: Styles) -> tuple[Part, ...]:
+    names = results.names
+    by_training = f"what {names.algorithm} is trained on" if "ppo" in results.policies else "what chooses best-of-n"
+    figures = (
+        _kl_figure(results, styles, "gold_score", "Judge's score against KL", "what the judge sees"),
+        _kl_figure(results, styles, "proxy_score", f"{in_capital(names.score)} against KL", by_training),
+    )
+    return tuple(figure for figure in figures if figure is not None)
 
 
 def _kl_figure(results: CompareResults, styles: Styles, field: str, title: str, unit: str) -> Figure | None:
-    """Returns a chart of scores against KL from the SFT policy; None if there is nothing to draw."""
+    """Returns a chart of scores against KL from the initial policy; None if there is nothing to draw."""
+    names = results.names
     bounds = _kl_bounds(results)
     series = []
     if results.best_of_n:
@@ -186,24 +227,22 @@ def _kl_figure(results: CompareResults, styles: Styles, field: str, title: str, 
             )
             for found in results.best_of_n
         )  # fmt: skip
-        key = "best-of-n from SFT, at the most its KL can be"
+        key = f"best-of-n from {names.the_initial}, at the most its KL can be"
         series.append(KLSeries(key, "best-of-n", "D", points, is_joined=True, is_band=True))
     if field == "proxy_score" and results.training_scores:
         trail = (np.array(results.training_kl_nats), np.array(results.training_scores))
-        series.append(KLSeries("PPO in training", "ppo", "^", trail=trail))
+        series.append(KLSeries(f"{names.algorithm} in training", "ppo", "^", trail=trail))
     for name, style in styles.items():
         found = results.policies[name]
         kl = 0.0 if name == "sft" else bounds.get(name, nan if found.kl_nats is None else found.kl_nats.mean)
         score = getattr(found, field)
-        # The pretrained model does not start from SFT; it is so far away that it would squeeze the others into a
-        # corner.
+        # The pretrained model is so far from the initial policy that it would squeeze the others into a corner.
         if name != "pretrained" and isfinite(kl) and score is not None and isfinite(score.mean):
             point = KLPoint(style.title, kl, score, style.title)
             series.append(KLSeries("", style.tone, style.marker, (point,)))
     if not series:
         return None
-    name = field.replace("_", "-")
-    return kl_figure(series, title=title, unit=unit, name=name, x_label="KL from SFT, nats")
+    return kl_figure(series, title=title, unit=unit, name=field.replace("_", "-"), x_label=f"{names.kl}, nats")
 
 
 def _kl_bounds(results: CompareResults) -> dict[str, float]:
@@ -214,22 +253,23 @@ def _kl_bounds(results: CompareResults) -> dict[str, float]:
 def _samples(results: CompareResults, styles: Styles) -> tuple[Part, ...]:
     kinds = sorted({sample.kind for sample in results.samples})
     prompts = tuple(
-        _shown(sample, styles, kinds, is_open=place < NUM_OPEN_SAMPLES) for place, sample in enumerate(results.samples)
+        _shown(sample, styles, kinds, results.names.scorer, is_open=place < NUM_OPEN_SAMPLES)
+        for place, sample in enumerate(results.samples)
     )
     about = Note("The first sample of each policy on held-out prompts, unselected.")
     return about, Samples(prompts, len(prompts), categories=tuple(kinds))
 
 
-def _shown(sample: SampledPrompt, styles: Styles, kinds: Sequence[str], *, is_open: bool) -> ShownPrompt:
-    messages = (("user", sample.prompt),)
+def _shown(sample: SampledPrompt, styles: Styles, kinds: Sequence[str], scorer: str, *, is_open: bool) -> ShownPrompt:
+    messages = turns_of(sample.messages)
     return ShownPrompt(
         anchor=anchor_of(sample.prompt_id),
         prompt_id=sample.prompt_id,
         category=sample.kind,
         start=start_of(messages),
-        messages=tuple((role, folded(text)) for role, text in messages),
+        messages=folded_turns(messages),
         responses=tuple(
-            (style, (ShownResponse(0, folded(found.text), _scores(found.gold_score, found.proxy_score)),))
+            (style, (ShownResponse(0, folded(found.text), _scores(found.gold_score, found.proxy_score, scorer)),))
             for name, style in styles.items()
             if (found := sample.responses.get(name)) is not None
         ),
@@ -238,29 +278,32 @@ def _shown(sample: SampledPrompt, styles: Styles, kinds: Sequence[str], *, is_op
     )
 
 
-def _scores(gold: float, proxy: float) -> str:
-    return f"judge {number(float(gold))}, reward model {number(float(proxy))}"
+def _scores(gold: float, proxy: float, scorer: str) -> str:
+    parts = {"judge": gold, scorer: proxy}
+    return ", ".join(f"{name} {number(float(score))}" for name, score in parts.items() if isfinite(score))
 
 
 def _trained(results: CompareResults) -> list[str]:
-    """Returns the policies that a stage trained from SFT's, in the job's order."""
+    """Returns the policies that a stage trained from the initial one, in the job's order."""
     return [name for name in results.policies if name not in ("pretrained", "sft") and not BEST_OF.fullmatch(name)]
 
 
 def _headlines(stage: StageFolder, results: CompareResults) -> tuple[Headline, ...]:
-    styles = styles_of(list(results.policies))
+    styles = _styles(results)
     return tuple(line for name in _trained(results) for line in _headlines_of(stage, results, styles[name]))
 
 
 def _headlines_of(stage: StageFolder, results: CompareResults, style: PolicyStyle) -> Iterator[Headline]:
-    name, title = style.name, style.title
+    name, title, names = style.name, style.title, results.names
     policy, rate = results.policies[name], _over(results, name, "sft")
     if rate is not None:
         span, detail = (rate.mean, rate.low, rate.high), f"{number(rate.num_prompts)} held-out prompts"
-        yield headline_of_share(stage, f"pairs.{name}/sft.win_rate", f"{title} over SFT", span, detail)
+        yield headline_of_share(stage, f"pairs.{name}/sft.win_rate", f"{title} over {names.the_initial}", span, detail)
     if isfinite(policy.gold_score.mean):
         sft = results.policies["sft"].gold_score.mean
-        detail = ", ".join(part for part in (ends_of(policy.gold_score), f"SFT {number(float(sft))}") if part)
+        detail = ", ".join(
+            part for part in (ends_of(policy.gold_score), f"{names.initial} {number(float(sft))}") if part
+        )
         mean = policy.gold_score.mean
         text, field = number(float(mean)), f"policies.{name}.gold_score.mean"
         yield headline_of(stage, field, f"{score_title(results)}, {title}", mean, text, detail)
@@ -272,7 +315,7 @@ def _headlines_of(stage: StageFolder, results: CompareResults, style: PolicyStyl
         # Replaces PPO's own headline, which shows the KL of its last iteration until the comparison has run.
         file, field = f"{stage.name}/results.json", f"policies.{name}.kl_nats.mean"
         detail = ", ".join(part for part in (ends_of(kl, 1), "held-out prompts") if part)
-        about = "KL from SFT" if len(_trained(results)) == 1 else f"KL from SFT, {title}"
+        about = names.kl if len(_trained(results)) == 1 else f"{names.kl}, {title}"
         yield Headline(f"{name}.kl_nats", file, field, kl.mean, about, f"{number(kl.mean, 1)} nats", detail)
 
 
@@ -283,8 +326,9 @@ def _over(results: CompareResults, name: str, other: str) -> WinRateResults | No
 
 
 def answer_of(results: CompareResults, styles: Styles) -> Answer:
-    """Says whether each trained policy is preferred to SFT's, and what that alone would hide. The tone is that of the
-    last policy, which is the result of the run. `more` says whether the reward was hacked, or why that is unknown.
+    """Says whether each trained policy is preferred to the initial one, and what that alone would hide. The tone is
+    that of the last policy, which is the result of the run. `more` says whether the reward was hacked, or why that is
+    unknown.
     """
     trained = _trained(results)
     answers = [_answer_of(results, styles, name) for name in trained]
@@ -296,7 +340,7 @@ def answer_of(results: CompareResults, styles: Styles) -> Answer:
     text = " ".join([*(answer.text for answer in reversed(answers)), *between])
     more: tuple[str, ...] = ()
     if results.hacking is not None:
-        more = (verdict(results.hacking).text, *_rate_and_score(results))
+        more = (verdict(results.hacking, results.names).text, *_rate_and_score(results))
     elif results.judge.is_reward:
         more = (
             "The judge is the reward or comes from the same file, so this does not show whether the reward was gamed.",
@@ -312,20 +356,20 @@ def _between(one: PolicyStyle, other: PolicyStyle, rate: WinRateResults) -> str:
 
 
 def _answer_of(results: CompareResults, styles: Styles, name: str) -> Answer:
-    rate, title = _over(results, name, "sft"), styles[name].title
+    rate, title, names = _over(results, name, "sft"), styles[name].title, results.names
     if rate is None:
-        return Answer("unclear", f"{title} and SFT have not been compared.")
+        return Answer("unclear", f"{title} and {names.the_initial} have not been compared.")
     policy, sft = results.policies[name], results.policies["sft"]
-    answer = _win_answer(rate, title)
-    kl = "" if policy.kl_nats is None else f" Its KL from SFT is {number(float(policy.kl_nats.mean), 1)} nats."
+    answer = _win_answer(rate, title, names.the_initial)
+    kl = "" if policy.kl_nats is None else f" Its {names.kl} is {number(float(policy.kl_nats.mean), 1)} nats."
     scores = (
-        f"The judge's mean score goes from {number(float(sft.gold_score.mean))} (SFT) to"
+        f"The judge's mean score goes from {number(float(sft.gold_score.mean))} ({names.initial}) to"
         f" {number(float(policy.gold_score.mean))} ({title})"
     )
     if not isfinite(policy.gold_score.mean):  # people gave no ratings
         return Answer(answer.tone, " ".join([f"{answer.text}.{kl}", *_warnings(results, styles, name)]))
     best = [
-        f"{style.title.replace('Best of ', 'best-of-')} from SFT reaches"
+        f"{style.title.replace('Best of ', 'best-of-')} from {names.the_initial} reaches"
         f" {number(float(results.policies[own].gold_score.mean))}"
         for own, style in styles.items()
         if style.tone == "best-of-n"
@@ -335,7 +379,7 @@ def _answer_of(results: CompareResults, styles: Styles, name: str) -> Answer:
 
 
 def _rate_and_score(results: CompareResults) -> tuple[str, ...]:
-    """Says why only one of PPO's win rate and mean score shows a difference from SFT."""
+    """Says why only one of the win rate and the mean score shows a difference from the initial policy."""
     rate = _over(results, "ppo", "sft")
     if rate is None or results.hacking is None:
         return ()
@@ -348,17 +392,23 @@ def _rate_and_score(results: CompareResults) -> tuple[str, ...]:
     )
 
 
-def _win_answer(rate: WinRateResults, title: str) -> Answer:
+def _win_answer(rate: WinRateResults, title: str, the_initial: str) -> Answer:
     where = f"of the time on {number(rate.num_prompts)} held-out prompts (ties count half"
     if not (isfinite(rate.low) and isfinite(rate.high)):
-        return Answer("unclear", f"{title} beats SFT {percent(rate.mean)} {where}), too few prompts for an interval")
+        return Answer(
+            "unclear", f"{title} beats {the_initial} {percent(rate.mean)} {where}), too few prompts for an interval"
+        )
     ends = f"95% interval {share_ends(rate.low, rate.high)}"
     if rate.different and rate.mean > 0.5:
-        return Answer("better", f"{title} beats SFT {percent(rate.mean)} {where}; {ends})")
+        return Answer("better", f"{title} beats {the_initial} {percent(rate.mean)} {where}; {ends})")
     if rate.different:
-        return Answer("worse", f"{title} is worse than SFT: it wins only {percent(rate.mean)} {where}; {ends})")
+        return Answer(
+            "worse", f"{title} is worse than {the_initial}: it wins only {percent(rate.mean)} {where}; {ends})"
+        )
     wins = f"{title} wins {percent(rate.mean)} {where})"
-    return Answer("unclear", f"No difference between {title} and SFT is shown: {wins}, and the {ends} includes 50%")
+    return Answer(
+        "unclear", f"No difference between {title} and {the_initial} is shown: {wins}, and the {ends} includes 50%"
+    )
 
 
 def _warnings(results: CompareResults, styles: Styles, policy: str) -> list[str]:

@@ -21,9 +21,14 @@ from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from reward.sampling import Sample
 from training.data import DataConfig, Prompt
 
+EARLIER = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello?"},
+    {"role": "assistant", "content": "Hello."},
+)
 PROMPTS = [
-    Prompt(prompt_id=name, messages=({"role": "user", "content": f"ask {name}"},), kind=kind)
-    for name, kind in (("a", "story"), ("b", "list"), ("c", "story"))
+    Prompt(prompt_id=name, messages=(*earlier, {"role": "user", "content": f"ask {name}"}), kind=kind)
+    for name, kind, earlier in (("a", "story", ()), ("b", "list", EARLIER), ("c", "story", ()))
 ]
 NAN = math.nan
 
@@ -191,9 +196,9 @@ def test_a_pool_that_is_no_power_of_two_ends_below_it() -> None:
 
 def test_first_samples_are_shown_with_both_scores(compared: tuple[Path, CompareResults]) -> None:
     shown = compared[1].samples
-    assert [(sample.prompt_id, sample.kind, sample.prompt) for sample in shown] == [
-        ("a", "story", "ask a"),
-        ("b", "list", "ask b"),
+    assert [(sample.prompt_id, sample.kind, list(sample.messages)) for sample in shown] == [
+        ("a", "story", [{"role": "user", "content": "ask a"}]),
+        ("b", "list", [*EARLIER, {"role": "user", "content": "ask b"}]),
     ]
     first = shown[0].responses["sft"]
     assert (first.text, first.gold_score, first.proxy_score) == ("0.2 a", 0.2, 1.0)

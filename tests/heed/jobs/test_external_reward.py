@@ -170,7 +170,7 @@ def test_a_failing_function_is_reported_with_its_own_file_and_line(
     # Wherever the terminal wrapped lines.
     printed = "".join(capsys.readouterr().err.split("error: ")[1:]).replace("\n", " ")
     words = " ".join(printed.split())
-    assert "16 of 16 samples of the SFT policy have no finite score" in words
+    assert "16 of 16 samples of the initial policy have no finite score" in words
     assert said in words
     assert f'my_rewards.py", line {2 if "raised" in said else 1}, in ' in words
     assert "Traceback" not in words
@@ -188,7 +188,7 @@ def test_a_damaged_model_and_a_missing_file_are_named(tmp_path: Path, model_fold
     file = ppo_job(tmp_path, folder, reward=function_reward(f"{tmp_path / 'rewards.py'}:score"))
     with pytest.raises(ValueError, match=rf"^{path}: incomplete or damaged: .*; write or download it again$"):
         run_job(load_job(file), tmp_path / "runs")
-    with pytest.raises(ValueError, match=r"^ppo\.prompts\.source: nofile\.jsonl: no such file$"):
+    with pytest.raises(ValueError, match=r"^ppo\.prompts\.source: nofile\.jsonl: no such file in /.*, where relative"):
         run_job(load_job(file, ["ppo.prompts.source=nofile.jsonl"]), tmp_path / "runs")
 
 

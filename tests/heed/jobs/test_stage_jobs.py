@@ -156,7 +156,7 @@ def test_a_reward_model_that_tells_nothing_apart_is_refused(
     prompts = rows(tmp_path / "prompts.jsonl", [{"prompt": f"Where is {i}?"} for i in range(16)])
     reward = {"kind": "model", "model": str(tmp_path / "flat")}
     job = load_job(job_of(tmp_path, "ppo", ppo={"init_from": str(model_folder), "reward": reward, "prompts": prompts}))
-    with pytest.raises(ValueError, match=r"flat: the scores of the SFT policy's samples have a spread of 0"):
+    with pytest.raises(ValueError, match=r"flat: the scores of the initial policy's samples have a spread of 0"):
         run_job(job, tmp_path / "runs")
 
 

@@ -168,6 +168,10 @@ def compare_results() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def asked(prompt: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}]
+
+
 def compare_samples() -> list[dict[str, Any]]:
     story = "Anna had a red kite. She took the kite to the hill and met a fox. The fox was kind. They played all day."
     texts = {
@@ -186,10 +190,10 @@ def compare_samples() -> list[dict[str, Any]]:
             for i, (name, text) in enumerate(texts.items())
         }
         samples.append(
-            {"prompt_id": f"c-{place:05d}", "kind": KINDS[place % 6], "prompt": prompt, "responses": responses}
+            {"prompt_id": f"c-{place:05d}", "kind": KINDS[place % 6], "messages": asked(prompt), "responses": responses}
         )
     samples[1]["responses"]["sft"]["text"] = f"{HOSTILE}<img src=https://evil.example/x onerror=alert(2)>"
-    samples[2]["prompt"] = f"{HOSTILE} What does Tom like?\nTom likes tea. Ann likes milk."
+    samples[2]["messages"] = asked(f"{HOSTILE} What does Tom like?\nTom likes tea. Ann likes milk.")
     samples[2]["responses"]["pretrained"]["text"] = ""
     return samples
 
@@ -348,7 +352,7 @@ def test_hostile_text_is_escaped(run: Path, read_page: ReadPage) -> None:
     results = read(run / "compare/results.json")
     results["policies"][f'"{HOSTILE} $\\frac{{'] = results["policies"]["sft"]
     results["policies"]["sft"]["by_kind"][HOSTILE] = 0.1
-    results["samples"][0] |= {"prompt": HOSTILE * 500, "kind": HOSTILE, "prompt_id": HOSTILE}
+    results["samples"][0] |= {"messages": asked(HOSTILE * 500), "kind": HOSTILE, "prompt_id": HOSTILE}
     results["samples"][0]["responses"]["ppo"]["text"] = "a\x00b\ud800c\u202ed</p></section>"
     (run / "compare/results.json").write_text(json.dumps(results), encoding="utf-8")
     change(run, "sft/lineage.json", "packages", {HOSTILE: HOSTILE})
@@ -362,6 +366,115 @@ def test_hostile_text_is_escaped(run: Path, read_page: ReadPage) -> None:
     assert "<img" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "a\ufffdb\ufffdc\u202ed&lt;/p&gt;" in page
+    assert read_page(page).open == []
+
+
+GRPO_JOB = """name = "checked"
+seed = 7
+workers = 2
+
+[ppo]
+init_from = "models/base"
+reward_function = "configs/checks.py:reward"
+prompts = { source = "prompts.jsonl" }
+num_iterations = 80
+rollout_batch_size = 8
+samples_per_prompt = 4
+advantage = "group_mean"
+minibatch = { batch_size = 8, micro_batch_size = 4 }
+max_new_tokens = 16
+policy_optimizer = { learning_rate = 1e-5 }
+
+[compare]
+prompts = { source = "held-out.jsonl" }
+max_new_tokens = 16
+"""
+
+
+def test_names_are_those_of_what_the_job_has(run: Path) -> None:
+    """A job of GRPO on a function, from a published model: no SFT, no PPO and no reward model are on the page."""
+    for stage in STAGES:
+        if stage not in ("ppo", "compare"):
+            shutil.rmtree(run / stage)
+    (run / "job.toml").write_text(GRPO_JOB, encoding="utf-8")
+    results = read(run / "compare/results.json")
+    del results["policies"]["pretrained"]
+    results["pairs"] = {pair: found for pair, found in results["pairs"].items() if "pretrained" not in pair}
+    results["names"] = {"initial": "initial policy", "algorithm": "GRPO", "scorer": "checks.py:reward"}
+    gain = {"category": "", "num_prompts": 200, "proxy": mean(1.0, 0.2), "judge": mean(-0.5, 0.1), "holm_p": 0.001}
+    results["hacking"] = {"overall": gain, "categories": [gain | {"category": "verbs"}], "training": []}
+    results["hacking"] |= {"late_judge": mean(-0.2, 0.1), "late_proxy": mean(0.2, 0.1)}
+    (run / "compare/results.json").write_text(json.dumps(results), encoding="utf-8")
+    report = write_report(run)
+    page = re.sub(r"<style>.*?</style>|<script>.*?</script>", "", (run / "report.html").read_text(), flags=re.DOTALL)
+    assert report["verdict"].startswith("GRPO beats the initial policy")
+    assert "KL from the initial policy" in page
+    assert "Score of checks.py:reward" in page
+    assert "trained to raise the score of checks.py:reward, held near the initial policy" in page
+    assert re.findall(r".{30}\b(?:SFT|PPO)\b.{30}|.{30}[Rr]eward model.{30}", page) == []
+    shutil.rmtree(run / "compare")
+    assert write_report(run)["verdict"].startswith("No policies have been compared. In GRPO the score of checks.py:rew")
+
+
+def test_the_head_of_an_unfinished_run_says_what_is_unfinished(run: Path) -> None:
+    assert "in all stages" in (run / "report.html").read_text(encoding="utf-8")
+    shutil.rmtree(run / "compare")
+    (run / "ppo/results.json").unlink()
+    (run / "ppo/lineage.json").unlink()
+    write_report(run)
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "in all stages" not in page
+    assert "in finished stages" in page
+    assert "not finished: ppo (unfinished: step 80 of 80) and compare (not run)" in page
+
+
+def change_metrics(run: Path, **values: float) -> None:
+    path = run / "ppo/metrics.jsonl"
+    lines = [json.loads(line) | values for line in path.read_text(encoding="utf-8").splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def test_a_kl_that_stays_at_0_or_is_below_it_is_explained(run: Path) -> None:
+    still, below = "The KL from SFT stayed at 0", "The KL is estimated from samples"
+    write_report(run)
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert (still in page, below in page) == (False, False)
+    for kl, shown in ((0.001, (True, False)), (-0.001, (True, True)), (-1.0, (False, True))):
+        change_metrics(run, kl_nats=kl)
+        write_report(run)
+        page = (run / "report.html").read_text(encoding="utf-8")
+        assert (still in page, below in page) == shown, kl
+
+
+def test_an_interval_beyond_the_range_of_the_scores_is_explained(run: Path) -> None:
+    beyond = "An interval of a mean may reach beyond 0 or 1"
+    results = read(run / "compare/results.json")
+    for sample in results["samples"]:
+        for response in sample["responses"].values():
+            response["gold_score"] = 0.9
+    for half_width, shown in ((0.01, False), (0.3, True)):
+        for policy in results["policies"].values():
+            policy["gold_score"] = mean(0.9, half_width)
+        (run / "compare/results.json").write_text(json.dumps(results), encoding="utf-8")
+        write_report(run)
+        assert (beyond in (run / "report.html").read_text(encoding="utf-8")) == shown
+
+
+def test_a_sample_shows_its_whole_conversation(run: Path, read_page: ReadPage) -> None:
+    """The system message and the last turns are open, the turns between them folded."""
+    turns = [("user" if place % 2 == 0 else "assistant", f"Turn number {place}.") for place in range(7)]
+    messages = [{"role": role, "content": text} for role, text in [("system", "Speak like a pirate."), *turns]]
+    results = read(run / "compare/results.json")
+    results["samples"][0]["messages"] = messages
+    (run / "compare/results.json").write_text(json.dumps(results), encoding="utf-8")
+    write_report(run)
+    page = (run / "report.html").read_text(encoding="utf-8")
+    body = page[page.index('id="prompt-c-00000"') : page.index('id="prompt-c-00001"')]
+    shown = re.findall(r'<p class="role">(\w+)</p><div class="text" dir="auto">(.*?)</div>', body)
+    assert shown == [(message["role"], message["content"]) for message in messages]
+    folded = body[body.index("<details") : body.index("</details>")]
+    assert "3 earlier turns" in folded
+    assert re.findall(r"Turn number \d", folded) == [f"Turn number {place}" for place in range(3)]
     assert read_page(page).open == []
 
 
