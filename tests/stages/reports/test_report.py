@@ -375,12 +375,11 @@ workers = 2
 
 [ppo]
 init_from = "models/base"
-reward_function = "configs/checks.py:reward"
+reward = { kind = "function", function = "configs/checks.py:reward" }
 prompts = { source = "prompts.jsonl" }
 num_iterations = 80
 rollout_batch_size = 8
-samples_per_prompt = 4
-advantage = "group_mean"
+advantage = { kind = "group_mean", samples_per_prompt = 4 }
 minibatch = { batch_size = 8, micro_batch_size = 4 }
 max_new_tokens = 16
 policy_optimizer = { learning_rate = 1e-5 }
