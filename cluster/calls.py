@@ -197,17 +197,17 @@ def _require_life(vigil: Vigil, pending: Sequence[tuple[tuple[Calls[Any], int], 
         calls, _, _ = silent[0]
         seconds = max(vigil.limit_of(name) for _, _, name in silent)
         why = (
-            f"no sign of life for {seconds:g} s: its process is stopped, or its machine is out of reach"
-            " (cluster.silence_seconds)"
+            f"no heartbeat for {seconds:g} s (cluster.silence_seconds): its process is stopped, or its machine is"
+            " unreachable"
         )
         _give_up(calls, [rank for other, rank, _ in silent if other is calls], why, involved)
     calls, _ = pending[0][0]
     ranks = [rank for (other, rank), _ in pending if other is calls]
     if vigil.is_deaf:
-        why = f"nothing can be heard of it, because Ray's head has not answered for {vigil.config.start_seconds:g} s"
+        why = f"its state is unknown, because Ray's head has not answered for {vigil.config.start_seconds:g} s"
         _give_up(calls, ranks, why, involved)
     if vigil.is_stalled:
-        why = f"it hangs, without progress for {vigil.config.stall_seconds:g} s (cluster.stall_seconds)"
+        why = f"it has made no progress for {vigil.config.stall_seconds:g} s (cluster.stall_seconds)"
         _give_up(calls, ranks, why, involved)
 
 
@@ -250,7 +250,7 @@ def _reply(phase: str, ranks: Ranks, rank: int, reference: Any, heard: str = "")
             raise WorkerError(f"{phase}: rank {rank} of {ranks.num_ranks}: {last_line(text)}\n{text}") from error
         lost = f"{phase}: rank {rank} of {ranks.num_ranks} was lost: {_first_lines(error)}"
         raise WorkerLostError("\n".join(filter(None, (lost, _advice(error), heard)))) from error
-    assert ok or isinstance(result, Failure), f"a failed call gave {result!r}"
+    assert ok or isinstance(result, Failure), f"a failed call returned {result!r}, not a Failure"
     return result
 
 
@@ -289,8 +289,8 @@ def _raise_unexplained(phase: str, ranks: Ranks, echoes: dict[int, Failure], sil
     report = f"rank {rank}: {first.text}\n{first.trace}"
     if silent:
         raise WorkerLostError(
-            f"{phase}: rank {', '.join(map(str, silent))} of {ranks.num_ranks} was lost: it hangs or is out of reach,"
-            f" and the others waited for it in vain\n{report}"
+            f"{phase}: rank {', '.join(map(str, silent))} of {ranks.num_ranks} was lost: it hangs or is unreachable,"
+            f" and the other ranks failed while waiting for it\n{report}"
         )
     raise WorkerLostError(f"{phase}: the connection between ranks was lost, and no rank reported a cause\n{report}")
 

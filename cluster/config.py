@@ -15,15 +15,15 @@ class ClusterConfig(Config):
     silence_seconds: float = Field(
         default=60.0,
         gt=0,
-        description="A rank that gives no sign of life for this long is lost: stopped, or on a machine out of reach.",
+        description="A rank without a heartbeat for this long counts as lost: its process or machine does not answer.",
     )
     stall_seconds: float = Field(
         default=1800.0,
         gt=0,
-        description="A call in which no rank finishes a piece of work (token, micro-batch) for this long is stuck.",
+        description="A call counts as stuck if no rank finishes a token or a micro-batch for this long.",
     )
     start_seconds: float = Field(
-        default=600.0, gt=0, description="How long a worker process may take to give its first sign of life."
+        default=600.0, gt=0, description="How long a worker process may take to send its first heartbeat."
     )
     wait_for_nodes_seconds: float = Field(
         default=300.0,
@@ -37,8 +37,8 @@ class ClusterConfig(Config):
     cpu_threads: int = Field(
         default=0,
         ge=0,
-        description="CPU threads per rank; 0 = a machine's cores divided by its ranks. One is fastest for models whose"
-        " matrices have fewer than some hundred columns.",
+        description="CPU threads per rank; 0 = a machine's cores divided by its ranks. One thread is fastest for models"
+        " whose matrices have fewer than a few hundred columns.",
     )
 
     @property

@@ -51,7 +51,7 @@ def connect(num_workers: int) -> None:
             ray.init(log_to_driver=False, logging_level=logging.WARNING, job_config=HeedFirst())
     except Exception as error:
         raise RunError(
-            f"RAY_ADDRESS is {os.environ['RAY_ADDRESS']!r}, and Ray cannot be joined there: {_first_sentence(error)};"
+            f"RAY_ADDRESS is {os.environ['RAY_ADDRESS']!r}; cannot join a Ray cluster there: {_first_sentence(error)};"
             " check the address and whether Ray runs there (`ray status`), or unset RAY_ADDRESS to use this machine"
         ) from error
 
@@ -72,8 +72,8 @@ def _start(num_workers: int) -> None:
             local_ray.start()
         except Exception as again:
             raise RunError(
-                f"Ray did not start in two tries: {_first_sentence(again)}; run the same command again, on a machine"
-                f" under heavy load after other programs have ended. Ray's logs: {_log_folder()}"
+                f"Ray did not start in two tries: {_first_sentence(again)}; run the same command again. If the machine"
+                f" is busy, wait until other programs have finished. Ray's logs: {_log_folder()}"
             ) from again
 
 
@@ -126,9 +126,9 @@ def choose_bundle(num_ranks: int, num_gpus: float, *, use_gpus: bool) -> Bundle:
         return ON_CPU
     if num_gpus < num_ranks:
         raise NoPlaceError(
-            f"the job has {num_ranks} ranks, each with a GPU of its own, and there are {num_gpus:g} GPUs; fewer workers"
-            " (with ppo.placement.num_generators and num_scorers), or cluster.use_gpus = false to run all of them on"
-            " CPUs, was expected"
+            f"the job has {num_ranks} ranks, each with a GPU of its own, and there are {num_gpus:g} GPUs; expected"
+            " fewer ranks (workers plus ppo.placement.num_generators and num_scorers), or cluster.use_gpus = false to"
+            " run all of them on CPUs"
         )
     return ON_GPU
 
@@ -160,8 +160,8 @@ def require_places(num_workers: int, bundle: Bundle, nodes: Sequence[Mapping[str
         kinds = Counter(_words({kind: node.get(kind, 0.0) for kind in bundle}) for node in nodes)
         has = ", ".join(f"{number} x ({words})" for words, number in kinds.items())
         raise NoPlaceError(
-            f"workers is {num_workers}, each with {_words(bundle)} of one node; the cluster's nodes are {has} and hold"
-            f" {sum(rooms)}"
+            f"workers is {num_workers}, and each needs {_words(bundle)} on one node; the cluster's nodes ({has}) have"
+            f" room for {sum(rooms)}"
         )
 
 
@@ -204,8 +204,8 @@ def place(num_workers: int, bundle: Bundle, wait_seconds: float) -> PlacementGro
     if not group.wait(wait_seconds):
         remove_placement_group(group)
         raise NoPlaceError(
-            f"{num_workers} workers with {_words(bundle)} each found no place in {wait_seconds:.0f} s; the cluster"
-            f" has {ray.cluster_resources()}, free are {ray.available_resources()}"
+            f"{num_workers} workers with {_words(bundle)} each could not be placed within {wait_seconds:.0f} s; the"
+            f" cluster has {ray.cluster_resources()}, of which {ray.available_resources()} is free"
         )
     return group
 

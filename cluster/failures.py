@@ -105,9 +105,9 @@ def ran_out_of_memory(error: Exception) -> bool:
 
 
 MEMORY_ADVICE = (
-    "memory ran out: a smaller micro_batch_size or micro_batch_tokens, shorter rows (seq_len, max_new_tokens),"
-    " engine.checkpoint_activations, a higher engine.zero_stage, engine.offload (on a GPU) or more workers need"
-    " less per rank; `heed plan` lists memory part by part"
+    "memory ran out: to use less per rank, set a smaller micro_batch_size or micro_batch_tokens, shorter rows (seq_len,"
+    " max_new_tokens), engine.checkpoint_activations, a higher engine.zero_stage, engine.offload (on a GPU) or more"
+    " workers; `heed plan` lists memory part by part"
 )
 
 

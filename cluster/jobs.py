@@ -123,7 +123,7 @@ class Jobs:
             yield
         except ray.exceptions.AuthenticationError as error:
             raise ValueError(
-                f"{self.address} does not accept this token, or got none: set RAY_AUTH_MODE=token, and put the"
+                f"{self.address}: the token is missing or was rejected: set RAY_AUTH_MODE=token, and put the"
                 " cluster's token into ~/.ray/auth_token, or its path into RAY_AUTH_TOKEN_PATH"
                 f" ({str(error).splitlines()[0]})"
             ) from None
@@ -131,7 +131,7 @@ class Jobs:
             text = " ".join(str(error).split())
             if job_id and "status code 404" in text:
                 raise ValueError(f"{self.address} knows no job {job_id!r}; `heed jobs list` shows its jobs") from None
-            raise ValueError(f"{self.address}: the cluster did not do what was asked: {text}") from error
+            raise ValueError(f"{self.address}: the request failed: {text}") from error
 
 
 def _require_answer(address: str) -> None:
@@ -142,7 +142,7 @@ def _require_answer(address: str) -> None:
         return  # any answer will do
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{address}: nothing answers ({error}); is the head started with its dashboard, and reachable from here?"
+            f"{address}: no answer ({error}); is the head running with its dashboard, and reachable from this machine?"
         ) from None
 
 

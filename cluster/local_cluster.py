@@ -104,7 +104,7 @@ def why_no_network() -> str:
     try:
         Network(["probe"]).close()
     except OSError as error:
-        return f"no network namespaces here ({error}); root may make them"
+        return f"cannot create network namespaces ({error}); this needs root"
     return ""
 
 
@@ -298,7 +298,7 @@ def _kill_all(mark: str) -> None:
         for process in psutil.process_iter()
         if (process in dying or _is_marked(process.pid, mark)) and is_alive(process.pid)
     }:
-        assert time.monotonic() < end, f"processes {sorted(process.pid for process in dying)} do not die"
+        assert time.monotonic() < end, f"processes {sorted(process.pid for process in dying)} still run after SIGKILL"
         for process in dying:
             with suppress(psutil.NoSuchProcess):
                 process.kill()

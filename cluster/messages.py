@@ -103,7 +103,9 @@ def receive_notices() -> list[str]:
             if notice is not None:
                 found.append(notice.decode())
     except Exception as error:
-        log.debug("no notices: %s", error)  # the head is unreachable; the code that waits for the workers reports it
+        log.debug(
+            "cannot read notices: %s", error
+        )  # the head is unreachable; the code that waits for the workers reports it
     return found
 
 

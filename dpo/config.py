@@ -21,7 +21,7 @@ class DPOConfig(ComparisonsConfig):
     objectives_key = "dpo.objective"
 
     objective: str = Field(
-        default="", description="Objective whose rankings are learned, where there are several; empty = the only one."
+        default="", description="Objective to learn if the rankings have several; empty = the only one."
     )
     loss: Loss = Field(
         default="sigmoid",

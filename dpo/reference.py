@@ -60,8 +60,8 @@ def read_reference(path: Path, comparisons: Sequence[Comparison]) -> Tensor:
         metadata, found = file.metadata() or {}, file.get_tensor(LOGPROBS)
     if metadata.get(COMPARISONS) != digest(comparisons):
         raise ValueError(
-            f"{path}: reference log-probabilities of other comparisons than this job's; delete the file, and the same"
-            " command computes them"
+            f"{path}: these reference log-probabilities belong to other comparisons; delete the file and run the same"
+            " command again"
         )
     return found
 
@@ -147,6 +147,6 @@ def refuse_wrong_reference(log_ratios_N: Tensor, tokens_N: Tensor, beta: float, 
         loss = float(torch.nn.functional.softplus(beta * log_ratios_N.abs()).mean())
         raise ValueError(
             f"before the first step, policy and reference differ by up to {worst:.3g} nats per response: DPO's loss"
-            f" would start near {loss:.4f} per untied pair, and log 2 = {math.log(2):.4f} was expected. {REFERENCE} in"
-            " the stage's folder is of another model; delete it, and the same command computes it"
+            f" would start near {loss:.4f} per untied pair; log 2 = {math.log(2):.4f} was expected. {REFERENCE} in the"
+            " stage's folder belongs to another model; delete it and run the same command again"
         )

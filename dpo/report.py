@@ -71,7 +71,7 @@ def _both(field: str) -> tuple[Series, ...]:
 PANELS = (
     Panel("Loss", "per comparison", train_and_heldout("loss")),
     Panel("Accuracy", "pairs whose implicit rewards are in the labelers' order", train_and_heldout("accuracy"), True),
-    Panel("Margin", "of implicit rewards, the better response's less the worse's", train_and_heldout("margin")),
+    Panel("Margin", "implicit reward of the better response minus that of the worse", train_and_heldout("margin")),
     Panel("Implicit rewards", "β × log-ratio to the reference", _both("reward")),
     Panel("Log-probabilities", "nats per response; both may fall", _both("logprob")),
     Panel("SFT loss", "nats per token of the best responses", train_and_heldout("sft_loss")),
@@ -98,7 +98,7 @@ def _facts(results: DPOResults) -> list[tuple[str, str]]:
         ("Loss", f"{results.loss.replace('_', ' ')}, β = {results.beta:g}"),
         ("Steps", count(results.num_steps)),
         ("Comparisons, train", count(results.train_comparisons)),
-        ("Rankings of them", count(results.train_rankings)),
+        ("Rankings, train", count(results.train_rankings)),
         ("Comparisons, held-out", count(results.heldout_comparisons)),
         ("Held-out accuracy", percent(results.heldout_accuracy.mean)),
         ("Held-out margin", f"{number(results.margin.mean)} (95% {ends_of(results.margin) or 'unknown'})"),
@@ -108,14 +108,17 @@ def _facts(results: DPOResults) -> list[tuple[str, str]]:
         found += [
             ("Log-prob of the better, nats", _change(of.chosen_logprob_before, of.chosen_logprob)),
             ("Log-prob of the worse, nats", _change(of.rejected_logprob_before, of.rejected_logprob)),
-            ("Tokens, better and worse", f"{number(of.chosen_tokens, 1)} and {number(of.rejected_tokens, 1)}"),
+            (
+                "Tokens of the better and the worse",
+                f"{number(of.chosen_tokens, 1)} and {number(of.rejected_tokens, 1)}",
+            ),
         ]
     if results.length_correlation is not None:
         found.append(("Correlation of implicit reward and length", number(results.length_correlation)))
     if results.num_equal_pairs:
         found.append(("Pairs of equal responses", f"{count(results.num_equal_pairs)} of {count(results.num_pairs)}"))
     if results.learned_nu is not None:
-        found.append(("Odds of a tie between equals", number(results.learned_nu)))
+        found.append(("Odds of a tie between equal rewards", number(results.learned_nu)))
     if results.overlong:
         found.append(("Comparisons read", str(results.overlong)))
     found += [rows.fact for rows in results.sources]
@@ -131,7 +134,7 @@ def _headlines(stage: StageFolder, results: DPOResults) -> tuple[Headline, ...]:
     if not isfinite(share.mean):
         return ()
     span, detail = (share.mean, share.low, share.high), count_of(share.num_pairs, "held-out pair")
-    margin, about = results.margin.mean, "of implicit rewards, held-out pairs"
+    margin, about = results.margin.mean, "of implicit rewards on held-out pairs"
     return (
         headline_of_share(stage, "heldout_accuracy", "DPO's accuracy", span, detail),
         headline_of(stage, "margin.mean", "DPO's margin", margin, number(margin), about),

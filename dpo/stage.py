@@ -134,7 +134,7 @@ def write_results(
     write_json(context.folder / WARNINGS, list(data.warnings))
     num_pairs, num_equal = count_pairs(trained_on)
     if num_equal:
-        say(f"dpo: {num_equal:,} of {num_pairs:,} pairs are of equal responses, from which nothing is learned")
+        say(f"dpo: in {num_equal:,} of {num_pairs:,} pairs the responses are equal; DPO learns nothing from these")
     margin, pairs = margin_and_means(split.heldout, measured)
     weights = {name: weight for (_, name), weight in weights_of_labelers(split, config).items()}
     labelers = labeler_metrics(split.train, weights)
@@ -241,7 +241,7 @@ def plan(planner: Planner, config: DPOConfig) -> StagePlan:
     width = planner.packed_width(lengths.longest)
     rows, _ = rows_and_passes(config.batch, planner.layout.ranks, width, num_responses)
     if lengths.response_share == 1:
-        planner.sizes.assume("bound: every token of a conversation is counted as one of the response")
+        planner.sizes.assume("upper bound: counts every token of a conversation as a response token")
     # Only responses have logits. A pass may be full of conversations with the largest share of response tokens.
     num_logits = math.ceil(rows * width * lengths.response_share) * planner.model.vocab_size
     return planner.training(

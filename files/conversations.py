@@ -89,8 +89,8 @@ def _messages(where: str, row: Row, _part: Part) -> list[Turn]:
         # OpenAI's fine-tuning files can exclude answers from the loss. Heed must not train on those silently.
         if message.get("weight") not in (None, 1):
             raise ValueError(
-                f"{where}: field 'messages[{index}].weight' is {shown(message['weight'])}; SFT learns every answer of"
-                " the assistant alike, so 1 or no weight was expected"
+                f"{where}: field 'messages[{index}].weight' is {shown(message['weight'])}; SFT weighs all answers"
+                " of the assistant alike, so 1 or no weight was expected"
             )
     return turns
 
@@ -394,7 +394,7 @@ def _recognise(where: str, row: Row, part: Part) -> ConversationFormat:
         if any(turns != first for turns in read.values()):
             both = " and ".join(f"{name} ({', '.join(form.needs(part))})" for name, form in forms.items())
             raise ValueError(
-                f"{where}: the row can be read as {both}, and the two differ; a single one was expected: name it with"
+                f"{where}: the row can be read as {both}, with different results; choose one with"
                 f" {' or '.join(f'format = {name!r}' for name in forms)}, or remove the other's fields"
             )
     return next(iter(forms.values()))

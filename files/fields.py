@@ -100,7 +100,7 @@ def objects_field(where: str, row: Mapping[str, Any], field: str) -> list[dict[s
     found = list_field(where, row, field)
     for index, item in enumerate(found):
         if not isinstance(item, Mapping):
-            raise ValueError(f"{where}: {field}[{index}]: {kind_of(item)} found; an object was expected")
+            raise ValueError(f"{where}: field '{field}[{index}]' is {kind_of(item)}; an object was expected")
     return [dict(item) for item in found]
 
 
@@ -189,7 +189,7 @@ def _message(where: str, message: Any, field: str) -> dict[str, str]:
         raise ValueError(f"{where}: field '{field}.role'{found} system, user or assistant was expected")
     for call in ("tool_calls", "function_call"):
         if message.get(call):
-            raise ValueError(f"{where}: field '{field}.{call}' holds a tool call; Heed trains on text alone")
+            raise ValueError(f"{where}: field '{field}.{call}' holds a tool call; Heed trains on text only")
     return {"role": "system" if role == "developer" else role, "content": _content(f"{where}: {field}", message)}
 
 

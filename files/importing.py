@@ -53,7 +53,7 @@ def refuse_hidden() -> None:
         if hiding:
             folder = Path(hiding).parents[1 if hiding.endswith("__init__.py") else 0]
             where = "PYTHONPATH" if str(folder) in sys.path else "Python's search path"
-            raise ImportError(f"{hiding} hides Heed's package {package!r}: rename it, or take {folder} out of {where}")
+            raise ImportError(f"{hiding} hides Heed's package {package!r}: rename it, or remove {folder} from {where}")
 
 
 def load_function(name: str, what: str) -> Callable[..., Any]:

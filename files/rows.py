@@ -27,7 +27,7 @@ COUNTED_ROWS = 1_000_000  # the most rows read after the first refused one, to c
 
 OFFLINE = "HF_HUB_OFFLINE is set, and there is no earlier download"
 UNREACHABLE = "the hub cannot be reached, and there is no earlier download"
-REFUSED = "there is no such repository, or it needs `hf auth login` and its licence accepted"
+REFUSED = "there is no such repository, or you must accept its licence and run `hf auth login`"
 # Names of the clients' exceptions, which several libraries define.
 ABSENT = frozenset({"RepositoryNotFoundError", "GatedRepoError", "DatasetNotFoundError"})
 AWAY = frozenset(
@@ -153,8 +153,8 @@ def _all_rows(source: str, split: str, subset: str, on_unreadable: Callable[[Val
         yield from _numbered(source, _load_files(kind, path) if kind else _load(source, split, subset))
     else:
         raise ValueError(
-            f"{path}: suffix {path.suffix!r}; one of {sorted(LOADERS)} (.gz allowed), a dataset folder or a hub id was"
-            " expected"
+            f"{path}: suffix is {path.suffix!r}; one of {sorted(LOADERS)} (.gz allowed), a dataset folder or a hub id"
+            " was expected"
         )
 
 
@@ -199,7 +199,7 @@ def _objects(rows: Iterator[tuple[str, Any]], on_unreadable: Callable[[ValueErro
         if isinstance(row, dict):
             yield where, row
         else:
-            on_unreadable(ValueError(f"{where}: {kind_of(row)} found; a JSON object was expected"))
+            on_unreadable(ValueError(f"{where}: the row is {kind_of(row)}; a JSON object was expected"))
 
 
 def read_csv(path: Path, on_unreadable: Callable[[ValueError], None] = refuse) -> Iterator[tuple[str, dict[str, str]]]:
@@ -225,7 +225,7 @@ def read_csv(path: Path, on_unreadable: Callable[[ValueError], None] = refuse) -
             except UnicodeDecodeError as error:
                 raise ValueError(f"{where}, or soon after: not UTF-8: {error.reason}") from None
             except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-                raise ValueError(f"{where}: not a whole gzip file: {error}") from None
+                raise ValueError(f"{where}: not a complete gzip file: {error}") from None
             if cells is None:
                 return
             if not cells:
@@ -259,7 +259,7 @@ def _csv_row(where: str, columns: list[str], cells: list[str]) -> dict[str, str]
         raise ValueError(f"{where}: column {columns[len(cells)]!r} is missing: {len(cells)} of {len(columns)} cells")
     if len(cells) > len(columns):
         raise ValueError(
-            f"{where}: {len(cells)} cells, but {len(columns)} columns; a text with a comma in it must stand in quotes"
+            f"{where}: {len(cells)} cells, but {len(columns)} columns; a text that contains a comma needs quotes"
         )
     return dict(zip(columns, cells, strict=True))
 

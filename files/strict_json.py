@@ -91,7 +91,7 @@ def _refuse_surrogate(name: str, text: str) -> None:
     found = _SURROGATE.search(text)
     if found:
         raise NotPlainJSONError(
-            f"{name} contains \\u{ord(found.group()):04x}, half of a surrogate pair, which stands for no character"
+            f"{name} contains \\u{ord(found.group()):04x}, half of a surrogate pair, which is not a character"
         )
 
 
@@ -100,7 +100,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen = set[str]()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise NotPlainJSONError(f"key {twice!r} appears twice in one object; each key once was expected")
+        raise NotPlainJSONError(f"key {twice!r} appears twice in one object; unique keys were expected")
     return found
 
 
@@ -170,7 +170,7 @@ def _read_line(path: Path, file: IO[bytes], number: int) -> bytes:
     try:
         line = file.readline(MAX_ROW_BYTES + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: line {number}: not a whole gzip file: {error}") from None
+        raise ValueError(f"{path}: line {number}: not a complete gzip file: {error}") from None
     if len(line) > MAX_ROW_BYTES:
         raise ValueError(f"{path}: line {number}: {_too_long('line')}")
     return line
@@ -185,13 +185,13 @@ def read_part(path: Path, file: IO[bytes], size: int) -> bytes:
     try:
         return file.read(size)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: not a whole gzip file: {error}") from None
+        raise ValueError(f"{path}: not a complete gzip file: {error}") from None
 
 
 def _without_bom(where: str, start: bytes) -> bytes:
     """Removes the byte order mark that Excel and Windows put before UTF-8. Raises: ValueError for UTF-16."""
     if start.startswith(UTF16_MARKS):
-        raise ValueError(f"{where}: the file is UTF-16 according to its first two bytes; save it as UTF-8")
+        raise ValueError(f"{where}: the file is UTF-16 (by its first two bytes); save it as UTF-8")
     return start.removeprefix(codecs.BOM_UTF8)
 
 

@@ -85,16 +85,16 @@ class GAE(Config):
     kind: Literal["gae"] = Field(default="gae", description="Selects this kind.")
     value_optimizer: OptimizerConfig = Field(description="Optimizer of the value function.")
     value_clip_range: float = Field(
-        default=0.2, gt=0, description="Values are clipped to within this of the values at sampling time."
+        default=0.2, gt=0, description="Values are clipped to ± this around the values at sampling time."
     )
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per token.")
     gae_lambda: float = Field(default=0.95, ge=0, le=1, description="λ of generalised advantage estimation.")
     scale: Literal["batch", "none"] = Field(
         default="batch",
-        description="What advantages are divided by. `batch`: their standard deviation over the iteration's tokens,"
-        " whose mean is subtracted too; `none`: nothing.",
+        description="How advantages are scaled. `batch`: to mean 0 and standard deviation 1 over the iteration's"
+        " tokens; `none`: not at all.",
     )
-    samples_per_prompt: int = Field(default=1, ge=1, description="Responses sampled to each prompt.")
+    samples_per_prompt: int = Field(default=1, ge=1, description="Responses sampled per prompt.")
 
     def estimate(self, rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor) -> Estimate:
         """Estimate advantages from token rewards and values; `mask_BR` is True at the tokens of scored responses."""
@@ -118,10 +118,10 @@ class NoBaseline(Config):
     kind: Literal["none"] = Field(default="none", description="Selects this kind.")
     scale: Literal["batch", "none"] = Field(
         default="batch",
-        description="What advantages are divided by. `batch`: their standard deviation over the iteration's tokens,"
-        " whose mean is subtracted too; `none`: nothing.",
+        description="How advantages are scaled. `batch`: to mean 0 and standard deviation 1 over the iteration's"
+        " tokens; `none`: not at all.",
     )
-    samples_per_prompt: int = Field(default=1, ge=1, description="Responses sampled to each prompt.")
+    samples_per_prompt: int = Field(default=1, ge=1, description="Responses sampled per prompt.")
 
     def estimate(self, rewards_BR: Tensor, _values_BR: Tensor, mask_BR: Tensor) -> Estimate:
         """As `GAE.estimate`, without values."""
@@ -139,17 +139,18 @@ class GroupBaseline(Config):
     is_per_response: ClassVar[bool] = True
     leaves_one_out: ClassVar[bool]
 
-    samples_per_prompt: int = Field(ge=2, description="Responses sampled to each prompt.")
+    samples_per_prompt: int = Field(ge=2, description="Responses sampled per prompt.")
     scale: Literal["batch", "group", "none"] = Field(
         default="batch",
-        description="What advantages are divided by. `batch`: their standard deviation over the iteration's tokens,"
-        " whose mean is subtracted too; `group`: that of the rewards of the prompt's responses; `none`: nothing.",
+        description="How advantages are scaled. `batch`: to mean 0 and standard deviation 1 over the iteration's"
+        " tokens; `group`: divided by the standard deviation of the rewards of the prompt's responses; `none`: not at"
+        " all.",
     )
     oversample: float = Field(
         default=1.0,
         ge=1,
-        description="How many times as many prompts are sampled and scored; the first whose responses' rewards differ"
-        " are kept (DAPO's dynamic sampling, arXiv 2503.14476). 1 = off.",
+        description="Sample and score this many times as many prompts, and keep the first whose responses' rewards"
+        " differ (DAPO's dynamic sampling, arXiv 2503.14476). 1 = off.",
     )
 
     def estimate(self, rewards_BR: Tensor, _values_BR: Tensor, mask_BR: Tensor) -> Estimate:
@@ -427,12 +428,12 @@ class TokenLoss(Config):
     clip_range_high: float = Field(
         default=0.0,
         ge=0,
-        description="The ratio is clipped above 1 + this (DAPO, arXiv 2503.14476); 0 = the same as `clip_range`.",
+        description="The ratio's upper limit is 1 + this (DAPO, arXiv 2503.14476); 0 = the same as `clip_range`.",
     )
     token_weight: Literal["per_token", "per_response", "constant"] = Field(
         default="per_token",
-        description="How tokens weigh in the loss of a minibatch. `per_token`: 1 / its tokens; `per_response`:"
-        " 1 / (its responses x the response's tokens); `constant`: 1 / (its responses x `max_new_tokens`).",
+        description="A token's weight in a minibatch's loss. `per_token`: 1 / tokens of the minibatch; `per_response`:"
+        " 1 / (responses x tokens of the response); `constant`: 1 / (responses x `max_new_tokens`).",
     )
 
 
@@ -448,7 +449,7 @@ class ResponseLoss(Config):
     kind: Literal["response"] = Field(default="response", description="Selects this kind.")
     clip_range: float = Field(default=0.2, gt=0, description="The response's ratio is clipped to 1 ± this.")
     clip_range_high: float = Field(
-        default=0.0, ge=0, description="The ratio is clipped above 1 + this; 0 = the same as `clip_range`."
+        default=0.0, ge=0, description="The ratio's upper limit is 1 + this; 0 = the same as `clip_range`."
     )
 
 
@@ -503,15 +504,16 @@ class KLConfig(Config):
     model_config = ConfigDict(title="KL")
 
     coef: float = Field(
-        default=0.05, ge=0, description="Weight of the penalty, per nat; its first value if there is a target."
+        default=0.05, ge=0, description="Weight of the penalty, per nat; with a `target`, its initial value."
     )
     kind: Literal["reward", "loss"] = Field(
         default="reward",
-        description="Where the penalty is. `reward`: -log(π/π_ref) at each token. `loss`: half the square of each"
-        " response's log(π/π_ref), whose gradient is the KL's on samples of the policy itself (docs/algorithms.md).",
+        description="Where the penalty is added. `reward`: -log(π/π_ref) to the reward of each token. `loss`: half the"
+        " square of each response's log(π/π_ref) to the loss; its gradient is the KL's on samples of the policy itself"
+        " (docs/algorithms.md).",
     )
     target: KLTarget | None = Field(
-        default=None, description="Adapts `coef` to reach a KL; by default the coefficient is fixed."
+        default=None, description="Adapts `coef` to reach a target KL; by default `coef` is fixed."
     )
 
 

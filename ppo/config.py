@@ -36,7 +36,7 @@ class VLLM(Config):
     kind: Literal["vllm"] = Field(default="vllm", description="Selects this kind.")
     python: str = Field(
         default="",
-        description="Python interpreter with vLLM and Heed, on every machine; empty = the one that `make vllm` makes.",
+        description="Python interpreter with vLLM and Heed on every machine; empty = the one that `make vllm` makes.",
     )
 
 
@@ -65,7 +65,7 @@ class Disaggregated(Config):
     num_scorers: int = Field(default=1, ge=1, description="Ranks that hold the reward model and the reference policy.")
     weight_transport: Literal["auto", "broadcast", "object_store"] = Field(
         default="auto",
-        description="How weights reach the generators: a broadcast (NCCL or gloo) or Ray's object store; `auto`"
+        description="How weights are sent to the generators: by broadcast (NCCL or gloo) or Ray's object store; `auto`"
         " broadcasts between GPUs.",
     )
 
@@ -82,8 +82,8 @@ class Asynchronous(Config):
     kind: Literal["asynchronous"] = Field(default="asynchronous", description="Selects this kind.")
     max_staleness: int = Field(
         ge=1,
-        description="How many iterations N the generators are ahead: iteration i learns from responses sampled with the"
-        " weights that iteration max(0, i - N) started with.",
+        description="Number of iterations N by which generators run ahead: iteration i learns from responses sampled"
+        " with the weights that iteration max(0, i - N) started with.",
     )
     num_generators: int = Field(default=1, ge=1, description="Ranks that sample.")
     num_scorers: int = Field(default=1, ge=1, description="Ranks that hold the reward model and the reference policy.")
@@ -116,7 +116,7 @@ class PTXConfig(Config):
 
     model_config = ConfigDict(title="PTX")
 
-    coef: float = Field(gt=0, description="Weight of the pretraining loss, a mean per token like the policy loss.")
+    coef: float = Field(gt=0, description="Weight of the pretraining loss, which is a mean per token.")
     rows: int = Field(ge=1, description="Pretraining rows per minibatch.")
 
 
@@ -125,10 +125,10 @@ class EMAConfig(Config):
 
     model_config = ConfigDict(title="EMA")
 
-    decay: float = Field(
-        default=0.0, ge=0, lt=1, description="Decay per iteration; 0 = the average is the last policy."
+    decay: float = Field(default=0.0, ge=0, lt=1, description="Decay per iteration; 0 = no averaging.")
+    is_final: bool = Field(
+        default=False, description="Whether the stage's result is the average instead of the last weights."
     )
-    is_final: bool = Field(default=False, description="Whether the stage hands on the average, not the last weights.")
 
 
 class PPOConfig(Config):
@@ -146,41 +146,42 @@ class PPOConfig(Config):
     on_overlong: OnOverlong = overlong_field()
     num_iterations: int = Field(ge=1, description="Iterations of sampling and learning.")
     rollout_batch_size: int = Field(
-        ge=1, description="Responses per iteration, `advantage.samples_per_prompt` to each of its prompts."
+        ge=1, description="Responses per iteration; each of its prompts gets `advantage.samples_per_prompt` of them."
     )
     max_new_tokens: int = Field(ge=1, description="Length limit of a response, in tokens.")
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature of rollouts.")
-    sampler: Sampler = Field(default=HeedSampler(), description="What samples.")
+    sampler: Sampler = Field(default=HeedSampler(), description="The engine that samples responses.")
     placement: Placement = Field(default=Colocated(), description="Which ranks sample, score and learn.")
     memory: Literal["fast", "balanced", "small"] = Field(
         default="fast",
-        description="What leaves the device while it is not needed. `fast`: nothing; CPU ranks without ZeRO also keep"
-        " up to 4 GiB of activations from measuring samples until the first update. `balanced`: reference and reward"
-        " model, which are sharded over the scorers' CPU memory and gathered to score, a colocated generator's weights"
-        " while others work, and the moving average. `small`: reference and reward model are gathered layer by layer,"
-        " and the optimizer states of colocated learners are in CPU memory while others work. The results are the same"
-        " bits.",
+        description="What leaves the device while it is not needed; results do not depend on it. `fast`: nothing; CPU"
+        " ranks without ZeRO also keep up to 4 GiB of activations of the log-prob pass for the first update."
+        " `balanced`: the reference and the reward model (sharded over the scorers' CPU memory, gathered to score),"
+        " the weights of a colocated generator, and the moving average. `small`: as `balanced`, but the reference and"
+        " the reward model are gathered layer by layer, and the optimizer states of colocated learners leave too.",
     )
     reward: Reward = Field(default=ModelReward(), description="What scores responses.")
     missing_eos_penalty: float = Field(
         default=0.0,
         ge=0,
-        description="Subtracted from the score of a response without an end token, in standard deviations; 0 = none.",
+        description="Penalty on the score of a response without an end token, in standard deviations; 0 = none.",
     )
     max_failed_share: float = Field(
         default=0.1,
         ge=0,
         lt=1,
-        description="The run stops when a larger fraction of an iteration's responses gets no score.",
+        description="The run stops if more than this fraction of an iteration's responses get no score.",
     )
     kl: KLConfig = Field(default=KLConfig(), description="The penalty on the KL from the initial policy.")
-    advantage: Advantage = Field(description="What a response's reward is compared with.")
+    advantage: Advantage = Field(description="How advantages are estimated: what a response's reward is compared with.")
     importance: Importance = Field(
         default=CutImportance(),
-        description="How importance weights π / π_behave are limited where another policy or engine sampled: placement"
-        " `asynchronous`, and sampler `vllm`.",
+        description="How importance weights π / π_behave are limited if older weights or another engine sampled: with"
+        " placement `asynchronous` or sampler `vllm`.",
     )
-    loss: PolicyLoss = Field(default=TokenLoss(), description="Whose probability ratio is clipped.")
+    loss: PolicyLoss = Field(
+        default=TokenLoss(), description="The clipped loss: over probability ratios of tokens, or of whole responses."
+    )
     minibatch: BatchConfig = Field(
         description="Responses per update; `micro_batch_size` also bounds the passes without gradients."
     )
@@ -195,11 +196,11 @@ class PPOConfig(Config):
     follow_every_iterations: int = Field(
         default=10,
         ge=0,
-        description="Iterations between responses to the same few prompts in samples.jsonl, which show how the policy's"
-        " answers change; the first and the last iteration always have them. 0 = none.",
+        description="Iterations between samples for the same few prompts, which show in samples.jsonl how the policy"
+        " changes; the first and the last iteration always have them. 0 = none.",
     )
     keep_policies_every: int = Field(
-        default=0, ge=0, description="Iterations between policies that are kept in policies/; 0 = none."
+        default=0, ge=0, description="Iterations between copies of the policy that are kept in policies/; 0 = none."
     )
 
     @model_validator(mode="after")
@@ -209,8 +210,8 @@ class PPOConfig(Config):
         exact_div(self.rollout_batch_size, samples, "rollout_batch_size over advantage.samples_per_prompt")
         if not (oversample * self.num_prompts).is_integer():
             raise ValueError(
-                f"advantage.oversample {oversample} of {self.num_prompts} prompts per iteration is no whole number of"
-                " prompts; a multiple of one prompt was expected"
+                f"advantage.oversample {oversample} x {self.num_prompts} prompts per iteration is"
+                f" {oversample * self.num_prompts:g}; a whole number of prompts was expected"
             )
         if not self.placement.roles_share_ranks:
             for name in ("num_generators", "num_scorers"):
@@ -243,29 +244,30 @@ class PPOConfig(Config):
     def _unmet_needs(self) -> Iterator[str]:
         if self.placement.max_staleness and self.kl.kind == "loss":
             yield (
-                "kl.kind: its gradient is the KL's only on samples of the policy itself, and max_staleness"
-                f' {self.placement.max_staleness} samples with older weights; "reward" was expected, which importance'
-                " weights correct"
+                'kl.kind "loss" has the KL\'s gradient only on samples of the current weights, but with'
+                f" placement.max_staleness {self.placement.max_staleness} older weights sample;"
+                ' "reward" was expected, which importance weights correct'
             )
         if self.loss.is_per_response and self.placement.max_staleness:
             yield (
-                f"loss.kind {self.loss.kind!r} clips a response's ratio, and the importance weights of max_staleness"
-                f' {self.placement.max_staleness} are per token; "token" was expected'
+                f"loss.kind {self.loss.kind!r} clips a ratio per response, but with placement.max_staleness"
+                f' {self.placement.max_staleness} importance weights are per token; "token" was expected'
             )
         if self.loss.is_per_response and not self.advantage.is_per_response:
             yield (
-                f"loss.kind {self.loss.kind!r} gives a response one ratio, and advantage.kind {self.advantage.kind!r}"
-                " differs from token to token; a kind that compares the responses to a prompt was expected"
+                f"loss.kind {self.loss.kind!r} has one ratio per response, but with advantage.kind"
+                f" {self.advantage.kind!r} advantages differ from token to token; a kind that compares the responses"
+                " to a prompt was expected"
             )
         if self.loss.is_per_response and self.importance.drops == "tokens":
             yield (
-                f"loss.kind {self.loss.kind!r} counts a response whole, and importance.kind {self.importance.kind!r}"
-                ' drops tokens of it; "drop_responses" was expected'
+                f"loss.kind {self.loss.kind!r} needs whole responses, but importance.kind {self.importance.kind!r}"
+                ' drops some of their tokens; "drop_responses" was expected'
             )
         if self.importance.drops and not self.corrects_samples:
             yield (
-                f"importance.kind {self.importance.kind!r} drops {self.importance.drops}, and samples of the policy"
-                ' itself need no correction; "cut" was expected'
+                f"importance.kind {self.importance.kind!r} drops {self.importance.drops}, but here the current policy"
+                ' samples, which needs no correction; "cut" was expected'
             )
         if self.shared_body and self.external_reward is not None:
             yield (
@@ -274,8 +276,8 @@ class PPOConfig(Config):
             )
         if self.shared_body and not self.placement.roles_share_ranks:
             yield (
-                f"lora.shared_body needs all roles on the same ranks; placement.kind {self.placement.kind!r} puts them"
-                ' on ranks of their own, and "colocated" was expected'
+                f"lora.shared_body needs all roles on the same ranks, but placement.kind {self.placement.kind!r}"
+                ' separates them; "colocated" was expected'
             )
 
     @property

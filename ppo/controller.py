@@ -139,8 +139,8 @@ class PPOController:
         if expected is not None and bool((rollout.sampled_by_B != expected).any()):
             others = sorted({shown(digest) for digest in rollout.sampled_by_B.tolist()})
             raise RunError(
-                f"ppo: iteration {iteration + 1}: its responses were sampled by the weights {', '.join(others)}, and"
-                f" those sent for it are {shown(expected)}; this is a defect of Heed"
+                f"ppo: iteration {iteration + 1}: its responses were sampled with the weights {', '.join(others)}"
+                f" instead of {shown(expected)}; this is a defect of Heed"
             )
         return rollout
 
@@ -233,7 +233,7 @@ class PPOController:
             raise ValueError(
                 f"{failed} of {len(scores_B)} responses have no finite score;"
                 f" ppo.max_failed_share allows {self.config.max_failed_share:.0%}."
-                f" The first: {self.roles.scorers.first_failure() or 'it is infinite'}"
+                f" The first: {self.roles.scorers.first_failure() or 'its score is infinite'}"
             )
         return scored_B
 
@@ -419,8 +419,8 @@ def _require_same_policy(ratio_error: float, iteration: int, most: float) -> Non
     """Raises RunError if the first update's policy differs from the one that computed the log-probs."""
     if not ratio_error < most:
         raise RunError(
-            f"ppo: iteration {iteration + 1}: |ratio - 1| is {ratio_error:.4f} on the first minibatch, where the policy"
-            f" has not moved; at most {most:.2f} is rounding. The passes with and without gradients"
+            f"ppo: iteration {iteration + 1}: |ratio - 1| is {ratio_error:.4f} on the first minibatch, before the"
+            f" policy has changed; rounding explains at most {most:.2f}. The passes with and without gradients"
             ' disagree: try engine.precision = "fp32"; if that does not help, this is a defect of Heed'
         )
 
@@ -455,11 +455,11 @@ def require_one_policy(logprobs_BR: Tensor, rollout: Rollout, iteration: int, ma
         for row, place in tokens
     )
     raise RunError(
-        f"ppo: iteration {iteration + 1}: the sampler is another policy than the one that learns: their log-probs of"
-        f" {int(mask_BR.sum()):,} sampled tokens differ by {agreement.difference:.4f} nats on average (at most"
-        f" {max_difference:.4f} is rounding) and by {agreement.worst_response:.4f} in the worst response; the mean"
-        f" ratio is {agreement.ratio:.4f}. Its weights, cache, temperature or tokenizer are not the"
-        f" learner's. The worst: {named}"
+        f"ppo: iteration {iteration + 1}: the sampler and the learner disagree: their log-probs of"
+        f" {int(mask_BR.sum()):,} sampled tokens differ by {agreement.difference:.4f} nats on average (rounding"
+        f" explains at most {max_difference:.4f}) and by {agreement.worst_response:.4f} in the worst response; the"
+        f" mean ratio is {agreement.ratio:.4f}. The sampler's weights, cache, temperature or tokenizer differ from the"
+        f" learner's. The worst tokens: {named}"
     )
 
 

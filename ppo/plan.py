@@ -24,7 +24,7 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
     """Estimate an iteration: sampling, the passes before the updates, and the updates."""
     layout, batch, models = planner.layout, config.minibatch, _models(planner, config)
     lengths = planner.answered(config.prompts, config.max_new_tokens, lambda run: run.tokenizer_of("sft"))
-    planner.sizes.assume("assumes that every response has max_new_tokens")
+    planner.sizes.assume("assumes that every response is max_new_tokens long")
     work, mean = _work(planner, config, models, lengths), round(lengths.mean)
     memory, missing = _memory(planner, config, models, work)
     numbers = {
@@ -136,7 +136,7 @@ def _memory(
     missing: tuple[str, ...] = ()
     if weights > available:
         work = replace(work, generator_ranks=ranks)
-        missing = (f"a generator over {ranks} GPUs (tensor parallel): one GPU does not hold the policy's weights",)
+        missing = (f"a generator over {ranks} GPUs (tensor parallel), since the policy's weights do not fit on one",)
     if config.placement.roles_share_ranks:
         return {RANK: ppo_memory(models, planner.layout, work)}, missing
     roles = {"learner": learner, "generator": generator, "scorer": scorer}

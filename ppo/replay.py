@@ -102,7 +102,7 @@ def replay_iterations(
 def require_recorded(path: Path, records: dict[int, RolloutRecord], iteration: int, response: int) -> None:
     """Check that rollouts.jsonl has the iteration and the response. Raises: ValueError if it does not."""
     if not records:
-        raise ValueError(f"{path}: no iteration is recorded; a run of this version of Heed was expected")
+        raise ValueError(f"{path}: has no recorded iterations; a run of this version of Heed was expected")
     if iteration not in records:
         raise ValueError(f"--iteration {iteration}: {path} has iterations {min(records)} to {max(records)}")
     number = len(records[iteration].responses)

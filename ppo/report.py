@@ -65,8 +65,8 @@ MIN_STEPS_OF_KL, LEAST_KL_NATS = 5, 0.05  # below it after so many iterations, t
 NUM_OPEN = 1
 
 SAMPLERS = {
-    "heed": "Heed; a run that resumes has the same samples, and `heed replay` shows each again",
-    "vllm": "vLLM; a run that resumes may have other samples",
+    "heed": "Heed; a resumed run has the same samples, and `heed replay` shows any of them again",
+    "vllm": "vLLM; a resumed run may have other samples",
 }
 
 
@@ -133,7 +133,7 @@ DIAGNOSTICS = (
     Panel("Explained variance", "of the returns by the values, 1 is best", _ppo("value_explained")),
     Panel(
         "Informative groups, sampled",
-        "before the kept ones are chosen",
+        "before choosing which prompts to keep",
         _ppo("sampled_informative_share"),
         is_share=True,
     ),
@@ -235,9 +235,9 @@ def _sentence(stage: StageFolder, names: Names) -> str:
     if not scores:
         return ""
     return (
-        f"In {names.algorithm} the {names.score} went from {number(scores[0])} to {number(scores[-1])}. Whether the"
-        " responses got better, or only better at pleasing this score (reward hacking), the figures do not say: nothing"
-        " else has judged them. Read the samples, or let another judge compare the policies."
+        f"In {names.algorithm} the {names.score} went from {number(scores[0])} to {number(scores[-1])}. No other judge"
+        " has read the responses, so this does not show whether they got better or only exploit the score (reward"
+        " hacking). Read the samples, or let another judge compare the policies."
     )
 
 
@@ -259,8 +259,8 @@ def followed_part(samples: Sequence[TrainingSample]) -> tuple[Part, ...]:
     rows = tuple(_step_row(step, by_step[step], by_step[first]) for step in sorted(by_step))
     num = len(by_step[first])
     caption = (
-        f"The same {count_of(num, 'prompt')}, answered once before the updates of these iterations; 95% intervals over"
-        " prompts below. The change is from the first of them, prompt by prompt."
+        f"Responses to the same {count_of(num, 'prompt')}, sampled before the updates of each iteration, with 95%"
+        " intervals over prompts. Changes are per prompt, from the first of these iterations."
     )
     scores = [mean_over_prompts([sample.score for sample in own.values()]) for own in by_step.values()]
     caption += beyond_range([sample.score for own in by_step.values() for sample in own.values()], scores)
@@ -313,15 +313,15 @@ def samples_section(samples: Sequence[TrainingSample]) -> tuple[Section, ...]:
     if followed:
         parts.append(
             Note(
-                f"{count_of(len(followed), 'prompt')}, drawn before training, each answered in"
-                f" {count_of(len(steps), 'iteration')} by the policy as it was then."
-                + (" The first is still the initial policy's." if steps[0] == 1 else "")
+                f"{count_of(len(followed), 'prompt')}, drawn before training. The policy answered each of them in"
+                f" {count_of(len(steps), 'iteration')}."
+                + (" The first response is the initial policy's." if steps[0] == 1 else "")
             )
         )
         parts.append(_browser(followed))
     if drawn:
         shown = _drawn(drawn)
-        parts.append(Details("Responses that iterations learned from, drawn at random", (_browser(shown, len(drawn)),)))
+        parts.append(Details("Random responses that the policy learned from", (_browser(shown, len(drawn)),)))
     return (Section("training-samples", "Samples during training", tuple(parts)),)
 
 

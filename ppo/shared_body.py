@@ -40,7 +40,7 @@ def adapter_of(reward: Path) -> Path:
     if not (folder / "adapter_config.json").is_file():
         raise ValueError(
             f"ppo.lora.shared_body: {reward} has no adapter next to it ({folder.resolve()}); the reward/model of a run,"
-            " trained with [reward] lora on the policy's own initial model, was expected"
+            " trained with [reward] lora on the policy's initial model, was expected"
         )
     return folder
 
@@ -104,7 +104,7 @@ def require_same_body(policy: Path, reward: Path) -> None:
 
 def _of_another_body(what: str, policy: Path, reward: Path) -> ValueError:
     return ValueError(
-        f"ppo.lora.shared_body: {what} of {reward} is not that of {policy} with the adapter {adapter_of(reward)};"
+        f"ppo.lora.shared_body: {what} of {reward} differs from that of {policy} with the adapter {adapter_of(reward)};"
         " a reward model trained with [reward] lora on this initial policy was expected"
     )
 

@@ -334,13 +334,12 @@ def check(config: PPOConfig, job: JobView) -> None:
     if reward is None or not own_reward:
         return
     if reward.lora is None:
-        raise ValueError(
-            "ppo.lora.shared_body: [reward] trains all weights of a body of its own; reward.lora was expected"
-        )
+        raise ValueError("ppo.lora.shared_body: [reward] trains all weights of its model; reward.lora was expected")
     if reward.init_from != config.init_from:
         starts = [name or "the SFT stage's model" for name in (reward.init_from, config.init_from)]
         raise ValueError(
-            f"ppo.lora.shared_body: [reward] starts from {starts[0]} and [ppo] from {starts[1]}; one model was expected"
+            f"ppo.lora.shared_body: [reward] starts from {starts[0]} and [ppo] from {starts[1]}; the same model was"
+            " expected"
         )
 
 

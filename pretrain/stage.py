@@ -49,11 +49,11 @@ class PretrainConfig(InitConfig, TrainingConfig):
     texts: tuple[TextConfig, ...] = Field(min_length=1, description="Texts to learn from.")
     heldout: tuple[TextConfig, ...] = Field(min_length=1, description="Texts to evaluate on.")
     tokenizer_texts: int = Field(
-        default=100_000, ge=1, description="The tokenizer is trained on the first this many texts."
+        default=100_000, ge=1, description="How many texts, from the first on, the tokenizer is trained on."
     )
     seq_len: int = Field(ge=2, description="Tokens per row.")
     num_steps: int = Field(
-        ge=0, description="Optimizer steps; 0 hands on the initial weights, those of `init_from` or random ones."
+        ge=0, description="Optimizer steps; 0 = keep the initial weights (those of `init_from`, or random ones)."
     )
 
 
@@ -67,8 +67,8 @@ def train(
     tokenizer = Tokenizer.load(tokenizer_folder)
     if tokenizer.vocab_size > model_config.vocab_size:
         raise ValueError(
-            f"model.vocab_size is {model_config.vocab_size}; the tokenizer in {tokenizer_folder} has"
-            f" {tokenizer.vocab_size} tokens"
+            f"model.vocab_size is {model_config.vocab_size}; at least {tokenizer.vocab_size}, the size of the tokenizer"
+            f" in {tokenizer_folder}, was expected"
         )
     # An encoder's input begins with the start token.
     seq_len = config.seq_len - (model_config.kind != "decoder")

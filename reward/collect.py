@@ -47,11 +47,11 @@ class CollectConfig(Config):
         default=0.0,
         ge=0,
         le=1,
-        description="Fraction of the tasks that go to `overlap_labelers` labelers, on which agreement is measured.",
+        description="Fraction of the tasks that `overlap_labelers` labelers rank, to measure agreement.",
     )
     overlap_labelers: int = Field(default=2, ge=2, description="Labelers per overlapping task; the others have one.")
     instructions_version: str = Field(
-        default="1", description="Version of the instructions, recorded with each judgment."
+        default="1", description="Version of the labelers' instructions, recorded with each judgment."
     )
 
 
@@ -134,7 +134,9 @@ def label_tasks(
         on_progress=on_progress,
     )
     if progress.num_open:
-        raise ValueError(f"{progress.num_open} of {progress.num_tasks} tasks are open still: too few labelers")
+        raise ValueError(
+            f"{progress.num_open} of {progress.num_tasks} tasks are still open: there are too few labelers"
+        )
     return store.rankings(batch)
 
 

@@ -172,7 +172,7 @@ def rankings_by_task(rankings: Sequence[Ranking]) -> list[list[Ranking]]:
                 if getattr(other, field) != getattr(task, field):
                     raise ValueError(
                         f"task {task.task_id!r}: field {field!r} differs between the rankings of {task.labeler!r} and"
-                        f" {other.labeler!r}; rankings of one task are of the same responses by the same objective"
+                        f" {other.labeler!r}; all rankings of a task need the same prompt, responses and objective"
                     )
     return list(by_task.values())
 
@@ -193,7 +193,7 @@ def encode_tasks(
         longest = max(len(sequence.tokens) for sequence in sequences)
         if longest > max_tokens:
             raise ValueError(
-                f"{place_of(task, places)}: prompt and response have {longest} tokens; the model's context holds"
+                f"{place_of(task, places)}: prompt and response have {longest} tokens; the model's context is"
                 f' {max_tokens} ({section}.on_overlong = "skip" or "truncate" accepts longer ones)'
             )
         yield task, sequences

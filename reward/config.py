@@ -23,7 +23,7 @@ class ComparisonsConfig(FineTuningConfig):
 
     chat_template: str = Field(
         default="",
-        description="`chat`, `plain`, or a Jinja template, for a model without one; empty = the model's own.",
+        description="Chat template of a model without one: `chat`, `plain` or a Jinja template; empty = its own.",
     )
     rankings: RankingsConfig = Field(description="Rankings to learn from.")
     on_overlong: OnOverlong = overlong_field()
@@ -33,12 +33,13 @@ class ComparisonsConfig(FineTuningConfig):
     num_epochs: float = Field(default=1.0, gt=0, description="Passes over the comparisons.")
     ties: Ties = Field(
         default="soft",
-        description="`soft` counts a tie as half a win; `davidson` as an outcome with its own probability.",
+        description="How ties are learned: `soft` counts a tie as half a win, `davidson` as an outcome with its own"
+        " probability.",
     )
     labeler_weights: Literal["equal", "reliability"] = Field(
         default="equal",
-        description="`reliability` weights each labeler's rankings by how often other labelers agree with them, counted"
-        " on training rankings only.",
+        description="How labelers' rankings are weighted: `equal`, or `reliability`, by how often other labelers agree"
+        " with them (counted on training rankings only).",
     )
 
     @property
@@ -55,29 +56,30 @@ class RewardConfig(ComparisonsConfig):
 
     demonstrations: tuple[DataConfig, ...] = Field(
         default=(),
-        description="Conversations whose mean score becomes 0; empty = the best responses of the rankings.",
+        description="Conversations whose mean score is set to 0; empty = the best responses of the rankings.",
     )
     objectives: tuple[str, ...] = Field(
         default=(),
-        description="Objectives to learn where the rankings have several: each gets a head of its own on the shared"
-        " trunk, trained on its own rankings; empty = the only one.",
+        description="Objectives to learn if the rankings have several; each gets its own head on the shared trunk,"
+        " trained on the rankings of that objective. Empty = the only objective.",
     )
     rating_coef: float = Field(
         default=0.0,
         ge=0,
-        description="Weight of the loss of the ratings that labelers gave, relative to the ranking loss; 0 = none.",
+        description="Weight of the loss on labelers' ratings, relative to the ranking loss; 0 = none.",
     )
     num_calibration: int = Field(
         default=512,
         ge=1,
-        description="Demonstrations that set the score's zero, and comparisons that a tie's probability is fitted on.",
+        description="How many demonstrations set the score's zero, and how many comparisons fit the probability of a"
+        " tie.",
     )
 
     @field_validator("objectives")
     @classmethod
     def _are_distinct(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(names)) < len(names) or not all(names):
-            raise ValueError(f"objectives is {list(names)}; names that differ were expected")
+            raise ValueError(f"objectives is {list(names)}; distinct names that are not empty were expected")
         return names
 
     @property

@@ -48,7 +48,7 @@ class ModelReward(Config):
     )
     objective_weights: dict[str, FiniteFloat] = Field(
         default_factory=dict,
-        description="Weight of each objective's score in the reward, for a reward model of several; none for one.",
+        description="Weight of each objective's score in the reward; only for a model with several objectives.",
     )
 
 
@@ -95,7 +95,7 @@ class RewardFunction(ExternalReward):
     kind: Literal["function"] = Field(default="function", description="Selects this kind.")
     function: str = Field(
         pattern=r"^.+$",
-        description='"MODULE:FUNCTION" or "FILE.py:FUNCTION"; the current folder is searched, too.',
+        description='"MODULE:FUNCTION" or "FILE.py:FUNCTION"; the current folder is searched too.',
     )
 
     def score(self, conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
@@ -158,7 +158,7 @@ class RemoteReward(ExternalReward):
     timeout_seconds: float = Field(
         default=30.0, gt=0, description="How long the endpoint may be silent before a request fails, in seconds."
     )
-    retries: int = Field(default=3, ge=0, description="How often a failed request is repeated.")
+    retries: int = Field(default=3, ge=0, description="How many times a failed request is repeated.")
     parallel: int = Field(default=4, ge=1, description="How many requests each rank sends at once.")
 
     @property
@@ -226,7 +226,7 @@ def checked(values: Any, num_responses: int, source: str) -> list[Scored]:
     """Returns one score or failure per response. All fail unless `source` returned a list of the right length."""
     if not isinstance(values, list) or len(values) != num_responses:
         found = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
-        return [Scored(math.nan, f"{source} gave {found} for {num_responses} responses")] * num_responses
+        return [Scored(math.nan, f"{source} returned {found} for {num_responses} responses")] * num_responses
     return [_checked(value, source) for value in values]
 
 
@@ -236,5 +236,5 @@ def _checked(value: Any, source: str) -> Scored:
     except Exception:  # a tensor of several numbers, an integer beyond all floats
         number = math.nan
     if not math.isfinite(number):
-        return Scored(math.nan, f"{source} gave {shown(value)}; a finite number was expected")
+        return Scored(math.nan, f"{source} returned {shown(value)}; a finite number was expected")
     return Scored(number)

@@ -90,7 +90,7 @@ def calibration_sequences(config: RewardConfig, tokenizer: Tokenizer, max_tokens
         (tokens,) = encode_rows(lambda of: [encode_scored(tokenizer, one) for one in of], [(where, messages)])
         if len(tokens) > max_tokens and config.on_overlong == "refuse":
             raise ValueError(
-                f"{where}: the conversation has {len(tokens)} tokens; the reward model reads {max_tokens}"
+                f"{where}: the conversation has {len(tokens)} tokens; the reward model reads at most {max_tokens}"
                 ' (reward.on_overlong = "skip" or "truncate" accepts longer ones)'
             )
         if len(tokens) <= max_tokens or config.on_overlong == "truncate":

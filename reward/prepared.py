@@ -157,8 +157,8 @@ def check_objectives(config: ComparisonsConfig) -> None:
     """
     if config.rankings.source == COLLECTED and not set(config.named_objectives) <= {OVERALL}:
         raise ValueError(
-            f"{config.objectives_key} is {list(config.named_objectives)}, and the labelers of [collect] judge by"
-            f" {OVERALL!r} alone; rankings of those objectives were expected"
+            f"{config.objectives_key} is {list(config.named_objectives)}, but the labelers of [collect] judge only"
+            f" {OVERALL!r}; no other objective was expected"
         )
 
 
@@ -167,7 +167,7 @@ def report_rankings(config: ComparisonsConfig, found: Found, seed: int) -> None:
     objectives = split_of(found.rankings, config, seed).objectives
     left_out = sum(ranking.objective not in objectives for ranking in found.rankings)
     if left_out:
-        console.print(f"{config.rankings.source}: {left_out:,} rankings are of objectives that are not learned")
+        console.print(f"{config.rankings.source}: {left_out:,} rankings have objectives that are not learned")
     if warnings_about(found):
         console.print(f"{config.rankings.source}: these rows are listed in {config.section}/{WARNINGS}", markup=False)
 
@@ -201,8 +201,8 @@ def split_of(rankings: Sequence[Ranking], config: ComparisonsConfig, seed: int) 
     objectives = named or tuple(found)
     if (not named and len(found) > 1) or not set(objectives) <= set(found):
         raise ValueError(
-            f"{config.objectives_key} is {list(named)}, and the rankings of {source} are of {', '.join(found)};"
-            f" those of them that [{config.section}] is to learn were expected"
+            f"{config.objectives_key} is {list(named)}, but the rankings of {source} have the objectives"
+            f" {', '.join(found)}; a choice of these was expected"
         )
     chosen = [ranking for ranking in rankings if ranking.objective in objectives]
     split = Split(objectives, *split_rankings(chosen, config.heldout_share, seed))

@@ -129,7 +129,7 @@ def _objective_panels(stage: StageFolder) -> list[Panel]:
 def _facts(results: RewardResults) -> list[tuple[str, str]]:
     found = [
         ("Comparisons, train", count(results.train_comparisons)),
-        ("Rankings of them", count(results.train_rankings)),
+        ("Rankings, train", count(results.train_rankings)),
         ("Comparisons, held-out", count(results.heldout_comparisons)),
         ("Held-out pairs", count(results.heldout_pairs)),
         ("Held-out accuracy", percent(results.heldout_accuracy)),

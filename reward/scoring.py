@@ -138,15 +138,15 @@ def weights_by_label(model: str, labels: Sequence[str], weights: Mapping[str, fl
     if set(weights) != set(several):
         wanted = f"a weight for each of {', '.join(several)} was" if several else "no weights were"
         raise ValueError(
-            f"{model}: a reward model of {'the objectives ' + ', '.join(several) if several else 'one objective'};"
-            f" weights are given for {', '.join(weights) or 'none'}; {wanted} expected (objective_weights of"
+            f"{model}: this reward model has {'the objectives ' + ', '.join(several) if several else 'one objective'},"
+            f" but weights are set for {', '.join(weights) or 'none'}; {wanted} expected (objective_weights of"
             " [ppo.reward] or [rejection] in a job, --weight or FOLDER#OBJECTIVE on the command line)"
         )
     for name, weight in weights.items():
         if not math.isfinite(weight):
             raise ValueError(f"the weight of {name!r} is {weight}; a finite number was expected")
     if several and not any(weights.values()):
-        raise ValueError(f"the weights of {', '.join(several)} are all 0; one at least that is not was expected")
+        raise ValueError(f"the weights of {', '.join(several)} are all 0; at least one other than 0 was expected")
     return {label: weights[label] for label in several} if several else {labels[0]: 1.0}
 
 

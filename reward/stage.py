@@ -91,8 +91,8 @@ def network_source(
     found = on_meta(trained.build).labels
     if found != tuple(labels):
         raise ValueError(
-            f"{folder / 'config.json'}: id2label names {', '.join(found)}; {', '.join(labels)} was expected, the"
-            " objectives that are to be learned, in their order (score: the only one)"
+            f"{folder / 'config.json'}: id2label names {', '.join(found)}; {', '.join(labels)} was expected (the"
+            " objectives to learn, in order; a single one is called score)"
         )
     return trained
 
@@ -149,7 +149,7 @@ def auxiliary_parameters(config: RewardConfig, split: Split, comparisons: Sequen
     if config.rating_coef and not any(spread):
         raise ValueError(
             f"reward.rating_coef is {config.rating_coef}, but no ranking of {config.rankings.source} has ratings that"
-            " tell its responses apart; a field 'ratings' with a number a response was expected"
+            " differ between its responses; a field 'ratings' with one number per response was expected"
         )
     log_nu = (starting_log_nu(comparisons, place) for place in places)
     return AuxiliaryParameters(tuple(log_nu) if config.ties == "davidson" else (), spread)

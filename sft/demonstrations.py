@@ -78,11 +78,11 @@ def encode_demonstrations(
     for (where, _), (tokens, is_response) in zip(conversations, encoded, strict=True):
         if not any(is_response):
             raise ValueError(
-                f"{where}: sft.chat_template {shown(tokenizer.chat_template)} shows no assistant's response"
+                f"{where}: sft.chat_template {shown(tokenizer.chat_template)} leaves out the assistant's responses"
             )
         parts = split_pair(tokens, is_response) if limit.has_source else (tokens,)
         if not parts[0]:
-            raise ValueError(f"{where}: nothing comes before the response; a source to read was expected")
+            raise ValueError(f"{where}: nothing comes before the response; a text for the encoder was expected")
         if max(map(len, parts)) <= limit.seq_len:
             yield tokens, is_response, FITS
         elif limit.on_overlong == "refuse":

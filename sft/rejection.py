@@ -59,7 +59,7 @@ class RejectionConfig(FineTuningConfig):
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature.")
     heldout_share: float = Field(default=0.05, gt=0, le=0.5, description="Fraction of the kept responses held out.")
     seq_len: int = Field(
-        ge=2, description="Tokens per packed row; a longer prompt with its response is left out and counted."
+        ge=2, description="Tokens per packed row; a response that does not fit with its prompt is left out and counted."
     )
     num_epochs: float = Field(default=1.0, gt=0, description="Passes over the kept responses.")
 
@@ -166,8 +166,8 @@ def _tokenize(run: StageRun, config: RejectionConfig, tokenizer: Tokenizer, path
         found = token_folder(run, name, tokenizer, (data,), CHECKED_SEQUENCES, parts, **settings)
         if not len(Sequences.read(found)):
             raise ValueError(
-                f"rejection.seq_len is {config.seq_len}, and no kept response that is {name} fits with its prompt in so"
-                " many tokens; longer rows, or more prompts, were expected"
+                f"rejection.seq_len is {config.seq_len}, but no kept response for {name} fits in a row with its prompt;"
+                " longer rows, or more prompts, were expected"
             )
         return found
 
@@ -245,7 +245,7 @@ def plan(planner: Planner, config: RejectionConfig) -> StagePlan:
     training = planner.training("rows", config, steps, tokens, num_logits)
     for assumption in (*sampling.assumptions, *training.assumptions):
         planner.sizes.assume(assumption)
-    planner.sizes.assume("at most: every prompt has a sample to keep, and packing puts several of them in a row")
+    planner.sizes.assume("upper bound: every prompt has a sample to keep, one per row; packing puts several in a row")
     return planner.planned(
         "rows",
         {**training.batch, **{name: sampling.batch[name] for name in ("prompts", "responses per prompt")}},

@@ -41,7 +41,7 @@ class SFTConfig(FineTuningConfig):
 
     demonstrations: tuple[DataConfig, ...] = Field(min_length=1, description="Conversations to learn from.")
     heldout: tuple[DataConfig, ...] = Field(
-        default=(), description="Conversations to evaluate on; empty = a part of the demonstrations, `heldout_share`."
+        default=(), description="Conversations to evaluate on; empty = `heldout_share` of the demonstrations."
     )
     heldout_share: float = Field(
         default=0.05, gt=0, le=0.5, description="Fraction of the demonstrations that is held out if `heldout` is empty."
@@ -51,7 +51,7 @@ class SFTConfig(FineTuningConfig):
         description="`chat`, `continuation`, `plain`, or a Jinja template; empty = the initial model's own.",
     )
     seq_len: int = Field(
-        ge=2, description="Tokens per packed row; for an encoder-decoder the limit of source and of response each."
+        ge=2, description="Tokens per packed row; for an encoder-decoder, the limit of source and response, each."
     )
     on_overlong: OnOverlong = overlong_field()
     num_epochs: float = Field(default=1.0, gt=0, description="Passes over the demonstrations.")
@@ -182,7 +182,7 @@ def plan(planner: Planner, config: SFTConfig) -> StagePlan:
     if rows is None:
         rows = sum(planner.sizes.num_rows(data) for data in config.demonstrations)
         if is_decoder:
-            planner.sizes.assume("bound: one conversation per row; packing puts several of them in a row")
+            planner.sizes.assume("upper bound: one conversation per row; packing puts several in a row")
     steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
     logits = config.batch.micro_batch_size * tokens * planner.model.vocab_size
     return planner.training("rows", config, steps, tokens, logits)

@@ -124,10 +124,12 @@ class Planner:
         tokens = self.sizes.conversation_tokens(response_tokens)
         origin = "as in SFT" if self.sizes.longest else "the model's context"
         if not Path(source.source).exists():
-            why = "which is not here"
+            why = "no such file here"
         else:
-            why = "without its vocabulary" if self.run else "not read, since a model that the job names is not here"
-        self.sizes.assume(f"bound: {tokens:,} tokens per prompt and response, {origin}, for {source.source}, {why}")
+            why = "no vocabulary to count tokens with" if self.run else "not read: a model of the job is not here"
+        self.sizes.assume(
+            f"assumes at most {tokens:,} tokens per prompt and response ({origin}) for {source.source} ({why})"
+        )
         return Lengths.bound(tokens)
 
     def packed_width(self, num_tokens: int) -> int:

@@ -73,7 +73,7 @@ def commit_checkpoint(writing: Path, step: int, hashes: Mapping[str, str], keep:
     else:  # an earlier call failed after the rename
         sync(checkpoints)
     found = read_manifest(final)
-    assert found.sha256 == hashes, f"checkpoint {final} does not verify right after it was written: {found.damage}"
+    assert found.sha256 == hashes, f"checkpoint {final} is damaged right after it was written: {found.damage}"
     # Checkpoints of later steps are damaged ones that this run skipped.
     newest_first = [folder for folder in step_folders(checkpoints) if step_of(folder) <= step]
     later = [folder for folder in step_folders(checkpoints) if step_of(folder) > step]
@@ -130,7 +130,7 @@ class Resumption:
 
     def notices(self, stage: str, num_steps: int, unit: str = "step") -> list[str]:
         """What the user should know, one line each."""
-        passed = [f"{stage}: checkpoint {name} is damaged and passed over: {d}" for name, d in self.damaged.items()]
+        passed = [f"{stage}: checkpoint {name} is damaged, so it is skipped: {d}" for name, d in self.damaged.items()]
         if not self.name:
             return [f"{stage}: starts from {unit} 0 of {num_steps} (no checkpoint yet)"]
         return [*passed, f"{stage}: resumes from {unit} {self.step} of {num_steps} (checkpoints/{self.name})"]
@@ -306,12 +306,12 @@ class SavedState:
                     self._kinds[name].append(kind)
                 self._places[key].append((file, offset, offset + file.get_slice(key).get_shape()[0]))
         if not self._places:
-            raise ValueError(f"{folder}: no state of a model; a checkpoint of this version of Heed was expected")
+            raise ValueError(f"{folder}: no model state found; a checkpoint of this version of Heed was expected")
 
     def kinds(self, name: str) -> Sequence[str]:
         """Return the kinds of tensors that were saved for a parameter; "weight" is always one of them."""
         if WEIGHT not in self._kinds.get(name, ()):
-            raise ValueError(f"{self.folder}: no weights of {name}; those of {sorted(self._kinds)} were found")
+            raise ValueError(f"{self.folder}: has no weights of {name}, only those of {sorted(self._kinds)}")
         return self._kinds[name]
 
     def fill(self, key: str, offset: int, target: Tensor) -> None:
@@ -323,4 +323,6 @@ class SavedState:
                 target[low - offset : high - offset] = file.get_slice(key)[low - first : high - first]
                 num_read += high - low
         if num_read != len(target):
-            raise ValueError(f"{self.folder}: {num_read} numbers of {key} from {offset}; {len(target)} were expected")
+            raise ValueError(
+                f"{self.folder}: has {num_read} numbers of {key} from offset {offset}; {len(target)} were expected"
+            )

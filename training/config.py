@@ -54,45 +54,46 @@ class EngineConfig(Config):
 
     precision: Literal["auto", "fp32", "bf16"] = Field(
         default="auto",
-        description="Type of matrix products and activations; `auto` is bf16 where the hardware multiplies it faster.",
+        description="Number type of matrix products and activations; `auto` is bf16 where the hardware multiplies it"
+        " faster than fp32.",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=0,
-        description="ZeRO stage (arXiv 1910.02054): 1 shards the optimizer's states, 2 gradients too, 3 weights too.",
+        description="ZeRO stage (arXiv 1910.02054): 1 shards optimizer states, 2 also gradients, 3 also weights.",
     )
     offload: tuple[Literal["optimizer", "parameters"], ...] = Field(
         default=(),
-        description="What waits in CPU memory while the device computes: `optimizer` (its states and the fp32 weights,"
-        " from ZeRO 1 on) and `parameters` (the shards, with ZeRO 3).",
+        description="What is kept in CPU memory instead of on the device: `optimizer` (its states and the fp32"
+        " weights; needs ZeRO 1 or higher) and `parameters` (the weight shards; needs ZeRO 3).",
     )
     checkpoint_activations: bool = Field(
         default=False,
-        description="Keep only each block's input and compute the rest again in the backward pass (arXiv 1604.06174).",
+        description="Keep only each block's input and recompute the rest in the backward pass (arXiv 1604.06174).",
     )
     compile_blocks: bool = Field(
         default=False,
-        description="Train by blocks that `torch.compile` has compiled, up to ZeRO 2: fewer kernels on GPUs, after"
-        " minutes of compilation. Meant for long runs there; not yet measured, and of no use on CPUs.",
+        description="Compile each block with `torch.compile` (up to ZeRO 2): fewer kernels on GPUs, after minutes of"
+        " compilation. For long runs on GPUs; not measured yet, and no help on CPUs.",
     )
     deterministic: bool = Field(
         default=False,
-        description="Train on GPUs by kernels that give the same bits every time, to compare runs bit by bit; slower."
-        " CPUs always do (docs/reliability.md).",
+        description="Use only deterministic GPU kernels, so that runs can be compared bit by bit; slower. Training on"
+        " CPUs is always deterministic (docs/reliability.md).",
     )
     collective_timeout_seconds: float = Field(
         default=1800.0, gt=0, description="How long a rank waits for the others in a collective, in seconds."
     )
     keep_checkpoints: int = Field(
-        default=2, ge=1, description="Checkpoints kept per stage; the older ones serve if the newest is damaged."
+        default=2, ge=1, description="Checkpoints kept per stage; an older one is used if the newest is damaged."
     )
     max_failed_saves: int = Field(
-        default=3, ge=1, description="A run stops after this many checkpoints in a row that could not be written."
+        default=3, ge=1, description="A run stops when this many checkpoints in a row could not be written."
     )
     max_skipped_steps: int = Field(
         default=10, ge=0, description="A run stops after more than this many steps in a row without a finite gradient."
     )
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
-        default=("tensorboard",), description="Where metrics go in addition to metrics.jsonl."
+        default=("tensorboard",), description="Where metrics are logged in addition to metrics.jsonl."
     )
 
     @model_validator(mode="after")
@@ -108,7 +109,7 @@ class EngineConfig(Config):
     def _check_compilation(self) -> Self:
         if self.compile_blocks and self.zero_stage == 3:
             raise ValueError(
-                "compile_blocks with zero_stage 3, which gathers each layer's weights within a block;"
+                "compile_blocks with zero_stage 3, which must gather each layer's weights within a block;"
                 " zero_stage 0 to 2 was expected"
             )
         return self
@@ -157,7 +158,7 @@ class OptimizerConfig(Config):
         """Raises: ValueError for Muon under ZeRO."""
         if self.kind == "muon" and engine.zero_stage > 0:
             raise ValueError(
-                f"optimizer kind 'muon' needs whole matrices, which ZeRO {engine.zero_stage} cuts up;"
+                f"optimizer kind 'muon' needs whole matrices, but ZeRO {engine.zero_stage} shards them;"
                 " 'adamw', or engine.zero_stage = 0, was expected"
             )
 
@@ -182,28 +183,28 @@ class BatchConfig(Config):
     micro_batch_size: int = Field(
         default=0,
         ge=0,
-        description="What one rank holds in one forward and backward pass, in the stage's unit; where sequences are"
-        " packed, room for this many of the batch's longest. Either this or `micro_batch_tokens` is given.",
+        description="Size of one rank's forward and backward pass, in the stage's unit; where sequences are packed,"
+        " a pass has room for this many of the batch's longest. Set either this or `micro_batch_tokens`.",
     )
     micro_batch_tokens: int = Field(
         default=0,
         ge=0,
-        description="Tokens that one rank holds in one forward and backward pass, padding included; reward model and"
-        " PPO only.",
+        description="Tokens in one rank's forward and backward pass, including padding; only for the reward model,"
+        " DPO and PPO.",
     )
     forward_tokens: int = Field(
         default=0,
         ge=0,
-        description="The same for passes without gradients, except those whose log-probabilities are compared with an"
-        " update's; 0 = as many as with gradients.",
+        description="Tokens in one rank's pass without gradients; 0 = as many as with gradients. Passes whose"
+        " log-probabilities are compared with an update's always have as many as the update.",
     )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if bool(self.micro_batch_size) == bool(self.micro_batch_tokens):
             raise ValueError(
-                f"micro_batch_size {self.micro_batch_size} and micro_batch_tokens {self.micro_batch_tokens}: one of"
-                " them was expected"
+                f"micro_batch_size is {self.micro_batch_size} and micro_batch_tokens is {self.micro_batch_tokens};"
+                " exactly one of them was expected"
             )
         if self.micro_batch_size:
             exact_div(self.batch_size, self.micro_batch_size, "batch_size over micro_batch_size")
@@ -245,7 +246,9 @@ class TrainingConfig(Config):
     def _check_batch(self) -> Self:
         for name in ("micro_batch_tokens", "forward_tokens"):
             if getattr(self.batch, name) and not self.packs_sequences:
-                raise ValueError(f"batch.{name}: this stage's rows have one length; micro_batch_size was expected")
+                raise ValueError(
+                    f"batch.{name}: all rows of this stage have the same length; micro_batch_size was expected"
+                )
         return self
 
 
@@ -254,27 +257,28 @@ class InitConfig(Config):
 
     init_from: str = Field(
         default="",
-        description="Model directory, .gguf file or hub id to start from, in place of the stage before; empty = that"
-        " stage.",
+        description="Model directory, .gguf file or hub id to start from; empty = the model of the stage before.",
     )
     end_token: str = Field(
         default="",
-        description="Token that ends a text, for an `init_from` whose files name none or another; responses also end"
+        description="End-of-text token, if the files of `init_from` name none or the wrong one; a response also ends"
         " with the token that closes a turn in the chat template.",
     )
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Self:
         if self.end_token and not self.init_from:
-            raise ValueError("end_token is given without init_from; a vocabulary learned here has its own")
+            raise ValueError(
+                "end_token is set without init_from; a vocabulary that this job learns has its own end token"
+            )
         return self
 
 
 def lora_field() -> Any:
     return Field(
         default=None,
-        description="Train low-rank additions to a frozen model (arXiv 2106.09685): adapter/ has them in PEFT's layout,"
-        " model/ is merged with them. By default all weights are trained. They need about ten times the learning rate.",
+        description="Train low-rank adapters on a frozen model (arXiv 2106.09685) instead of all weights. adapter/ has"
+        " them in PEFT's layout, model/ has them merged. They need about ten times the learning rate.",
     )
 
 
@@ -283,8 +287,8 @@ def check_lora(lora: LoRAConfig | None, optimizers: Mapping[str, OptimizerConfig
     for name, optimizer in optimizers.items() if lora is not None else ():
         if optimizer.trained_layers is not None:
             raise ValueError(
-                f"lora with {name}.trained_layers {optimizer.trained_layers}: all layers are frozen, and adapters are"
-                " on every one; one of the two was expected"
+                f"lora with {name}.trained_layers {optimizer.trained_layers}: LoRA freezes every layer and adds"
+                " adapters to all of them; only one of the two keys was expected"
             )
         if optimizer.kind == "muon":
             raise ValueError(f'lora with {name}.kind "muon", whose updates have full rank; "adamw" was expected')

@@ -29,13 +29,13 @@ class SourceConfig(Config):
     split: str = Field(default="train", description="Split of a folder or hub data set.")
     subset: str = Field(default="", description="Subset (configuration) of a hub data set; empty = the default one.")
     skip_rows: int = Field(
-        default=0, ge=0, description="Rows to leave out at the beginning, such as those that another stage reads."
+        default=0, ge=0, description="Rows to skip at the beginning, such as those that another stage reads."
     )
-    max_rows: int = Field(default=0, ge=0, description="Rows to read at most; 0 = all.")
+    max_rows: int = Field(default=0, ge=0, description="Maximum number of rows to read; 0 = all.")
     on_invalid: OnInvalid = Field(
         default="refuse",
-        description="What happens to rows that are malformed: `refuse` stops before training and counts them, `skip`"
-        " leaves them out (docs/data.md).",
+        description="What to do with malformed rows: `refuse` stops before training and counts them, `skip` leaves"
+        " them out (docs/data.md).",
     )
 
 
@@ -65,7 +65,7 @@ def overlong_field() -> OnOverlong:
     """The field of a stage that says what happens to rows that are too long."""
     found: OnOverlong = Field(
         default="refuse",
-        description="What happens to rows that are too long: `refuse` stops before training, `skip` leaves them out,"
+        description="What to do with rows that are too long: `refuse` stops before training, `skip` leaves them out,"
         " `truncate` cuts them (docs/data.md).",
     )
     return found
@@ -229,7 +229,10 @@ def read_located_prompts(
         def check_id(turns: Turns) -> None:
             if prompt_id in prompts and prompts[prompt_id][1].messages != tuple(turns):
                 first, _ = prompts[prompt_id]
-                raise ValueError(f"{where}: prompt_id {prompt_id!r} is already that of {first}, another prompt")
+                raise ValueError(
+                    f"{where}: prompt_id {prompt_id!r} is also that of a different prompt, {first}; a prompt_id of its"
+                    " own was expected"
+                )
 
         return Prompt(prompt_id=prompt_id, messages=tuple(reader.read(where, row, check_id)), kind=kind)
 

@@ -129,7 +129,7 @@ def build_sharded(source: ModelSource[AnyModule], config: Mapping[str, Any]) -> 
         with zero.GatheredParameters([parameter], modifier_rank=MAIN):  # broadcasts what rank 0 has written
             if is_main:
                 found, tensor = next(tensors)
-                assert found == name, f"the source yields {found} where a {type(model).__name__} has {name}"
+                assert found == name, f"the source yields {found} where {type(model).__name__} expects {name}"
                 parameter.copy_(tensor)
                 del tensor  # before the next one is read
     buffers = dict(model.named_buffers())
@@ -186,7 +186,7 @@ class Gatherer:
         parts = [(owner, whole.view(-1).narrow(0, first, length)) for owner, first, length in self._ranges[name]]
         for owner, part in parts:
             if owner == self._rank:
-                assert own is not None, f"this rank holds {len(part)} numbers of {name}; they were not given"
+                assert own is not None, f"no values for the {len(part)} numbers of {name} that this rank holds"
                 part.copy_(own)
         if on_main_alone:
             _exchanged([dist.P2POp(dist.irecv, part, owner) for owner, part in parts if owner != self._rank])

@@ -204,7 +204,7 @@ class Engine(Generic[AnyModule]):
 
         No weight may change in between, or PyTorch refuses the backward.
         """
-        assert self.runs_ahead, f"passes ahead of their updates with {self.config}"
+        assert self.runs_ahead, f"passes cannot run ahead of their updates with {self.config}"
         with (
             deterministic_kernels(self.config.deterministic),
             self.cache_weight_casts(),

@@ -41,7 +41,7 @@ class StepLines:
             self._write_waiting()
         except OSError as error:
             if len(self._waiting) == 1:
-                say(f"{self.path}: {cause_of(error)}. The run continues; its lines are written when that is possible")
+                say(f"{self.path}: {cause_of(error)}. The run continues and writes the missing lines as soon as it can")
 
     def _write_waiting(self) -> None:
         """Write all waiting lines in order, and remove what a failed write left of one."""
@@ -91,11 +91,11 @@ class MetricsLog:
         try:
             if self._trackers[name] is None:
                 self._trackers[name] = _make_tracker(name, self._folder)
-                say(f"{name}: has metrics again from step {step}; metrics.jsonl has all")
+                say(f"{name}: logs again from step {step}; metrics.jsonl has all metrics")
             self._trackers[name].log(dict(values), step=step)
         except Exception as error:  # each tracker has its own kinds of errors
             if self._trackers[name] is not None:
-                say(f"{name}: {cause_of(error)}; it lacks metrics before and after step {step}. The run continues")
+                say(f"{name}: {cause_of(error)}; it may miss metrics around step {step}. The run continues")
             self._trackers[name] = None
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class MetricsLog:
                 if tracker is not None:
                     tracker.finish()
             except Exception as error:
-                say(f"{name}: {cause_of(error)}; its last metrics are lost, metrics.jsonl has all")
+                say(f"{name}: {cause_of(error)}; its last metrics are lost; metrics.jsonl has them all")
 
 
 class TensorBoard:

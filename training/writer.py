@@ -274,7 +274,7 @@ class CheckpointPart:
                 if system_error(error) is None or is_late or self.abandoned.is_set():
                     raise
                 if self.rank == 0 and pause == FIRST_PAUSE_SECONDS:
-                    say(f"{self.name}: {cause_of(error)}; trying again for {self.retry_seconds:g} s")
+                    say(f"{self.name}: {cause_of(error)}; retrying for {self.retry_seconds:g} s")
             self.abandoned.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
@@ -318,7 +318,7 @@ class CheckpointPart:
         self._wait_for(lambda rank: _written_note(self.folder, rank), [other])
         hashes = self._retry(lambda: _read_hashes(_written_note(self.folder, other)))
         if changed := changed_files(self.folder, hashes):
-            raise ValueError(f"{', '.join(changed)} read back other than rank {other} wrote")
+            raise ValueError(f"{', '.join(changed)} does not read back as rank {other} wrote it")
         self._retry(lambda: write_json(_verified_note(self.folder, self.rank), {}))
 
     def _commit(self, hashes: dict[str, str]) -> None:
@@ -342,8 +342,8 @@ class CheckpointPart:
         while missing := [rank for rank in ranks if not note(rank).exists()]:
             if time.monotonic() > end:
                 raise RuntimeError(
-                    f"timed out after {self.deadline_seconds:g} s: no part of step {self.step} from ranks {missing} of"
-                    f" {self.num_ranks}"
+                    f"timed out after {self.deadline_seconds:g} s: no part of the checkpoint of step {self.step} from"
+                    f" ranks {missing} of {self.num_ranks}"
                 )
             if self.abandoned.wait(POLL_SECONDS):
                 raise _AbandonedError

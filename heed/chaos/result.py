@@ -79,7 +79,11 @@ def summary(result: ChaosResult) -> str:
         f"{result.calm_seconds:.0f} s undisturbed, {result.chaos_seconds / max(1, result.rounds):.0f} s per run under"
         f" faults, {result.chaos_seconds / 60:.1f} min in all"
     )
-    same = "every stage left the same bits" if not result.differing else f"differing: {', '.join(result.differing)}"
+    same = (
+        "the results of every stage are bitwise the same"
+        if not result.differing
+        else f"differing: {', '.join(result.differing)}"
+    )
     return "\n".join([*lines, same])
 
 

@@ -174,13 +174,13 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 _GLOBAL_BATCHES = (
-    "Heed counts global batches: set batch_size in `batch` or `minibatch`, and micro_batch_size for what one rank holds"
+    "batch_size is global in Heed: set it in `batch` or `minibatch`, with micro_batch_size for one rank's pass"
 )
-_PASTE = "a config.json is read whole where [model] has its model_type"
+_PASTE = "or paste a whole config.json into [model], including model_type"
 
 _KL = (
-    'set `kl.kind`: "reward" subtracts the log ratio (k1), "loss" adds half the square of a response\'s (k2). In a'
-    " loss, k1 has a mean gradient of 0, and k3 has another divergence's (docs/algorithms.md)"
+    'set `kl.kind`: "reward" subtracts the log ratio (k1) from rewards, "loss" adds half the square of a response\'s'
+    " (k2) to the loss. As a loss, k1 has a mean gradient of 0, and k3 that of another divergence (docs/algorithms.md)"
 )
 
 # Keys without a counterpart, and what to do instead.
@@ -201,7 +201,7 @@ ADVICE = {
     "num_episodes": "set `num_iterations`; an iteration samples `rollout_batch_size` responses",
     "num_mini_batches": "set `minibatch.batch_size`; the number follows from `rollout_batch_size`",
     "output_dir": "runs are written to the folder given by `heed run --runs`, under the job's name",
-    "pad_token": "leave it out: masks come from lengths, so no padding token is needed, and any may be one",
+    "pad_token": "leave it out: Heed masks by length and needs no padding token",
     "per_device_eval_batch_size": _GLOBAL_BATCHES,
     "per_device_train_batch_size": _GLOBAL_BATCHES,
     "save_path": "runs are written to the folder given by `heed run --runs`, under the job's name",
@@ -230,5 +230,5 @@ def counterpart(key: str, is_key: Callable[[str], bool]) -> str:
     if len(found) == 1:
         return f"Heed calls it `{next(iter(found))}`"
     if found:
-        return "; ".join(f"{' and '.join(projects)}'s is `{name}` here" for name, projects in found.items())
+        return "; ".join(f"{' and '.join(projects)}'s key is `{name}` here" for name, projects in found.items())
     return ADVICE.get(key, "")

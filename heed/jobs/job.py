@@ -42,7 +42,7 @@ class JobConfig(Config):
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the job, and of its folder below the runs folder."
     )
-    note: str = Field(default="", description="A caution that the report shows.")
+    note: str = Field(default="", description="A caution to show in the report.")
     custom_stages: tuple[str, ...] = Field(
         default=(),
         description='Stages of your own, as "FILE.py:NAME" or "MODULE:NAME" (CONTRIBUTING.md, "Adding a stage").',
@@ -50,17 +50,17 @@ class JobConfig(Config):
     rounds: int = Field(
         default=1,
         ge=1,
-        description="How often the policy is sampled and trained, each time from the policy before (docs/jobs.md).",
+        description="Rounds of sampling and training; each starts from the policy of the last (docs/jobs.md).",
     )
     seed: int = Field(default=0, ge=0, description="Seed that all randomness is derived from.")
     workers: int = Field(default=1, ge=1, description="Worker processes, one per GPU where there are GPUs.")
     min_workers: int = Field(
-        default=0, ge=0, description="Fewest workers the job may continue with after a loss; 0 = `workers`."
+        default=0, ge=0, description="Minimum number of workers to continue with after losing some; 0 = `workers`."
     )
     engine: EngineConfig = Field(default=EngineConfig(), description="Precision, sharding and checkpoints.")
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Timeouts and resources of the cluster.")
     world: Annotated[PlaygroundSection | ReviewsSection, Field(discriminator="kind")] | None = Field(
-        default=None, description="A built-in world that writes data, labels it, and judges; absent = none."
+        default=None, description="A built-in world that writes data, labels it and judges; none by default."
     )
     model: ModelConfig | None = Field(
         default=None,
@@ -78,7 +78,9 @@ class JobConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.stage_names:
-            raise ValueError(f"the job has no stage; a section of {', '.join(self.registry.names)} was expected")
+            raise ValueError(
+                f"the job has no stage; at least one section of {', '.join(self.registry.names)} was expected"
+            )
         for stage in self.stages:
             self._check_parents(stage)
         self._check_world()
@@ -177,7 +179,8 @@ class JobConfig(Config):
             field = self._given(stage, parent)
             if field and parent.stage in self.stage_names and not parent.own_shape:
                 raise ValueError(
-                    f"{stage.name}.{field} is given and so is [{parent.stage}]; {stage.name} starts from one of them"
+                    f"{stage.name}.{field} and [{parent.stage}] are both set; only one of them was expected, since"
+                    f" {stage.name} starts from one model"
                 )
 
     def _check_world(self) -> None:
@@ -196,9 +199,9 @@ class JobConfig(Config):
         """Check that each stage has a model, and that the stage can train a model of that kind."""
         for stage in self.stages:
             if self.model is None and "model" in stage.sections:
-                raise ValueError(f"model: missing; {stage.name} needs a shape, or {stage.name}.init_from")
+                raise ValueError(f"model: missing; {stage.name} needs [model] or {stage.name}.init_from")
             if self.model is not None and self.model.kind not in stage.model_kinds and not self._has_own_shape(stage):
-                raise ValueError(f"model.kind is {self.model.kind!r}, which has no stage {stage.name}")
+                raise ValueError(f"model.kind is {self.model.kind!r}, which stage {stage.name} cannot train")
 
     def _check_room(self) -> None:
         if self.model is None:

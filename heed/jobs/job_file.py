@@ -202,7 +202,7 @@ def open_world(place: str) -> World:
         return PlaygroundWorld(PlaygroundConfig())
     path = Path(place)
     if not place or not path.is_file():
-        raise ValueError(f"gold:{place}: gold:{PLAYGROUND}, or gold:JOB.toml of a job with a world")
+        raise ValueError(f"gold:{place}: gold:{PLAYGROUND}, or gold:JOB.toml of a job with a world, was expected")
     world = load_job(path, []).open_world()
     if world is None:
         raise ValueError(f"{path} has no [world], so nothing scores its responses")
@@ -245,11 +245,13 @@ def unknown_key(section: Sequence[str], key: str, model: type[BaseModel]) -> str
         hint = _counterpart_in_a_section(key, model)
     kinds = _or([f'"{kind}"' for kind in _kinds_with(key, section, model)])
     if not hint and kinds:
-        hint = f"a table of kind {kinds} has it"
+        hint = f"only a table of kind {kinds} has this key"
     if not hint:
         below = [f"`{place}`" for place in _places_of(key, section, model)]
         close = [f"`{name}`" for name in get_close_matches(key, known, n=1)]
-        hint = f"did you mean {_or(below or close)}?" if below or close else f"known here: {', '.join(sorted(known))}"
+        hint = (
+            f"did you mean {_or(below or close)}?" if below or close else f"known keys are {', '.join(sorted(known))}"
+        )
     return f"`{key}`: unknown key{where}; {hint}"
 
 

@@ -44,8 +44,8 @@ def take_shape(name: str, values: dict[str, Any], registry: Registry, *, opens_m
     for key, value in written.items() if isinstance(written, dict) else ():
         if key in shape and value != shape[key]:
             raise ValueError(
-                f"{name}: model.{key} is {value!r}, but {init_from} has {shape[key]!r}; leave [model] out where"
-                f" {first}.init_from brings its shape"
+                f"{name}: model.{key} is {value!r}, but {init_from} has {shape[key]!r}; leave [model] out, since"
+                f" {first}.init_from sets the shape"
             )
     values["model"] = {**shape, **written} if isinstance(written, dict) else written
 

@@ -253,9 +253,7 @@ def _say_stale_parents(run: Run, stage: AnyStage) -> None:
         grandparents = run.job.parents(parent.name)
         is_known = all(_is_finished(run, name) for name in grandparents)
         if finished is not None and is_known and finished[0] != inputs_of(run, parent).fingerprint:
-            console.print(
-                f"{parent.name}: made with other settings than this job's; {stage.name} uses it anyway (--only)"
-            )
+            console.print(f"{parent.name}: its settings differ from this job's; {stage.name} uses it anyway (--only)")
 
 
 def refuse_missing(job: JobConfig) -> None:

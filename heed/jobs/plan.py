@@ -175,8 +175,8 @@ def places(num_nodes: int, gpus_per_node: int, num_ranks: int) -> int:
     needed = math.ceil(num_ranks / gpus_per_node)
     if num_nodes and needed > num_nodes:
         raise ValueError(
-            f"the job has {num_ranks} ranks, each with one GPU; {num_nodes} nodes of {gpus_per_node} have"
-            f" {num_nodes * gpus_per_node}; {needed} nodes are needed"
+            f"the job has {num_ranks} ranks with one GPU each, but {num_nodes} nodes with {gpus_per_node} GPUs each"
+            f" have only {num_nodes * gpus_per_node}; {needed} nodes are needed"
         )
     return needed
 
@@ -195,7 +195,7 @@ def advice(path: Path | None, overrides: Sequence[str], plan: Plan) -> list[str]
     larger = next((name for name in _larger(plan) if not _on(plan, name).excess), "")
     if larger:
         lines.append(f"[bold]fits as it is[/] on {larger} (--gpu {larger})")
-    lines = lines or ["no setting makes it fit; a smaller model or more workers would"]
+    lines = lines or ["no setting makes it fit; use a smaller model or more workers"]
     if not plan.setting.hardware.is_gpu:
         lines.append("this is a plan for this machine's CPU; `--gpu h100` plans for GPUs")
     return lines
@@ -215,7 +215,7 @@ def _mode_line(path: Path | None, overrides: Sequence[str], plan: Plan) -> list[
         if peak <= COMFORTABLE * available:
             what = f"{mode}, as set," if mode == chosen else f"{mode} (--set ppo.memory={mode})"
             room = f"ppo {peak / GIB:.1f} of {available / GIB:.0f} GiB"
-            return [f"[bold]ppo.memory[/]: {what} is the fastest mode that fits with room: {room}"]
+            return [f"[bold]ppo.memory[/]: {what} is the fastest mode that fits with room to spare: {room}"]
     return []
 
 

@@ -170,11 +170,11 @@ def _how(plan: Plan) -> str:
     chosen, share = plan.setting.hardware, plan.setting.share_of_peak
     rate = "measured just now" if not chosen.is_gpu else "dense bf16 peak"
     return (
-        f"Times and costs are estimates: floating-point operations over {share:.0%} of {_rate(chosen.flops / 1e12)}"
-        f" TFLOP/s per rank ({rate}); sampling reads weights and cache at {share:.0%} of"
+        f"Times and costs are estimates: each rank computes at {share:.0%} of {_rate(chosen.flops / 1e12)}"
+        f" TFLOP/s ({rate}); sampling reads weights and cache at {share:.0%} of"
         f" {_rate(chosen.bytes_per_second / 1e9)} GB/s. ${chosen.dollars_per_hour:.2f} per hour and rank (--price)."
-        " Loading, evaluation, checkpoints and waiting for the network are not counted. Memory leaves out what CUDA,"
-        " NCCL and Python take for themselves."
+        " Loading, evaluation, checkpoints and waiting for the network are not counted. Memory excludes what CUDA,"
+        " NCCL and Python use themselves."
     )
 
 

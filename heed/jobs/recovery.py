@@ -139,7 +139,7 @@ class Workers:
             return
         assert self._bundle is not None
         if has_room(self.sizes[0] + self.num_extra_ranks, self._bundle):
-            console.print(f"{self.sizes[0]} workers have a place again")
+            console.print(f"there is room for {self.sizes[0]} workers again")
             self.abandon()
 
     def _placed(self) -> WorkerGroup:
@@ -148,7 +148,7 @@ class Workers:
             try:
                 return self._started(size, config)
             except NoPlaceError as error:
-                console.print(f"{error}; trying fewer")
+                console.print(f"{error}; trying with fewer workers")
                 # That was the wait for missing machines. Fewer workers have room soon, or not at all.
                 seconds = min(config.wait_for_nodes_seconds, FEWER_SECONDS)
                 config = config.model_copy(update={"wait_for_nodes_seconds": seconds})
@@ -230,14 +230,17 @@ def _await_storage(stage: str, folder: Path, trouble: str, error: Exception) -> 
     console.print(f"{stage}: {trouble}; waiting up to {STORAGE_SECONDS:.0f} s for the storage", markup=False)
     if not wait_for_storage(folder, STORAGE_SECONDS):
         raise RunError(
-            f"{stage}: {trouble}: {folder} is missing or full; mend that and run the same command again"
+            f"{stage}: {trouble}: {folder} is missing or full; fix that and run the same command again"
         ) from error
 
 
 def _given_up(stage: str, number: int, found: list[str], error: Exception, trouble: str) -> RuntimeError:
     if trouble:
-        return RunError(f"{stage}: {trouble}: {number} times {_since(found)}; mend that and run the same command again")
-    return WorkerLostError(f"{error}\n{stage} lost workers {number} times {_since(found)} and was given up")
+        return RunError(
+            f"{stage} failed {number} times in a row {_since(found)}: {trouble}; fix that and run the same command"
+            " again"
+        )
+    return WorkerLostError(f"{error}\n{stage} lost workers {number} times in a row {_since(found)}, so the run stops")
 
 
 def milestones(folder: Path) -> list[str]:

@@ -75,7 +75,9 @@ class Registry:
             parents = [parent.stage for parent in stage.parents if parent.stage != POLICIES]
             unknown = [parent for parent in parents if parent not in names]
             if unknown:
-                raise ValueError(f"stage {stage.name}: parent {unknown[0]!r} is no stage; known are {', '.join(names)}")
+                raise ValueError(
+                    f"stage {stage.name}: parent is {unknown[0]!r}; one of {', '.join(names)} was expected"
+                )
             stages.insert(max((names.index(parent) + 1 for parent in parents), default=0), stage)
         return Registry(tuple(stages))
 
@@ -94,11 +96,11 @@ def registry_with(custom_stages: Sequence[str]) -> Registry:
         module = load_module(file, "stage")
         found = getattr(module, attribute, None)
         if not isinstance(found, Stage):
-            raise ValueError(f"stage {place!r}: {file} has no stages.contract.Stage {attribute!r}")
+            raise ValueError(f"stage {place!r}: {file} has no stages.contract.Stage named {attribute!r}")
         if not re.fullmatch(r"[a-z][a-z0-9_]*", found.name):
             raise ValueError(f"stage {place!r}: name {found.name!r}; lower-case letters, digits and _ were expected")
         if found.name in (*BUILT_IN.names, *BUILT_IN.preparations, WORLD, *(stage.name for stage in added)):
-            raise ValueError(f"stage {place!r}: the name {found.name!r} is taken")
+            raise ValueError(f"stage {place!r}: the name {found.name!r} is taken; another was expected")
         added.append(replace(found, module=module))
     return BUILT_IN.with_stages(added)
 
@@ -115,7 +117,9 @@ def with_rounds(registry: Registry, num_rounds: int, values: Mapping[str, Any]) 
     later = [_of_round(stage, number, first) for number in range(2, num_rounds + 1) for stage in first]
     taken = [stage.name for stage in later if stage.name in registry]
     if taken:
-        raise ValueError(f"rounds = {num_rounds}: {taken[0]} is the name of a stage; another name for it was expected")
+        raise ValueError(
+            f"rounds = {num_rounds}: the name of stage {taken[0]} is reserved for a later round; another was expected"
+        )
     return Registry((*registry.stages[:place], *later, *registry.stages[place:]))
 
 
@@ -136,7 +140,7 @@ def repeated_stages(registry: Registry, num_rounds: int, values: Mapping[str, An
     found = tuple(stage for stage in between if stage.name in read)
     if not any("prompts" in stage.config.model_fields for stage in found):
         raise ValueError(
-            f"rounds = {num_rounds}: nothing samples the policy that a round leaves; [collect], and"
+            f"rounds = {num_rounds}: no stage samples the policy of the round before; [collect], and"
             f' {policy.name}.rankings.source = "collect:rankings", were expected'
         )
     return found

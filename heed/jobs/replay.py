@@ -69,7 +69,7 @@ def _require_same_inputs(run: Run, name: str) -> None:
     inputs = inputs_of(run, stage)
     if started_with(folder) != inputs.fingerprint:
         changed = what_changed(folder, inputs)
-        raise ValueError(f"{folder} was made from other inputs than those of {run.folder / 'job.toml'}: {changed}")
+        raise ValueError(f"{folder}: {run.folder / 'job.toml'} or its inputs changed after this stage ran: {changed}")
 
 
 def _job_of(folder: Path) -> JobConfig:
@@ -124,7 +124,7 @@ def _rankings_link(source: RankingsConfig, learned_from: str, prompt: Messages) 
     people = ", ".join(f"{name} {number:,}" for name, number in sorted(by_labeler.items()))
     sha256 = path_hash(source.source)
     changed = "" if sha256 == learned_from else "; it has changed since the reward model learned from it"
-    return Link(source.source, f"{len(rankings):,} judgments ({people}), {same} of this prompt{changed}", sha256)
+    return Link(source.source, f"{len(rankings):,} judgments ({people}), {same} on this prompt{changed}", sha256)
 
 
 def _lineage(folder: Path) -> dict[str, Any]:

@@ -183,5 +183,5 @@ def _put_back(folder: Path, kept: Path) -> None:
             (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder)
         kept.rename(folder)
-        console.print(f"{folder.name}: failed before it began; the earlier result is in {folder} again", markup=False)
+        console.print(f"{folder.name}: failed before it began; restored the earlier result in {folder}", markup=False)
         kept.parent.rmdir()  # unless it holds other results

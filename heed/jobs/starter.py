@@ -49,24 +49,24 @@ SETTINGS: Mapping[str, Sequence[str]] = {
     "ppo": (
         "# the baseline is a value function, which is trained along with the policy",
         'advantage = { kind = "gae", value_optimizer = { learning_rate = RATE } }',
-        "kl = { coef = 0.05 }      # higher stays closer to the model that training starts from",
+        "kl = { coef = 0.05 }      # a higher value stays closer to the initial model",
     ),
     "grpo": (
         "# the baseline is the mean reward of the responses to a prompt",
         'advantage = { kind = "group_mean", samples_per_prompt = 4, scale = "group" }',
         'loss = { token_weight = "per_response" }',
-        'kl = { kind = "loss", coef = 0.05 }  # higher stays closer to the model that training starts from',
+        'kl = { kind = "loss", coef = 0.05 }  # a higher value stays closer to the initial model',
     ),
     "rloo": (
         "# the baseline is the mean reward of the other responses to a prompt",
         'advantage = { kind = "leave_one_out", samples_per_prompt = 4, scale = "none" }',
         'loss = { token_weight = "constant" }',
-        "kl = { coef = 0.05 }      # higher stays closer to the model that training starts from",
+        "kl = { coef = 0.05 }      # a higher value stays closer to the initial model",
     ),
 }
 POLICY_GRADIENTS = tuple(SETTINGS)
 ALGORITHMS = (*POLICY_GRADIENTS, "dpo")
-JUDGED_BY_REWARD = "judge_reward = true       # what training climbs, on prompts that it has not seen"
+JUDGED_BY_REWARD = "judge_reward = true       # the reward that training raises, on prompts that it has not seen"
 JUDGED_BY_REWARD_MODEL = "judge_reward = true       # the reward model, on prompts that no training has seen"
 
 
@@ -195,7 +195,7 @@ def dpo_section(shape: Shape, start: Sequence[str], data: Preferences) -> Sequen
         f"rankings = {data.toml()}",
         data.heldout_line,
         'on_overlong = "skip"',
-        "beta = 0.1                # higher stays closer to the model that DPO starts from",
+        "beta = 0.1                # a higher value stays closer to the initial model",
         f"batch = {batch_toml(batch_for(data.num_tasks), 2 * data.lengths.longest)}",
         f"optimizer = {{ learning_rate = {shape.rate('1e-6', '1e-4')}, warmup_steps = 20 }}",
     )
@@ -240,7 +240,7 @@ def compare_section(prompts: str, origin: str, judge: str, num_tokens: int) -> S
         '# judge_function = "FILE.py:NAME", judge_from = "MODEL" or judge_people = "labels.sqlite" (docs/comparing.md)',
         'on_overlong = "skip"',
         f"max_new_tokens = {num_tokens}",
-        "best_of = 4               # responses per prompt of the first model, of which the reward takes the best",
+        "best_of = 4               # responses per prompt of the first model; the reward picks the best",
     )
 
 
@@ -282,7 +282,7 @@ class Starter:
 
     def _check(self, path: Path) -> None:
         if path.exists():
-            raise ValueError(f"{path} is there already; another name was expected")
+            raise ValueError(f"{path} already exists; another name was expected")
         if not path.parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.parent}")
         if self.format not in NAMES:
@@ -300,7 +300,7 @@ class Starter:
             )
         if self.reward and self.preferences and self._chosen != "dpo":
             raise ValueError(
-                "--reward and --preferences each give a reward; one of them was expected (--algorithm dpo takes both:"
+                "--reward and --preferences each define a reward; one of them was expected (--algorithm dpo takes both:"
                 " it learns from the preferences, and the reward judges)"
             )
 
@@ -393,8 +393,8 @@ class Starter:
         objectives = sorted({ranking.objective for ranking in judgments.rankings})
         if len(objectives) > 1 and self._chosen == "dpo":
             raise ValueError(
-                f"{self.preferences}: the rankings are of {', '.join(objectives)}; DPO learns one objective, so a file"
-                " with the rankings of one, or --prompts for PPO, GRPO or RLOO, was expected"
+                f"{self.preferences}: the rankings have the objectives {', '.join(objectives)}, and DPO learns one; a"
+                " file with one objective, or --prompts for PPO, GRPO or RLOO, was expected"
             )
         share = self._heldout_share(judgments.rankings, objectives)
         lengths = ranking_lengths(self._tokenizer, judgments, self._shape.context)
@@ -451,7 +451,7 @@ class Starter:
         asked = list(dict.fromkeys(ranking.prompt for ranking in heldout))[:MAX_COMPARED]
         file = path.with_name(f"{path.stem}-heldout-prompts.jsonl")
         if file.exists():
-            raise ValueError(f"{file} is there already; another name of the job was expected")
+            raise ValueError(f"{file} already exists; another name for the job was expected")
         rows = [{"prompt": [vars(message) for message in prompt]} for prompt in asked]
         written.append(file)
         write_text(file, "".join(json.dumps(row) + "\n" for row in rows))

@@ -89,8 +89,8 @@ def _shipped(job: JobConfig) -> Iterator[str]:
         room -= _num_bytes(Path(name))
         if room < 0:
             raise ValueError(
-                f"{field}: {name} makes more than {SHIPPED_MIB} MiB to ship; put it on storage that all machines of the"
-                " cluster share and name it by its absolute path"
+                f"{field}: with {name}, more than {SHIPPED_MIB} MiB would be shipped; put it on storage that all"
+                " machines of the cluster share and give its absolute path"
             )
         _refuse_hiding(field, Path(name))
         yield name
@@ -104,7 +104,7 @@ def _refuse_hiding(field: str, path: Path) -> None:
     for file in files:
         heeds = ROOT / file
         if file.parts[0] in PACKAGES and heeds.is_file() and not file.samefile(heeds):
-            raise ValueError(f"{field}: {file} has the path of a file of Heed's code; another name was expected")
+            raise ValueError(f"{field}: {file} has the same path as a file of Heed's code; another name was expected")
     name = path.stem
     if path.suffix != ".py" or len(path.parts) > 1 or name in PACKAGES:  # a package hides a module
         return

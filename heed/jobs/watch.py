@@ -50,7 +50,7 @@ def watch(folder: Path, *, port: int, announce: Callable[[str], None]) -> None:
     Raises: ValueError for a folder that holds no run, and for a port that is taken.
     """
     if not any((folder / name).is_file() for name in ("job.toml", STATUS)):
-        raise ValueError(f"{folder}: no run is here; the folder of a run, such as runs/demo, was expected")
+        raise ValueError(f"{folder}: not a run; the folder of a run, such as runs/demo, was expected")
     with listening(HOST, port) as listener:
         address = f"http://{HOST}:{listener.getsockname()[1]}"
         announce(f"{folder.resolve().name} is at {address}; Ctrl-C ends this page, not the run")
@@ -127,7 +127,7 @@ class Watched:
             values = json.loads((self.folder / STATUS).read_text(encoding="utf-8"))
             status = record_of(values, RunStatus, STATUS)
         except (OSError, ValueError):
-            return Now("unclear", "This run has left no status; below is what its files hold.")
+            return Now("unclear", "This run has written no status; below is what its files show.")
         return now_of(status, self._lines(status.stage), time.time())
 
     def _lines(self, stage: str) -> list[dict[str, Any]]:
@@ -169,7 +169,7 @@ def now_of(status: RunStatus, lines: list[dict[str, Any]], at: float) -> Now:
         return Now("unclear", f"This run was stopped{where}; the same command continues it.", None, facts, restarts)
     silent = at - status.updated
     if silent > SILENT_SECONDS:
-        text = f"No sign of life{where} for {duration(silent)}: the job may have been killed, or cannot write here."
+        text = f"No update{where} for {duration(silent)}: the job may have been killed, or cannot write to its folder."
         return Now("worse", text, None, facts, restarts)
     return _running(status, lines, at, facts, restarts)
 

@@ -347,7 +347,7 @@ class StoredMeasures:
             arm = _arm_of(name)
             if str(arrays.get(f"{STAMP}/{arm}", "")) != stamps.get(arm, ""):
                 raise ValueError(
-                    f"{path}: measures of another job, or of another arm {arm}; remove it to run this study's"
+                    f"{path}: has measures of another job, or of a different arm {arm}; delete it to run this study's"
                 )
         return cls(path, seed, {name: value for name, value in arrays.items() if not name.startswith(f"{STAMP}/")})
 
@@ -381,7 +381,10 @@ class StoredMeasures:
     def _array(self, name: str) -> Floats:
         """Returns an array. Raises: ValueError for a measure that no finding needed when the file was written."""
         if name not in self.arrays:
-            raise ValueError(f"{self.path}: no {name!r}; it was stored for other findings. Remove it to run the arms")
+            raise ValueError(
+                f"{self.path}: has no {name!r}, since it was written for other findings; delete it to run the arms"
+                " again"
+            )
         return self.arrays[name]
 
 

@@ -38,14 +38,16 @@ class LabelerConfig(BaseModel):
     shared_cheer: float = Field(
         default=0.08, ge=0, description="All labelers' bonus for each exclamation mark, up to three."
     )
-    own_taste: float = Field(default=0.05, ge=0, description="Standard deviation over labelers of their own weights.")
+    own_taste: float = Field(default=0.05, ge=0, description="Standard deviation of the weights between labelers.")
     opinion: float = Field(
         default=0.0, ge=0, description="Standard deviation of a labeler's lasting opinion of each response."
     )
     lazy_first: float = Field(
-        default=0.0, ge=0, le=1, description="Fraction of tasks ranked unread, in the order shown."
+        default=0.0, ge=0, le=1, description="Fraction of tasks ranked in the order shown, without reading."
     )
-    lazy_random: float = Field(default=0.0, ge=0, le=1, description="Fraction of tasks ranked unread, at random.")
+    lazy_random: float = Field(
+        default=0.0, ge=0, le=1, description="Fraction of tasks ranked at random, without reading."
+    )
     tie_threshold: float = Field(default=0.02, ge=0, description="Utilities closer than this are a tie.")
     length_words: int = Field(default=40, gt=0, description="Length that earns the whole length bonus, in words.")
 
@@ -53,8 +55,8 @@ class LabelerConfig(BaseModel):
     def _at_most_all_lazy(self) -> Self:
         if self.lazy_first + self.lazy_random > 1:
             raise ValueError(
-                f"lazy_first {self.lazy_first} and lazy_random {self.lazy_random} are shares of all tasks; together at"
-                " most 1 was expected"
+                f"lazy_first {self.lazy_first} and lazy_random {self.lazy_random} are fractions of all tasks; a sum of"
+                " at most 1 was expected"
             )
         return self
 

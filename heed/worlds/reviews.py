@@ -53,19 +53,25 @@ class ReviewsConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    sentences: Path = Field(description="Hub id or file of labeled sentences or snippets: `text` and `label`.")
-    reviews: Path = Field(description="Hub id or file of labeled reviews: `text` and `label`.")
+    sentences: Path = Field(
+        description="Hub id or file of labeled sentences or snippets, with the fields `text` and `label`."
+    )
+    reviews: Path = Field(description="Hub id or file of labeled reviews, with the fields `text` and `label`.")
     other_texts: Path | None = Field(
-        default=None, description="Hub id or file of other texts to pretrain on, with the field `text`; none if absent."
+        default=None,
+        description="Hub id or file of other texts to pretrain on, with the field `text`; none by default.",
     )
     num_collect_prompts: Count = Field(default=6000, description="Prompts of the collect stage.")
     num_ppo_prompts: Count = Field(default=3000, description="Prompts of PPO.")
     num_compare_prompts: Count = Field(default=400, description="Prompts of the compare stage.")
     num_human_pairs: Count = Field(default=500, description="Pairs with human labels that reward models are tested on.")
-    max_demonstrations: Count = Field(default=30_000, description="Demonstrations for SFT, at most.")
-    max_pretrain_texts: Count = Field(default=2000, description="Reviews to pretrain on, at most.")
+    max_demonstrations: Count = Field(default=30_000, description="Maximum number of demonstrations for SFT.")
+    max_pretrain_texts: Count = Field(default=2000, description="Maximum number of reviews to pretrain on.")
     other_share: float = Field(
-        default=0.25, ge=0, lt=1, description="Fraction of the pretraining characters from `other_texts`, at most."
+        default=0.25,
+        ge=0,
+        lt=1,
+        description="Maximum fraction of the pretraining characters that come from `other_texts`.",
     )
     heldout_share: float = Field(default=0.05, gt=0, lt=1, description="Fraction of the reviews that is held out.")
     sentence_words: WordRange = Field(
@@ -80,7 +86,8 @@ class ReviewsConfig(BaseModel):
     tie_threshold: float = Field(default=0.02, ge=0, description="Utilities closer than this are a tie, in nats.")
     position_bias: float = Field(default=0.0, description="Bonus of the response shown first, in nats.")
     split_seed: int = Field(
-        default=0, description="Decides which sentences the labelers' classifier, the judge's, and neither see."
+        default=0,
+        description="Seed of the split of the sentences between the labelers' classifier, the judge's, and neither.",
     )
 
     @model_validator(mode="after")
@@ -91,8 +98,8 @@ class ReviewsConfig(BaseModel):
                 raise ValueError(f"{name} is [{low}, {high}]; expected the smaller number first")
         if self.prompt_words[1] >= self.sentence_words[0]:
             raise ValueError(
-                f"prompt_words goes to {self.prompt_words[1]}; expected less than the shortest sentence,"
-                f" sentence_words[0] = {self.sentence_words[0]}, so that a response is left"
+                f"prompt_words[1] is {self.prompt_words[1]}; expected less than the shortest sentence,"
+                f" sentence_words[0] = {self.sentence_words[0]}, so that words are left for a response"
             )
         return self
 
@@ -105,7 +112,9 @@ class SentimentClassifier:
 
     def __init__(self, labeled: Sequence[LabeledText]) -> None:
         if len({text.positive for text in labeled}) != 2:
-            raise ValueError(f"{len(labeled)} labeled texts of one sentiment; a classifier needs both")
+            raise ValueError(
+                f"{len(labeled)} labeled texts without both sentiments; a classifier needs positive and negative ones"
+            )
         from sklearn.feature_extraction.text import TfidfVectorizer  # takes half a second, and only this world needs it
         from sklearn.linear_model import LogisticRegression
         from sklearn.pipeline import make_pipeline
@@ -353,7 +362,7 @@ class ReviewsWorld:
         if len(rows) < num_prompts:
             raise ValueError(
                 f"num_{name}_prompts is {num_prompts}; the reviews hold only {len(rows)} sentences of"
-                f" {self.config.sentence_words[0]} to {self.config.sentence_words[1]} words with openings not yet taken"
+                f" {self.config.sentence_words[0]} to {self.config.sentence_words[1]} words with unused openings"
             )
         return rows, rest
 

@@ -135,7 +135,7 @@ def split_sentences(
         fit = [s for s in ordered if s.positive == positive and _can_be_unseen(s.text, length_words)]
         if len(fit) < num_unseen_per_label:
             raise ValueError(
-                f"num_human_pairs is {num_unseen_per_label}; sentences holds only {len(fit)} "
+                f"num_human_pairs is {num_unseen_per_label}; the source `sentences` has only {len(fit)} "
                 f"{SENTIMENTS[not positive]} ones of {length_words[0]} to {length_words[1]} words"
             )
         unseen += fit[:num_unseen_per_label]

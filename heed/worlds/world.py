@@ -64,7 +64,7 @@ class PlaygroundConfig(BaseModel):
     num_compare_prompts: int = Field(default=300, gt=0, description="Prompts of the compare stage.")
     flaw_rate: float = Field(default=0.75, ge=0, le=1, description="Fraction of the demonstrations with a flaw.")
     second_flaw_rate: float = Field(
-        default=0.25, ge=0, le=1, description="Fraction of the flawed ones with a second flaw."
+        default=0.25, ge=0, le=1, description="Fraction of the flawed demonstrations with a second flaw."
     )
     num_labelers: int = Field(default=4, gt=0, description="Scripted labelers.")
     labeler: LabelerConfig = Field(default=LabelerConfig(), description="How the scripted labelers judge.")

@@ -150,7 +150,9 @@ def test_a_killed_run_ends_like_an_untouched_one(finished: tuple[Path, DPOConfig
     with pytest.raises(ValueError, match=r"differ by up to 0.5 nats per response.* log 2 = 0.6931 was expected"):
         train_dpo(context_of(run), config, model_folder)
     save_file({LOGPROBS: stored}, run / REFERENCE, {COMPARISONS: "0" * 64})
-    with pytest.raises(ValueError, match=r"reference.safetensors: reference log-probabilities of other comparisons"):
+    with pytest.raises(
+        ValueError, match=r"reference.safetensors: these reference log-probabilities belong to other comparisons"
+    ):
         train_dpo(context_of(run), config, model_folder)
 
 

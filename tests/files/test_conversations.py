@@ -67,8 +67,8 @@ def conversation(**last: Any) -> dict[str, Any]:
         ),
         (
             [SHAREGPT | {"instruction": "other", "output": "a"}],
-            r"line 1: the row can be read as sharegpt \(conversations\) and alpaca \(instruction, output\), and the two"
-            r" differ; .* format = 'sharegpt' or format = 'alpaca'",
+            r"line 1: the row can be read as sharegpt \(conversations\) and alpaca \(instruction, output\), with"
+            r" different results; .* format = 'sharegpt' or format = 'alpaca'",
         ),
         ([{"question": "q", "answer": "a"}], r"line 1: no format of a demonstration has .*\['answer', 'question'\]"),
         ([{"conversations": [{"from": "tool", "value": "x"}]}], r"'conversations\[0\].from' is 'tool'; system, human"),

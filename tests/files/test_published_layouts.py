@@ -162,7 +162,7 @@ def test_errors_name_the_fields_as_the_file_does(part: Any, row: dict[str, Any],
 
 def test_a_prompt_that_begins_otherwise_than_the_messages_is_ambiguous() -> None:
     row = H4 | {"prompt": "Another question?"}
-    with pytest.raises(ValueError, match=r"messages \(messages\) and prompt \(prompt\), and the two differ"):
+    with pytest.raises(ValueError, match=r"messages \(messages\) and prompt \(prompt\), with different results"):
         ConversationReader("prompt").read("d.jsonl: line 1", row)
     assert ConversationReader("prompt", "prompt").read("d.jsonl: line 1", row) == [user("Another question?")]
 

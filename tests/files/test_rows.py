@@ -101,7 +101,7 @@ def test_rows_have_the_columns_of_the_first_line(tmp_path: Path) -> None:
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert [row for _, row in read_source(str(packed))] == [row for _, row in expected]
     packed.write_bytes(packed.read_bytes()[:-9])
-    with pytest.raises(ValueError, match=r"a\.csv\.gz: line \d+: not a whole gzip file"):
+    with pytest.raises(ValueError, match=r"a\.csv\.gz: line \d+: not a complete gzip file"):
         list(read_source(str(packed)))
 
 
@@ -138,7 +138,7 @@ def test_an_empty_cell_is_named_by_line_and_column(tmp_path: Path) -> None:
     ("content", "words"),
     [
         (b"prompt,completion\na,b\n\na\n", r"line 4: column 'completion' is missing: 1 of 2 cells"),
-        (b"prompt,completion\nHi, you,b\n", r"line 2: 3 cells, but 2 columns; a text with a comma"),
+        (b"prompt,completion\nHi, you,b\n", r"line 2: 3 cells, but 2 columns; a text that contains a comma"),
         (b'prompt,completion\na,"b\n\n', r"line 2: not CSV: unexpected end of data"),
         (b'prompt,completion\na,"b" c\n', r"line 2: not CSV: ',' expected after '\"'"),
         (b"prompt,\na,b\n", r"line 1: column 2 has no name"),
@@ -221,7 +221,7 @@ def test_cells_that_are_missing_from_a_row_of_csv_count(tmp_path: Path) -> None:
 def test_a_damaged_file_is_an_error_even_if_invalid_rows_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "cut.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "x"}\n' * 50)[:-12])
-    with pytest.raises(ValueError, match="not a whole gzip file"):
+    with pytest.raises(ValueError, match="not a complete gzip file"):
         texts(path, InvalidRows(str(path), "skip"))
 
 

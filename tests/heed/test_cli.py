@@ -158,7 +158,9 @@ def test_a_missing_data_file(start_job: Callable[..., str], tmp_path: Path) -> N
 
 def test_a_template_that_shows_no_response(start_job: Callable[..., str]) -> None:
     # A slip in the name of a template makes it a template of its own, one that never shows a message.
-    assert "line 1: sft.chat_template 'chta' shows no assistant's response" in start_job("sft.chat_template=chta")
+    assert "line 1: sft.chat_template 'chta' leaves out the assistant's responses" in start_job(
+        "sft.chat_template=chta"
+    )
 
 
 @pytest.mark.parametrize("template", ["{% for", "{{ messages[9].content }}"])
@@ -278,7 +280,7 @@ def test_chat_weighs_the_judges_objectives(
         "a tiny model\n", *options[:-1], *either, "--weight", "disliked=3"
     )
     said = refused("chat", str(chat_model), "--best-of", "4", *either)
-    assert "several: a reward model of the objectives liked, disliked; weights are given for liked;" in said
+    assert "several: this reward model has the objectives liked, disliked, but weights are set for liked;" in said
     assert "--weight applies to the objectives of --judge" in refused("chat", str(chat_model), "--weight", "liked=1")
 
 

@@ -48,7 +48,7 @@ def test_every_key_has_a_heading_with_type_and_default() -> None:
         for page in [text for path, text in written.items() if re.fullmatch(rf"job/{name}(-\w+)?\.md", path)]:
             assert any(all(f"\n## `{key}`\n" in page for key in model.model_fields) for model in models)
     assert (
-        "## `coef`\n\nWeight of the penalty, per nat; its first value if there is a target.\n\n"
+        "## `coef`\n\nWeight of the penalty, per nat; with a `target`, its initial value.\n\n"
         "Type: number, ≥ 0. Default: `0.05`.\n" in written["tables/kl.md"]
     )
     assert "Type: [optimizer](../tables/optimizer.md). Required." in written["job/ppo.md"]

@@ -240,7 +240,7 @@ def test_a_reward_model_of_another_body_is_refused(
         other.decoder.blocks[1].mlp.down.weight[0, 0] += 0.5
     save_model(tmp_path / "other", other, other.state_dict(), Tokenizer.load(adapted.sft))
     with pytest.raises(
-        ValueError, match=r"decoder.blocks.1.mlp.down.weight of .* is not that of .*other with the adapter"
+        ValueError, match=r"decoder.blocks.1.mlp.down.weight of .* differs from that of .*other with the adapter"
     ):
         require_same_body(tmp_path / "other", adapted.reward)
 
@@ -248,9 +248,9 @@ def test_a_reward_model_of_another_body_is_refused(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_theta": 50.0}, r"rope_theta \(10000.0, 50.0\) of .* is not that of"),
-        ({"vocab_size": 301}, r"vocab_size \(300, 301\) of .* is not that of"),
-        ({"num_hidden_layers": 3}, r"num_hidden_layers \(2, 3\) of .* is not that of"),
+        ({"rope_theta": 50.0}, r"rope_theta \(10000.0, 50.0\) of .* differs from that of"),
+        ({"vocab_size": 301}, r"vocab_size \(300, 301\) of .* differs from that of"),
+        ({"num_hidden_layers": 3}, r"num_hidden_layers \(2, 3\) of .* differs from that of"),
     ],
 )
 def test_a_reward_model_of_another_shape_is_refused(
@@ -273,7 +273,7 @@ def test_a_reward_model_of_another_shape_is_refused(
         ),
         (
             {**SHARED, "placement": {"kind": "disaggregated"}},
-            "lora.shared_body needs all roles on the same ranks; placement.kind 'disaggregated' puts them",
+            "lora.shared_body needs all roles on the same ranks, but placement.kind 'disaggregated' separates them",
         ),
         (
             {"lora": LORA, "policy_optimizer": {"learning_rate": 1, "kind": "muon"}},

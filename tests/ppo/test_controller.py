@@ -266,7 +266,7 @@ def test_an_update_that_finds_another_policy_is_found_out(start: Callable[..., P
             moved = batch.logprobs_BR + shift * batch.rollout.response_mask_BR
             return super().update_policy(replace(batch, logprobs_BR=moved), learning_rate, update)
 
-    with pytest.raises(RunError, match=r"iteration 1: \|ratio - 1\| is .*the policy has not moved"):
+    with pytest.raises(RunError, match=r"iteration 1: \|ratio - 1\| is .* before the policy has changed"):
         start(Lying()).step(0)
 
 
@@ -497,7 +497,7 @@ def test_rollouts_in_flight_are_part_of_the_state(start: Callable[..., PPOContro
         ({"importance": {"cap": 0.9}}, "greater than or equal to 1"),
         (
             {"importance": {"kind": "drop_tokens"}},
-            "importance.kind 'drop_tokens' drops tokens, and samples of the policy itself need no correction",
+            "importance.kind 'drop_tokens' drops tokens, but here the current policy samples, which needs no",
         ),
         ({"importance": {"floor": 0.5}}, r"importance.cut.floor\n.*not permitted"),
         ({"sampler": {"python": "python"}}, r"sampler.heed.python\n.*not permitted"),

@@ -277,9 +277,9 @@ def test_a_generator_and_a_scorer_that_are_stopped_are_named(
         generator = generators.run("pid", os.getpid)[0]
         rollout = roles.generators.start_sampling(range(len(prompts)), prompts, seeds)()
         os.kill(scorers.run("pid", os.getpid)[0], signal.SIGSTOP)
-        with pytest.raises(WorkerLostError, match=r"^ppo\.scores: rank 0 of 1 was lost: no sign of life for 4 s"):
+        with pytest.raises(WorkerLostError, match=r"^ppo\.scores: rank 0 of 1 was lost: no heartbeat for 4 s"):
             roles.scorers.start_scores(rollout)()
         sampling = roles.generators.start_sampling(range(len(prompts)), prompts, seeds)
         os.kill(generator, signal.SIGSTOP)
-        with pytest.raises(WorkerLostError, match=r"^ppo\.generate: rank 0 of 1 was lost: no sign of life for 4 s"):
+        with pytest.raises(WorkerLostError, match=r"^ppo\.generate: rank 0 of 1 was lost: no heartbeat for 4 s"):
             sampling()

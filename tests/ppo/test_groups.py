@@ -269,22 +269,22 @@ def test_the_kl_loss_by_hand() -> None:
         ({"loss": {"kind": "response", "token_weight": "per_token"}}, r"loss.response.token_weight\n.*not permitted"),
         (
             {"loss": {"kind": "response"}},
-            "loss.kind 'response' gives a response one ratio, and advantage.kind 'gae' differs from token to token",
+            "has one ratio per response, but with advantage.kind 'gae' advantages differ from token to token",
         ),
         (
             {"kl": {"kind": "loss"}, "placement": {"kind": "asynchronous", "max_staleness": 1}},
-            'max_staleness 1 samples with older weights; "reward" was expected, which importance weights correct',
+            'max_staleness 1 older weights sample; "reward" was expected, which importance weights correct',
         ),
         (
             {**groups(), "loss": {"kind": "response"}, "placement": {"kind": "asynchronous", "max_staleness": 1}},
-            "'response' clips a response's ratio, and the importance weights of max_staleness 1 are per token",
+            "clips a ratio per response, but with placement.max_staleness 1 importance weights are per token",
         ),
         (
             {**groups(), "loss": {"kind": "response"}, "importance": {"kind": "drop_tokens"}, "sampler": VLLM()},
-            "loss.kind 'response' counts a response whole, and importance.kind 'drop_tokens' drops tokens of it",
+            "loss.kind 'response' needs whole responses, but importance.kind 'drop_tokens' drops some of their tokens",
         ),
         ({"advantage": {"oversample": 2.0}}, r"advantage.gae.oversample\n.*not permitted"),
-        (groups(oversample=1.1), "oversample 1.1 of 4 prompts per iteration is no whole number"),
+        (groups(oversample=1.1), "oversample 1.1 x 4 prompts per iteration is 4.4; a whole number"),
         ({"kl": {"kind": "k3"}}, "'reward' or 'loss'"),
     ],
 )  # fmt: skip

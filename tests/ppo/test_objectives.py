@@ -105,9 +105,9 @@ def test_a_text_that_does_not_fit_fails_by_every_objective(start: Start, prompts
     [
         (
             {},
-            r"a reward model of the objectives kind, brief; weights are given for none; a weight for each of kind, br",
+            r"this reward model has the objectives kind, brief, but weights are set for none; a weight for each of",
         ),
-        ({"kind": 1.0, "terse": 1.0}, r"weights are given for kind, terse; a weight for each of kind, brief was"),
+        ({"kind": 1.0, "terse": 1.0}, r"weights are set for kind, terse; a weight for each of kind, brief was"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(
@@ -119,7 +119,7 @@ def test_weights_that_do_not_fit_are_refused(
 
 
 def test_one_objective_takes_no_weights(models: InitialModels) -> None:
-    with pytest.raises(ValueError, match=r"reward model of one objective; weights are given for kind; no weights were"):
+    with pytest.raises(ValueError, match=r"reward model has one objective, but weights are set for kind; no weights"):
         value_source(models.sft, models.reward, {"kind": 1.0}, models.scale)
     value = load(value_source(models.sft, models.reward, {}, ScoreScale(0.0, 1.0)))
     assert isinstance(models.reward, Path)

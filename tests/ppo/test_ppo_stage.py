@@ -166,7 +166,7 @@ def test_damaged_checkpoints_are_passed_over_aloud_and_never_for_nothing(
     weights = (folder / "model" / "model.safetensors").read_bytes()
     cut_the_policy(folder / "checkpoints" / "step-000003")
     run(folder)
-    assert "ppo_2: checkpoint step-000003 is damaged and passed over: files changed" in caplog.text
+    assert "ppo_2: checkpoint step-000003 is damaged, so it is skipped: files changed" in caplog.text
     assert "policy/rank-00000.safetensors" in caplog.text
     assert "ppo_2: resumes from iteration 2 of 3 (checkpoints/step-000002)" in caplog.text
     assert (folder / "model" / "model.safetensors").read_bytes() == weights

@@ -70,8 +70,8 @@ def test_a_planted_fault_stops_the_run_before_an_update(start: Start, fault: Fau
     fault(worker.generator.sampler.policy)
     before = {name: weight.clone() for name, weight in worker.learner.policy.module.state_dict().items()}
     message = (
-        r"ppo: iteration 1: the sampler is another policy .* differ by .* nats on average .* The worst: prompt \d+,"
-        r" token \d \(id \d+\): sampler -\d+.\d{3}, learner -\d+.\d{3}; "
+        r"ppo: iteration 1: the sampler and the learner disagree: .* differ by .* nats on average .* The worst tokens:"
+        r" prompt \d+, token \d \(id \d+\): sampler -\d+.\d{3}, learner -\d+.\d{3}; "
     )
     with pytest.raises(RunError, match=message):
         controller_of(worker, precision).step(0)
@@ -84,12 +84,12 @@ def test_weights_that_are_one_update_old_are_found_out(start: Start) -> None:
     controller = controller_of(worker, "fp32")
     worker.generator.receive = list  # type: ignore[method-assign, assignment]
     controller.step(0)
-    with pytest.raises(RunError, match=r"iteration 2: its responses were sampled by the weights \w{16}, and those"):
+    with pytest.raises(RunError, match=r"iteration 2: its responses were sampled with the weights \w{16} instead of"):
         controller.step(1)
     # What is computed from the weights shows it as well.
     worker.learner.sent_digests = dict  # type: ignore[method-assign, assignment]
     controller = controller_of(worker, "fp32")
-    with pytest.raises(RunError, match="ppo: iteration 2: the sampler is another policy"):
+    with pytest.raises(RunError, match="ppo: iteration 2: the sampler and the learner disagree"):
         controller.step(1)
 
 

@@ -83,8 +83,8 @@ def test_a_judge_of_several_objectives_is_given_their_weights(
             chosen.append([one.task.responses for one in store.tasks("b")])
     assert chosen[0] == chosen[1]
     for weights, words in (
-        ((), "several: a reward model of the objectives kind, brief; weights are given for none"),
-        (("--weight", "kind=1"), "weights are given for kind; a weight for each of kind, brief was expected"),
+        ((), "several: this reward model has the objectives kind, brief, but weights are set for none"),
+        (("--weight", "kind=1"), "weights are set for kind; a weight for each of kind, brief was expected"),
         (("--weight", "kind"), "--weight 'kind': NAME=NUMBER was expected, each name once"),
         (("--weight", "kind=1", "--weight", "kind=2"), "--weight 'kind=2': NAME=NUMBER was expected, each name once"),
         (("--weight", "kind=inf"), "--weight 'kind=inf': NAME=NUMBER was expected"),

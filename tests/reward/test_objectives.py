@@ -243,8 +243,14 @@ def test_an_encoder_has_heads_too(encoder_folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("objectives", "words"),
     [
-        ((), r"reward.objectives is \[\], and the rankings of .*rankings.jsonl are of calm, loud; those of them"),
-        (("loud", "terse"), r"reward.objectives is \['loud', 'terse'\], and the rankings of .* are of calm, loud"),
+        (
+            (),
+            r"reward.objectives is \[\], but the rankings of .*rankings.jsonl have the objectives calm, loud; a choice",
+        ),
+        (
+            ("loud", "terse"),
+            r"reward.objectives is \['loud', 'terse'\], but the rankings of .* have the objectives calm, loud",
+        ),
     ],
 )
 def test_objectives_that_are_not_there_are_refused(
@@ -264,23 +270,27 @@ def test_an_objective_without_a_heldout_ranking_is_named(tmp_path: Path, model_f
 
 @pytest.mark.parametrize("names", [("a", "a"), ("a", "")])
 def test_objectives_differ_and_have_names(tmp_path: Path, names: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match=r"objectives is .*; names that differ were expected"):
+    with pytest.raises(ValueError, match=r"objectives is .*; distinct names that are not empty were expected"):
         config_for(tmp_path, ranking_rows(), objectives=names)
 
 
 @pytest.mark.parametrize(
     ("labels", "weights", "words"),
     [
-        (("a", "b"), {}, r"R: a reward model of the objectives a, b; weights are given for none; a weight for each of"),
+        (("a", "b"), {}, r"R: this reward model has the objectives a, b, but weights are set for none; a weight for"),
         (
             ("a", "b"),
             {"a": 1.0},
-            r"weights are given for a; a weight for each of a, b was expected \(objective_weights of",
+            r"weights are set for a; a weight for each of a, b was expected \(objective_weights of",
         ),
-        (("a", "b"), {"a": 1.0, "b": 1.0, "c": 1.0}, r"weights are given for a, b, c; a weight for each of a, b"),
+        (("a", "b"), {"a": 1.0, "b": 1.0, "c": 1.0}, r"weights are set for a, b, c; a weight for each of a, b"),
         (("a", "b"), {"a": 1.0, "b": float("nan")}, r"the weight of 'b' is nan; a finite number was expected"),
         (("a", "b"), {"a": 0.0, "b": 0.0}, r"the weights of a, b are all 0"),
-        (("score",), {"score": 1.0}, r"R: a reward model of one objective; weights are given for score; no weights"),
+        (
+            ("score",),
+            {"score": 1.0},
+            r"R: this reward model has one objective, but weights are set for score; no weights",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(labels: tuple[str, ...], weights: dict[str, float], words: str) -> None:

@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path, 
     damage(final)
     found = find_resumption(tmp_path, "sft")
     first, second = found.notices("sft", 9)
-    assert first.startswith("sft: checkpoint step-000006 is damaged and passed over: ")
+    assert first.startswith("sft: checkpoint step-000006 is damaged, so it is skipped: ")
     assert name in first
     assert second == "sft: resumes from step 3 of 9 (checkpoints/step-000003)"
     # Training resumes from step 3 and reaches 6 again.
@@ -306,11 +306,11 @@ def test_an_optimizer_that_made_no_step_takes_what_was_kept(tmp_path: Path) -> N
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no state of a model; a checkpoint of this version of Heed was expected"):
+    with pytest.raises(ValueError, match=r"no model state found; a checkpoint of this version of Heed was expected"):
         SavedState(tmp_path)
     write_state({"weight/a": ShardRange(2, torch.zeros(3))}, tmp_path / "rank-00000.safetensors")
     saved = SavedState(tmp_path)
-    with pytest.raises(ValueError, match=r"no weights of b; those of \['a'\] were found"):
+    with pytest.raises(ValueError, match=r"has no weights of b, only those of \['a'\]"):
         saved.kinds("b")
     with pytest.raises(ValueError, match=r"3 numbers of weight/a from 1; 5 were expected"):
         saved.fill("weight/a", 1, torch.zeros(5))

@@ -143,7 +143,7 @@ def test_a_gz_file_that_is_not_gzip_or_cut_short_is_named(tmp_path: Path) -> Non
         ({"messages": [{"role": "assistant"}]}, r"messages\[0\]: field 'content' is missing"),
         (
             {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}]},
-            r"field 'messages\[1\].weight' is 0; SFT learns every answer of the assistant alike",
+            r"field 'messages\[1\].weight' is 0; SFT weighs all answers of the assistant alike",
         ),
         (say(("assistant", "a"), ("user", "q")), r"field 'messages\[1\].role' is 'user'; .* the assistant's"),
         ({"prompt": "q"}, "field 'completion' is missing"),
@@ -217,14 +217,16 @@ def test_a_prompt_refused_for_its_id_is_in_no_other_count(tmp_path: Path) -> Non
     assert said == [
         f"{data.source}: 2 prompts, messages",
         f"{data.source}: of 3 rows, 1 x invalid (skipped)",
-        f"{data.source}: line 2: prompt_id 'p' is already that of {data.source}: line 1, another prompt",
+        f"{data.source}: line 2: prompt_id 'p' is also that of a different prompt, {data.source}: line 1;"
+        " a prompt_id of its own was expected",
     ]
 
 
 def test_bad_prompts(tmp_path: Path) -> None:
     twice = jsonl(tmp_path / "twice.jsonl", *({"prompt": f"q{i}", "prompt_id": i % 2} for i in (1, 2, 3)))
     with pytest.raises(
-        ValueError, match=r"twice\.jsonl: line 3: prompt_id '1' is already that of .*twice\.jsonl: line 1"
+        ValueError,
+        match=r"twice\.jsonl: line 3: prompt_id '1' is also that of a different prompt, .*twice\.jsonl: line 1",
     ):
         read_prompts(twice)
     heard: list[str] = []

@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_costs_time_and_nothing_else(
     assert all(torch.equal(weight, untouched[0][name]) for name, weight in weights.items())
     assert losses(tmp_path) == untouched[1]
     assert (
-        "test: checkpoint step-000006 is damaged and passed over: files changed, missing or added:"
+        "test: checkpoint step-000006 is damaged, so it is skipped: files changed, missing or added:"
         " model/rank-00000.safetensors" in caplog.text
     )
     assert "test: resumes from step 3 of 6 (checkpoints/step-000003)" in caplog.text

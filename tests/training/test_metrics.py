@@ -94,8 +94,8 @@ def test_a_tracker_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCapt
         log.log(step, 2, {"loss": 0.5})
     log.close()
     assert [line["step"] for line in read_metrics(log.path)] == [1, 2]
-    assert "tensorboard: ValueError: write to closed file; it lacks metrics before and after step 1" in caplog.text
-    assert "tensorboard: has metrics again from step 2" in caplog.text
+    assert "tensorboard: ValueError: write to closed file; it may miss metrics around step 1" in caplog.text
+    assert "tensorboard: logs again from step 2" in caplog.text
 
 
 def test_metrics_that_are_not_finite_are_left_out(tmp_path: Path) -> None:

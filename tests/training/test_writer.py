@@ -131,7 +131,7 @@ def test_a_rank_whose_part_does_not_come_is_named(tmp_path: Path, caplog: pytest
     main = start(0, 3, deadline_seconds=0.1)
     main.save(tmp_path, 4, part(1.0))
     main.wait()
-    assert "timed out after 0.1 s: no part of step 4 from ranks [1] of 3" in caplog.text
+    assert "timed out after 0.1 s: no part of the checkpoint of step 4 from ranks [1] of 3" in caplog.text
     assert latest_checkpoint(tmp_path) is None
 
 
@@ -156,7 +156,7 @@ def test_a_write_that_fails_is_reported_and_leaves_nothing(
     with limit_file_size(4096):
         writer.save(tmp_path, 6, part(*LARGE))
         writer.wait()
-    assert re.search(r"step-000006: File too large \(EFBIG\).*; trying again for 0\.4 s", caplog.text)
+    assert re.search(r"step-000006: File too large \(EFBIG\).*; retrying for 0\.4 s", caplog.text)
     assert re.search(r"step-000006, rank 0: File too large \(EFBIG\).*continues without this checkpoint", caplog.text)
     assert list(tmp_path.iterdir()) == []
 
@@ -233,7 +233,7 @@ def test_a_part_that_changes_on_the_disk_makes_no_checkpoint(
     monkeypatch.setattr(writer_module, "write_json", write)
     writer.save(tmp_path, 2, part(2.0))
     writer.wait()
-    assert "progress.json read back other than rank 0 wrote" in caplog.text
+    assert "progress.json does not read back as rank 0 wrote it" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 

@@ -160,7 +160,7 @@ def test_its_rows_are_read_before_anything_is_trained(called: Callable[..., tupl
             {},
             r"midtrain\.py has no stages\.contract\.Stage 'STAGE'",
         ),
-        (CODE.replace('Parent("pretrain"', 'Parent("pretrian"'), {}, r"parent 'pretrian' is no stage; known are pretr"),
+        (CODE.replace('Parent("pretrain"', 'Parent("pretrian"'), {}, r"parent is 'pretrian'; one of pretr"),
         ("import nowhere_at_all", {}, r"custom_stages: stage: importing .*midtrain\.py raised ModuleNotFoundError"),
     ],
 )

@@ -214,7 +214,7 @@ def test_one_source_of_reward_is_wanted(tmp_path: Path, model_folder: Path, chan
 
 
 def test_a_reward_stage_together_with_a_function_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"ppo.reward.function is given and so is \[reward\]"):
+    with pytest.raises(ValueError, match=r"ppo.reward.function and \[reward\] are both set"):
         load_job(JOBS / "debug.toml", ["ppo.reward.kind=function", "ppo.reward.function=a:b"])
 
 

@@ -131,6 +131,6 @@ def test_what_a_new_run_could_not_begin_leaves_the_earlier_result(finished: Fold
     done = finished.heed(*HEED, "run", "job.toml", "--set", "sft.init_from=damaged")
     assert done.returncode == 2, done.stderr
     assert "incomplete or damaged" in done.stderr
-    assert "the earlier result is in runs/shop/sft again" in done.stderr
+    assert "restored the earlier result in runs/shop/sft" in done.stderr
     assert result.read_bytes() == before
     assert not (finished.path / "runs/shop/replaced").exists()

@@ -91,8 +91,8 @@ def test_a_run_goes_on_from_a_published_model(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["pretrain.end_token=x"], "end_token is given without init_from"),
-        (["pretrain.pad_token=x"], "pad_token.*leave it out: masks come from lengths"),
+        (["pretrain.end_token=x"], "end_token is set without init_from"),
+        (["pretrain.pad_token=x"], "pad_token.*leave it out: Heed masks by length"),
         (["pretrain.init_from=/nowhere/at/all"], "pretrain.init_from: /nowhere/at/all: no such folder"),
     ],
 )

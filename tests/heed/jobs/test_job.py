@@ -168,7 +168,10 @@ def test_none_removes_a_key() -> None:
         ("ppo.advantage=gae", r'ppo\.advantage: a table with kind "gae", .* or "none" was expected, found \'gae\''),
         ("ppo.advantage=none", r'ppo\.advantage: missing; a table with kind "gae", .* or "none" was expected'),
         ("ppo.advantage.kind=none", r'`value_optimizer`: unknown key in \[ppo\.advantage\]; a table of kind "gae" has'),
-        ("ppo.loss.kind=response", r"ppo: loss\.kind 'response' gives a response one ratio, and advantage\.kind 'gae'"),
+        (
+            "ppo.loss.kind=response",
+            r"ppo: loss\.kind 'response' has one ratio per response, but with advantage\.kind 'gae'",
+        ),
         ("ppo.placement.kind=asynchronous", r"ppo\.placement\.max_staleness: missing"),
         (
             "model.hidden_size=33",
@@ -216,7 +219,7 @@ def test_ptx_rows_must_divide_among_the_workers() -> None:
 @pytest.mark.parametrize("section", ["pretrain.optimizer", "ppo.advantage.value_optimizer"])
 def test_muon_under_zero_is_refused_before_anything_runs(section: str) -> None:
     with pytest.raises(
-        ValueError, match=rf"{section}: optimizer kind 'muon' needs whole matrices, which ZeRO 1 cuts up"
+        ValueError, match=rf"{section}: optimizer kind 'muon' needs whole matrices, but ZeRO 1 shards them"
     ):
         load_job(DEBUG, [f"{section}.kind=muon", "engine.zero_stage=1"])
     assert load_job(DEBUG, [f"{section}.kind=muon"])

@@ -115,22 +115,25 @@ def test_the_weights_decide_which_objective_the_policy_climbs(tmp_path: Path, mo
     [
         (
             ["ppo.reward.objective_weights={}"],
-            r"\[reward\]: a reward model of the objectives calm, loud; weights are given for none",
+            r"\[reward\]: this reward model has the objectives calm, loud, but weights are set for none",
         ),
         (
             ["ppo.reward.objective_weights={loud=1.0}"],
-            r"weights are given for loud; a weight for each of calm, loud was exp",
+            r"weights are set for loud; a weight for each of calm, loud was exp",
         ),
         (
             ["ppo.reward.objective_weights.terse=1.0"],
-            r"weights are given for loud, calm, terse; a weight for each of calm, lo",
+            r"weights are set for loud, calm, terse; a weight for each of calm, lo",
         ),
         (["ppo.reward.objective_weights.loud=nan"], r"ppo.reward.objective_weights.loud.*finite number"),
         (
             ["reward.objectives=['loud']"],
-            r"a reward model of one objective; weights are given for loud, calm; no weights",
+            r"this reward model has one objective, but weights are set for loud, calm; no weights",
         ),
-        (["reward.objectives=['loud', 'loud']"], r"objectives is \['loud', 'loud'\]; names that differ were expected"),
+        (
+            ["reward.objectives=['loud', 'loud']"],
+            r"objectives is \['loud', 'loud'\]; distinct names that are not empty",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_job(
@@ -143,7 +146,7 @@ def test_what_does_not_fit_is_refused_with_the_job(
 def test_labelers_that_judge_by_everything_teach_no_other_objective() -> None:
     overrides = ["reward.objectives=['calm', 'loud']", "ppo.reward.objective_weights={calm=1.0, loud=1.0}"]
     with pytest.raises(
-        ValueError, match=r"reward.objectives is \['calm', 'loud'\], and the labelers of \[collect\] jud"
+        ValueError, match=r"reward.objectives is \['calm', 'loud'\], but the labelers of \[collect\] jud"
     ):
         load_job(JOBS / "debug.toml", overrides)
     load_job(JOBS / "debug.toml", ["reward.objectives=['overall']"])
@@ -153,7 +156,7 @@ def test_objectives_without_rankings_are_refused_before_anything_runs(tmp_path: 
     path = job_file(tmp_path, model_folder)
     job = load_job(path, ["reward.objectives=['calm', 'terse']", "ppo.reward.objective_weights={calm=1.0, terse=1.0}"])
     with pytest.raises(
-        ValueError, match=r"reward.objectives is \['calm', 'terse'\], and the rankings of .* are of calm"
+        ValueError, match=r"reward.objectives is \['calm', 'terse'\], but the rankings of .* have the objectives calm"
     ):
         check_data(Run(job, tmp_path, None, None))  # type: ignore[arg-type]  # no worker is asked
 
@@ -162,7 +165,7 @@ def test_what_is_not_learned_is_said(tmp_path: Path, model_folder: Path, capsys:
     job = load_job(job_file(tmp_path, model_folder), ["reward.objectives=['calm']", "ppo.reward.objective_weights={}"])
     assert job.ppo is not None
     check_data(Run(job.model_copy(update={"ppo": None}), tmp_path, None, None))  # type: ignore[arg-type]
-    assert "24 rankings are of objectives that are not learned" in " ".join(capsys.readouterr().err.split())
+    assert "24 rankings have objectives that are not learned" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_reward_model_from_elsewhere_is_asked_for_its_objectives(
@@ -176,7 +179,7 @@ def test_a_reward_model_from_elsewhere_is_asked_for_its_objectives(
     values["ppo"]["reward"]["model"] = str(tmp_path / "judge")
     (tmp_path / "job.toml").write_text(tomli_w.dumps(values))
     with pytest.raises(
-        ValueError, match=r"judge: a reward model of the objectives kind, true; weights are given for l"
+        ValueError, match=r"judge: this reward model has the objectives kind, true, but weights are set for l"
     ):
         check_data(Run(load_job(tmp_path / "job.toml"), tmp_path, None, None))  # type: ignore[arg-type]
     right = load_job(tmp_path / "job.toml", ["ppo.reward.objective_weights={kind=1.0, true=-0.5}"])

@@ -73,7 +73,7 @@ def test_code_job_file_and_named_files_are_sent_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("reward/external.py", "reward/external.py has the path of a file of Heed's code"),
+        ("reward/external.py", "reward/external.py has the same path as a file of Heed's code"),
         ("datasets.py", "datasets.py would hide the installed module 'datasets'"),
         ("queue.py", "queue.py would hide the installed module 'queue'"),
     ],
@@ -120,7 +120,9 @@ def test_data_that_cannot_be_sent(source: str, message: str) -> None:
 @pytest.mark.usefixtures("here")
 def test_too_much_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "SHIPPED_MIB", 3 / 2**20)
-    with pytest.raises(ValueError, match=r"^ppo\.prompts\.source: data/prompts\.jsonl makes more than .* MiB to ship"):
+    with pytest.raises(
+        ValueError, match=r"^ppo\.prompts\.source: with data/prompts\.jsonl, more than .* MiB would be shipped"
+    ):
         pack_debug("ppo.prompts.source=data/prompts.jsonl")
 
 
@@ -166,4 +168,4 @@ def test_nothing_answers(refused: Callable[..., str], monkeypatch: pytest.Monkey
     monkeypatch.setenv("HEED_ADDRESS", address)
     line = refused("jobs", "list")
     assert line.startswith(f"error: {address}: nothing answers (")
-    assert line.endswith("is the head started with its dashboard, and reachable from here?")
+    assert line.endswith("is the head running with its dashboard, and reachable from this machine?")

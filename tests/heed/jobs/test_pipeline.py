@@ -239,7 +239,7 @@ def test_only_says_which_parents_would_run_again(
 ) -> None:
     job = load_job(DEBUG, [*overrides, "sft.optimizer.learning_rate=0.002"])
     run_job(job, copied.parent, only="collect", first="collect")
-    assert "sft: made with other settings than this job's; collect uses it anyway (--only)" in capsys.readouterr().err
+    assert "sft: its settings differ from this job's; collect uses it anyway (--only)" in capsys.readouterr().err
     assert not (copied / "replaced" / "sft-1").exists()
 
 

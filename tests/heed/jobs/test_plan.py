@@ -363,7 +363,7 @@ def test_a_cluster_that_is_too_small_is_refused_before_anything_is_prepared(
     connect(1)
     try:
         monkeypatch.setenv("RAY_ADDRESS", "auto")
-        says = r"^workers is 1024, each with 1 CPU of one node; the cluster's nodes are 1 x \(\d+ CPU\) and hold \d+$"
+        says = r"^workers is 1024, and each needs 1 CPU on one node; .* nodes \(1 x \(\d+ CPU\)\) have room for \d+$"
         with pytest.raises(ValueError, match=says):
             run_job(job, tmp_path)
     finally:

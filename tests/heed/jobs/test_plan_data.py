@@ -112,7 +112,7 @@ def test_a_gguf_is_planned_without_its_weights(
         expected = plan_of(tmp_path, text)
         found = plan_of(tmp_path, text.replace('"model"', '"model.gguf"'))
         assert found.job.model == expected.job.model
-        assert not any("bound: " in line for line in found.stages[0].assumptions)
+        assert not any("assumes at most " in line for line in found.stages[0].assumptions)
         assert found.stages == expected.stages
     assert list((tmp_path / "cache").rglob("*.safetensors")) == []
 
@@ -120,9 +120,10 @@ def test_a_gguf_is_planned_without_its_weights(
 def test_prompts_are_as_long_as_they_are(folder: Path, tokenizer: Tokenizer) -> None:
     bounded = plan_of(folder, GRPO).stages[0]
     assert bounded.peak > 16 * GIB
-    (said,) = (line for line in bounded.assumptions if line.startswith("bound: "))
+    (said,) = (line for line in bounded.assumptions if line.startswith("assumes at most "))
     assert said == (
-        "bound: 8,192 tokens per prompt and response, the model's context, for prompts.jsonl, which is not here"
+        "assumes at most 8,192 tokens per prompt and response (the model's context) for prompts.jsonl"
+        " (no such file here)"
     )
     write(folder / "prompts.jsonl", prompts_of(tokenizer, [60] * 39 + [100]))
     plan = plan_of(folder, GRPO)
@@ -132,7 +133,7 @@ def test_prompts_are_as_long_as_they_are(folder: Path, tokenizer: Tokenizer) -> 
     assert stage.seconds_per_step < bounded.seconds_per_step / 50
     assert stage.batch["tokens per iteration"] == 48 * (61 + 48), "the mean decides on time"
     assert "prompts.jsonl: 40 prompts of 61 tokens on average, 100 at most" in stage.assumptions
-    assert not any(line.startswith("bound: ") for line in stage.assumptions)
+    assert not any(line.startswith("assumes at most ") for line in stage.assumptions)
     longer = plan_of(folder, GRPO, "ppo.max_new_tokens=8140").stages[0]
     assert longer.batch["tokens per iteration"] == 48 * CONTEXT, "52 tokens are left for a prompt"
 
@@ -141,10 +142,10 @@ def test_without_a_vocabulary_lengths_are_bounded(folder: Path, tokenizer: Token
     write(folder / "prompts.jsonl", prompts_of(tokenizer, [60]))
     (folder / "model" / "tokenizer.json").unlink()
     said = plan_of(folder, GRPO).stages[0].assumptions
-    assert any("for prompts.jsonl, without its vocabulary" in line for line in said)
+    assert any("for prompts.jsonl (no vocabulary" in line for line in said)
     elsewhere = 'model = "gpt3-125m"\n' + GRPO.replace('"model"', '"nobody/nothing"')
     said = plan_of(folder, elsewhere).stages[0].assumptions
-    assert any("for prompts.jsonl, not read, since a model" in line for line in said)
+    assert any("for prompts.jsonl (not read: a model" in line for line in said)
 
 
 def test_a_judge_that_is_not_here_leaves_the_data_of_other_stages_measured(folder: Path, tokenizer: Tokenizer) -> None:
@@ -157,7 +158,7 @@ max_new_tokens = 8
 """
     trained, compared = plan_of(folder, judged).stages
     assert "prompts.jsonl: 1 prompts of 60 tokens on average, 60 at most" in trained.assumptions
-    assert any("for prompts.jsonl, not read, since a model" in line for line in compared.assumptions)
+    assert any("for prompts.jsonl (not read: a model" in line for line in compared.assumptions)
 
 
 def test_logits_of_the_fullest_pass_are_counted(folder: Path, tokenizer: Tokenizer) -> None:
@@ -195,7 +196,7 @@ def test_rows_of_sft_are_counted_as_they_are_packed(folder: Path, tokenizer: Tok
 def test_comparisons_are_as_long_as_they_are(folder: Path, section: str) -> None:
     job = f'name = "pairs"\n[{section}]\ninit_from = "model"\n{PAIRS}'
     bounded = plan_of(folder, job).stages[0]
-    assert any(line.startswith("bound: 8,192 tokens per prompt and response") for line in bounded.assumptions)
+    assert any(line.startswith("assumes at most 8,192 tokens per prompt and response") for line in bounded.assumptions)
     assert bounded.peak > 16 * GIB
     pairs = [{"prompt": f"Say {index}.", "chosen": "yes", "rejected": "no " * (1 + index % 9)} for index in range(50)]
     write(folder / "pairs.jsonl", pairs)

@@ -78,7 +78,7 @@ def test_a_worker_killed_or_stopped_in_every_stage_changes_no_file(
     said = command.output
     assert "pretrain: rank 0 of 1 was lost" in said
     assert "pretrain: continues from checkpoints/step-000005" in said
-    stopped = rf"collect: sft(\.sample|\.close)?: rank 0 of 1 was lost: no sign of life for {SILENCE_SECONDS} s"
+    stopped = rf"collect: sft(\.sample|\.close)?: rank 0 of 1 was lost: no heartbeat for {SILENCE_SECONDS} s"
     assert re.search(stopped, said), said
     for stage in ("pretrain", "sft", "reward", "ppo"):
         steps = [json.loads(line)["step"] for line in (folder / stage / "metrics.jsonl").read_text().splitlines()]

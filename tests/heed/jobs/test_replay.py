@@ -110,7 +110,9 @@ def test_a_run_whose_job_or_labels_have_changed_is_named(run: Path) -> None:
     text = job.read_text()
     assert "[ppo.kl]\ncoef = 0.1\n" in text
     job.write_text(text.replace("[ppo.kl]\ncoef = 0.1\n", "[ppo.kl]\ncoef = 0.2\n"))
-    with pytest.raises(ValueError, match=r"made from other inputs than those of .*job.toml: changed: ppo\.kl\.coef$"):
+    with pytest.raises(
+        ValueError, match=r"job.toml or its inputs changed after this stage ran: changed: ppo\.kl\.coef$"
+    ):
         replay_response(run, "ppo", 1, 0)
 
 

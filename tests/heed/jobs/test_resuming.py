@@ -66,7 +66,7 @@ def test_a_run_says_where_it_stopped_and_resumes_and_what_it_passed_over(
     said = interrupted(int(newest.name[5:]) + 3, by=signal.SIGTERM)
     assert "; the same command continues" in said
     assert "SIGTERM" not in said  # Ray would print a stack trace of C++
-    assert f"pretrain: checkpoint {newest.name} is damaged and passed over: files changed" in said
+    assert f"pretrain: checkpoint {newest.name} is damaged, so it is skipped: files changed" in said
     assert f"pretrain: resumes from step {int(older.name[5:])} of 400 (checkpoints/{older.name})" in said
     for checkpoint in checkpoints.glob("step-*"):
         cut(checkpoint)

@@ -114,7 +114,11 @@ def test_a_policy_from_elsewhere_is_where_the_first_round_starts(tmp_path: Path)
             ["rounds=2"],
             r"rounds = 2: one stage that trains a policy was expected; .*\[dpo\], \[ppo\]",
         ),
-        (DPO, ["rounds=2", "dpo.rankings.source=mine.jsonl"], "rounds = 2: nothing samples the policy that a round"),
+        (
+            DPO,
+            ["rounds=2", "dpo.rankings.source=mine.jsonl"],
+            "rounds = 2: no stage samples the policy of the round before",
+        ),
     ],
     ids=["none", "two-policies", "no-samples"],
 )

@@ -163,12 +163,12 @@ def test_a_reward_model_that_tells_nothing_apart_is_refused(
 @pytest.mark.parametrize(
     ("stages", "changes", "words"),
     [
-        ((), {}, r"the job has no stage; a section of pretrain, sft, .* was expected"),
+        ((), {}, r"the job has no stage; at least one section of pretrain, sft, .* was expected"),
         (("sft",), {}, r"sft needs pretrain: \[pretrain\] or sft.init_from was expected"),
         (("model", "pretrain", "sft", "reward"), {}, r"reward needs collect: \[collect\] was expected"),
         (("model", "pretrain", "sft", "collect"), {}, r"world: missing; collect needs it"),
         (("model", "pretrain"), {}, r"world: missing; pretrain needs it"),
-        (("world", "pretrain"), {}, r"model: missing; pretrain needs a shape, or pretrain.init_from"),
+        (("world", "pretrain"), {}, r"model: missing; pretrain needs \[model\] or pretrain.init_from"),
         (("world", "model", "pretrain", "ppo"), {}, r"ppo needs sft: \[sft\] or ppo.init_from was expected"),
     ],
 )
@@ -182,7 +182,7 @@ def test_what_a_job_lacks_is_named(
 def test_two_starts_are_refused(tmp_path: Path, model_folder: Path) -> None:
     start = {"init_from": str(model_folder)}
     path = job_of(tmp_path, "world", "model", "pretrain", "sft", sft=start)
-    with pytest.raises(ValueError, match=r"sft.init_from is given and so is \[pretrain\]; sft starts from one of them"):
+    with pytest.raises(ValueError, match=r"sft.init_from and \[pretrain\] are both set; only one of them was expected"):
         load_job(path)
 
 

@@ -168,7 +168,7 @@ def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path: Path, model_fold
         (Starter(model, prompts=data["prompts"], algorithm="dpo"), "dpo learns from preferences: --preferences was"),
         (
             starter(model_folder, data, "prompts", "preferences", "reward"),
-            "--reward and --preferences each give a reward",
+            "--reward and --preferences each define a reward",
         ),
         (Starter(model, preferences=few), r"few\.jsonl: 1 different prompt is too few to train on some and hold out"),
     ):
@@ -178,7 +178,7 @@ def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path: Path, model_fold
     with pytest.raises(ValueError, match=r"nodir/job\.toml: there is no folder .*nodir$"):
         starter(model_folder, data, "preferences").write(tmp_path / "nodir" / "job.toml")
     path.write_text("mine")
-    with pytest.raises(ValueError, match=r"job\.toml is there already"):
+    with pytest.raises(ValueError, match=r"job\.toml already exists"):
         Starter(model, demonstrations=demos).write(path)
     assert path.read_text() == "mine"
 
@@ -247,7 +247,9 @@ def test_each_objective_of_the_rankings_has_a_score_and_a_weight(
     assert job.ppo.reward.objective_weights == {"a true one": 1.0, "kind": 1.0}
     (tmp_path / "run").mkdir()
     check_data(Run(job, tmp_path / "run", None, None))  # type: ignore[arg-type]  # no worker is asked
-    with pytest.raises(ValueError, match=r"rankings\.jsonl: the rankings are of a true one, kind; DPO learns one obj"):
+    with pytest.raises(
+        ValueError, match=r"rankings\.jsonl: the rankings have the objectives a true one, kind, and DPO learns one"
+    ):
         starter(model_folder, data, "preferences").write(tmp_path / "dpo.toml")
     data["preferences"] = of_objectives(tmp_path / "one.jsonl", "kind")
     starter(model_folder, data, "preferences").write(tmp_path / "one.toml")

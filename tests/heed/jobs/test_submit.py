@@ -118,4 +118,4 @@ def test_a_token_that_is_missing_or_wrong(heed: Callable[..., Any], ray_head: An
     command = heed("jobs", "list", environment=environment)
     assert command.wait() == 2, command.output
     assert command.output.count("\n") == 1
-    assert f"error: {ray_head.address} does not accept this token, or got none: set RAY_AUTH_MODE" in command.output
+    assert f"error: {ray_head.address}: the token is missing or was rejected: set RAY_AUTH_MODE" in command.output

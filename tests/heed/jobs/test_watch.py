@@ -58,7 +58,7 @@ def test_a_run_is_followed_to_its_end(
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no run is here; the folder of a run, such as runs/demo, was expected"):
+    with pytest.raises(ValueError, match=r"not a run; the folder of a run, such as runs/demo, was expected"):
         watch(tmp_path, port=0, announce=print)
 
 
@@ -114,7 +114,7 @@ def test_only_this_machine_may_ask(tmp_path: Path) -> None:
     ("status", "text"),
     [
         (STATUS, "ppo, sampling: 20 of 80; about 3 min 00 s left in this stage."),
-        (replace(STATUS, updated=1_500.0), "No sign of life in ppo for 1 min 50 s: the job may have been killed"),
+        (replace(STATUS, updated=1_500.0), "No update in ppo for 1 min 50 s: the job may have been killed"),
         (replace(STATUS, state="stopped"), "This run was stopped in ppo; the same command continues it."),
         (replace(STATUS, state="failed", message="disk full"), "This run has failed: disk full"),
         (replace(STATUS, state="finished"), "This run has finished."),

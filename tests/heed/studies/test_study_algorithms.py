@@ -173,9 +173,11 @@ def test_a_finding_runs_its_arms_and_measures_them(tmp_path: Path) -> None:
     elsewhere, stored = tmp_path / "elsewhere", tmp_path / "stored"
     assert study(elsewhere, stored=stored) == found
     assert not (elsewhere / "seed-0").exists()
-    with pytest.raises(ValueError, match=r"seed-0.npz: measures of another job, or of another arm"):
+    with pytest.raises(ValueError, match=r"seed-0.npz: has measures of another job, or of a different arm"):
         study(elsewhere, "dpo-over-optimisation", "reward.num_epochs=3", stored=stored)
-    with pytest.raises(ValueError, match=r"seed-0.npz: no 'rl/ppo-1/names'; it was stored for other findings"):
+    with pytest.raises(
+        ValueError, match=r"seed-0.npz: has no 'rl/ppo-1/names', since it was written for other findings"
+    ):
         study(elsewhere, "dpo-frontier", stored=stored)
     with pytest.raises(ValueError, match=r"no measures of these seeds; .*seed-0.npz were expected"):
         study(elsewhere, stored=tmp_path / "nowhere")

@@ -302,7 +302,7 @@ def test_asking_for_too_much_says_what_there_is(
     ("changes", "message"),
     [
         ({"prompt_words": (5, 3)}, "smaller number first"),
-        ({"prompt_words": (3, 8)}, "so that a response is left"),
+        ({"prompt_words": (3, 8)}, "so that words are left for a response"),
         ({"labeller_noise": 1.0}, "Extra inputs"),
         ({"other_share": 1.0}, "less than 1"),
     ],
@@ -333,7 +333,7 @@ def test_world_and_labelers_survive_pickling(made_world: ReviewsWorld) -> None:
 
 
 def test_one_sentiment_only_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs both"):
+    with pytest.raises(ValueError, match="without both sentiments"):
         SentimentClassifier([LabeledText("fine", True)])
 
 

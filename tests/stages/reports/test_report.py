@@ -564,7 +564,7 @@ def test_answers_to_the_same_prompts_during_training(whole_run: Path, browser: B
 def test_a_run_without_a_comparison_says_what_its_figures_do_not(run: Path) -> None:
     shutil.rmtree(run / "compare")
     verdict = write_report(run)["verdict"]
-    assert "only better at pleasing this score (reward hacking), the figures do not say: nothing else has" in verdict
+    assert "this does not show whether they got better or only exploit the score (reward hacking)" in verdict
 
 
 def test_nan_becomes_null(run: Path) -> None:
