@@ -189,10 +189,6 @@ def last_difference(what: str, one: Curve, other: Curve, *, seed: int) -> Interv
     return bootstrap_mean(values_P, seed=seed)
 
 
-def negated(found: Interval) -> Interval:
-    return Interval(-found.mean, -found.high, -found.low)
-
-
 def ratio_difference(one_C: Floats, other_C: Floats, counts_C: Floats, *, seed: int) -> Interval:
     """Returns the difference of two totals over one count, by cluster (a text's bits and bytes, a task's pairs).
 

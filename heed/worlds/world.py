@@ -5,14 +5,14 @@ section 3.4). The default noise makes ours agree as often on samples of the demo
 which need no trained model, differ more in quality: labelers agree on 75% of their pairs.
 """
 
-import json
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from files.atomic import write_jsonl
 from heed.worlds.answers import write_answer
 from heed.worlds.corpus import write_text
 from heed.worlds.gold import gold_score
@@ -127,7 +127,7 @@ class PlaygroundWorld:
             ("pretrain_heldout", config.num_pretrain_heldout),
             ("pretrain", config.num_pretrain_texts),
         ):
-            _write_jsonl(folder / f"{name}.jsonl", self._texts(num_texts, random.Random(f"{seed}/{name}"), texts))
+            write_jsonl(folder / f"{name}.jsonl", self._texts(num_texts, random.Random(f"{seed}/{name}"), texts))
         prompts: set[str] = set()
         for name, num_prompts in (
             ("demonstrations_heldout", config.num_demonstrations_heldout),
@@ -148,7 +148,7 @@ class PlaygroundWorld:
                     {"prompt_id": f"{prefix}-{i:05d}", "messages": _messages(prompt), "kind": kind_of(request)}
                     for i, (prompt, request) in enumerate(drawn)
                 ]
-            _write_jsonl(folder / f"{name}.jsonl", rows)
+            write_jsonl(folder / f"{name}.jsonl", rows)
 
     def _texts(self, num_texts: int, rng: random.Random, seen: set[str]) -> list[dict[str, Any]]:
         texts: list[str] = []
@@ -178,8 +178,3 @@ def _messages(prompt: str, response: str | None = None) -> list[dict[str, str]]:
     if response is not None:
         messages.append({"role": "assistant", "content": response})
     return messages
-
-
-def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
