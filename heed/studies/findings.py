@@ -15,7 +15,6 @@ from typing import Protocol
 import numpy as np
 
 from evaluation.measures.curves import Curve, mean_lead
-from evaluation.statistics.means import bootstrap_mean
 from heed.studies.arms import KL_COEFS, LABELERS_PER_TASK, arm_names
 from heed.studies.verdicts import (
     Claim,
@@ -23,6 +22,7 @@ from heed.studies.verdicts import (
     Overall,
     Rule,
     best_difference,
+    bootstrap_mean,
     decide,
     earlier,
     last_difference,
