@@ -1,13 +1,11 @@
-"""Ray's node without the processes that Heed does not use. They take two CPU seconds, and starting Ray waits for them.
+"""Ray's node without the processes that Heed does not use. They would take a fifth of a debug run's CPU time.
 
 `python lean_node.py start ...` is `ray start ...` with such a node; this file imports nothing of Heed.
 `tests/cluster/test_connect.py` fails if a new release of Ray renames what is replaced here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from subprocess import list2cmdline
 from typing import Any
 
 # They start the autoscaler, workers' output on the console, the dashboard, and access for drivers outside the cluster.
@@ -16,38 +14,22 @@ UNUSED_STARTS = ("start_monitor", "start_log_monitor", "start_api_server", "star
 
 @contextmanager
 def lean_nodes() -> Iterator[None]:
-    """Make the Ray nodes that this process starts inside the block lean.
+    """Make the Ray nodes that this process starts inside the block lean."""
+    from ray._private import node, utils
 
-    Their workers start through `cluster.worker_setup`, which saves .4 CPU seconds each, and `cluster.idle_agent` stands
-    in for the dashboard's agent.
-    """
-    from ray._private import node, services, utils
-
-    ray_node, start_process = node.Node, services.start_ray_process
-    dashboard_error = utils.get_dashboard_dependency_error
-    # As written in the raylet's command, which contains the agent's: quoted if necessary.
-    rays_agent = list2cmdline([str(Path(services.RAY_PATH, "dashboard", "agent.py"))])
-    idle_agent = list2cmdline([str(Path(__file__).with_name("idle_agent.py"))])
-
-    class Node(ray_node):  # type: ignore[misc, valid-type]
-        def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:
-            ray_params.setup_worker_path = str(Path(__file__).with_name("worker_setup.py"))
-            super().__init__(ray_params, *args, **kwargs)
-
-    for name in UNUSED_STARTS:
-        setattr(Node, name, lambda _self, *_args, **_options: None)
-
-    def start_with_idle_agent(command: list[str], *args: Any, **kwargs: Any) -> Any:
-        return start_process([part.replace(rays_agent, idle_agent) for part in command], *args, **kwargs)
-
-    node.Node, services.start_ray_process = Node, start_with_idle_agent  # type: ignore[misc]
-    # To check this, Ray would import everything that its dashboard needs, which takes a third of a CPU second.
-    utils.get_dashboard_dependency_error = lambda: ImportError("not asked")
+    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+        # If the dashboard cannot be imported, the agent that each node needs opens no HTTP port.
+        (utils, "get_dashboard_dependency_error", lambda: ImportError("not asked")),
+        *((node.Node, name, lambda _self, *_args, **_options: None) for name in UNUSED_STARTS),
+    ]
+    kept = [getattr(owner, name) for owner, name, _ in replaced]
+    for owner, name, replacement in replaced:
+        setattr(owner, name, replacement)
     try:
         yield
     finally:
-        node.Node, services.start_ray_process = ray_node, start_process  # type: ignore[misc]
-        utils.get_dashboard_dependency_error = dashboard_error
+        for (owner, name, _), original in zip(replaced, kept, strict=True):
+            setattr(owner, name, original)
 
 
 if __name__ == "__main__":

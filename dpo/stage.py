@@ -215,8 +215,7 @@ def check(config: DPOConfig, _job: JobView) -> None:
 
 def load_tokenizer(run: StageRun, config: DPOConfig) -> Tokenizer:
     """Returns the tokenizer that the trained policy will have."""
-    loaded = Tokenizer.load(run.start("sft"), end=config.end_token) if config.init_from else run.tokenizer_of("sft")
-    return loaded.with_template(config.chat_template)
+    return run.tokenizer_of("sft", config.end_token).with_template(config.chat_template)
 
 
 def preflight(run: StageRun, config: DPOConfig) -> None:

@@ -5,9 +5,15 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 SETTLED_SECONDS = 2.0  # a file changed more recently may change again within one tick of its clock
 _known: dict[tuple[int, ...], str] = {}  # SHA-256 by the file's device, inode, size and times
+
+
+def json_hash(*parts: Any) -> str:
+    """Returns the SHA-256 of values as JSON."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def file_hash(path: Path) -> str:

@@ -109,17 +109,6 @@ def sinusoids(positions_BT: Tensor, width: int) -> Tensor:
     return torch.stack([angles_BTi.sin(), angles_BTi.cos()], dim=-1).flatten(-2)
 
 
-def shift_matrix(num_tokens: int, width: int) -> Tensor:
-    """Returns the linear map [D, D] with `sinusoids(t + n) = shift_matrix(n) @ sinusoids(t)` for every t.
-
-    It rotates each pair (sin, cos) by its own angle, num_tokens · 10000^(-2i/D): relative positions are linear.
-    """
-    exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
-    angles_i = num_tokens * 10_000.0**-exponents
-    turns = [torch.tensor([[math.cos(a), math.sin(a)], [-math.sin(a), math.cos(a)]]) for a in angles_i.tolist()]
-    return torch.block_diag(*turns)
-
-
 @dataclass(frozen=True)
 class Group:
     """Sequences of similar length: `num_sequences` of at most `longest` tokens, padded on the right.

@@ -157,10 +157,6 @@ class Accounts:
 
     # ---- accounts ----
 
-    def has_lead(self) -> bool:
-        with self._reader.begin() as connection:
-            return bool(connection.scalar(_NUM_LEADS))
-
     def all(self) -> list[Account]:
         """Returns all accounts, by name."""
         with self._reader.begin() as connection:

@@ -239,18 +239,11 @@ def preflight(run: StageRun, config: RewardConfig) -> None:
         return
     found = read_judgments(config.rankings, run.tell)
     report_rankings(config, found, run.seed)
-    tokenizer = load_tokenizer(run, config)
+    tokenizer = run.tokenizer_of("sft", config.end_token)
     # A job with only a reward model has no policy.
     most_tokens = _most_tokens(run.start("sft"), config) if config.init_from else run.model.max_position_embeddings
     report_overlong(run, config, tokenize(run, config, tokenizer, found, most_tokens), most_tokens)
     calibration_sequences(config, tokenizer.with_template(config.chat_template), most_tokens)
-
-
-def load_tokenizer(run: StageRun, config: RewardConfig) -> Tokenizer:
-    """Returns the tokenizer of the model that the stage starts from."""
-    if config.init_from:
-        return Tokenizer.load(run.start("sft"), end=config.end_token)
-    return run.tokenizer_of("sft")
 
 
 def _most_tokens(start: Path, config: RewardConfig) -> int:
@@ -261,7 +254,7 @@ def _most_tokens(start: Path, config: RewardConfig) -> int:
 def plan(planner: Planner, config: RewardConfig) -> StagePlan:
     steps, num_responses = comparison_steps(planner, config)
     context = planner.shape(config.init_from).max_position_embeddings
-    lengths = comparison_lengths(planner, config, lambda run: load_tokenizer(run, config), context)
+    lengths = comparison_lengths(planner, config, lambda run: run.tokenizer_of("sft", config.end_token), context)
     return planner.training(
         "comparisons",
         config,

@@ -200,9 +200,7 @@ def train(context: StageContext, config: RejectionConfig, start: Path, data: Tok
 
 def load_tokenizer(run: StageRun, config: RejectionConfig) -> Tokenizer:
     """Returns the policy's tokenizer, which training does not change."""
-    if config.init_from:
-        return Tokenizer.load(run.start("sft"), end=config.end_token)
-    return run.tokenizer_of("sft")
+    return run.tokenizer_of("sft", config.end_token)
 
 
 def check(config: RejectionConfig, job: JobView) -> None:

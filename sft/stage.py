@@ -160,11 +160,7 @@ def run_sft(run: StageRun, config: SFTConfig) -> None:
 
 def load_tokenizer(run: StageRun, config: SFTConfig) -> Tokenizer:
     """Returns the tokenizer that the model will have. It is known before the parent stage has run."""
-    if config.init_from:
-        loaded = Tokenizer.load(run.start("pretrain"), end=config.end_token)
-    else:
-        loaded = run.tokenizer_of("pretrain")
-    return loaded.with_template(config.chat_template)
+    return run.tokenizer_of("pretrain", config.end_token).with_template(config.chat_template)
 
 
 def preflight(run: StageRun, config: SFTConfig) -> None:

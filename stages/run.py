@@ -138,10 +138,13 @@ class StageRun:
         named = self.job.substitute(self.name, self.own(parent))
         return model_directory(named) if named else self.model_of(parent)
 
-    def tokenizer_of(self, parent: str) -> Tokenizer:
-        """Return the tokenizer of the model that `start` returns, even before the parent has run."""
+    def tokenizer_of(self, parent: str, end_token: str = "") -> Tokenizer:
+        """Return the tokenizer of the model that `start` returns, even before the parent has run.
+
+        `end_token` is for a model that this stage's section names: see `Tokenizer.load`.
+        """
         if self.job.substitute(self.name, self.own(parent)):
-            return Tokenizer.load(self.start(parent))
+            return Tokenizer.load(self.start(parent), end=end_token)
         stage, run = self.job.stage(self.own(parent)), self.at(parent)
         config = self.job.section(stage)
         assert config is not None, f"{self.name} reads {parent}, which the job does not have"

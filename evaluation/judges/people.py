@@ -1,7 +1,5 @@
 """Uses people as judges: comparisons become tasks in a label store, and the judgments so far become verdicts."""
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 from evaluation.endpoint import OnProgress
 from evaluation.judges.judge import SAME_TEXT, Pair
 from evaluation.verdicts import Side, Verdict
+from files.hashes import json_hash
 from preferences.rankings import current_judgments
 from preferences.records import MAX_RESPONSES, Judgment, Message, Task
 from preferences.store import LabelStore
@@ -90,7 +89,7 @@ class PeopleJudge:
         """Returns the task for one prompt's pairs; None if all responses are the same text."""
         texts = list(dict.fromkeys(side.text for pair in group for side in (pair.a, pair.b)))
         # The stored order must carry no information; labelers see yet another order.
-        texts.sort(key=lambda text: _hash(self.seed, text))
+        texts.sort(key=lambda text: json_hash(self.seed, text))
         if len(texts) == 1:
             return None
         if len(texts) > MAX_RESPONSES:
@@ -102,7 +101,7 @@ class PeopleJudge:
         wrote = [list(dict.fromkeys(side.policy for side in sides if side.text == text)) for text in texts]
         asked = [[message["role"], message["content"]] for message in prompt.messages]
         return Task(
-            task_id=f"compare/{_hash(self.batch, prompt.prompt_id, asked, texts, wrote)[:24]}",
+            task_id=f"compare/{json_hash(self.batch, prompt.prompt_id, asked, texts, wrote)[:24]}",
             prompt=tuple(Message(role, content) for role, content in asked),
             responses=tuple(texts),
             sources=tuple(", ".join(policies) for policies in wrote),
@@ -133,7 +132,3 @@ def _groups(pairs: Sequence[Pair]) -> list[list[Pair]]:
         seen[key] = seen.get(key, -1) + 1
         groups.setdefault((pair.prompt.prompt_id, seen[key]), []).append(pair)
     return list(groups.values())
-
-
-def _hash(*parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

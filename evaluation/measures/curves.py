@@ -8,7 +8,6 @@ Shape letters: K policies of a curve, P prompts, N samples of a pool, S resample
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -88,18 +87,13 @@ def points(curve: Curve) -> tuple[Point, ...]:
     )
 
 
-def best_of_n_curve(gold_PN: Floats, proxy_PN: Floats, sizes: Sequence[int] = ()) -> Curve:
-    """Returns the curve of best-of-n by the proxy, for every n from one pool of N samples per prompt
-    (`reward.best_of_n`).
+def best_of_n_curve(gold_PN: Floats, proxy_PN: Floats) -> Curve:
+    """Returns the curve of best-of-n by the proxy, from one pool of N samples per prompt (`reward.best_of_n`).
 
-    `sizes` are the values of n, by default 2, 4, 8, ... up to N; the curve starts at the pool's own mean.
-    Raises: ValueError for an n outside 2 to N, and as `best_of_n_expected` does.
+    n is 2, 4, 8, ... up to N; the curve starts at the pool's own mean. Raises: as `best_of_n_expected` does.
     """
     N = gold_PN.shape[1]
-    chosen = list(sizes) or [2**power for power in range(1, N.bit_length()) if 2**power <= N]
-    for n in chosen:
-        if not 2 <= n <= N:
-            raise ValueError(f"best of {n} from a pool of {N} samples per prompt; 2 to {N} was expected")
+    chosen = [2**power for power in range(1, N.bit_length())]
     gold_PK = best_of_n_expected(gold_PN, proxy_PN)[:, [n - 1 for n in chosen]]
     proxy_PK = best_of_n_expected(proxy_PN, proxy_PN)[:, [n - 1 for n in chosen]]
     kl_K = np.array([best_of_n_kl(n) for n in chosen])

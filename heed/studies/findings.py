@@ -15,7 +15,6 @@ from typing import Protocol
 import numpy as np
 
 from evaluation.measures.curves import Curve, mean_lead
-from evaluation.statistics.means import bootstrap_mean
 from heed.studies.arms import KL_COEFS, LABELERS_PER_TASK, arm_names
 from heed.studies.verdicts import (
     Claim,
@@ -23,10 +22,10 @@ from heed.studies.verdicts import (
     Overall,
     Rule,
     best_difference,
+    bootstrap_mean,
     decide,
     earlier,
     last_difference,
-    negated,
     overall,
     ratio_difference,
     rise_and_fall,
@@ -163,10 +162,11 @@ def _equal_kl_curves(of: Measures) -> Curves:
     }
 
 
-def _equal_kl(of: Measures) -> list[Contrast]:
-    best, *others = _equal_kl_curves(of).items()
+def _best_of_n_leads(curves: Curves, at_equal_kl: str, seed: int) -> list[Contrast]:
+    """Compares the first curve, best-of-n's, with each of the others. `at_equal_kl` ends each contrast's name."""
+    best, *others = curves.items()
     return [
-        Contrast(f"best-of-n minus {name} at equal KL", GOLD, negated(mean_lead("kl", curve, best[1], seed=of.seed)))
+        Contrast(f"best-of-n minus {name}{at_equal_kl}", GOLD, -mean_lead("kl", curve, best[1], seed=seed))
         for name, curve in others
     ]
 
@@ -213,7 +213,7 @@ FINDINGS = (
         "At equal KL, best-of-n has the higher gold score: RL spends more KL for it",
         "Gao et al. 2022, arXiv 2210.10760",
         ("ppo-full", "ppo-kl-low"),
-        _equal_kl,
+        lambda of: _best_of_n_leads(_equal_kl_curves(of), " at equal KL", of.seed),
         _equal_kl_curves,
     ),
     Finding(
@@ -275,16 +275,6 @@ def _falls(of: Measures) -> list[Contrast]:
 
 def _best_of_n_curves(of: Measures) -> Curves:
     return {"best-of-n": of.best_of_n("reward-full"), **_curves(*ALGORITHM_TITLES)(of)}
-
-
-def _best_of_n(of: Measures) -> list[Contrast]:
-    best, *others = _best_of_n_curves(of).items()
-    return [
-        Contrast(
-            f"best-of-n minus {title}: gold at equal KL", GOLD, negated(mean_lead("kl", curve, best[1], seed=of.seed))
-        )
-        for title, curve in others
-    ]
 
 
 def _arms(*names: str) -> tuple[str, ...]:
@@ -353,7 +343,7 @@ ALGORITHMS = (
         "Best-of-n has more gold at equal KL than every algorithm that trains",
         "Gao et al. 2022, arXiv 2210.10760, for PPO",
         _arms(*ALGORITHM_TITLES),
-        _best_of_n,
+        lambda of: _best_of_n_leads(_best_of_n_curves(of), ": gold at equal KL", of.seed),
         _best_of_n_curves,
     ),
 )

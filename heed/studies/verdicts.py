@@ -19,13 +19,13 @@ import numpy as np
 
 from evaluation.measures.curves import Curve, expanded_level
 from evaluation.measures.overoptimisation import gold_tops
-from evaluation.statistics.means import bootstrap_mean
 from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval
 from preferences.statistics.intervals import bootstrap_ratio, clustered_mean, percentiles, resampled_sums
 
 Verdict = Literal["replicates", "does not replicate", "undecided"]
 Overall = Literal["replicates", "does not replicate", "undecided", "replicates in part"]
 NUM_RESAMPLES = 2_000
+NUM_MEAN_RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,10 @@ def last_difference(what: str, one: Curve, other: Curve, *, seed: int) -> Interv
     return bootstrap_mean(values_P, seed=seed)
 
 
-def negated(found: Interval) -> Interval:
-    return Interval(-found.mean, -found.high, -found.low)
+def bootstrap_mean(values_P: Floats, *, seed: int) -> Interval:
+    """Returns the mean with a percentile bootstrap interval over prompts."""
+    ends = bootstrap_ratio(values_P, np.ones_like(values_P), seed=seed, num_resamples=NUM_MEAN_RESAMPLES, level=LEVEL)
+    return Interval(*ends)
 
 
 def ratio_difference(one_C: Floats, other_C: Floats, counts_C: Floats, *, seed: int) -> Interval:

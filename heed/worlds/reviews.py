@@ -9,9 +9,8 @@ A limitation: the snippets of both halves are in the SFT data (their text, never
 to sentences that the policy imitates. Only the unseen pairs are free of that.
 """
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from files.atomic import write_jsonl
 from heed.worlds.reviews_text import (
     Finder,
     LabeledText,
@@ -267,18 +267,18 @@ class ReviewsWorld:
         collect, sentences = self._prompts("collect", sentences, config.num_collect_prompts, taken, seed)
         ppo, sentences = self._prompts("ppo", sentences, config.num_ppo_prompts, taken, seed)
         for name, prompts in (("collect", collect), ("ppo", ppo), ("compare", compare)):
-            _write(folder / f"{name}_prompts.jsonl", prompts)
+            write_jsonl(folder / f"{name}_prompts.jsonl", prompts)
 
         demonstrations = self._snippets() + sentences
         demonstrations = shuffled(demonstrations, _text, "demonstrations", seed)[: config.max_demonstrations]
-        _write(folder / "demonstrations.jsonl", (self._demonstration(s, seed) for s in demonstrations))
-        _write(folder / "demonstrations_heldout.jsonl", (self._demonstration(s, seed) for s in heldout))
+        write_jsonl(folder / "demonstrations.jsonl", (self._demonstration(s, seed) for s in demonstrations))
+        write_jsonl(folder / "demonstrations_heldout.jsonl", (self._demonstration(s, seed) for s in heldout))
 
         texts = [review.text for review in train_reviews[: config.max_pretrain_texts]]
         texts += self._other_texts(sum(map(len, texts)), seed)
-        _write(folder / "pretrain.jsonl", ({"text": text} for text in shuffled(texts, str, "pretrain", seed)))
-        _write(folder / "pretrain_heldout.jsonl", ({"text": review.text} for review in heldout_reviews))
-        _write(folder / "human_pairs.jsonl", self.human_pairs())
+        write_jsonl(folder / "pretrain.jsonl", ({"text": text} for text in shuffled(texts, str, "pretrain", seed)))
+        write_jsonl(folder / "pretrain_heldout.jsonl", ({"text": review.text} for review in heldout_reviews))
+        write_jsonl(folder / "human_pairs.jsonl", self.human_pairs())
 
     def human_pairs(self) -> list[dict[str, str]]:
         """Returns pairs of snippets that people labeled positive and negative, from the slice that no stage sees."""
@@ -375,8 +375,3 @@ def _sentences(prompts: Sequence[str], responses: Sequence[str]) -> list[str]:
     if len(prompts) != len(responses):
         raise ValueError(f"prompts has {len(prompts)} entries; expected {len(responses)}, one for each response")
     return [join(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
-
-
-def _write(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

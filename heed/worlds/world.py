@@ -2,19 +2,17 @@
 
 InstructGPT's training labelers agreed with each other 72.6% +- 1.5% of the time (Ouyang et al. 2022, arXiv 2203.02155,
 section 3.4). The default noise makes ours agree as often on samples of the demo's SFT policy. Careless demonstrations,
-which need no trained model, differ more in quality: labelers agree on 75% of their pairs (`measure_agreement`).
+which need no trained model, differ more in quality: labelers agree on 75% of their pairs.
 """
 
-import itertools
-import json
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from files.atomic import write_jsonl
 from heed.worlds.answers import write_answer
 from heed.worlds.corpus import write_text
 from heed.worlds.gold import gold_score
@@ -30,7 +28,6 @@ from heed.worlds.instructions import (
     kind_of,
 )
 from heed.worlds.labelers import LabelerConfig, ScriptedLabeler, draw_labelers
-from preferences.records import Message, ShownTask
 
 Turns = list[dict[str, str]]  # messages of role and content
 
@@ -130,7 +127,7 @@ class PlaygroundWorld:
             ("pretrain_heldout", config.num_pretrain_heldout),
             ("pretrain", config.num_pretrain_texts),
         ):
-            _write_jsonl(folder / f"{name}.jsonl", self._texts(num_texts, random.Random(f"{seed}/{name}"), texts))
+            write_jsonl(folder / f"{name}.jsonl", self._texts(num_texts, random.Random(f"{seed}/{name}"), texts))
         prompts: set[str] = set()
         for name, num_prompts in (
             ("demonstrations_heldout", config.num_demonstrations_heldout),
@@ -151,7 +148,7 @@ class PlaygroundWorld:
                     {"prompt_id": f"{prefix}-{i:05d}", "messages": _messages(prompt), "kind": kind_of(request)}
                     for i, (prompt, request) in enumerate(drawn)
                 ]
-            _write_jsonl(folder / f"{name}.jsonl", rows)
+            write_jsonl(folder / f"{name}.jsonl", rows)
 
     def _texts(self, num_texts: int, rng: random.Random, seen: set[str]) -> list[dict[str, Any]]:
         texts: list[str] = []
@@ -181,51 +178,3 @@ def _messages(prompt: str, response: str | None = None) -> list[dict[str, str]]:
     if response is not None:
         messages.append({"role": "assistant", "content": response})
     return messages
-
-
-def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Shares of pairs of responses."""
-
-    between_labelers: float  # ranked alike, among pairs that neither labeler ties
-    with_gold: float  # ranked like the gold scores, among pairs that differ in gold score and are not tied
-    tied: float  # tied by a labeler, among all pairs
-
-
-def draw_tasks(world: PlaygroundWorld, num_tasks: int, num_responses: int, seed: int) -> list[ShownTask]:
-    """Draws prompts with independent careless answers, like those of a policy fine-tuned on the demonstrations."""
-    rng = random.Random(f"calibration/{seed}")
-    tasks = []
-    for number, (prompt, request) in enumerate(draw_prompts(num_tasks, rng, set())):
-        responses = tuple(world.answer(request, rng) for _ in range(num_responses))
-        tasks.append(ShownTask(f"task-{number}", (Message("user", prompt),), responses))
-    return tasks
-
-
-def measure_agreement(
-    world: PlaygroundWorld, labelers: Sequence[ScriptedLabeler], tasks: Sequence[ShownTask]
-) -> Agreement:
-    """Measures agreement over all pairs of different responses in all tasks, and all pairs of labelers."""
-    alike = decided = right = clear = tied = num_pairs = 0
-    for task in tasks:
-        ranks = [labeler.judge(task).ranks for labeler in labelers]
-        gold = world.gold_scores([task.prompt[-1].content] * len(task.responses), task.responses)
-        for i, j in itertools.combinations(range(len(task.responses)), 2):
-            if task.responses[i] == task.responses[j]:
-                continue
-            signs = [(row[j] > row[i]) - (row[j] < row[i]) for row in ranks]
-            gold_sign = (gold[i] > gold[j]) - (gold[i] < gold[j])
-            num_pairs += len(signs)
-            tied += signs.count(0)
-            products = [one * other for one, other in itertools.combinations(signs, 2) if one and other]
-            decided += len(products)
-            alike += products.count(1)
-            if gold_sign:
-                clear += len(signs) - signs.count(0)
-                right += signs.count(gold_sign)
-    return Agreement(between_labelers=alike / decided, with_gold=right / clear, tied=tied / num_pairs)

@@ -31,11 +31,6 @@ MARK = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")  # between the turns of 
 STRONGEST = 3
 
 
-def recognise_3(row: Row) -> str:
-    names = {"context", "response1", "response2", "overall_preference"}
-    return "context, response1, response2 and overall_preference" if names <= row.keys() else ""
-
-
 def read_3(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
     prompt = as_messages(any_messages(where, row.get("context"), "context"))
     overall = whole_field(where, row, "overall_preference", -STRONGEST, STRONGEST)
@@ -49,11 +44,6 @@ def read_3(where: str, row: Row, report: Report, objective: str) -> Iterator[Jud
         "helpsteer3", prompt, row, ("response1", "response2"), where, objective, "context", "individual_preference"
     )
     yield from judged_pair(where, report, task, votes or [_vote(CONSENSUS, overall, "")])
-
-
-def recognise_2(row: Row) -> str:
-    names = {"prompt", "response_1", "response_2", "preference_strength"}
-    return "response_1, response_2 and preference_strength" if names <= row.keys() else ""
 
 
 def read_2(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:

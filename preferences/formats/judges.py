@@ -51,10 +51,6 @@ BOTH_BAD = "bad"  # the flag for both responses in a "tie (bothbad)"
 # ---- verdicts on two models ----
 
 
-def recognise_pandalm(row: Row) -> str:
-    return "response1, response2 and annotator1 to 3" if {"response1", "response2", *ANNOTATORS} <= row.keys() else ""
-
-
 def read_pandalm(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
     """Reads a row. `cmp_key` names both models. Each of the three annotators is a labeler."""
     prompt = user(_instruction(where, row, report))
@@ -90,11 +86,6 @@ def _instruction(where: str, row: Row, report: Report) -> str:
     if not instruction.strip() and given.strip():
         report.add("empty instruction", where, f"only an input, {given[:40]!r}", "the input is the prompt")
     return "\n\n".join(part for part in (instruction, given) if part.strip())
-
-
-def recognise_alpacaeval(row: Row) -> str:
-    names = {"instruction", "output_1", "output_2", "preference"}
-    return "output_1, output_2 and preference" if names <= row.keys() else ""
 
 
 def read_alpacaeval(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
@@ -144,11 +135,6 @@ def write_alpacaeval(
                 "annotator": pair.ranking.labeler,
                 "preference": 1.5 if pair.is_tie else 1.0 if pair.first == first else 2.0,
             }
-
-
-def recognise_arena(row: Row) -> str:
-    names = {"model_a", "model_b", "winner", "conversation_a", "conversation_b"}
-    return "model_a, model_b, winner and both conversations" if names <= row.keys() else ""
 
 
 def read_arena(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
@@ -234,10 +220,6 @@ def read_rewardbench(where: str, row: Row, report: Report, objective: str) -> It
         details=rest(row, "prompt", "chosen", "rejected", "chosen_model", "rejected_model", "id"),
     )
     yield from judged_pair(where, report, task, [Vote(UNKNOWN, ranks)])
-
-
-def recognise_llmbar(row: Row) -> str:
-    return "input, output_1, output_2 and label" if {"input", "output_1", "output_2", "label"} <= row.keys() else ""
 
 
 def read_llmbar(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:

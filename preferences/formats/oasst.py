@@ -35,10 +35,6 @@ LAST_RANK = 10_000
 SHOWN_ID = 80  # characters
 
 
-def recognise(row: Row) -> str:
-    return "message_tree_id and prompt" if {"message_tree_id", "prompt"} <= row.keys() else ""
-
-
 def read(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
     tree = {
         "message_tree_id": text_field(where, row, "message_tree_id"),

@@ -35,10 +35,6 @@ from preferences.formats.parts import (
 from preferences.records import OVERALL, Task
 
 
-def recognise_summaries(row: Row) -> str:
-    return "info, summaries and choice" if {"info", "summaries", "choice"} <= row.keys() else ""
-
-
 def read_summaries(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
     """Reads a row. `choice` is the better of two `summaries`, by `worker`. Other facts go into the judgment's note."""
     info = object_field(where, row, "info")
@@ -74,10 +70,6 @@ def _article(where: str, info: Row) -> str:
         article = any_text(place, info, "article").replace("\n\n", "\n")
         return f"TITLE: {title}\n\n{article}\n\nTL;DR:"
     raise ValueError(f"{place}: neither 'post' nor 'article' is there; found {names(info)}")
-
-
-def recognise_webgpt(row: Row) -> str:
-    return "answer_0, answer_1, score_0 and score_1" if {"answer_0", "answer_1", "score_0"} <= row.keys() else ""
 
 
 def read_webgpt(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:

@@ -60,10 +60,6 @@ MAX_FLAGS = 100  # per response
 # ---- heed ----
 
 
-def recognise_heed(row: Row) -> str:
-    return "task_id, responses and judgments" if {"task_id", "responses", "judgments"} <= row.keys() else ""
-
-
 def read_heed(where: str, row: Row, _report: Report, objective: str) -> Iterator[JudgedTask]:
     """Reads a task as it was stored, with every event on it."""
     responses = _texts(where, row, "responses", MIN_RESPONSES, MAX_RESPONSES)
@@ -166,10 +162,6 @@ def _details(where: str, row: Row) -> dict[str, Any]:
 
 
 # ---- rankings ----
-
-
-def recognise_rankings(row: Row) -> str:
-    return "responses and ranks" if {"task_id", "responses", "ranks"} <= row.keys() else ""
 
 
 def read_rankings(where: str, row: Row, _report: Report, objective: str) -> Iterator[JudgedTask]:

@@ -4,7 +4,6 @@ A reader converts one row to tasks and judgments. It reports a warning for anyth
 interpret, and raises ValueError for a row that is not in the format at all.
 """
 
-import hashlib
 import json
 import math
 from collections import Counter
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from files.hashes import json_hash
 from preferences.records import Flags, Judgment, Message, StoredTask, Task
 
 UNKNOWN = "unknown"  # the labeler or the source, if the data does not say
@@ -108,10 +108,15 @@ class Format:
     write: Write | None  # None: the format cannot represent what a store contains
 
 
+def has_fields(*names: str, told: str) -> Callable[[Row], str]:
+    """Returns `Format.recognise` for rows with all of these fields; `told` is what it returns for them."""
+    return lambda row: told if row.keys() >= {*names} else ""
+
+
 def content_id(name: str, prompt: Sequence[Message], responses: Sequence[str], sources: Sequence[str]) -> str:
     """Returns an id for a task whose data has none: the format's name and a hash of what was judged."""
     turns = [[message.role, message.content] for message in prompt]
-    return f"{name}/{_hash(turns, list(responses), list(sources))[:20]}"
+    return f"{name}/{json_hash(turns, list(responses), list(sources))[:20]}"
 
 
 def in_hash_order(chosen: str, rejected: str) -> tuple[tuple[str, str], tuple[int, int]]:
@@ -119,13 +124,9 @@ def in_hash_order(chosen: str, rejected: str) -> tuple[tuple[str, str], tuple[in
 
     So a response's position carries no information, and a pair that was judged both ways is one task.
     """
-    if _hash(chosen) <= _hash(rejected):
+    if json_hash(chosen) <= json_hash(rejected):
         return (chosen, rejected), (1, 2)
     return (rejected, chosen), (2, 1)
-
-
-def _hash(*parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def ranks_of(ratings: Sequence[float]) -> tuple[int, ...]:

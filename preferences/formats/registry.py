@@ -6,7 +6,7 @@ from itertools import chain, islice
 from files.fields import names
 from files.rows import Rows
 from preferences.formats import helpsteer, hh, judges, oasst, openai, own, trl, ultrafeedback
-from preferences.formats.parts import Format, Row
+from preferences.formats.parts import Format, Row, has_fields
 
 AUTO = "auto"
 SNIFFED_ROWS = 20
@@ -16,23 +16,48 @@ def _never(_row: Row) -> str:
     return ""
 
 
+_heed = has_fields("task_id", "responses", "judgments", told="task_id, responses and judgments")
+_rankings = has_fields("task_id", "responses", "ranks", told="responses and ranks")
+_openai = has_fields("info", "summaries", "choice", told="info, summaries and choice")
+_webgpt = has_fields("answer_0", "answer_1", "score_0", told="answer_0, answer_1, score_0 and score_1")
+_ultrafeedback = has_fields("instruction", "completions", told="instruction and completions")
+_binarized = has_fields(
+    "prompt", "chosen", "rejected", "score_chosen", "score_rejected",
+    told="chosen and rejected with score_chosen and score_rejected",
+)  # fmt: skip
+_helpsteer3 = has_fields(
+    "context", "response1", "response2", "overall_preference",
+    told="context, response1, response2 and overall_preference",
+)  # fmt: skip
+_helpsteer2 = has_fields(
+    "prompt", "response_1", "response_2", "preference_strength", told="response_1, response_2 and preference_strength"
+)
+_oasst = has_fields("message_tree_id", "prompt", told="message_tree_id and prompt")
+_pandalm = has_fields("response1", "response2", *judges.ANNOTATORS, told="response1, response2 and annotator1 to 3")
+_alpacaeval = has_fields("instruction", "output_1", "output_2", "preference", told="output_1, output_2 and preference")
+_llmbar = has_fields("input", "output_1", "output_2", "label", told="input, output_1, output_2 and label")
+_arena = has_fields(
+    "model_a", "model_b", "winner", "conversation_a", "conversation_b",
+    told="model_a, model_b, winner and both conversations",
+)  # fmt: skip
+
 # The first format that recognises the rows wins, so formats with more specific fields come first.
 _ALL = (
-    Format("heed", "everything in a label store", own.recognise_heed, own.read_heed, own.write_heed),
-    Format("rankings", "what the reward stage reads", own.recognise_rankings, own.read_rankings, own.write_rankings),
+    Format("heed", "everything in a label store", _heed, own.read_heed, own.write_heed),
+    Format("rankings", "what the reward stage reads", _rankings, own.read_rankings, own.write_rankings),
     Format("consensus", "one ranking per task, of all its labelers", _never, None, own.write_consensus),
-    Format("openai", "OpenAI's comparisons of summaries", openai.recognise_summaries, openai.read_summaries, None),
-    Format("webgpt", "WebGPT comparisons", openai.recognise_webgpt, openai.read_webgpt, None),
-    Format("ultrafeedback", "UltraFeedback", ultrafeedback.recognise, ultrafeedback.read, None),
-    Format("ultrafeedback_binarized", "UltraFeedback in pairs", trl.recognise_binarized, trl.read, trl.write_binarized),
-    Format("helpsteer3", "HelpSteer3", helpsteer.recognise_3, helpsteer.read_3, helpsteer.write_3),
-    Format("helpsteer2", "HelpSteer2's preferences", helpsteer.recognise_2, helpsteer.read_2, None),
-    Format("oasst", "Open-Assistant's trees", oasst.recognise, oasst.read, None),
-    Format("pandalm", "PandaLM's test set", judges.recognise_pandalm, judges.read_pandalm, None),
-    Format("alpacaeval", "AlpacaEval", judges.recognise_alpacaeval, judges.read_alpacaeval, judges.write_alpacaeval),
+    Format("openai", "OpenAI's comparisons of summaries", _openai, openai.read_summaries, None),
+    Format("webgpt", "WebGPT comparisons", _webgpt, openai.read_webgpt, None),
+    Format("ultrafeedback", "UltraFeedback", _ultrafeedback, ultrafeedback.read, None),
+    Format("ultrafeedback_binarized", "UltraFeedback in pairs", _binarized, trl.read, trl.write_binarized),
+    Format("helpsteer3", "HelpSteer3", _helpsteer3, helpsteer.read_3, helpsteer.write_3),
+    Format("helpsteer2", "HelpSteer2's preferences", _helpsteer2, helpsteer.read_2, None),
+    Format("oasst", "Open-Assistant's trees", _oasst, oasst.read, None),
+    Format("pandalm", "PandaLM's test set", _pandalm, judges.read_pandalm, None),
+    Format("alpacaeval", "AlpacaEval", _alpacaeval, judges.read_alpacaeval, judges.write_alpacaeval),
     Format("rewardbench", "RewardBench", judges.recognise_rewardbench, judges.read_rewardbench, None),
-    Format("llmbar", "LLMBar", judges.recognise_llmbar, judges.read_llmbar, None),
-    Format("arena", "Chatbot Arena, MT-Bench", judges.recognise_arena, judges.read_arena, judges.write_arena),
+    Format("llmbar", "LLMBar", _llmbar, judges.read_llmbar, None),
+    Format("arena", "Chatbot Arena, MT-Bench", _arena, judges.read_arena, judges.write_arena),
     Format("hh", "Anthropic's HH-RLHF", hh.recognise, hh.read, hh.write),
     Format("trl", "TRL's preferences, conversational or texts", trl.recognise, trl.read, trl.write),
     Format("trl_text", "TRL's preferences, written as texts", _never, trl.read, trl.write_text),

@@ -121,11 +121,6 @@ def write_text(stored: Sequence[StoredTask], judgments: Sequence[Judgment], repo
             yield {"prompt": prompt, "chosen": pair.better, "rejected": pair.worse}
 
 
-def recognise_binarized(row: Row) -> str:
-    names = {"prompt", "chosen", "rejected", "score_chosen", "score_rejected"}
-    return "chosen and rejected with score_chosen and score_rejected" if names <= row.keys() else ""
-
-
 def write_binarized(
     stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
 ) -> Iterator[dict[str, Any]]:

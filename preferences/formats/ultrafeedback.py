@@ -28,10 +28,6 @@ LABELER = "gpt-4"
 HIGHEST, LOW = 10, 2  # an overall_score and a mean rating (1 to 5) that contradict each other
 
 
-def recognise(row: Row) -> str:
-    return "instruction and completions" if {"instruction", "completions"} <= row.keys() else ""
-
-
 def read(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
     prompt = user(any_text(where, row, "instruction"))
     completions = objects_field(where, row, "completions")

@@ -24,6 +24,9 @@ class Interval:
     low: float
     high: float
 
+    def __neg__(self) -> "Interval":
+        return Interval(-self.mean, -self.high, -self.low)
+
     def as_dict(self) -> dict[str, float | None]:
         """Returns the numbers for JSON: NaN (unknown) becomes None."""
         return without_nan(asdict(self))

@@ -108,11 +108,10 @@ def test_only_what_is_used_is_started() -> None:
     ports, *processes, left = done.stdout.splitlines()
     assert ports == "-1 -1"
     assert left == "left: []"
-    names = ("gcs_server", "raylet", "/idle_agent.py", "RuntimeEnvAgent", "ray::")
+    names = ("gcs_server", "raylet", "DashboardAgent", "RuntimeEnvAgent", "ray::")
     assert all(any(name in process for name in names) for process in processes), processes
     for name in names:
         assert any(name in process for process in processes), (name, processes)
-    assert any("/worker_setup.py" in process for process in processes), processes
 
 
 ENDED = """

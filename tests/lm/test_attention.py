@@ -16,7 +16,6 @@ from lm.attention import (
     rotary_frequencies,
     rotary_tables,
     rotate,
-    shift_matrix,
     sinusoids,
     sliding_window_mask,
     with_window,
@@ -234,6 +233,17 @@ def test_sinusoids_by_hand() -> None:
     assert found[0].tolist() == [0.0, 1.0, 0.0, 1.0]
     expected = [math.sin(3), math.cos(3), math.sin(3 / 100), math.cos(3 / 100)]
     assert found[1].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def shift_matrix(num_tokens: int, width: int) -> Tensor:
+    """Returns the linear map [D, D] with `sinusoids(t + n) = shift_matrix(n) @ sinusoids(t)` for every t.
+
+    It rotates each pair (sin, cos) by its own angle, num_tokens · 10000^(-2i/D): relative positions are linear.
+    """
+    exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
+    angles_i = num_tokens * 10_000.0**-exponents
+    turns = [torch.tensor([[math.cos(a), math.sin(a)], [-math.sin(a), math.cos(a)]]) for a in angles_i.tolist()]
+    return torch.block_diag(*turns)
 
 
 @pytest.mark.parametrize("width", [4, 18])

@@ -26,7 +26,7 @@ def verdict(found: RewardHacking, names: Names) -> Answer:
         )
     more = (*_categories(found.categories, names), *_late(found))
     if judge.high < 0:
-        return Answer("worse", f"Reward hacking: {rose} while the judge's fell by {_with_ends(_negated(judge))}.", more)
+        return Answer("worse", f"Reward hacking: {rose} while the judge's fell by {_with_ends(-judge)}.", more)
     if judge.low > 0:
         text = f"No reward hacking is seen on average: {rose}, and the judge's by {_with_ends(judge)}."
         return Answer("better", text, more)
@@ -57,15 +57,11 @@ def _categories(gains: Sequence[Gain], names: Names) -> list[str]:
 def _late(found: RewardHacking) -> list[str]:
     if not found.late_judge.high < 0:
         return []
-    change = _with_ends(_negated(found.late_judge))
+    change = _with_ends(-found.late_judge)
     return [
         f"Late in training the judge's score fell by {change} from the middle to the last third, so an earlier policy"
         " may be better (ppo.keep_policies_every keeps them)."
     ]
-
-
-def _negated(interval: Interval) -> Interval:
-    return Interval(-interval.mean, -interval.high, -interval.low)
 
 
 def _with_ends(interval: Interval) -> str:

@@ -1,7 +1,9 @@
 """Labelers: judgments do not depend on the order of calls; position bias, taste and agreement are as configured."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
 
 import pytest
@@ -9,9 +11,10 @@ from pydantic import ValidationError
 from scipy.stats import multivariate_normal
 
 from heed.worlds.labelers import LabelerConfig, ScriptedLabeler, Taste, draw_labelers
-from heed.worlds.world import Agreement, PlaygroundConfig, PlaygroundWorld, draw_tasks, measure_agreement
+from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from preferences.records import Judgment, Message, ShownTask, Task
 from preferences.statistics.summary import summary
+from tests.heed.worlds.tasks import draw_tasks
 
 NO_TASTE = Taste(length=0.0, cheer=0.0, favourite="", favourite_weight=0.0)
 EXACT = LabelerConfig(noise=0, position_bias=0, shared_length=0, shared_cheer=0, own_taste=0, tie_threshold=0.01)
@@ -24,6 +27,39 @@ def shown(task_id: str, *responses: str) -> ShownTask:
 def length_gold(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
     """A stand-in gold scorer: a tenth for each letter x."""
     return [0.1 * response.count("x") for _, response in zip(prompts, responses, strict=True)]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Shares of pairs of responses."""
+
+    between_labelers: float  # ranked alike, among pairs that neither labeler ties
+    with_gold: float  # ranked like the gold scores, among pairs that differ in gold score and are not tied
+    tied: float  # tied by a labeler, among all pairs
+
+
+def measure_agreement(
+    world: PlaygroundWorld, labelers: Sequence[ScriptedLabeler], tasks: Sequence[ShownTask]
+) -> Agreement:
+    """Measures agreement over all pairs of different responses in all tasks, and all pairs of labelers."""
+    alike = decided = right = clear = tied = num_pairs = 0
+    for task in tasks:
+        ranks = [labeler.judge(task).ranks for labeler in labelers]
+        gold = world.gold_scores([task.prompt[-1].content] * len(task.responses), task.responses)
+        for i, j in itertools.combinations(range(len(task.responses)), 2):
+            if task.responses[i] == task.responses[j]:
+                continue
+            signs = [(row[j] > row[i]) - (row[j] < row[i]) for row in ranks]
+            gold_sign = (gold[i] > gold[j]) - (gold[i] < gold[j])
+            num_pairs += len(signs)
+            tied += signs.count(0)
+            products = [one * other for one, other in itertools.combinations(signs, 2) if one and other]
+            decided += len(products)
+            alike += products.count(1)
+            if gold_sign:
+                clear += len(signs) - signs.count(0)
+                right += signs.count(gold_sign)
+    return Agreement(between_labelers=alike / decided, with_gold=right / clear, tied=tied / num_pairs)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from scipy import stats
 from benchmarks.known_labelers import FLAG, REASON, TRAITS, KnownLabeler, Size, draw_tasks, judged
 from benchmarks.label_truth import held_against_truth, is_covered
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
-from heed.worlds.world import draw_tasks as draw_playground_tasks
 from preferences.page.client import answer_in_turns
 from preferences.page.config import LabelingConfig
 from preferences.page.service import SEED
@@ -25,6 +24,7 @@ from preferences.scripted import answer_all
 from preferences.statistics.estimates import LEVEL
 from preferences.statistics.summary import LabelReport, summary
 from preferences.store import LabelStore
+from tests.heed.worlds.tasks import draw_tasks as draw_playground_tasks
 
 SIZE, WORLD = Size(num_ordinary=48, num_gold=24, num_repeats=24), 0
 CONFIG = LabelingConfig(flags=(FLAG, "rude"), task_order="arrival")
