@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from files.hashes import derive_seed
 from heed.jobs.job_file import load_job
 from lm.layers import sequence_keys
 from lm.source import on_meta
@@ -33,8 +34,7 @@ from preferences.rankings import split_rankings
 from preferences.records import Ranking, dense_ranks
 from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import Comparison, RankingsConfig, encode_rankings, read_rankings
-from reward.learner import AuxiliaryParameters, LearnerSource, RewardLearner
-from reward.objective import RankingObjective
+from reward.objective import AuxiliaryParameters, LearnerSource, RankingObjective, RewardLearner
 from reward.scoring import head_scores, read_by, sequences_of, task_scores
 from reward.stage import network_source
 from stages.world import World, label_truth
@@ -43,7 +43,6 @@ from training.engine import Engine
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.metrics import read_metrics
 from training.packing import IntArray
-from training.seeds import derive_seed
 
 SEQUENCES_AT_ONCE = 96
 HELDOUT_SHARE = 0.25

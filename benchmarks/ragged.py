@@ -26,13 +26,12 @@ from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from ppo.algorithm import GAE
 from ppo.config import PPOConfig
-from ppo.initial_models import InitialModels, ScoreScale
 from ppo.learner import Learner
+from ppo.rank import InitialModels, ScoreScale
 from ppo.roles import Roles
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from reward.comparisons import Comparison, Verdict
-from reward.learner import AuxiliaryParameters, LearnerSource, RewardLearner
-from reward.objective import RankingObjective
+from reward.objective import AuxiliaryParameters, LearnerSource, RankingObjective, RewardLearner
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.engine import Engine, LossAndMetrics

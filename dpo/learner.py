@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lm.layers import sequence_keys
-from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
+from lm.sampling import token_logprobs
 from lm.source import ModelSource
 from lm.transfer import upload
-from reward.learner import NETWORK
+from reward.objective import NETWORK
 from training.packing import IntArray, packed_rows
 from training.tokens import Sequences
 
@@ -25,7 +25,7 @@ from training.tokens import Sequences
 class PolicyLearner(nn.Module):
     """Logits and log ν from one forward pass, so that every backend gathers what it shards.
 
-    log ν = start + hidden_size · θ, where θ starts at 0, as in a reward model's training (`reward.learner`).
+    log ν = start + hidden_size · θ, where θ starts at 0, as in a reward model's training (`reward.objective`).
     """
 
     def __init__(self, network: LanguageModel, starting_log_nu: float | None) -> None:

@@ -19,8 +19,15 @@ from dpo.config import DPOConfig
 from dpo.learner import PackedResponses, PolicyLearner
 from lm.transfer import spread, upload
 from reward.comparisons import Comparison
-from reward.loss import accuracy_of, davidson_loss, mean_over_pairs, pairs_of, ranking_loss
-from reward.objective import MAX_RESPONSES, ComparisonObjective
+from reward.objective import (
+    MAX_RESPONSES,
+    ComparisonObjective,
+    accuracy_of,
+    davidson_loss,
+    mean_over_pairs,
+    pairs_of,
+    ranking_loss,
+)
 from training.packing import IntArray
 
 Floats = NDArray[np.float32]

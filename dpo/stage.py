@@ -19,6 +19,7 @@ from dpo.objective import Floats, PreferenceObjective, implicit_rewards
 from dpo.reference import check_first_loss, logprobs_on_all_ranks, reference_logprobs
 from dpo.report import REPORTER, DPOResults, PairMeans
 from files.atomic import write_json
+from files.hashes import derive_seed
 from files.records import record_of
 from lm.adapters import save_trained
 from lm.lora import adapted
@@ -31,8 +32,8 @@ from preferences.statistics.agreement import accuracy_against
 from preferences.statistics.estimates import UNKNOWN, Interval
 from preferences.statistics.intervals import clustered_mean
 from reward.comparisons import Comparison, read_judgments
-from reward.learner import network_weights, starting_log_nu
 from reward.metrics import labeler_metrics
+from reward.objective import network_weights, starting_log_nu
 from reward.prepared import (
     WARNINGS,
     PreparedRankings,
@@ -51,7 +52,6 @@ from stages.run import JobView, StageRun
 from training.engine import Engine, StageContext, build_engine
 from training.loop import LoopConfig, TrainingLoop
 from training.notices import say
-from training.seeds import derive_seed
 from training.tokens import read_overlong
 
 HELDOUT_REWARDS = "heldout_rewards.json"  # {task_id: implicit rewards of its responses, in the rankings file's order}

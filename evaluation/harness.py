@@ -16,14 +16,13 @@ from lm_eval.api.model import LM
 
 from evaluation.measures.kl import Policy
 from evaluation.measures.language_modelling import text_logprobs
+from files.hashes import derive_seed
 from lm.generation import generate
-from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
-from lm.padding import batches_by_length
-from lm.sampling import Choice
+from lm.sampling import Choice, token_logprobs
 from lm.sequence_logprobs import logits_function, position_chunks, predicting_states
+from lm.transfer import batches_by_length
 from reward.sampling import BATCH
-from training.seeds import derive_seed
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from evaluation.endpoint import Asker, OnProgress
 from evaluation.inputs import asked_of, by_id, conversation_key, id_of
 from evaluation.verdicts import Response
 from files.fields import any_text, name_field, names, number_field, shown, text_field, whole_field
-from files.hashes import file_hash, folder_hash
+from files.hashes import derive_seed, file_hash, folder_hash
 from files.rows import read_source
 from lm.config import Precision
 from lm.hub import model_directory, model_hash
@@ -19,7 +19,6 @@ from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, read_config
 from reward.sampling import Sample, SamplingSpec, sample_policy
 from training.data import Prompt
-from training.seeds import derive_seed
 
 SEEDS = 2**31  # servers accept seeds below this
 SHOWN_IDS = 5

@@ -1,4 +1,6 @@
-"""SHA-256 of files and folders, hexadecimal."""
+"""SHA-256 of files and folders, hexadecimal; and seeds derived from names by a hash, so that no random draw depends on
+what was drawn before it.
+"""
 
 import hashlib
 import json
@@ -51,3 +53,9 @@ def folder_hash(folder: Path) -> str:
 def file_names(folder: Path) -> list[str]:
     """Returns the relative paths of all files below `folder`, sorted."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def derive_seed(seed: int, *names: str | int) -> int:
+    """Derive a 63-bit seed for one purpose, such as `derive_seed(run_seed, "ppo", step, rank)`."""
+    text = "/".join(str(part) for part in (seed, *names))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from files.atomic import write_json
 from lm.config import ModelConfig
 from lm.encoder import EncoderModel, SequenceClassifier, SpanPredictor, TokenClassifier
-from lm.families import Stored, family_of
+from lm.families import family_of
+from lm.families.family import Stored
 from lm.hub import ADAPTER_CONFIG, hub_name
 from lm.layers import Linear
 from lm.lora import (

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lm.attention import Attention, CrossAttention, Mask, Rotary
-from lm.cache import CrossAttentionCache, PassCache
+from lm.attention import Attention, CrossAttention, CrossAttentionCache, Mask, PassCache, Rotary
 from lm.config import ModelConfig
 from lm.layers import MLP, Dropout, Replaceable, make_norm, site_offset
 from lm.native.operators import prepare_for_compile

@@ -18,9 +18,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from lm.attention import is_on_gpu, scores_bias
+from lm.attention import CrossAttentionCache, KVCache, TokenWriter, is_on_gpu, scores_bias
 from lm.block import BlockInputs, run_blocks
-from lm.cache import CrossAttentionCache, KVCache, TokenWriter
 from lm.config import ModelConfig
 from lm.encoder import EncoderDecoder
 from lm.layers import compute_dtype

@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lm.cache import CrossAttentionCache
+from lm.attention import CrossAttentionCache
 from lm.config import ModelConfig
 from lm.layers import ACTIVATIONS, Dropout, Fp32Linear, Head, Linear, make_norm, token_keys
-from lm.logprobs import token_logprobs
 from lm.model import HEAD, Transformer
-from lm.padding import first_tokens
-from lm.transfer import at_positions
+from lm.sampling import token_logprobs
+from lm.transfer import at_positions, first_tokens
 
 
 class EncoderModel(nn.Module):

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from lm import decoding
-from lm.cache import CrossAttentionCache, KVCache, PromptWriter
+from lm.attention import CrossAttentionCache, KVCache, PromptWriter
 from lm.decoding import StepKind, Steps, cache_for, decode, decoding_steps, prepacked
 from lm.encoder import EncoderDecoder
 from lm.model import LanguageModel
 from lm.native.decoder import LEAVE_BELOW
-from lm.padding import pad_left, pad_right
 from lm.progress import note_progress
 from lm.sampling import Choice, draw_uniforms
+from lm.transfer import pad_left, pad_right
 
 # Reading tokens makes the CPU wait for a GPU, so the tokens of several steps are read at once. A finished sequence
 # idles for half of these steps on average.

@@ -20,7 +20,8 @@ from torch import Tensor
 from files.atomic import atomic_file, atomic_folder
 from files.hashes import unchanged_hash
 from lm.config import ModelConfig
-from lm.families import FAMILIES, Family
+from lm.families import FAMILIES
+from lm.families.family import Family
 from lm.gguf_layout import (
     ARCHITECTURES,
     POSITIONS,

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.attention import Attention, CrossAttention, attend
-from lm.cache import CrossAttentionCache
+from lm.attention import Attention, CrossAttention, CrossAttentionCache, attend
 from lm.config import ModelConfig
 from lm.model import Transformer
 from lm.source import on_meta

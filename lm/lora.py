@@ -20,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from lm.config import ModelConfig
-from lm.families import Stored, family_of
+from lm.families import family_of
+from lm.families.family import Stored
 from lm.layers import Linear, linear
 from lm.source import ModelSource, on_meta
 from lm.weights import PURPOSES

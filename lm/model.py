@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import lm.native.install  # noqa: F401 - puts the CPU's kernels in place
 from lm.attention import (
+    CrossAttentionCache,
     Mask,
+    PassCache,
     Rotary,
     attention_mask,
     grouped_mask,
@@ -26,7 +28,6 @@ from lm.attention import (
     with_window,
 )
 from lm.block import Block, BlockInputs, PostNormBlock, run_blocks, run_compiled_blocks
-from lm.cache import CrossAttentionCache, PassCache
 from lm.config import ModelConfig
 from lm.layers import Dropout, Fp32Linear, Head, compute_dtype, make_norm, token_keys
 from lm.transfer import at_positions, upload

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.logprobs import LOGITS_AT_ONCE, token_logprobs
 from lm.model import LanguageModel
-from lm.padding import batches_of, pad_right
 from lm.progress import note_progress
+from lm.sampling import LOGITS_AT_ONCE, token_logprobs
+from lm.transfer import batches_of, pad_right
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from files.atomic import remove_unfinished, sync, temporary_path, write_json
 from lm.config import ModelConfig
-from lm.families import Family, Stored
+from lm.families.family import Family, Stored
 from lm.progress import note_progress
 from lm.tokenizer import read_json
 

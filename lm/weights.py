@@ -25,7 +25,8 @@ from lm.encoder import (
     SpanPredictor,
     TokenClassifier,
 )
-from lm.families import FAMILIES, Family, Stored, expect, family_of
+from lm.families import FAMILIES, family_of
+from lm.families.family import Family, Stored, expect
 from lm.hub import refuse_adapter
 from lm.model import SCORE, LanguageModel, ScalarModel, initial_weight
 from lm.source import Rows, load, on_meta, rows_of

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from cluster.remote import Pending
-from lm.samplers.engine import Agreement
-from lm.samplers.sent_weights import shown, whole_digest
+from files.hashes import derive_seed
+from lm.samplers.engine import Agreement, shown, whole_digest
 from ppo.algorithm import (
     KLController,
     importance_weights,
@@ -29,14 +29,13 @@ from ppo.algorithm import (
     token_weights,
 )
 from ppo.config import PPOConfig
-from ppo.initial_models import ScoreScale
 from ppo.learner import Learner
+from ppo.rank import ScoreScale
 from ppo.roles import ModelOutputs, Roles
 from ppo.rollout import PolicyBatch, PPOBatch, ResponseKL, Rollout, ValueBatch
 from ppo.rollout_log import RolloutLog, SampleLog, ScoredRollout
 from training.notices import RunError
 from training.packing import Sampler
-from training.seeds import derive_seed
 
 # |ratio - 1| on the first minibatch, where the policy has not moved. On CPUs it is 0, since both passes read the same
 # rows. GPU kernels may round differently when gradients are needed; a policy that really differs exceeds this by far.

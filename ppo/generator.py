@@ -3,12 +3,10 @@
 from collections.abc import Iterable, Sequence
 
 from cluster.remote import Handle, Pending
-from lm.samplers.engine import SamplingEngine
+from lm.samplers.engine import SamplingEngine, SentWeights, chunks, whole_digest
 from lm.samplers.own import HeedSampler
-from lm.samplers.sent_weights import SentWeights, chunks, whole_digest
 from ppo.config import PPOConfig
-from ppo.initial_models import InitialModels
-from ppo.rank import Rank
+from ppo.rank import InitialModels, Rank
 from ppo.rollout import Rollout, equal_slices
 from training.config import EngineConfig
 

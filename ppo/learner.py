@@ -13,19 +13,19 @@ from torch import Tensor
 
 from cluster.remote import Handle, Pending
 from files.atomic import atomic_folder
+from files.hashes import derive_seed
 from lm.adapters import save_trained
 from lm.lora import adapted, merged, without_adapters
 from lm.model import LanguageModel, ScalarModel
 from lm.progress import note_progress
-from lm.samplers.sent_weights import SentWeights, chunks, noted
+from lm.samplers.engine import SentWeights, chunks, noted
 from lm.source import ModelSource, on_meta
 from lm.transfer import upload
 from lm.weights import ModelFolder, save_model
 from ppo.algorithm import GAE, policy_loss, response_kl_loss, value_loss
 from ppo.config import PPOConfig
-from ppo.initial_models import InitialModels, value_source
 from ppo.kept_passes import NOT_REPEATED, KeptPasses, Repeated, Taken
-from ppo.rank import PackedRollout, Rank
+from ppo.rank import InitialModels, PackedRollout, Rank, value_source
 from ppo.rollout import PolicyBatch, Rollout, Share, ValueBatch, joined, shares_by_update, shares_of
 from training.checkpoint import ParamShard, SavedState, State, changed_files, share_of_files, state_of, step_of
 from training.config import BatchConfig, EngineConfig
@@ -33,7 +33,6 @@ from training.engine import Engine
 from training.notices import say
 from training.objectives import CausalLMObjective
 from training.packing import stream_rows
-from training.seeds import derive_seed
 
 AnyBatch = TypeVar("AnyBatch", PolicyBatch, ValueBatch)
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from files.records import read_record
-from lm.samplers.sent_weights import shown
+from lm.samplers.engine import shown
 from lm.tokenizer import Tokenizer
 from ppo.algorithm import token_weights
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.initial_models import ScoreScale
+from ppo.rank import ScoreScale
 from ppo.report import PPOResults
 from ppo.rollout_log import ROLLOUTS, RolloutRecord, read_rollouts, response_digests
 from ppo.stage import controller_of, load_checkpoint, placed

@@ -17,8 +17,8 @@ from cluster.remote import Handle, Local, Pending, Remote
 from lm.tokenizer import Messages
 from ppo.config import PPOConfig
 from ppo.generator import Generator, Generators
-from ppo.initial_models import InitialModels
 from ppo.learner import Learner, Learners
+from ppo.rank import InitialModels
 from ppo.rollout import Rollout, joined, shares_by_update
 from ppo.scorer import Scorer, Scorers
 from ppo.shared_body import SharedBodyLearner

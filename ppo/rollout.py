@@ -72,7 +72,7 @@ class Rollout:
     prompt_tokens_B: Tensor  # length of each prompt
     response_tokens_B: Tensor  # length of each response, its end token included
     finished_B: Tensor  # True = the response ends with the end token
-    sampled_by_B: Tensor  # digest of the weights that sampled the response (`lm.samplers.sent_weights.whole_digest`)
+    sampled_by_B: Tensor  # digest of the weights that sampled the response (`lm.samplers.engine.whole_digest`)
     behaviour_logprobs_BR: Tensor  # nats, from the sampler, at the sampling temperature; 0 at padding
 
     @classmethod

@@ -18,13 +18,13 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
+from files.hashes import derive_seed
 from files.records import as_json
-from lm.samplers.sent_weights import shown
+from lm.samplers.engine import shown
 from lm.tokenizer import Messages, Tokenizer
 from ppo.rollout import Rollout
 from training.data import Prompt
 from training.metrics import StepLines
-from training.seeds import derive_seed
 
 SAMPLES, ROLLOUTS = "samples.jsonl", "rollouts.jsonl"
 NUM_DRAWN = 4  # responses logged per iteration, of those that it learns from

@@ -31,8 +31,7 @@ from lm.tokenizer import Messages, Tokenizer
 from lm.transfer import host_bytes
 from lm.weights import ModelFolder
 from ppo.config import PPOConfig
-from ppo.initial_models import InitialModels
-from ppo.rank import Rank
+from ppo.rank import InitialModels, Rank
 from ppo.rollout import Rollout, joined, shares_by_update, shares_of
 from reward.external import ExternalReward, Scored, score_in_parts
 from reward.scoring import (

@@ -15,17 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from lm.adapters import ADAPTER, FromAdapter
-from lm.logprobs import token_logprobs
 from lm.lora import is_adapter, merged, read_by
 from lm.model import LanguageModel, ScalarModel
 from lm.progress import note_progress
+from lm.sampling import token_logprobs
 from lm.source import ModelSource, load, on_meta
 from lm.tokenizer import Messages
 from lm.weights import ModelFolder, WithNewHead
 from ppo.config import PPOConfig
-from ppo.initial_models import InitialModels, joined_heads
 from ppo.learner import Learner
-from ppo.rank import PackedRollout
+from ppo.rank import InitialModels, PackedRollout, joined_heads
 from ppo.rollout import Rollout
 from ppo.scorer import HeldModel, Scorer
 from training.config import EngineConfig

@@ -14,6 +14,7 @@ from statistics import mean, stdev
 
 from cluster.remote import Pending
 from files.atomic import remove_unfinished
+from files.hashes import derive_seed
 from files.records import read_record
 from lm.samplers.engine import max_difference
 from lm.samplers.environment import require_vllm
@@ -21,8 +22,8 @@ from lm.tokenizer import Tokenizer
 from lm.weights import read_config
 from ppo.config import VLLM, PPOConfig
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels, ScoreScale, TokenStream
 from ppo.plan import plan
+from ppo.rank import InitialModels, ScoreScale, TokenStream
 from ppo.report import REPORTER, PPOResults
 from ppo.roles import Roles
 from ppo.rollout import Rollout
@@ -44,7 +45,6 @@ from training.engine import StageContext
 from training.metrics import MetricsLog
 from training.notices import StoppedError, say, stop_requested
 from training.packing import stream_rows
-from training.seeds import derive_seed
 from training.tokens import array_path
 from training.writer import PROGRESS
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from files.hashes import file_hash
+from files.hashes import derive_seed, file_hash
 from lm.config import ModelConfig
 from lm.encoder import EncoderDecoder, MaskedLanguageModel
 from lm.hub import model_directory
@@ -36,7 +36,6 @@ from training.engine import StageContext, build_engine
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import CausalLMObjective
 from training.packing import stream_rows
-from training.seeds import derive_seed
 from training.tokens import Part, TokenFolders, array_path, chunks, read_sources, unusual_rows
 
 

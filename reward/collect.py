@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from files.hashes import derive_seed
 from preferences.formats.own import ranking_row
 from preferences.records import MAX_RESPONSES, Message, Ranking, Task
 from preferences.results import Progress
@@ -32,7 +33,6 @@ from stages.sizes import SourceSize
 from stages.world import World, label_truth
 from training.config import Config
 from training.data import DataConfig, OnOverlong, Overlong, Prompt, SourceRows, overlong_field
-from training.seeds import derive_seed
 
 
 class CollectConfig(Config):

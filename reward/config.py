@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from lm.model import SCORE
 from reward.comparisons import RankingsConfig
-from reward.learner import Ties
+from reward.objective import Ties
 from training.config import FineTuningConfig
 from training.data import DataConfig, OnOverlong, overlong_field
 

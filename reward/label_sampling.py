@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from files.hashes import derive_seed
 from lm.source import inference_dtype
 from preferences.records import Message, Task
 from preferences.task_selection import Candidate, Method, PromptCandidates, choose_tasks
@@ -13,7 +14,6 @@ from reward.comparisons import encode_response
 from reward.sampling import SamplingSpec, sample_policy
 from reward.scoring import RewardModel, labels_of, weights_by_label
 from training.data import Prompt
-from training.seeds import derive_seed
 
 
 @dataclass(frozen=True)

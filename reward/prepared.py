@@ -15,7 +15,7 @@ from preferences.formats.merging import Found
 from preferences.formats.parts import RowWarning
 from preferences.rankings import split_rankings
 from preferences.records import OVERALL, Message, Ranking
-from preferences.statistics.reliability import labeler_reliability, labeler_weights
+from preferences.statistics.agreement import labeler_reliability, labeler_weights
 from reward.comparisons import (
     Answer,
     Comparison,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
+from files.hashes import derive_seed
 from lm.config import Precision
 from lm.generation import generate
 from lm.hub import on_this_machine
@@ -23,7 +24,6 @@ from lm.weights import ModelFolder, read_config
 from reward.external import ExternalReward, Scored, score_in_parts
 from reward.scoring import RewardModel
 from training.data import Prompt
-from training.seeds import derive_seed
 
 if TYPE_CHECKING:
     from stages.run import StageRun

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from lm.encoder import SequenceClassifier
 from lm.model import ScalarModel
-from lm.padding import MAX_TOKENS, last_tokens, pad_right
 from lm.progress import note_progress
 from lm.source import PartialSource, load_for_inference, on_meta
 from lm.tokenizer import Messages, Tokenizer
-from lm.transfer import upload
+from lm.transfer import MAX_TOKENS, last_tokens, pad_right, upload
 from lm.weights import ModelFolder, purpose_of
 from reward.comparisons import Comparison, encode_scored
 from training.packing import IntArray, packed_rows, split_passes

@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from files.atomic import write_json
+from files.hashes import derive_seed
 from files.records import read_record, record_of
 from lm.adapters import save_trained
 from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
@@ -31,10 +32,23 @@ from preferences.statistics.estimates import Floats, Share
 from preferences.statistics.intervals import share_interval
 from reward.comparisons import Comparison, encode_scored, read_judgments
 from reward.config import RewardConfig
-from reward.heldout import FinalScores, calibration_sequences, final_scores
-from reward.learner import AuxiliaryParameters, LearnerSource, network_weights, spread_of_ratings, starting_log_nu
-from reward.metrics import joined_metrics, labeler_metrics, objective_metrics, rating_metrics
-from reward.objective import RankingObjective
+from reward.metrics import (
+    FinalScores,
+    calibration_sequences,
+    final_scores,
+    joined_metrics,
+    labeler_metrics,
+    objective_metrics,
+    rating_metrics,
+)
+from reward.objective import (
+    AuxiliaryParameters,
+    LearnerSource,
+    RankingObjective,
+    network_weights,
+    spread_of_ratings,
+    starting_log_nu,
+)
 from reward.prepared import (
     WARNINGS,
     PreparedRankings,
@@ -56,7 +70,6 @@ from stages.run import JobView, StageRun
 from stages.world import label_truth
 from training.engine import StageContext, build_engine
 from training.loop import LoopConfig, TrainingLoop
-from training.seeds import derive_seed
 from training.tokens import read_overlong
 
 HELDOUT_SCORES = "heldout_scores.json"  # {task_id: scores of its responses, in the order of the rankings file}

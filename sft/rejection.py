@@ -14,6 +14,7 @@ from statistics import fmean
 from pydantic import Field
 
 from files.atomic import write_text
+from files.hashes import derive_seed
 from lm.adapters import save_trained
 from lm.lora import adapted
 from lm.model import LanguageModel
@@ -35,7 +36,6 @@ from training.engine import StageContext, build_engine
 from training.loop import LoopConfig, TrainingLoop
 from training.objectives import PackedObjective
 from training.packing import Packed
-from training.seeds import derive_seed
 from training.tokens import CHECKED_SEQUENCES, Sequences, TokenFolders, read_overlong
 
 BEST = "best.jsonl"  # {"prompt_id", "messages", "score"}: each prompt with its best response

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
+from files.hashes import derive_seed
 from lm.adapters import save_trained
 from lm.encoder import EncoderDecoder
 from lm.lora import adapted
@@ -32,7 +33,6 @@ from training.engine import StageContext, build_engine
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import PackedObjective, PairsObjective
 from training.packing import Packed, best_fit
-from training.seeds import derive_seed
 from training.tokens import CHECKED_SEQUENCES, Sequences, TokenFolders, read_overlong, read_sources
 
 

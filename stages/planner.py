@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lm.config import ModelConfig
-from lm.padding import MAX_TOKENS
 from lm.tokenizer import Tokenizer
+from lm.transfer import MAX_TOKENS
 from stages.data import PROMPTS_AT_ONCE, prompt_lengths
 from stages.planning.hardware import Times
 from stages.planning.memory import (

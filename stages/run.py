@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple, Unpack
 
 from cluster.group import WorkerGroup
 from files.atomic import write_json
+from files.hashes import derive_seed
 from files.records import as_json
 from lm.config import ModelConfig
 from lm.hub import model_directory, on_this_machine
@@ -17,7 +18,6 @@ from stages.world import World
 from training.config import Config, EngineConfig
 from training.engine import StageContext
 from training.notices import say
-from training.seeds import derive_seed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -37,15 +37,14 @@ from lm.weights import ModelFolder, save_model
 from ppo.algorithm import GAE, GroupMean, KLConfig, ResponseLoss, TokenLoss, token_weights
 from ppo.config import EMAConfig, PPOConfig, PTXConfig
 from ppo.generator import Generator
-from ppo.initial_models import InitialModels, ScoreScale, TokenStream
 from ppo.kept_passes import Repeated
 from ppo.learner import Learner
+from ppo.rank import InitialModels, ScoreScale, TokenStream
 from ppo.rollout import PolicyBatch, ResponseKL, Rollout, ValueBatch, shares_by_update, shares_of
 from ppo.scorer import Scorer
 from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective
 from reward.comparisons import Comparison, Verdict
-from reward.learner import AuxiliaryParameters, LearnerSource
-from reward.objective import RankingObjective
+from reward.objective import AuxiliaryParameters, LearnerSource, RankingObjective
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.engine import Engine

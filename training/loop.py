@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from files.atomic import remove_unfinished
+from files.hashes import derive_seed
 from lm.progress import note_progress
 from training.checkpoint import (
     changed_files,
@@ -24,7 +25,6 @@ from training.engine import Engine, LossAndMetrics
 from training.metrics import MetricsLog
 from training.notices import StoppedError, say, stop_requested
 from training.packing import IntArray, Sampler
-from training.seeds import derive_seed
 
 MODEL = "model"  # the folder of the model's state in a checkpoint
 

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from lm.encoder import EncoderDecoder
 from lm.layers import sequence_keys
-from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
-from lm.padding import pad_right
-from lm.transfer import upload
+from lm.sampling import token_logprobs
+from lm.transfer import pad_right, upload
 from training.packing import IntArray, Packed, PackedRows
 
 

@@ -30,8 +30,8 @@ from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from ppo.controller import PPOController
 from ppo.generator import Generator, Generators
-from ppo.initial_models import InitialModels, ScoreScale
 from ppo.learner import Learner, Learners
+from ppo.rank import InitialModels, ScoreScale
 from ppo.roles import Direct, Roles
 from ppo.scorer import Scorer, Scorers
 from training.config import BatchConfig

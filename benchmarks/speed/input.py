@@ -26,9 +26,9 @@ from heed.jobs.job_file import load_job
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from lm.encoder import EncoderDecoder, MaskedLanguageModel
 from lm.model import LanguageModel
-from lm.padding import pad_right
 from lm.source import RandomInit
 from lm.tokenizer import Tokenizer
+from lm.transfer import pad_right
 from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective
 from pretrain.stage import stream_parts
 from sft.demonstrations import Limit, demonstration_parts

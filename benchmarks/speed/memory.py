@@ -27,7 +27,7 @@ from heed.jobs.plan import Setting, make_plan
 from lm.model import LanguageModel
 from lm.weights import ModelFolder
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels, ScoreScale
+from ppo.rank import InitialModels, ScoreScale
 from ppo.roles import Roles
 from ppo.stage import STAGE as PPO
 from pretrain.stage import STAGE as PRETRAIN

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.speed.own import OneRow, responses
 from benchmarks.speed.table import spread, taken_on
+from files.hashes import derive_seed
 from heed.jobs.job_file import load_job
 from lm.config import ModelConfig
 from lm.model import LanguageModel
@@ -34,7 +35,6 @@ from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import CausalLMObjective, PackedObjective
 from training.optimizers import make_optimizers
 from training.packing import IntArray, pack
-from training.seeds import derive_seed
 
 AIM = 0.9
 WARMUP_STEPS, TIMED_STEPS = 10, 40  # steps of each loop per round; both loops warm up in the first round only

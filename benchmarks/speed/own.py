@@ -19,11 +19,10 @@ from lm.weights import ModelFolder, load_language_model
 from ppo.algorithm import GAE, KLConfig
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels, ScoreScale
+from ppo.rank import InitialModels, ScoreScale
 from ppo.roles import Roles
 from reward.comparisons import Comparison, Verdict
-from reward.learner import AuxiliaryParameters, LearnerSource
-from reward.objective import RankingObjective
+from reward.objective import AuxiliaryParameters, LearnerSource, RankingObjective
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.engine import Engine

@@ -19,7 +19,7 @@ from evaluation.compare.sampled import Sampled, compare_sampled
 from evaluation.inputs import named_specs
 from evaluation.judges.people import PeopleJudge
 from evaluation.judges.scorers import ScoreJudge
-from files.hashes import file_hash
+from files.hashes import derive_seed, file_hash
 from files.records import record_of
 from lm.tokenizer import Tokenizer
 from ppo.config import PPOConfig
@@ -34,7 +34,6 @@ from stages.data import fitting_prompts
 from stages.planner import Planner, StagePlan
 from stages.run import JobView, StageRun
 from training.metrics import read_metrics
-from training.seeds import derive_seed
 
 SFT = "sft"
 JUDGES = ("judge_function", "judge_from", "judge_people", "judge_reward")

@@ -23,20 +23,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from files.hashes import derive_seed
 from lm.generation import generate
 from lm.model import LanguageModel
-from lm.padding import batches_by_length
 from lm.progress import note_progress
 from lm.sampling import Choice
 from lm.sequence_logprobs import logits_function, position_chunks, predicting_states
 from lm.source import load_for_inference
 from lm.tokenizer import Messages, Tokenizer
+from lm.transfer import batches_by_length
 from lm.weights import ModelFolder
 from preferences.statistics.estimates import Floats, Interval
 from preferences.statistics.intervals import clustered_mean
 from reward.sampling import BATCH
 from training.data import Prompt
-from training.seeds import derive_seed
 
 MAX_PREFIXES = 200_000  # the most that `exact_kl` enumerates
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from evaluation.measures.kl import Policy
 from files.fields import text_field
+from files.hashes import derive_seed
 from lm.generation import generate
 from lm.model import LanguageModel
 from lm.sampling import Choice
@@ -32,7 +33,6 @@ from lm.weights import ModelFolder
 from preferences.statistics.estimates import LEVEL, Floats, Interval
 from preferences.statistics.intervals import bootstrap_ratio, share_interval
 from training.data import DataConfig, read_rows
-from training.seeds import derive_seed
 
 NUM_RESAMPLES = 10_000
 

@@ -236,11 +236,11 @@ class Speaker:
         self, messages: list[dict[str, str]], line: str, show: Callable[[str], None] | None
     ) -> tuple[str, Sequence[float]]:
         """Returns the response, and the scores of all. `show` receives the text so far if only one is sampled."""
+        from files.hashes import derive_seed
         from lm.encoder import EncoderDecoder
         from lm.generation import never
         from lm.sampling import Choice
         from lm.search import best_of
-        from training.seeds import derive_seed
 
         prompt = self.tokenizer.encode_prompt(messages)
 

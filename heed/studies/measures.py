@@ -28,6 +28,7 @@ from evaluation.measures.curves import Curve, Kind, best_of_n_curve
 from evaluation.measures.kl import Drawn, Policy, draw, response_kls
 from evaluation.measures.language_modelling import bits_and_bytes
 from files.atomic import atomic_file
+from files.hashes import derive_seed
 from heed.jobs.job import JobConfig
 from heed.studies.arms import collected, every_arm, with_those_before
 from heed.studies.findings import Measures
@@ -46,7 +47,6 @@ from stages.lineage import LINEAGE
 from stages.progress import console
 from stages.world import World, label_truth
 from training.data import DataConfig, Prompt, TextConfig, read_prompts, read_texts
-from training.seeds import derive_seed
 
 REFERENCE = "base/sft"
 STAMP = "stamp"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from lm import attention, layers, logprobs, sampling
+from lm import attention, layers, sampling
 from lm.attention import Rotary
 from lm.block import Block, BlockInputs, run_blocks
 from lm.layers import RMSNorm, cast_weight, compute_dtype
@@ -220,7 +220,7 @@ layers.swiglu.replace_where(_takes_swiglu, _swiglu)
 layers.drop.replace_where(_takes_dropout, _dropout)
 attention.split_heads.replace_where(_takes_heads, _split_heads)
 attention.attend_written_out.replace_where(takes_attention, _attend)
-logprobs.logprobs_of_rows.replace_where(_takes_logprobs, _logprobs)
+sampling.logprobs_of_rows.replace_where(_takes_logprobs, _logprobs)
 sampling.sample.replace_where(_takes_sampling, _sample)
 layers.linear.replace_where(takes_linear, _linear)
 layers.linear.replace_where(takes_fp32_linear, operators.fp32_linear)

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from lm.generation import Batch, Generated
-from lm.samplers.engine import SamplingEngine
+from lm.samplers.engine import SamplingEngine, SentWeights, chunks
 from lm.samplers.own import HeedSampler
-from lm.samplers.sent_weights import SentWeights, chunks
 from lm.samplers.trial import (
     LOADED_WEIGHTS,
     MAX_NEW_TOKENS,

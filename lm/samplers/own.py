@@ -11,8 +11,7 @@ from lm.config import Precision
 from lm.decoding import FixedSteps, fixed_steps
 from lm.generation import Generated, generate
 from lm.model import LanguageModel
-from lm.samplers.engine import SamplingEngine
-from lm.samplers.sent_weights import SentWeights, digests_of, held_tensors, noted, take
+from lm.samplers.engine import SamplingEngine, SentWeights, digests_of, held_tensors, noted, take
 from lm.sampling import Choice
 from lm.source import load_for_inference, on_meta
 from lm.tokenizer import Tokenizer

@@ -21,14 +21,13 @@ from torch import Tensor
 from lm.chat_template import CHAT_TEMPLATES
 from lm.config import ModelConfig, Precision
 from lm.generation import Batch, Generated
-from lm.logprobs import entropy, token_logprobs
 from lm.model import LanguageModel
-from lm.padding import pad_right
-from lm.samplers.engine import Agreement, SamplingEngine, max_difference
+from lm.samplers.engine import Agreement, SamplingEngine, SentWeights, chunks, held_tensors, max_difference
 from lm.samplers.own import DTYPES
-from lm.samplers.sent_weights import SentWeights, chunks, held_tensors
+from lm.sampling import entropy, token_logprobs
 from lm.source import load, load_for_inference, on_meta
 from lm.tokenizer import Messages, Tokenizer
+from lm.transfer import pad_right
 from lm.weights import ModelFolder, read_config, save_model
 
 NUM_PROMPTS = 32

@@ -17,9 +17,8 @@ from files.atomic import write_json
 from lm.config import Precision
 from lm.generation import Generated
 from lm.model import LanguageModel
-from lm.samplers.engine import SamplingEngine
+from lm.samplers.engine import SamplingEngine, SentWeights, chunks, held_tensors, noted, require_same
 from lm.samplers.own import DTYPES
-from lm.samplers.sent_weights import SentWeights, chunks, held_tensors, noted, require_same
 from lm.source import on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import CONFIG, ModelFolder, config_to_hf, stored_tensors

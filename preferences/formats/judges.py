@@ -197,11 +197,6 @@ def write_arena(
 # ---- test sets with a right answer ----
 
 
-def recognise_rewardbench(row: Row) -> str:
-    is_one = {"prompt", "chosen", "rejected", "subset"} <= row.keys() and isinstance(row["chosen"], str)
-    return "prompt, chosen, rejected and subset" if is_one else ""
-
-
 def read_rewardbench(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
     """Reads a row. `subset` goes into the details. Rows with the same `id` and subset are one task."""
     prompt = user(any_text(where, row, "prompt"))

@@ -108,9 +108,11 @@ class Format:
     write: Write | None  # None: the format cannot represent what a store contains
 
 
-def has_fields(*names: str, told: str) -> Callable[[Row], str]:
-    """Returns `Format.recognise` for rows with all of these fields; `told` is what it returns for them."""
-    return lambda row: told if row.keys() >= {*names} else ""
+def has_fields(*names: str, reason: str, text: str = "") -> Callable[[Row], str]:
+    """Returns `Format.recognise` for rows with all of these fields, of which `text` is a string; `reason` is what it
+    returns for them.
+    """
+    return lambda row: reason if row.keys() >= {*names} and (not text or isinstance(row[text], str)) else ""
 
 
 def content_id(name: str, prompt: Sequence[Message], responses: Sequence[str], sources: Sequence[str]) -> str:

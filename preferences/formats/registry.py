@@ -16,29 +16,34 @@ def _never(_row: Row) -> str:
     return ""
 
 
-_heed = has_fields("task_id", "responses", "judgments", told="task_id, responses and judgments")
-_rankings = has_fields("task_id", "responses", "ranks", told="responses and ranks")
-_openai = has_fields("info", "summaries", "choice", told="info, summaries and choice")
-_webgpt = has_fields("answer_0", "answer_1", "score_0", told="answer_0, answer_1, score_0 and score_1")
-_ultrafeedback = has_fields("instruction", "completions", told="instruction and completions")
+_heed = has_fields("task_id", "responses", "judgments", reason="task_id, responses and judgments")
+_rankings = has_fields("task_id", "responses", "ranks", reason="responses and ranks")
+_openai = has_fields("info", "summaries", "choice", reason="info, summaries and choice")
+_webgpt = has_fields("answer_0", "answer_1", "score_0", reason="answer_0, answer_1, score_0 and score_1")
+_ultrafeedback = has_fields("instruction", "completions", reason="instruction and completions")
 _binarized = has_fields(
     "prompt", "chosen", "rejected", "score_chosen", "score_rejected",
-    told="chosen and rejected with score_chosen and score_rejected",
+    reason="chosen and rejected with score_chosen and score_rejected",
 )  # fmt: skip
 _helpsteer3 = has_fields(
     "context", "response1", "response2", "overall_preference",
-    told="context, response1, response2 and overall_preference",
+    reason="context, response1, response2 and overall_preference",
 )  # fmt: skip
 _helpsteer2 = has_fields(
-    "prompt", "response_1", "response_2", "preference_strength", told="response_1, response_2 and preference_strength"
+    "prompt", "response_1", "response_2", "preference_strength", reason="response_1, response_2 and preference_strength"
 )
-_oasst = has_fields("message_tree_id", "prompt", told="message_tree_id and prompt")
-_pandalm = has_fields("response1", "response2", *judges.ANNOTATORS, told="response1, response2 and annotator1 to 3")
-_alpacaeval = has_fields("instruction", "output_1", "output_2", "preference", told="output_1, output_2 and preference")
-_llmbar = has_fields("input", "output_1", "output_2", "label", told="input, output_1, output_2 and label")
+_oasst = has_fields("message_tree_id", "prompt", reason="message_tree_id and prompt")
+_pandalm = has_fields("response1", "response2", *judges.ANNOTATORS, reason="response1, response2 and annotator1 to 3")
+_alpacaeval = has_fields(
+    "instruction", "output_1", "output_2", "preference", reason="output_1, output_2 and preference"
+)
+_rewardbench = has_fields(
+    "prompt", "chosen", "rejected", "subset", reason="prompt, chosen, rejected and subset", text="chosen"
+)
+_llmbar = has_fields("input", "output_1", "output_2", "label", reason="input, output_1, output_2 and label")
 _arena = has_fields(
     "model_a", "model_b", "winner", "conversation_a", "conversation_b",
-    told="model_a, model_b, winner and both conversations",
+    reason="model_a, model_b, winner and both conversations",
 )  # fmt: skip
 
 # The first format that recognises the rows wins, so formats with more specific fields come first.
@@ -55,7 +60,7 @@ _ALL = (
     Format("oasst", "Open-Assistant's trees", _oasst, oasst.read, None),
     Format("pandalm", "PandaLM's test set", _pandalm, judges.read_pandalm, None),
     Format("alpacaeval", "AlpacaEval", _alpacaeval, judges.read_alpacaeval, judges.write_alpacaeval),
-    Format("rewardbench", "RewardBench", judges.recognise_rewardbench, judges.read_rewardbench, None),
+    Format("rewardbench", "RewardBench", _rewardbench, judges.read_rewardbench, None),
     Format("llmbar", "LLMBar", _llmbar, judges.read_llmbar, None),
     Format("arena", "Chatbot Arena, MT-Bench", _arena, judges.read_arena, judges.write_arena),
     Format("hh", "Anthropic's HH-RLHF", hh.recognise, hh.read, hh.write),
@@ -94,10 +99,16 @@ def read_as(name: str, rows: Rows) -> tuple[Format, Rows]:
     if name != AUTO:
         return format_to_read(name), rows
     first = list(islice(rows, SNIFFED_ROWS))
-    forms = [form for form in _ALL if any(form.recognise(row) for _, row in first)]
-    if not forms:
+    best, most = None, 0
+    for form in _ALL:
+        num_recognised = sum(bool(form.recognise(row)) for _, row in first)
+        if num_recognised > most:
+            best, most = form, num_recognised
+        if best is not None and most == len(first):
+            return best, chain(first, rows)
+    if best is None:
         sniff(iter(first[:1]), option="`format`")
-    best = max(forms, key=lambda form: sum(bool(form.recognise(row)) for _, row in first))
+        raise AssertionError("rows that no format recognises are refused")
     return best, chain(first, rows)
 
 

@@ -17,13 +17,13 @@ from lm.config import ModelConfig
 from lm.decoding import PROMPT_TOKENS, rows_in
 from lm.inspection import Pass, block_bytes, cache_bytes_per_token, ends_bytes, forward_bytes, gradient_bytes
 from lm.layers import rounded_weights
-from lm.logprobs import LOGITS_AT_ONCE, PART_NUMBERS
 from lm.lora import LoRAConfig, adapted_maps, add_adapters
 from lm.model import ScalarModel, freeze_all_but_last
 from lm.native.decoder import what_a_decoder_misses
 from lm.native.kernels import library
-from lm.padding import MAX_ROWS, MAX_TOKENS
+from lm.sampling import LOGITS_AT_ONCE, PART_NUMBERS
 from lm.source import on_meta
+from lm.transfer import MAX_ROWS, MAX_TOKENS
 from lm.weights import MAX_FILE_BYTES, PRETRAINED
 from training.config import OptimizerConfig
 
@@ -197,7 +197,7 @@ def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layo
 def logit_bytes(num_logits: int, layout: Layout, *, with_gradient: bool) -> int:
     """Returns the bytes of the logits at counted positions and of their gradient, both in the compute dtype.
 
-    On a GPU, `lm.logprobs` adds an fp32 copy (unless they are fp32) and the softmax, for some positions at a time.
+    On a GPU, `lm.sampling` adds an fp32 copy (unless they are fp32) and the softmax, for some positions at a time.
     """
     part = min(num_logits, PART_NUMBERS["cuda"]) if layout.is_gpu else 0
     held = num_logits * layout.compute_bytes * (2 if with_gradient else 1)
@@ -339,7 +339,7 @@ def scoring_phase(config: ModelConfig, counts: Counts, layout: Layout, of: Pass)
 
 
 def rows_of_a_pass(seq_len: int) -> int:
-    """Returns the rows of a pass without gradients, batched as in `lm.padding`."""
+    """Returns the rows of a pass without gradients, batched as in `lm.transfer`."""
     return max(1, min(MAX_ROWS, MAX_TOKENS // seq_len))
 
 
@@ -369,7 +369,7 @@ def sampling_phase(
 def measuring_phase(config: ModelConfig, layout: Layout, seq_len: int, response_tokens: int) -> dict[str, int]:
     """Returns the bytes for log-probs and scores of samples without gradients.
 
-    A pass has as many rows as `lm.padding` allows, logits are computed for some positions at a time, and on a GPU the
+    A pass has as many rows as `lm.transfer` allows, logits are computed for some positions at a time, and on a GPU the
     head's weights are in fp32.
     """
     rows = rows_of_a_pass(seq_len)

@@ -31,7 +31,7 @@ from stages.planning.memory import (
 Parts = Mapping[str, int]
 Mode = Literal["fast", "balanced", "small"]
 
-CHUNK_BYTES = 1 << 28  # lm.samplers.sent_weights: a chunk ends once it has this many
+CHUNK_BYTES = 1 << 28  # lm.samplers.engine: a chunk ends once it has this many
 DIGESTED_AT_ONCE = 1 << 21  # likewise: elements hashed at once, 16 bytes each
 KEPT_BYTES = 4 << 30  # of a rank's memory, for passes of policy and value function together
 GENERATE, SYNC = "generate", "sync"  # phases in which a generator holds weights

@@ -17,4 +17,4 @@ def test_no_walk_enters_more_files_than_its_bound() -> None:
     assert len(counts) == 3
     assert sum(counts) == len(listed)
     assert all((ROOT / path).is_file() for path in listed)
-    assert {"ppo/controller.py", "lm/block.py", "reward/loss.py"} <= set(listed)
+    assert {"ppo/controller.py", "lm/block.py", "reward/objective.py"} <= set(listed)

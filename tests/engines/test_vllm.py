@@ -18,7 +18,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels, ScoreScale
+from ppo.rank import InitialModels, ScoreScale
 from ppo.roles import Roles
 from tests.heed.jobs.conftest import DEBUG_JOB, HeedCommand
 from tests.lm.samplers.conftest import SENTENCE, small_shape

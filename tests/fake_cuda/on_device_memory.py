@@ -25,7 +25,7 @@ from lm.weights import WithNewHead, save_model
 from ppo.algorithm import GAE
 from ppo.config import EMAConfig, PPOConfig, PPOLoRAConfig
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels, ScoreScale
+from ppo.rank import InitialModels, ScoreScale
 from ppo.roles import Roles
 from stages.planning.memory import Layout, count, forward_pass, sampling_phase, training_memory
 from stages.planning.ppo import Mode, PPOModels, PPOWork, ppo_memory

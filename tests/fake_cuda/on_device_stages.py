@@ -22,16 +22,15 @@ from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels, ScoreScale
 from ppo.learner import Learner
+from ppo.rank import InitialModels, ScoreScale
 from ppo.roles import Roles
 from ppo.rollout import PolicyBatch, ValueBatch
 from pretrain.stage import PretrainConfig
 from pretrain.stage import train as pretrain
 from reward.comparisons import Comparison, Verdict
 from reward.config import RewardConfig
-from reward.learner import AuxiliaryParameters, LearnerSource
-from reward.objective import RankingObjective
+from reward.objective import AuxiliaryParameters, LearnerSource, RankingObjective
 from reward.sampling import SamplingSpec, sample_policy
 from sft.stage import SFTConfig
 from sft.stage import train as fine_tune

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from lm.layers import Dropout, sequence_keys
-from lm.logprobs import token_logprobs
 from lm.model import ScalarModel
-from lm.sampling import Choice, draw_uniforms
+from lm.sampling import Choice, draw_uniforms, token_logprobs
 from lm.source import RandomInit, load
 from reward.comparisons import Comparison, Verdict
-from reward.learner import AuxiliaryParameters, LearnerSource
-from reward.objective import RankingObjective
+from reward.objective import AuxiliaryParameters, LearnerSource, RankingObjective
 from tests.gpu.models import CPU, CUDA, SHAPES, distance, gradients, pair, shape, tokens
 from training.objectives import CausalLMObjective, PackedObjective
 from training.packing import pack

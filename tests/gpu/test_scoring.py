@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.logprobs import LOGITS_AT_ONCE
 from lm.model import LanguageModel, ScalarModel
+from lm.sampling import LOGITS_AT_ONCE
 from lm.sequence_logprobs import logits_function, predicting_states, sequence_logprobs
 from lm.source import RandomInit, load, load_for_inference
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
-from reward.heldout import scores_on_all_ranks
-from reward.learner import AuxiliaryParameters, LearnerSource
+from reward.metrics import scores_on_all_ranks
+from reward.objective import AuxiliaryParameters, LearnerSource
 from reward.sampling import Sampler, SamplingSpec
 from reward.scoring import RewardModel, head_scores
 from tests.gpu.models import prompts, shape

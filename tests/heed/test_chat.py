@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from files.hashes import derive_seed
 from heed.cli import main
 from lm.generation import generate
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
-from training.seeds import derive_seed
 
 ASKED = "Where is the fox?"
 OPTIONS = ("--system", "Be kind.", "--max-new-tokens", "6", "--seed")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cluster import local_ray
+from files.hashes import derive_seed
 from heed.cli import main
 from heed.jobs.recovery import Workers
 from heed.jobs.registry import BUILT_IN
@@ -23,7 +24,6 @@ from lm.sampling import Choice
 from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, load_scalar_model, save_model
-from training.seeds import derive_seed
 
 ROOT = Path(__file__).parents[2]
 DEBUG = str(ROOT / "configs" / "jobs" / "debug.toml")

@@ -9,6 +9,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lm.attention import (
     GroupedMask,
+    KVCache,
+    PromptWriter,
+    TokenWriter,
     attend,
     attention_mask,
     attention_sharpening,
@@ -20,7 +23,6 @@ from lm.attention import (
     sliding_window_mask,
     with_window,
 )
-from lm.cache import KVCache, PromptWriter, TokenWriter
 from lm.config import ModelConfig, RopeScaling
 from lm.model import ScalarModel
 

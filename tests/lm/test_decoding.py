@@ -15,17 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lm import decoding
-from lm.cache import KVCache
+from lm.attention import KVCache
 from lm.config import ModelConfig
 from lm.decoding import FixedSteps, Step, StepKind, decoding_steps, fixed_steps, rounded_up, rows_in
 from lm.encoder import EncoderDecoder
 from lm.generation import Batch, Generated, generate
-from lm.logprobs import token_logprobs
 from lm.model import LanguageModel, init_weights
 from lm.native import operators
 from lm.native.decoder import NativeSteps
 from lm.native.kernels import library
-from lm.sampling import Choice
+from lm.sampling import Choice, token_logprobs
 
 SHAPE = {
     "vocab_size": 100, "max_position_embeddings": 64, "hidden_size": 64, "num_hidden_layers": 3,

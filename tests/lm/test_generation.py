@@ -20,10 +20,9 @@ from lm import decoding, generation
 from lm.decoding import StepKind
 from lm.generation import Generated, generate
 from lm.inspection import cache_bytes_per_token
-from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
 from lm.native import operators
-from lm.sampling import Choice
+from lm.sampling import Choice, token_logprobs
 from tests.lm.conftest import DECODERS, small_decoder
 
 END = 3

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lm.encoder import MaskedLanguageModel
 from lm.layers import Head, align_heads, padded_rows
-from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
+from lm.sampling import token_logprobs
 from lm.source import RandomInit, load
 from tests.gpu.models import shape, tokens
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from lm import logprobs
-from lm.logprobs import entropy, token_logprobs
+from lm import sampling
+from lm.sampling import entropy, token_logprobs
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
@@ -39,7 +39,7 @@ def test_token_logprobs_keeps_leading_dimensions_and_computes_in_fp32() -> None:
 def test_parts_give_the_values_and_gradients_of_the_whole(
     temperature: float, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(logprobs.PART_NUMBERS, "cpu", part)
+    monkeypatch.setitem(sampling.PART_NUMBERS, "cpu", part)
     generator = torch.Generator().manual_seed(part)
     logits = (4 * torch.randn(2, 5, 6, generator=generator)).requires_grad_()
     tokens = torch.randint(6, (2, 5), generator=generator)

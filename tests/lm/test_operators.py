@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lm.attention import rotary_tables, split_heads
 from lm.config import ModelConfig
 from lm.layers import rms_norm, swiglu
-from lm.logprobs import logprobs_of_rows, token_logprobs
 from lm.model import LanguageModel, init_weights
 from lm.native import decoder, kernels, operators
 from lm.native.operators import prepare_for_compile
+from lm.sampling import logprobs_of_rows, token_logprobs
 from tests.lm.conftest import DECODERS
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="needs a C++ compiler")

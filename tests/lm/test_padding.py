@@ -2,7 +2,7 @@
 
 import torch
 
-from lm.padding import batches_by_length, batches_of, first_tokens, last_tokens, pad_left, pad_right
+from lm.transfer import batches_by_length, batches_of, first_tokens, last_tokens, pad_left, pad_right
 
 CPU = torch.device("cpu")
 RAGGED = [[5, 6], [7], [8, 0, 4]]

@@ -17,7 +17,7 @@ from lm.source import load, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, read_config, save_model
 from ppo.config import PPOConfig
-from ppo.initial_models import InitialModels, ScoreScale, TokenStream
+from ppo.rank import InitialModels, ScoreScale, TokenStream
 from tests.ppo.one_rank import OneRank
 from tests.training.conftest import start_two_ranks
 from training.config import BatchConfig, EngineConfig, OptimizerConfig

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lm.tokenizer import Messages
 from ppo.config import PPOConfig
-from ppo.initial_models import InitialModels
+from ppo.rank import InitialModels
 from ppo.roles import Roles
 from ppo.rollout import Rollout
 from training.config import EngineConfig

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from files.hashes import derive_seed
 from lm.adapters import FromAdapter
 from lm.lora import LoRAConfig, WithAdapters, adapted_maps, is_adapter
 from lm.model import LanguageModel, ScalarModel
@@ -18,15 +19,14 @@ from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, WithNewHead, load_language_model, load_scalar_model, save_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels, joined_heads
 from ppo.learner import Learner
+from ppo.rank import InitialModels, joined_heads
 from ppo.rollout import Rollout
 from ppo.shared_body import require_same_body
 from tests.ppo.one_rank import OneRank
 from tests.ppo.test_workers import batches, naive_adamw, naive_policy_loss, naive_value_loss, sequences
 from training.config import EngineConfig
 from training.packing import stream_rows
-from training.seeds import derive_seed
 
 Prompts = list[list[int]]
 Start = Callable[..., OneRank]

@@ -16,7 +16,7 @@ from torch import Tensor
 from cluster.remote import Pending
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.initial_models import ScoreScale
+from ppo.rank import ScoreScale
 from ppo.roles import ModelOutputs
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from training.checkpoint import changed_files

@@ -10,8 +10,8 @@ from torch import Tensor
 from lm.weights import load_language_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels
 from ppo.learner import Learner
+from ppo.rank import InitialModels
 from ppo.rollout import PolicyBatch, Rollout
 from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig

@@ -20,12 +20,12 @@ from cluster.config import ClusterConfig
 from cluster.connection import disconnect
 from cluster.failures import WorkerError, WorkerLostError
 from cluster.group import WorkerGroup
-from lm.samplers import sent_weights
+from lm.samplers import engine
 from ppo import learner
 from ppo.config import Disaggregated, PPOConfig
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels
 from ppo.kept_passes import Repeated
+from ppo.rank import InitialModels
 from ppo.roles import Roles
 from ppo.rollout import Rollout
 from tests.rays import start_ray
@@ -175,7 +175,7 @@ def _wait_for(path: Path) -> None:
 
 def _confuse() -> None:
     """Makes this process mistake every set of weights for another one."""
-    sent_weights.digests_of = lambda weights: dict.fromkeys(weights, -1)
+    engine.digests_of = lambda weights: dict.fromkeys(weights, -1)
 
 
 def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(

@@ -9,7 +9,7 @@ import torch
 
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels, ScoreScale
+from ppo.rank import InitialModels, ScoreScale
 from reward.external import RewardFunction
 from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from lm.config import ModelConfig
 from lm.encoder import SequenceClassifier
-from lm.families.family import CLASSIC
+from lm.families import CLASSIC
 from lm.model import LanguageModel, ScalarModel
 from lm.source import PartialSource, RandomInit, load
 from lm.tensor_files import Checkpoint
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, save_model
 from ppo.config import PPOConfig
-from ppo.initial_models import InitialModels
+from ppo.rank import InitialModels
 from ppo.scorer import Scorer, ShardedModel
 from training.config import EngineConfig
 

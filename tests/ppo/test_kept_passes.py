@@ -14,9 +14,9 @@ import ppo.kept_passes
 import stages.planning.ppo
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels
 from ppo.kept_passes import NOT_REPEATED, Repeated
 from ppo.learner import Learner
+from ppo.rank import InitialModels
 from ppo.rollout import PolicyBatch, Rollout
 from tests.ppo.one_rank import OneRank
 from training.config import BatchConfig, EngineConfig

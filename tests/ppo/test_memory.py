@@ -15,7 +15,7 @@ import ppo.controller
 from lm.layers import MLP
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels
+from ppo.rank import InitialModels
 from ppo.scorer import ShardedModel
 from tests.ppo.one_rank import OneRank
 from tests.ppo.phases import PHASES

@@ -10,7 +10,7 @@ from cluster.connection import disconnect
 from cluster.group import WorkerGroup
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels
+from ppo.rank import InitialModels
 from ppo.roles import Roles
 from training.config import EngineConfig
 from training.packing import stream_rows

@@ -12,7 +12,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels, ScoreScale, value_source
+from ppo.rank import InitialModels, ScoreScale, value_source
 from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig
 

@@ -12,7 +12,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, save_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels
+from ppo.rank import InitialModels
 from reward.scoring import network_folder
 from reward.stage import network_source
 from tests.ppo.one_rank import OneRank

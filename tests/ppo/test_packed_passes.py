@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ppo.config import PPOConfig
-from ppo.initial_models import InitialModels
 from ppo.learner import Learner
+from ppo.rank import InitialModels
 from ppo.rollout import PolicyBatch, Rollout
 from tests.ppo.one_rank import OneRank
 from training.config import BatchConfig, EngineConfig

@@ -28,9 +28,9 @@ from lm.weights import WithNewHead, save_model
 from ppo.algorithm import GAE
 from ppo.config import EMAConfig, PPOConfig, PPOLoRAConfig
 from ppo.generator import Generator
-from ppo.initial_models import InitialModels, ScoreScale
 from ppo.kept_passes import NOT_REPEATED, Repeated
 from ppo.learner import Learner
+from ppo.rank import InitialModels, ScoreScale
 from ppo.rollout import PolicyBatch, Share, ValueBatch
 from ppo.scorer import Scorer
 from ppo.shared_body import SharedBodyLearner

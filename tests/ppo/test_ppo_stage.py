@@ -13,7 +13,7 @@ from cluster.remote import Pending
 from lm.tokenizer import Tokenizer
 from ppo import stage
 from ppo.config import PPOConfig
-from ppo.initial_models import InitialModels
+from ppo.rank import InitialModels
 from ppo.roles import Roles
 from ppo.rollout import Rollout
 from training.config import EngineConfig

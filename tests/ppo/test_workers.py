@@ -12,12 +12,12 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lm.samplers.sent_weights import SentWeights, held_tensors
+from lm.samplers.engine import SentWeights, held_tensors
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import load_language_model, load_scalar_model
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels
 from ppo.learner import Learner
+from ppo.rank import InitialModels
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from ppo.scorer import HeldModel
 from reward.scoring import RewardModel

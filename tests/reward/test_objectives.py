@@ -18,8 +18,7 @@ from lm.weights import load_scalar_model, save_model
 from preferences.records import Message, Ranking
 from reward.comparisons import Comparison, RankingsConfig, Verdict, encode_rankings
 from reward.config import RewardConfig
-from reward.learner import AuxiliaryParameters, RewardLearner
-from reward.objective import RankingObjective
+from reward.objective import AuxiliaryParameters, RankingObjective, RewardLearner
 from reward.scoring import RewardModel, head_scores, weights_by_label
 from reward.stage import network_source
 from tests.token_files import train_reward

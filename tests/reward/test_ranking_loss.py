@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward.loss import davidson_loss, ranking_loss, rating_loss
+from reward.objective import davidson_loss, ranking_loss, rating_loss
 from tests.examples import examples
 
 Loss = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

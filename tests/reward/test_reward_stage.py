@@ -17,8 +17,7 @@ from lm.weights import load_language_model, load_scalar_model
 from preferences.rankings import split_rankings
 from reward.comparisons import Comparison, RankingsConfig, Verdict, read_rankings
 from reward.config import RewardConfig
-from reward.learner import AuxiliaryParameters, RewardLearner
-from reward.objective import RankingObjective
+from reward.objective import AuxiliaryParameters, RankingObjective, RewardLearner
 from reward.scoring import head_scores, read_by, scores_of
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig

@@ -11,11 +11,11 @@ import torch
 
 from lm import sequence_logprobs as logprobs
 from lm.config import ModelConfig
-from lm.logprobs import LOGITS_AT_ONCE
 from lm.model import LanguageModel, ScalarModel, init_weights
-from lm.padding import batches_of
+from lm.sampling import LOGITS_AT_ONCE
 from lm.sequence_logprobs import sequence_logprobs
 from lm.tokenizer import Tokenizer
+from lm.transfer import batches_of
 from lm.weights import load_language_model, load_scalar_model, save_model
 from reward.sampling import Sample, SamplingSpec, length_that_fits, sample_policy
 from training.data import Prompt

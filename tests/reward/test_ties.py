@@ -7,8 +7,8 @@ import pytest
 
 from preferences.records import Message, Ranking
 from reward.comparisons import Comparison, Verdict
-from reward.learner import spread_of_ratings, starting_log_nu
 from reward.metrics import fit_log_nu, tie_metrics
+from reward.objective import spread_of_ratings, starting_log_nu
 
 PROMPT = (Message("user", "Where?"),)
 

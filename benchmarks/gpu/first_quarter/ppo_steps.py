@@ -14,7 +14,7 @@ from benchmarks.gpu.measure import FIRST_WORD, write_models
 from benchmarks.gpu.rows import Iteration
 from benchmarks.speed.own import ENGINE, ppo_config
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels, ScoreScale
+from ppo.rank import InitialModels, ScoreScale
 from ppo.roles import Roles
 from training.config import BatchConfig
 

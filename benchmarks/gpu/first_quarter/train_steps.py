@@ -21,7 +21,7 @@ from benchmarks.gpu.first_quarter.shapes import GPT2, LLAMA8, LLAMA13, QWEN, Fie
 from benchmarks.gpu.rows import Pretraining
 from files.ports import free_port
 from lm.model import LanguageModel
-from lm.samplers.sent_weights import digests_of
+from lm.samplers.engine import digests_of
 from ppo.rank import WeightBroadcast
 from training.checkpoint import step_folder
 from training.config import EngineConfig

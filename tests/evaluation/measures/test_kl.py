@@ -13,12 +13,11 @@ from evaluation.measures import kl
 from evaluation.measures.kl import Policy, draw, exact_kl, measure_kl, response_kls, summarise_kl
 from lm.config import ModelConfig
 from lm.generation import generate
-from lm.logprobs import LOGITS_AT_ONCE
 from lm.model import LanguageModel, init_weights
-from lm.padding import batches_by_length
-from lm.sampling import Choice
+from lm.sampling import LOGITS_AT_ONCE, Choice
 from lm.sequence_logprobs import sequence_logprobs
 from lm.tokenizer import Tokenizer
+from lm.transfer import batches_by_length
 from lm.weights import save_model
 from reward.sampling import SamplingSpec, sample_policy
 from training.data import Prompt

@@ -18,7 +18,7 @@ from lm.config import ModelConfig
 from lm.model import LanguageModel, count_parameters
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
-from ppo.initial_models import InitialModels, ScoreScale
+from ppo.rank import InitialModels, ScoreScale
 from tests.hub_server import NAME, Hub, serve
 from training.engine import StageContext
 

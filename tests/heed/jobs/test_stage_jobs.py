@@ -12,6 +12,7 @@ import tomli_w
 import torch
 
 from cluster.connection import connect, disconnect
+from files.hashes import derive_seed
 from heed.jobs import recovery
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
@@ -24,7 +25,6 @@ from lm.weights import WithNewHead, load_language_model, load_model, save_model
 from ppo.stage import was_measured
 from reward.sampling import SamplingSpec, sample_policy
 from training.data import DataConfig, read_prompts
-from training.seeds import derive_seed
 
 ROOT = Path(__file__).parents[3]
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lm.config import ModelConfig
 from lm.model import LanguageModel, init_weights
-from lm.samplers.sent_weights import SentWeights, chunks, digests_of, held_tensors, take
+from lm.samplers.engine import SentWeights, chunks, digests_of, held_tensors, take
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_a_digest_sees_every_bit_and_every_exchange_of_places(dtype: torch.dtype
 def test_a_digest_taken_in_parts_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {"a": torch.randn(1001), "b": torch.randn(5, 3).bfloat16()}
     whole = digests_of(weights)
-    monkeypatch.setattr("lm.samplers.sent_weights.DIGESTED_AT_ONCE", 100)
+    monkeypatch.setattr("lm.samplers.engine.DIGESTED_AT_ONCE", 100)
     assert digests_of(weights) == whole
 
 

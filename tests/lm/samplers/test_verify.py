@@ -11,10 +11,9 @@ import torch
 
 from lm.config import Precision
 from lm.generation import Generated, generate
-from lm.samplers.engine import SamplingEngine
+from lm.samplers.engine import SamplingEngine, SentWeights
 from lm.samplers.faults import FAULTS, Faulty
 from lm.samplers.own import HeedSampler
-from lm.samplers.sent_weights import SentWeights
 from lm.samplers.trial import Trial, truth, truth_with_stale_prefixes, weights_of, with_exchanged, with_weights
 from lm.samplers.verify import UNEXPLAINED, Check, Verification, verify_sampler
 from lm.sampling import Choice

@@ -7,7 +7,7 @@ import pytest
 
 from heed.worlds.labelers import LabelerConfig, ScriptedLabeler, Taste
 from preferences.records import Message, Ranking, ShownTask
-from preferences.statistics.reliability import Reliability, labeler_reliability, labeler_weights
+from preferences.statistics.agreement import Reliability, labeler_reliability, labeler_weights
 
 PROMPT = (Message("user", "Which?"),)
 

@@ -1,6 +1,6 @@
 """Seeds derived from names."""
 
-from training.seeds import derive_seed
+from files.hashes import derive_seed
 
 
 def test_seeds_differ_by_every_name_and_fit_63_bits() -> None:
