@@ -103,9 +103,8 @@ def receive_notices() -> list[str]:
             if notice is not None:
                 found.append(notice.decode())
     except Exception as error:
-        log.debug(
-            "cannot read notices: %s", error
-        )  # the head is unreachable; the code that waits for the workers reports it
+        # The head is unreachable; the code that waits for the workers reports it.
+        log.debug("cannot read notices: %s", error)
     return found
 
 

@@ -259,7 +259,7 @@ def followed_part(samples: Sequence[TrainingSample]) -> tuple[Part, ...]:
     rows = tuple(_step_row(step, by_step[step], by_step[first]) for step in sorted(by_step))
     num = len(by_step[first])
     caption = (
-        f"Responses to the same {count_of(num, 'prompt')}, sampled before the updates of each iteration, with 95%"
+        f"Responses to the same {count_of(num, 'prompt')}, sampled before the updates of these iterations, with 95%"
         " intervals over prompts. Changes are per prompt, from the first of these iterations."
     )
     scores = [mean_over_prompts([sample.score for sample in own.values()]) for own in by_step.values()]

@@ -124,7 +124,7 @@ class Planner:
         tokens = self.sizes.conversation_tokens(response_tokens)
         origin = "as in SFT" if self.sizes.longest else "the model's context"
         if not Path(source.source).exists():
-            why = "no such file here"
+            why = "not on this machine"
         else:
             why = "no vocabulary to count tokens with" if self.run else "not read: a model of the job is not here"
         self.sizes.assume(

@@ -80,9 +80,9 @@ def summary(result: ChaosResult) -> str:
         f" faults, {result.chaos_seconds / 60:.1f} min in all"
     )
     same = (
-        "the results of every stage are bitwise the same"
-        if not result.differing
-        else f"differing: {', '.join(result.differing)}"
+        f"differing: {', '.join(result.differing)}"
+        if result.differing
+        else "every stage's results are bitwise the same"
     )
     return "\n".join([*lines, same])
 

@@ -176,7 +176,7 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
 _GLOBAL_BATCHES = (
     "batch_size is global in Heed: set it in `batch` or `minibatch`, with micro_batch_size for one rank's pass"
 )
-_PASTE = "or paste a whole config.json into [model], including model_type"
+_PASTE = "paste a whole config.json into [model], including model_type"
 
 _KL = (
     'set `kl.kind`: "reward" subtracts the log ratio (k1) from rewards, "loss" adds half the square of a response\'s'
@@ -192,7 +192,7 @@ ADVICE = {
     "deepspeed": "set `zero_stage` in [engine]; DeepSpeed's configuration is derived from the job",
     "enable_ema": "set `ema.decay`; 0 = no moving average",
     "gradient_accumulation_steps": f"it is derived: batch_size / (ranks x micro_batch_size). {_GLOBAL_BATCHES}",
-    "hidden_act": f"set `mlp`; {_PASTE}",
+    "hidden_act": f"set `mlp`, or {_PASTE}",
     "kl_estimator": _KL,
     "kl_loss_type": _KL,
     "lr_warmup_ratio": "warm-up is counted in steps: set `warmup_steps` in the optimizer",

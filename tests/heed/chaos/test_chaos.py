@@ -257,7 +257,7 @@ def test_the_summary_says_what_struck_and_what_became_of_it() -> None:
         "operator restart after the disk full for 9 s in ppo: error: free space there",
         "not possible here: partition: no root",
         "60 s undisturbed, 150 s per run under faults, 5.0 min in all",
-        "the results of every stage are bitwise the same",
+        "every stage's results are bitwise the same",
     ]
     assert not result.has_failed
     differing = ChaosResult(faults[:1], 1, ("ppo",), 1.0, 2.0, {})

@@ -123,7 +123,7 @@ def test_prompts_are_as_long_as_they_are(folder: Path, tokenizer: Tokenizer) -> 
     (said,) = (line for line in bounded.assumptions if line.startswith("assumes at most "))
     assert said == (
         "assumes at most 8,192 tokens per prompt and response (the model's context) for prompts.jsonl"
-        " (no such file here)"
+        " (not on this machine)"
     )
     write(folder / "prompts.jsonl", prompts_of(tokenizer, [60] * 39 + [100]))
     plan = plan_of(folder, GRPO)
