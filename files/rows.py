@@ -153,7 +153,7 @@ def _all_rows(source: str, split: str, subset: str, on_unreadable: Callable[[Val
         yield from _numbered(source, _load_files(kind, path) if kind else _load(source, split, subset))
     else:
         raise ValueError(
-            f"{path}: suffix is {path.suffix!r}; one of {sorted(LOADERS)} (.gz allowed), a dataset folder or a hub id"
+            f"{path}: suffix {path.suffix!r}; one of {sorted(LOADERS)} (.gz allowed), a dataset folder or a hub id"
             " was expected"
         )
 
@@ -199,7 +199,7 @@ def _objects(rows: Iterator[tuple[str, Any]], on_unreadable: Callable[[ValueErro
         if isinstance(row, dict):
             yield where, row
         else:
-            on_unreadable(ValueError(f"{where}: the row is {kind_of(row)}; a JSON object was expected"))
+            on_unreadable(ValueError(f"{where}: {kind_of(row)} found; a JSON object was expected"))
 
 
 def read_csv(path: Path, on_unreadable: Callable[[ValueError], None] = refuse) -> Iterator[tuple[str, dict[str, str]]]:

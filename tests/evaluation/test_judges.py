@@ -88,7 +88,7 @@ def test_a_function_scores_each_text_once(pairs: Sequence[Pair], tmp_path: Path)
     failed = [verdict for verdict in verdicts if verdict.failure]
     assert [(v.policy_a, v.policy_b) for v in failed] == [("a", "b"), ("b", "c")]
     assert failed[0].failure.startswith("b: ")
-    assert "gave None; a finite number was expected" in failed[0].failure
+    assert "returned None; a finite number was expected" in failed[0].failure
     assert all(math.isnan(verdict.preference_a) for verdict in failed)
     sound = [(v, p) for v, p in zip(verdicts, pairs, strict=True) if not v.failure]
     assert [v.preference_a for v, _ in sound] == [by_length(p) for _, p in sound]

@@ -55,7 +55,7 @@ def test_scores_are_the_functions_and_failures_are_masked(
         else:
             assert float(scores[row]) == len(worker.tokenizer.decode(response).strip())
     why, place = worker.scorer.first_failure().splitlines()
-    assert why.endswith("rewards.py:lengths gave None; a finite number was expected")
+    assert why.endswith("rewards.py:lengths returned None; a finite number was expected")
     assert place.endswith('rewards.py", line 2, in lengths')
     assert not values.any()  # the mean of the rewards: nothing is known of a half-written response
     metrics = [controller.step(iteration) for iteration in range(2)]

@@ -97,7 +97,7 @@ def test_a_text_that_does_not_fit_fails_by_every_objective(start: Start, prompts
         update={"max_position_embeddings": 40}
     )  # type: ignore[union-attr]
     assert worker.scores(rollout).isnan().tolist() == [[True, True], [False, False]]
-    assert "it has 65 tokens; the reward model reads 41" in worker.scorer.first_failure()
+    assert "it has 65 tokens; the reward model reads at most 41" in worker.scorer.first_failure()
 
 
 @pytest.mark.parametrize(

@@ -104,13 +104,13 @@ def test_one_bad_response_costs_no_other(rewards: Callable[[str], RewardFunction
 @pytest.mark.parametrize(
     ("name", "failures"),
     [
-        ("some", ["gave None; a finite number was expected", "gave nan; a finite number was expected", ""]),
-        ("short", ["gave 1 values for 3 responses"] * 3),
-        ("words", ["gave '1.0'; a finite number was expected"] * 3),
-        ("nothing", ["gave NoneType for 3 responses"] * 3),
+        ("some", ["returned None; a finite number was expected", "returned nan; a finite number was expected", ""]),
+        ("short", ["returned 1 values for 3 responses"] * 3),
+        ("words", ["returned '1.0'; a finite number was expected"] * 3),
+        ("nothing", ["returned NoneType for 3 responses"] * 3),
         (
             "huge",
-            [f"gave {what}; a finite number was expected" for what in ("an integer of 3322 bits", "[1, 2]", "inf")],
+            [f"returned {what}; a finite number was expected" for what in ("an integer of 3322 bits", "[1, 2]", "inf")],
         ),
     ],
 )
@@ -233,7 +233,7 @@ def test_an_endpoint_is_sent_prompts_and_responses(endpoint: Endpoint) -> None:
     found = RemoteReward(url=endpoint.url, timeout_seconds=5.0, retries=0).score(ASKED, TEXTS)
     assert endpoint.sent == [{"prompts": ASKED, "responses": TEXTS}]
     assert found[:2] == [Scored(1.0), Scored(2.5)]
-    assert failures_of(found) == ["", "", f"{endpoint.url} gave None; a finite number was expected"]
+    assert failures_of(found) == ["", "", f"{endpoint.url} returned None; a finite number was expected"]
 
 
 def test_what_may_pass_is_tried_again(endpoint: Endpoint) -> None:
@@ -253,8 +253,8 @@ def test_what_may_pass_is_tried_again(endpoint: Endpoint) -> None:
         (404, b"", "answered with status 404 (Not Found)"),
         (200, b"scores", "answered 'scores'; a JSON object with 'scores' was expected"),
         (200, b"[1, 2, 3]", "answered '[1, 2, 3]'; a JSON object"),
-        (200, b'{"scores": 3}', "gave int for 3 responses"),
-        (200, b'{"scores": [1, 2]}', "gave 2 values for 3 responses"),
+        (200, b'{"scores": 3}', "returned int for 3 responses"),
+        (200, b'{"scores": [1, 2]}', "returned 2 values for 3 responses"),
     ],
 )
 def test_what_will_not_pass_is_not_tried_again(endpoint: Endpoint, status: int, body: bytes, words: str) -> None:

@@ -143,7 +143,7 @@ def test_none_removes_a_key() -> None:
         ("modle.width=8", r"`modle`: unknown key; did you mean `model`\?"),
         (
             "engine.zzz=1",
-            r"`zzz`: unknown key in \[engine\]; known here: checkpoint_activations, collective_timeout_seconds",
+            r"`zzz`: unknown key in \[engine\]; known keys are checkpoint_activations, collective_timeout_seconds",
         ),
         ('pretrain.texts=[{sorce="a.txt"}]', r"`sorce`: unknown key in \[pretrain\.texts\.0\]; did you mean `source`"),
         # Wrong types and values: the field and what was found.

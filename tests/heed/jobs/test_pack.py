@@ -167,5 +167,5 @@ def test_nothing_answers(refused: Callable[..., str], monkeypatch: pytest.Monkey
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
     monkeypatch.setenv("HEED_ADDRESS", address)
     line = refused("jobs", "list")
-    assert line.startswith(f"error: {address}: nothing answers (")
+    assert line.startswith(f"error: {address}: no answer (")
     assert line.endswith("is the head running with its dashboard, and reachable from this machine?")

@@ -120,7 +120,9 @@ def test_a_group_whose_folder_is_away_as_it_starts_gives_its_places_back(tmp_pat
 
 def test_losses_without_progress_end_the_run(tmp_path: Path) -> None:
     work = Dying(tmp_path, losses=9, saves=False)
-    with pytest.raises(WorkerLostError, match=r"rank 1 of 2 was lost(.|\n)*sft lost workers 5 times from its start"):
+    with pytest.raises(
+        WorkerLostError, match=r"rank 1 of 2 was lost(.|\n)*sft lost workers 5 times in a row from its start"
+    ):
         run_to_end("sft", tmp_path, work, list)
     assert work.calls == MAX_LOSSES_IN_PLACE
 
