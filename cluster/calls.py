@@ -145,11 +145,11 @@ class Vigil:
         Call it every `poll_seconds`. If Ray's head does not answer within `ANSWER_SECONDS`, no worker is counted as
         silent.
         """
-        asked = time.monotonic()
+        asked_at = time.monotonic()
         try:
             heard = read_beats(self.workers)
         except RayError:
-            self._unanswered_since = self._unanswered_since or asked
+            self._unanswered_since = self._unanswered_since or asked_at
             return
         now, self._unanswered_since = time.monotonic(), 0.0
         first = self._answered_at == 0.0
@@ -270,7 +270,7 @@ def _raise_first_cause(
             if isinstance(reply, Failure):
                 failures[rank_of[call]] = reply
     ranks.close()
-    causes = {place: found for place, found in failures.items() if found.kind != "echo"}
+    causes = {place: failure_of_rank for place, failure_of_rank in failures.items() if failure_of_rank.kind != "echo"}
     if not causes:
         _raise_unexplained(phase, ranks, failures, [rank_of[call] for call in waiting])
     first_rank, first = min(causes.items(), key=lambda item: item[1].at)

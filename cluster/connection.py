@@ -212,8 +212,8 @@ def place(num_workers: int, bundle: Bundle, wait_seconds: float) -> PlacementGro
 
 def nodes_of(group: PlacementGroup) -> list[str]:
     """The node of each of a placed group's bundles."""
-    found: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    return [found[bundle] for bundle in sorted(found)]
+    node_of_bundle: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    return [node_of_bundle[bundle] for bundle in sorted(node_of_bundle)]
 
 
 def resolve_precision(engine: EngineConfig, bundle: Bundle, num_ranks: int, limit_seconds: float) -> EngineConfig:
@@ -229,10 +229,10 @@ def resolve_precision(engine: EngineConfig, bundle: Bundle, num_ranks: int, limi
         return engine
     if os.environ.get("RAY_ADDRESS"):
         connect(num_ranks)
-        found = _precisions_of_nodes(bundle, limit_seconds)
+        precisions = _precisions_of_nodes(bundle, limit_seconds)
     else:  # all ranks run here
-        found = {fast_precision("GPU" in bundle)}
-    return engine.model_copy(update={"precision": "bf16" if found == {"bf16"} else "fp32"})
+        precisions = {fast_precision("GPU" in bundle)}
+    return engine.model_copy(update={"precision": "bf16" if precisions == {"bf16"} else "fp32"})
 
 
 def fast_precision(on_gpu: bool) -> Precision:
@@ -248,7 +248,7 @@ def _precisions_of_nodes(bundle: Bundle, limit_seconds: float) -> set[Precision]
         if node["Alive"] and all(node["Resources"].get(kind, 0.0) >= amount for kind, amount in bundle.items())
     ]
     remote = ray.remote(fast_precision)
-    asked = [
+    replies = [
         remote.options(
             num_cpus=0,
             runtime_env={"env_vars": hidden_gpus(bundle)},
@@ -257,7 +257,7 @@ def _precisions_of_nodes(bundle: Bundle, limit_seconds: float) -> set[Precision]
         for node in nodes
     ]
     try:
-        return set(ray.get(asked, timeout=limit_seconds))
+        return set(ray.get(replies, timeout=limit_seconds))
     except ray.exceptions.RayError as error:
         cause = last_line(without_colours(str(error)))
         raise WorkerLostError(f"start: a machine of the cluster did not report its precision: {cause}") from error

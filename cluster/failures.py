@@ -70,11 +70,11 @@ class Failure:
     def error(self) -> Exception:
         """The exception, or a stand-in if this process cannot unpickle it."""
         try:
-            found = cloudpickle.loads(self.pickled) if self.pickled else None
+            error = cloudpickle.loads(self.pickled) if self.pickled else None
         except Exception:  # its class may exist only on the rank
-            found = None
-        if isinstance(found, Exception):
-            return found
+            error = None
+        if isinstance(error, Exception):
+            return error
         return ValueError(self.text) if self.kind == "mistake" else UnsentError(self.text)
 
 

@@ -139,8 +139,8 @@ class WorkerGroup:
 def require_shared(group: WorkerGroup, folder: Path) -> None:
     """Raises ValueError naming the machines on which `folder` is missing or is a different folder."""
     with NamedTemporaryFile(dir=folder, prefix=".shared-") as marker:
-        found = group.run("run folder", _sees, folder / Path(marker.name).name)
-    blind = sorted({host for host, seen in found if not seen})
+        sightings = group.run("run folder", _sees, folder / Path(marker.name).name)
+    blind = sorted({host for host, seen in sightings if not seen})
     if blind:
         raise ValueError(
             f"--runs: {folder} is not the same folder on {', '.join(blind)} as on {socket.gethostname()}; an absolute"

@@ -78,8 +78,8 @@ class Jobs:
     def list(self) -> Sequence[ClusterJob]:
         """Every job submitted since the cluster started, newest last."""
         with self._explained():
-            found = [_read(details) for details in self._client.list_jobs() if details.type == JobType.SUBMISSION]
-        return sorted(found, key=lambda job: job.submitted_at)
+            jobs = [_read(details) for details in self._client.list_jobs() if details.type == JobType.SUBMISSION]
+        return sorted(jobs, key=lambda job: job.submitted_at)
 
     def find(self, job_id: str) -> ClusterJob:
         with self._explained(job_id):

@@ -63,8 +63,8 @@ def read_beats(workers: Sequence[str]) -> dict[str, tuple[int, int]]:
         RayError: Ray's head does not answer.
     """
     keys = [worker.encode() for worker in workers]
-    found = _store().internal_kv_multi_get(keys, _BEATS, ANSWER_SECONDS)
-    beats = {key.decode(): beat.split() for key, beat in found.items()}
+    stored = _store().internal_kv_multi_get(keys, _BEATS, ANSWER_SECONDS)
+    beats = {key.decode(): beat.split() for key, beat in stored.items()}
     return {worker: (int(number), int(progress)) for worker, (number, progress) in beats.items()}
 
 
@@ -95,17 +95,17 @@ def receive_notices() -> list[str]:
     """Return all notices that this driver's workers sent since the last call, oldest first."""
     if not ray.is_initialized():
         return []
-    found = []
+    notices = []
     try:
         for key in sorted(internal_kv._internal_kv_list(f"{_job()}-".encode(), namespace=_NOTICES)):
             notice = internal_kv._internal_kv_get(key, namespace=_NOTICES)
             internal_kv._internal_kv_del(key, namespace=_NOTICES)
             if notice is not None:
-                found.append(notice.decode())
+                notices.append(notice.decode())
     except Exception as error:
         # The head is unreachable; the code that waits for the workers reports it.
         log.debug("cannot read notices: %s", error)
-    return found
+    return notices
 
 
 def send_request() -> None:

@@ -42,37 +42,37 @@ def reference_logprobs(
     Raises: ValueError if the file is of other comparisons.
     """
     path = folder / REFERENCE
-    found: Tensor | None = None
+    logprobs: Tensor | None = None
     if engine.is_main and path.is_file():
-        found = read_reference(path, comparisons)
-    found = engine.gather(found)[0]
-    if found is None:
-        found = torch.from_numpy(np.concatenate(logprobs_on_all_ranks(engine, comparisons, batch)))
+        logprobs = read_reference(path, comparisons)
+    logprobs = engine.gather(logprobs)[0]
+    if logprobs is None:
+        logprobs = torch.from_numpy(np.concatenate(logprobs_on_all_ranks(engine, comparisons, batch)))
         if engine.is_main:
             with atomic_file(path) as temporary:
-                save_file({LOGPROBS: found}, temporary, {COMPARISONS: digest(comparisons)})
-    return split_by_comparison(found.numpy(), comparisons)
+                save_file({LOGPROBS: logprobs}, temporary, {COMPARISONS: digest(comparisons)})
+    return split_by_comparison(logprobs.numpy(), comparisons)
 
 
 def read_reference(path: Path, comparisons: Sequence[Comparison]) -> Tensor:
     """Read the log-probs in a file. Raises: ValueError unless they are of these comparisons."""
     with safe_open(path, "pt") as file:
-        metadata, found = file.metadata() or {}, file.get_tensor(LOGPROBS)
+        metadata, logprobs = file.metadata() or {}, file.get_tensor(LOGPROBS)
     if metadata.get(COMPARISONS) != digest(comparisons):
         raise ValueError(
             f"{path}: these reference log-probabilities belong to other comparisons; delete the file and run the same"
             " command again"
         )
-    return found
+    return logprobs
 
 
 def digest(comparisons: Sequence[Comparison]) -> str:
     """Returns the SHA-256 of all sequences' tokens, and of where each response begins."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for comparison in comparisons:
         for tokens, num in zip(comparison.sequences, comparison.response_tokens, strict=True):
-            found.update(np.array([len(tokens), num, *tokens], dtype="<i4").tobytes())
-    return found.hexdigest()
+            sha256.update(np.array([len(tokens), num, *tokens], dtype="<i4").tobytes())
+    return sha256.hexdigest()
 
 
 def split_by_comparison(values: Floats, comparisons: Sequence[Comparison]) -> list[Floats]:
@@ -89,11 +89,11 @@ def logprobs_on_all_ranks(
     call.
     """
     engine.model.eval()
-    found = []
+    logprobs = []
     with engine.cache_weight_casts():
         for start in range(0, len(comparisons), AT_ONCE):
-            found += _of_some(engine, comparisons[start : start + AT_ONCE], batch)
-    return found
+            logprobs += _of_some(engine, comparisons[start : start + AT_ONCE], batch)
+    return logprobs
 
 
 def _of_some(engine: Engine[PolicyLearner], comparisons: Sequence[Comparison], batch: BatchConfig) -> list[Floats]:

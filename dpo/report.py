@@ -94,7 +94,7 @@ def report(stage: StageFolder) -> StageReport:
 
 
 def _facts(results: DPOResults) -> list[tuple[str, str]]:
-    found = [
+    facts = [
         ("Loss", f"{results.loss.replace('_', ' ')}, β = {results.beta:g}"),
         ("Steps", count(results.num_steps)),
         ("Comparisons, train", count(results.train_comparisons)),
@@ -105,7 +105,7 @@ def _facts(results: DPOResults) -> list[tuple[str, str]]:
     ]
     if results.pairs is not None:
         of = results.pairs
-        found += [
+        facts += [
             ("Log-prob of the better, nats", _change(of.chosen_logprob_before, of.chosen_logprob)),
             ("Log-prob of the worse, nats", _change(of.rejected_logprob_before, of.rejected_logprob)),
             (
@@ -114,15 +114,15 @@ def _facts(results: DPOResults) -> list[tuple[str, str]]:
             ),
         ]
     if results.length_correlation is not None:
-        found.append(("Correlation of implicit reward and length", number(results.length_correlation)))
+        facts.append(("Correlation of implicit reward and length", number(results.length_correlation)))
     if results.num_equal_pairs:
-        found.append(("Pairs of equal responses", f"{count(results.num_equal_pairs)} of {count(results.num_pairs)}"))
+        facts.append(("Pairs of equal responses", f"{count(results.num_equal_pairs)} of {count(results.num_pairs)}"))
     if results.learned_nu is not None:
-        found.append(("Odds of a tie between equal rewards", number(results.learned_nu)))
+        facts.append(("Odds of a tie between equal rewards", number(results.learned_nu)))
     if results.overlong:
-        found.append(("Comparisons read", str(results.overlong)))
-    found += [rows.fact for rows in results.sources]
-    return found
+        facts.append(("Comparisons read", str(results.overlong)))
+    facts += [rows.fact for rows in results.sources]
+    return facts
 
 
 def _change(before: float, after: float) -> str:

@@ -61,9 +61,9 @@ def run_dpo(run: StageRun, config: DPOConfig) -> None:
     """Train on all workers."""
     start = run.start("sft")
     tokenizer = Tokenizer.load(start, end=config.end_token)
-    found = read_judgments(config.rankings)
-    folder = tokenize(run, config, tokenizer, found, run.model.max_position_embeddings)
-    run.on_ranks(train, config, start, PreparedRankings.of(found, config, run.seed, folder))
+    judgments = read_judgments(config.rankings)
+    folder = tokenize(run, config, tokenizer, judgments, run.model.max_position_embeddings)
+    run.on_ranks(train, config, start, PreparedRankings.of(judgments, config, run.seed, folder))
 
 
 def train(context: StageContext, config: DPOConfig, start: Path, data: PreparedRankings) -> None:
@@ -200,12 +200,12 @@ def length_correlation(measured: Sequence[Measured]) -> float | None:
 
 def count_pairs(comparisons: Sequence[Comparison]) -> tuple[int, int]:
     """Count the pairs of responses, and those of two equal responses, whose difference has no gradient."""
-    found = equal = 0
+    num_pairs = equal = 0
     for comparison in comparisons:
         texts = [bytes(np.asarray(tokens, dtype=np.int32)) for tokens in comparison.sequences]
         pairs = [one == other for one, other in itertools.combinations(texts, 2)]
-        found, equal = found + len(pairs), equal + sum(pairs)
-    return found, equal
+        num_pairs, equal = num_pairs + len(pairs), equal + sum(pairs)
+    return num_pairs, equal
 
 
 def check(config: DPOConfig, _job: JobView) -> None:
@@ -226,10 +226,10 @@ def preflight(run: StageRun, config: DPOConfig) -> None:
         raise ValueError(f"dpo.init_from {config.init_from}: a {purpose} model; a language model was expected")
     if "collect" in run.parents:
         return
-    found = read_judgments(config.rankings, run.tell)
-    report_rankings(config, found, run.seed)
+    judgments = read_judgments(config.rankings, run.tell)
+    report_rankings(config, judgments, run.seed)
     most_tokens = run.model.max_position_embeddings
-    folder = tokenize(run, config, load_tokenizer(run, config), found, most_tokens)
+    folder = tokenize(run, config, load_tokenizer(run, config), judgments, most_tokens)
     report_overlong(run, config, folder, most_tokens)
 
 

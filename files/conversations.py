@@ -112,13 +112,15 @@ def _sharegpt(where: str, row: Row, _part: Part) -> list[Turn]:
         turns.append(Turn("system", system, "system"))
     for index, turn in enumerate(objects_field(where, row, "conversations")):
         place = f"conversations[{index}]"
-        by, said = "role" if "role" in turn else "from", "content" if "content" in turn else "value"
-        speaker = turn.get(by)
+        speaker_field, content_field = "role" if "role" in turn else "from", "content" if "content" in turn else "value"
+        speaker = turn.get(speaker_field)
         role = SHAREGPT_ROLES.get(str(speaker))
         if role is None:
-            raise ValueError(f"{where}: field '{place}.{by}' is {shown(speaker)}; system, human or gpt was expected")
-        content = any_text(f"{where}: {place}", turn, said)
-        turns.append(Turn(role, content, f"{place}.{said}", f"{place}.{by}", str(speaker)))
+            raise ValueError(
+                f"{where}: field '{place}.{speaker_field}' is {shown(speaker)}; system, human or gpt was expected"
+            )
+        content = any_text(f"{where}: {place}", turn, content_field)
+        turns.append(Turn(role, content, f"{place}.{content_field}", f"{place}.{speaker_field}", str(speaker)))
     if not turns:
         raise ValueError(f"{where}: field 'conversations' is empty; at least one turn was expected")
     return turns
@@ -335,12 +337,12 @@ class ConversationReader:
 
     def unusual(self) -> dict[str, int]:
         """Counts rows by what is unusual about them, and what was done."""
-        found = {
+        counts = {
             "ends with an answer (not read)": self.num_answers,
             "seen before (kept)": self.num_repeated,
             "seen before (left out)": self.num_left_out,
         }
-        return {kind: count for kind, count in found.items() if count}
+        return {kind: count for kind, count in counts.items() if count}
 
     def leave_out(self) -> None:
         """Counts the last row, which repeats an earlier one, as left out."""
@@ -402,12 +404,12 @@ def _recognise(where: str, row: Row, part: Part) -> ConversationFormat:
 
 def _is_beginning(read: Mapping[str, Turns | str]) -> bool:
     """Whether the text in `prompt` is the first thing that the user says in every other format."""
-    asked = set()
+    first_questions = set()
     for turns in read.values():
         if isinstance(turns, str):  # why the row is not in this format
             return False
-        asked.add(next((turn["content"].strip() for turn in turns if turn["role"] == "user"), ""))
-    return "prompt" in read and len(asked) == 1 and len(read["prompt"]) == 1
+        first_questions.add(next((turn["content"].strip() for turn in turns if turn["role"] == "user"), ""))
+    return "prompt" in read and len(first_questions) == 1 and len(read["prompt"]) == 1
 
 
 def _read_or_why(form: ConversationFormat, where: str, row: Row, part: Part) -> Turns | str:

@@ -97,11 +97,11 @@ def object_field(where: str, row: Mapping[str, Any], field: str) -> dict[str, An
 
 def objects_field(where: str, row: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
     """Returns a list of JSON objects."""
-    found = list_field(where, row, field)
-    for index, item in enumerate(found):
+    items = list_field(where, row, field)
+    for index, item in enumerate(items):
         if not isinstance(item, Mapping):
             raise ValueError(f"{where}: field '{field}[{index}]' is {kind_of(item)}; an object was expected")
-    return [dict(item) for item in found]
+    return [dict(item) for item in items]
 
 
 def number_field(where: str, row: Mapping[str, Any], field: str) -> float:
@@ -185,8 +185,8 @@ def any_messages(where: str, messages: Any, field: str) -> list[dict[str, str]]:
 def _message(where: str, message: Any, field: str) -> dict[str, str]:
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ("system", "developer", "user", "assistant"):
-        found = f" is {shown(role)};" if role is not None else ":"
-        raise ValueError(f"{where}: field '{field}.role'{found} system, user or assistant was expected")
+        role_found = f" is {shown(role)};" if role is not None else ":"
+        raise ValueError(f"{where}: field '{field}.role'{role_found} system, user or assistant was expected")
     for call in ("tool_calls", "function_call"):
         if message.get(call):
             raise ValueError(f"{where}: field '{field}.{call}' holds a tool call; Heed trains on text only")

@@ -30,11 +30,11 @@ def unchanged_hash(path: Path) -> str:
     This saves time because a model is an input of many stages. It does not notice damage on the disk; `file_hash` does.
     """
     with path.open("rb") as file:
-        found = os.fstat(file.fileno())
-        key = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        status = os.fstat(file.fileno())
+        key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         if key not in _known:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            if time.time() - found.st_ctime < SETTLED_SECONDS:
+            if time.time() - status.st_ctime < SETTLED_SECONDS:
                 return sha256
             _known[key] = sha256
     return _known[key]

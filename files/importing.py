@@ -42,8 +42,8 @@ def hiding_file(package: str) -> str:
     spec = importlib.util.find_spec(package)
     if spec is None:
         return ""
-    found = spec.origin or next(iter(spec.submodule_search_locations or ()), "")
-    return "" if found == str(ROOT / package / "__init__.py") else found
+    origin = spec.origin or next(iter(spec.submodule_search_locations or ()), "")
+    return "" if origin == str(ROOT / package / "__init__.py") else origin
 
 
 def refuse_hidden() -> None:
@@ -63,10 +63,10 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
     module's own code fails; the message then has the lines that led there.
     """
     place, _, attribute = name.partition(":")
-    found = getattr(load_module(place, what), attribute, None)
-    if not callable(found):
+    value = getattr(load_module(place, what), attribute, None)
+    if not callable(value):
         raise ValueError(f"{what} {name!r}: {place} has no function {attribute!r}{_file_meant(place, attribute)}")
-    function: Callable[..., Any] = found
+    function: Callable[..., Any] = value
     return function
 
 
@@ -155,8 +155,8 @@ def explain(error: Exception, caller: str = "") -> str:
 
     Lines of `caller`, the file that called it, are left out.
     """
-    found = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in found if _is_users(frame.filename) and frame.filename != caller]
+    frames_of_error = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames_of_error if _is_users(frame.filename) and frame.filename != caller]
     lines = "".join(traceback.format_list(frames[-SHOWN_FRAMES:])).rstrip()
     return f"{type(error).__name__}: {error}" + (f"\n{lines}" if lines else "")
 

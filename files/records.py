@@ -64,14 +64,14 @@ def _read(value: Any, kind: Any, where: str, path: str) -> Any:
 
 def _read_fields(value: Mapping[str, Any], kind: Any, where: str, path: str) -> Any:
     hints = get_type_hints(kind)
-    found = {}
+    values = {}
     for field in fields(kind):
         place = f"{path}.{field.name}".lstrip(".")
         if field.name in value:
-            found[field.name] = _read(value[field.name], hints[field.name], where, place)
+            values[field.name] = _read(value[field.name], hints[field.name], where, place)
         elif field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"{where}: {place} is missing")
-    return kind(**found)
+    return kind(**values)
 
 
 def _is_a(value: Any, kind: type) -> bool:

@@ -175,8 +175,8 @@ def _load(source: str, split: str, subset: str) -> Any:
 
     try:
         if any((Path(source) / name).is_file() for name in SAVED):
-            found = datasets.load_from_disk(source)
-            return found[split] if isinstance(found, datasets.DatasetDict) else found
+            dataset = datasets.load_from_disk(source)
+            return dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
         return datasets.load_dataset(source, subset or None, split=split, streaming=True)
     except Exception as error:  # the hub's clients raise many kinds of errors, which mean the same to the user
         raise ValueError(
@@ -279,7 +279,7 @@ def hub_reason(error: BaseException) -> str:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    found = [error]
-    while (cause := found[-1].__cause__ or found[-1].__context__) is not None and cause not in found:
-        found.append(cause)
-    return found
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    return causes

@@ -88,20 +88,20 @@ def _numbered(item: list[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_surrogate(name: str, text: str) -> None:
-    found = _SURROGATE.search(text)
-    if found:
+    surrogate = _SURROGATE.search(text)
+    if surrogate:
         raise NotPlainJSONError(
-            f"{name} contains \\u{ord(found.group()):04x}, half of a surrogate pair, which is not a character"
+            f"{name} contains \\u{ord(surrogate.group()):04x}, half of a surrogate pair, which is not a character"
         )
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         seen = set[str]()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise NotPlainJSONError(f"key {twice!r} appears twice in one object; unique keys were expected")
-    return found
+    return values
 
 
 def _integer(digits: str) -> int:
@@ -239,9 +239,9 @@ class _Window:
                 return ""
 
     def take(self) -> str:
-        found = self.peek()
-        self._at += len(found)
-        return found
+        character = self.peek()
+        self._at += len(character)
+        return character
 
     def value(self, where: str) -> Any:
         """Parses the next value. If the window's end cuts it off, it is parsed again with twice as much text."""
@@ -256,10 +256,10 @@ class _Window:
                 is_open = error.msg.startswith("Unterminated string")
                 if len(self._text) - self._at > MAX_ROW_BYTES:
                     raise ValueError(f"{where}: {_too_long('row')}") from None
-                found = (error.msg, error.pos - self._at)
-                if (found == before and not is_open) or not self._more():
-                    raise self.not_json(error.msg, found[1]) from None
-                before = found
+                problem = (error.msg, error.pos - self._at)
+                if (problem == before and not is_open) or not self._more():
+                    raise self.not_json(error.msg, problem[1]) from None
+                before = problem
             except NotPlainJSONError as error:
                 raise ValueError(f"{where}: {error}") from None
             except RecursionError:

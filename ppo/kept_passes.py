@@ -40,8 +40,8 @@ class Repeated:
         lengths = [rollout.num_tokens_B[rows] for rows in passes]
         return cls(
             num_passes,
-            max(padded_tokens(found.tolist()) for found in lengths),
-            max(row_width(found.numpy()) for found in lengths),
+            max(padded_tokens(row_lengths.tolist()) for row_lengths in lengths),
+            max(row_width(row_lengths.numpy()) for row_lengths in lengths),
             max(int(rollout.response_tokens_B[rows].sum()) for rows in passes),
         )
 

@@ -73,17 +73,17 @@ class Replayed:
 
 
 def replay_iterations(
-    stage: StageRun, config: PPOConfig, iteration: int, response: int, told: Callable[[int, int], None]
+    stage: StageRun, config: PPOConfig, iteration: int, response: int, on_progress: Callable[[int, int], None]
 ) -> Replayed:
     """Compute an iteration of a stage again, and return one of its responses.
 
-    Iterations count from 1, responses from 0. `told(done, total)` is called after each iteration that is computed.
+    Iterations count from 1, responses from 0. `on_progress(done, total)` is called after each computed iteration.
     Raises: ValueError for an iteration or a response that the run does not have.
     """
     records = read_rollouts(read_metrics(stage.folder / ROLLOUTS))
     require_recorded(stage.folder / ROLLOUTS, records, iteration, response)
-    found = placed(stage, config, _scale_of(stage.folder / "results.json"))
-    controller = controller_of(stage.context(), config, found.roles, found.models, found.prompts)
+    setup = placed(stage, config, _scale_of(stage.folder / "results.json"))
+    controller = controller_of(stage.context(), config, setup.roles, setup.models, setup.prompts)
     # A checkpoint contains the rollouts that older weights sampled. To sample those again, start from an earlier one.
     checkpoint = checkpoint_before(stage.folder / "checkpoints", iteration - config.placement.max_staleness)
     first = 0
@@ -92,10 +92,10 @@ def replay_iterations(
         load_checkpoint(controller, checkpoint)
     for number in range(first, iteration):
         controller.step(number)
-        told(number + 1 - first, iteration - first)
-    tokenizer, record = Tokenizer.load(found.models.sft), records[iteration]
-    replayed = _replayed(controller, found.prompts, tokenizer, record, response, first)
-    found.roles.close()
+        on_progress(number + 1 - first, iteration - first)
+    tokenizer, record = Tokenizer.load(setup.models.sft), records[iteration]
+    replayed = _replayed(controller, setup.prompts, tokenizer, record, response, first)
+    setup.roles.close()
     return replayed
 
 
@@ -114,8 +114,8 @@ def _scale_of(results: Path) -> ScoreScale | None:
     """Returns the score scale of a run; None unless the run is finished."""
     if not results.is_file():
         return None
-    found = read_record(results, PPOResults)
-    return ScoreScale(found.score_scale_mean, found.score_scale_std)
+    stage_results = read_record(results, PPOResults)
+    return ScoreScale(stage_results.score_scale_mean, stage_results.score_scale_std)
 
 
 def checkpoint_before(checkpoints: Path, iteration: int) -> Path | None:

@@ -269,25 +269,25 @@ def followed_part(samples: Sequence[TrainingSample]) -> tuple[Part, ...]:
 
 
 def _by_step(samples: Sequence[TrainingSample]) -> dict[int, dict[str, TrainingSample]]:
-    found: dict[int, dict[str, TrainingSample]] = {}
+    by_step: dict[int, dict[str, TrainingSample]] = {}
     for sample in samples:
         if sample.kind == "followed":
-            found.setdefault(sample.step, {})[sample.prompt_id] = sample
-    return found
+            by_step.setdefault(sample.step, {})[sample.prompt_id] = sample
+    return by_step
 
 
-def _step_row(step: int, own: dict[str, TrainingSample], first: dict[str, TrainingSample]) -> Row:
-    scores = {name: sample.score for name, sample in own.items()}
+def _step_row(step: int, samples: dict[str, TrainingSample], first: dict[str, TrainingSample]) -> Row:
+    scores = {name: sample.score for name, sample in samples.items()}
     changes = [score - first[name].score for name, score in scores.items() if name in first]
-    lengths = [sample.num_tokens for sample in own.values()]
+    lengths = [sample.num_tokens for sample in samples.values()]
     return Row(
         (number(step),),
         (
             _cell(mean_over_prompts(list(scores.values()))),
-            Cell(UNKNOWN) if own is first else _cell(mean_over_prompts(changes)),
-            _cell(mean_over_prompts([sample.kl_nats for sample in own.values()])),
+            Cell(UNKNOWN) if samples is first else _cell(mean_over_prompts(changes)),
+            _cell(mean_over_prompts([sample.kl_nats for sample in samples.values()])),
             Cell(number(sum(lengths) / len(lengths), 0)),
-            Cell(percent(sum(sample.finished for sample in own.values()) / len(own))),
+            Cell(percent(sum(sample.finished for sample in samples.values()) / len(samples))),
         ),
     )
 
@@ -298,8 +298,8 @@ def mean_over_prompts(values: Sequence[float]) -> Interval:
     return clustered_mean(value_P, np.arange(len(value_P)))
 
 
-def _cell(found: Interval) -> Cell:
-    return Cell(number(found.mean), ends_of(found)) if np.isfinite(found.mean) else Cell(UNKNOWN)
+def _cell(interval: Interval) -> Cell:
+    return Cell(number(interval.mean), ends_of(interval)) if np.isfinite(interval.mean) else Cell(UNKNOWN)
 
 
 def samples_section(samples: Sequence[TrainingSample]) -> tuple[Section, ...]:
@@ -320,8 +320,8 @@ def samples_section(samples: Sequence[TrainingSample]) -> tuple[Section, ...]:
         )
         parts.append(_browser(followed))
     if drawn:
-        shown = _drawn(drawn)
-        parts.append(Details("Random responses that the policy learned from", (_browser(shown, len(drawn)),)))
+        prompts = _drawn(drawn)
+        parts.append(Details("Random responses that the policy learned from", (_browser(prompts, len(drawn)),)))
     return (Section("training-samples", "Samples during training", tuple(parts)),)
 
 
@@ -335,10 +335,12 @@ def _followed(samples: Sequence[TrainingSample]) -> tuple[ShownPrompt, ...]:
     for sample in samples:
         if sample.kind == "followed":
             by_prompt.setdefault(sample.prompt_id, []).append(sample)
-    categories = sorted({own[0].category for own in by_prompt.values()})
+    categories = sorted({samples_of_prompt[0].category for samples_of_prompt in by_prompt.values()})
     return tuple(
-        _shown(prompt_id, sorted(own, key=lambda sample: sample.step), categories, is_open=place < NUM_OPEN)
-        for place, (prompt_id, own) in enumerate(by_prompt.items())
+        _shown(
+            prompt_id, sorted(samples_of_prompt, key=lambda sample: sample.step), categories, is_open=place < NUM_OPEN
+        )
+        for place, (prompt_id, samples_of_prompt) in enumerate(by_prompt.items())
     )
 
 
@@ -351,21 +353,21 @@ def _drawn(drawn: Sequence[TrainingSample]) -> tuple[ShownPrompt, ...]:
     )
 
 
-def _shown(name: str, own: Sequence[TrainingSample], categories: Sequence[str], *, is_open: bool) -> ShownPrompt:
+def _shown(name: str, samples: Sequence[TrainingSample], categories: Sequence[str], *, is_open: bool) -> ShownPrompt:
     """Returns a prompt with its responses, in the order of training."""
-    messages = turns_of(own[0].messages)
+    messages = turns_of(samples[0].messages)
     return ShownPrompt(
         anchor=anchor_of(f"training-{name}"),
-        prompt_id=own[0].prompt_id,
-        category=own[0].category,
+        prompt_id=samples[0].prompt_id,
+        category=samples[0].category,
         start=start_of(messages),
         messages=folded_turns(messages),
         responses=tuple(
-            (_style(sample.step), (ShownResponse(0, folded(sample.response), _about(sample)),)) for sample in own
+            (_style(sample.step), (ShownResponse(0, folded(sample.response), _about(sample)),)) for sample in samples
         ),
         is_open=is_open,
-        note=_note(own),
-        category_place=categories.index(own[0].category),
+        note=_note(samples),
+        category_place=categories.index(samples[0].category),
     )
 
 
@@ -378,10 +380,10 @@ def _about(sample: TrainingSample) -> str:
     return f"score {number(sample.score)}, KL {number(sample.kl_nats, 1)} nats, {length}"
 
 
-def _note(own: Sequence[TrainingSample]) -> str:
-    if len(own) == 1:
-        return f"iteration {own[0].step:,}, score {number(own[0].score)}"
-    return f"score {number(own[0].score)} → {number(own[-1].score)}"
+def _note(samples: Sequence[TrainingSample]) -> str:
+    if len(samples) == 1:
+        return f"iteration {samples[0].step:,}, score {number(samples[0].score)}"
+    return f"score {number(samples[0].score)} → {number(samples[-1].score)}"
 
 
 def _head(stage: StageFolder) -> tuple[str, str]:

@@ -50,11 +50,11 @@ def shares_by_update(
     """Split a batch among ranks into the same passes as the updates on `minibatches` will use. With the same shapes,
     the same policy gives the same log-probs to the last bit.
     """
-    found = [Share.of([]) for _ in range(num_ranks)]
+    shares = [Share.of([]) for _ in range(num_ranks)]
     for rows in minibatches:
         own = shares_of(num_tokens_B[rows], num_ranks, batch, with_gradients=True)
-        found = [share.and_then(rows, other) for share, other in zip(found, own, strict=True)]
-    return found
+        shares = [share.and_then(rows, other) for share, other in zip(shares, own, strict=True)]
+    return shares
 
 
 def pass_slices(pass_sizes: Sequence[int]) -> list[slice]:
@@ -91,9 +91,9 @@ class Rollout:
         width = max(len(prompt) for prompt in prompts) + max_new_tokens
         tokens_BT = torch.full((len(prompts), width), pad_id)
         logprobs_BR = torch.zeros(len(prompts), max_new_tokens)
-        for row, (prompt, response, found) in enumerate(zip(prompts, responses, logprobs, strict=True)):
+        for row, (prompt, response, token_logprobs) in enumerate(zip(prompts, responses, logprobs, strict=True)):
             tokens_BT[row, : len(prompt) + len(response)] = torch.tensor([*prompt, *response])
-            logprobs_BR[row, : len(response)] = torch.tensor(found)
+            logprobs_BR[row, : len(response)] = torch.tensor(token_logprobs)
         return cls(
             tokens_BT,
             torch.tensor(list(prompt_rows)),

@@ -149,8 +149,8 @@ class Scorer(Rank):
             sequences = self.judge.sequences(self.tokenizer, conversations, prompts, responses)
             return self._network_scores(self.judge, sequences)
         scored = self._text_scores(self.judge, conversations, responses)
-        self._failure = next((found.failure for found in scored if found.failure), "")
-        return torch.tensor([[found.score] for found in scored])
+        self._failure = next((result.failure for result in scored if result.failure), "")
+        return torch.tensor([[result.score] for result in scored])
 
     def first_failure(self) -> str:
         return self._failure
@@ -164,7 +164,7 @@ class Scorer(Rank):
         # The reward model may have another tokenizer than the policy, so its token counts are known only here.
         units = [[len(sequences[row])] for row in fitting] or [[1]]
         (passes,) = split_passes(units, 1, pass_tokens(batch, units, with_gradients=False))
-        order, found = [fitting[place] for own in passes for place in own] if fitting else [], list[Tensor]()
+        order, score_parts = [fitting[place] for own in passes for place in own] if fitting else [], list[Tensor]()
         with self.network.in_use(), self._precision():
             # Every rank runs the same number of passes, since ranks may gather shared weights in each.
             for number in range(self.network.most_passes(len(passes))):
@@ -172,8 +172,8 @@ class Scorer(Rank):
                 rows = [fitting[place] for place in passes[number]] if fitting and number < len(passes) else []
                 read = [sequences[row] for row in rows] or [[judge.tokenizer.end_id]]
                 packed = PackedInputs.of(read, network.config.kind, self.device)
-                found.append(packed.in_order(scores_of(network, packed.read)).float()[: len(rows)])
-        scores_BO[order] = torch.cat(found).cpu()
+                score_parts.append(packed.in_order(scores_of(network, packed.read)).float()[: len(rows)])
+        scores_BO[order] = torch.cat(score_parts).cpu()
         heads = [network.labels.index(name) for name in self.config.reward.objective_weights] or [0]
         return scores_BO[:, heads]
 
@@ -356,7 +356,7 @@ def _bundles(model: nn.Module, prefixes: list[str], device: torch.device) -> lis
                 known[id(tensor)] = weights[at][name] = _Weight(tensor, sizes[at])
                 sizes[at] += _rounded_up(tensor.nbytes)
             known[id(tensor)].places.append((module, attribute))
-    return [_Bundle(found, size, device) for found, size in zip(weights, sizes, strict=True)]
+    return [_Bundle(bundle_weights, size, device) for bundle_weights, size in zip(weights, sizes, strict=True)]
 
 
 def _rounded_up(num_bytes: int) -> int:

@@ -155,11 +155,11 @@ class SharedBodyLearner(Learner):
 
         with self._precision(), read_by(policy, readers):
             hidden = policy.decoder.hidden(rows, segments).chunk(len(readers))
-        found = [  # one model at a time, since logits are larger than all hidden states
+        outputs = [  # one model at a time, since logits are larger than all hidden states
             token_logprobs(read(policy, of_role), packed.targets_C, self.config.temperature) for of_role in hidden[:2]
         ]
-        found.append(torch.zeros_like(found[0]) if value is None else read(value, hidden[2]).float())
-        return torch.stack([packed.spread(flat_C) for flat_C in found], dim=1)
+        outputs.append(torch.zeros_like(outputs[0]) if value is None else read(value, hidden[2]).float())
+        return torch.stack([packed.spread(flat_C) for flat_C in outputs], dim=1)
 
     def scores(self, rollout: Rollout, conversations: Sequence[Messages]) -> Tensor:
         """As `Scorer.scores`."""

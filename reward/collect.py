@@ -224,11 +224,11 @@ def report(stage: StageFolder) -> StageReport:
     ]
     unit = "pairs of responses ordered alike; chance is 50%"
     figures = [interval_figure(rows, title="Agreement", unit=unit, name="agreement", is_share=True)] if rows else []
-    found = results.agreement
-    span = (found.mean, found.low, found.high)
+    agreement = results.agreement
+    span = (agreement.mean, agreement.low, agreement.high)
     headlines = (
-        [headline_of_share(stage, "agreement", "Labelers agree", span, count_of(found.num_pairs, "pair"))]
-        if isfinite(found.mean)
+        [headline_of_share(stage, "agreement", "Labelers agree", span, count_of(agreement.num_pairs, "pair"))]
+        if isfinite(agreement.mean)
         else []
     )
     return StageReport((stage_block(stage, facts, figures),), headlines=tuple(headlines))

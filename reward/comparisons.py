@@ -77,17 +77,17 @@ def read_judgments(data: RankingsConfig, tell: Callable[[str], None] = untold) -
         invalid.finish()
         raise ValueError(f"{data.source}: no rankings; at least one was expected")
     form, rows = read_as(data.format, chain([first], rows))
-    found = collect_all(form, rows, invalid)
-    if not found.judgments:
-        reasons = f" ({SourceRows.of(invalid, found.report.outcomes())})" if found.report.num_rows else ""
+    judgments = collect_all(form, rows, invalid)
+    if not judgments.judgments:
+        reasons = f" ({SourceRows.of(invalid, judgments.report.outcomes())})" if judgments.report.num_rows else ""
         raise ValueError(f"{data.source}: no rankings{reasons}; at least one was expected")
-    tell(f"{data.source}: {len(found.tasks):,} comparisons, {form.description}")
-    report_excluded(found)
-    report_rows(invalid, found.report.outcomes(), tell)
-    if not found.rankings:
-        counts = ", ".join(f"{count:,} x {kind}" for kind, count in found.report.counts().items())
+    tell(f"{data.source}: {len(judgments.tasks):,} comparisons, {form.description}")
+    report_excluded(judgments)
+    report_rows(invalid, judgments.report.outcomes(), tell)
+    if not judgments.rankings:
+        counts = ", ".join(f"{count:,} x {kind}" for kind, count in judgments.report.counts().items())
         raise ValueError(f"{data.source}: no ranking to train on ({counts}); at least one was expected")
-    return found
+    return judgments
 
 
 def read_rankings(data: RankingsConfig) -> list[Ranking]:
@@ -152,10 +152,10 @@ def encode_rankings(
     Raises: ValueError naming the task whose conversation is longer than `max_tokens`, or whose rankings are not all of
     the same prompt and responses.
     """
-    found = list[Comparison]()
+    comparisons = list[Comparison]()
     for task, sequences in encode_tasks(tokenizer, rankings_by_task(rankings), max_tokens, section, {}):
-        found.append(comparison_of(sequences, task, objectives, weights or {}))
-    return found
+        comparisons.append(comparison_of(sequences, task, objectives, weights or {}))
+    return comparisons
 
 
 def rankings_by_task(rankings: Sequence[Ranking]) -> list[list[Ranking]]:
@@ -219,7 +219,7 @@ def encode_answers(tokenizer: Tokenizer, answers: Sequence[Answer]) -> list[Enco
     Raises: ValueError naming file and line of a conversation that the chat template refuses.
     """
     conversations = [(where, _answered(prompt, response)) for where, prompt, response in answers]
-    return [_scored(*found) for found in encode_rows(tokenizer.encode_conversations, conversations)]
+    return [_scored(*encoded) for encoded in encode_rows(tokenizer.encode_conversations, conversations)]
 
 
 def place_of(task: Sequence[Ranking], places: Places) -> str:

@@ -225,8 +225,8 @@ def score_in_parts(
 def checked(values: Any, num_responses: int, source: str) -> list[Scored]:
     """Returns one score or failure per response. All fail unless `source` returned a list of the right length."""
     if not isinstance(values, list) or len(values) != num_responses:
-        found = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
-        return [Scored(math.nan, f"{source} returned {found} for {num_responses} responses")] * num_responses
+        returned = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
+        return [Scored(math.nan, f"{source} returned {returned} for {num_responses} responses")] * num_responses
     return [_checked(value, source) for value in values]
 
 

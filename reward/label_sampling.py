@@ -47,7 +47,7 @@ def sample_tasks(
     """
     for judge in judges:
         weights_by_label(str(judge), labels_of(judge), weights)
-    found: dict[str, list[tuple[str, str]]] = {prompt.prompt_id: [] for prompt in prompts}
+    sampled: dict[str, list[tuple[str, str]]] = {prompt.prompt_id: [] for prompt in prompts}
     for policy in policies:
         spec = SamplingSpec(
             policy=policy,
@@ -58,8 +58,8 @@ def sample_tasks(
             precision="bf16" if inference_dtype() == torch.bfloat16 else "fp32",
         )
         for sample in sample_policy(spec, prompts):
-            found[sample.prompt_id].append((sample.response, str(policy)))
-    texts = {name: [text for text, _ in samples] for name, samples in found.items()}
+            sampled[sample.prompt_id].append((sample.response, str(policy)))
+    texts = {name: [text for text, _ in samples] for name, samples in sampled.items()}
     scores = scores_of(judges, weights, prompts, texts)
     candidates = [
         PromptCandidates(
@@ -67,7 +67,7 @@ def sample_tasks(
             tuple(Message(**message) for message in prompt.messages),
             tuple(
                 Candidate(text, source, scores[prompt.prompt_id][place])
-                for place, (text, source) in enumerate(found[prompt.prompt_id])
+                for place, (text, source) in enumerate(sampled[prompt.prompt_id])
             ),
         )
         for prompt in prompts

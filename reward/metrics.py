@@ -88,11 +88,11 @@ def labeler_metrics(train: Sequence[Ranking], weights: Mapping[str, float]) -> d
     """
     return {
         name: {
-            "accuracy": found.accuracy if found.num_pairs else None,
-            "num_pairs": found.num_pairs,
+            "accuracy": reliability.accuracy if reliability.num_pairs else None,
+            "num_pairs": reliability.num_pairs,
             "weight": weights.get(name, 1.0),
         }
-        for name, found in labeler_reliability(train).items()
+        for name, reliability in labeler_reliability(train).items()
     }
 
 

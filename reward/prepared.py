@@ -79,15 +79,15 @@ class PreparedRankings:
     sources: tuple[SourceRows, ...]  # counts of these warnings; () if no row is unusual
 
     @classmethod
-    def of(cls, found: Found, config: ComparisonsConfig, seed: int, folder: Path) -> "PreparedRankings":
+    def of(cls, judgments: Found, config: ComparisonsConfig, seed: int, folder: Path) -> "PreparedRankings":
         """Prepare rankings whose tokens `ranking_parts` has written to `folder`. Raises: as `split_of`."""
         first_sequence, total = dict[str, int](), 0
         fates = read_array(folder, "overlong")
-        for task, fate in zip(rankings_by_task(found.rankings), fates.tolist(), strict=True):
+        for task, fate in zip(rankings_by_task(judgments.rankings), fates.tolist(), strict=True):
             if fate != SKIPPED:
                 first_sequence[task[0].task_id] = total
                 total += len(task[0].responses)
-        kept = [ranking for ranking in found.rankings if ranking.task_id in first_sequence]
+        kept = [ranking for ranking in judgments.rankings if ranking.task_id in first_sequence]
         split = split_of(kept, config, seed)
         numbers: dict[tuple[Message, ...], int] = {}
 
@@ -97,8 +97,8 @@ class PreparedRankings:
             return replace(ranking, prompt=(Message("user", str(number)),), responses=no_texts)
 
         train, heldout = ([without_texts(ranking) for ranking in side] for side in (split.train, split.heldout))
-        warnings = warnings_about(found)
-        rows = SourceRows.of(found.invalid, found.report.outcomes())
+        warnings = warnings_about(judgments)
+        rows = SourceRows.of(judgments.invalid, judgments.report.outcomes())
         sources = (rows,) if rows else ()
         return cls(Split(split.objectives, train, heldout), first_sequence, folder, warnings, sources)
 
@@ -107,7 +107,7 @@ class PreparedRankings:
         are the weights of labelers' rankings, 1 if absent.
         """
         sequences = Sequences.read(self.folder)
-        found = []
+        comparisons = []
         for task in rankings_by_task(rankings):
             first = self.first_sequence[task[0].task_id]
             places = range(first, first + len(task[0].responses))
@@ -115,19 +115,19 @@ class PreparedRankings:
             encoded = [
                 Encoded(cast(Sequence[int], sequences[place][0]), int(sequences.num_counted[place])) for place in places
             ]
-            found.append(comparison_of(encoded, task, self.split.objectives, weights or {}))
-        return found
+            comparisons.append(comparison_of(encoded, task, self.split.objectives, weights or {}))
+        return comparisons
 
 
 def ranking_parts(
-    tokenizer: Tokenizer, found: Found, max_tokens: int, on_overlong: OnOverlong, section: str, first_task: int
+    tokenizer: Tokenizer, judgments: Found, max_tokens: int, on_overlong: OnOverlong, section: str, first_task: int
 ) -> Iterator[Part]:
     """Yields the tokens of the tasks' responses, from task number `first_task` on; only response tokens are counted.
 
     Raises: as `fit_tasks`.
     """
-    tasks = rankings_by_task(found.rankings)[first_task:]
-    for fitted in chunks(fit_tasks(tokenizer, tasks, max_tokens, on_overlong, section, found.places)):
+    tasks = rankings_by_task(judgments.rankings)[first_task:]
+    for fitted in chunks(fit_tasks(tokenizer, tasks, max_tokens, on_overlong, section, judgments.places)):
         arrays = sequence_arrays(
             (of.tokens, [False] * (len(of.tokens) - of.response_tokens) + [True] * of.response_tokens)
             for of_task, _ in fitted
@@ -136,10 +136,10 @@ def ranking_parts(
         yield Part(len(fitted), {**arrays, "overlong": np.array([fate for _, fate in fitted])})
 
 
-def tokenize(run: StageRun, config: ComparisonsConfig, tokenizer: Tokenizer, found: Found, max_tokens: int) -> Path:
+def tokenize(run: StageRun, config: ComparisonsConfig, tokenizer: Tokenizer, judgments: Found, max_tokens: int) -> Path:
     """Returns the folder with the rankings' tokens, after writing them if necessary. Raises: as `fit_tasks`."""
     templated = tokenizer.with_template(config.chat_template)
-    parts = partial(ranking_parts, templated, found, max_tokens, config.on_overlong, config.section)
+    parts = partial(ranking_parts, templated, judgments, max_tokens, config.on_overlong, config.section)
     settings = {"max_tokens": max_tokens, "on_overlong": config.on_overlong}
     return token_folder(run, "rankings", templated, (config.rankings,), CHECKED_SEQUENCES, parts, **settings)
 
@@ -162,32 +162,34 @@ def check_objectives(config: ComparisonsConfig) -> None:
         )
 
 
-def report_rankings(config: ComparisonsConfig, found: Found, seed: int) -> None:
+def report_rankings(config: ComparisonsConfig, judgments: Found, seed: int) -> None:
     """Report which rankings are not learned, and where warnings about rows will be. Raises: as `split_of`."""
-    objectives = split_of(found.rankings, config, seed).objectives
-    left_out = sum(ranking.objective not in objectives for ranking in found.rankings)
+    objectives = split_of(judgments.rankings, config, seed).objectives
+    left_out = sum(ranking.objective not in objectives for ranking in judgments.rankings)
     if left_out:
         console.print(f"{config.rankings.source}: {left_out:,} rankings have objectives that are not learned")
-    if warnings_about(found):
+    if warnings_about(judgments):
         console.print(f"{config.rankings.source}: these rows are listed in {config.section}/{WARNINGS}", markup=False)
 
 
-def warnings_about(found: Found) -> list[dict[str, Any]]:
+def warnings_about(judgments: Found) -> list[dict[str, Any]]:
     """Returns the content of WARNINGS: the first rows that were skipped as invalid, and all unusual rows."""
-    skipped = [RowWarning("invalid", found.invalid.source, message, "skipped") for message in found.invalid.messages]
-    return [vars(warning) for warning in (*skipped, *found.report.warnings)]
+    skipped = [
+        RowWarning("invalid", judgments.invalid.source, message, "skipped") for message in judgments.invalid.messages
+    ]
+    return [vars(warning) for warning in (*skipped, *judgments.report.warnings)]
 
 
 def weights_of_labelers(split: Split, config: ComparisonsConfig) -> LabelerWeights:
     """Returns the weight of each labeler's rankings by objective; a labeler who is not listed has weight 1."""
     if config.labeler_weights == "equal":
         return {}
-    found: dict[tuple[str, str], float] = {}
+    weight_of: dict[tuple[str, str], float] = {}
     for objective in split.objectives:
         train, _ = split.of(objective)
         weights = labeler_weights(train, labeler_reliability(train))
-        found |= {(objective, name): weight for name, weight in weights.items()}
-    return found
+        weight_of |= {(objective, name): weight for name, weight in weights.items()}
+    return weight_of
 
 
 def split_of(rankings: Sequence[Ranking], config: ComparisonsConfig, seed: int) -> Split:
@@ -196,13 +198,13 @@ def split_of(rankings: Sequence[Ranking], config: ComparisonsConfig, seed: int) 
     Raises: ValueError if a named objective has no rankings, if the rankings have several objectives and the config
     names none, and if one side of an objective's split is empty.
     """
-    source, found = config.rankings.source, sorted({ranking.objective for ranking in rankings})
+    source, available = config.rankings.source, sorted({ranking.objective for ranking in rankings})
     named = config.named_objectives
-    objectives = named or tuple(found)
-    if (not named and len(found) > 1) or not set(objectives) <= set(found):
+    objectives = named or tuple(available)
+    if (not named and len(available) > 1) or not set(objectives) <= set(available):
         raise ValueError(
             f"{config.objectives_key} is {list(named)}, but the rankings of {source} have the objectives"
-            f" {', '.join(found)}; a choice of these was expected"
+            f" {', '.join(available)}; a choice of these was expected"
         )
     chosen = [ranking for ranking in rankings if ranking.objective in objectives]
     split = Split(objectives, *split_rankings(chosen, config.heldout_share, seed))
@@ -254,8 +256,8 @@ def comparison_lengths(
         templated = known.with_template(config.chat_template)
         return ranking_lengths(templated, read_judgments(config.rankings), context)
 
-    found = planner.measured((config.rankings,), "prompts with a response", tokenizer, measure)
-    return planner.bound(config.rankings, 0) if found is None else found
+    measured = planner.measured((config.rankings,), "prompts with a response", tokenizer, measure)
+    return planner.bound(config.rankings, 0) if measured is None else measured
 
 
 def ranking_lengths(tokenizer: Tokenizer, judgments: Found, most_tokens: int) -> Lengths:

@@ -127,7 +127,7 @@ def _objective_panels(stage: StageFolder) -> list[Panel]:
 
 
 def _facts(results: RewardResults) -> list[tuple[str, str]]:
-    found = [
+    facts = [
         ("Comparisons, train", count(results.train_comparisons)),
         ("Rankings, train", count(results.train_rankings)),
         ("Comparisons, held-out", count(results.heldout_comparisons)),
@@ -135,19 +135,19 @@ def _facts(results: RewardResults) -> list[tuple[str, str]]:
         ("Held-out accuracy", percent(results.heldout_accuracy)),
     ]
     if results.overlong:
-        found.append(("Comparisons read", str(results.overlong)))
-    found += [rows.fact for rows in results.sources]
+        facts.append(("Comparisons read", str(results.overlong)))
+    facts += [rows.fact for rows in results.sources]
     if results.ties is not None:
-        found.append(("Log-likelihood of wins and ties, nats per pair", number(results.ties.heldout_log_likelihood, 4)))
+        facts.append(("Log-likelihood of wins and ties, nats per pair", number(results.ties.heldout_log_likelihood, 4)))
     if results.ratings is not None:
-        found.append(("Ratings explained, held-out", percent(results.ratings.heldout_explained)))
+        facts.append(("Ratings explained, held-out", percent(results.ratings.heldout_explained)))
     if results.sample_score_mean is not None:
-        found.append(("Score of samples, mean", number(results.sample_score_mean)))
-        found.append(("Score of samples, std", number(results.sample_score_std)))
+        facts.append(("Score of samples, mean", number(results.sample_score_mean)))
+        facts.append(("Score of samples, std", number(results.sample_score_std)))
     for name, own in results.objectives.items():
         text = f"{percent(own.heldout_accuracy)} of {count_of(own.heldout_pairs, 'pair')}"
-        found.append((f"Held-out accuracy, {label(name)}", text))
-    return found
+        facts.append((f"Held-out accuracy, {label(name)}", text))
+    return facts
 
 
 def _agreement(results: RewardResults) -> Sequence[Measured]:
@@ -166,19 +166,19 @@ def _agreement(results: RewardResults) -> Sequence[Measured]:
 
 
 def _headlines(stage: StageFolder, results: RewardResults) -> tuple[Headline, ...]:
-    found, accuracy = [], results.heldout_accuracy
+    headlines, accuracy = [], results.heldout_accuracy
     if isfinite(accuracy):
         detail = f"of {count_of(results.heldout_pairs, 'held-out pair')}, ordered as labelers did"
         title = "Reward model accuracy"
-        found.append(headline_of(stage, "heldout_accuracy", title, accuracy, percent(accuracy), detail))
+        headlines.append(headline_of(stage, "heldout_accuracy", title, accuracy, percent(accuracy), detail))
     for name, title, share in (
         ("gold_accuracy", "Reward model, gold", results.gold_accuracy),
         ("human_pairs_accuracy", "Reward model, people", results.human_pairs_accuracy),
     ):
         if share is not None and isfinite(share.mean):
             span = (share.mean, share.low, share.high)
-            found.append(headline_of_share(stage, name, title, span, count_of(share.num_pairs, "pair")))
-    return tuple(found)
+            headlines.append(headline_of_share(stage, name, title, span, count_of(share.num_pairs, "pair")))
+    return tuple(headlines)
 
 
 REPORTER = StageReporter(

@@ -114,8 +114,8 @@ def task_scores(scores_BO: Tensor, comparisons: Sequence[Comparison]) -> dict[st
     """Returns the scores of each task's responses, in order, from the head of the task's objective. `scores_BO` are the
     scores of `sequences_of`.
     """
-    found = iter(scores_BO)
-    return {c.task_id: [float(next(found)[c.objective]) for _ in c.sequences] for c in comparisons}
+    rows = iter(scores_BO)
+    return {c.task_id: [float(next(rows)[c.objective]) for _ in c.sequences] for c in comparisons}
 
 
 def shifted(

@@ -79,9 +79,9 @@ def run_reward(run: StageRun, config: RewardConfig) -> None:
     """Train on all workers. If a world's labelers gave the rankings, also measure the model against the world."""
     start = run.start("sft")
     tokenizer = Tokenizer.load(start, end=config.end_token)
-    found = read_judgments(config.rankings)
-    folder = tokenize(run, config, tokenizer, found, _most_tokens(start, config))
-    run.on_ranks(train, config, start, PreparedRankings.of(found, config, run.seed, folder))
+    judgments = read_judgments(config.rankings)
+    folder = tokenize(run, config, tokenizer, judgments, _most_tokens(start, config))
+    run.on_ranks(train, config, start, PreparedRankings.of(judgments, config, run.seed, folder))
     if "collect" in run.parents:  # so the world knows the criterion of its labelers
         run.write_results(measure_reward_model(run, config))
 
@@ -101,11 +101,11 @@ def network_source(
         kind = MaskedLanguageModel if purpose == "masked" else EncoderModel
         return WithNewHead(folder, kind, lambda shape: SequenceClassifier(shape, labels, dropout), seed)
     trained = network_folder(folder, dropout)
-    found = on_meta(trained.build).labels
-    if found != tuple(labels):
+    present_labels = on_meta(trained.build).labels
+    if present_labels != tuple(labels):
         raise ValueError(
-            f"{folder / 'config.json'}: id2label names {', '.join(found)}; {', '.join(labels)} was expected (the"
-            " objectives to learn, in order; a single one is called score)"
+            f"{folder / 'config.json'}: id2label names {', '.join(present_labels)}; {', '.join(labels)} was expected"
+            " (the objectives to learn, in order; a single one is called score)"
         )
     return trained
 
@@ -182,14 +182,16 @@ def write_results(
     weights, metrics = weights_of_labelers(split, config), dict[str, dict[str, Any]]()
     for place, objective in enumerate(split.objectives):
         train, heldout = split.of(objective)
-        found = objective_metrics(train, heldout, known, score_shift=scores.shift[place], seed=context.seed)
-        found["ties"] = {"kind": config.ties, **found["ties"]}
-        found["labelers"] = labeler_metrics(train, {n: w for (of, n), w in weights.items() if of == objective})
+        objective_results = objective_metrics(train, heldout, known, score_shift=scores.shift[place], seed=context.seed)
+        objective_results["ties"] = {"kind": config.ties, **objective_results["ties"]}
+        objective_results["labelers"] = labeler_metrics(
+            train, {n: w for (of, n), w in weights.items() if of == objective}
+        )
         if "nu" in learned[place]:
-            found["ties"]["learned_nu"] = learned[place]["nu"]
+            objective_results["ties"]["learned_nu"] = learned[place]["nu"]
         if "rating_scale" in learned[place]:
-            found["ratings"] = rating_metrics(heldout, scores.heldout, learned[place]["rating_scale"])
-        metrics[objective] = found
+            objective_results["ratings"] = rating_metrics(heldout, scores.heldout, learned[place]["rating_scale"])
+        metrics[objective] = objective_results
     several = len(metrics) > 1
     results = joined_metrics(metrics, split.heldout, scores.heldout) if several else next(iter(metrics.values()))
     measured = record_of(results, RewardResults, "results.json")
@@ -216,8 +218,8 @@ def measure_reward_model(run: StageRun, config: RewardConfig) -> RewardResults:
         bounds = [len(pairs) * rank // workers.num_workers for rank in range(workers.num_workers + 1)]
         shares = [(folder / "model", pairs[start:end]) for start, end in pairwise(bounds)]
         right = np.concatenate(workers.run_split(f"{run.name}: pairs", right_pairs, shares))
-        found = share_interval(right)
-        share = Share(found.mean, found.low, found.high, num_pairs=len(pairs), num_tasks=len(pairs))
+        accuracy = share_interval(right)
+        share = Share(accuracy.mean, accuracy.low, accuracy.high, num_pairs=len(pairs), num_tasks=len(pairs))
         results = replace(results, human_pairs_accuracy=share)
     return results
 
@@ -250,12 +252,12 @@ def preflight(run: StageRun, config: RewardConfig) -> None:
     """
     if "collect" in run.parents:
         return
-    found = read_judgments(config.rankings, run.tell)
-    report_rankings(config, found, run.seed)
+    judgments = read_judgments(config.rankings, run.tell)
+    report_rankings(config, judgments, run.seed)
     tokenizer = run.tokenizer_of("sft", config.end_token)
     # A job with only a reward model has no policy.
     most_tokens = _most_tokens(run.start("sft"), config) if config.init_from else run.model.max_position_embeddings
-    report_overlong(run, config, tokenize(run, config, tokenizer, found, most_tokens), most_tokens)
+    report_overlong(run, config, tokenize(run, config, tokenizer, judgments, most_tokens), most_tokens)
     calibration_sequences(config, tokenizer.with_template(config.chat_template), most_tokens)
 
 

@@ -120,12 +120,12 @@ def best_responses(samples: Sequence[Sample]) -> dict[str, Sample]:
     """Returns each prompt's usable sample with the highest score, the first if several tie. A prompt without a usable
     sample is left out.
     """
-    found: dict[str, Sample] = {}
+    best: dict[str, Sample] = {}
     for sample in filter(is_usable, samples):
-        known = found.get(sample.prompt_id)
+        known = best.get(sample.prompt_id)
         if known is None or sample.score > known.score:
-            found[sample.prompt_id] = sample
-    return found
+            best[sample.prompt_id] = sample
+    return best
 
 
 def count_chosen(samples: Sequence[Sample], best: Mapping[str, Sample], num_prompts: int, num_samples: int) -> Chosen:
@@ -144,8 +144,8 @@ def count_chosen(samples: Sequence[Sample], best: Mapping[str, Sample], num_prom
         num_truncated=len(samples) - len(ended),
         num_empty=sum(not sample.response for sample in ended),
         num_failed=sum(bool(sample.response) and not math.isfinite(sample.score) for sample in ended),
-        num_identical=sum(len(found) == 1 for found in texts.values()),
-        num_tied=sum(len(found) > 1 for found in best_texts.values()),
+        num_identical=sum(len(distinct) == 1 for distinct in texts.values()),
+        num_tied=sum(len(distinct) > 1 for distinct in best_texts.values()),
         sample_score=fmean(sample.score for sample in samples if math.isfinite(sample.score)),
         kept_score=fmean(sample.score for sample in best.values()),
     )
@@ -163,13 +163,13 @@ def _tokenize(run: StageRun, config: RejectionConfig, tokenizer: Tokenizer, path
     def folder(name: str, rows: Rows) -> Path:
         parts = partial(demonstration_parts, tokenizer, (data,), limit, rows=rows)
         settings: dict[str, int | str] = {"seq_len": config.seq_len, "rows": f"{rows}"}
-        found = token_folder(run, name, tokenizer, (data,), CHECKED_SEQUENCES, parts, **settings)
-        if not len(Sequences.read(found)):
+        tokens_folder = token_folder(run, name, tokenizer, (data,), CHECKED_SEQUENCES, parts, **settings)
+        if not len(Sequences.read(tokens_folder)):
             raise ValueError(
                 f"rejection.seq_len is {config.seq_len}, but no kept response for {name} fits in a row with its prompt;"
                 " longer rows, or more prompts, were expected"
             )
-        return found
+        return tokens_folder
 
     return TokenFolders(folder("trained", Rows(every)), folder("held-out", Rows(every, is_heldout=True)))
 

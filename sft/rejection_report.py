@@ -97,14 +97,14 @@ def _facts(results: RejectionResults) -> list[tuple[str, str]]:
 
 def _rest(chosen: Chosen) -> list[tuple[str, str]]:
     """Returns why samples were not kept, and for how many prompts there was no choice."""
-    found = (
+    counts = (
         ("Samples that reached max_new_tokens", chosen.num_truncated),
         ("Samples without text", chosen.num_empty),
         ("Samples without a score", chosen.num_failed),
         ("Prompts whose usable samples are all one text", chosen.num_identical),
         ("Prompts with several best samples", chosen.num_tied),
     )
-    return [(what, count(num)) for what, num in found if num]
+    return [(what, count(num)) for what, num in counts if num]
 
 
 REPORTER = StageReporter(

@@ -186,16 +186,16 @@ def plan(planner: Planner, config: SFTConfig) -> StagePlan:
 
 def _num_packed_rows(planner: Planner, config: SFTConfig) -> float | None:
     """Returns the number of rows that the demonstrations are packed into; None if they cannot be read."""
-    found = planner.measured(
+    lengths = planner.measured(
         config.demonstrations,
         "conversations",
         lambda run: load_tokenizer(run, config),
         lambda tokenizer: demonstration_lengths(tokenizer, config.demonstrations, config.seq_len),
     )
-    if found is None:
+    if lengths is None:
         return None
-    trained = found.num_rows * (1.0 if config.heldout else 1 - config.heldout_share)
-    return trained * len(best_fit(found.spread, config.seq_len)) / max(1, len(found.spread))
+    trained = lengths.num_rows * (1.0 if config.heldout else 1 - config.heldout_share)
+    return trained * len(best_fit(lengths.spread, config.seq_len)) / max(1, len(lengths.spread))
 
 
 STAGE = Stage(

@@ -95,11 +95,11 @@ def fitting_prompts(
         line), or if a row is not a prompt (naming the field too).
     """
     room = run.model.max_position_embeddings - max_new_tokens
-    found, num_truncated, lines, counted = list[Prompt](), 0, list[str](), list[SourceRows]()
+    fitting, num_truncated, lines, counted = list[Prompt](), 0, list[str](), list[SourceRows]()
     read = read_located_prompts(data, lines.append, counted.append)
     for (where, prompt), num_tokens in zip(read, _num_tokens(tokenizer, read), strict=True):
         if num_tokens <= room:
-            found.append(prompt)
+            fitting.append(prompt)
         elif on_overlong == "refuse":
             raise ValueError(
                 f"{where}: prompt {prompt.prompt_id!r} has {num_tokens} tokens; at most {room} leave room in"
@@ -107,16 +107,16 @@ def fitting_prompts(
                 f' ({run.name}.on_overlong = "skip" or "truncate" accepts longer ones)'
             )
         elif on_overlong == "truncate" and (messages := _shortened(tokenizer, prompt.messages, room)):
-            found.append(prompt.model_copy(update={"messages": messages}))
+            fitting.append(prompt.model_copy(update={"messages": messages}))
             num_truncated += 1
-    overlong = Overlong(len(read), num_truncated, len(read) - len(found))
+    overlong = Overlong(len(read), num_truncated, len(read) - len(fitting))
     if overlong:
         lines.append(f"{data.source}: {overlong} ({run.name}.max_new_tokens leaves {room} tokens for a prompt)")
-    if not found:
+    if not fitting:
         raise ValueError(f"{data.source}: every prompt is too long; at most {room} tokens were expected")
     for line in lines:
         tell(line)
-    return Fitting(found, overlong, tuple(rows for rows in counted if rows))
+    return Fitting(fitting, overlong, tuple(rows for rows in counted if rows))
 
 
 def prompt_lengths(
@@ -191,8 +191,8 @@ def sample_in_parts(
     for start in range(0, len(missing), samplers.num_ranks):
         turn = missing[start : start + samplers.num_ranks]
         shares = [parts[number] for number in turn] + [[]] * (samplers.num_ranks - len(turn))
-        found = samplers.call_split(PromptSampler.sample, [(share,) for share in shares])
-        for number, rows in zip(turn, found, strict=False):  # a rank without a share has none
+        rows_by_rank = samplers.call_split(PromptSampler.sample, [(share,) for share in shares])
+        for number, rows in zip(turn, rows_by_rank, strict=False):  # a rank without a share has none
             write_text(paths[number], "".join(json.dumps(row.as_dict()) + "\n" for row in rows))
         num_done = len(parts) - len(missing) + start + len(turn)
         run.show(min(num_done * PROMPTS_AT_ONCE, len(prompts)), len(prompts), shown or phase)

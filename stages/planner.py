@@ -91,10 +91,10 @@ class Planner:
 
     def shape(self, name: str) -> ModelConfig:
         """Return the shape of the model directory or hub id that a stage starts from; for "", the policy's."""
-        found = self.shape_of(name) if name else self.model
-        if found is None:
+        named_shape = self.shape_of(name) if name else self.model
+        if named_shape is None:
             self.sizes.assume(f"assumes that {name} has the policy's shape")
-        return found or self.model
+        return named_shape or self.model
 
     def measured(
         self,
@@ -108,16 +108,16 @@ class Planner:
         if self.run is None or not all(Path(data.source).exists() for data in sources):
             return None
         run, read = self.run, [data.model_dump_json() for data in sources]
-        found = self.sizes.measures.get(f"{self.name} {what} {read}", lambda: _if_readable(run, tokenizer, measure))
-        if found is not None:
-            self.sizes.assume(found.line(names, what))
-        return found
+        lengths = self.sizes.measures.get(f"{self.name} {what} {read}", lambda: _if_readable(run, tokenizer, measure))
+        if lengths is not None:
+            self.sizes.assume(lengths.line(names, what))
+        return lengths
 
     def answered(self, source: DataConfig, response_tokens: int, tokenizer: Callable[[StageRun], Tokenizer]) -> Lengths:
         """Return the lengths of prompts with responses of `response_tokens` each, or a bound on them; reports which."""
         room = self.model.max_position_embeddings - response_tokens
-        found = self.measured((source,), "prompts", tokenizer, lambda known: prompt_lengths(known, source, room))
-        return self.bound(source, response_tokens) if found is None else found.plus(response_tokens)
+        measured = self.measured((source,), "prompts", tokenizer, lambda known: prompt_lengths(known, source, room))
+        return self.bound(source, response_tokens) if measured is None else measured.plus(response_tokens)
 
     def bound(self, source: SourceConfig, response_tokens: int) -> Lengths:
         """Return a length that no prompt with its response exceeds, for data that cannot be read, and report it."""

@@ -72,8 +72,8 @@ class Sizes:
 
     def taken(self) -> tuple[str, ...]:
         """Return the assumptions made since the last call, each once."""
-        said, self.assumptions = tuple(dict.fromkeys(self.assumptions)), []
-        return said
+        assumptions, self.assumptions = tuple(dict.fromkeys(self.assumptions)), []
+        return assumptions
 
     def num_rows(self, data: SourceConfig) -> int:
         """Return the rows of a source: counted if the file exists, else known from the job or assumed."""
@@ -139,9 +139,9 @@ class Lengths:
 
     def line(self, source: str, what: str) -> str:
         """Describe what was measured, such as "p.jsonl: 1,000 prompts of 61 tokens on average, 118 at most"."""
-        found = f"{source}: {self.num_rows:,} {what} of {self.mean:,.0f} tokens on average, {self.longest:,} at most"
+        text = f"{source}: {self.num_rows:,} {what} of {self.mean:,.0f} tokens on average, {self.longest:,} at most"
         sampled = f" (estimated from {self.num_measured:,} of them, the longest texts included)"
-        return found + (sampled if self.num_measured < self.num_rows else "")
+        return text + (sampled if self.num_measured < self.num_rows else "")
 
 
 class RowSample(Generic[Row]):
@@ -174,9 +174,9 @@ class RowSample(Generic[Row]):
             return Lengths(0, 0, 0.0, 0, 0)
         rows = self._spread | {-number: (num_bytes, row) for num_bytes, number, row in self._longest}
         counted = encode([row for _, row in rows.values()])
-        found = {number: (min(n, most_tokens), min(response, most_tokens)) for number, (n, response) in
+        lengths_by_row = {number: (min(n, most_tokens), min(response, most_tokens)) for number, (n, response) in
                  zip(rows, counted, strict=True)}  # fmt: skip
-        tokens = {number: total for number, (total, _) in found.items()}
+        tokens = {number: total for number, (total, _) in lengths_by_row.items()}
         spread = tuple(tokens[number] for number in self._spread)
         is_sample = len(rows) < self.num_rows
         longest = self._bound({n: (rows[n][0], tokens[n]) for n in rows}) if is_sample else max(tokens.values())
@@ -186,8 +186,10 @@ class RowSample(Generic[Row]):
             mean=sum(spread) / len(spread),
             shortest=min(tokens.values()),
             longest=min(longest, most_tokens),
-            longest_response=max(response for _, response in found.values()),
-            response_share=1.0 if is_sample else max(response / total for total, response in found.values() if total),
+            longest_response=max(response for _, response in lengths_by_row.values()),
+            response_share=1.0
+            if is_sample
+            else max(response / total for total, response in lengths_by_row.values() if total),
             spread=spread,
         )
 

@@ -72,8 +72,8 @@ def commit_checkpoint(writing: Path, step: int, hashes: Mapping[str, str], keep:
         commit_folder(writing, final)
     else:  # an earlier call failed after the rename
         sync(checkpoints)
-    found = read_manifest(final)
-    assert found.sha256 == hashes, f"checkpoint {final} is damaged right after it was written: {found.damage}"
+    written = read_manifest(final)
+    assert written.sha256 == hashes, f"checkpoint {final} is damaged right after it was written: {written.damage}"
     # Checkpoints of later steps are damaged ones that this run skipped.
     newest_first = [folder for folder in step_folders(checkpoints) if step_of(folder) <= step]
     later = [folder for folder in step_folders(checkpoints) if step_of(folder) > step]
@@ -98,10 +98,10 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest, and check that the folder holds the files it names. Their contents are not read."""
     try:
         expected = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"])
-        found = set(_names(folder))
+        present = set(_names(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Manifest(folder, {}, f"no readable manifest ({error})")
-    return Manifest(folder, expected, _describe(expected.keys() ^ found))
+    return Manifest(folder, expected, _describe(expected.keys() ^ present))
 
 
 def changed_files(folder: Path, sha256: Mapping[str, str]) -> list[str]:
@@ -165,8 +165,8 @@ def choose_sound(checkpoints: Path, stage: str, newest_first: Sequence[Manifest]
 
 def latest_checkpoint(checkpoints: Path) -> tuple[Path, int] | None:
     """The newest checkpoint that verifies, and its step; None if none was written. Raises like `find_resumption`."""
-    found = find_resumption(checkpoints, "the stage")
-    return (checkpoints / found.name, found.step) if found.name else None
+    resumption = find_resumption(checkpoints, "the stage")
+    return (checkpoints / resumption.name, resumption.step) if resumption.name else None
 
 
 def share_of_files(sha256: Mapping[str, str], rank: int, num_ranks: int) -> dict[str, str]:
@@ -282,8 +282,8 @@ def state_of(shards: Sequence[ParamShard]) -> State:
 
 def write_state(state: State, path: Path) -> None:
     """Write one rank's part as a safetensors file, with the offsets of its ranges in the header."""
-    offsets = {key: found.offset for key, found in state.items()}
-    tensors = {key: found.values for key, found in state.items()}
+    offsets = {key: piece.offset for key, piece in state.items()}
+    tensors = {key: piece.values for key, piece in state.items()}
     save_file(tensors, path, metadata={"offsets": json.dumps(offsets)})
 
 

@@ -63,12 +63,12 @@ class DataConfig(SourceConfig):
 
 def overlong_field() -> OnOverlong:
     """The field of a stage that says what happens to rows that are too long."""
-    found: OnOverlong = Field(
+    on_overlong: OnOverlong = Field(
         default="refuse",
         description="What to do with rows that are too long: `refuse` stops before training, `skip` leaves them out,"
         " `truncate` cuts them (docs/data.md).",
     )
-    return found
+    return on_overlong
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ def make_accelerator(config: EngineConfig, deepspeed: dict[str, Any], world_size
     """Create this rank's `Accelerator` in a process group of `world_size` ranks. `deepspeed` is used from ZeRO-1 up."""
     accelerator = _make_accelerator(config, deepspeed)
     # Accelerate falls back to worlds of one rank, or drops DeepSpeed, without a message.
-    found = accelerator.num_processes
-    assert found == world_size, f"the process group has {found} ranks where {world_size} were started"
+    num_ranks = accelerator.num_processes
+    assert num_ranks == world_size, f"the process group has {num_ranks} ranks where {world_size} were started"
     freeze_imports()
     return accelerator
 
@@ -128,8 +128,10 @@ def build_sharded(source: ModelSource[AnyModule], config: Mapping[str, Any]) -> 
     for name, parameter in model.named_parameters():
         with zero.GatheredParameters([parameter], modifier_rank=MAIN):  # broadcasts what rank 0 has written
             if is_main:
-                found, tensor = next(tensors)
-                assert found == name, f"the source yields {found} where {type(model).__name__} expects {name}"
+                source_name, tensor = next(tensors)
+                assert source_name == name, (
+                    f"the source yields {source_name} where {type(model).__name__} expects {name}"
+                )
                 parameter.copy_(tensor)
                 del tensor  # before the next one is read
     buffers = dict(model.named_buffers())
@@ -145,10 +147,10 @@ def zero_shards(module: nn.Module, zero_optimizer: Any, zero_stage: int, rank: i
     """Return this rank's part of every trained parameter."""
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     if zero_stage == 3:
-        found = [shard_zero3(zero_optimizer, name, parameter, rank) for name, parameter in trained]
+        shards = [shard_zero3(zero_optimizer, name, parameter, rank) for name, parameter in trained]
     else:
-        found = [shard_zero12(zero_optimizer, name, parameter) for name, parameter in trained]
-    return [shard for shard in found if shard is not None]
+        shards = [shard_zero12(zero_optimizer, name, parameter) for name, parameter in trained]
+    return [shard for shard in shards if shard is not None]
 
 
 @torch.no_grad()
@@ -213,15 +215,15 @@ class Gatherer:
         device = torch.device("cpu") if on_main_alone else self._device
         frozen = iter(originals)
         for name, parameter in module.named_parameters():
-            found: Tensor | None = None
+            whole_tensor: Tensor | None = None
             if parameter.requires_grad:
-                found = self.whole(name, parameter, own.get(name), on_main_alone=on_main_alone)
+                whole_tensor = self.whole(name, parameter, own.get(name), on_main_alone=on_main_alone)
             elif keep:
-                found = next(tensor for original, tensor in frozen if original == name).detach()
-            if found is not None:
-                found = found.to(device)
-                yield name, found
-            del found  # before the next one is gathered
+                whole_tensor = next(tensor for original, tensor in frozen if original == name).detach()
+            if whole_tensor is not None:
+                whole_tensor = whole_tensor.to(device)
+                yield name, whole_tensor
+            del whole_tensor  # before the next one is gathered
         if keep:
             yield from ((name, buffer.detach().to(device)) for name, buffer in module.named_buffers())
 

@@ -334,9 +334,9 @@ class Engine(Generic[AnyModule]):
         originals = iter(self._source.tensors())
         for name, parameter in self.module.named_parameters():
             is_rounded = self._rounds_frozen and not parameter.requires_grad
-            found = next(tensor for original, tensor in originals if original == name) if is_rounded else parameter
-            yield name, found.detach().to(self.device)
-            del found  # before the next one is read
+            whole = next(tensor for original, tensor in originals if original == name) if is_rounded else parameter
+            yield name, whole.detach().to(self.device)
+            del whole  # before the next one is read
         yield from ((name, buffer.detach()) for name, buffer in self.module.named_buffers())
 
     def _own_weights(self) -> dict[str, Tensor]:

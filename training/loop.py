@@ -226,13 +226,13 @@ class TrainingLoop(Generic[AnyModule]):
         if engine.is_main:
             remove_unfinished(self.checkpoints)
             manifests = [read_manifest(folder) for folder in step_folders(self.checkpoints)]
-        found = choose_sound(self.checkpoints, stage, engine.gather(manifests)[0], self._changed_files)
+        resumption = choose_sound(self.checkpoints, stage, engine.gather(manifests)[0], self._changed_files)
         if engine.is_main:
-            for notice in found.notices(stage, self.config.num_steps):
+            for notice in resumption.notices(stage, self.config.num_steps):
                 say(notice)
-        if found.step:
-            engine.load(step_folder(self.checkpoints, found.step) / MODEL)
-        return found.step
+        if resumption.step:
+            engine.load(step_folder(self.checkpoints, resumption.step) / MODEL)
+        return resumption.step
 
     def _changed_files(self, folder: Path, sha256: Mapping[str, str]) -> list[str]:
         """Like `changed_files`, with the files split among the ranks; a collective call."""

@@ -105,8 +105,8 @@ def system_error(error: BaseException) -> int | None:
     code = getattr(getattr(error, "orig", error), "sqlite_errorcode", None)
     if code is not None:
         return _OF_SQLITE.get(code & 0xFF)  # the higher bits give the subtype, such as which I/O error it was
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found[1]) if found else None
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match[1]) if match else None
 
 
 def cause_of(error: BaseException) -> str:
@@ -128,14 +128,14 @@ def in_one_line(error: BaseException) -> str:
 
     Also looks at the error's causes, since a worker's failure reaches the driver inside another error.
     """
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, RunError):
-            return str(found)
-        if system_error(found) in _OF_THE_DISK:
-            stage = "" if found is error else f"{str(error).partition(':')[0]}: "
-            return f"{stage}{cause_of(found)}; {remedy_of(found)} and run the same command again"
-        found = found.__cause__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RunError):
+            return str(cause)
+        if system_error(cause) in _OF_THE_DISK:
+            stage = "" if cause is error else f"{str(error).partition(':')[0]}: "
+            return f"{stage}{cause_of(cause)}; {remedy_of(cause)} and run the same command again"
+        cause = cause.__cause__
     return ""
 
 

@@ -48,8 +48,8 @@ class PackedRows:
 
     def sequence_of_tokens(self) -> IntArray:
         """The number of each token's sequence, [B, T]; arbitrary at padding."""
-        found: IntArray = np.take_along_axis(self.numbers, np.maximum(self.segments - 1, 0), axis=1)
-        return found
+        sequences: IntArray = np.take_along_axis(self.numbers, np.maximum(self.segments - 1, 0), axis=1)
+        return sequences
 
     def num_tokens(self, rows: IntArray) -> int:
         """Tokens of these rows, without padding."""
@@ -163,8 +163,8 @@ def _sums(values: NDArray[Any], starts: IntArray) -> NDArray[np.int32]:
 def _ranges(starts: IntArray, lengths: IntArray) -> IntArray:
     """Concatenate the integer ranges of these starts and lengths."""
     before = np.cumsum(lengths) - lengths
-    found: IntArray = np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
-    return found
+    places: IntArray = np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
+    return places
 
 
 def stream_rows(path: Path, seq_len: int) -> NDArray[np.int32]:
@@ -236,9 +236,9 @@ def row_width(lengths: NDArray[np.int64]) -> int:
 
 def padded_tokens(lengths: Sequence[int]) -> int:
     """Count the tokens, including padding, of the rows that sequences of these lengths are packed into."""
-    found = np.array(lengths, dtype=np.int64)
-    width = row_width(found)
-    return width * _num_rows(found, width)
+    row_lengths = np.array(lengths, dtype=np.int64)
+    width = row_width(row_lengths)
+    return width * _num_rows(row_lengths, width)
 
 
 def packed_rows(sequences: Sequences, device: torch.device) -> PackedRows:

@@ -163,8 +163,8 @@ class Sequences:
 
     def lengths_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens of these sequences."""
-        found: NDArray[np.int64] = self.ends[numbers] - np.where(numbers > 0, self.ends[numbers - 1], 0)
-        return found
+        lengths: NDArray[np.int64] = self.ends[numbers] - np.where(numbers > 0, self.ends[numbers - 1], 0)
+        return lengths
 
     def __getitem__(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return the tokens of a sequence, and which of them count."""
@@ -191,12 +191,12 @@ def unusual_rows(sources: Iterable[SourceRows]) -> Iterator[Part]:
 
 def read_sources(*folders: Path) -> tuple[SourceRows, ...]:
     """Read which sources of these folders' texts have unusual rows, each once."""
-    found = list[SourceRows]()
+    sources = list[SourceRows]()
     for path in (folder / SOURCES for folder in folders):
         if path.is_file():
             read = [record_of(row, SourceRows, str(path)) for row in json.loads(path.read_text(encoding="utf-8"))]
-            found += [rows for rows in read if rows not in found]
-    return tuple(found)
+            sources += [rows for rows in read if rows not in sources]
+    return tuple(sources)
 
 
 def encode_rows(

@@ -91,18 +91,18 @@ def run_chaos(
     return result
 
 
-def choose_kinds(asked: Sequence[str], impossible: dict[str, str]) -> list[str]:
+def choose_kinds(wanted: Sequence[str], impossible: dict[str, str]) -> list[str]:
     """Returns the kinds to draw from. By default, a frozen node replaces a partition if partitions are impossible here.
 
     Raises: ValueError for an unknown kind, or one that is impossible here.
     """
-    for kind in asked:
+    for kind in wanted:
         if kind not in KINDS:
             raise ValueError(f"--kinds: {kind!r} is not a kind of fault; some of {', '.join(KINDS)} were expected")
         if kind in impossible:
             raise ValueError(f"--kinds: {kind} is not possible here: {impossible[kind]}")
-    if asked:
-        return list(dict.fromkeys(asked))
+    if wanted:
+        return list(dict.fromkeys(wanted))
     stand_in = "freeze" if "partition" in impossible else "partition"
     return [kind for kind in KINDS if kind not in impossible and kind not in {"partition", "freeze"} - {stand_in}]
 

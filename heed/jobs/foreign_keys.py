@@ -220,15 +220,17 @@ def counterpart(key: str, is_key: Callable[[str], bool]) -> str:
     `is_key` tells whether a dotted name is a key of the section that the key was found in, or a path from the top of
     the job.
     """
-    found: dict[str, list[str]] = {}
+    projects_by_name: dict[str, list[str]] = {}
     for project, table in COUNTERPARTS.items():
         for name in table.get(key, ()):
             last = name.rsplit(".", 1)[-1]  # where the key was found in that very table
             if match := next(filter(is_key, (name, last)), ""):
-                found.setdefault(match, []).append(project)
+                projects_by_name.setdefault(match, []).append(project)
                 break
-    if len(found) == 1:
-        return f"Heed calls it `{next(iter(found))}`"
-    if found:
-        return "; ".join(f"{' and '.join(projects)}'s key is `{name}` here" for name, projects in found.items())
+    if len(projects_by_name) == 1:
+        return f"Heed calls it `{next(iter(projects_by_name))}`"
+    if projects_by_name:
+        return "; ".join(
+            f"{' and '.join(projects)}'s key is `{name}` here" for name, projects in projects_by_name.items()
+        )
     return ADVICE.get(key, "")

@@ -142,18 +142,18 @@ class JobConfig(Config):
         """Returns the stages and preparations whose outputs a stage reads, in the order in which they run."""
         stage = self.registry[name]
         section = self.section_of(stage)
-        found = {
+        needed = {
             parent.stage
             for parent in stage.parents
             if parent.is_read(section, self.stage_names) and not self.substitute(name, parent.stage)
         }
-        if POLICIES in found:
-            found = found - {POLICIES} | {other.name for other in self.stages if other.policy_from}
+        if POLICIES in needed:
+            needed = needed - {POLICIES} | {other.name for other in self.stages if other.policy_from}
         sources = {source.partition(":")[0] for source in sources_in(section.model_dump()) if ":" in source}
-        found |= sources & set(self.registry.names)
+        needed |= sources & set(self.registry.names)
         if stage.preparation is not None:
-            found.add(stage.preparation.name)
-        return tuple(other for other in (*self.registry.preparations, *self.registry.names) if other in found)
+            needed.add(stage.preparation.name)
+        return tuple(other for other in (*self.registry.preparations, *self.registry.names) if other in needed)
 
     def substitute(self, name: str, parent: str) -> str:
         """Returns the model that a stage's section names instead of a parent's; "" if it names none."""

@@ -63,7 +63,7 @@ def read_job_values(path: Path, inherited_by: tuple[Path, ...] = ()) -> dict[str
     if not parent.is_file():
         raise ValueError(f"{path}: base {base!r}: no such file; paths are relative to the job file")
     if parent.resolve() in chain:
-        cycle = " -> ".join(found.name for found in (*chain[chain.index(parent.resolve()) :], parent))
+        cycle = " -> ".join(file.name for file in (*chain[chain.index(parent.resolve()) :], parent))
         raise ValueError(f"{path}: base {base!r} inherits from itself: {cycle}")
     below = read_job_values(parent, chain)
     if not isinstance(without, list):
@@ -105,11 +105,11 @@ class Override:
     text: str
 
     @classmethod
-    def parse(cls, given: str) -> "Override":
+    def parse(cls, argument: str) -> "Override":
         """Parses KEY=VALUE. Raises: ValueError for anything else."""
-        key, separator, text = given.partition("=")
+        key, separator, text = argument.partition("=")
         if not separator or not key.strip():
-            raise ValueError(f"--set {given!r}: KEY=VALUE was expected")
+            raise ValueError(f"--set {argument!r}: KEY=VALUE was expected")
         return cls(key.strip(), text.strip())
 
     @property
@@ -158,8 +158,8 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), *, opens_models: 
     values = read_toml(files("configs").joinpath("jobs/demo.toml"), name) if path is None else read_job_values(path)
     if path is not None:
         remember_job(path)
-    for given in overrides:
-        _apply(name, values, Override.parse(given))
+    for override in overrides:
+        _apply(name, values, Override.parse(override))
     config = _job_type(name, values)
     take_shape(name, values, config.known_stages, opens_models=opens_models)
     return validated(config, values, name)
@@ -234,7 +234,7 @@ def explain(problem: Mapping[str, Any], model: type[BaseModel]) -> str:
 
 def unknown_key(section: Sequence[str], key: str, model: type[BaseModel]) -> str:
     """Says what an unknown key may stand for (another project's name, or a typo), or lists the known keys."""
-    known = [name for found in _sections(section, model) for name in found.model_fields]
+    known = [name for section_model in _sections(section, model) for name in section_model.model_fields]
     where = f" in [{'.'.join(section)}]" if section else ""
     hint = ""
     if key not in known:
@@ -289,15 +289,15 @@ def _kind(table: type[BaseModel]) -> tuple[str, ...]:
 
 def _places_of(key: str, section: Sequence[str], model: type[BaseModel]) -> list[str]:
     """Returns the full dotted keys with this name in the tables below a section."""
-    found: list[str] = []
+    places: list[str] = []
     for field in dict.fromkeys(name for table in _sections(section, model) for name in table.model_fields):
         place = [*section, field]
         below = _sections(place, model)
         if any(key in table.model_fields for table in below):
-            found.append(".".join([*place, key]))
+            places.append(".".join([*place, key]))
         elif below:
-            found += _places_of(key, place, model)
-    return found
+            places += _places_of(key, place, model)
+    return places
 
 
 def fields_at(model: type[BaseModel], path: Sequence[str]) -> list[FieldInfo]:
@@ -330,12 +330,16 @@ def _sections(place: Sequence[str], model: type[BaseModel]) -> list[type[BaseMod
     models = [model]
     for part in place:
         if not part.isdigit():
-            fields = [found.model_fields[part].annotation for found in models if part in found.model_fields]
-            models = [found for field in fields for found in _models_in(field)]
+            fields = [
+                section_model.model_fields[part].annotation
+                for section_model in models
+                if part in section_model.model_fields
+            ]
+            models = [section_model for field in fields for section_model in _models_in(field)]
     return models
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [found for part in getattr(annotation, "__args__", ()) for found in _models_in(part)]
+    return [model for part in getattr(annotation, "__args__", ()) for model in _models_in(part)]

@@ -53,10 +53,10 @@ def take_shape(name: str, values: dict[str, Any], registry: Registry, *, opens_m
 def _written(name: str, model: Any) -> Any:
     """Returns `[model]` as fields of ModelConfig: a name such as "gpt3-125m" and a config.json are translated."""
     if isinstance(model, str):
-        found = built_in_shape(model)
-        if found is None:
+        shape = built_in_shape(model)
+        if shape is None:
             raise ValueError(f"{name}: model is {model!r}; one of {', '.join(built_in_names())} was expected")
-        return found
+        return shape
     if isinstance(model, Mapping) and "model_type" in model:
         return config_from_hf(model, f"{name}: [model]").model_dump(mode="json")
     return model
@@ -104,17 +104,17 @@ def hub_models(job: JobConfig) -> tuple[Path, ...]:
 
     Raises: ValueError naming the field of a model that is neither a folder, nor a GGUF file, nor on the hub.
     """
-    found = list[Path]()
+    folders = list[Path]()
     for stage in job.stages:
         for field in stage.model_fields:
             name = value_at(job.section_of(stage), field)
             try:
                 folder = model_directory(name) if name else Path()
-                found += [folder] if hub_name(folder) else []
-                found += [Path(name).expanduser().absolute()] if is_gguf(name) else []
+                folders += [folder] if hub_name(folder) else []
+                folders += [Path(name).expanduser().absolute()] if is_gguf(name) else []
             except ValueError as error:
                 raise ValueError(f"{stage.name}.{field}: {error}") from None
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(folders))
 
 
 def fetch_models(group: WorkerGroup, models: Sequence[Path]) -> None:

@@ -89,8 +89,8 @@ def _work(job: JobConfig, folder: Path, first: str, only: str) -> None:
         engine = resolve_precision(job.engine, workers.check(), job.fewest_ranks, job.cluster.start_seconds)
         job = job.model_copy(update={"engine": engine})
         run = Run(job, folder, job.open_world(), workers)
-        asked = [stage for stage in job.stages if stage.name == only or not only]
-        if first or not all((run.stage_folder(stage.name) / LINEAGE).exists() for stage in asked):
+        wanted = [stage for stage in job.stages if stage.name == only or not only]
+        if first or not all((run.stage_folder(stage.name) / LINEAGE).exists() for stage in wanted):
             workers.begin()
         for stage in job.stages:
             if stage.module is not None:
@@ -98,7 +98,7 @@ def _work(job: JobConfig, folder: Path, first: str, only: str) -> None:
         _write_job(job, folder / "job.toml")
         _prepare_world(run)
         _prepare_stages(run)
-        if not all(_is_finished_with(run, stage, inputs_of(run, stage)) for stage in asked):
+        if not all(_is_finished_with(run, stage, inputs_of(run, stage)) for stage in wanted):
             workers.begin()  # Ray is not started for a run in which nothing has changed
         with speaking_through(_unrepeated(print_notice)):
             check_data(run)
@@ -114,11 +114,11 @@ def _say_what_will_run(job: JobConfig, folder: Path, only: str) -> None:
 
 def _unrepeated(speaker: Callable[[str], None]) -> Callable[[str], None]:
     """Returns a speaker that says each line only once, since several stages may read the same source."""
-    said: set[str] = set()
+    already_said: set[str] = set()
 
     def say_once(notice: str) -> None:
-        if notice not in said:
-            said.add(notice)
+        if notice not in already_said:
+            already_said.add(notice)
             speaker(notice)
 
     return say_once
@@ -226,7 +226,7 @@ def _last_step(folder: Path) -> str:
     lines = read_metrics(folder / "metrics.jsonl")
     if not lines:
         return ""
-    saved = [found.name for found in step_folders(folder / "checkpoints")]
+    saved = [checkpoint.name for checkpoint in step_folders(folder / "checkpoints")]
     where = f" (its newest checkpoint is {saved[0]})" if saved else " (no checkpoint yet)"
     return f" at step {lines[-1]['step']} of {lines[-1]['num_steps']}{where}"
 

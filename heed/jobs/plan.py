@@ -154,8 +154,8 @@ def _world_rows(job: JobConfig, source: str) -> int | None:
     """Returns the number of rows of a source "world:NAME", if the world's section states it."""
     kind, _, name = source.partition(":")
     fields = (f"num_{name}", f"max_{name}") if kind == WORLD else ()
-    found = next((getattr(job.world, field) for field in fields if hasattr(job.world, field)), None)
-    return None if found is None else int(found)
+    num_rows = next((getattr(job.world, field) for field in fields if hasattr(job.world, field)), None)
+    return None if num_rows is None else int(num_rows)
 
 
 def _stage_size(job: JobConfig, source: str, sizes: Sizes) -> SourceSize | None:
@@ -188,10 +188,10 @@ def advice(path: Path | None, overrides: Sequence[str], plan: Plan) -> list[str]
     lines = [f"{stage.name} needs {what}, which Heed does not have" for stage in plan.stages for what in stage.missing]
     if not plan.excess:
         return lines
-    found = changes_that_fit(path, overrides, plan)
-    if found is not None:
-        options = " ".join(f"--set {escape(shlex.quote(change))}" for change in found[0])
-        lines.append(f"[bold]fits with[/] {options}: {_peaks(found[1])}")
+    fitting_change = changes_that_fit(path, overrides, plan)
+    if fitting_change is not None:
+        options = " ".join(f"--set {escape(shlex.quote(change))}" for change in fitting_change[0])
+        lines.append(f"[bold]fits with[/] {options}: {_peaks(fitting_change[1])}")
     larger = next((name for name in _larger(plan) if not _on(plan, name).excess), "")
     if larger:
         lines.append(f"[bold]fits as it is[/] on {larger} (--gpu {larger})")

@@ -216,14 +216,14 @@ def run_to_end(
             abandon()
             if trouble:
                 _await_storage(stage, folder, trouble, error)
-            found = milestones(folder)
-            num_failures = num_failures + 1 if found == saved else 1
-            saved = found
+            saved_now = milestones(folder)
+            num_failures = num_failures + 1 if saved_now == saved else 1
+            saved = saved_now
             if num_failures == MAX_LOSSES_IN_PLACE:
-                raise _given_up(stage, num_failures, found, error, trouble) from error
+                raise _given_up(stage, num_failures, saved_now, error, trouble) from error
             first_line = trouble or str(error).split("\n")[0]
             restarted(first_line)
-            console.print(f"{first_line}\n{stage}: continues {_since(found)}", markup=False)
+            console.print(f"{first_line}\n{stage}: continues {_since(saved_now)}", markup=False)
 
 
 def _await_storage(stage: str, folder: Path, trouble: str, error: Exception) -> None:
@@ -234,19 +234,19 @@ def _await_storage(stage: str, folder: Path, trouble: str, error: Exception) -> 
         ) from error
 
 
-def _given_up(stage: str, number: int, found: list[str], error: Exception, trouble: str) -> RuntimeError:
+def _given_up(stage: str, number: int, saved: list[str], error: Exception, trouble: str) -> RuntimeError:
     if trouble:
         return RunError(
-            f"{stage} failed {number} times in a row {_since(found)}: {trouble}; fix that and run the same command"
+            f"{stage} failed {number} times in a row {_since(saved)}: {trouble}; fix that and run the same command"
             " again"
         )
-    return WorkerLostError(f"{error}\n{stage} lost workers {number} times in a row {_since(found)}, so the run stops")
+    return WorkerLostError(f"{error}\n{stage} lost workers {number} times in a row {_since(saved)}, so the run stops")
 
 
 def milestones(folder: Path) -> list[str]:
     """Returns what a stage has saved so far: its checkpoints and the parts of its samples."""
-    found = [*folder.glob("checkpoints/step-*"), *folder.glob("samples/*/*.jsonl")]
-    return sorted(str(path.relative_to(folder)) for path in found)
+    paths = [*folder.glob("checkpoints/step-*"), *folder.glob("samples/*/*.jsonl")]
+    return sorted(str(path.relative_to(folder)) for path in paths)
 
 
 def _since(saved: list[str]) -> str:
@@ -259,27 +259,27 @@ def storage_trouble(error: BaseException, folder: Path) -> str:
     A missing file is the storage's fault if it lies in the run of the stage's `folder`; readers report it as a
     ValueError ("...: no such file"). The exceptions that `error` was raised from count too. A `RunError` is final.
     """
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, RunError):
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RunError):
             return ""
-        number = system_error(found)
-        is_missing = number == errno.ENOENT or (isinstance(found, ValueError) and "no such file" in str(found))
-        if number in _OF_STORAGE or (is_missing and str(folder.parent) in str(found)):
-            return cause_of(found) if number is not None else str(found).splitlines()[0]
-        found = found.__cause__
+        number = system_error(cause)
+        is_missing = number == errno.ENOENT or (isinstance(cause, ValueError) and "no such file" in str(cause))
+        if number in _OF_STORAGE or (is_missing and str(folder.parent) in str(cause)):
+            return cause_of(cause) if number is not None else str(cause).splitlines()[0]
+        cause = cause.__cause__
     return ""
 
 
 def wait_for_storage(folder: Path, seconds: float = STORAGE_SECONDS) -> bool:
     """Wait until a stage's folder is there and has room. Returns False if that does not happen in time."""
-    found: bool = tenacity.Retrying(
+    is_usable: bool = tenacity.Retrying(
         retry=tenacity.retry_if_result(lambda usable: not usable),
         stop=tenacity.stop_after_delay(seconds),
         wait=tenacity.wait_fixed(0.5),
         retry_error_callback=lambda _: False,
     )(_is_usable, folder)
-    return found
+    return is_usable
 
 
 @contextmanager

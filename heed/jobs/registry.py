@@ -94,14 +94,16 @@ def registry_with(custom_stages: Sequence[str]) -> Registry:
     for place in custom_stages:
         file, _, attribute = place.partition(":")
         module = load_module(file, "stage")
-        found = getattr(module, attribute, None)
-        if not isinstance(found, Stage):
+        custom_stage = getattr(module, attribute, None)
+        if not isinstance(custom_stage, Stage):
             raise ValueError(f"stage {place!r}: {file} has no stages.contract.Stage named {attribute!r}")
-        if not re.fullmatch(r"[a-z][a-z0-9_]*", found.name):
-            raise ValueError(f"stage {place!r}: name {found.name!r}; lower-case letters, digits and _ were expected")
-        if found.name in (*BUILT_IN.names, *BUILT_IN.preparations, WORLD, *(stage.name for stage in added)):
-            raise ValueError(f"stage {place!r}: the name {found.name!r} is taken; another was expected")
-        added.append(replace(found, module=module))
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", custom_stage.name):
+            raise ValueError(
+                f"stage {place!r}: name {custom_stage.name!r}; lower-case letters, digits and _ were expected"
+            )
+        if custom_stage.name in (*BUILT_IN.names, *BUILT_IN.preparations, WORLD, *(stage.name for stage in added)):
+            raise ValueError(f"stage {place!r}: the name {custom_stage.name!r} is taken; another was expected")
+        added.append(replace(custom_stage, module=module))
     return BUILT_IN.with_stages(added)
 
 
@@ -137,13 +139,13 @@ def repeated_stages(registry: Registry, num_rounds: int, values: Mapping[str, An
         if stage.name in read:
             sources = {source.partition(":")[0] for source in sources_in(dict(values[stage.name]))}
             read |= {parent.stage for parent in stage.parents} | sources
-    found = tuple(stage for stage in between if stage.name in read)
-    if not any("prompts" in stage.config.model_fields for stage in found):
+    repeated = tuple(stage for stage in between if stage.name in read)
+    if not any("prompts" in stage.config.model_fields for stage in repeated):
         raise ValueError(
             f"rounds = {num_rounds}: no stage samples the policy of the round before; [collect], and"
             f' {policy.name}.rankings.source = "collect:rankings", were expected'
         )
-    return found
+    return repeated
 
 
 def _of_round(stage: AnyStage, number: int, first: tuple[AnyStage, ...]) -> AnyStage:
@@ -188,8 +190,12 @@ def _round_reporter(stage: AnyStage, number: int) -> StageReporter:
     reporter = stage.report or plain_reporter(stage.name)
 
     def report(folder: StageFolder) -> StageReport:
-        found = reporter.report(folder)
-        headlines = tuple(replace(line, title=f"{line.title}, round {number}") for line in found.headlines)
-        return replace(found, headlines=headlines, sentence=found.sentence and f"Round {number}: {found.sentence}")
+        stage_report = reporter.report(folder)
+        headlines = tuple(replace(line, title=f"{line.title}, round {number}") for line in stage_report.headlines)
+        return replace(
+            stage_report,
+            headlines=headlines,
+            sentence=stage_report.sentence and f"Round {number}: {stage_report.sentence}",
+        )
 
     return replace(reporter, title=f"{reporter.title}, round {number}", report=report)

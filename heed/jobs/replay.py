@@ -36,11 +36,11 @@ class Link:
 
 
 def replay_response(
-    folder: Path, stage: str, iteration: int, response: int, told: Callable[[int, int], None] = lambda *_: None
+    folder: Path, stage: str, iteration: int, response: int, on_progress: Callable[[int, int], None] = lambda *_: None
 ) -> tuple[Replayed, list[Link]]:
     """Sample a response of a run again. `iteration` counts from 1, `response` from 0, as rollouts.jsonl does.
 
-    `told(done, total)` is called after each iteration that is computed.
+    `on_progress(done, total)` is called after each iteration that is computed.
     Raises: ValueError for a folder that is no run, or has no such stage, iteration or response.
     """
     job = _job_of(folder)
@@ -59,8 +59,8 @@ def replay_response(
         _require_same_inputs(run, stage)
         config = stage_run.resolve(job.section_of(job.stage(stage)))
         assert isinstance(config, PPOConfig)
-        found = replay_iterations(stage_run, config, iteration, response, told)
-        return found, chain_of(run, stage, found.prompt.messages)
+        replayed = replay_iterations(stage_run, config, iteration, response, on_progress)
+        return replayed, chain_of(run, stage, replayed.prompt.messages)
 
 
 def _require_same_inputs(run: Run, name: str) -> None:
@@ -119,8 +119,8 @@ def _rankings_link(source: RankingsConfig, learned_from: str, prompt: Messages) 
     """
     rankings = read_rankings(source)
     by_labeler = Counter(ranking.labeler for ranking in rankings)
-    asked = [(message["role"], message["content"]) for message in prompt]
-    same = sum([(message.role, message.content) for message in ranking.prompt] == asked for ranking in rankings)
+    turns = [(message["role"], message["content"]) for message in prompt]
+    same = sum([(message.role, message.content) for message in ranking.prompt] == turns for ranking in rankings)
     people = ", ".join(f"{name} {number:,}" for name, number in sorted(by_labeler.items()))
     sha256 = path_hash(source.source)
     changed = "" if sha256 == learned_from else "; it has changed since the reward model learned from it"

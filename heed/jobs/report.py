@@ -102,8 +102,8 @@ class StatusFile:
 
     def restarted(self, why: str) -> None:
         """Notes that the stage continues after a loss, and why."""
-        found = Restart(time.time(), self._status.stage, why)
-        self._change(restarts=(*self._status.restarts, found))
+        restart = Restart(time.time(), self._status.stage, why)
+        self._change(restarts=(*self._status.restarts, restart))
 
     def _change(self, **values: object) -> None:
         with self._lock:

@@ -89,16 +89,16 @@ def _data_hashes(run: StageRun, stage: AnyStage, config: Mapping[str, Any]) -> d
     """Returns SHA-256 by name: of the data that the config's sections read, of the models that the stage's own section
     names, and of the source files of the functions that it names and of a custom stage.
     """
-    found, section = run.source_hashes(dict(config)), config[stage.name]
+    hashes, section = run.source_hashes(dict(config)), config[stage.name]
     for field in stage.model_fields:
         if name := _at(section, field):
-            found[name] = model_hash(name)
+            hashes[name] = model_hash(name)
     for field in stage.function_fields:
         if name := _at(section, field):
-            found[name] = file_hash(file_of(load_function(name, words(field))))
+            hashes[name] = file_hash(file_of(load_function(name, words(field))))
     if stage.module is not None:
-        found[f"stage {stage.name}"] = file_hash(Path(str(stage.module.__file__)))
-    return found
+        hashes[f"stage {stage.name}"] = file_hash(Path(str(stage.module.__file__)))
+    return hashes
 
 
 def words(key: str) -> str:
@@ -128,10 +128,10 @@ def what_changed(folder: Path, inputs: Inputs) -> str:
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flattens nested tables to dotted keys."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
 
 
 def is_replaced(folder: Path, inputs: Inputs, *, forced: bool) -> bool:

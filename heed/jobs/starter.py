@@ -269,16 +269,16 @@ class Starter:
             stage is left.
         """
         self._check(path)
-        found: list[str] = []
+        lines: list[str] = []
         written = [path]
         try:
-            write_text(path, "\n".join(self._lines(path, found, written)) + "\n")
+            write_text(path, "\n".join(self._lines(path, lines, written)) + "\n")
             load_job(path)
         except ValueError:
             for file in written:
                 file.unlink(missing_ok=True)
             raise
-        return found
+        return lines
 
     def _check(self, path: Path) -> None:
         if path.exists():
@@ -313,13 +313,13 @@ class Starter:
             return "ppo"
         return "dpo" if self.preferences else ""
 
-    def _lines(self, path: Path, found: list[str], written: list[Path]) -> Iterator[str]:
+    def _lines(self, path: Path, lines: list[str], written: list[Path]) -> Iterator[str]:
         shape = self._shape
-        stages = list(self._stages(path, found, written))
+        stages = list(self._stages(path, lines, written))
         if not stages:
             raise ValueError("there is nothing to learn from; --demonstrations or --preferences was expected, or both")
         context = f"{self.model}: a context of {shape.context:,} tokens"
-        found.insert(0, context)
+        lines.insert(0, context)
         yield f"# Written by `heed init`. See what it will take with `heed plan {path}`, run it with `heed run {path}`."
         yield "# Every other key has a default: docs/reference/configuration.md. Formats of data: docs/data.md."
         yield f"# {context}, in which prompt and response have to fit."
@@ -330,15 +330,15 @@ class Starter:
             yield ""
             yield from stage
 
-    def _stages(self, path: Path, found: list[str], written: list[Path]) -> Iterator[Sequence[str]]:
+    def _stages(self, path: Path, lines: list[str], written: list[Path]) -> Iterator[Sequence[str]]:
         shape, start = self._shape, [] if self.demonstrations else [f"init_from = {toml_value(self.model)}"]
-        demos = self._demonstrations(found)
+        demos = self._demonstrations(lines)
         if demos is None:
             self.missing.append("SFT, which needs --demonstrations")
         else:
             yield sft_section(shape, demos)
-        judgments = self._judgments(found) if self.preferences else None
-        pairs = None if judgments is None else self._pairs(judgments, found)
+        judgments = self._judgments(lines) if self.preferences else None
+        pairs = None if judgments is None else self._pairs(judgments, lines)
         if judgments is not None and pairs is not None and not self.reward:
             yield reward_section(shape, start, pairs)
         if self.reward:
@@ -347,7 +347,7 @@ class Starter:
             self.missing.append("a reward, which needs --preferences or --reward")
         if not self.prompts and self._chosen != "dpo":
             self.missing.append("PPO, GRPO or RLOO, which need --prompts")
-        prompts = self._prompts(found) if self.prompts and self._chosen else None
+        prompts = self._prompts(lines) if self.prompts and self._chosen else None
         length = shape.max_new_tokens(max((of.lengths.longest_response for of in (demos, pairs) if of), default=0))
         if self._chosen == "dpo" and judgments is not None and pairs is not None:
             yield dpo_section(shape, start, pairs)
@@ -375,20 +375,20 @@ class Starter:
         _ = self._tokenizer
         return Shape(self.model, int(shape["max_position_embeddings"]), is_small)
 
-    def _demonstrations(self, found: list[str]) -> Source | None:
+    def _demonstrations(self, lines: list[str]) -> Source | None:
         if not self.demonstrations:
             return None
         data = self._conversations(self.demonstrations)
-        lengths = demonstration_lengths(self._tokenizer, [data], self._shape.context, found.append)
-        found.append(lengths.line(self.demonstrations, "conversations"))
+        lengths = demonstration_lengths(self._tokenizer, [data], self._shape.context, lines.append)
+        lines.append(lengths.line(self.demonstrations, "conversations"))
         return Source(self.demonstrations, lengths, self.format, self.on_invalid)
 
-    def _judgments(self, found: list[str]) -> "Found":
+    def _judgments(self, lines: list[str]) -> "Found":
         num_rows = _rows_to_read(self.preferences)
         data = RankingsConfig(source=self.preferences, max_rows=num_rows, on_invalid=self.on_invalid)
-        return read_judgments(data, found.append)
+        return read_judgments(data, lines.append)
 
-    def _pairs(self, judgments: "Found", found: list[str]) -> Preferences:
+    def _pairs(self, judgments: "Found", lines: list[str]) -> Preferences:
         """Splits the preferences. Raises: ValueError for DPO on several objectives, and for too few prompts."""
         objectives = sorted({ranking.objective for ranking in judgments.rankings})
         if len(objectives) > 1 and self._chosen == "dpo":
@@ -398,7 +398,7 @@ class Starter:
             )
         share = self._heldout_share(judgments.rankings, objectives)
         lengths = ranking_lengths(self._tokenizer, judgments, self._shape.context)
-        found.append(lengths.line(self.preferences, "prompts with a response"))
+        lines.append(lengths.line(self.preferences, "prompts with a response"))
         return Preferences(
             self.preferences,
             lengths,
@@ -430,10 +430,10 @@ class Starter:
         weights = ", ".join(f"{toml_value(name)} = 1.0" for name in pairs.objectives)
         return [f'reward = {{ kind = "model", objective_weights = {{ {weights} }} }}  # of each score in the reward']
 
-    def _prompts(self, found: list[str]) -> Source:
+    def _prompts(self, lines: list[str]) -> Source:
         data = self._conversations(self.prompts)
-        lengths = prompt_lengths(self._tokenizer, data, self._shape.context, found.append)
-        found.append(lengths.line(self.prompts, "prompts"))
+        lengths = prompt_lengths(self._tokenizer, data, self._shape.context, lines.append)
+        lines.append(lengths.line(self.prompts, "prompts"))
         return Source(self.prompts, lengths, self.format, self.on_invalid)
 
     def _conversations(self, source: str) -> DataConfig:
@@ -448,11 +448,11 @@ class Starter:
         """
         if prompts is not None:
             return prompts.toml(max_rows=MAX_COMPARED), "DPO does not read them"
-        asked = list(dict.fromkeys(ranking.prompt for ranking in heldout))[:MAX_COMPARED]
+        held_out_prompts = list(dict.fromkeys(ranking.prompt for ranking in heldout))[:MAX_COMPARED]
         file = path.with_name(f"{path.stem}-heldout-prompts.jsonl")
         if file.exists():
             raise ValueError(f"{file} already exists; another name for the job was expected")
-        rows = [{"prompt": [vars(message) for message in prompt]} for prompt in asked]
+        rows = [{"prompt": [vars(message) for message in prompt]} for prompt in held_out_prompts]
         written.append(file)
         write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
         return f"{{ source = {toml_value(str(file))} }}", f"those of {Path(self.preferences).name} that DPO holds out"

@@ -100,7 +100,7 @@ def _refuse_hiding(field: str, path: Path) -> None:
     """Raise ValueError for a file that one of Heed's would replace, or that would hide an installed module. On the
     cluster, Python looks for modules in the job's folder first.
     """
-    files = [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file()]
+    files = [path] if path.is_file() else [below for below in path.rglob("*") if below.is_file()]
     for file in files:
         heeds = ROOT / file
         if file.parts[0] in PACKAGES and heeds.is_file() and not file.samefile(heeds):

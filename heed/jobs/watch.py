@@ -104,9 +104,9 @@ class Watched:
 
     def _files(self) -> str:
         """Returns a hash that changes whenever a file that the page is made from does."""
-        found = sorted(path for part in PARTS for path in self.folder.glob(part))
+        paths = sorted(path for part in PARTS for path in self.folder.glob(part))
         parts: list[tuple[str, int, int]] = []
-        for path in found:
+        for path in paths:
             with suppress(FileNotFoundError):  # it is being replaced
                 stat = path.stat()
                 parts.append((str(path.relative_to(self.folder)), stat.st_mtime_ns, stat.st_size))
@@ -140,8 +140,8 @@ class Watched:
             file.seek(max(0, size - TAIL_BYTES))
             lines = file.read().split(b"\n")[:-1]
         whole = lines[1:] if size > TAIL_BYTES else lines
-        found = [json.loads(line) for line in whole[-NUM_STEPS - 1 :]]
-        return [line for line in found if {"step", "num_steps", "seconds"} <= line.keys()]
+        whole_lines = [json.loads(line) for line in whole[-NUM_STEPS - 1 :]]
+        return [line for line in whole_lines if {"step", "num_steps", "seconds"} <= line.keys()]
 
 
 def now_of(status: RunStatus, lines: list[dict[str, Any]], at: float) -> Now:

@@ -330,12 +330,12 @@ def rows_at_once(config: ModelConfig, layout: Layout, free: int, rows: int, seq_
 
 def scoring_phase(config: ModelConfig, counts: Counts, layout: Layout, of: Pass) -> dict[str, int]:
     """Returns the bytes for scoring with a model in training, with weights that ZeRO-3 gathers or autocast casts."""
-    found = {"a pass": forward_bytes(config, of)}
+    parts = {"a pass": forward_bytes(config, of)}
     if layout.zero_stage == 3:
-        found["gathered weights"] = layout.weight_bytes * min(MAX_LIVE, counts.total - counts.kept_whole)
+        parts["gathered weights"] = layout.weight_bytes * min(MAX_LIVE, counts.total - counts.kept_whole)
     if layout.is_autocast:
-        found["weights in bf16"] = casts_of(counts, layout)
-    return found
+        parts["weights in bf16"] = casts_of(counts, layout)
+    return parts
 
 
 def rows_of_a_pass(seq_len: int) -> int:

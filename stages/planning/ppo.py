@@ -167,8 +167,8 @@ def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
     for name, config, counts, of, logits in trained:
         held |= {f"{name}: {part}": size for part, size in states(counts, layout).items()}
         host |= {f"{name}: {part}": size for part, size in host_states(counts, layout).items()}
-        found = training_phases(config, counts, layout, of, logits, work.num_micro_batches)
-        phases |= {f"{name} {phase}": parts for phase, parts in found.items()}
+        training = training_phases(config, counts, layout, of, logits, work.num_micro_batches)
+        phases |= {f"{name} {phase}": parts for phase, parts in training.items()}
     if work.shares_body:
         phases |= _shared_phases(models, layout, work)
     else:
@@ -199,13 +199,13 @@ def kept_passes(models: PPOModels, layout: Layout, work: PPOWork) -> dict[str, K
     shapes = {"policy": (models.policy, models.policy_counts, num_logits)}
     if models.value_counts is not None:
         shapes["value"] = (models.critic, models.value_counts, 0)
-    found, free = dict[str, KeptPasses](), KEPT_BYTES
+    kept, free = dict[str, KeptPasses](), KEPT_BYTES
     for name in work.keeps:
         config, counts, logits = shapes[name]
         each = KeptPass(config, counts, layout, work.critic_pass, logits)
-        found[name] = KeptPasses(each, each.num_kept(work.num_micro_batches, free), work.num_micro_batches)
-        free -= found[name].num_kept * each.num_bytes
-    return found
+        kept[name] = KeptPasses(each, each.num_kept(work.num_micro_batches, free), work.num_micro_batches)
+        free -= kept[name].num_kept * each.num_bytes
+    return kept
 
 
 def _kept_phases(kept: Mapping[str, KeptPasses], work: PPOWork, phases: Mapping[str, Parts]) -> dict[str, Parts]:
@@ -213,8 +213,8 @@ def _kept_phases(kept: Mapping[str, KeptPasses], work: PPOWork, phases: Mapping[
     if not kept:
         return {}
     others = kept["value"].num_bytes if "value" in kept else 0
-    found = kept["policy"].phases(work.policy_pass, work.num_logits, others)
-    new: dict[str, Parts] = {f"policy {phase}": parts for phase, parts in found.items()}
+    policy_phases = kept["policy"].phases(work.policy_pass, work.num_logits, others)
+    new: dict[str, Parts] = {f"policy {phase}": parts for phase, parts in policy_phases.items()}
     if "value" in kept:
         new |= {f"value {phase}": parts for phase, parts in kept["value"].phases(work.critic_pass, 0, 0).items()}
     measured = {VALUES: kept["policy"].num_bytes + others, REFERENCE: kept["policy"].num_bytes}
@@ -334,4 +334,4 @@ def _moves(part: str) -> bool:
 
 def _only_in(phases: Mapping[str, Parts], parts: Parts, names: tuple[str, ...]) -> dict[str, Parts]:
     """Adds `parts` to the phases with these names."""
-    return {name: {**found, **(parts if name in names else {})} for name, found in phases.items()}
+    return {name: {**before, **(parts if name in names else {})} for name, before in phases.items()}
