@@ -231,6 +231,6 @@ def counterpart(key: str, is_key: Callable[[str], bool]) -> str:
         return f"Heed calls it `{next(iter(projects_by_name))}`"
     if projects_by_name:
         return "; ".join(
-            f"{' and '.join(projects)}'s key is `{name}` here" for name, projects in projects_by_name.items()
+            f"{' and '.join(projects)}'s key is called `{name}` here" for name, projects in projects_by_name.items()
         )
     return ADVICE.get(key, "")

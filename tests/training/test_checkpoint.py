@@ -312,5 +312,5 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     saved = SavedState(tmp_path)
     with pytest.raises(ValueError, match=r"has no weights of b, only those of \['a'\]"):
         saved.kinds("b")
-    with pytest.raises(ValueError, match=r"3 numbers of weight/a from 1; 5 were expected"):
+    with pytest.raises(ValueError, match=r"3 numbers of weight/a from offset 1; 5 were expected"):
         saved.fill("weight/a", 1, torch.zeros(5))

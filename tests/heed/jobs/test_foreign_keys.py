@@ -68,7 +68,10 @@ def test_no_key_of_heeds_own_is_listed_as_foreign() -> None:
         ("ppo.loss.cliprange=0.1", "`cliprange`: unknown key in [ppo.loss]; Heed calls it `clip_range`"),
         ("reward_function=a.py:b", "`reward_function`: unknown key; in [ppo], Heed calls it `reward.function`"),
         ("ppo.zero_stage=2", "`zero_stage`: unknown key in [ppo]; Heed calls it `engine.zero_stage`"),
-        ("ppo.train_batch_size=8", "OpenRLHF's is `minibatch.batch_size` here; verl's is `rollout_batch_size` here"),
+        (
+            "ppo.train_batch_size=8",
+            "OpenRLHF's key is called `minibatch.batch_size` here; verl's key is called `rollout_batch_size` here",
+        ),
         ("sft.per_device_train_batch_size=8", "batch_size is global in Heed"),
         ("model.n_embd=8", "`n_embd`: unknown key in [model]; Heed calls it `hidden_size`"),
         ("model.width=8", "`width`: unknown key in [model]; Heed calls it `hidden_size`"),

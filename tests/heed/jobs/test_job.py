@@ -167,7 +167,10 @@ def test_none_removes_a_key() -> None:
         ("ppo.ptx.rows=0", r"ppo\.ptx\.rows: .*greater than or equal to 1, found 0"),
         ("ppo.advantage=gae", r'ppo\.advantage: a table with kind "gae", .* or "none" was expected, found \'gae\''),
         ("ppo.advantage=none", r'ppo\.advantage: missing; a table with kind "gae", .* or "none" was expected'),
-        ("ppo.advantage.kind=none", r'`value_optimizer`: unknown key in \[ppo\.advantage\]; a table of kind "gae" has'),
+        (
+            "ppo.advantage.kind=none",
+            r'`value_optimizer`: unknown key in \[ppo\.advantage\]; only a table of kind "gae" has',
+        ),
         (
             "ppo.loss.kind=response",
             r"ppo: loss\.kind 'response' has one ratio per response, but with advantage\.kind 'gae'",
