@@ -5,10 +5,12 @@ import json
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from heed.jobs.job_file import load_job
+from training.data import SourceConfig
 
 ROOT = Path(__file__).parents[2]
 JOB, FOLDER = ROOT / "configs" / "jobs" / "smollm2.toml", ROOT / "configs" / "jobs" / "smollm2"
@@ -50,6 +52,23 @@ def test_the_job_parses_and_names_files_that_exist() -> None:
         file, _, function = name.partition(":")
         assert (ROOT / file).is_file()
         assert not function or callable(getattr(checks, function))
+
+
+def test_the_judge_of_human_labels_has_rows_of_its_own() -> None:
+    def loaded_job(name: str, *stages: str) -> Any:
+        starts = [f"{stage}.init_from=HuggingFaceTB/SmolLM2-135M-Instruct" for stage in stages]
+        return load_job(FOLDER / f"{name}.toml", starts, opens_models=False)
+
+    def rows(data: SourceConfig) -> range:
+        return range(data.skip_rows, data.skip_rows + (data.max_rows or 0))
+
+    job, judges = loaded_job("hh", "reward", "dpo", "ppo"), loaded_job("hh-judge", "reward")
+    assert job.compare.judge_from == f"runs/{judges.name}/reward/model"
+    trained, judged, compared = rows(job.reward.rankings), rows(judges.reward.rankings), rows(job.compare.prompts)
+    assert trained == rows(job.dpo.rankings) == rows(job.ppo.prompts)
+    assert trained.stop <= judged.start < judged.stop <= compared.start < compared.stop
+    read = {(data.source, data.split) for data in (job.reward.rankings, judges.reward.rankings, job.compare.prompts)}
+    assert len(read) == 1
 
 
 def test_the_files_have_the_kinds_that_they_are_described_with() -> None:
