@@ -32,7 +32,7 @@ def require_visible_packages() -> None:
         spec = find_spec("files")  # this package lists all others
         if spec is None or spec.origin != str(ROOT / "files" / "__init__.py"):
             hiding = spec.origin if spec else "nothing"
-            raise ImportError(f"{hiding} hides Heed's package 'files': rename it, or take its folder out of PYTHONPATH")
+            raise ImportError(f"{hiding} hides Heed's package 'files': rename it, or remove its folder from PYTHONPATH")
         from files.importing import refuse_hidden
 
         refuse_hidden()

@@ -339,6 +339,6 @@ def test_a_worker_lies_whole_on_one_node() -> None:
     bundle = {"CPU": 1.0, "GPU": 1.0}
     nodes = [{"CPU": 4.0, "GPU": 8.0}, {"CPU": 64.0}, {"CPU": 64.0}]
     require_places(4, bundle, nodes)
-    says = r"each with 1 CPU and 1 GPU .* 1 x \(4 CPU and 8 GPU\), 2 x \(64 CPU and 0 GPU\) and hold 4$"
+    says = r"each needs 1 CPU and 1 GPU .* \(1 x \(4 CPU and 8 GPU\), 2 x \(64 CPU and 0 GPU\)\) have room for 4$"
     with pytest.raises(ValueError, match=says):
         require_places(5, bundle, nodes)

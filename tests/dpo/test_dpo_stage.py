@@ -195,7 +195,7 @@ def test_rows_that_are_too_long_follow_on_overlong(tmp_path: Path, model_folder:
     write_rankings(tmp_path / "rankings.jsonl", long_tasks=(1, 2))
     with pytest.raises(
         ValueError,
-        match=r"rankings\.jsonl: line \d+: prompt and response have .* holds 96 \(dpo.on_overlong = \"skip\" or",
+        match=r"rankings\.jsonl: line \d+: prompt and response have .* context is 96 \(dpo.on_overlong = \"skip\" or",
     ):
         train_dpo(context_of(tmp_path / "refuse"), config_for(tmp_path), model_folder)
     for what in ("skip", "truncate"):
@@ -210,7 +210,9 @@ def test_rows_that_are_too_long_follow_on_overlong(tmp_path: Path, model_folder:
 def test_rankings_of_several_objectives_need_a_name(tmp_path: Path, model_folder: Path) -> None:
     write_rankings(tmp_path / "rankings.jsonl", objective="loud")
     for named, shown in (("", r"\[\]"), ("bold", r"\['bold'\]")):
-        with pytest.raises(ValueError, match=rf"dpo.objective is {shown}, and the rankings of .* are of calm, loud"):
+        with pytest.raises(
+            ValueError, match=rf"dpo.objective is {shown}, but the rankings .* the objectives calm, loud"
+        ):
             train_dpo(context_of(tmp_path / "run"), config_for(tmp_path, objective=named), model_folder)
     train_dpo(context_of(tmp_path / "run"), config_for(tmp_path, objective="loud", num_epochs=0.5), model_folder)
     results = results_of(tmp_path / "run")

@@ -137,7 +137,7 @@ def test_a_malformed_list_is_named_by_line_and_column(
 def test_utf_16_is_refused_with_a_hint(name: str, encoding: str, tmp_path: Path) -> None:
     mark = "\ufeff" if encoding == "utf-16-be" else ""
     (tmp_path / name).write_bytes((mark + '[{"a": 1}]').encode(encoding))
-    with pytest.raises(ValueError, match=r"line 1: the file is UTF-16 (by its first two bytes); save it as UTF-8"):
+    with pytest.raises(ValueError, match=r"line 1: the file is UTF-16 \(by its first two bytes\); save it as UTF-8"):
         read(tmp_path / name)
 
 

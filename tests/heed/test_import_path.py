@@ -48,5 +48,5 @@ def test_a_file_that_hides_a_package_is_named_in_one_line(tmp_path: Path, hidden
     assert done.returncode == 2
     place = "its folder" if hidden == "files" else str(hiding)
     assert done.stderr == (
-        f"error: {hiding / hidden}.py hides Heed's package '{hidden}': rename it, or take {place} out of PYTHONPATH\n"
+        f"error: {hiding / hidden}.py hides Heed's package '{hidden}': rename it, or remove {place} from PYTHONPATH\n"
     )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lm.config import ModelConfig
 from lm.encoder import SequenceClassifier
-from lm.families import CLASSIC
+from lm.families.family import CLASSIC
 from lm.model import LanguageModel, ScalarModel
 from lm.source import PartialSource, RandomInit, load
 from lm.tensor_files import Checkpoint

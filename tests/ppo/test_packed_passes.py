@@ -68,7 +68,7 @@ def test_no_measurement_depends_on_the_budget(start: Start, prompts: list[list[i
 def test_a_pass_is_counted_in_sequences_or_in_tokens() -> None:
     with pytest.raises(ValueError, match=r"micro_batch_size is 4 and micro_batch_tokens is 64; exactly one of them"):
         BatchConfig(batch_size=8, micro_batch_size=4, micro_batch_tokens=64)
-    with pytest.raises(ValueError, match="micro_batch_size 0 and micro_batch_tokens 0: one of them"):
+    with pytest.raises(ValueError, match="micro_batch_size is 0 and micro_batch_tokens is 0; exactly one of them"):
         BatchConfig(batch_size=8)
     units = [[30], [50], [7]]
     assert pass_tokens(BatchConfig(batch_size=8, micro_batch_size=4), units, with_gradients=True) == 4 * 52

@@ -129,5 +129,5 @@ def test_the_last_token_is_the_end_token_under_any_template(tokenizer: Tokenizer
 
 def test_a_conversation_longer_than_the_context_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rankings = read_rankings(write(tmp_path, {**GOOD, "responses": ["a", "x" * 90, "b"]}))
-    with pytest.raises(ValueError, match=r"task 't1': prompt and response have 1\d\d tokens; .* holds 96"):
+    with pytest.raises(ValueError, match=r"task 't1': prompt and response have 1\d\d tokens; .* context is 96"):
         encode_rankings(tokenizer, rankings, max_tokens=96)

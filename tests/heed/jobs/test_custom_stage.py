@@ -158,7 +158,7 @@ def test_its_rows_are_read_before_anything_is_trained(called: Callable[..., tupl
         (
             CODE.replace("STAGE = ", "OTHER = "),
             {},
-            r"midtrain\.py has no stages\.contract\.Stage 'STAGE'",
+            r"midtrain\.py has no stages\.contract\.Stage named 'STAGE'",
         ),
         (CODE.replace('Parent("pretrain"', 'Parent("pretrian"'), {}, r"parent is 'pretrian'; one of pretr"),
         ("import nowhere_at_all", {}, r"custom_stages: stage: importing .*midtrain\.py raised ModuleNotFoundError"),

@@ -204,7 +204,7 @@ def test_a_function_that_is_not_there_is_named_before_anything_runs(tmp_path: Pa
         ([], r"ppo needs reward: \[reward\] or ppo.reward.model or ppo.reward.function or ppo.reward.url was expected"),
         (
             ['ppo.reward={kind="function", function="a:b", url="http://h/"}'],
-            r'`url`: unknown key in \[ppo.reward\]; a table of kind "url" has it',
+            r'`url`: unknown key in \[ppo.reward\]; only a table of kind "url" has this key',
         ),
     ],
 )

@@ -298,7 +298,7 @@ def test_sampling_ahead_costs_the_longer_of_sampling_and_learning() -> None:
 def test_places() -> None:
     assert places(0, 8, 17) == 3
     assert places(4, 8, 32) == 4
-    says = r"the job has 33 ranks, each with one GPU; 4 nodes of 8 have 32; 5 nodes are needed"
+    says = r"the job has 33 ranks with one GPU each, but 4 nodes with 8 GPUs each have only 32; 5 nodes are needed"
     with pytest.raises(ValueError, match=says):
         places(4, 8, 33)
 

@@ -109,7 +109,7 @@ def test_demonstrations_of_the_reward_are_read_before_it_trains(tmp_path: Path, 
     for row, words in (
         (
             {"prompt": "a", "completion": "b" * 200},
-            r"demos\.jsonl: line 1: the conversation has \d+ tokens; .* reads 96",
+            r"demos\.jsonl: line 1: the conversation has \d+ tokens; the reward model reads at most 96",
         ),
         ({"text": "a"}, r"demos\.jsonl: line 1: field 'text' holds a plain text"),
     ):
@@ -121,5 +121,7 @@ def test_demonstrations_of_the_reward_are_read_before_it_trains(tmp_path: Path, 
 def test_rows_that_cannot_be_used_are_refused(tmp_path: Path, model_folder: Path) -> None:
     with pytest.raises(ValueError, match=r"pairs\.jsonl: line 2: field 'rejected' is missing"):
         check(tmp_path, model_folder, GOOD, {"prompt": "Why?", "chosen": "So."})
-    with pytest.raises(ValueError, match=r"pairs\.jsonl: line 2: prompt and response have \d+ tokens; .* holds 96"):
+    with pytest.raises(
+        ValueError, match=r"pairs\.jsonl: line 2: prompt and response have \d+ tokens; .* context is 96"
+    ):
         check(tmp_path, model_folder, GOOD, GOOD | {"chosen": "x" * 200})

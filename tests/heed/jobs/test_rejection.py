@@ -22,7 +22,7 @@ def test_both_halves_are_planned_and_unusable_settings_refused() -> None:
     for overrides, said in (
         (["rejection.seq_len=4096"], r"rejection.seq_len does not fit model.max_position_embeddings = 128"),
         (["rejection.reward_from=x"], r"rejection.reward_from and \[reward\] are both set"),
-        (["rejection.init_from=y"], r"rejection.init_from is given and so is \[sft\]"),
+        (["rejection.init_from=y"], r"rejection.init_from and \[sft\] are both set; only one"),
         (["rejection.objective_weights.calm=1"], "this reward model has one objective, but weights are set for calm"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -189,11 +189,11 @@ def test_two_starts_are_refused(tmp_path: Path, model_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "stages", "words"),
     [
-        ({"kind": "encoder"}, ("pretrain", "sft"), "model.kind is 'encoder', which has no stage sft"),
+        ({"kind": "encoder"}, ("pretrain", "sft"), "model.kind is 'encoder', which stage sft cannot train"),
         (
             {"kind": "encoder-decoder", "num_encoder_layers": 1},
             ("pretrain", "sft", "collect"),
-            "model.kind is 'encoder-decoder', which has no stage collect",
+            "model.kind is 'encoder-decoder', which stage collect cannot train",
         ),
     ],
 )
@@ -205,5 +205,5 @@ def test_a_kind_has_its_stages(tmp_path: Path, model: dict[str, Any], stages: tu
 
 def test_a_stage_does_not_start_from_what_is_no_language_model(tmp_path: Path, encoder_folder: Path) -> None:
     path = job_of(tmp_path, "world", "sft", sft={"init_from": str(encoder_folder)})
-    with pytest.raises(ValueError, match=r"model.kind is 'encoder', which has no stage sft"):
+    with pytest.raises(ValueError, match=r"model.kind is 'encoder', which stage sft cannot train"):
         load_job(path)

@@ -103,7 +103,7 @@ def test_storage_that_is_there_and_fails_again_and_again_ends_the_run(tmp_path: 
         tries.append(1)
         (folder / "nothing").read_text()
 
-    with pytest.raises(RunError, match=f"{MAX_LOSSES_IN_PLACE} times from its start"):
+    with pytest.raises(RunError, match=f"{MAX_LOSSES_IN_PLACE} times in a row from its start"):
         run_to_end("collect", folder, work, lambda: None)
     assert len(tries) == MAX_LOSSES_IN_PLACE
 
