@@ -18,7 +18,7 @@ from cluster import local_ray
 from cluster.environment import LAUNCHER_VARIABLES
 from files.importing import imports_uncollected
 from heed.commands.chat import chat
-from heed.commands.compare import compare, judge_again
+from heed.commands.compare import compare, judge_again, verdicts
 from heed.commands.export import export_app
 from heed.commands.init import init
 from heed.commands.inspect import inspect_app
@@ -95,6 +95,7 @@ app.command(rich_help_panel=TRAIN)(init)
 app.command(rich_help_panel=TRAIN)(submit)
 app.command("merge-adapter", rich_help_panel=TRAIN)(merge_adapter)
 app.command(rich_help_panel=LOOK)(compare)
+app.command(rich_help_panel=LOOK)(verdicts)
 app.command("judge", rich_help_panel=LOOK)(judge_again)
 app.add_typer(export_app, name="export", rich_help_panel=TRAIN)
 app.add_typer(jobs_app, name="jobs", rich_help_panel=TRAIN)

@@ -28,7 +28,10 @@ heed export gguf runs/mine/ppo policy.gguf --type q8_0      # half the size
     "heed compare": """
 heed compare runs/mine/sft/model runs/mine/ppo/model --prompts heldout_prompts.jsonl --judge runs/mine/reward/model
 heed compare old=old.jsonl new=new.jsonl --prompts prompts.jsonl --judge people:labels.sqlite
-heed compare --verdicts battles.jsonl --format arena --out runs/arena
+""",
+    "heed verdicts": """
+heed verdicts annotations.json
+heed verdicts gpt-4=battles.jsonl --format arena --out runs/arena
 """,
     "heed judge": """
 heed judge runs/mine/compare people:labels.sqlite

@@ -1,4 +1,6 @@
-"""Commands for comparisons: `heed compare`, and `heed judge` for an existing one."""
+"""Commands for comparisons: `heed compare` policies, `heed verdicts` of others in a file, `heed judge` an existing
+comparison again.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -37,30 +39,37 @@ Cache = Annotated[
 ]
 
 
+Out = Annotated[Path | None, typer.Option(help="Folder for the comparison (default: runs/compare-...).")]
+Category = Annotated[str, typer.Option(help="Field that holds the category (default: category, kind or dataset).")]
+
+
+def _refuse_verdicts(file: str) -> str:
+    """Raise ValueError for an option that is now a command."""
+    if file:
+        raise ValueError(f"--verdicts is now a command: heed verdicts {file} was expected")
+    return file
+
+
 def compare(
     policies: Annotated[
-        list[str] | None,
+        list[str],
         typer.Argument(
             help="Two or more model directories, .gguf files, hub ids, URL#MODEL or files of outputs; prefix with NAME="
             " to name one."
         ),
-    ] = None,
+    ],
     prompts: Annotated[
         str, typer.Option(help="Prompts: rows with prompt or messages, and optionally prompt_id and category.")
-    ] = "",
+    ],
     judge: Annotated[list[str] | None, typer.Option(help=f"Judge: {JUDGES}; may repeat.")] = None,
-    verdicts: Annotated[str, typer.Option(help="A file of existing judgments, instead of policies and prompts.")] = "",
-    form: Annotated[str, typer.Option("--format", help="Format of --verdicts; docs/labels.md lists them.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Folder for the comparison (default: runs/compare-...).")] = None,
+    out: Out = None,
     num_samples: Annotated[int, typer.Option(min=1, help="Responses per policy and prompt.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of a response, in tokens.")] = 256,
     seed: Annotated[int, typer.Option(min=0, help="Seed for sampling and resampling.")] = 0,
     reference: Annotated[str, typer.Option(help="Model directory to measure KL against, e.g. the SFT model's.")] = "",
     bf16: Annotated[bool, typer.Option("--bf16", help="Sample local models in bf16 instead of fp32.")] = False,
-    category: Annotated[
-        str, typer.Option(help="Field that holds the category (default: category, kind or dataset).")
-    ] = "",
+    category: Category = "",
     max_prompts: Annotated[
         int, typer.Option(min=0, help="Number of prompts to read (default: all).", show_default=False)
     ] = 0,
@@ -75,36 +84,48 @@ def compare(
     retries: Retries = 4,
     max_failed_share: MaxFailedShare = 0.1,
     cache: Cache = None,
+    _verdicts: Annotated[str, typer.Option("--verdicts", hidden=True, is_eager=True, callback=_refuse_verdicts)] = "",
 ) -> None:
     """Compare policies: which is better, by how much, and is the difference real? See docs/comparing.md.
 
     An interrupted comparison continues. With people as judges, run the same command again to collect new judgments.
     """
-    from evaluation.compare.comparing import Compared, take_verdicts
+    from evaluation.compare.comparing import Compared
     from evaluation.compare.comparing import compare as compare_policies
     from evaluation.compare.judges import Asking, Judging
     from evaluation.policies import Sampling
     from heed.jobs.job_file import open_world
     from training.data import DataConfig
 
-    if verdicts and (policies or prompts or judge):
-        raise ValueError("--verdicts already contains policies, prompts and judges; use it without them")
-    if not verdicts and not (policies and prompts):
-        raise ValueError("expected two or more policies with --prompts and --judge, or --verdicts alone")
-    folder = out or Path("runs") / f"compare-{_called(policies or [verdicts], 'policy')}"
-    if verdicts:
-        outcome, report = take_verdicts(verdicts, form, folder, category=category, seed=seed)
-        print_warnings(report, folder / WARNINGS if report.warnings else None)
-    else:
-        asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)
-        judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, seed, open_world)
-        data = DataConfig(source=prompts, split=split, subset=subset, max_rows=max_prompts)
-        sampling = Sampling(num_samples, temperature, max_new_tokens, seed, "bf16" if bf16 else "fp32", reference)
-        compared = Compared(policies or [], data, category, judge or [], sampling, judging, allow_empty)
-        with _bars() as progress:
-            outcome = compare_policies(compared, folder, progress, partial(console.print, markup=False))
+    if not prompts:
+        raise ValueError("--prompts is empty; a file or a hub id was expected")
+    folder = out or _folder_of(policies)
+    asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)
+    judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, seed, open_world)
+    data = DataConfig(source=prompts, split=split, subset=subset, max_rows=max_prompts)
+    sampling = Sampling(num_samples, temperature, max_new_tokens, seed, "bf16" if bf16 else "fp32", reference)
+    compared = Compared(policies, data, category, judge or [], sampling, judging, allow_empty)
+    with _bars() as progress:
+        outcome = compare_policies(compared, folder, progress, partial(console.print, markup=False))
     _print_policies(outcome.settings)
     _print_people(outcome, judge or [])
+    _print_results(outcome, folder)
+
+
+def verdicts(
+    file: Annotated[str, typer.Argument(help="File of judgments that name each response's writer, or NAME=FILE.")],
+    form: Annotated[str, typer.Option("--format", help="Format of the file; docs/labels.md lists them.")] = "auto",
+    out: Out = None,
+    category: Category = "",
+    seed: Annotated[int, typer.Option(min=0, help="Seed for resampling.")] = 0,
+) -> None:
+    """Compare policies by existing judgments, without sampling or judging. See docs/comparing.md."""
+    from evaluation.compare.comparing import take_verdicts
+
+    folder = out or _folder_of([file])
+    outcome, report = take_verdicts(file, form, folder, category=category, seed=seed)
+    print_warnings(report, folder / WARNINGS if report.warnings else None)
+    _print_policies(outcome.settings)
     _print_results(outcome, folder)
 
 
@@ -142,12 +163,12 @@ def _answers(folder: Path) -> Path:
     return folder.absolute().parent / "answers.sqlite"
 
 
-def _called(specs: Sequence[str], what: str) -> str:
-    """Returns a folder name made of the names of what is compared."""
+def _folder_of(specs: Sequence[str]) -> Path:
+    """Returns a folder in runs/ with the names of what is compared."""
     from evaluation.inputs import named_specs
 
-    names = "-".join(name for name, _ in named_specs(specs, what))
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", names)[:LONGEST_NAME]
+    names = "-".join(name for name, _ in named_specs(specs, "policy"))
+    return Path("runs") / f"compare-{re.sub(r'[^A-Za-z0-9._-]+', '_', names)[:LONGEST_NAME]}"
 
 
 @contextmanager

@@ -98,7 +98,7 @@ def test_external_judgments(place: Path, heed_main: Call, settings_of: SettingsO
         for n in range(4)
     ]  # fmt: skip
     (place / "annotations.json").write_text(json.dumps(rows))
-    command = ("compare", "--verdicts", str(place / "annotations.json"), "--out", str(place / "out"))
+    command = ("verdicts", str(place / "annotations.json"), "--out", str(place / "out"))
     code, said = heed_main(*command)
     assert (code, "no preference: 1" in said) == (0, True)
     (warning,) = (place / "out" / "warnings.jsonl").read_text().splitlines()
