@@ -215,9 +215,9 @@ class PPOConfig(Config):
             )
         if not self.placement.roles_share_ranks:
             for name in ("num_generators", "num_scorers"):
-                exact_div(
-                    self.sampled_batch_size, getattr(self.placement, name), f"rollout_batch_size over placement.{name}"
-                )
+                times = "" if oversample == 1 else " x advantage.oversample"
+                what = f"rollout_batch_size{times} over placement.{name}"
+                exact_div(self.sampled_batch_size, getattr(self.placement, name), what)
         if self.placement.max_staleness >= self.num_iterations:
             raise ValueError(
                 f"placement.max_staleness {self.placement.max_staleness} with num_iterations {self.num_iterations}: no"

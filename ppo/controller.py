@@ -108,18 +108,20 @@ class PPOController:
         followed_rollout = self._start_followed(iteration)  # for readers of samples.jsonl; no update learns from it
         with self.phases.timed("sampling"):
             rollout = self._sample(iteration)
-        minibatches = self.minibatches(iteration, self.config.rollout_batch_size)
+        minibatches = self.minibatches(
+            iteration, self.config.rollout_batch_size
+        )  # passes are packed as updates will be
         with self.phases.timed("scoring"):
             experience = self._score(iteration, rollout, minibatches)
         rewards_BR, kl_B = self._penalise(experience)
-        batch, metrics = self._estimate_advantages(experience, rewards_BR, kl_B)
+        batch, rollout_metrics = self._estimate_advantages(experience, rewards_BR, kl_B)
         self._log(iteration, batch, followed_rollout)
-        metrics = self._learn(iteration, batch, minibatches) | metrics
-        self.kl.update(metrics["kl_nats"], len(batch.rollout))
+        update_metrics = self._learn(iteration, batch, minibatches)
+        self.kl.update(rollout_metrics["kl_nats"], len(batch.rollout))
         with self.phases.timed("sync"):
             self.roles.sync_weights()
         self.batch = batch  # for `heed replay`
-        return metrics
+        return update_metrics | rollout_metrics
 
     # Sample.
 

@@ -173,6 +173,15 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
+# Values of `kind` in other projects, and Heed's.
+KINDS = {
+    "grpo": "group_mean",
+    "ppo": "gae",
+    "rloo": "leave_one_out",
+    "reinforce": "none",
+    "reinforce_plus_plus": "none",
+}
+
 _GLOBAL_BATCHES = (
     "batch_size is global in Heed: set it in `batch` or `minibatch`, with micro_batch_size for one rank's pass"
 )

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from files.lookup import remember_job
-from heed.jobs.foreign_keys import counterpart
+from heed.jobs.foreign_keys import KINDS, counterpart
 from heed.jobs.job import BUILT_IN_JOB, JobConfig, job_type
 from heed.jobs.models import take_shape
 from heed.jobs.registry import registry_with
@@ -228,6 +228,8 @@ def explain(problem: Mapping[str, Any], model: type[BaseModel]) -> str:
         kinds = _kinds_at(key.split("."), model)
         return f"{key}: missing; a table with kind {kinds} was expected" if kinds else f"{key}: missing"
     message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "kind" and (kind := _foreign_kind(problem["input"])):
+        message += f' (docs/algorithms.md: it is "{kind}" here)'
     simple = isinstance(problem["input"], str | int | float | bool)
     return (f"{key}: " if key else "") + message + (f", found {problem['input']!r}" if simple else "")
 
@@ -270,6 +272,12 @@ def _counterpart_in_a_section(key: str, model: type[BaseModel]) -> str:
 def _is_key(name: str, section: Sequence[str], model: type[BaseModel]) -> bool:
     """Returns whether a dotted name is a key of a section."""
     return bool(fields_at(model, (*section, *name.split("."))))
+
+
+def _foreign_kind(value: Any) -> str:
+    """Returns Heed's name for another project's `kind`, given alone or in its table; "" if it is unknown."""
+    kind = value.get("kind") if isinstance(value, Mapping) else value
+    return KINDS.get(kind, "") if isinstance(kind, str) else ""
 
 
 def _kinds_at(place: Sequence[str], model: type[BaseModel]) -> str:

@@ -166,6 +166,8 @@ def test_none_removes_a_key() -> None:
         ("ppo.rollout_batch_size=12", r"ppo: rollout_batch_size over minibatch\.batch_size: 12 is not a multiple of 8"),
         ("ppo.ptx.rows=0", r"ppo\.ptx\.rows: .*greater than or equal to 1, found 0"),
         ("ppo.advantage=gae", r'ppo\.advantage: a table with kind "gae", .* or "none" was expected, found \'gae\''),
+        ("ppo.advantage=grpo", r'or "none" was expected \(docs/algorithms\.md: it is "group_mean" here\), found'),
+        ("ppo.advantage.kind=rloo", r'or "none" was expected \(docs/algorithms\.md: it is "leave_one_out" here\)$'),
         ("ppo.advantage=none", r'ppo\.advantage: missing; a table with kind "gae", .* or "none" was expected'),
         (
             "ppo.advantage.kind=none",
