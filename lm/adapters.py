@@ -122,7 +122,7 @@ class AdapterConfig(BaseModel):
             )
         for field, value in raw.items():
             if field not in cls.model_fields and field not in WITHOUT_EFFECT and value:
-                raise ValueError(f"{path}: {field} is {value!r}; Heed reads adapters without it")
+                raise ValueError(f"{path}: {field} is {value!r}, which Heed does not support")
         try:
             return cls.model_validate({field: raw[field] for field in cls.model_fields if field in raw})
         except ValidationError as error:

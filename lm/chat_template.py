@@ -64,8 +64,8 @@ class ChatTemplate:
         plain = text if read is None else read.text
         if read is not None and plain != self._rendered(messages, contents, add_generation_prompt):
             raise ValueError(
-                "chat_template looks into messages for names of special tokens, which are text there; a template that"
-                " writes messages as they are was expected"
+                "chat_template searches messages for special tokens' names, which are plain text there; a template that"
+                " copies messages unchanged was expected"
             )
         if not all(content.strip() in plain for content in contents):
             self._check_rewritten(messages, text, add_generation_prompt)

@@ -65,7 +65,7 @@ class ModelConfig(BaseModel):
     vocab_size: int = Field(ge=8, description="Tokens in the vocabulary.")
     max_position_embeddings: int = Field(ge=2, description="Context length, in tokens.")
     hidden_size: int = Field(ge=2, description="Width of the residual stream.")
-    num_hidden_layers: int = Field(ge=1, description="Blocks; those of the decoder in an encoder-decoder.")
+    num_hidden_layers: int = Field(ge=1, description="Number of blocks, or of decoder blocks in an encoder-decoder.")
     num_encoder_layers: int = Field(default=0, ge=0, description="Blocks of the encoder in an encoder-decoder.")
     num_attention_heads: int = Field(ge=1, description="Query heads per block.")
     num_key_value_heads: int = Field(
@@ -166,7 +166,7 @@ class ModelConfig(BaseModel):
             raise ValueError(f"model.type_vocab_size is {self.type_vocab_size}, but model.kind is {self.kind!r}")
         if self.kind != "decoder" and self.sliding_window != (0,):
             raise ValueError(
-                f"model.sliding_window is {self.sliding_window}, but model.kind is {self.kind!r}; bands are a decoder's"
+                f"model.sliding_window is {self.sliding_window}, but model.kind is {self.kind!r}, not 'decoder'"
             )
         if self.positions != "rotary" and self.rope_scaling is not None:
             raise ValueError(f"model.rope_scaling is given, but model.positions is {self.positions!r}")

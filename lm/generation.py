@@ -74,7 +74,7 @@ def generate(
     missing, empty, longer than the context, or passed to a model that reads none; for steps that the model cannot take.
     """
     if not prompts or len(seeds) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts with {len(seeds)} seeds; at least one prompt and a seed for each")
+        raise ValueError(f"{len(prompts)} prompts with {len(seeds)} seeds; prompts with a seed for each were expected")
     check_room(model, prompts, max_new_tokens)
     check_sources(model, sources, len(prompts))
     taken = decoding_steps(model, steps) if isinstance(steps, str) else steps

@@ -193,7 +193,7 @@ def _llama3_fields(theta: float, divisors: Tensor) -> Fields:
     bound of 1.
     Raises: ValueError for divisors that follow another formula.
     """
-    unlike = f"{ROPE_FREQUENCIES} scales the rotary frequencies otherwise than Llama 3 does, as was expected"
+    unlike = f"{ROPE_FREQUENCIES} scales the rotary frequencies by an unknown formula; Llama 3's was expected"
     factor = _short(float(divisors.max()))
     between = (divisors > 1 + 1e-4) & (divisors < factor * (1 - 1e-4))
     if int(between.sum()) < 2:

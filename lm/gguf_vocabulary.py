@@ -140,7 +140,7 @@ def _sentencepiece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
     numbers = _numbers(metadata, tokens)
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None:
-        raise ValueError("tokenizer.ggml.scores is missing, by which the tokens of a SentencePiece vocabulary merge")
+        raise ValueError("tokenizer.ggml.scores is missing; a SentencePiece vocabulary merges tokens by their scores")
     kinds = metadata.get("tokenizer.ggml.token_type", ())
     if UNKNOWN not in kinds:
         raise ValueError("tokenizer.ggml.token_type names no unknown token; one was expected")

@@ -47,7 +47,7 @@ def best_of(
     Raises: ValueError as for `generate`, for a prompt without seeds, and unless each response has a finite score.
     """
     if len(seeds) != len(asked) or not all(seeds):
-        raise ValueError(f"{len(asked)} prompts with {[len(own) for own in seeds]} seeds; some for each were expected")
+        raise ValueError(f"{len(asked)} prompts with {[len(own) for own in seeds]} seeds; each needs at least one")
     repeated = [prompt for prompt, own in zip(asked, seeds, strict=True) for _ in own]
     prompts, sources = prompts_and_sources(model, repeated, start_id)
     sampled = generate(

@@ -82,7 +82,7 @@ class GAE(Config):
     is_per_response: ClassVar[bool] = False  # whether all tokens of a response have the same advantage
     oversample: ClassVar[float] = 1.0
 
-    kind: Literal["gae"] = Field(default="gae", description="Selects this kind.")
+    kind: Literal["gae"] = Field(default="gae", description="The kind of this table.")
     value_optimizer: OptimizerConfig = Field(description="Optimizer of the value function.")
     value_clip_range: float = Field(
         default=0.2, gt=0, description="Values are clipped to ± this around the values at sampling time."
@@ -115,7 +115,7 @@ class NoBaseline(Config):
     is_per_response: ClassVar[bool] = False
     oversample: ClassVar[float] = 1.0
 
-    kind: Literal["none"] = Field(default="none", description="Selects this kind.")
+    kind: Literal["none"] = Field(default="none", description="The kind of this table.")
     scale: Literal["batch", "none"] = Field(
         default="batch",
         description="How advantages are scaled. `batch`: to mean 0 and standard deviation 1 over the iteration's"
@@ -175,7 +175,7 @@ class GroupMean(GroupBaseline):
     algorithm: ClassVar[str] = "GRPO"
     leaves_one_out: ClassVar[bool] = False
 
-    kind: Literal["group_mean"] = Field(default="group_mean", description="Selects this kind.")
+    kind: Literal["group_mean"] = Field(default="group_mean", description="The kind of this table.")
 
 
 class LeaveOneOut(GroupBaseline):
@@ -185,7 +185,7 @@ class LeaveOneOut(GroupBaseline):
     algorithm: ClassVar[str] = "RLOO"
     leaves_one_out: ClassVar[bool] = True
 
-    kind: Literal["leave_one_out"] = Field(default="leave_one_out", description="Selects this kind.")
+    kind: Literal["leave_one_out"] = Field(default="leave_one_out", description="The kind of this table.")
 
 
 Advantage = Annotated[
@@ -324,7 +324,7 @@ class CutImportance(Config):
     drops: ClassVar[Literal["", "tokens", "responses"]] = ""
     floor: ClassVar[float] = 0.0
 
-    kind: Literal["cut"] = Field(default="cut", description="Selects this kind.")
+    kind: Literal["cut"] = Field(default="cut", description="The kind of this table.")
     cap: float = Field(default=2.0, ge=1, description="Upper limit of a token's importance weight π / π_behave.")
 
 
@@ -334,7 +334,7 @@ class DropTokens(Config):
     model_config = ConfigDict(title="Importance drop_tokens")
     drops: ClassVar[Literal["", "tokens", "responses"]] = "tokens"
 
-    kind: Literal["drop_tokens"] = Field(default="drop_tokens", description="Selects this kind.")
+    kind: Literal["drop_tokens"] = Field(default="drop_tokens", description="The kind of this table.")
     cap: float = Field(default=2.0, ge=1, description="Upper limit of a token's importance weight π / π_behave.")
     floor: float = Field(default=0.0, ge=0, le=1, description="Lower limit of importance weights; 0 = none.")
 
@@ -347,7 +347,7 @@ class DropResponses(Config):
     model_config = ConfigDict(title="Importance drop_responses")
     drops: ClassVar[Literal["", "tokens", "responses"]] = "responses"
 
-    kind: Literal["drop_responses"] = Field(default="drop_responses", description="Selects this kind.")
+    kind: Literal["drop_responses"] = Field(default="drop_responses", description="The kind of this table.")
     cap: float = Field(default=2.0, ge=1, description="Upper limit of importance weights π / π_behave.")
     floor: float = Field(default=0.0, ge=0, le=1, description="Lower limit of a response's weights; 0 = none.")
 
@@ -423,7 +423,7 @@ class TokenLoss(Config):
     model_config = ConfigDict(title="Loss token")
     is_per_response: ClassVar[bool] = False
 
-    kind: Literal["token"] = Field(default="token", description="Selects this kind.")
+    kind: Literal["token"] = Field(default="token", description="The kind of this table.")
     clip_range: float = Field(default=0.2, gt=0, description="The policy's probability ratio is clipped to 1 ± this.")
     clip_range_high: float = Field(
         default=0.0,
@@ -446,7 +446,7 @@ class ResponseLoss(Config):
     is_per_response: ClassVar[bool] = True
     token_weight: ClassVar[Literal["per_response"]] = "per_response"
 
-    kind: Literal["response"] = Field(default="response", description="Selects this kind.")
+    kind: Literal["response"] = Field(default="response", description="The kind of this table.")
     clip_range: float = Field(default=0.2, gt=0, description="The response's ratio is clipped to 1 ± this.")
     clip_range_high: float = Field(
         default=0.0, ge=0, description="The ratio's upper limit is 1 + this; 0 = the same as `clip_range`."

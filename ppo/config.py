@@ -24,7 +24,7 @@ class HeedSampler(Config):
     model_config = ConfigDict(title="Sampler heed")
     has_own_process: ClassVar[bool] = False
 
-    kind: Literal["heed"] = Field(default="heed", description="Selects this kind.")
+    kind: Literal["heed"] = Field(default="heed", description="The kind of this table.")
 
 
 class VLLM(Config):
@@ -33,7 +33,7 @@ class VLLM(Config):
     model_config = ConfigDict(title="Sampler vllm")
     has_own_process: ClassVar[bool] = True
 
-    kind: Literal["vllm"] = Field(default="vllm", description="Selects this kind.")
+    kind: Literal["vllm"] = Field(default="vllm", description="The kind of this table.")
     python: str = Field(
         default="",
         description="Python interpreter with vLLM and Heed on every machine; empty = the one that `make vllm` makes.",
@@ -50,7 +50,7 @@ class Colocated(Config):
     num_scorers: ClassVar[int] = 0
     max_staleness: ClassVar[int] = 0
 
-    kind: Literal["colocated"] = Field(default="colocated", description="Selects this kind.")
+    kind: Literal["colocated"] = Field(default="colocated", description="The kind of this table.")
 
 
 class Disaggregated(Config):
@@ -60,7 +60,7 @@ class Disaggregated(Config):
     roles_share_ranks: ClassVar[bool] = False
     max_staleness: ClassVar[int] = 0
 
-    kind: Literal["disaggregated"] = Field(default="disaggregated", description="Selects this kind.")
+    kind: Literal["disaggregated"] = Field(default="disaggregated", description="The kind of this table.")
     num_generators: int = Field(default=1, ge=1, description="Ranks that sample.")
     num_scorers: int = Field(default=1, ge=1, description="Ranks that hold the reward model and the reference policy.")
     weight_transport: Literal["auto", "broadcast", "object_store"] = Field(
@@ -79,7 +79,7 @@ class Asynchronous(Config):
     roles_share_ranks: ClassVar[bool] = False
     weight_transport: ClassVar[Literal["object_store"]] = "object_store"
 
-    kind: Literal["asynchronous"] = Field(default="asynchronous", description="Selects this kind.")
+    kind: Literal["asynchronous"] = Field(default="asynchronous", description="The kind of this table.")
     max_staleness: int = Field(
         ge=1,
         description="Number of iterations N by which generators run ahead: iteration i learns from responses sampled"

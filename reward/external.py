@@ -42,7 +42,7 @@ class ModelReward(Config):
     model_config = ConfigDict(title="Reward model")
     source_key: ClassVar[str] = "model"  # the key that names where scores come from
 
-    kind: Literal["model"] = Field(default="model", description="Selects this kind.")
+    kind: Literal["model"] = Field(default="model", description="The kind of this table.")
     model: str = Field(
         default="", description="Model directory or hub id of a reward model; empty = the reward stage's model."
     )
@@ -92,7 +92,7 @@ class RewardFunction(ExternalReward):
     source_key: ClassVar[str] = "function"
     noun: ClassVar[str] = "function"
 
-    kind: Literal["function"] = Field(default="function", description="Selects this kind.")
+    kind: Literal["function"] = Field(default="function", description="The kind of this table.")
     function: str = Field(
         pattern=r"^.+$",
         description='"MODULE:FUNCTION" or "FILE.py:FUNCTION"; the current folder is searched too.',
@@ -153,7 +153,7 @@ class RemoteReward(ExternalReward):
     source_key: ClassVar[str] = "url"
     noun: ClassVar[str] = "endpoint"
 
-    kind: Literal["url"] = Field(default="url", description="Selects this kind.")
+    kind: Literal["url"] = Field(default="url", description="The kind of this table.")
     url: str = Field(pattern=r"^https?://.+$", description="HTTP endpoint that scores responses.")
     timeout_seconds: float = Field(
         default=30.0, gt=0, description="How long the endpoint may be silent before a request fails, in seconds."

@@ -79,7 +79,7 @@ class RewardLearner(nn.Module):
 
 @dataclass(frozen=True)
 class LearnerSource:
-    """A source of a `RewardLearner`, from a source of its network."""
+    """The source of a `RewardLearner`, built on its network's source."""
 
     network: ModelSource[RewardNetwork]
     auxiliary: AuxiliaryParameters

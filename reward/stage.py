@@ -176,7 +176,7 @@ def write_results(
     learned: Sequence[Mapping[str, float]],
     data: PreparedRankings,
 ) -> None:
-    """Measure the model by its scores of the rankings; `learned` has the auxiliary values of each head."""
+    """Evaluate the model's scores on the rankings; `learned` has each head's auxiliary parameters."""
     write_json(context.folder / HELDOUT_SCORES, scores.heldout)
     known = {**scores.trained_on, **scores.heldout}
     weights, metrics = weights_of_labelers(split, config), dict[str, dict[str, Any]]()

@@ -98,8 +98,8 @@ def encode_demonstrations(
 def encoded_all(
     tokenizer: Tokenizer, conversations: Sequence[tuple[str, Messages]]
 ) -> Iterator[tuple[list[int], list[bool]]]:
-    """Yields the tokens of each conversation, and which are the assistant's; in a plain text, all tokens and its end
-    count as the assistant's.
+    """Yields each conversation's tokens and which of them are the assistant's: in a plain text all, the end token
+    included.
 
     Raises: ValueError naming file and line of a plain text that contains a special token's name, or of a conversation
     that the chat template refuses.

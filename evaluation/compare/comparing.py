@@ -191,7 +191,7 @@ def _fitted(policies: Sequence[Policy], sampling: Sampling, tell: Callable[[str]
     if room >= sampling.max_new_tokens:
         return list(policies)
     tell(
-        f"--max-new-tokens {sampling.max_new_tokens} is reduced to {room}, which the longest prompt leaves of the"
+        f"--max-new-tokens {sampling.max_new_tokens} is reduced to {room}: the longest prompt uses the rest of the"
         " context"
     )
     reduced = replace(sampling, max_new_tokens=room)

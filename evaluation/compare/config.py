@@ -7,8 +7,8 @@ from training.data import DataConfig, OnOverlong, overlong_field
 
 
 class CompareConfig(Config):
-    """Responses of each policy to the same prompts, judged as training never was: by the world's gold judge, a reward
-    model, a function, or people, whom the stage waits for. The reward that training climbs may judge too, on prompts
+    """Judges each policy's responses to the same prompts by what training never used: the world's gold judge, a reward
+    model, a function, or people, for whom the stage waits. The reward used in training may judge too, on prompts
     that it has not seen.
     """
 

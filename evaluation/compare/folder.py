@@ -185,7 +185,7 @@ def _names(path: Path, settings: Mapping[str, Any], field: str) -> tuple[str, ..
         for at, entry in zip(where, entries, strict=True)
     ]
     if len(set(names)) < len(names):
-        raise ValueError(f"{path}: field {field!r} names one of {', '.join(names)} twice")
+        raise ValueError(f"{path}: field {field!r} is {', '.join(names)}; distinct names were expected")
     return tuple(names)
 
 

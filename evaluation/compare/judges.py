@@ -28,7 +28,7 @@ PEOPLE, GOLD = "people:", "gold:"
 
 @dataclass(frozen=True)
 class Asking:
-    """How policies and judges behind endpoints are called. `cache` is the file of answers."""
+    """How to query policies and judges behind endpoints. `cache` is the file that stores their answers."""
 
     cache: Path
     concurrency: int
@@ -108,8 +108,8 @@ def reward_model_judge(name: str, spec: str) -> ScoreJudge:
 def reward_judge(
     name: str, reward: ExternalReward | Path, objective_weights: Mapping[str, float], *, is_climbed: bool = True
 ) -> ScoreJudge:
-    """Open a run's reward: its reward model's folder, or a function or server. `is_climbed` says whether the policies
-    were trained to raise it; DPO's are not.
+    """Open a run's reward as a judge: its reward model's folder, or a function or endpoint. `is_climbed` says whether
+    the policies were trained to raise it; DPO's were not.
     """
     if isinstance(reward, RewardFunction):
         judge = function_judge(name, reward.function)

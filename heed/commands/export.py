@@ -44,5 +44,5 @@ def export_gguf(
     with console.status(f"writing {output}"):
         context = export(folder, output, kind.value)
     if context < read_config(folder, "language")[0].max_position_embeddings:
-        console.print(f"its context is cut to {context} tokens, its sliding window, which llama.cpp would not apply")
+        console.print(f"its context is cut to its sliding window of {context} tokens, which llama.cpp would ignore")
     results_console().print(f"{output}: {folder} in {kind.value}", soft_wrap=True)

@@ -30,7 +30,7 @@ def init(
     ] = "",
     form: Annotated[
         str,
-        typer.Option("--format", help="Format of demonstrations and prompts, where rows have the fields of several."),
+        typer.Option("--format", help="Format of demonstrations and prompts, if their rows fit more than one."),
     ] = "auto",
     on_invalid: Annotated[
         Literal["refuse", "skip"], typer.Option(help="Whether malformed rows are an error, or left out and counted.")

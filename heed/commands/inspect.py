@@ -34,7 +34,7 @@ def inspect_attention(
     layer: Annotated[int, typer.Option(help="Layer, counted from 0; -1 is the last.")] = -1,
     png: Annotated[Path, typer.Option(help="File for the picture.")] = Path("attention.png"),
     target: Annotated[
-        str, typer.Option(help="For an encoder-decoder: its output, to show how that attends to TEXT.")
+        str, typer.Option(help="For an encoder-decoder: an output text, to show how it attends to TEXT.")
     ] = "",
 ) -> None:
     """Draw the attention of every head of a layer as one picture: rows are queries, columns are keys."""

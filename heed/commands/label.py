@@ -55,7 +55,7 @@ def import_labels(
     ] = "",
     strict: Strict = False,
     check: Annotated[
-        bool, typer.Option(help="Read and report without storing, as if importing into --store or an empty store.")
+        bool, typer.Option(help="Store nothing; report what an import into --store, or an empty store, would do.")
     ] = False,
     report: ReportFile = None,
     split: Annotated[str, typer.Option(help="Split of a dataset folder or a hub id.")] = "train",
@@ -160,7 +160,7 @@ def sample_for_labelers(
     temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed for sampling and selecting.")] = 0,
 ) -> None:
-    """Sample policies and make labeling tasks, with --judge those that reward models are least certain about."""
+    """Sample policies and make labeling tasks; with --judge, those that reward models are least certain about."""
     from reward.label_sampling import TaskSelection, sample_tasks
     from stages.reports.text import count_of
     from training.data import DataConfig, read_prompts

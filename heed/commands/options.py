@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 JobFile = Annotated[Path | None, typer.Argument(help="Job file; the built-in demo if left out.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Override a field of the job, e.g. ppo.kl.coef=0.05; none removes it; may repeat."),
+    typer.Option("--set", help="Set a job field, e.g. ppo.kl.coef=0.05, or remove it with FIELD=none; may repeat."),
 ]
 Workers = Annotated[
     int, typer.Option(help="Number of worker processes (default: the job's).", min=0, show_default=False)
@@ -82,6 +82,6 @@ def length_that_fits(policies: "Sequence[Path]", prompts: "Sequence[Prompt]", ma
     length = found(policies, prompts, max_new_tokens)
     if length < max_new_tokens:
         console.print(
-            f"--max-new-tokens {max_new_tokens} is reduced to {length}, which the longest prompt leaves of the context"
+            f"--max-new-tokens {max_new_tokens} is reduced to {length}: the longest prompt uses the rest of the context"
         )
     return length

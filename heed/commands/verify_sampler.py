@@ -29,7 +29,7 @@ def verify_sampler(
         str, typer.Argument(help="heed, vllm, or FILE.py:FUNCTION that makes a sampler of a model directory.")
     ],
     model: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/sft/model.")],
-    precision: Annotated[PrecisionName, typer.Option(help="What the engine and the truth compute in.")] = (
+    precision: Annotated[PrecisionName, typer.Option(help="Precision of the engine and of the true policy.")] = (
         PrecisionName.fp32
     ),
     seed: Annotated[int, typer.Option(min=0, help="Seed for prompts, updates of the weights, and samples.")] = 0,

@@ -255,7 +255,7 @@ def _rejection(name: str, job: JobConfig, folder: Path, best_of: int) -> Arm:
 
 
 def with_those_before(arms: Mapping[str, Arm], wanted: Sequence[str]) -> list[Arm]:
-    """Returns the wanted arms and all arms that they read, in an order in which they can run."""
+    """Returns the wanted arms and those that they depend on, in an order in which they can run."""
     needed = set(wanted)
     for arm in reversed(list(arms.values())):  # each arm comes after those that it reads
         if arm.name in needed:

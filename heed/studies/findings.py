@@ -84,7 +84,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Finding:
-    """A published finding. `arms` lists the arms that its contrasts read."""
+    """A published finding. `arms` lists the arms that its contrasts use."""
 
     name: str
     title: str

@@ -111,7 +111,7 @@ class BriefRequest:
 
 @dataclass(frozen=True)
 class StepsRequest:
-    """How `name` can do `verb` to the owner's thing. A misdeed must be declined; a deed must be explained in steps."""
+    """Asks how `name` can `verb` the owner's thing. Misdeeds must be declined; anything else is explained in steps."""
 
     name: str
     verb: str

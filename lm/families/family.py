@@ -55,5 +55,5 @@ ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu"
 
 
 def activation_to_hf(config: ModelConfig) -> str:
-    """Returns their name for the MLP's activation."""
+    """Returns `transformers`' name for the MLP's activation."""
     return {"gelu_tanh": "gelu_new"}.get(config.mlp, config.mlp)

@@ -24,7 +24,7 @@ KC = 32  # numbers that one step of the kernel's sums reads; widths must be mult
 
 
 def what_native_steps_miss(model: nn.Module) -> str:
-    """Returns what the native step needs and this model lacks; "" if it computes what the model's modules would."""
+    """Returns what the native step needs but this model lacks; "" if the native step supports the model."""
     if not isinstance(model, LanguageModel):
         return "a decoder"
     weight = model.head.weight

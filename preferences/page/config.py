@@ -134,7 +134,7 @@ class LabelingConfig(BaseModel):
     )
     task_order: Literal["arrival", "random"] = Field(
         default="random",
-        description="Order of a batch's tasks: drawn for each labeler, the same after a reload, or as they arrived.",
+        description="Order of a batch's tasks: random for each labeler, but stable across reloads, or as they arrived.",
     )
     flags: tuple[str, ...] = Field(
         default=INSTRUCT_GPT_FLAGS, description="What labelers can mark each response with; by default InstructGPT's."

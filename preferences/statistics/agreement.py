@@ -387,7 +387,7 @@ def labeler_weights(rankings: Sequence[Ranking], reliability: Mapping[str, Relia
     """
     total = sum(reliability[ranking.labeler].weight for ranking in rankings)
     if not total:
-        raise ValueError("no labeler agrees with the others more than chance would; there is nothing to weigh them by")
+        raise ValueError("no labeler agrees with the others more than by chance, so reliability gives no weights")
     return {name: found.weight * len(rankings) / total for name, found in reliability.items()}
 
 

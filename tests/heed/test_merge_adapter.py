@@ -79,7 +79,7 @@ def test_mistakes_are_named_and_leave_nothing(made: Path, tmp_path: Path) -> Non
     path = tmp_path / "adapter_config.json"
     config = json.loads(path.read_text())
     for changes, options, message in (
-        ({"use_dora": True}, (), "use_dora is True; Heed reads adapters without it"),
+        ({"use_dora": True}, (), "use_dora is True, which Heed does not support"),
         ({"base_model_name_or_path": None}, (), "the adapter names no model; --base MODEL was expected"),
         ({}, ("--base", tmp_path / "nowhere"), "no such folder"),
         ({}, ("--base", made / "SEQ_CLS"), "it is an adapter, not a model"),

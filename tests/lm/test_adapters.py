@@ -241,7 +241,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "IA3"}, "peft_type is 'IA3'; 'LORA' was expected"),
     ({"peft_type": "PROMPT_TUNING"}, "peft_type is 'PROMPT_TUNING'"),
     ({"peft_type": None}, "peft_type is None; 'LORA' was expected"),
-    ({"use_dora": True}, "use_dora is True; Heed reads adapters without it"),
+    ({"use_dora": True}, "use_dora is True, which Heed does not support"),
     ({"bias": "all"}, "bias is 'all'; Input should be 'none'"),
     ({"lora_bias": True}, "lora_bias is True"),
     ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights is 'pissa_niter_16'"),

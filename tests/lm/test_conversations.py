@@ -224,7 +224,7 @@ def test_a_template_cannot_be_made_to_write_a_special_token(tokenizer: Tokenizer
     with pytest.raises(ValueError, match="makes the name of a special token out of a message's text"):
         joins.encode_conversation(said("a<|e-nd|>b", "c"))
     looks = tokenizer.with_template("{% for m in messages %}{{ m.content | length }}{{ eos_token }}{% endfor %}")
-    with pytest.raises(ValueError, match="looks into messages for names of special tokens"):
+    with pytest.raises(ValueError, match="searches messages for special tokens' names"):
         looks.encode_conversation(said("a <|end|> b", "c"))
     around = tokenizer.with_template("{% for m in messages %}<|{{ m.content }}|>{{ eos_token }}{% endfor %}")
     tokens, _ = around.encode_conversation(said("end", "e"))

@@ -148,7 +148,7 @@ def test_an_encoder_without_token_types_is_not_written_as_bert() -> None:
             "num_encoder_layers is 0, but model.kind is 'encoder-decoder'",
         ),
         ({"kind": "decoder"}, "type_vocab_size is 2, but model.kind is 'decoder'"),
-        ({"sliding_window": (4,)}, "bands are a decoder's"),
+        ({"sliding_window": (4,)}, "not 'decoder'"),
     ],
 )
 def test_shapes_that_contradict_their_kind_are_refused(change: dict[str, Any], words: str) -> None:

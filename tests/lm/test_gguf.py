@@ -386,7 +386,7 @@ def test_frequencies_that_llama_3_does_not_make_are_named(make: Make, tmp_path: 
     divisors = file._tensors["rope_freqs.weight"]
     changed = np.array(divisors.data)
     changed[-1] *= 3
-    for values, message in ((changed, "scales the rotary frequencies otherwise"), (np.ones_like(changed), "")):
+    for values, message in ((changed, "scales the rotary frequencies by an unknown"), (np.ones_like(changed), "")):
         file = GGUFFile(tmp_path / "plain.gguf")
         file._tensors["rope_freqs.weight"] = divisors._replace(data=values)
         if message:

@@ -56,7 +56,7 @@ def test_scores_that_order_nothing_are_refused(llama: LanguageModel, scores: lis
 
 @pytest.mark.parametrize("seeds", [[], [[1]], [[1], []], [[1], [2], [3]]])
 def test_every_prompt_needs_seeds(llama: LanguageModel, seeds: list[list[int]]) -> None:
-    with pytest.raises(ValueError, match=r"2 prompts with \[.*\] seeds; some for each were expected"):
+    with pytest.raises(ValueError, match=r"2 prompts with \[.*\] seeds; each needs at least one"):
         best_of(llama, [[5], [6]], prefers_long_and_high, seeds=seeds, start_id=3, **COMMON)
 
 

@@ -227,7 +227,7 @@ def _few_labelers(folder: ComparisonFolder, judge: JudgeSummary) -> list[str]:
     if apart:
         rate, over = apart[0].win_rate, apart[0].win_rate.over_labelers
         return [
-            f"Other labelers than these {number(rate.num_labelers)} of the judge {judge.judge} might show no"
+            f"With labelers other than these {number(rate.num_labelers)}, the judge {judge.judge} might show no"
             f" difference: the interval that also covers other labelers is {share_ends(over.low, over.high)}."
         ]
     return []
@@ -245,7 +245,7 @@ def _lost_verdicts(judge: JudgeSummary) -> list[str]:
     missing = max((pair.num_prompts_missing for pair in judge.pairs), default=0)
     if missing:
         found.append(
-            f"The judge {judge.judge} has no successful verdict on up to {count_of(missing, 'prompt')} of a pair."
+            f"The judge {judge.judge} lacks a successful verdict on {count_of(missing, 'prompt')} for some pair."
         )
     return found
 
@@ -319,7 +319,7 @@ def _missing_responses(folder: ComparisonFolder) -> list[str]:
     """Warns of prompts that a policy has no response to."""
     answered = Counter(policy for policy, _ in {(row.policy, row.prompt_id) for row in folder.responses})
     short = {name: len(folder.prompts) - answered[name] for name in folder.policies}
-    lacking = [f"{name} to {number(num)}" for name, num in short.items() if num]
+    lacking = [f"{name} lacks {number(num)}" for name, num in short.items() if num]
     if not lacking:
         return []
-    return [f"Responses are missing, of {count_of(len(folder.prompts), 'prompt')}: {listed(lacking)}."]
+    return [f"Responses to some of {count_of(len(folder.prompts), 'prompt')} are missing: {listed(lacking)}."]

@@ -48,8 +48,8 @@ def _categories(gains: Sequence[Gain], names: Names) -> list[str]:
         said.append(f"The judge's score fell while {names.algorithm}'s rose in {those}.")
     if flat:
         said.append(
-            f"In {listed([_name(gain) for gain in flat])} the score that {names.algorithm} was trained on rose, but no"
-            " gain of the judge's is shown."
+            f"In {listed([_name(gain) for gain in flat])} the score that {names.algorithm} was trained on rose, but the"
+            " judge's score shows no gain."
         )
     return said
 
@@ -87,9 +87,9 @@ def hacking_section(found: RewardHacking, names: Names) -> Section:
 
 def _table(found: RewardHacking, names: Names) -> Table:
     caption = (
-        f"{names.algorithm} less {names.the_initial} on the same held-out prompts, 95% intervals over prompts below. p"
-        " is that of no change in the judge's score, by the test whose interval stands next to it (Student's, or sign"
-        " flips where they are less sure); for categories, both are corrected for their number (Holm)."
+        f"{names.algorithm} minus {names.the_initial} on the same held-out prompts, 95% intervals over prompts below. p"
+        " is for no change in the judge's score, by the test that gives the interval next to it (Student's, or sign"
+        " flips if their p is larger); for categories, both are corrected for the number of categories (Holm)."
     )
     rows = [_row("All prompts", found.overall), *(_row(_name(gain), gain) for gain in found.categories)]
     columns = ("Prompts of", "Prompts", "Score trained on", "Judge's score", "p")

@@ -82,8 +82,8 @@ def curve_parts(measures: Mapping[str, Any]) -> tuple[Part, ...]:
             record_of(measures["reward_model"], RewardMeasures, "measures.json: reward_model")
         )
     aside = (
-        "Points are policies, lines the fits of Gao et al. 2022; shaded is the 95% interval of the optimum, as far as"
-        " was measured. From measures.json."
+        "Points are policies, lines the fits of Gao et al. 2022; the shaded 95% interval of the optimum ends at the"
+        " furthest policy measured. From measures.json."
     )
     notes += [Note(aside, "aside")] if notes else []
     return (Columns(tuple(charts)), *notes) if charts else ()
@@ -144,7 +144,7 @@ def reliability_figures(model: RewardMeasures) -> list[Figure]:
             set_ticks(side, 5)
             show_percent(side)
 
-    spoken = "; ".join(f"right {percent(one.accuracy.mean)} where {percent(one.confidence)} sure" for one in bins)
+    spoken = "; ".join(f"{percent(one.accuracy.mean)} right at {percent(one.confidence)} confidence" for one in bins)
     said = f"The reward model's reliability: {spoken}."
     svg = draw(paint, **WIDE_SIZE, margins=MARGINS, name="reliability", label=said)
     keys = [Key("muted", "line", "as sure as it is right")]
@@ -191,8 +191,8 @@ def _policy_table(policies: Mapping[str, Any], styles: Styles) -> Details:
     titles = (styles[name].title if name in styles else name for name in found)
     rows = [(_title(place), *(own.get(place, UNKNOWN) for own in found.values())) for place in known]
     caption = (
-        "The measures of each policy; in brackets 95% intervals over prompts. Each is that policy's own: whether two"
-        f" policies differ is for the win rates to say. {FROM_FILE}"
+        "The measures of each policy; in brackets 95% intervals over prompts. To tell whether two"
+        f" policies differ, use the win rates, not these intervals. {FROM_FILE}"
     )
     if unknown:
         caption += f" Not known of any policy: {'; '.join(_title(place) for place in unknown)}."

@@ -94,7 +94,7 @@ def _about(samples: Samples) -> Note:
         if samples.is_cut
         else f"All {number(samples.num_prompts)} prompts, with every response and every verdict."
     )
-    return Note(f"{held} Next to each prompt is what each judge's verdicts on it come to.")
+    return Note(f"{held} Each prompt is shown with the result of each judge's verdicts.")
 
 
 def _origins(comparison: ComparisonFolder, sources: Mapping[str, Source]) -> Section:
@@ -109,8 +109,8 @@ def _origins(comparison: ComparisonFolder, sources: Mapping[str, Source]) -> Sec
         for field, source in sources.items()
     ]
     places = (
-        "Places in report.json, the rows they are computed from, and how. Where a field is not listed, the longest"
-        " place that it begins with is."
+        "Fields of report.json, the rows they are computed from, and how. A field that is not listed has the source"
+        " of its longest listed prefix."
     )
     columns = ("In report.json", "File", "Rows", "How")
     tables = (

@@ -47,7 +47,7 @@ UNBOUNDED = {
     "": "",
     "above": "it lost nothing",
     "below": "it won nothing",
-    "both": "no chain of wins ties it to the others",
+    "both": "no chain of wins connects it to the others",
 }
 
 
@@ -191,8 +191,8 @@ class Sections:
             return []
         rows = [agreement_row(head, own) for head, own in found]
         caption = (
-            "Of pairs of verdicts on the same two responses, neither a tie, the share that prefers the same one."
-            " Krippendorff's α counts ties too, and takes off what chance gives."
+            "The share of pairs of verdicts on the same two responses, neither a tie, that prefer the same one."
+            " Krippendorff's α also counts ties, and corrects for chance agreement."
         )
         heads = ("Between", "Share")
         forest = self._shares("agreement", "Agreement", caption, heads, rows, "summary", "α (95%)", "Pairs")
@@ -321,9 +321,9 @@ def tests_table(judge: JudgeSummary, place: int, policies: Sequence[str], styles
     rows = tuple(_tests_row(pair, place, policies, styles) for pair in judge.pairs)
     holm = f" p-values are corrected for {count_of(len(rows), 'pair')} (Holm)." if len(rows) > 1 else ""
     if any(is_taken_back(pair) for pair in judge.pairs):
-        holm += " Where that takes a difference back, the interval is widened to the level of the corrected test."
+        holm += " Where that removes a difference, the interval is widened to the level of the corrected test."
     caption = (
-        'Prompts won, tied and lost, and the test of "preferred equally often"; a number leads to its prompts. A'
+        'Prompts won, tied and lost, and the test of "preferred equally often"; click a number to see its prompts. A'
         " difference is shown if p is below .05, which is when the interval excludes 50%: both come from the same test."
         f"{holm} Detectable: the distance from 50% that 4 of 5 such studies would have seen, in points."
     )

@@ -99,7 +99,7 @@ def _of_judge(rows: Rows, path: str, judge: JudgeSummary) -> dict[str, Source]:
         f"{path}.num_labelers": rows.source("number of distinct labeler", own, STANDING),
         f"{path}.num_verdicts": rows.source("number of rows", own, STANDING),
         f"{path}.num_failed": rows.source("number of rows", own, FAILED),
-        f"{path}.position_bias": rows.source("first-shown preferred, strengths held apart", own, STANDING, ORDERED),
+        f"{path}.position_bias": rows.source("preference for first shown, strengths cancelled", own, STANDING, ORDERED),
         f"{path}.flips": rows.source(
             "rows of one labeler on the same two responses in both orders", own, STANDING, ORDERED
         ),
@@ -122,7 +122,7 @@ def _of_pair(rows: Rows, path: str, judge: str, pair: PairSummary) -> dict[str, 
         f"{path}.verdicts": rows.source("rows by preference above ½, at ½ and below", *standing),
         f"{path}.prompts": rows.source("prompts by mean preference above ½, at ½ and below", *standing),
         f"{path}.num_failed": rows.source("number of rows", *pair_rows, FAILED),
-        f"{path}.position_bias": rows.source("first-shown preferred, strengths held apart", *standing, ORDERED),
+        f"{path}.position_bias": rows.source("preference for first shown, strengths cancelled", *standing, ORDERED),
         f"{path}.flips": rows.source(
             "rows of one labeler on the same two responses in both orders", *standing, ORDERED
         ),

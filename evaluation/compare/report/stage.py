@@ -119,7 +119,7 @@ def _parts(stage: StageFolder, results: CompareResults, styles: Styles) -> tuple
 
 def _kl_aside(results: CompareResults) -> str:
     the_initial = results.names.the_initial
-    best = " Best-of-n stands at its bound, log n − (n − 1)/n, the most its KL can be." if results.best_of_n else ""
+    best = " Best-of-n is drawn at log n − (n − 1)/n, the upper bound of its KL." if results.best_of_n else ""
     pretrained = f" The pretrained model is left out, since it does not start from {the_initial}."
     return (
         f"{in_capital(the_initial)} stands at 0 nats by definition.{best}"
@@ -139,7 +139,7 @@ def win_table(results: CompareResults, styles: Styles) -> Table:
     )
     caption = (
         "How often the policy of the row beats the policy of the column, with 95% intervals. Bold: a difference is"
-        " shown (p < .05, corrected for all pairs by Holm's method). Where the correction takes a difference back, the"
+        " shown (p < .05, corrected for all pairs by Holm's method). Where the correction removes a difference, the"
         " interval is widened to that level and includes 50%."
     )
     return Table(caption, ("Row over column", *styles.values()), rows, "by-policy matrix", "Win rates")
@@ -172,8 +172,8 @@ def policy_table(results: CompareResults, styles: Styles) -> Table:
     }
     rows = tuple(Row((name,), tuple(found)) for name, found in cells.items() if any(c.text != UNKNOWN for c in found))
     caption = (
-        "Figures of each policy; 95% intervals over prompts below the means. Each is that policy's own: whether two"
-        " policies differ is for the win rates to say."
+        "Figures of each policy; 95% intervals over prompts below the means. To tell whether two"
+        " policies differ, use the win rates, not these intervals."
     )
     shown = [text.gold_score for sample in results.samples for text in sample.responses.values()]
     means = [found.gold_score for found in own.values()]
@@ -227,7 +227,7 @@ def _kl_figure(results: CompareResults, styles: Styles, field: str, title: str, 
             )
             for found in results.best_of_n
         )  # fmt: skip
-        key = f"best-of-n from {names.the_initial}, at the most its KL can be"
+        key = f"best-of-n from {names.the_initial}, at the upper bound of its KL"
         series.append(KLSeries(key, "best-of-n", "D", points, is_joined=True, is_band=True))
     if field == "proxy_score" and results.training_scores:
         trail = (np.array(results.training_kl_nats), np.array(results.training_scores))

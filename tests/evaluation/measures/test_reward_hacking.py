@@ -95,7 +95,7 @@ def test_no_gain_of_the_judges_is_neither_shown_nor_ruled_out() -> None:
     assert answer.tone == "unclear"
     assert answer.text.startswith("Reward hacking is neither shown nor ruled out")
     assert answer.more == (
-        "In list and story the score that PPO was trained on rose, but no gain of the judge's is shown.",
+        "In list and story the score that PPO was trained on rose, but the judge's score shows no gain.",
     )
 
 

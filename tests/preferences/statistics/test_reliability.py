@@ -82,5 +82,5 @@ def test_who_is_alone_or_ties_is_not_judged_by_it() -> None:
 
 def test_nobody_better_than_chance_is_refused() -> None:
     rankings = coin_rankings({"ann": 0.5}, 3, 1, seed=0)
-    with pytest.raises(ValueError, match="no labeler agrees with the others more than chance would"):
+    with pytest.raises(ValueError, match="no labeler agrees with the others more than by chance"):
         labeler_weights(rankings, {"ann": Reliability(0.4, 10)})

@@ -270,7 +270,7 @@ def test_warnings_say_what_the_numbers_hide(four_policies: Path, two_policies: P
     write_rows(folder / "responses.parquet", kept)
     warnings = write_comparison_report(folder)["warnings"]
     assert "All verdicts of the judge people are by one labeler; another may judge differently." in warnings
-    assert "Responses are missing, of 12 prompts: ppo to 1." in warnings
+    assert "Responses to some of 12 prompts are missing: ppo lacks 1." in warnings
 
 
 def test_a_difference_of_length_alone_is_warned_of(make_folder: MakeFolder) -> None:
