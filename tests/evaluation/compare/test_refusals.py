@@ -79,7 +79,7 @@ def test_a_limit_that_no_context_holds_is_reduced_for_all(
     call = compare(place, *models, judges=(f"{place / 'judges.py'}:length",), more=("--max-new-tokens", "90"))
     code, said = heed_main(*call)
     assert code == 0, said
-    (length,) = re.findall(r"--max-new-tokens 90 is reduced to (\d+), which", said)
+    (length,) = re.findall(r"--max-new-tokens 90 is reduced to (\d+): the longest", said)
     limits = [policy["sampling"]["max_new_tokens"] for policy in settings_of(place / "out")["policies"]]
     assert limits == [int(length)] * 2
     assert 0 < int(length) < 90

@@ -117,7 +117,7 @@ def _without(field: str) -> Callable[[list[dict[str, Any]]], Any]:
     [
         ("compare.json", _without("seed"), r"compare\.json: field 'seed' is missing"),
         ("compare.json", _without("policies"), r"compare\.json: field 'policies' is missing"),
-        ("compare.json", lambda rows: rows[0].update(policies=["sft"] * 2), r"compare\.json: field 'policies' names"),
+        ("compare.json", lambda rows: rows[0].update(policies=["sft"] * 2), r"compare\.json: field 'policies' is sft,"),
         ("compare.json", lambda rows: rows[0].update(seed="x"), r"compare\.json: field 'seed' is 'x'"),
         ("compare.json", lambda rows: rows[0].update(policies=["sft"]), r"responses\.parquet: row 2: policy 'ppo'"),
         ("prompts.jsonl", _without("prompt_id"), r"prompts\.jsonl: line 2: field 'prompt_id' is missing"),

@@ -119,7 +119,7 @@ def test_curves_are_drawn_with_their_advice(make_folder: Callable[..., Path], re
     ends = f"({accuracy['low']:.2f} to {accuracy['high']:.2f})"
     assert f"<td><bdi>{accuracy['mean']:.2f} {ends}</bdi></td>" in page
     for entry in measures["reward_model"]["calibration"]["bins"]:
-        assert f"{percent(entry['accuracy']['mean'])} where {percent(entry['confidence'])} sure" in page
+        assert f"{percent(entry['accuracy']['mean'])} right at {percent(entry['confidence'])} confidence" in page
     assert "ceiling by the labelers&#39; own agreement, 88%" in page
     assert read_page(page).open == []
     assert '<a href="#measures">' in page
