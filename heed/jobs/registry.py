@@ -198,4 +198,8 @@ def _round_reporter(stage: AnyStage, number: int) -> StageReporter:
             sentence=stage_report.sentence and f"Round {number}: {stage_report.sentence}",
         )
 
-    return replace(reporter, title=f"{reporter.title}, round {number}", report=report)
+    def named(folder: StageFolder) -> tuple[str, str]:
+        title, about = reporter.head_of(folder)
+        return f"{title}, round {number}", about
+
+    return replace(reporter, report=report, named=named)
