@@ -11,7 +11,7 @@ from heed.worlds.reviews import ReviewsConfig, ReviewsWorld
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from lm.config import ModelConfig
 from stages.contract import POLICIES, Parent, Stage
-from stages.run import sources_in
+from stages.run import StageView, sources_in
 from stages.world import World
 from training.config import BatchConfig, Config, EngineConfig, OptimizerConfig, tables_in, value_at
 
@@ -126,7 +126,7 @@ class JobConfig(Config):
         """A stage by its name."""
         return self.registry[name]
 
-    def section(self, stage: Stage[AnyConfig]) -> AnyConfig | None:
+    def section(self, stage: StageView[AnyConfig]) -> AnyConfig | None:
         """Returns the section of a stage; None if the job does not have that stage."""
         section = self.part(stage.name)
         assert section is None or isinstance(section, stage.config), f"[{stage.name}] is {type(section)}"
