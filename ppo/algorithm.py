@@ -74,13 +74,25 @@ class Estimate:
     metrics: dict[str, float]
 
 
-class GAE(Config):
+class TokenAdvantage(Config):
+    """What the advantages have in common that differ from token to token."""
+
+    is_per_response: ClassVar[bool] = False  # whether all tokens of a response have the same advantage
+    oversample: ClassVar[float] = 1.0
+
+    scale: Literal["batch", "none"] = Field(
+        default="batch",
+        description="How advantages are scaled. `batch`: to mean 0 and standard deviation 1 over the iteration's"
+        " tokens; `none`: not at all.",
+    )
+    samples_per_prompt: int = Field(default=1, ge=1, description="Responses sampled per prompt.")
+
+
+class GAE(TokenAdvantage):
     """Compares each token with a value function, which is trained along with the policy (arXiv 1506.02438)."""
 
     model_config = ConfigDict(title="Advantage gae")
     algorithm: ClassVar[str] = "PPO"  # what reports call it
-    is_per_response: ClassVar[bool] = False  # whether all tokens of a response have the same advantage
-    oversample: ClassVar[float] = 1.0
 
     kind: Literal["gae"] = Field(default="gae", description="The kind of this table.")
     value_optimizer: OptimizerConfig = Field(description="Optimizer of the value function.")
@@ -89,12 +101,6 @@ class GAE(Config):
     )
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per token.")
     gae_lambda: float = Field(default=0.95, ge=0, le=1, description="λ of generalised advantage estimation.")
-    scale: Literal["batch", "none"] = Field(
-        default="batch",
-        description="How advantages are scaled. `batch`: to mean 0 and standard deviation 1 over the iteration's"
-        " tokens; `none`: not at all.",
-    )
-    samples_per_prompt: int = Field(default=1, ge=1, description="Responses sampled per prompt.")
 
     def estimate(self, rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor) -> Estimate:
         """Estimate advantages from token rewards and values; `mask_BR` is True at the tokens of scored responses."""
@@ -105,23 +111,15 @@ class GAE(Config):
         return Estimate(advantages_BR, mask_BR, returns_BR, {"value_explained": explained})
 
 
-class NoBaseline(Config):
+class NoBaseline(TokenAdvantage):
     """Compares a token with nothing: its advantage is its return, the sum of the rewards from it to the end
     (REINFORCE++, arXiv 2501.03262).
     """
 
     model_config = ConfigDict(title="Advantage none")
     algorithm: ClassVar[str] = "REINFORCE"
-    is_per_response: ClassVar[bool] = False
-    oversample: ClassVar[float] = 1.0
 
     kind: Literal["none"] = Field(default="none", description="The kind of this table.")
-    scale: Literal["batch", "none"] = Field(
-        default="batch",
-        description="How advantages are scaled. `batch`: to mean 0 and standard deviation 1 over the iteration's"
-        " tokens; `none`: not at all.",
-    )
-    samples_per_prompt: int = Field(default=1, ge=1, description="Responses sampled per prompt.")
 
     def estimate(self, rewards_BR: Tensor, _values_BR: Tensor, mask_BR: Tensor) -> Estimate:
         """As `GAE.estimate`, without values."""

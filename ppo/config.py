@@ -53,16 +53,22 @@ class Colocated(Config):
     kind: Literal["colocated"] = Field(default="colocated", description="The kind of this table.")
 
 
-class Disaggregated(Config):
+class SeparateRanks(Config):
+    """What the placements have in common in which generators and scorers have ranks of their own."""
+
+    roles_share_ranks: ClassVar[bool] = False
+
+    num_generators: int = Field(default=1, ge=1, description="Ranks that sample.")
+    num_scorers: int = Field(default=1, ge=1, description="Ranks that hold the reward model and the reference policy.")
+
+
+class Disaggregated(SeparateRanks):
     """The job's workers learn, and other ranks sample and score."""
 
     model_config = ConfigDict(title="Placement disaggregated")
-    roles_share_ranks: ClassVar[bool] = False
     max_staleness: ClassVar[int] = 0
 
     kind: Literal["disaggregated"] = Field(default="disaggregated", description="The kind of this table.")
-    num_generators: int = Field(default=1, ge=1, description="Ranks that sample.")
-    num_scorers: int = Field(default=1, ge=1, description="Ranks that hold the reward model and the reference policy.")
     weight_transport: Literal["auto", "broadcast", "object_store"] = Field(
         default="auto",
         description="How weights are sent to the generators: by broadcast (NCCL or gloo) or Ray's object store; `auto`"
@@ -70,13 +76,12 @@ class Disaggregated(Config):
     )
 
 
-class Asynchronous(Config):
+class Asynchronous(SeparateRanks):
     """As `disaggregated`, while generators sample the next responses with weights that are a few iterations old.
     Weights reach them through Ray's object store, so learners never wait for generators.
     """
 
     model_config = ConfigDict(title="Placement asynchronous")
-    roles_share_ranks: ClassVar[bool] = False
     weight_transport: ClassVar[Literal["object_store"]] = "object_store"
 
     kind: Literal["asynchronous"] = Field(default="asynchronous", description="The kind of this table.")
@@ -85,8 +90,6 @@ class Asynchronous(Config):
         description="Number of iterations N by which generators run ahead: iteration i learns from responses sampled"
         " with the weights that iteration max(0, i - N) started with.",
     )
-    num_generators: int = Field(default=1, ge=1, description="Ranks that sample.")
-    num_scorers: int = Field(default=1, ge=1, description="Ranks that hold the reward model and the reference policy.")
 
 
 Sampler = Annotated[Annotated[HeedSampler, Tag("heed")] | Annotated[VLLM, Tag("vllm")], by_kind("heed", "vllm")]

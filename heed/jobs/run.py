@@ -24,6 +24,7 @@ from stages.lineage import LINEAGE, Inputs, outputs_hash, started_with
 from stages.progress import StageProgress, console
 from stages.run import StageRun, StageWorkers
 from stages.world import World
+from training.config import value_at
 
 NUM_KEYS_SHOWN = 4  # at most, of the keys that changed
 REPLACED = "replaced"
@@ -89,12 +90,13 @@ def _data_hashes(run: StageRun, stage: AnyStage, config: Mapping[str, Any]) -> d
     """Returns SHA-256 by name: of the data that the config's sections read, of the models that the stage's own section
     names, and of the source files of the functions that it names and of a custom stage.
     """
-    hashes, section = run.source_hashes(dict(config)), config[stage.name]
+    hashes, section = run.source_hashes(dict(config)), run.job.section(stage)
+    assert section is not None, f"the job has no [{stage.name}]"
     for field in stage.model_fields:
-        if name := _at(section, field):
+        if name := value_at(section, field):
             hashes[name] = model_hash(name)
     for field in stage.function_fields:
-        if name := _at(section, field):
+        if name := value_at(section, field):
             hashes[name] = file_hash(file_of(load_function(name, words(field))))
     if stage.module is not None:
         hashes[f"stage {stage.name}"] = file_hash(Path(str(stage.module.__file__)))
@@ -104,14 +106,6 @@ def _data_hashes(run: StageRun, stage: AnyStage, config: Mapping[str, Any]) -> d
 def words(key: str) -> str:
     """Returns what a key means in an error message: "reward function" for "reward.function"."""
     return key.replace("_", " ").replace(".", " ")
-
-
-def _at(values: Mapping[str, Any], key: str) -> Any:
-    """Returns what a dotted key names in a dumped section; None if it is not there."""
-    value: Any = values
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def what_changed(folder: Path, inputs: Inputs) -> str:
