@@ -17,7 +17,6 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor, nn
 
-from files.ports import free_port
 from lm.progress import note_progress
 from lm.source import ModelSource
 from training.checkpoint import ParamShard
@@ -85,11 +84,12 @@ def _make_accelerator(config: EngineConfig, deepspeed: dict[str, Any]) -> Accele
 
 
 def _name_the_only_rank() -> None:
-    """Set the variables for a world of one process if no launcher has set them."""
-    if "RANK" in os.environ:
-        return
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", **address)
+    """Set the variables for a world of one process if no launcher has set them.
+
+    At port 0 the operating system chooses. A child process inherits these variables and gets a port of its own.
+    """
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
 
 def deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: int, num_trained: int) -> dict[str, Any]:
