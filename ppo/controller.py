@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cluster.remote import Pending
 from files.hashes import derive_seed
+from lm.samplers.draws import ALARM, FALSE_ALARM, NO_EVIDENCE
 from lm.samplers.engine import Agreement, shown, whole_digest
 from ppo.algorithm import (
     KLController,
@@ -67,7 +68,9 @@ class Experience:
 
 
 class PPOController:
-    """Runs iterations; its whole state is the iteration number, the KL coefficient and the rollouts in flight."""
+    """Runs iterations. Its state is the iteration number, the KL coefficient, the rollouts in flight, and the evidence
+    of the test of draws.
+    """
 
     def __init__(
         self,
@@ -98,6 +101,7 @@ class PPOController:
         self.batch: PPOBatch | None = None  # of the last iteration
         self.sent_digests: Mapping[str, int] = {}  # of the weights that this iteration starts with
         self.started_with: dict[int, int] = {}  # digest of the weights that an iteration started with
+        self.evidence = NO_EVIDENCE  # that sampled tokens are not draws from the policy
         self.in_flight: dict[int, Pending[Rollout]] = {}  # by the iteration that will learn from it
         num_prompts = config.sampled_batch_size // config.advantage.samples_per_prompt
         self.prompt_order = Sampler(len(prompts), num_prompts, derive_seed(seed, "ppo", "prompts"))
@@ -190,13 +194,17 @@ class PPOController:
         if self.config.advantage.oversample > 1:  # groups that are not kept need no further passes
             rollout, scores, oversampling = self._keep_informative(rollout, scores())
         first_epoch, keeps = minibatches[: self.config.num_minibatches], iteration % REPEATED_EVERY > 0
-        forward_passes = self.roles.start_forward_passes(rollout, first_epoch, keeps=keeps)
-        scores_BO, outputs = scores(), forward_passes()
         staleness = self._staleness(iteration)
+        # Tokens of chosen groups, or of older weights, are not draws from this policy.
+        tests_draws = not staleness and not oversampling
+        forward_passes = self.roles.start_forward_passes(rollout, first_epoch, keeps=keeps, tests_draws=tests_draws)
+        scores_BO, outputs = scores(), forward_passes()
         if staleness:
             agreement = sampler_agreement(outputs.logprobs_BR, rollout)
         else:
             agreement = require_one_policy(outputs.logprobs_BR, rollout, iteration, self.max_difference)
+        if tests_draws:
+            self._test_draws(iteration)
         scores_B = self._weighted(scores_BO)
         # With oversampling, `max_failed_share` was checked over all sampled responses; the kept ones may exceed it.
         scored_B = torch.isfinite(scores_B) if oversampling else self._require_scores(scores_B)
@@ -210,6 +218,20 @@ class PPOController:
             sampler_difference=agreement.difference,
             oversampling=oversampling,
         )
+
+    def _test_draws(self, iteration: int) -> None:
+        """Check that the sampled tokens are draws from the policy, by all evidence of this run so far.
+
+        Raises:
+            RunError: they are not.
+        """
+        self.evidence += self.roles.learners.take_evidence()
+        if self.evidence.is_alarm:
+            raise RunError(
+                f"ppo: iteration {iteration + 1}: the sampler's log-probs are the learner's, but its tokens are not"
+                f" draws from that policy ({self.evidence.nats:.1f} nats of evidence; by chance one run of"
+                f" {1 / FALSE_ALARM:,.0f} reaches {ALARM:.1f}). {self.evidence}"
+            )
 
     def _keep_informative(
         self, rollout: Rollout, scores_BO: Tensor
@@ -315,6 +337,7 @@ class PPOController:
             "failed_scores": float((~scored_B).sum()),
             "staleness": float(experience.staleness),
             "sampler_difference": experience.sampler_difference,
+            "draw_evidence": self.evidence.nats,
         }
 
     # Learn.
@@ -402,9 +425,10 @@ class PPOController:
         """Score the responses to the followed prompts, and compute their KL from the reference."""
         whole = [torch.arange(len(rollout))]
         scores_BO = self.roles.scorers.start_scores(rollout)()
-        logprobs_BR = self.roles.learners.start_policy_logprobs(rollout, whole)()
+        logprobs_BR = self.roles.learners.start_policy_logprobs(rollout, whole, tests_draws=True)()
         # This iteration's weights sampled these, however stale its own rollout is.
         require_one_policy(logprobs_BR, rollout, iteration, self.max_difference)
+        self._test_draws(iteration)
         ref_logprobs_BR = self.roles.scorers.start_reference_logprobs(rollout, whole)()
         return ScoredRollout(rollout, self._weighted(scores_BO), (logprobs_BR - ref_logprobs_BR).sum(dim=1))
 

@@ -5,6 +5,7 @@ Shape letters: B responses, R response tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from lm.adapters import save_trained
 from lm.lora import adapted, merged, without_adapters
 from lm.model import LanguageModel, ScalarModel
 from lm.progress import note_progress
+from lm.samplers.draws import NO_EVIDENCE, Evidence
 from lm.samplers.engine import SentWeights, chunks, noted
 from lm.source import ModelSource, on_meta
 from lm.transfer import upload
@@ -26,7 +28,7 @@ from ppo.algorithm import GAE, policy_loss, response_kl_loss, value_loss
 from ppo.config import PPOConfig
 from ppo.kept_passes import NOT_REPEATED, KeptPasses, Repeated, Taken
 from ppo.rank import InitialModels, PackedRollout, Rank, value_source
-from ppo.rollout import PolicyBatch, Rollout, Share, ValueBatch, joined, shares_by_update, shares_of
+from ppo.rollout import Drawn, PolicyBatch, Rollout, Share, ValueBatch, joined, shares_by_update, shares_of
 from training.checkpoint import ParamShard, SavedState, State, changed_files, share_of_files, state_of, step_of
 from training.config import BatchConfig, EngineConfig
 from training.engine import Engine
@@ -48,15 +50,21 @@ class Learners:
         self.ranks, self.batch = ranks, batch
 
     def start_policy_logprobs(
-        self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False
+        self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False, tests_draws: bool = False
     ) -> Pending[Tensor]:
         """Start computing log π of each response token [B, R], nats, at the sampling temperature; 0 at padding.
+
+        With `tests_draws`, learners also collect evidence on whether the tokens are draws from π (`take_evidence`).
+        That requires every response that was sampled with these weights, not a choice of them.
 
         Responses are packed as the updates on `minibatches` (row numbers of the rollout) will pack them. With `keeps`,
         learners keep passes for the first of those updates to reuse; it must come next (`ppo.kept_passes`).
         """
         shares, repeated = self._by_update(rollout, minibatches, keeps=keeps)
-        arguments = [(rollout.rows(share.rows), share.pass_sizes, repeated) for share in shares]
+        drawn = Drawn.of(rollout) if tests_draws else None
+        arguments = [
+            (rollout.rows(share.rows), share.pass_sizes, repeated, drawn and drawn.rows(share.rows)) for share in shares
+        ]
         return joined(self.ranks.start_split(Learner.policy_logprobs, arguments), shares)
 
     def start_values(self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False) -> Pending[Tensor]:
@@ -110,6 +118,10 @@ class Learners:
     def export_policy(self, folder: Path) -> None:
         """Write `model/` and `model_ema/`, and with `lora` the adapter of `model/`."""
         self.ranks.call_all(Learner.export_policy, folder)
+
+    def take_evidence(self) -> Evidence:
+        """Returns the evidence of all passes with `tests_draws` since the last call."""
+        return sum(self.ranks.call_all(Learner.take_evidence), NO_EVIDENCE)
 
     def sent_digests(self) -> Mapping[str, int]:
         """Returns the digest of each weight last sent to the generators; empty before the first time."""
@@ -176,10 +188,22 @@ class Learner(Rank):
         assert "value" in self.engines, f"advantage {self.config.advantage.kind!r} has no value function; 'gae' has one"
         return self.engines["value"]
 
-    def policy_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int], repeated: Repeated = NOT_REPEATED) -> Tensor:
+    def policy_logprobs(
+        self,
+        rollout: Rollout,
+        pass_sizes: Sequence[int],
+        repeated: Repeated = NOT_REPEATED,
+        drawn: Drawn | None = None,
+    ) -> Tensor:
+        of_pass = iter(drawn.parts(pass_sizes)) if drawn else repeat(None)
         return self._measure(
-            "policy", lambda part: self._logprobs(self.policy.model, part), rollout, pass_sizes, repeated
+            "policy", lambda part: self._logprobs(self.policy.model, part, next(of_pass)), rollout, pass_sizes, repeated
         )
+
+    def take_evidence(self) -> Evidence:
+        """Returns the evidence of this rank since the last call."""
+        found, self.evidence = self.evidence, NO_EVIDENCE
+        return found
 
     def _measure(
         self,

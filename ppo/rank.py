@@ -22,13 +22,14 @@ from lm.hub import on_this_machine
 from lm.layers import Fp32Linear
 from lm.model import SCORE, LanguageModel, ScalarModel
 from lm.progress import note_progress
+from lm.samplers.draws import NO_EVIDENCE, PARTS, TESTED, Draws, evidence
 from lm.sampling import token_logprobs
 from lm.source import ModelSource, on_meta
 from lm.tokenizer import Tokenizer
 from lm.transfer import upload
 from lm.weights import ModelFolder, WithNewHead, purpose_of
 from ppo.config import PPOConfig
-from ppo.rollout import Rollout
+from ppo.rollout import Drawn, Rollout
 from reward.external import ExternalReward
 from reward.scoring import weights_by_label
 from training.config import EngineConfig
@@ -139,6 +140,8 @@ class Rank:
         self.config, self.engine_config, self.models = config, engine_config, models.on_this_machine()
         self.tokenizer = Tokenizer.load(self.models.sft)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.num_workers = 1  # ranks that share this role's batches
+        self.evidence = NO_EVIDENCE  # that sampled tokens are not draws from the policy
         self._compute_dtype = torch.bfloat16 if engine_config.resolved_precision() == "bf16" else torch.float32
 
     @property
@@ -161,12 +164,41 @@ class Rank:
         """Join the passes' outputs to those of all responses [B, R], without the uncounted row of an empty pass."""
         return torch.cat([output.detach()[:size] for output, size in zip(outputs, pass_sizes, strict=True)]).cpu()
 
-    def _logprobs(self, model: nn.Module, rollout: Rollout) -> Tensor:
-        """Returns log π of the response tokens [B, R], at the sampling temperature."""
+    def _logprobs(self, model: nn.Module, rollout: Rollout, drawn: Drawn | None = None) -> Tensor:
+        """Returns log π of the response tokens [B, R], at the sampling temperature. With `drawn`, some of them are
+        tested for being draws from π.
+        """
         note_progress()
         packed = PackedRollout.of(rollout, self.device)
         logits_CV = model(packed.tokens_LT, packed.segments_LT, packed.states_LT)
-        return packed.spread(token_logprobs(logits_CV, packed.targets_C, self.config.temperature))
+        logprobs_C = token_logprobs(logits_CV, packed.targets_C, self.config.temperature)
+        if drawn is not None:
+            self._test_draws(logits_CV, logprobs_C, packed, rollout, drawn)
+        return packed.spread(logprobs_C)
+
+    def _test_draws(
+        self, logits_CV: Tensor, logprobs_C: Tensor, packed: "PackedRollout", rollout: Rollout, drawn: Drawn
+    ) -> None:
+        """Add evidence from every n-th token, where n depends on sizes alone: a choice that depended on the responses
+        would leave tokens that are no longer draws.
+        """
+        R, V = rollout.max_new_tokens, logits_CV.shape[1]
+        every = -(-drawn.num_rows * R * V // (self.num_workers * TESTED[self.device.type]))
+        rows_C, steps_C = packed.places_C.cpu() // R, packed.places_C.cpu() % R
+        tested = ((drawn.rows_B[rows_C] + steps_C) % every == 0).nonzero()[:, 0]
+        rows_C, steps_C, on_device = rows_C[tested], steps_C[tested], upload(tested, self.device)
+        texts_CT, columns = rollout.tokens_BT[rows_C], torch.arange(rollout.tokens_BT.shape[1])
+        is_before_CT = columns < (rollout.prompt_tokens_B[rows_C] + steps_C)[:, None]
+        weights_C = logprobs_C.detach()[on_device] - upload(rollout.behaviour_logprobs_BR[rows_C, steps_C], self.device)
+        draws = Draws(
+            packed.targets_C[on_device].long(),
+            weights_C.exp(),
+            upload(steps_C, self.device),
+            upload(drawn.rows_B[rows_C] * PARTS // drawn.num_rows, self.device),
+            upload(torch.where(is_before_CT, texts_CT, -1), self.device),
+            upload(drawn.before_BR[rows_C, steps_C].long(), self.device),
+        )
+        self.evidence += evidence(logits_CV.detach()[on_device], draws, self.config.temperature, self.tokenizer.end_ids)
 
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"

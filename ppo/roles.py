@@ -19,7 +19,7 @@ from ppo.config import PPOConfig
 from ppo.generator import Generator, Generators
 from ppo.learner import Learner, Learners
 from ppo.rank import InitialModels
-from ppo.rollout import Rollout, joined, shares_by_update
+from ppo.rollout import Drawn, Rollout, joined, shares_by_update
 from ppo.scorer import Scorer, Scorers
 from ppo.shared_body import SharedBodyLearner
 from training.config import EngineConfig
@@ -94,22 +94,26 @@ class Roles:
         return cls(config, Learners(learning, config.minibatch), Generators(sampling), scorers, direct, makes_room)
 
     def start_forward_passes(
-        self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False
+        self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False, tests_draws: bool = False
     ) -> Pending[ModelOutputs]:
         """Start the passes of policy, reference and value function over a rollout. Its rows are packed as the updates
         on `minibatches` will pack them.
 
         All passes start together, so scorers and learners on separate ranks work at the same time. With `keeps`,
-        learners keep passes that the first update would repeat.
+        learners keep passes that the first update would repeat. `tests_draws` is as for
+        `Learners.start_policy_logprobs`.
         """
         learners = self.learners
         if self.config.shared_body:  # one pass serves all three models
             ranks: Handle[Any] = learners.ranks
             shares = shares_by_update(rollout.num_tokens_B, ranks.num_ranks, learners.batch, minibatches)
-            arguments = [(rollout.rows(share.rows), share.pass_sizes) for share in shares]
+            drawn = Drawn.of(rollout) if tests_draws else None
+            arguments = [
+                (rollout.rows(share.rows), share.pass_sizes, drawn and drawn.rows(share.rows)) for share in shares
+            ]
             outputs = joined(ranks.start_split(SharedBodyLearner.measure, arguments), shares)
             return lambda: ModelOutputs(*outputs().unbind(dim=1))
-        logprobs = learners.start_policy_logprobs(rollout, minibatches, keeps=keeps)
+        logprobs = learners.start_policy_logprobs(rollout, minibatches, keeps=keeps, tests_draws=tests_draws)
         ref_logprobs = self.scorers.start_reference_logprobs(rollout, minibatches)
         has_values = self.config.value_optimizer is not None
         values = learners.start_values(rollout, minibatches, keeps=keeps) if has_values else None

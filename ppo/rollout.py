@@ -178,6 +178,30 @@ class Rollout:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """What the test of draws reads about rows of a rollout, besides these rows (`lm.samplers.draws`)."""
+
+    rows_B: Tensor  # numbers of the rows in the whole rollout
+    before_BR: Tensor  # response tokens of the row before in the whole rollout; -1 = none
+    num_rows: int  # of the whole rollout
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> Self:
+        tokens_BR = torch.where(rollout.response_mask_BR, rollout.response_BR, -1).to(torch.int32)
+        before_BR = torch.cat([torch.full_like(tokens_BR[:1], -1), tokens_BR[:-1]])
+        return cls(torch.arange(len(rollout)), before_BR, len(rollout))
+
+    def rows(self, index: slice | Tensor) -> Self:
+        return replace(self, **_rows_of(self, index))
+
+    def parts(self, pass_sizes: Sequence[int]) -> list[Self | None]:
+        """Returns the rows of each pass; None for a pass without any."""
+        return [
+            self.rows(part) if size else None for part, size in zip(pass_slices(pass_sizes), pass_sizes, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
 class PPOBatch:
     """What an iteration's updates learn from."""
 

@@ -9,6 +9,7 @@ Shape letters: B responses, R response tokens, L rows, T tokens of a row, D mode
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from lm.weights import ModelFolder, WithNewHead
 from ppo.config import PPOConfig
 from ppo.learner import Learner
 from ppo.rank import InitialModels, PackedRollout, joined_heads
-from ppo.rollout import Rollout
+from ppo.rollout import Drawn, Rollout
 from ppo.scorer import HeldModel, Scorer
 from training.config import EngineConfig
 
@@ -137,12 +138,13 @@ class SharedBodyLearner(Learner):
         return joined_heads(reward_on_body(self.policy.module, self._reward), self._reward, weights, scale)
 
     @torch.no_grad()
-    def measure(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
+    def measure(self, rollout: Rollout, pass_sizes: Sequence[int], drawn: Drawn | None = None) -> Tensor:
         """Returns [B, 3, R]: log-probs under policy and reference, nats, and values; 0 at padding."""
+        of_pass = iter(drawn.parts(pass_sizes)) if drawn else repeat(None)
         with self.policy.cache_weight_casts():
-            return self._by_pass(self._measured, rollout, pass_sizes)
+            return self._by_pass(lambda part: self._measured(part, next(of_pass)), rollout, pass_sizes)
 
-    def _measured(self, rollout: Rollout) -> Tensor:
+    def _measured(self, rollout: Rollout, drawn: Drawn | None) -> Tensor:
         note_progress()
         packed = PackedRollout.of(rollout, self.device)
         policy, value = self.policy.module, self.value.module if "value" in self.engines else None
@@ -155,9 +157,13 @@ class SharedBodyLearner(Learner):
 
         with self._precision(), read_by(policy, readers):
             hidden = policy.decoder.hidden(rows, segments).chunk(len(readers))
-        outputs = [  # one model at a time, since logits are larger than all hidden states
-            token_logprobs(read(policy, of_role), packed.targets_C, self.config.temperature) for of_role in hidden[:2]
-        ]
+        outputs = list[Tensor]()
+        for of_role, tested in zip(hidden[:2], (drawn, None), strict=True):  # logits are larger than all hidden states
+            logits_CV = read(policy, of_role)
+            outputs.append(token_logprobs(logits_CV, packed.targets_C, self.config.temperature))
+            if tested is not None:
+                self._test_draws(logits_CV, outputs[0], packed, rollout, tested)
+            del logits_CV
         outputs.append(torch.zeros_like(outputs[0]) if value is None else read(value, hidden[2]).float())
         return torch.stack([packed.spread(flat_C) for flat_C in outputs], dim=1)
 

@@ -16,6 +16,7 @@ from cluster.remote import Pending
 from files.atomic import remove_unfinished
 from files.hashes import derive_seed
 from files.records import read_record
+from lm.samplers.draws import Evidence
 from lm.samplers.engine import max_difference
 from lm.samplers.environment import require_vllm
 from lm.tokenizer import Tokenizer
@@ -52,6 +53,7 @@ from training.writer import PROGRESS
 MEASURES_SCALE = (
     "responses of the initial policy sampled, to measure the spread of its scores (docs/troubleshooting.md)"
 )
+DRAWS = "draws.json"  # in a checkpoint: evidence of the test of draws
 SCALE_PROMPTS = 512  # prompts on which the score scale of an unknown reward model is measured
 
 
@@ -167,7 +169,8 @@ def _save(controller: PPOController, checkpoints: Path, done: int) -> None:
         controller.start_sampling(done)  # generators need not wait for the checkpoint
     stale = controller.stale_rollouts(done)
     rollouts = {f"rollout-{iteration:06d}.safetensors": rollout.as_bytes() for iteration, rollout in stale.items()}
-    controller.roles.learners.save(checkpoints, done, {"kl_coef": controller.kl.coef}, rollouts)
+    files = {**rollouts, DRAWS: controller.evidence.as_bytes()}
+    controller.roles.learners.save(checkpoints, done, {"kl_coef": controller.kl.coef}, files)
 
 
 def _find_resumption(context: StageContext, config: PPOConfig, roles: Roles) -> Resumption:
@@ -186,8 +189,10 @@ def _find_resumption(context: StageContext, config: PPOConfig, roles: Roles) -> 
 
 
 def load_checkpoint(controller: PPOController, folder: Path) -> None:
-    """Restore the roles, the KL coefficient and the rollouts of older weights from a checkpoint."""
+    """Restore the roles, the KL coefficient, the rollouts of older weights and the test of draws from a checkpoint."""
     controller.roles.load(folder)
+    if (folder / DRAWS).is_file():  # older checkpoints have none
+        controller.evidence = Evidence.load(folder / DRAWS)
     controller.kl.coef = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))["kl_coef"]
     for path in folder.glob("rollout-*.safetensors"):
         controller.in_flight[int(path.stem.removeprefix("rollout-"))] = _held(Rollout.load(path))

@@ -152,9 +152,10 @@ ROUNDING: dict[Precision, float] = {"fp32": 0.0005, "bf16": 0.02}
 # MAX_RATIO_ERROR, or by MAX_STANDARD_ERRORS of its standard errors if that is more: a few unlikely tokens can move it.
 MAX_RATIO_ERROR = 0.02
 MAX_STANDARD_ERRORS = 4.0
-# One broken rank of many hardly moves the mean over all tokens, so each response of at least MIN_TOKENS tokens is also
-# judged alone: its mean difference may be RESPONSE_FACTOR times the limit.
-MIN_TOKENS = 16
+# One broken rank of many hardly moves the mean over all tokens, so each response is also judged alone: its mean
+# difference may be RESPONSE_FACTOR times the limit, and below STEADY_TOKENS tokens, where the mean is less steady, more
+# by the square root of STEADY_TOKENS / tokens.
+STEADY_TOKENS = 16
 RESPONSE_FACTOR = 4
 
 
@@ -229,14 +230,16 @@ class Agreement:
     difference: float  # mean of the absolute values
     ratio: float  # mean of π_learner / π_sampler
     ratio_error: float  # standard error of `ratio`
-    worst_response: float  # largest mean absolute difference of a response with at least MIN_TOKENS tokens; 0 = none
+    worst_response: float  # largest mean absolute difference of a response, times min(1, (tokens / STEADY_TOKENS)^½)
 
     @classmethod
     def of(cls, difference_C: Tensor, lengths: Sequence[int]) -> Self:
         """Measures agreement from each token's difference, response after response, and the responses' lengths."""
         ratio_C = difference_C.exp()
         by_response = [
-            float(part.abs().mean()) for part in difference_C.split(list(lengths)) if len(part) >= MIN_TOKENS
+            float(part.abs().mean()) * min(1.0, (len(part) / STEADY_TOKENS) ** 0.5)
+            for part in difference_C.split(list(lengths))
+            if len(part)
         ]
         return cls(
             float(difference_C.abs().mean()),

@@ -1,6 +1,6 @@
 """Faults planted into a sampler from outside, to check that the test of samplers finds them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from lm.samplers.trial import (
 )
 from lm.sampling import Choice, draw_uniforms
 
-LIKELY_TOKENS = "tokens that are likelier than draws from the policy: top_p, top_k or a lower temperature"
+NOT_DRAWS = "tokens that are not draws from the policy"
 TRIES = 8  # samples per prompt; the likeliest is kept
 
 
@@ -173,19 +173,24 @@ class StaleCache(Faulty):
         for place in range(MAX_NEW_TOKENS):
             drawn.append(Choice(temperature).draw(batch.logits_BV, uniforms_BR[:, place]))
             batch.feed(drawn[-1][0])
-        responses, logprobs = (torch.stack(side, dim=1).tolist() for side in zip(*drawn, strict=True))
-        places = ([place for place, token in enumerate(row) if token in end_ids] for row in responses)
-        ends = [found[0] + 1 if found else MAX_NEW_TOKENS for found in places]
-        responses = [row[:end] for row, end in zip(responses, ends, strict=True)]
-        return Generated(
-            responses,
-            [row[-1] in end_ids for row in responses],
-            [row[:end] for row, end in zip(logprobs, ends, strict=True)],
-        )
+        return until_end(drawn, end_ids)
 
     def unplant(self) -> None:
         if self.caches:
             del self.sampler.forget_prompts
+
+
+def until_end(drawn: Sequence[tuple[Tensor, Tensor]], end_ids: Collection[int]) -> Generated:
+    """Returns responses from the tokens and log-probs [B] of each step: what comes after an end token is dropped."""
+    responses, logprobs = (torch.stack(side, dim=1).tolist() for side in zip(*drawn, strict=True))
+    places = ([place for place, token in enumerate(row) if token in end_ids] for row in responses)
+    ends = [found[0] + 1 if found else len(drawn) for found in places]
+    responses = [row[:end] for row, end in zip(responses, ends, strict=True)]
+    return Generated(
+        responses,
+        [row[-1] in end_ids for row in responses],
+        [row[:end] for row, end in zip(logprobs, ends, strict=True)],
+    )
 
 
 class LikelyTokens(Faulty):
@@ -219,5 +224,5 @@ FAULTS: dict[str, tuple[Callable[[SamplingEngine, Trial], Faulty], str]] = {
     "temperature not applied": (NoTemperature, NO_TEMPERATURE),
     "another chat template": (OtherTemplate, OTHER_TEMPLATE),
     "another tokenizer": (OtherTokenizer, OTHER_TOKENIZER),
-    "likely tokens preferred": (LikelyTokens, LIKELY_TOKENS),
+    "likely tokens preferred": (LikelyTokens, NOT_DRAWS),
 }

@@ -13,18 +13,19 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import combinations, product
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor
 
+from files.hashes import derive_seed
 from lm.chat_template import CHAT_TEMPLATES
 from lm.config import ModelConfig, Precision
 from lm.generation import Batch, Generated
 from lm.model import LanguageModel
+from lm.samplers.draws import NO_EVIDENCE, Draws, Evidence, evidence
 from lm.samplers.engine import Agreement, SamplingEngine, SentWeights, chunks, held_tensors, max_difference
 from lm.samplers.own import DTYPES
-from lm.sampling import entropy, token_logprobs
+from lm.sampling import token_logprobs
 from lm.source import load, load_for_inference, on_meta
 from lm.tokenizer import Messages, Tokenizer
 from lm.transfer import pad_right
@@ -97,8 +98,12 @@ class Trial:
 
     @cached_property
     def seeds(self) -> list[int]:
-        draw = random.Random(self.seed + 1)
-        return [draw.getrandbits(62) for _ in range(NUM_PROMPTS)]
+        return self.draw_seeds("rollout", NUM_PROMPTS)
+
+    def draw_seeds(self, purpose: str, count: int) -> list[int]:
+        """Draws seeds of responses. Trials of other seeds, even neighbouring ones, share none."""
+        draw = random.Random(derive_seed(self.seed, purpose))
+        return [draw.getrandbits(62) for _ in range(count)]
 
     @cached_property
     def shape(self) -> ModelConfig:
@@ -139,50 +144,43 @@ def _policy(folder: Path, precision: Precision, seed: int, version: int) -> Lang
     return policy
 
 
-@dataclass(frozen=True)
-class Truth:
-    """A policy's true values for C sampled tokens, response after response, in nats."""
+@torch.inference_mode()
+def truth(policy: LanguageModel, prompts: Tokens, responses: Tokens, temperature: float) -> Tensor:
+    """Returns the policy's log-probs of the sampled tokens, response after response, [C] nats. They come from full
+    passes over prompts and responses, without a cache.
+    """
+    found = [
+        token_logprobs(logits_CV, tokens_C, temperature) for logits_CV, tokens_C in _passes(policy, prompts, responses)
+    ]
+    return torch.cat(found).cpu()
 
-    logprobs_C: Tensor
-    surplus_C: Tensor  # log π of the token + entropy: 0 on average if the token was drawn from π
-    variance_C: Tensor  # of log π under π
 
-    @classmethod
-    def of(cls, logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> Self:
-        logprobs_C = token_logprobs(logits_CV, tokens_C, temperature)
-        entropy_C = entropy(logits_CV, temperature)
-        all_CV = torch.log_softmax(logits_CV.float() / temperature, dim=-1)
-        second_C = (all_CV.exp() * all_CV**2).sum(dim=-1)
-        return cls(logprobs_C.cpu(), (logprobs_C + entropy_C).cpu(), (second_C - entropy_C**2).cpu())
-
-    @property
-    def surplus(self) -> float:
-        """The sum of the surplus in its standard deviations: about N(0, 1) if tokens were drawn from π."""
-        return float(self.surplus_C.sum() / self.variance_C.sum().sqrt())
-
-    @classmethod
-    def join(cls, parts: Sequence[Self]) -> Self:
-        return cls(
-            torch.cat([part.logprobs_C for part in parts]),
-            torch.cat([part.surplus_C for part in parts]),
-            torch.cat([part.variance_C for part in parts]),
-        )
+def _passes(policy: LanguageModel, prompts: Tokens, responses: Tokens) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the logits [C, V] that predict the tokens [C] of `AT_ONCE` responses each."""
+    device = policy.head.weight.device
+    for first in range(0, len(prompts), AT_ONCE):
+        pairs = list(zip(prompts[first : first + AT_ONCE], responses[first : first + AT_ONCE], strict=True))
+        tokens_BT, _ = pad_right([[*prompt, *response] for prompt, response in pairs], device)
+        logits_BTV = policy(tokens_BT)
+        logits = [
+            logits_BTV[row, len(prompt) - 1 : len(prompt) + len(response) - 1]
+            for row, (prompt, response) in enumerate(pairs)
+        ]
+        yield torch.cat(logits), torch.tensor([token for _, response in pairs for token in response], device=device)
 
 
 @torch.inference_mode()
-def truth(
-    policy: LanguageModel, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], temperature: float
-) -> Truth:
-    """Computes the truth with full passes over prompts and responses, without a cache."""
-    device, parts = policy.head.weight.device, list[Truth]()
-    for first in range(0, len(prompts), AT_ONCE):
-        asked, answered = prompts[first : first + AT_ONCE], responses[first : first + AT_ONCE]
-        tokens_BT, _ = pad_right([[*p, *r] for p, r in zip(asked, answered, strict=True)], device)
-        logits_BTV = policy(tokens_BT)
-        for row, (prompt, response) in enumerate(zip(asked, answered, strict=True)):
-            logits_CV = logits_BTV[row, len(prompt) - 1 : len(prompt) + len(response) - 1]
-            parts.append(Truth.of(logits_CV, torch.tensor(response, device=device), temperature))
-    return Truth.join(parts)
+def draw_evidence(trial: Trial, policy: LanguageModel, prompts: Tokens, found: Generated) -> Evidence:
+    """Bet that the tokens of these responses are not draws from the policy."""
+    first, total = 0, NO_EVIDENCE
+    for logits_CV, tokens_C in _passes(policy, prompts, found.responses):
+        rows = range(first, min(first + AT_ONCE, len(prompts)))
+        reported_C = torch.tensor([nats for row in rows for nats in found.logprobs[row]], device=tokens_C.device)
+        weights_C = (token_logprobs(logits_CV, tokens_C, TEMPERATURE) - reported_C).exp()
+        draws = Draws.of(prompts, found.responses, rows, tokens_C, weights_C)
+        total += evidence(logits_CV, draws, TEMPERATURE, trial.tokenizer.end_ids)
+        first = rows.stop
+    return total
 
 
 @torch.inference_mode()
@@ -193,7 +191,7 @@ def truth_with_stale_prefixes(
     responses: Sequence[Sequence[int]],
     temperature: float,
     block_tokens: int,
-) -> Truth:
+) -> Tensor:
     """Like `truth`, but the keys and values of each prompt's full blocks are those of the weights `before`. All but the
     last token of a prompt may be in blocks.
     """
@@ -210,15 +208,15 @@ def truth_with_stale_prefixes(
     for place in range(num_steps):  # rows that have ended continue with any token
         batch.feed(torch.tensor([row[min(place, len(row) - 1)] for row in ahead], device=device))
         logits.append(batch.logits_BV)
-    parts = list[Truth]()
+    parts = list[Tensor]()
     for row, (prompt, response, n) in enumerate(asked):
         if not stale[row]:
             parts.append(truth(policy, [prompt], [response], temperature))
             continue
         begins = len(prompt) - n
         logits_CV = torch.stack([found[row] for found in logits[begins : begins + len(response)]])
-        parts.append(Truth.of(logits_CV, torch.tensor(response, device=device), temperature))
-    return Truth.join(parts)
+        parts.append(token_logprobs(logits_CV, torch.tensor(response, device=device), temperature).cpu())
+    return torch.cat(parts)
 
 
 def weights_of(policy: LanguageModel) -> dict[str, Tensor]:
@@ -267,14 +265,14 @@ def explanations(trial: Trial, found: Generated, version: int) -> Iterator[Expla
     prompts, responses, policy = trial.prompts, found.responses, trial.policy(version)
 
     def told(name: str, policy: LanguageModel = policy, temperature: float = TEMPERATURE) -> Explanation:
-        return Explanation(name, lambda: truth(policy, prompts, responses, temperature).logprobs_C)
+        return Explanation(name, lambda: truth(policy, prompts, responses, temperature))
 
     def of_others(name: str, prompts: Tokens, responses: Tokens) -> Explanation:
-        return Explanation(name, lambda: truth(policy, prompts, responses, TEMPERATURE).logprobs_C)
+        return Explanation(name, lambda: truth(policy, prompts, responses, TEMPERATURE))
 
     def stale(before: LanguageModel, block: int) -> Explanation:
         found = partial(truth_with_stale_prefixes, policy, before, prompts, responses, TEMPERATURE, block)
-        return Explanation(STALE_CACHE, lambda: found().logprobs_C)
+        return Explanation(STALE_CACHE, found)
 
     older, weights = [*reversed(range(version))], weights_of(policy)
     for age, number in enumerate(older, start=1):

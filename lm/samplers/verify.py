@@ -8,7 +8,6 @@ tokens, and tokens that are drawn from the policy. If they do, each fault of `fa
 and named in the rollout after the last update. This proves that the test can fail.
 """
 
-import math
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,14 +17,22 @@ import torch
 
 from lm.config import Precision
 from lm.generation import Generated
+from lm.samplers.draws import ALARM, Evidence
 from lm.samplers.engine import Agreement, LoadEngine, SamplingEngine
-from lm.samplers.faults import FAULTS, LIKELY_TOKENS, StaleCache
+from lm.samplers.faults import FAULTS, NOT_DRAWS, StaleCache
 from lm.samplers.own import HeedSampler
-from lm.samplers.trial import MAX_NEW_TOKENS, NUM_VERSIONS, TEMPERATURE, Trial, explain, save_untied, truth
+from lm.samplers.trial import (
+    MAX_NEW_TOKENS,
+    NUM_VERSIONS,
+    TEMPERATURE,
+    Trial,
+    draw_evidence,
+    explain,
+    save_untied,
+    truth,
+)
 
-MAX_SURPLUS = 4.5  # standard deviations; draws from the policy go beyond it once in 150,000 tests
-MORE_DRAWS = 4  # responses per prompt for the test of draws
-UNLIKELY_TOKENS = "tokens that are less likely than draws from the policy: a higher temperature"
+MORE_DRAWS = 16  # responses per prompt for the test of draws
 UNEXPLAINED = "another policy, for no reason that this test knows"
 
 
@@ -96,7 +103,7 @@ def _honest(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
             return
         fault, measured = judge(trial, rollouts[-1], version)
         yield Check(f"policy, {name}", not fault, fault or measured)
-    yield _draws(sampler, trial)
+    yield _draws(more_draws(sampler, trial))
     sampler.sleep()
     sampler.wake()
     sampler.receive(trial.sent(0))
@@ -106,24 +113,22 @@ def _honest(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
     yield Check("the same seeds again, after sleeping, with the first weights", same, found)
 
 
-def _draws(sampler: SamplingEngine, trial: Trial) -> Check:
-    """Check that tokens are drawn from the policy, on more tokens than in a rollout: a mild cut moves them little."""
-    prompts, seeds = trial.prompts * MORE_DRAWS, range(trial.seed, trial.seed + MORE_DRAWS * len(trial.prompts))
+def more_draws(sampler: SamplingEngine, trial: Trial) -> Evidence:
+    """Test that tokens are drawn from the policy, on more tokens than in a rollout: some faults move them little."""
+    prompts = trial.prompts * MORE_DRAWS
+    seeds = trial.draw_seeds("draws", len(prompts))
     found = sampler.sample(prompts, seeds, max_new_tokens=MAX_NEW_TOKENS, temperature=TEMPERATURE)
-    surplus = truth(trial.policy(NUM_VERSIONS - 1), prompts, found.responses, TEMPERATURE).surplus
-    name = f"draws from the policy, {sum(map(len, found.responses)):,} tokens"
-    return Check(name, not _is_biased(surplus), _biased(surplus) or f"{surplus:+.1f} standard deviations of likelihood")
+    return draw_evidence(trial, trial.policy(NUM_VERSIONS - 1), prompts, found)
 
 
-def _is_biased(surplus: float) -> bool:
-    return not math.isfinite(surplus) or abs(surplus) > MAX_SURPLUS
+def _draws(found: Evidence) -> Check:
+    measured = f"{found.nats:+.1f} nats of evidence that they are not, of {ALARM:.1f} allowed"
+    return Check("draws from the policy", not found.is_alarm, _biased(found) or measured)
 
 
-def _biased(surplus: float) -> str:
+def _biased(found: Evidence) -> str:
     """Returns what is wrong with draws; "" if nothing is."""
-    if not _is_biased(surplus):
-        return ""
-    return f"{LIKELY_TOKENS if surplus > 0 else UNLIKELY_TOKENS} ({surplus:+.1f} standard deviations)"
+    return f"{NOT_DRAWS} ({found.nats:.1f} nats of evidence): {found}" if found.is_alarm else ""
 
 
 def _planted(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
@@ -139,16 +144,14 @@ def _planted(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
 
 def judge(trial: Trial, found: Generated, version: int) -> tuple[str, str]:
     """Returns what is wrong with a rollout after `version` updates ("" if nothing is), and what was measured."""
-    true = truth(trial.policy(version), trial.prompts, found.responses, TEMPERATURE)
+    policy = trial.policy(version)
+    true_C = truth(policy, trial.prompts, found.responses, TEMPERATURE)
     reported_C = torch.tensor([nats for row in found.logprobs for nats in row])
-    agreement = Agreement.of(true.logprobs_C - reported_C, [*map(len, found.responses)])
-    measured = (
-        f"log-probs differ by {agreement.difference:.1e} nats on average, mean ratio {agreement.ratio:.4f}, surplus of"
-        f" likelihood {true.surplus:+.1f} standard deviations"
-    )
+    agreement = Agreement.of(true_C - reported_C, [*map(len, found.responses)])
+    measured = f"log-probs differ by {agreement.difference:.1e} nats on average, mean ratio {agreement.ratio:.4f}"
     if not agreement.holds(trial.max_difference):
         return f"{explain(trial, found, reported_C, version) or UNEXPLAINED} ({measured})", measured
-    return _biased(true.surplus), measured
+    return _biased(draw_evidence(trial, policy, trial.prompts, found)), measured
 
 
 def _form(name: str, found: Generated, trial: Trial) -> Check:

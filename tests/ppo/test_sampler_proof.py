@@ -8,11 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.draw_power import Change, WrongDraws, shifted
 from lm.model import LanguageModel
 from lm.samplers.engine import max_difference
+from lm.samplers.own import HeedSampler
+from lm.samplers.trial import Trial
+from ppo.config import PPOConfig
 from ppo.controller import PPOController, require_one_policy, sampler_agreement
+from ppo.rank import InitialModels
 from ppo.rollout import Rollout
 from tests.ppo.one_rank import OneRank
+from training.config import EngineConfig
 from training.notices import RunError
 
 PROMPTS = [[5 + row, 6, 7] for row in range(24)]
@@ -124,6 +130,12 @@ def test_the_figures_and_bounds_by_hand() -> None:
     logprobs_BR, rollout = sampled([[0.0] * 20] * 63 + [[1.0, -1.0] * 10])
     with pytest.raises(RunError, match=r"differ by 0\.0156 nats on average .* by 1\.0000 in the worst response"):
         require_one_policy(logprobs_BR, rollout, 0, BF16)
+    # So is a short response, even in bf16, unless its few tokens differ by what rounding explains.
+    logprobs_BR, rollout = sampled([[0.0] * 8] * 63 + [[3.0, -3.0] * 4])
+    with pytest.raises(RunError, match=r"differ by 0\.0469 nats on average .* by 2\.1213 in the worst response"):
+        require_one_policy(logprobs_BR, rollout, 0, 0.05)
+    logprobs_BR, rollout = sampled([[0.0] * 8] * 63 + [[0.2, -0.2] * 4])
+    require_one_policy(logprobs_BR, rollout, 0, 0.05)
     logprobs_BR, rollout = sampled([[0.0, 0.0]])
     require_one_policy(logprobs_BR, rollout, 0, FP32)
     logprobs_BR[0, 1] = math.nan
@@ -133,3 +145,63 @@ def test_the_figures_and_bounds_by_hand() -> None:
     logprobs_BR, rollout = sampled([[0.0, 0.0], [0.0]])
     logprobs_BR[1, 1:] = 7.0
     require_one_policy(logprobs_BR, replace(rollout), 0, FP32)
+
+
+def with_wrong_draws(worker: OneRank, change: Change) -> PPOController:
+    """A run whose sampler draws from changed logits and reports the policy's own log-probs."""
+    sampler = worker.generator.sampler
+    assert isinstance(sampler, HeedSampler)
+    trial = Trial(worker.models.sft, "fp32")
+    worker.generator.sampler = WrongDraws(sampler, trial, change, lambda seeds: seeds, 0)
+    return controller_of(worker, "fp32")
+
+
+NOT_DRAWS = (
+    r"ppo: iteration \d+: the sampler's log-probs are the learner's, but its tokens are not draws from that policy"
+    r" \(\d+\.\d nats of evidence; by chance one run of 100,000 reaches 11\.5\)\. "
+)
+
+
+def run_all(controller: PPOController) -> None:
+    for iteration in range(controller.config.num_iterations):
+        controller.step(iteration)
+
+
+def colder(logits_BV: Tensor, _place: int, _texts: Sequence[list[int]]) -> Tensor:
+    return logits_BV * 1.3
+
+
+@pytest.mark.parametrize(("fault", "named"), [("cold", ""), ("endless", r"end tokens: 0\.0, where draws")])
+def test_tokens_that_are_no_draws_stop_the_run_though_their_logprobs_are_right(
+    start: Start, fault: str, named: str
+) -> None:
+    worker = start(num_iterations=30, ptx=None)
+    endless = shifted(worker.tokenizer.end_ids, -math.inf)
+    with pytest.raises(RunError, match=NOT_DRAWS + named):
+        run_all(with_wrong_draws(worker, colder if fault == "cold" else endless))
+
+
+def test_a_run_with_draws_is_tested_and_ends(start: Start) -> None:
+    controller = controller_of(start(num_iterations=30, ptx=None), "fp32")
+    run_all(controller)
+    assert controller.evidence.names
+    _, sampled, expected = controller.evidence.sums_3N[:, 0].tolist()
+    assert controller.evidence.names[0] == "end tokens"
+    assert 0.6 * expected < sampled < 1.4 * expected
+
+
+def test_a_shared_body_tests_draws_too(adapted: InitialModels, ppo_config: Callable[..., PPOConfig]) -> None:
+    config = ppo_config(num_iterations=30, ptx=None, lora={"rank": 3, "alpha": 6, "shared_body": True})
+    worker = OneRank(config, EngineConfig(precision="fp32", trackers=()), adapted)
+    with pytest.raises(RunError, match=NOT_DRAWS):
+        run_all(with_wrong_draws(worker, colder))
+    worker.close()
+
+
+def test_oversampled_groups_are_chosen_and_so_not_tested(start: Start) -> None:
+    worker = start(
+        num_iterations=1, ptx=None, advantage={"kind": "group_mean", "samples_per_prompt": 4, "oversample": 1.5}
+    )
+    controller = controller_of(worker, "fp32")
+    controller.step(0)
+    assert not controller.evidence.names

@@ -43,7 +43,7 @@ def test_heeds_sampler_passes_and_every_planted_fault_is_named(
     [
         ("two layers exchanged", "the model as loaded", "layers 0 and 1 exchanged"),
         ("temperature not applied", "the model as loaded", "a temperature of 1"),
-        ("likely tokens preferred", "the model as loaded", "tokens that are likelier"),
+        ("likely tokens preferred", "the model as loaded", "tokens that are not draws"),
         ("weights one update old", "after update 1", "the weights it was loaded with"),
         ("the old output head kept", "after update 1", "an output head that is older"),
         ("a stale prefix cache", "after update 1", "keys and values of prompts"),
@@ -114,7 +114,7 @@ class _Cut(HeedSampler):
 def test_tokens_that_are_not_drawn_from_the_policy_are_found_though_their_logprobs_are_right(untied: Path) -> None:
     found = failed(verify_sampler(_Cut.load, untied))
     draws = next(said for name, said in found.items() if name.startswith("draws from the policy"))
-    assert draws.startswith("tokens that are likelier than draws")
+    assert draws.startswith("tokens that are not draws from the policy")
 
 
 @pytest.mark.long
@@ -149,14 +149,14 @@ def test_a_stale_prefix_by_hand(untied: Path) -> None:
     now, before = trial.policy(1), trial.policy(0)
     prompt, response = list(range(40, 61)), [7, 9, 11]
     args = [prompt], [response], 0.7
-    honest = truth(now, *args).logprobs_C
-    assert torch.allclose(truth_with_stale_prefixes(now, now, *args, 4).logprobs_C, honest, atol=1e-5)
-    assert torch.equal(truth_with_stale_prefixes(now, before, *args, 32).logprobs_C, honest)  # no whole block
-    stale = truth_with_stale_prefixes(now, before, *args, 4).logprobs_C
+    honest = truth(now, *args)
+    assert torch.allclose(truth_with_stale_prefixes(now, now, *args, 4), honest, atol=1e-5)
+    assert torch.equal(truth_with_stale_prefixes(now, before, *args, 32), honest)  # no whole block
+    stale = truth_with_stale_prefixes(now, before, *args, 4)
     assert float((stale - honest).abs().max()) > 0.01
     # The last token is never stale: with the embedding of all other tokens equal, only their keys differ.
-    all_stale = truth_with_stale_prefixes(now, before, *args, 1).logprobs_C
-    assert float((all_stale - truth(before, *args).logprobs_C).abs().max()) > 0.01
+    all_stale = truth_with_stale_prefixes(now, before, *args, 1)
+    assert float((all_stale - truth(before, *args)).abs().max()) > 0.01
 
 
 def test_exchanged_layers_by_hand(untied: Path) -> None:

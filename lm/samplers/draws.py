@@ -1,0 +1,264 @@
+"""Tests whether sampled tokens are draws from the policy, by betting that they are not.
+
+An engine may report the policy's log-probs and still draw its tokens otherwise: it never draws the end token, penalises
+repetition, or gives two rows the same random numbers. Each bet names such a distribution q. It starts with a stake of
+1, and every sampled token v multiplies the stake by
+
+    1 + w/2 (q(v) / π(v) - 1),    w = π(v) / π_sampler(v)
+
+where w makes up for rounding between learner and sampler. For draws from π_sampler this factor is 1 on average, so the
+mean of all stakes ever reaches 1/α with a probability of at most α (Ville's inequality; arXiv 1903.06991), however many
+bets there are and however often one looks. If the tokens follow q, the stake of that bet grows exponentially.
+
+Each q is π tilted by a feature f of tokens: q ∝ π exp(λ f). With λ = -∞, tokens with the feature are never drawn.
+
+Shape letters: C tested tokens, V vocabulary, T tokens of a text, N bets.
+"""
+
+import json
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+FALSE_ALARM = 1e-5  # at most this probability, over all tokens of a run
+ALARM = -math.log(FALSE_ALARM)  # nats of evidence
+NEVER = -math.inf
+LEAST_CHANCE = 1e-4  # of what `NEVER` leaves: bounds the gain from a token whose chance is mostly rounding
+LARGEST_WEIGHT = 1.9  # of w, which keeps every factor above 0; rounding stays far below it
+CLASSES = 61  # of token ids, by remainder: a token that is never drawn shows in its class
+RARE = (1e-2, 1e-3, 1e-4)  # probabilities below which tokens count as unlikely
+PARTS = 8  # of a rollout's rows: one broken rank of several shows in its part
+TEMPERATURES = (-0.6, -0.2, -0.05, 0.05, 0.2, 0.6)  # λ of bets on log π, which are temperatures of 1 / (1 + λ)
+AT_ONCE = 2**22  # probabilities in memory at once
+# Probabilities that a rank tests per iteration of PPO; less than 1% of an iteration's time.
+TESTED = {"cpu": 2**24, "cuda": 2**27}
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Sampled tokens, and what came before them."""
+
+    tokens_C: Tensor
+    weights_C: Tensor  # π / π_sampler of the token
+    steps_C: Tensor  # place in the response, from 0
+    parts_C: Tensor  # 0 .. PARTS - 1, from first to last row of the rollout
+    text_CT: Tensor  # prompt and response before the token; -1 = padding
+    before_C: Tensor  # token at this place of the row before; -1 = none
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        tokens_C: Tensor,
+        weights_C: Tensor,
+    ) -> Self:
+        """Describe all tokens of these rows of a rollout, row after row."""
+        device = tokens_C.device
+        texts, before, steps, parts = list[Tensor](), list[int](), list[int](), list[int]()
+        for row in rows:
+            n = len(responses[row])
+            steps += range(n)
+            parts += [row * PARTS // len(prompts)] * n
+            earlier = responses[row - 1][:n] if row else ()
+            before += [*earlier, *[-1] * (n - len(earlier))]
+            text_T = torch.tensor([*prompts[row], *responses[row]])
+            texts += [text_T[: len(prompts[row]) + step] for step in range(n)]
+        text_CT = pad_sequence(texts, batch_first=True, padding_value=-1).to(device)
+        steps_C, parts_C, before_C = (torch.tensor(numbers, device=device) for numbers in (steps, parts, before))
+        return cls(tokens_C, weights_C, steps_C, parts_C, text_CT, before_C)
+
+    def __getitem__(self, part: slice) -> "Draws":
+        return Draws(*(getattr(self, name)[part] for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature f of tokens: its value for the sampled token and its mean under π.
+
+    `tilts_CN` are q(v) / π(v) for each λ of `tilts`. `counts_C` is False where the bets on it pause.
+    """
+
+    name: str
+    value_C: Tensor
+    mean_C: Tensor
+    tilts_CN: Tensor
+    counts_C: Tensor
+
+
+def _indicator(name: str, has_C: Tensor, chance_C: Tensor, tilts: Collection[float], counts_C: Tensor) -> Feature:
+    """Returns a feature that is 1 or 0, with the probability of 1."""
+    value_C, chance_C = has_C.float(), chance_C.clamp(0, 1)
+    never_C = (1 - value_C) / (1 - chance_C).clamp(min=LEAST_CHANCE)
+    tilted = [
+        never_C if tilt == NEVER else (tilt * value_C).exp() / (1 + chance_C * math.expm1(tilt)) for tilt in tilts
+    ]
+    return Feature(name, value_C, chance_C, torch.stack(tilted, dim=1), counts_C)
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """The policy at the tested tokens."""
+
+    logprobs_CV: Tensor
+    draws: Draws
+
+    @cached_property
+    def probs_CV(self) -> Tensor:
+        return self.logprobs_CV.exp()
+
+    @cached_property
+    def chosen_C(self) -> Tensor:
+        return self.logprobs_CV.gather(1, self.draws.tokens_C[:, None])[:, 0]
+
+    @cached_property
+    def all_C(self) -> Tensor:
+        return torch.ones_like(self.draws.tokens_C, dtype=torch.bool)
+
+    def features(self, end_ids: Collection[int]) -> Iterator[list[Feature]]:
+        """Yields groups of features; each group has the same share of the stakes."""
+        draws, ends = self.draws, torch.tensor(sorted(end_ids), device=self.draws.tokens_C.device)
+        is_end_C, end_C = torch.isin(draws.tokens_C, ends), self.probs_CV[:, ends].sum(dim=1)
+        yield [_indicator("end tokens", is_end_C, end_C, (NEVER, -1, -0.3, 0.3, 1, 2), self.all_C)]
+        yield [self._likeliest("", (NEVER, -1, -0.3, 0.3, 1), self.all_C)]
+        yield [self._repeats()]
+        yield [self._rare(below) for below in RARE]
+        yield [self._likelihood("", TEMPERATURES, self.all_C)]
+        yield self._classes()
+        yield [
+            _indicator(
+                "the token that the row before has at this place",
+                draws.tokens_C == draws.before_C,
+                self.probs_CV.gather(1, draws.before_C.clamp(min=0)[:, None])[:, 0],
+                (NEVER, 0.5, 2),
+                draws.before_C >= 0,
+            )
+        ]
+        places = {" at the first place": draws.steps_C == 0}
+        parts = {f" in part {part + 1} of {PARTS} of the rows": draws.parts_C == part for part in range(PARTS)}
+        for group in (places, parts):
+            yield [self._likeliest(where, (-1, 1), counts_C) for where, counts_C in group.items()] + [
+                self._likelihood(where, (-0.2, 0.2), counts_C) for where, counts_C in group.items()
+            ]
+
+    @cached_property
+    def _best(self) -> tuple[Tensor, Tensor]:
+        """Whether each sampled token is the likeliest, and the likeliest one's probability."""
+        most_C, likeliest_C = self.probs_CV.max(dim=1)
+        return self.draws.tokens_C == likeliest_C, most_C
+
+    def _likeliest(self, where: str, tilts: Collection[float], counts_C: Tensor) -> Feature:
+        return _indicator(f"the likeliest token{where}", *self._best, tilts, counts_C)
+
+    def _repeats(self) -> Feature:
+        text_CT = self.draws.text_CT.sort(dim=1).values
+        is_new_CT = F.pad(text_CT[:, 1:] != text_CT[:, :-1], (1, 0), value=True) & (text_CT >= 0)
+        chance_C = (self.probs_CV.gather(1, text_CT.clamp(min=0)) * is_new_CT).sum(dim=1)
+        has_C = (text_CT == self.draws.tokens_C[:, None]).any(dim=1)
+        return _indicator("tokens that the text already has", has_C, chance_C, (-1, -0.3, 0.3, 1), self.all_C)
+
+    def _rare(self, below: float) -> Feature:
+        chance_C = torch.where(self.probs_CV < below, self.probs_CV, 0.0).sum(dim=1)
+        name = f"tokens of a probability below {below:g}"
+        return _indicator(name, self.chosen_C.exp() < below, chance_C, (NEVER, -0.5, 0.5), self.all_C)
+
+    def _likelihood(self, where: str, tilts: Collection[float], counts_C: Tensor) -> Feature:
+        """Returns log π as a feature, for which q is π at the temperature 1 / (1 + λ)."""
+        tilted = [(tilt * self.chosen_C - self._log_norms[tilt]).exp() for tilt in tilts]
+        return Feature(f"sum of log-probs{where}", self.chosen_C, self._mean_C, torch.stack(tilted, dim=1), counts_C)
+
+    @cached_property
+    def _log_norms(self) -> dict[float, Tensor]:
+        return {tilt: torch.logsumexp((1 + tilt) * self.logprobs_CV, dim=1) for tilt in TEMPERATURES}
+
+    @cached_property
+    def _mean_C(self) -> Tensor:
+        return (self.probs_CV * self.logprobs_CV.clamp(min=-1e4)).sum(dim=1)
+
+    def _classes(self) -> list[Feature]:
+        padded_CV = F.pad(self.probs_CV, (0, -self.probs_CV.shape[1] % CLASSES))
+        chances = padded_CV.unflatten(1, (-1, CLASSES)).sum(dim=1).unbind(dim=1)
+        own_C = self.draws.tokens_C % CLASSES
+        return [
+            _indicator(f"tokens with id % {CLASSES} = {number}", own_C == number, chance_C, (-0.5, 0.5), self.all_C)
+            for number, chance_C in enumerate(chances)
+        ]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the bets have gained so far. Evidence of several sets of tokens adds up, in any order."""
+
+    names: tuple[str, ...]  # of each bet's feature
+    shares_N: Tensor  # of the stakes; they sum to 1
+    sums_3N: Tensor  # log of the stake, the feature's sum over the sampled tokens, and its expectation
+
+    @property
+    def nats(self) -> float:
+        """The log of the mean stake. Draws from the policy reach `ALARM` once in 100,000 runs."""
+        return float((self.sums_3N[0] + self.shares_N.log()).logsumexp(dim=0))
+
+    @property
+    def is_alarm(self) -> bool:
+        return not self.nats < ALARM  # NaN is one, too
+
+    def __add__(self, other: "Evidence") -> "Evidence":
+        if not (self.names and other.names):
+            return self if self.names else other
+        assert self.names == other.names, "evidence of other bets"
+        return Evidence(self.names, self.shares_N, self.sums_3N + other.sums_3N)
+
+    def as_bytes(self) -> bytes:
+        """Returns the evidence as a JSON file, which `load` reads."""
+        return json.dumps({"names": self.names, **{name: getattr(self, name).tolist() for name in _TENSORS}}).encode()
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        found = json.loads(path.read_bytes())
+        return cls(tuple(found["names"]), *(torch.tensor(found[name], dtype=torch.float64) for name in _TENSORS))
+
+    def __str__(self) -> str:
+        """Describes the bet with the largest gain."""
+        best = int((self.sums_3N[0] + self.shares_N.log()).argmax())
+        _, found, expected = self.sums_3N[:, best].tolist()
+        return f"{self.names[best]}: {found:,.1f}, where draws from the policy have {expected:,.1f}"
+
+
+_TENSORS = ("shares_N", "sums_3N")
+NO_EVIDENCE = Evidence((), torch.ones(1, dtype=torch.float64), torch.zeros(3, 1, dtype=torch.float64))
+
+
+@torch.no_grad()
+def evidence(logits_CV: Tensor, draws: Draws, temperature: float, end_ids: Collection[int]) -> Evidence:
+    """Bet against the policy softmax(logits / temperature) on the sampled tokens."""
+    size = max(1, AT_ONCE // logits_CV.shape[1])
+    parts = [slice(first, first + size) for first in range(0, max(1, len(logits_CV)), size)]
+    return sum((_evidence(logits_CV[part], draws[part], temperature, end_ids) for part in parts), NO_EVIDENCE)
+
+
+def _evidence(logits_CV: Tensor, draws: Draws, temperature: float, end_ids: Collection[int]) -> Evidence:
+    policy = _Policy(torch.log_softmax(logits_CV.float() / temperature, dim=1), draws)
+    groups = [*policy.features(end_ids)]
+    weights_C1 = draws.weights_C.clamp(max=LARGEST_WEIGHT)[:, None]
+    names, shares, sums = list[str](), list[float](), list[Tensor]()
+    for features in groups:
+        num_bets = sum(feature.tilts_CN.shape[1] for feature in features)
+        for feature in features:
+            n = feature.tilts_CN.shape[1]
+            gains_CN = torch.log1p(weights_C1 / 2 * (feature.tilts_CN - 1)).double()
+            counted = feature.counts_C.double()
+            totals = [gains_CN.mul(counted[:, None]).sum(dim=0)]
+            totals += [(values * counted).sum().expand(n) for values in (feature.value_C, feature.mean_C)]
+            names += [feature.name] * n
+            shares += [1 / (len(groups) * num_bets)] * n
+            sums.append(torch.stack(totals))
+    return Evidence(tuple(names), torch.tensor(shares, dtype=torch.float64), torch.cat(sums, dim=1).cpu())
