@@ -161,11 +161,14 @@ class AtEqual:
 
 
 def at_equal(axis: Axis, rl: Curve, best_of_n: Curve, *, seed: int) -> tuple[AtEqual, ...]:
-    """Returns RL's lead at evenly spaced places over the range that both curves reach; empty if there is none.
+    """Returns RL's lead at evenly spaced places over the range in which both curves have policies; empty if there is
+    none.
 
-    Between the policies of a curve, ordered along the axis and starting at the reference, the gold score is
-    interpolated, separately for each resample of prompts. Raises: ValueError for curves with different numbers of
-    prompts.
+    Between the policies of a curve, ordered along the axis, the gold score is interpolated, separately for each
+    resample of prompts. The range from the reference to a curve's first policy is left out. Gold rises like √KL there,
+    so a straight line would put the curve with the later first policy behind.
+
+    Raises: ValueError for curves with different numbers of prompts.
     """
     places_G, gold, leads_SG = _leads(axis, rl, best_of_n, seed)
     P = len(rl.start_gold_P)
@@ -203,10 +206,11 @@ def _leads(axis: Axis, rl: Curve, best_of_n: Curve, seed: int) -> tuple[Floats, 
     curves = (rl, best_of_n)
     tables = [np.concatenate([_along(axis, curve), curve.gold_KP - curve.start_gold_P]).T for curve in curves]
     means = [table.mean(axis=0)[None] for table in tables]
-    furthest = min(float(_split(mean)[0].max()) for mean in means)
-    if not furthest > 0:
+    ahead = [places[places > 0] for places in (_split(mean)[0][0] for mean in means)]
+    first, last = (choose(pick(places, default=0.0) for places in ahead) for choose, pick in ((max, min), (min, max)))
+    if not 0 < first <= last:
         return np.empty(0), [np.empty(0), np.empty(0)], np.empty((0, 0))
-    places_G = furthest * np.arange(1, NUM_PLACES + 1) / NUM_PLACES
+    places_G = np.linspace(first, last, NUM_PLACES)
     gold = [_interpolated(*_split(mean), places_G)[0] for mean in means]
     # Both curves use the same resamples of prompts, so the comparison stays paired.
     sums = resampled_sums(np.concatenate(tables, axis=1), seed=seed, num_resamples=NUM_RESAMPLES) / P

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from cluster.remote import Pending
+from lm.samplers.draws import NO_EVIDENCE, Evidence
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.rank import ScoreScale
@@ -62,6 +63,9 @@ class ToyRoles:
     def sent_digests(self) -> dict[str, int]:
         return {}
 
+    def take_evidence(self) -> Evidence:
+        return NO_EVIDENCE
+
     def first_failure(self) -> str:
         return "the endpoint is asleep"
 
@@ -79,12 +83,16 @@ class ToyRoles:
     def start_reference_logprobs(self, rollout: Rollout, _minibatches: Sequence[Tensor]) -> Pending[Tensor]:
         return lambda: self.reference_logprobs(rollout)
 
-    def start_policy_logprobs(self, rollout: Rollout, _minibatches: Sequence[Tensor]) -> Pending[Tensor]:
+    def start_policy_logprobs(
+        self, rollout: Rollout, _minibatches: Sequence[Tensor], *, tests_draws: bool = False
+    ) -> Pending[Tensor]:
+        del tests_draws
         return lambda: self.policy_logprobs(rollout)
 
     def start_forward_passes(
-        self, rollout: Rollout, _minibatches: Sequence[Tensor], *, keeps: bool
+        self, rollout: Rollout, _minibatches: Sequence[Tensor], *, keeps: bool, tests_draws: bool
     ) -> Pending[ModelOutputs]:
+        del tests_draws  # toys have no logits
         self.kept.append(keeps)
         found = self.policy_logprobs(rollout), self.reference_logprobs(rollout), self.values(rollout)
         return lambda: ModelOutputs(*found)

@@ -72,10 +72,12 @@ def test_a_resumed_run_continues_with_the_same_bits(start: Start, tmp_path: Path
     assert ("kl_loss" in metrics) == (changes is GRPO)
     whole.learner.save(tmp_path, 1, {}, {})
     whole.learner.finish_saving()
+    evidence = controller.evidence
     assert sorted(path.name for path in (tmp_path / "step-000001").iterdir() if path.is_dir()) == ["average", "policy"]
     expected = controller.step(1)
     resumed, again = start(**changes, num_epochs=1, minibatch=16)
     resumed.roles.load(tmp_path / "step-000001")
+    again.evidence = evidence
     assert again.step(1) == expected
     before = load_language_model(whole.models.sft).state_dict()
     for name, weight in whole.learner.policy.full_weights().items():

@@ -375,7 +375,7 @@ def test_save_and_load_continue_bit_for_bit(
     controller = controlled(whole)
     controller.step(0)
     whole.learner.save(tmp_path, 1, {"kl_coef": 0.25}, {"rollout.bin": b"in flight"})
-    saved = weights_of(whole)
+    saved, evidence = weights_of(whole), controller.evidence
     metrics = controller.step(1)  # while what was saved is written
     whole.learner.finish_saving()
     assert json.loads((tmp_path / "step-000001" / "progress.json").read_text()) == {"step": 1, "kl_coef": 0.25}
@@ -384,7 +384,9 @@ def test_save_and_load_continue_bit_for_bit(
     resumed.roles.load(tmp_path / "step-000001")
     loaded = weights_of(resumed)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
-    assert controlled(resumed).step(1) == metrics
+    again = controlled(resumed)
+    again.evidence = evidence
+    assert again.step(1) == metrics
     ours, theirs = weights_of(resumed), weights_of(whole)
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     assert not torch.equal(saved["policy.head.weight"], ours["policy.head.weight"])

@@ -131,13 +131,13 @@ def test_equal_terms_by_hand() -> None:
     rl = smooth_curve("rl", 1.0, 0.5, [1.0, 2.0])
     best = smooth_curve("best_of_n", 1.0, 0.25, [1.0, 1.5])
     found = at_equal("kl", rl, best, seed=0)
-    assert [at.place for at in found] == pytest.approx([2.25 * g / 8 for g in range(1, 9)])
+    assert [at.place for at in found] == pytest.approx([1 + 1.25 * g / 7 for g in range(8)])
     # RL passes (1, 1) and (4, 2 - log 2); best-of-n (1, 0.75) and (2.25, 0.9375).
     last = found[-1]
     assert last.rl == pytest.approx(1 + (1 - math.log(2)) * 1.25 / 3)
     assert last.best_of_n == pytest.approx(0.9375)
     assert last.lead.mean == pytest.approx(last.rl - last.best_of_n)
-    assert found[0].rl == pytest.approx(2.25 / 8)  # interpolated from the reference at (0, 0)
+    assert (found[0].rl, found[0].best_of_n) == pytest.approx((1, 0.75))  # the first policies of both
     by_proxy = at_equal("proxy", rl, best, seed=0)
     assert by_proxy[-1].place == pytest.approx(3.0)
     assert by_proxy[-1].rl == pytest.approx((1 + 2 - math.log(2)) / 2)
@@ -155,6 +155,21 @@ def test_the_lead_is_paired_and_its_interval_holds_the_truth() -> None:
         hits.append(at.lead.low <= true[0] - true[1] <= at.lead.high)
         assert at.lead.high - at.lead.low < 0.6
     assert 0.88 <= np.mean(hits) < 1
+
+
+def test_a_curve_that_starts_late_is_not_behind_one_that_starts_early() -> None:
+    """Both lie on d - d²/4 and gold rises like √KL, so a straight line from the reference to a KL of 1 lies too low."""
+    leads = []
+    for world in range(30):
+        generator = np.random.default_rng([11, world])
+        curves = []
+        for distances in (np.sqrt(np.arange(1, 9) / 1.5 + 0.35), np.sqrt([0.19, 0.64, 1.2, 1.84, 2.5, 3.2, 3.86])):
+            gain_KP = (distances - distances**2 / 4)[:, None] + generator.normal(0, 0.3, (len(distances), 200))
+            kl_KP = np.tile(distances[:, None] ** 2, (1, 200))
+            start_P, names = np.zeros(200), tuple(f"d{number}" for number in range(len(distances)))
+            curves.append(Curve("rl", names, kl_KP, gain_KP, gain_KP, start_P, start_P))
+        leads.append(mean_lead("kl", *curves, seed=world).mean)
+    assert abs(np.mean(leads)) < 0.01  # a line from the reference gives -.019
 
 
 def test_the_mean_lead_is_that_over_all_places() -> None:
