@@ -172,6 +172,22 @@ def test_a_group_is_compared_with_itself_whatever_the_minibatches_are(start: Sta
     assert any(abs(value) > 0.01 for found in by_prompt.values() for value in found)
 
 
+def test_the_group_scale_divides_scaled_scores_and_not_the_kl(start: Start) -> None:
+    """From the batch that PPO learns from: (s - mean) / std - β (KL - mean), s with the penalty for a missing EOS."""
+    worker, controller = start(**GSPO, num_epochs=1, minibatch=16, learning_rate=1e-2, kl={"coef": 0.2})
+    controller.step(0)
+    metrics = controller.step(1)
+    batch, penalty = controller.batch, worker.config.missing_eos_penalty
+    assert batch is not None
+    assert metrics["kl_nats"] > 0.01
+    assert penalty > 0
+    scores_GK = (worker.models.scale.apply(batch.scores_B) - penalty * ~batch.rollout.finished_B).view(-1, 4)
+    kl_GK = batch.kl_B.view(-1, 4)
+    above_GK = (scores_GK - scores_GK.mean(dim=1, keepdim=True)) / scores_GK.std(dim=1, keepdim=True)
+    expected = above_GK - 0.2 * (kl_GK - kl_GK.mean(dim=1, keepdim=True))
+    torch.testing.assert_close(batch.advantages_BR[:, 0], expected.flatten(), atol=1e-4, rtol=1e-4)
+
+
 def test_failed_scores_count_nowhere(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """One group lost three of four responses and has no advantage; another one, whose baseline is of three."""
     worker, controller = start(**RLOO, num_epochs=1, minibatch=16, max_failed_share=0.5)
