@@ -123,8 +123,7 @@ def packed_comparisons(comparisons: Sequence[Comparison], device: torch.device) 
 
 @dataclass(frozen=True)
 class PreferenceObjective(ComparisonObjective):
-    """The loss summed over comparisons; a comparison's loss is the weighted mean over its labelers. Batches count
-    comparisons.
+    """A loss of `preference_loss`, and the SFT term.
 
     Each response takes one forward pass, however many pairs and labelers it has. `reference` has log π_ref of each
     comparison's responses, in nats.

@@ -43,6 +43,11 @@ class Comparison:
     objective: int = 0  # the criterion of its labelers: an index into the model's objectives
     response_tokens: tuple[int, ...] = ()  # number of response tokens that end each sequence, including its end token
 
+    @property
+    def weight(self) -> float:
+        """The mean weight of its verdicts."""
+        return sum(verdict.weight for verdict in self.verdicts) / len(self.verdicts)
+
 
 class RankingsConfig(SourceConfig):
     """Where rankings come from, and their format."""

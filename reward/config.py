@@ -39,7 +39,8 @@ class ComparisonsConfig(FineTuningConfig):
     labeler_weights: Literal["equal", "reliability"] = Field(
         default="equal",
         description="How labelers' rankings are weighted: `equal`, or `reliability`, by how often other labelers agree"
-        " with them (counted on training rankings only).",
+        " with them (counted on training rankings only). Training loss and accuracy are then weighted means; held-out"
+        " metrics weigh all rankings the same.",
     )
 
     @property
