@@ -263,10 +263,12 @@ def informative_groups(
 ) -> tuple[Tensor, float]:
     """Returns the rows of the first `num_groups` groups with differing scores, and the share of such groups among all.
 
-    If there are too few such groups, the first of the others are added. Groups stay in order.
+    If there are too few such groups, the first of the others are added, those without any score last: so a score is
+    kept if there is one. Groups stay in order.
     """
     informative_G = _is_informative(scores_B, scored_B, samples_per_prompt)
-    preferred_G = (~informative_G).to(torch.int8).argsort(stable=True)
+    has_score_G = scored_B.view(-1, samples_per_prompt).any(dim=1)
+    preferred_G = (informative_G.int() + has_score_G.int()).argsort(stable=True, descending=True)
     kept_G1 = preferred_G[:num_groups].sort().values[:, None]
     rows = (kept_G1 * samples_per_prompt + torch.arange(samples_per_prompt)).flatten()
     return rows, float(informative_G.float().mean())

@@ -149,6 +149,22 @@ def test_oversampling_checks_the_failures_among_all_that_are_sampled(
         controller.step(1)
 
 
+def test_oversampling_keeps_scores_where_there_are_any(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first half of the responses failed, and no group of the other half differs: that half is kept, not the first.
+    If all failed, one line says so.
+    """
+    changes = {**OVERSAMPLED, "num_epochs": 1, "missing_eos_penalty": 0.0, "max_failed_share": 0.5}
+    worker, controller = start(**changes)
+    scores_B = torch.ones(32)
+    scores_B[:16] = torch.nan
+    monkeypatch.setattr(worker.roles.scorers, "start_scores", lambda _rollout: lambda: scores_B[:, None])
+    metrics = controller.step(0)
+    assert (metrics["failed_scores"], metrics["score"], metrics["policy_loss"]) == (0, 1, 0)
+    scores_B[:] = torch.nan
+    with pytest.raises(ValueError, match=r"32 of 32 responses have no finite score; ppo.max_failed_share allows 50%"):
+        controller.step(1)
+
+
 def test_a_group_is_compared_with_itself_whatever_the_minibatches_are(start: Start) -> None:
     """Advantages of each prompt's responses sum to 0, also where a minibatch has only some of them."""
     worker, controller = start(**RLOO, num_epochs=1, minibatch=8)

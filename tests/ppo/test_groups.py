@@ -239,6 +239,8 @@ def test_the_first_groups_whose_rewards_differ_are_kept() -> None:
         assert share == pytest.approx(4 / 6)
     scored[3] = False  # the second group has one score left, which is compared with nothing
     assert informative_groups(rewards, scored, 2, 2)[0].tolist() == [6, 7, 8, 9]
+    scored[:2] = False  # the first group has none left, and comes last
+    assert informative_groups(rewards, scored, 2, 5)[0].tolist() == [2, 3, *range(4, 12)]
 
 
 @pytest.mark.parametrize("width", [4, 7])
