@@ -16,6 +16,7 @@ from benchmarks.exact_coverage import (
     wilson_of_effective_prompts,
     with_tables,
 )
+from preferences.statistics.estimates import Floats
 
 
 def test_the_docs_show_the_tables() -> None:
@@ -37,9 +38,8 @@ def test_wilsons_interval_covers_what_its_equation_says(num: int, rate: float, e
 def test_ties_by_hand() -> None:
     """Two prompts: an interval of the mean alone covers where the mean is the truth: a win and a loss, or two ties."""
 
-    def mean_alone(x_P: object) -> tuple[float, float]:
-        mean = float(sum(x_P) / len(x_P))  # type: ignore[call-overload, arg-type]
-        return mean, mean
+    def mean_alone(x_P: Floats) -> tuple[float, float]:
+        return float(x_P.mean()), float(x_P.mean())
 
     found = exact_coverage(mean_alone, 2, 0.3, 0.2, 0.5)
     assert found == pytest.approx((2 * 0.3 * 0.5 + 0.2**2, 0.0))
