@@ -22,7 +22,6 @@ Draw = Callable[[np.random.Generator, int], Iterator[Held]]
 
 STATISTICS: dict[str, tuple[Draw, tuple[int, ...]]] = {
     "win_rate": (worlds.win_rates, (20, 50, 200, 2_000)),
-    "simpler": (worlds.simpler, (20,)),
     "labelers": (worlds.over_labelers, (20, 100)),
     "ratings": (worlds.ratings, (20, 100)),
     "two_policies": (worlds.two_policies, (20, 50, 200)),

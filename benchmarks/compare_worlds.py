@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
-from scipy import special, stats
+from scipy import special
 
 from evaluation.statistics.judges import flips, labelers_agree, position_bias
 from evaluation.statistics.ratings import Model, rate
@@ -21,7 +21,7 @@ from evaluation.statistics.significance import EqualityTest
 from evaluation.statistics.win_rates import bootstrap_prompts, length_controlled, pair_win_rate, prompt_means
 from evaluation.verdicts import Comparisons, Verdict
 from preferences.statistics.estimates import Floats, Ints
-from preferences.statistics.intervals import percentiles, resampled_sums, wilson
+from preferences.statistics.intervals import percentiles, resampled_sums
 
 MAX_BOOTSTRAPPED = 200  # prompts; with more, 2,000 worlds take an hour
 
@@ -117,18 +117,6 @@ def _win_rate(
     if len(x_P) <= MAX_BOOTSTRAPPED:
         bootstrap = bootstrap_prompts(x_P, seed=int(generator.integers(2**31)))
         yield Held(f"{what}: bootstrap", bootstrap.low, bootstrap.high, truth)
-
-
-def simpler(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
-    """Intervals that Heed does not use. a wins with probability 0.95, and if it wins 20 of 20, none sees any spread."""
-    x_P = outcome(generator.random(num_prompts), 0.95, 0.0)
-    mean, variance = float(x_P.mean()), float(x_P.var(ddof=1)) / num_prompts
-    half = float(stats.t.ppf(0.975, num_prompts - 1)) * np.sqrt(variance)
-    yield Held("mean ± t·s", mean - half, mean + half, 0.95)
-    effective = mean * (1 - mean) / variance if variance else np.inf
-    low, high = wilson(np.array(mean), np.array(effective)) if variance else (mean, mean)
-    yield Held("Wilson, of p(1 - p)/v prompts", float(low), float(high), 0.95)
-    yield Held("score interval (ours)", *equality(x_P).interval(), 0.95)
 
 
 def over_labelers(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:

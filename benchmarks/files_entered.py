@@ -115,9 +115,7 @@ def reward_model(folder: Path) -> Callable[[], Any]:
         tokenizer = Tokenizer.load(start)
         network = on_meta(reward.network_source(start, 0.0, 0, config.labels).build)
         judgments = read_judgments(config.rankings)
-        parts = partial(
-            ranking_parts, tokenizer, judgments, network.config.max_position_embeddings, config.on_overlong, "reward"
-        )
+        parts = partial(ranking_parts, tokenizer, judgments, network.config.max_position_embeddings, config)
         write_arrays(folder / "tokens", CHECKED_SEQUENCES, parts)
         prepared = PreparedRankings.of(judgments, config, context.seed, folder / "tokens")
         reward.train(context, config, start, prepared)

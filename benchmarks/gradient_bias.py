@@ -167,7 +167,7 @@ def heeds_loss(config: PPOConfig, *, has_perfect_values: bool = True, corrects: 
         kl_coef = config.kl.coef if config.kl.kind == "reward" else 0.0
         rewards_BR, _ = token_rewards(scores_B, old_BR, ref_BR, mask_BR, kl_coef)
         values_BR = group.toy.values(kl_coef)[group.rows] * has_perfect_values
-        found = config.advantage.estimate(rewards_BR, values_BR, mask_BR)
+        found = config.advantage.estimate(scores_B, rewards_BR, values_BR, mask_BR)
         advantages_BR = found.advantages_BR
         if corrects:
             importance_BR, _ = importance_weights(

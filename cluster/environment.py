@@ -31,5 +31,5 @@ WORKER_ENVIRONMENT = ALLOCATOR | WAITING | GPU_ALLOCATOR | NICENESS
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # For a Ray that Heed starts. Ray would start an idle worker per core in advance, but without the environment above, so
-# no rank could use it.
-RAY_ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0"} | NICENESS
+# no rank could use it. On a busy machine a node may take longer to start than Ray's limit of 30 seconds.
+RAY_ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0", "RAY_raylet_start_wait_time_s": "120"} | NICENESS

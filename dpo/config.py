@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from reward.config import ComparisonsConfig
 from training.config import BatchConfig, OptimizerConfig
 
-Loss = Literal["sigmoid", "ipo", "length_normalised"]
+Loss = Literal["sigmoid", "ipo", "length_normalised", "ipo_length_normalised"]
 LENGTH_NORMALISED_BETA = 5.0  # Tülu 3's (arXiv 2411.15124): log-ratios per token are smaller than sums
 
 OPTIMIZER = {"learning_rate": 1e-6, "schedule": "linear", "warmup_steps": 20}
@@ -26,7 +26,8 @@ class DPOConfig(ComparisonsConfig):
     loss: Loss = Field(
         default="sigmoid",
         description="`sigmoid` is DPO (arXiv 2305.18290, eq. 7); `ipo` its squared form (arXiv 2310.12036, eq. 17);"
-        " `length_normalised` DPO of log-probabilities per token (Tülu 3, arXiv 2411.15124).",
+        " `length_normalised` and `ipo_length_normalised` are these with log-probabilities per token (Tülu 3, arXiv"
+        " 2411.15124; TRL's IPO).",
     )
     beta: float = Field(
         default=0.1,
@@ -62,7 +63,7 @@ class DPOConfig(ComparisonsConfig):
 
     @model_validator(mode="after")
     def _check_ties(self) -> Self:
-        if self.loss == "ipo" and self.ties == "davidson":
+        if self.loss.startswith("ipo") and self.ties == "davidson":
             raise ValueError(
                 f'ties is "davidson" with loss "{self.loss}", which has no probabilities; ties = "soft" was expected'
             )

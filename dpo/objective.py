@@ -38,8 +38,7 @@ def ipo_loss(log_ratios_BK: Tensor, ranks_BK: Tensor, beta: float) -> tuple[Tens
 
     loss = 1/C(K,2) · Σ_{i<j} (Δ_ij - t_ij)², where Δ is the difference of log-ratios, and t is 1/(2β) if i is better,
     -1/(2β) if j is, and 0 for a tie (a preference with probability ½). A pair's gradient in DPO never vanishes; here it
-    does at a difference of 1/(2β) nats. As in the paper, a log-ratio is a sum over the response. Some implementations
-    divide it by the number of tokens, and need another β.
+    does at a difference of 1/(2β) nats. As in the paper, a log-ratio is a sum over the response.
     """
     difference_BP, ahead_BP, real_BP = pairs_of(log_ratios_BK, ranks_BK)
     loss_BP = (difference_BP - ahead_BP / (2 * beta)) ** 2
@@ -53,14 +52,15 @@ def preference_loss(
 
     "sigmoid" is -log σ(β Δ) per pair (DPO's eq. 7), computed by `ranking_loss`: the mean over the C(K,2) pairs, with a
     tie as half a win for each side. "length_normalised" is the same with log-ratios per token (Tülu 3, arXiv
-    2411.15124). With `log_nu`, a tie is a separate outcome (`davidson_loss`). `tokens_BK` counts response tokens.
+    2411.15124), and "ipo_length_normalised" is `ipo_loss` with these. With `log_nu`, a tie is a separate outcome
+    (`davidson_loss`). `tokens_BK` counts response tokens.
 
     Raises: ValueError if there is no loss of this name.
     """
-    if loss == "ipo":
-        return ipo_loss(log_ratios_BK, ranks_BK, beta)
+    if loss in ("ipo", "ipo_length_normalised"):
+        return ipo_loss(implicit_rewards(loss, log_ratios_BK, tokens_BK, 1.0), ranks_BK, beta)
     if loss not in ("sigmoid", "length_normalised"):
-        raise ValueError(f"loss {loss!r}; sigmoid, ipo or length_normalised was expected")
+        raise ValueError(f"loss {loss!r}; sigmoid, ipo, length_normalised or ipo_length_normalised was expected")
     scores_BK = implicit_rewards(loss, log_ratios_BK, tokens_BK, beta)
     if log_nu is not None:
         return davidson_loss(scores_BK, ranks_BK, log_nu.expand(len(ranks_BK)))
@@ -68,8 +68,8 @@ def preference_loss(
 
 
 def implicit_rewards(loss: str, log_ratios: Tensor, tokens: Tensor, beta: float) -> Tensor:
-    """Returns β times the log-ratio, or the log-ratio per token with "length_normalised"; higher is better."""
-    return beta * (log_ratios / tokens.clamp(min=1) if loss == "length_normalised" else log_ratios)
+    """Returns β times the log-ratio, or the log-ratio per token if the loss is length-normalised; higher is better."""
+    return beta * (log_ratios / tokens.clamp(min=1) if loss.endswith("length_normalised") else log_ratios)
 
 
 def sft_loss(logprobs_BK: Tensor, tokens_BK: Tensor, ranks_BK: Tensor) -> Tensor:
@@ -123,8 +123,7 @@ def packed_comparisons(comparisons: Sequence[Comparison], device: torch.device) 
 
 @dataclass(frozen=True)
 class PreferenceObjective(ComparisonObjective):
-    """The loss summed over comparisons; a comparison's loss is the weighted mean over its labelers. Batches count
-    comparisons.
+    """A loss of `preference_loss`, and the SFT term.
 
     Each response takes one forward pass, however many pairs and labelers it has. `reference` has log π_ref of each
     comparison's responses, in nats.

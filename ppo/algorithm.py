@@ -18,7 +18,7 @@ from torch import Tensor
 
 from training.config import Config, OptimizerConfig, by_kind
 
-# Rewards are in standard deviations of the initial policy's scores. If those of a group differ by less than this, they
+# Scores are in standard deviations of the initial policy's scores. If those of a group differ by less than this, they
 # are equal up to rounding: dividing by their standard deviation would turn rounding errors into advantages.
 MIN_SPREAD = 1e-4
 
@@ -58,10 +58,10 @@ def generalised_advantages(
 
 
 def whiten(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """Returns (x - mean) / std over the counted tokens, and 0 elsewhere. At least one token must be counted."""
+    """Returns (x - mean) / max(std, MIN_SPREAD) over the counted tokens, at least one, and 0 elsewhere."""
     assert bool(mask_BR.any()), f"none of {mask_BR.numel()} tokens is counted; at least one was expected"
     counted = values_BR[mask_BR]
-    return torch.where(mask_BR, (values_BR - counted.mean()) / (counted.std(correction=0) + 1e-8), 0.0)
+    return torch.where(mask_BR, (values_BR - counted.mean()) / counted.std(correction=0).clamp(min=MIN_SPREAD), 0.0)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ class Estimate:
     """Advantages, what the value function learns, and metrics."""
 
     advantages_BR: Tensor  # 0 where not counted
-    counted_BR: Tensor  # True = counted: the response is scored and, with a group baseline, its group's rewards differ
+    counted_BR: (
+        Tensor  # True = counted: the response is scored and, with a group baseline, its group's advantages differ
+    )
     returns_BR: Tensor  # 0 without a value function
     metrics: dict[str, float]
 
@@ -102,8 +104,10 @@ class GAE(TokenAdvantage):
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per token.")
     gae_lambda: float = Field(default=0.95, ge=0, le=1, description="λ of generalised advantage estimation.")
 
-    def estimate(self, rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor) -> Estimate:
-        """Estimate advantages from token rewards and values; `mask_BR` is True at the tokens of scored responses."""
+    def estimate(self, _scores_B: Tensor, rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor) -> Estimate:
+        """Estimate advantages from responses' scores, token rewards (`token_rewards`, which include the scores) and
+        values. `mask_BR` is True at the tokens of scored responses.
+        """
         advantages_BR, returns_BR = generalised_advantages(rewards_BR, values_BR, mask_BR, self.gamma, self.gae_lambda)
         explained = explained_variance(values_BR[mask_BR], returns_BR[mask_BR])
         if self.scale == "batch":
@@ -121,7 +125,7 @@ class NoBaseline(TokenAdvantage):
 
     kind: Literal["none"] = Field(default="none", description="The kind of this table.")
 
-    def estimate(self, rewards_BR: Tensor, _values_BR: Tensor, mask_BR: Tensor) -> Estimate:
+    def estimate(self, _scores_B: Tensor, rewards_BR: Tensor, _values_BR: Tensor, mask_BR: Tensor) -> Estimate:
         """As `GAE.estimate`, without values."""
         advantages_BR, _ = generalised_advantages(rewards_BR, torch.zeros_like(rewards_BR), mask_BR, 1.0, 1.0)
         if self.scale == "batch" and bool(mask_BR.any()):
@@ -141,28 +145,28 @@ class GroupBaseline(Config):
     scale: Literal["batch", "group", "none"] = Field(
         default="batch",
         description="How advantages are scaled. `batch`: to mean 0 and standard deviation 1 over the iteration's"
-        " tokens; `group`: divided by the standard deviation of the rewards of the prompt's responses; `none`: not at"
-        " all.",
+        " tokens; `group`: the score is divided by the standard deviation of the scores of the prompt's responses, and"
+        " a KL penalty in the reward is not scaled; `none`: not at all.",
     )
     oversample: float = Field(
         default=1.0,
         ge=1,
-        description="Sample and score this many times as many prompts, and keep the first whose responses' rewards"
+        description="Sample and score this many times as many prompts, and keep the first whose responses' scores"
         " differ (DAPO's dynamic sampling, arXiv 2503.14476). 1 = off.",
     )
 
-    def estimate(self, rewards_BR: Tensor, _values_BR: Tensor, mask_BR: Tensor) -> Estimate:
+    def estimate(self, scores_B: Tensor, rewards_BR: Tensor, _values_BR: Tensor, mask_BR: Tensor) -> Estimate:
         """As `GAE.estimate`, without values."""
         returns_B, scored_B = torch.where(mask_BR, rewards_BR, 0.0).sum(dim=1), mask_BR.any(dim=1)
-        advantages_B, informative_B = group_advantages(
-            returns_B, scored_B, self.samples_per_prompt, leave_one_out=self.leaves_one_out,
+        advantages_B, counted_B = group_advantages(
+            scores_B, returns_B, scored_B, self.samples_per_prompt, leave_one_out=self.leaves_one_out,
             scale="group" if self.scale == "group" else "none",
         )  # fmt: skip
-        counted_BR = mask_BR & informative_B[:, None]
+        counted_BR = mask_BR & counted_B[:, None]
         advantages_BR = torch.where(counted_BR, advantages_B[:, None], 0.0)
         if self.scale == "batch" and bool(counted_BR.any()):
             advantages_BR = whiten(advantages_BR, counted_BR)
-        metrics = _group_metrics(informative_B, scored_B, self.samples_per_prompt)
+        metrics = _group_metrics(scores_B, scored_B, self.samples_per_prompt)
         return Estimate(advantages_BR, counted_BR, torch.zeros_like(rewards_BR), metrics)
 
 
@@ -202,6 +206,7 @@ def explained_variance(values_C: Tensor, returns_C: Tensor) -> float:
 
 
 def group_advantages(
+    scores_B: Tensor,
     returns_B: Tensor,
     scored_B: Tensor,
     samples_per_prompt: int,
@@ -209,48 +214,69 @@ def group_advantages(
     leave_one_out: bool,
     scale: Literal["group", "none"],
 ) -> tuple[Tensor, Tensor]:
-    """Returns advantages [B] of responses, and whether each is informative [B]: scored, in a group whose returns
-    differ.
+    """Returns advantages [B] of responses, and whether each is counted [B]: scored, in a group whose advantages differ.
 
-    The baseline is the mean return of the group's n scored responses (arXiv 2402.03300) or, with `leave_one_out`, of
-    the n - 1 others (arXiv 2402.14740): that advantage is the former times n / (n - 1). `scale` "group" divides by the
-    returns' standard deviation, with n - 1 in its denominator. A response without a score is left out of means,
-    deviations and n; a group with fewer than two scored responses, or with equal returns, has advantages of 0.
+    A return R is a response's score s less its KL penalty, or the score alone if the KL is in the loss. The baseline is
+    the mean of the group's n scored responses (arXiv 2402.03300) or, with `leave_one_out`, of the n - 1 others (arXiv
+    2402.14740): that advantage is the former times n / (n - 1).
+
+    With `scale` "group", the advantage is (s - mean s) / std s - (penalty - mean penalty), with n - 1 in the standard
+    deviation's denominator. GRPO and GSPO divide scores; penalties divided with them would become full-size advantages
+    wherever scores hardly differ, at any coefficient. Undivided, their mean gradient is that of the KL times its
+    coefficient in every group, as it is with the KL in the loss. Equal scores add nothing.
+
+    A response without a score is left out of means, deviations and n; a lone scored response has an advantage of 0.
     """
     scored_GK = scored_B.view(-1, samples_per_prompt)
-    returns_GK = torch.where(scored_GK, returns_B.view(-1, samples_per_prompt), 0.0)
-    num_scored_G1 = scored_GK.sum(dim=1, keepdim=True)
-    mean_G1 = returns_GK.sum(dim=1, keepdim=True) / num_scored_G1.clamp(min=1)
-    advantages_GK = torch.where(scored_GK, returns_GK - mean_G1, 0.0)
-    others_G1 = (num_scored_G1 - 1).clamp(min=1)
-    spread_G1 = advantages_GK.amax(dim=1, keepdim=True) - advantages_GK.amin(dim=1, keepdim=True)
-    informative_GK = scored_GK & (num_scored_G1 > 1) & (spread_G1 >= MIN_SPREAD)
-    if leave_one_out:
-        advantages_GK = advantages_GK * num_scored_G1 / others_G1
+    advantages_GK, others_G1 = _centred(returns_B, scored_GK), (scored_GK.sum(dim=1, keepdim=True) - 1).clamp(min=1)
     if scale == "group":
-        deviation_G1 = ((returns_GK - mean_G1).square() * scored_GK).sum(dim=1, keepdim=True).div(others_G1).sqrt()
-        advantages_GK = advantages_GK / torch.where(informative_GK, deviation_G1, 1.0)
-    return torch.where(informative_GK, advantages_GK, 0.0).flatten(), informative_GK.flatten()
+        scores_GK = _centred(scores_B, scored_GK)
+        differ_G1 = _spread(scores_GK) >= MIN_SPREAD
+        deviation_G1 = (scores_GK.square().sum(dim=1, keepdim=True) / others_G1).sqrt()
+        scaled_GK = torch.where(differ_G1, scores_GK / torch.where(differ_G1, deviation_G1, 1.0), 0.0)
+        advantages_GK = advantages_GK - scores_GK + scaled_GK
+    counted_GK = scored_GK & (_spread(advantages_GK) >= MIN_SPREAD)
+    if leave_one_out:
+        advantages_GK = advantages_GK * scored_GK.sum(dim=1, keepdim=True) / others_G1
+    return torch.where(counted_GK, advantages_GK, 0.0).flatten(), counted_GK.flatten()
+
+
+def _centred(values_B: Tensor, scored_GK: Tensor) -> Tensor:
+    """Returns values less the mean of their group's scored ones [G, K]; 0 where not scored."""
+    values_GK = torch.where(scored_GK, values_B.view(scored_GK.shape), 0.0)
+    mean_G1 = values_GK.sum(dim=1, keepdim=True) / scored_GK.sum(dim=1, keepdim=True).clamp(min=1)
+    return torch.where(scored_GK, values_GK - mean_G1, 0.0)
+
+
+def _spread(centred_GK: Tensor) -> Tensor:
+    """Returns the largest less the smallest value of each group [G, 1]; the zeros of unscored ones lie between."""
+    return centred_GK.amax(dim=1, keepdim=True) - centred_GK.amin(dim=1, keepdim=True)
+
+
+def _is_informative(scores_B: Tensor, scored_B: Tensor, samples_per_prompt: int) -> Tensor:
+    """Returns whether each group has scores that differ [G]."""
+    return _spread(_centred(scores_B, scored_B.view(-1, samples_per_prompt)))[:, 0] >= MIN_SPREAD
 
 
 def informative_groups(
-    rewards_B: Tensor, scored_B: Tensor, samples_per_prompt: int, num_groups: int
+    scores_B: Tensor, scored_B: Tensor, samples_per_prompt: int, num_groups: int
 ) -> tuple[Tensor, float]:
-    """Returns the rows of the first `num_groups` groups with differing rewards, and the share of such groups among all.
+    """Returns the rows of the first `num_groups` groups with differing scores, and the share of such groups among all.
 
-    If there are too few such groups, the first of the others are added. Groups stay in order.
+    If there are too few such groups, the first of the others are added, those without any score last: so a score is
+    kept if there is one. Groups stay in order.
     """
-    _, informative_B = group_advantages(rewards_B, scored_B, samples_per_prompt, leave_one_out=False, scale="none")
-    informative_G = informative_B.view(-1, samples_per_prompt).any(dim=1)
-    preferred_G = (~informative_G).to(torch.int8).argsort(stable=True)
+    informative_G = _is_informative(scores_B, scored_B, samples_per_prompt)
+    has_score_G = scored_B.view(-1, samples_per_prompt).any(dim=1)
+    preferred_G = (informative_G.int() + has_score_G.int()).argsort(stable=True, descending=True)
     kept_G1 = preferred_G[:num_groups].sort().values[:, None]
     rows = (kept_G1 * samples_per_prompt + torch.arange(samples_per_prompt)).flatten()
     return rows, float(informative_G.float().mean())
 
 
-def _group_metrics(informative_B: Tensor, scored_B: Tensor, samples_per_prompt: int) -> dict[str, float]:
-    """Count the groups of at least two scored responses with equal returns; and the share of all groups that differ."""
-    informative_G = informative_B.view(-1, samples_per_prompt).any(dim=1)
+def _group_metrics(scores_B: Tensor, scored_B: Tensor, samples_per_prompt: int) -> dict[str, float]:
+    """Count the groups of at least two scored responses with equal scores; and the share of all groups that differ."""
+    informative_G = _is_informative(scores_B, scored_B, samples_per_prompt)
     comparable_G = scored_B.view(-1, samples_per_prompt).sum(dim=1) > 1
     return {
         "zero_variance_groups": float((comparable_G & ~informative_G).sum()),

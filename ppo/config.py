@@ -124,7 +124,9 @@ class PTXConfig(Config):
 
 
 class EMAConfig(Config):
-    """The moving average of the policy's weights."""
+    """The moving average of the policy's trained weights. With `lora` these are A and B. Each is averaged, and the two
+    averages are merged, which does not give the average of the merged models (docs/lora.md).
+    """
 
     model_config = ConfigDict(title="EMA")
 

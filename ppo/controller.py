@@ -56,6 +56,7 @@ class Experience:
     scores_BO: Tensor  # score per objective, higher is better; NaN where scoring failed
     scores_B: Tensor  # weighted sum over the objectives
     scored_B: Tensor  # True = has a score
+    terminal_rewards_B: Tensor  # scaled scores less the penalty for a missing EOS; 0 where scoring failed
     outputs: ModelOutputs  # log-probs under policy and reference, and values
     staleness: int  # iterations between the weights that sampled the rollout and those that learn from it
     sampler_difference: float  # mean |difference| between the sampler's and the learner's log-probs, nats per token
@@ -213,6 +214,7 @@ class PPOController:
             scores_BO=scores_BO,
             scores_B=scores_B,
             scored_B=scored_B,
+            terminal_rewards_B=self._terminal_rewards(rollout, scores_B),
             outputs=outputs,
             staleness=staleness,
             sampler_difference=agreement.difference,
@@ -269,9 +271,8 @@ class PPOController:
         reduced by the KL penalty, unless that is in the loss (`kl.kind`).
         """
         outputs, kl_coef = experience.outputs, self.kl.coef if self.config.kl.kind == "reward" else 0.0
-        terminal_rewards_B = self._terminal_rewards(experience.rollout, experience.scores_B)
         return token_rewards(
-            terminal_rewards_B, outputs.logprobs_BR, outputs.ref_logprobs_BR, experience.scored_BR, kl_coef
+            experience.terminal_rewards_B, outputs.logprobs_BR, outputs.ref_logprobs_BR, experience.scored_BR, kl_coef
         )
 
     def _terminal_rewards(self, rollout: Rollout, scores_B: Tensor) -> Tensor:
@@ -286,7 +287,7 @@ class PPOController:
     ) -> tuple[PPOBatch, dict[str, float]]:
         """Returns the batch that the updates learn from, and the metrics that are known before the updates."""
         config, outputs, scored_BR = self.config, experience.outputs, experience.scored_BR
-        estimate = config.advantage.estimate(rewards_BR, outputs.values_BR, scored_BR)
+        estimate = config.advantage.estimate(experience.terminal_rewards_B, rewards_BR, outputs.values_BR, scored_BR)
         importance_BR, importance_metrics = importance_weights(
             outputs.logprobs_BR,
             experience.rollout.behaviour_logprobs_BR,
@@ -372,7 +373,7 @@ class PPOController:
         if config.ptx_rows:
             ptx_rows = torch.from_numpy(self.ptx_order.batch(update))
         weight_BR, num_tokens = token_weights(minibatch.counted_BR, config.loss.token_weight, config.max_new_tokens)
-        if config.kl.kind == "loss":  # includes groups of equal rewards: their KL has a gradient
+        if config.kl.kind == "loss":  # includes groups of equal scores: their KL has a gradient
             kl_weight_BR, num_scored = token_weights(
                 minibatch.scored_BR, config.loss.token_weight, config.max_new_tokens
             )

@@ -124,7 +124,7 @@ PANELS = (
     Panel("Responses that end", "before the length limit", _ppo("eos_rate"), is_share=True),
     Panel("Response length", "tokens", _ppo("response_tokens")),
     Panel("Entropy", "nats per token, estimated", _ppo("entropy_estimate")),
-    Panel("Informative groups", "prompts whose responses' rewards differ", _ppo("informative_share"), is_share=True),
+    Panel("Informative groups", "prompts whose responses' scores differ", _ppo("informative_share"), is_share=True),
 )
 # These show whether the updates are healthy, whatever score they reach.
 DIAGNOSTICS = (
@@ -137,7 +137,7 @@ DIAGNOSTICS = (
         _ppo("sampled_informative_share"),
         is_share=True,
     ),
-    Panel("Groups of equal rewards", "per iteration; no gradient", _ppo("zero_variance_groups")),
+    Panel("Groups of equal scores", "per iteration; their scores have no gradient", _ppo("zero_variance_groups")),
     Panel("Policy loss", "", _ppo("policy_loss")),
     Panel("KL loss", "half the square of each response's log ratio", _ppo("kl_loss")),
     Panel("Value loss", "", _ppo("value_loss")),

@@ -7,7 +7,7 @@ higher is better; and "objective", the criterion of the labeler (default: "overa
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,11 @@ class Comparison:
     verdicts: tuple[Verdict, ...]
     objective: int = 0  # the criterion of its labelers: an index into the model's objectives
     response_tokens: tuple[int, ...] = ()  # number of response tokens that end each sequence, including its end token
+
+    @property
+    def weight(self) -> float:
+        """The mean weight of its verdicts."""
+        return sum(verdict.weight for verdict in self.verdicts) / len(self.verdicts)
 
 
 class RankingsConfig(SourceConfig):
@@ -110,10 +115,13 @@ class Encoded:
     tokens: Sequence[int]
     response_tokens: int
 
-    def cut(self, num_tokens: int) -> "Encoded":
-        """Returns the first `num_tokens` tokens."""
-        num_cut = max(0, len(self.tokens) - num_tokens)
-        return Encoded(self.tokens[:num_tokens], max(0, self.response_tokens - num_cut))
+    def cut(self, num_tokens: int, *, keeps_end: bool) -> "Encoded":
+        """Returns the first `num_tokens` tokens; with `keeps_end`, the last of them is replaced by the end token."""
+        num_cut = len(self.tokens) - num_tokens
+        if num_cut <= 0:
+            return self
+        left = Encoded(self.tokens[:num_tokens], max(0, self.response_tokens - num_cut))
+        return replace(left, tokens=(*left.tokens[:-1], self.tokens[-1])) if keeps_end else left
 
 
 def _scored(tokens: Sequence[int], is_response: Sequence[bool]) -> Encoded:
@@ -234,8 +242,12 @@ def fit_tasks(
     on_overlong: OnOverlong,
     section: str,
     places: Places,
+    *,
+    keeps_end: bool,
 ) -> Iterator[tuple[tuple[Encoded, ...], int]]:
     """Yields the sequences of each task, and whether they fit, were truncated or skipped. A skipped task has none.
+
+    With `keeps_end`, a truncated response still ends with the end token.
 
     A task is also skipped if truncation makes different responses equal, as happens when the prompt is too long.
     Raises: ValueError as `encode_tasks`, if `on_overlong` is "refuse".
@@ -244,7 +256,7 @@ def fit_tasks(
         yield from ((sequences, FITS) for _, sequences in encode_tasks(tokenizer, tasks, max_tokens, section, places))
         return
     for _, sequences in encode_unchecked(tokenizer, tasks, places):
-        cut = tuple(sequence.cut(max_tokens) for sequence in sequences)
+        cut = tuple(sequence.cut(max_tokens, keeps_end=keeps_end) for sequence in sequences)
         if cut == sequences:
             yield sequences, FITS
         elif on_overlong == "skip" or len(set(cut)) < len(set(sequences)):

@@ -20,6 +20,7 @@ class ComparisonsConfig(FineTuningConfig):
     packs_sequences = True
     section: ClassVar[str]  # of the job file, for messages
     objectives_key: ClassVar[str]  # the field that names objectives
+    keeps_end: ClassVar[bool] = False  # whether a truncated response still ends with the end token
 
     chat_template: str = Field(
         default="",
@@ -39,7 +40,8 @@ class ComparisonsConfig(FineTuningConfig):
     labeler_weights: Literal["equal", "reliability"] = Field(
         default="equal",
         description="How labelers' rankings are weighted: `equal`, or `reliability`, by how often other labelers agree"
-        " with them (counted on training rankings only).",
+        " with them (counted on training rankings only). Training loss and accuracy are then weighted means; held-out"
+        " metrics weigh all rankings the same.",
     )
 
     @property
@@ -52,6 +54,7 @@ class RewardConfig(ComparisonsConfig):
     """`init_from` may name a language model, a reward model, or an encoder."""
 
     section = "reward"
+    keeps_end = True
     objectives_key = "reward.objectives"
 
     demonstrations: tuple[DataConfig, ...] = Field(

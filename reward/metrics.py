@@ -247,7 +247,7 @@ def calibration_sequences(config: RewardConfig, tokenizer: Tokenizer, max_tokens
                 ' (reward.on_overlong = "skip" or "truncate" accepts longer ones)'
             )
         if len(tokens) <= max_tokens or config.on_overlong == "truncate":
-            found.append(tokens[:max_tokens])
+            found.append(tokens if len(tokens) <= max_tokens else (*tokens[: max_tokens - 1], tokens[-1]))
     return found
 
 

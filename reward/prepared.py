@@ -35,7 +35,7 @@ from stages.planner import Planner
 from stages.progress import console
 from stages.run import StageRun
 from stages.sizes import Lengths, RowSample
-from training.data import OnOverlong, SourceRows
+from training.data import SourceRows
 from training.tokens import (
     CHECKED_SEQUENCES,
     SKIPPED,
@@ -120,14 +120,17 @@ class PreparedRankings:
 
 
 def ranking_parts(
-    tokenizer: Tokenizer, judgments: Found, max_tokens: int, on_overlong: OnOverlong, section: str, first_task: int
+    tokenizer: Tokenizer, judgments: Found, max_tokens: int, config: ComparisonsConfig, first_task: int
 ) -> Iterator[Part]:
     """Yields the tokens of the tasks' responses, from task number `first_task` on; only response tokens are counted.
 
     Raises: as `fit_tasks`.
     """
     tasks = rankings_by_task(judgments.rankings)[first_task:]
-    for fitted in chunks(fit_tasks(tokenizer, tasks, max_tokens, on_overlong, section, judgments.places)):
+    fitting = fit_tasks(
+        tokenizer, tasks, max_tokens, config.on_overlong, config.section, judgments.places, keeps_end=config.keeps_end
+    )
+    for fitted in chunks(fitting):
         arrays = sequence_arrays(
             (of.tokens, [False] * (len(of.tokens) - of.response_tokens) + [True] * of.response_tokens)
             for of_task, _ in fitted
@@ -139,8 +142,8 @@ def ranking_parts(
 def tokenize(run: StageRun, config: ComparisonsConfig, tokenizer: Tokenizer, judgments: Found, max_tokens: int) -> Path:
     """Returns the folder with the rankings' tokens, after writing them if necessary. Raises: as `fit_tasks`."""
     templated = tokenizer.with_template(config.chat_template)
-    parts = partial(ranking_parts, templated, judgments, max_tokens, config.on_overlong, config.section)
-    settings = {"max_tokens": max_tokens, "on_overlong": config.on_overlong}
+    parts = partial(ranking_parts, templated, judgments, max_tokens, config)
+    settings = {"max_tokens": max_tokens, "on_overlong": config.on_overlong, "keeps_end": config.keeps_end}
     return token_folder(run, "rankings", templated, (config.rankings,), CHECKED_SEQUENCES, parts, **settings)
 
 

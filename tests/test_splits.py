@@ -252,6 +252,7 @@ class Adapted(WithAdapters[Any]):
 
 NUM_COUNTED = sum(sum(counted[1:]) for _, counted in CONVERSATIONS)
 NUM_HIDDEN = 4 * 2 + 1  # 15% of 14 words are 2
+SUM_OF_WEIGHTS = 2 * (1.5 + 1 + 1 + (1 + 1 + 0.25) / 3)  # of the comparisons, each the mean of its labelers'
 LANGUAGE = RandomInit(lambda: LanguageModel(DECODER), 1)
 TRANSLATE = RandomInit(lambda: EncoderDecoder(BOTH), 3)
 CASES = {
@@ -280,13 +281,13 @@ CASES = {
             RandomInit(lambda: ScalarModel(DECODER, labels=OBJECTIVES), 4), AuxiliaryParameters(LOG_NU, RATING_STD)
         ),
         RankingObjective(COMPARISONS, "decoder", objectives=OBJECTIVES, rating_coef=RATING_COEF, rating_std=RATING_STD),
-        lambda model: davidson_sum(model) / NUM_ROWS,
+        lambda model: davidson_sum(model) / SUM_OF_WEIGHTS,
         max_grad_norm=0.2,
     ),
     "encoder-ranking": Case(
         LearnerSource(RandomInit(lambda: SequenceClassifier(ENCODER, ["score"]), 5), AuxiliaryParameters()),
         RankingObjective([replace(comparison, objective=0) for comparison in COMPARISONS], "encoder"),
-        lambda model: ranking_sum(encoder_score(model.network)) / NUM_ROWS,
+        lambda model: ranking_sum(encoder_score(model.network)) / SUM_OF_WEIGHTS,
         max_grad_norm=0.2,
     ),
 }
@@ -316,7 +317,7 @@ DPO = Case(
             {"rankings": {"source": "unread"}, "beta": BETA, "sft_coef": SFT_COEF, "ties": "davidson"}
         ),
     ),
-    lambda model: preference_sum(model) / NUM_ROWS,
+    lambda model: preference_sum(model) / SUM_OF_WEIGHTS,
 )
 DPO_DROPPING = PolicySource(RandomInit(lambda: LanguageModel(DECODER, 0.1), 1), LOG_NU[0])
 CASES |= {"dpo": DPO, "dpo" + DROPOUT: replace(DPO, source=DPO_DROPPING)}
@@ -666,7 +667,9 @@ def test_a_split_changes_nothing_with_dropout(folder: Path, split: Split) -> Non
 @pytest.mark.parametrize("split", [split for split in SPLITS if split.name == "ranking"], ids=str)
 @torch.no_grad()
 def test_a_split_changes_no_accuracy_of_an_objective(folder: Path, split: Split) -> None:
-    """An objective that most micro-batches have nothing of is divided by its own comparisons, those of all ranks."""
+    """An objective that most micro-batches have nothing of is divided by the weights of its own comparisons, those of
+    all ranks; and the accuracy of both by all weights.
+    """
     model = load(CASES["ranking"].source)
     right, total = [0.0, 0.0], [0.0, 0.0]
     for comparison in COMPARISONS:
@@ -683,6 +686,7 @@ def test_a_split_changes_no_accuracy_of_an_objective(folder: Path, split: Split)
         shares = torch.load(folder / f"{split}-rank-{rank}.pt")["shares"]
         for head, name in enumerate(OBJECTIVES):
             assert shares[0][f"accuracy/{name}"] == pytest.approx(right[head] / total[head], rel=1e-5)
+        assert shares[0]["accuracy"] == pytest.approx(sum(right) / SUM_OF_WEIGHTS, rel=1e-5)
         assert set(shares[-1]) == {
             f"{side}accuracy{of}" for side in ("", "heldout_") for of in ("", *(f"/{name}" for name in OBJECTIVES))
         }

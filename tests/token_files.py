@@ -62,6 +62,6 @@ def _prepared(
     context.folder.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=context.folder.parent)) / "tokens"
     found = read_judgments(config.rankings)
-    parts = partial(ranking_parts, tokenizer, found, max_tokens, config.on_overlong, config.section)
+    parts = partial(ranking_parts, tokenizer, found, max_tokens, config)
     write_arrays(folder, CHECKED_SEQUENCES, parts)
     return PreparedRankings.of(found, config, context.seed, folder)

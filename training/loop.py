@@ -39,8 +39,10 @@ class Objective(Protocol[Model_contra]):
         """Number of rows."""
         ...
 
-    def count(self, rows: IntArray) -> int:
-        """The number of units (tokens, comparisons) that the loss of these rows is a sum over."""
+    def count(self, rows: IntArray) -> float:
+        """The number of units (tokens, comparisons) that the loss of these rows is a sum over, or the sum of their
+        weights. The loop divides by the count of the whole batch, on all ranks.
+        """
         ...
 
     def num_tokens(self, rows: IntArray) -> int:
@@ -154,7 +156,7 @@ class TrainingLoop(Generic[AnyModule]):
 
         def loss(mine: IntArray) -> LossAndMetrics:
             loss_sum, metrics = self._loss_of(self.training, mine, rows, seed)
-            return loss_sum / count, metrics
+            return loss_sum / (count or 1), metrics
 
         sums = engine.accumulate(micro_batches[engine.rank], loss)
         loss_mean, norm = engine.step()
@@ -170,7 +172,7 @@ class TrainingLoop(Generic[AnyModule]):
             **({"skipped": 1.0} if engine.has_skipped else {}),
         }
 
-    def _means(self, sums: Mapping[str, Tensor], count: int) -> dict[str, float]:
+    def _means(self, sums: Mapping[str, Tensor], count: float) -> dict[str, float]:
         """Return means over `count` units, or over a metric's own count; a metric with a count of 0 is left out."""
         if not sums:
             return {}

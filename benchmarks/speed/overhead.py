@@ -107,7 +107,7 @@ class Turns:
     def __len__(self) -> int:
         return len(self.work.objective)
 
-    def count(self, rows: IntArray) -> int:
+    def count(self, rows: IntArray) -> float:
         now = self.clock()
         if self.bare_seconds:
             self.heed_seconds.append(now - self._begun)

@@ -66,7 +66,7 @@ class Timed:
     def __len__(self) -> int:
         return len(self.objective)
 
-    def count(self, rows: IntArray) -> int:
+    def count(self, rows: IntArray) -> float:
         if self.running is not None:
             self.clock.tick(self.running)
         self.running = self.amount(rows)
@@ -105,7 +105,7 @@ class OneRow:
     def __len__(self) -> int:
         return 1
 
-    def count(self, rows: IntArray) -> int:
+    def count(self, rows: IntArray) -> float:
         return self.objective.count(rows)
 
     def num_tokens(self, rows: IntArray) -> int:

@@ -96,3 +96,17 @@ def test_on_policy_the_kl_in_the_loss_moves_as_the_kl_in_the_reward() -> None:
         for place in ("reward", "loss")
     ]
     torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize(("kind", "share"), [("group_mean", 0.5), ("leave_one_out", 1.0)])
+def test_the_kl_in_the_reward_keeps_its_gradient_beside_scores_in_group_units(kind: str, share: float) -> None:
+    """Whatever the spread of a group's scores, the KL's part is that of -β KL; group_mean has (K - 1)/K of it."""
+    toy = Toy.draw(has_end=True)
+    advantage = {"kind": kind, "scale": "group", "samples_per_prompt": 2}
+    with_kl, without = (
+        mean_gradient(
+            toy, heeds_loss(config_of(advantage=advantage, loss={"token_weight": "constant"}, kl={"coef": coef}))
+        )
+        for coef in (KL_COEF, 0.0)
+    )
+    torch.testing.assert_close(LENGTH * (with_kl - without), share * toy.exact_gradient(0.0, KL_COEF))

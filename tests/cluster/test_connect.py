@@ -12,6 +12,7 @@ import psutil
 import pytest
 import ray
 
+from cluster import local_ray
 from cluster.connection import connect, disconnect
 from cluster.group import WorkerGroup
 from training.notices import RunError, speaking_through
@@ -75,6 +76,16 @@ def test_a_ray_that_does_not_start_twice_is_one_line(too_long: str) -> None:
     assert not ray.is_initialized()
 
 
+def test_ray_has_two_minutes_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own limit of 30 seconds is too short on a busy machine."""
+    limit, seen = "RAY_raylet_start_wait_time_s", dict[str, str]()
+    monkeypatch.setenv(limit, "")
+    monkeypatch.delenv(limit)
+    monkeypatch.setattr(ray, "init", lambda *_, **__: seen.update(os.environ))
+    local_ray._init()
+    assert float(seen[limit]) == 120
+
+
 def run(program: str, mark: str = "") -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     command = [sys.executable, "-c", program]
@@ -88,6 +99,7 @@ import sys
 from cluster import local_ray
 assert "ray" not in sys.modules and "torch" not in sys.modules
 local_ray.begin()
+from cluster import local_ray
 from cluster.connection import connect, disconnect
 import psutil, ray
 from ray._private import worker

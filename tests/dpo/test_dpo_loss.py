@@ -41,6 +41,7 @@ def sigmoid(x: float) -> float:
         ("sigmoid", 6.0, 0.1, 0.4375, -0.0354),
         ("ipo", 0.0, 0.1, 25.0, -10.0),
         ("ipo", 6.0, 0.1, 1.0, 2.0),
+        ("ipo_length_normalised", 6.0, 0.1, (6 / 4 - 5) ** 2, 2 * (6 / 4 - 5) / 4),
         ("length_normalised", 0.0, 5.0, math.log(2), -5 / 8),
         ("length_normalised", 6.0, 5.0, -math.log(sigmoid(7.5)), -5 / 4 * sigmoid(-7.5)),
     ],
@@ -66,13 +67,13 @@ def test_a_ranking_of_k_is_the_mean_of_its_pairs() -> None:
     """Three responses of different lengths, two of them tied, next to a comparison of two."""
     ratios_2K, tokens_2K = torch.tensor([[3.0, -1.0, 0.5], [2.0, 4.0, 9.0]]), torch.tensor([[2, 5, 3], [4, 4, 0]])
     ranks_2K = torch.tensor([[1, 2, 2], [2, 1, 0]])
-    for loss in ("sigmoid", "ipo", "length_normalised"):
+    for loss in ("sigmoid", "ipo", "length_normalised", "ipo_length_normalised"):
         found, _ = preference_loss(loss, ratios_2K, tokens_2K, ranks_2K, BETA, None)
         values = implicit_rewards(loss, ratios_2K, tokens_2K, BETA).tolist()
-        assert values[0][0] == pytest.approx(BETA * 3 / (2 if loss == "length_normalised" else 1))
+        assert values[0][0] == pytest.approx(BETA * 3 / (2 if "length_normalised" in loss else 1))
 
         def pair(i: float, j: float, chance: float, of: str = loss) -> float:
-            if of == "ipo":
+            if of.startswith("ipo"):
                 return ((i - j) / BETA - (2 * chance - 1) / (2 * BETA)) ** 2
             return -chance * math.log(sigmoid(i - j)) - (1 - chance) * math.log(sigmoid(j - i))
 
@@ -98,9 +99,11 @@ def test_the_sft_loss_is_of_the_best_responses_per_token() -> None:
 
 def test_another_name_of_a_loss_is_refused() -> None:
     one = torch.ones(1, 2)
-    with pytest.raises(ValueError, match="loss 'hinge'; sigmoid, ipo or length_normalised was expected"):
+    with pytest.raises(
+        ValueError, match="loss 'hinge'; sigmoid, ipo, length_normalised or ipo_length_normalised was expected"
+    ):
         preference_loss("hinge", one, one, torch.tensor([[1, 2]]), BETA, None)
-    with pytest.raises(ValueError, match="'sigmoid', 'ipo' or 'length_normalised'"):
+    with pytest.raises(ValueError, match="'sigmoid', 'ipo', 'length_normalised' or 'ipo_length_normalised'"):
         DPOConfig.model_validate({"rankings": {"source": "x.jsonl"}, "loss": "hinge"})
     with pytest.raises(ValueError, match=r'ties is "davidson" with loss "ipo", which has no probabilities'):
         DPOConfig.model_validate({"rankings": {"source": "x.jsonl"}, "loss": "ipo", "ties": "davidson"})

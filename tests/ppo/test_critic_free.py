@@ -151,6 +151,22 @@ def test_oversampling_checks_the_failures_among_all_that_are_sampled(
         controller.step(1)
 
 
+def test_oversampling_keeps_scores_where_there_are_any(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first half of the responses failed, and no group of the other half differs: that half is kept, not the first.
+    If all failed, one line says so.
+    """
+    changes = {**OVERSAMPLED, "num_epochs": 1, "missing_eos_penalty": 0.0, "max_failed_share": 0.5}
+    worker, controller = start(**changes)
+    scores_B = torch.ones(32)
+    scores_B[:16] = torch.nan
+    monkeypatch.setattr(worker.roles.scorers, "start_scores", lambda _rollout: lambda: scores_B[:, None])
+    metrics = controller.step(0)
+    assert (metrics["failed_scores"], metrics["score"], metrics["policy_loss"]) == (0, 1, 0)
+    scores_B[:] = torch.nan
+    with pytest.raises(ValueError, match=r"32 of 32 responses have no finite score; ppo.max_failed_share allows 50%"):
+        controller.step(1)
+
+
 def test_a_group_is_compared_with_itself_whatever_the_minibatches_are(start: Start) -> None:
     """Advantages of each prompt's responses sum to 0, also where a minibatch has only some of them."""
     worker, controller = start(**RLOO, num_epochs=1, minibatch=8)
@@ -172,6 +188,22 @@ def test_a_group_is_compared_with_itself_whatever_the_minibatches_are(start: Sta
     assert metrics["informative_share"] == 1
     # Advantages differ between groups, so no other group would match.
     assert any(abs(value) > 0.01 for found in by_prompt.values() for value in found)
+
+
+def test_the_group_scale_divides_scaled_scores_and_not_the_kl(start: Start) -> None:
+    """From the batch that PPO learns from: (s - mean) / std - β (KL - mean), s with the penalty for a missing EOS."""
+    worker, controller = start(**GSPO, num_epochs=1, minibatch=16, learning_rate=1e-2, kl={"coef": 0.2})
+    controller.step(0)
+    metrics = controller.step(1)
+    batch, penalty = controller.batch, worker.config.missing_eos_penalty
+    assert batch is not None
+    assert metrics["kl_nats"] > 0.01
+    assert penalty > 0
+    scores_GK = (worker.models.scale.apply(batch.scores_B) - penalty * ~batch.rollout.finished_B).view(-1, 4)
+    kl_GK = batch.kl_B.view(-1, 4)
+    above_GK = (scores_GK - scores_GK.mean(dim=1, keepdim=True)) / scores_GK.std(dim=1, keepdim=True)
+    expected = above_GK - 0.2 * (kl_GK - kl_GK.mean(dim=1, keepdim=True))
+    torch.testing.assert_close(batch.advantages_BR[:, 0], expected.flatten(), atol=1e-4, rtol=1e-4)
 
 
 def test_failed_scores_count_nowhere(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,10 +42,10 @@ def noise(*shape: int, seed: int) -> Tensor:
 def advantages(
     returns: list[float], scored: Tensor, K: int, kind: str = "group_mean", scale: Literal["group", "none"] = "none"
 ) -> tuple[list[float], list[bool]]:
-    found, informative = group_advantages(
-        torch.tensor(returns), scored, K, leave_one_out=kind == "leave_one_out", scale=scale
-    )
-    return found.tolist(), informative.tolist()
+    """Advantages without a KL penalty in the reward, so that returns are scores."""
+    scores = torch.tensor(returns)
+    found, counted = group_advantages(scores, scores, scored, K, leave_one_out=kind == "leave_one_out", scale=scale)
+    return found.tolist(), counted.tolist()
 
 
 def test_baselines_by_hand() -> None:
@@ -101,7 +101,9 @@ def test_advantages_equal_the_published_formulas(scores: list[float], scored: li
     """RLOO: r_i - 1/(n-1) Σ_{j≠i} r_j; GRPO: (r_i - mean) / std, with n - 1 as TRL and verl have it, but no ε."""
     returns, is_scored = torch.tensor(scores, dtype=torch.float64), torch.tensor(scored)
     found = {
-        (leave_one_out, scale): group_advantages(returns, is_scored, K, leave_one_out=leave_one_out, scale=scale)[0]
+        (leave_one_out, scale): group_advantages(
+            returns, returns, is_scored, K, leave_one_out=leave_one_out, scale=scale
+        )[0]
         for leave_one_out, scale in itertools.product((True, False), ("group", "none"))  # type: ignore[misc]
     }
     for row in range(6):
@@ -124,21 +126,66 @@ def groups(**changes: object) -> dict[str, object]:
     return {"advantage": {"kind": "group_mean", "samples_per_prompt": 4, **changes}}
 
 
-def estimate(advantage: GroupMean | LeaveOneOut | NoBaseline, rewards: Tensor, mask: Tensor) -> Estimate:
-    """The estimate of an advantage that reads no values."""
-    return advantage.estimate(rewards, torch.full_like(rewards, math.nan), mask)
+def estimate(
+    advantage: GroupMean | LeaveOneOut | NoBaseline, rewards: Tensor, mask: Tensor, scores: Tensor | None = None
+) -> Estimate:
+    """The estimate of an advantage that reads no values; without `scores`, rewards have no KL penalty."""
+    scores = rewards.sum(dim=1) if scores is None else scores
+    return advantage.estimate(scores, rewards, torch.full_like(rewards, math.nan), mask)
 
 
 def test_the_kl_is_inside_the_baseline() -> None:
     """The whole response is one action: its reward, less its whole KL, is compared with those of the others."""
     logprobs, ref_logprobs = noise(2, 3, seed=1), noise(2, 3, seed=2)
     mask = ragged_mask([3, 2], 3)
-    rewards, kl = token_rewards(torch.tensor([2.0, 1.0]).double(), logprobs, ref_logprobs, mask, 0.3)
-    found = estimate(LeaveOneOut(samples_per_prompt=2, scale="none"), rewards, mask)
+    scores = torch.tensor([2.0, 1.0]).double()
+    rewards, kl = token_rewards(scores, logprobs, ref_logprobs, mask, 0.3)
+    found = estimate(LeaveOneOut(samples_per_prompt=2, scale="none"), rewards, mask, scores)
     difference = (2 - 0.3 * float(kl[0])) - (1 - 0.3 * float(kl[1]))
     expected = torch.tensor([[difference] * 3, [-difference, -difference, 0]]).double()
     torch.testing.assert_close(found.advantages_BR, expected)
     assert found.metrics == {"zero_variance_groups": 0, "informative_share": 1}
+
+
+@pytest.mark.parametrize("kind", [GroupMean, LeaveOneOut])
+def test_the_group_scale_divides_scores_and_not_their_kl_penalty(kind: type[GroupMean | LeaveOneOut]) -> None:
+    """Equal scores leave the KL's own small advantages, whatever its noise; others are score / std less KL, by hand."""
+    scores = torch.tensor([2.0, 2.0, 2.0, 2.0, 1.0, 4.0, 1.0, 2.0]).double()
+    logprobs, ref_logprobs, mask = 0.06 * noise(8, 3, seed=1), torch.zeros(8, 3).double(), torch.ones(8, 3).bool()
+    factor = 4 / 3 if kind is LeaveOneOut else 1.0
+    for kl_coef in (0.2, 0.05, 0.0):
+        rewards, kl = token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef)
+        found = estimate(kind(samples_per_prompt=4, scale="group"), rewards, mask, scores)
+        for first in (0, 4):
+            group, kls = scores[first : first + 4].tolist(), kl[first : first + 4].tolist()
+            deviation = statistics.stdev(group) or math.inf
+            expected = [
+                factor * ((s - statistics.mean(group)) / deviation - kl_coef * (nats - statistics.mean(kls)))
+                for s, nats in zip(group, kls, strict=True)
+            ]
+            assert found.advantages_BR[first : first + 4, 0].tolist() == pytest.approx(expected, abs=1e-9)
+        assert found.metrics == {"zero_variance_groups": 1, "informative_share": 0.5}
+        assert bool(found.counted_BR[:4].all()) == (kl_coef > 0), "a KL in the reward has a gradient; nothing has none"
+
+
+def test_equal_groups_leave_the_gradient_of_gspo_where_trl_has_it() -> None:
+    """One of five groups has equal scores; TRL 1.16 has A = (s - mean) / (std + 1e-4), and here no KL."""
+    scores = noise(20, seed=4)
+    scores[:4] = scores[0]
+    logprobs, mask = 0.06 * noise(20, 6, seed=5), torch.ones(20, 6).bool()
+    old = logprobs - 0.02 * noise(20, 6, seed=6)
+    rewards, _ = token_rewards(scores, old, torch.zeros_like(old), mask, 0.05)
+    found = estimate(GroupMean(samples_per_prompt=4, scale="group"), rewards, mask, scores)
+    grouped = scores.view(5, 4)
+    trl = ((grouped - grouped.mean(dim=1, keepdim=True)) / (grouped.std(dim=1, keepdim=True) + 1e-4)).view(20, 1)
+    gradients = []
+    for advantages_BR in (found.advantages_BR, trl.expand(20, 6)):
+        new = logprobs.clone().requires_grad_()
+        loss, _ = policy_loss(new, old, advantages_BR, torch.ones_like(old) / 120, 0.2, by_response=True)
+        gradients.append(torch.autograd.grad(loss, new)[0].flatten())
+    ours, theirs = gradients
+    assert float(torch.cosine_similarity(ours, theirs, dim=0)) > 0.999
+    assert float(ours.norm() / theirs.norm()) == pytest.approx(1, rel=0.01)
 
 
 def test_without_a_baseline_a_token_has_the_rewards_from_it_on() -> None:
@@ -153,6 +200,12 @@ def test_without_a_baseline_a_token_has_the_rewards_from_it_on() -> None:
     for row, t in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
         expected = (float(plain[row, t]) - statistics.mean(counted)) / statistics.pstdev(counted)
         assert float(white[row, t]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_batch_scale_does_not_blow_up_rounding() -> None:
+    """Scores of a whole iteration that differ by 5e-7 are equal."""
+    scores, mask = torch.tensor([3.0, 3.0 + 2.4e-7, 3.0, 3.0 + 4.8e-7]), torch.ones(4, 1, dtype=torch.bool)
+    assert float(estimate(NoBaseline(), scores[:, None], mask).advantages_BR.abs().max()) < 0.01
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -187,6 +240,8 @@ def test_the_first_groups_whose_rewards_differ_are_kept() -> None:
         assert share == pytest.approx(4 / 6)
     scored[3] = False  # the second group has one score left, which is compared with nothing
     assert informative_groups(rewards, scored, 2, 2)[0].tolist() == [6, 7, 8, 9]
+    scored[:2] = False  # the first group has none left, and comes last
+    assert informative_groups(rewards, scored, 2, 5)[0].tolist() == [2, 3, *range(4, 12)]
 
 
 @pytest.mark.parametrize("width", [4, 7])

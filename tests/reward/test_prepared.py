@@ -4,9 +4,11 @@ import json
 import pickle
 import tracemalloc
 from functools import partial
+from pathlib import Path
 
 import pytest
 
+from dpo.config import DPOConfig
 from lm.tokenizer import Tokenizer
 from preferences.formats.merging import Found
 from preferences.statistics.agreement import accuracy_against
@@ -54,8 +56,30 @@ def prepared(
 ) -> PreparedRankings:
     config, found = read
     folder = tmp_path_factory.mktemp("prepared") / "tokens"
-    write_arrays(folder, CHECKED_SEQUENCES, partial(ranking_parts, tokenizer, found, CONTEXT, "refuse", "reward"))
+    write_arrays(folder, CHECKED_SEQUENCES, partial(ranking_parts, tokenizer, found, CONTEXT, config))
     return PreparedRankings.of(found, config, SEED, folder)
+
+
+@pytest.mark.parametrize("keeps_end", [True, False])
+def test_truncated_responses_of_the_reward_model_keep_their_end_and_those_of_dpo_do_not(
+    read: tuple[RewardConfig, Found], tokenizer: Tokenizer, tmp_path: Path, keeps_end: bool
+) -> None:
+    """Scoring ends a truncated response with the end token; a policy must not learn to end in mid-sentence."""
+    preferences = DPOConfig(rankings=read[0].rankings, on_overlong="truncate")
+    config = read[0].model_copy(update={"on_overlong": "truncate"}) if keeps_end else preferences
+    limit, whole = 150, encode_rankings(tokenizer, read[1].rankings, CONTEXT)
+    write_arrays(tmp_path / "tokens", CHECKED_SEQUENCES, partial(ranking_parts, tokenizer, read[1], limit, config))
+    prepared = PreparedRankings.of(read[1], config, SEED, tmp_path / "tokens")
+    by_task = {c.task_id: c for c in prepared.comparisons([*prepared.split.train, *prepared.split.heldout])}
+    num_cut = 0
+    for expected in whole:
+        for k, (full, found) in enumerate(zip(expected.sequences, by_task[expected.task_id].sequences, strict=True)):
+            num_cut += len(full) > limit
+            end = [tokenizer.turn_end_id] if keeps_end and len(full) > limit else []
+            assert list(found) == [*full[: limit - len(end)], *end][: len(full)]
+            prompt_tokens = len(full) - expected.response_tokens[k]
+            assert by_task[expected.task_id].response_tokens[k] == len(found) - prompt_tokens
+    assert 20 < num_cut < len(whole) * 3
 
 
 @pytest.mark.parametrize("side", ["train", "heldout"])

@@ -17,7 +17,7 @@ from lm.weights import load_language_model, load_scalar_model
 from preferences.rankings import split_rankings
 from reward.comparisons import Comparison, RankingsConfig, Verdict, read_rankings
 from reward.config import RewardConfig
-from reward.objective import AuxiliaryParameters, RankingObjective, RewardLearner
+from reward.objective import AuxiliaryParameters, RankingObjective, RewardLearner, ranking_loss
 from reward.scoring import head_scores, read_by, scores_of
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
@@ -86,6 +86,30 @@ def test_the_objective_is_the_sum_over_ragged_comparisons_of_the_mean_over_label
     assert float(extra["accuracy"]) == pytest.approx(right, rel=1e-6)
     assert objective.count(chosen) == 3
     assert objective.num_tokens(chosen) == sum(len(s) for c in comparisons for s in c.sequences)
+
+
+def test_labelers_weights_make_weighted_means(scalar: ScalarModel) -> None:
+    """Σ share · loss / Σ share, share = weight / verdicts of the comparison, whatever the weights' own mean is."""
+    right = tuple(1 + sum(alone(scalar, o) > alone(scalar, s) for o in SEQUENCES[:3]) for s in SEQUENCES[:3])
+    wrong = tuple(4 - rank for rank in right)
+    weights = {right: 1.6, wrong: 0.4}
+    verdicts = [((right, 1.6),), ((right, 1.6), (wrong, 0.4)), ((wrong, 0.4),), ((right, 1.6),)]
+    comparisons = [
+        Comparison(str(row), tuple(SEQUENCES[:3]), tuple(Verdict(ranks, weight=weight) for ranks, weight in judged))
+        for row, judged in enumerate(verdicts)
+    ]
+    objective, learner = RankingObjective(comparisons, "decoder"), RewardLearner(scalar, AuxiliaryParameters())
+    scores_BK = torch.tensor([[alone(scalar, sequence) for sequence in SEQUENCES[:3]]])
+    loss_of = {ranks: float(ranking_loss(scores_BK, torch.tensor([ranks]))[0]) for ranks in weights}
+    for rows in ([0], [2], [0, 1, 2, 3]):
+        loss, extra = objective.loss(learner, np.array(rows), CPU)
+        shares = [(ranks, weight / len(verdicts[row])) for row in rows for ranks, weight in verdicts[row]]
+        total = sum(share for _, share in shares)
+        count = objective.count(np.array(rows))
+        mean = sum(share * loss_of[ranks] for ranks, share in shares) / total
+        assert float(loss.detach()) / count == pytest.approx(mean, rel=1e-5)
+        share_right = sum(share for ranks, share in shares if ranks == right) / total
+        assert float(extra["accuracy"]) / count == pytest.approx(share_right, rel=1e-5)
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> RankingsConfig:
@@ -263,3 +287,4 @@ def test_a_labeler_who_is_often_wrong_weighs_less(tmp_path: Path, model_folder: 
     assert min(labelers[name]["weight"] for name in ("ann", "cy", "di")) > 2 * labelers["ed"]["weight"] >= 0
     assert labelers["ed"]["accuracy"] == pytest.approx(0.5, abs=0.15)
     assert sum(figures["weight"] for figures in labelers.values()) == pytest.approx(4)  # equally many rankings each
+    assert all(0 <= line["accuracy"] <= 1 for line in read_metrics(context.folder / "metrics.jsonl"))

@@ -1,0 +1,154 @@
+"""Exact coverage of intervals from one verdict per prompt, by enumeration: a win, a tie or a loss on each of n prompts
+has few outcomes that differ. `python -m benchmarks.exact_coverage` rewrites these tables of docs/statistics.md, and
+tests/benchmarks/test_exact_coverage.py checks them. Worlds with more outcomes are simulated (`compare_coverage`).
+
+Shape letters: P prompts.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from benchmarks.compare_worlds import equality
+from evaluation.statistics.win_rates import bootstrap_prompts
+from preferences.statistics.estimates import Floats
+from preferences.statistics.intervals import wilson
+
+PAGE = Path(__file__).parents[1] / "docs" / "statistics.md"
+BEGIN, END = "<!-- written by python -m benchmarks.exact_coverage: {} -->\n", "<!-- end -->\n"
+LEAST_CHANCE = 1e-9  # of an outcome that is enumerated; all others together have less than 2e-5
+
+Ends = tuple[float, float]
+
+
+class Coverage(NamedTuple):
+    """The probability that an interval contains the truth, and its expected width."""
+
+    share: float
+    width: float
+
+
+def exact_coverage(
+    interval: Callable[[Floats], Ends], num_prompts: int, win: float, tie: float, truth: float
+) -> Coverage:
+    """Returns the coverage over all outcomes [P], each 1, ½ or 0."""
+    total = covered = width = 0.0
+    loss = max(0.0, 1 - win - tie)
+    for ties in range(num_prompts + 1 if tie else 1):
+        for wins in range(num_prompts - ties + 1):
+            losses = num_prompts - ties - wins
+            ways = math.comb(num_prompts, wins) * math.comb(num_prompts - wins, ties)
+            chance = ways * win**wins * tie**ties * loss**losses
+            if chance > LEAST_CHANCE:
+                low, high = interval(np.repeat([1.0, 0.5, 0.0], [wins, ties, losses]))
+                total += chance
+                covered += chance * (low <= truth <= high)
+                width += chance * (high - low)
+    return Coverage(covered / total, width / total)
+
+
+# ---- intervals ----
+
+
+def ours(x_P: Floats) -> Ends:
+    return equality(x_P).interval()
+
+
+def bootstrapped(x_P: Floats) -> Ends:
+    found = bootstrap_prompts(x_P, seed=0)
+    return found.low, found.high
+
+
+def students(x_P: Floats) -> Ends:
+    """Mean ± t·s."""
+    half = float(stats.t.ppf(0.975, len(x_P) - 1)) * float(x_P.std(ddof=1)) / len(x_P) ** 0.5
+    return float(x_P.mean()) - half, float(x_P.mean()) + half
+
+
+def wilson_of_effective_prompts(x_P: Floats) -> Ends:
+    """Wilson's interval for p(1 - p)/v prompts, v the variance of the mean."""
+    mean, variance = float(x_P.mean()), float(x_P.var(ddof=1)) / len(x_P)
+    if not variance:
+        return mean, mean
+    low, high = wilson(np.array(mean), np.array(mean * (1 - mean) / variance))
+    return float(low), float(high)
+
+
+def plain_wilson(x_P: Floats) -> Ends:
+    low, high = wilson(np.array(x_P.mean()), np.array(len(x_P)))
+    return float(low), float(high)
+
+
+# ---- tables ----
+
+
+def _percent(found: Coverage) -> str:
+    return f"{100 * found.share:.2f}%"
+
+
+def win_rate_table() -> str:
+    lines = ["| win rate, 20 prompts | interval covers | mean width |", "|---|---|---|"]
+    for win, tie in (
+        (0.5, 0.0),
+        (0.75, 0.0),
+        (0.9, 0.0),
+        (0.95, 0.0),
+        (0.35, 0.3),
+        (0.3, 0.6),
+        (0.12, 0.8),
+        (0.8, 0.2),
+    ):
+        truth, ties = win + tie / 2, f"{tie:.0%} ties" if tie else "no ties"
+        found = exact_coverage(ours, 20, win, tie, truth)
+        lines.append(f"| {truth:.2f}, {ties} | {_percent(found)} | {found.width:.3f} |")
+    return "\n".join(lines) + "\n"
+
+
+def simpler_table() -> str:
+    """Intervals that Heed does not use, against its own."""
+    intervals = {
+        "mean ± t·s": students,
+        "Wilson, of p(1 - p)/v prompts": wilson_of_effective_prompts,
+        "percentile bootstrap": bootstrapped,
+        "score interval (ours)": ours,
+    }
+    rates = (0.5, 0.75, 0.9, 0.95)
+    lines = [f"| 20 prompts, no ties | {' | '.join(f'win rate {rate:g}' for rate in rates)} |", "|---" * 5 + "|"]
+    for name, interval in intervals.items():
+        found = [exact_coverage(interval, 20, rate, 0.0, rate) for rate in rates]
+        lines.append(f"| {name} | {' | '.join(map(_percent, found))} |")
+    return "\n".join(lines) + "\n"
+
+
+def sizes_table() -> str:
+    """Win rates and rates of flips with more prompts. Two policies' Bradley-Terry rating is the win rate's logit."""
+    rows = (
+        ("win rate .9, and its rating", ours, 0.9),
+        ("win rate .95", ours, 0.95),
+        ("flips at .05", plain_wilson, 0.05),
+    )
+    sizes = (20, 50, 100, 200)
+    lines = [f"| no ties | {' | '.join(f'{num} prompts' for num in sizes)} |", "|---" * 5 + "|"]
+    for what, interval, share in rows:
+        found = [exact_coverage(interval, num, share, 0.0, share) for num in sizes]
+        lines.append(f"| {what} | {' | '.join(map(_percent, found))} |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {"win rate": win_rate_table, "simpler": simpler_table, "sizes": sizes_table}
+
+
+def with_tables(page: str) -> str:
+    """Returns the page with newly computed tables."""
+    for name, table in TABLES.items():
+        before, rest = page.split(BEGIN.format(name))
+        page = before + BEGIN.format(name) + table() + END + rest.split(END, 1)[1]
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
