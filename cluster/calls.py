@@ -102,7 +102,7 @@ def wait_all(*started: Calls[Result]) -> list[list[Result]]:
     vigil = Vigil(
         first.limits,
         list(names.values()),
-        {names[ref]: calls.ranks.actors[rank] for ref, (calls, rank) in places.items()},
+        {names[ref]: calls.ranks.actors[rank] for ref, (calls, rank) in places.items() if calls.ranks.is_open},
     )
     results: dict[Any, Any] = {}
     pending = list(places)
@@ -141,7 +141,7 @@ class Vigil:
 
     config: ClusterConfig
     workers: Sequence[str]
-    actors: Mapping[str, Any]  # by worker
+    actors: Mapping[str, Any]  # by worker; without those of closed groups
     _clocks: dict[str, _Clock] = field(default_factory=dict)
     _stalled_seconds: float = 0.0
     _unanswered_since: float = 0.0  # when the store first failed to answer; 0 = it has answered
@@ -179,8 +179,10 @@ class Vigil:
             RayError: Ray's head does not answer.
         """
         for worker in pending:
-            clock = self._clocks.setdefault(worker, _Clock())
-            if not clock.has_process and (worker in heard or actor_table(self.actors[worker]._actor_id.hex())["Pid"]):
+            clock, actor = self._clocks.setdefault(worker, _Clock()), self.actors.get(worker)
+            if clock.has_process:
+                continue
+            if worker in heard or actor is None or actor_table(actor._actor_id.hex()).get("Pid"):
                 clock.has_process, clock.silent_seconds = True, 0.0
 
     def _count(self, heard: Mapping[str, Beat], pending: Collection[str], elapsed: float) -> None:
@@ -196,6 +198,11 @@ class Vigil:
     def limit_of(self, worker: str) -> str:
         """Which setting of [cluster] limits this worker's silence."""
         return self._clocks.get(worker, _Clock()).limit
+
+    def is_starting(self, worker: str) -> bool:
+        """Whether Ray's head has just answered that this worker has no process yet."""
+        clock = self._clocks.get(worker)
+        return clock is not None and not clock.has_process and self._unanswered_since == 0.0
 
     def is_silent(self, worker: str) -> bool:
         clock = self._clocks.get(worker, _Clock())
@@ -233,9 +240,10 @@ def _require_life(vigil: Vigil, pending: Sequence[tuple[tuple[Calls[Any], int], 
         )
         lost = [rank for other, rank, name in silent if other is calls and vigil.limit_of(name) == limit]
         _give_up(calls, lost, why, involved)
-    for (calls, rank), name in pending:
-        if vigil.limit_of(name) == "start_seconds" and not is_placed(calls.ranks.placement):
-            _give_up(calls, [rank], "its machine was lost before its process started", involved)
+    starting = {calls.ranks.name: (calls, rank) for (calls, rank), name in pending if vigil.is_starting(name)}
+    for calls, rank in starting.values():
+        if not is_placed(calls.ranks.placement):
+            _give_up(calls, [rank], "a machine of its group was lost before its process started", involved)
     calls, _ = pending[0][0]
     ranks = [rank for (other, rank), _ in pending if other is calls]
     if vigil.is_deaf:
