@@ -30,6 +30,7 @@ from stages.progress import STATUS, RunStatus
 from stages.reports.page import Live, Now, Page, render, render_now
 from stages.reports.parts import Answer
 from stages.reports.text import clean_text, duration, number
+from training.notices import cause_of
 
 HOST = "127.0.0.1"
 SILENT_SECONDS = 30.0  # without a sign of life from a job whose status says that it runs
@@ -152,7 +153,10 @@ def now_in_words(folder: Path, seconds: float = ANSWER_SECONDS) -> str:
     found: list[str] = []
 
     def read() -> None:
-        found.append(Watched(folder).now().text if (folder / STATUS).exists() else "")
+        try:
+            found.append(Watched(folder).now().text if (folder / STATUS).exists() else "")
+        except OSError as error:
+            found.append(f"{folder} cannot be read: {cause_of(error)}")
 
     reading = threading.Thread(target=read, name="status of a run", daemon=True)
     reading.start()

@@ -19,6 +19,7 @@ from files.records import as_json
 from heed.jobs.report import StatusFile
 from heed.jobs.watch import Watched, make_app, now_in_words, now_of, watch
 from stages.progress import Restart, RunStatus
+from stages.reports.page import Now
 
 STATUS = RunStatus(
     "running", "node-1", 42, started=1_000.0, updated=1_600.0, stage="ppo", stage_started=1_500.0, phase="sampling",
@@ -148,7 +149,12 @@ def test_the_status_of_a_run_elsewhere_waits_for_no_storage(tmp_path: Path, monk
     words = "No update in ppo for 5 min 00 s: the job may have been killed, or its storage or head may hang."
     assert now_in_words(tmp_path) == words
     back = threading.Event()
-    monkeypatch.setattr(Watched, "now", lambda _self: back.wait(60))
+
+    def hang(_watched: Watched) -> Now:
+        back.wait(60)
+        return Now("unclear", "")
+
+    monkeypatch.setattr(Watched, "now", hang)
     assert now_in_words(tmp_path, 0.1) == f"{tmp_path} has not answered for 0 s: its storage hangs."
     back.set()
 
