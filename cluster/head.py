@@ -38,16 +38,24 @@ def _watch(callback: Callable[[str], None], closes: threading.Event) -> None:
     while not closes.wait(CHECK_SECONDS):
         # Time in which this process was suspended does not count.
         elapsed, looked_at = min(time.monotonic() - looked_at, 3 * CHECK_SECONDS), time.monotonic()
-        if not ray.is_initialized():
+        address = _address()
+        if not address:
             gone_seconds = 0.0
             continue
-        address = ray.get_runtime_context().gcs_address
         # A head that was started again knows nothing of this job, unless its state is kept outside it: then it answers.
         is_gone = not _answers() if gone_seconds else _refuses(address)
         gone_seconds = gone_seconds + elapsed if is_gone else 0.0
         if gone_seconds > HEAD_SECONDS:
             callback(_line(address))
             return
+
+
+def _address() -> str:
+    """Where the head of this process's cluster is; "" if the process is in none, or is just leaving it."""
+    try:
+        return str(ray.get_runtime_context().gcs_address) if ray.is_initialized() else ""
+    except Exception:  # what Ray raises depends on how far it has left
+        return ""
 
 
 def _refuses(address: str) -> bool:
