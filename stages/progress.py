@@ -146,8 +146,8 @@ class Restart:
 class RunStatus:
     """State of a run. Times are in seconds since the epoch. `done` of `total` is 0 of 0 if the stage counts nothing.
 
-    `workers` are the ranks of each group. `message` says why a job failed, or what it waits for,
-    also while it runs: lost machines, places of another job, storage.
+    `workers` are the ranks of each group. `message` says why a job failed, or what it waits for. A running job may wait
+    for lost machines, for the places of another job, or for its storage.
     """
 
     state: State
