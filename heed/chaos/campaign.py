@@ -33,7 +33,7 @@ MIN_DISK_BYTES = 64 << 20
 LIMITS = (
     "cluster.silence_seconds=15",
     "cluster.stall_seconds=60",
-    "cluster.start_seconds=90",  # the only limit that notices a worker stopped before its first heartbeat
+    "cluster.start_seconds=90",
     "engine.collective_timeout_seconds=30",
 )
 
