@@ -160,9 +160,10 @@ def send_claim(number: int) -> None:
         _store().internal_kv_put(_job().encode(), str(number).encode(), True, _CLAIMS, ANSWER_SECONDS)
 
 
-def withdraw_claim() -> None:
+def withdraw_claim(job: str = "") -> None:
+    """Remove this job's claim, or that of another job which has ended."""
     with suppress(RayError):
-        _store().internal_kv_del(_job().encode(), False, _CLAIMS, ANSWER_SECONDS)
+        _store().internal_kv_del((job or _job()).encode(), False, _CLAIMS, ANSWER_SECONDS)
 
 
 def claims_of_others() -> dict[str, int]:

@@ -90,7 +90,10 @@ class Places:
             job: self._claims[job] if job in self._claims and self._claims[job][0] == number else (number, now)
             for job, number in claims.items()
         }
-        return any(now - read_at < CLAIM_SECONDS for _, read_at in self._claims.values())
+        left = [job for job, (_, read_at) in self._claims.items() if now - read_at > CLAIM_SECONDS]
+        for job in left:
+            withdraw_claim(job)
+        return len(self._claims) > len(left)
 
     def free(self) -> None:
         """Give the places back, and end processes that are still there, stopped ones included."""
