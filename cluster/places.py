@@ -134,7 +134,8 @@ def _why_missing(group: PlacementGroup | None, num_ranks: int, bundle: Bundle) -
         return "a job that has lost its own places comes first"
     try:
         if is_placed(group):
-            return f"no answer from {', '.join(sorted(set(_silent_machines(group)))) or 'a machine until now'}"
+            silent = ", ".join(sorted(set(_silent_machines(group))))
+            return f"no answer from {silent}" if silent else "the machines have just answered"
         nodes: Mapping[Any, Any] = internal_kv.internal_kv_get_gcs_client().get_all_node_info(timeout=ANSWER_SECONDS)
         free_on: Mapping[str, Mapping[str, float]] = available_resources_per_node()
         placed = nodes_of(group)
