@@ -5,13 +5,14 @@ fails, its peers fail in their next collective and may report it sooner, so `res
 """
 
 import time
-from collections.abc import Collection, Sequence, Sized
+from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Generic, NoReturn, TypeVar
 
 import ray
+from ray._private.state import actors as actor_table
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 
 from cluster.config import ClusterConfig
 from cluster.failures import (
@@ -23,7 +24,9 @@ from cluster.failures import (
     ran_out_of_memory,
     without_colours,
 )
-from cluster.messages import forget_beats, read_beats
+from cluster.messages import NO_BEAT, Beat, forget_beats, read_beats
+from cluster.places import Places, is_placed
+from training.notices import RunError
 
 # Ray reports a lost node within this time; broken connections of its peers are noticed at once.
 LOSS_SECONDS = 15.0
@@ -42,7 +45,7 @@ class Ranks:
     names: list[str]  # by rank, as used in heartbeats
     placement: PlacementGroup
     limits: ClusterConfig  # how long they may be silent or stuck
-    is_guest: bool = False  # whether the places belong to another group
+    owned: Places | None  # the places, if they end with the group
 
     @property
     def num_ranks(self) -> int:
@@ -53,14 +56,14 @@ class Ranks:
         return bool(self.actors)
 
     def close(self) -> None:
-        """End the processes and free their places."""
+        """End the processes, and free their places if nothing else holds them."""
         if not self.is_open:
             return
         for actor in self.actors:
             ray.kill(actor, no_restart=True)
         self.actors = []
-        if not self.is_guest:
-            remove_placement_group(self.placement)  # ends stopped processes, too
+        if self.owned is not None:
+            self.owned.free()
         forget_beats(self.name)
 
 
@@ -96,7 +99,11 @@ def wait_all(*started: Calls[Result]) -> list[list[Result]]:
     places = {ref: (calls, rank) for calls in started for rank, ref in enumerate(calls.references)}
     names = {ref: calls.ranks.names[rank] for ref, (calls, rank) in places.items()}
     first = started[0].ranks
-    vigil = Vigil(first.limits, list(names.values()))
+    vigil = Vigil(
+        first.limits,
+        list(names.values()),
+        {names[ref]: calls.ranks.actors[rank] for ref, (calls, rank) in places.items() if calls.ranks.is_open},
+    )
     results: dict[Any, Any] = {}
     pending = list(places)
     while pending:
@@ -114,9 +121,14 @@ def wait_all(*started: Calls[Result]) -> list[list[Result]]:
 class _Clock:
     """What is known about one worker since a call began."""
 
-    num_beats: int = 0
-    progress: int = -1
+    beat: Beat = NO_BEAT
     silent_seconds: float = 0.0
+    has_process: bool = False
+
+    @property
+    def limit(self) -> str:
+        """The setting that limits its silence: another one while Ray starts its process."""
+        return "silence_seconds" if self.has_process else "start_seconds"
 
 
 @dataclass
@@ -129,6 +141,7 @@ class Vigil:
 
     config: ClusterConfig
     workers: Sequence[str]
+    actors: Mapping[str, Any]  # by worker; without those of closed groups
     _clocks: dict[str, _Clock] = field(default_factory=dict)
     _stalled_seconds: float = 0.0
     _unanswered_since: float = 0.0  # when the store first failed to answer; 0 = it has answered
@@ -148,6 +161,7 @@ class Vigil:
         asked_at = time.monotonic()
         try:
             heard = read_beats(self.workers)
+            self._find_processes(heard, pending)
         except RayError:
             self._unanswered_since = self._unanswered_since or asked_at
             return
@@ -158,29 +172,50 @@ class Vigil:
         self._answered_at = now
         self._count(heard, pending, elapsed)
 
-    def _count(self, heard: dict[str, tuple[int, int]], pending: Collection[str], elapsed: float) -> None:
+    def _find_processes(self, heard: Collection[str], pending: Collection[str]) -> None:
+        """Note which workers' processes have started. One that has not sent a beat may have been stopped before it.
+
+        Raises:
+            RayError: Ray's head does not answer.
+        """
+        for worker in pending:
+            clock, actor = self._clocks.setdefault(worker, _Clock()), self.actors.get(worker)
+            if clock.has_process:
+                continue
+            if worker in heard or actor is None or actor_table(actor._actor_id.hex()).get("Pid"):
+                clock.has_process, clock.silent_seconds = True, 0.0
+
+    def _count(self, heard: Mapping[str, Beat], pending: Collection[str], elapsed: float) -> None:
         moved = False
         for worker in pending:
             clock = self._clocks.setdefault(worker, _Clock())
-            num_beats, progress = heard.get(worker, (clock.num_beats, clock.progress))
-            clock.silent_seconds = 0.0 if num_beats != clock.num_beats else clock.silent_seconds + elapsed
-            moved = moved or progress != clock.progress
-            clock.num_beats, clock.progress = num_beats, progress
+            beat = heard.get(worker, clock.beat)
+            clock.silent_seconds = 0.0 if beat.number != clock.beat.number else clock.silent_seconds + elapsed
+            moved = moved or beat.progress != clock.beat.progress
+            clock.beat = beat
         self._stalled_seconds = 0.0 if moved else self._stalled_seconds + elapsed
 
-    def limit_of(self, worker: str) -> float:
-        """How long this worker may be silent: longer before its first beat, while its process starts."""
-        clock = self._clocks.get(worker, _Clock())
-        return self.config.silence_seconds if clock.num_beats else self.config.start_seconds
+    def limit_of(self, worker: str) -> str:
+        """Which setting of [cluster] limits this worker's silence."""
+        return self._clocks.get(worker, _Clock()).limit
+
+    def is_starting(self, worker: str) -> bool:
+        """Whether Ray's head has just answered that this worker has no process yet."""
+        clock = self._clocks.get(worker)
+        return clock is not None and not clock.has_process and self._unanswered_since == 0.0
 
     def is_silent(self, worker: str) -> bool:
         clock = self._clocks.get(worker, _Clock())
-        return clock.silent_seconds > self.limit_of(worker)
+        return clock.silent_seconds > getattr(self.config, clock.limit)
 
     @property
     def is_stalled(self) -> bool:
         """Whether, for too long, no worker that has work to do has made progress."""
         return self._stalled_seconds > self.config.stall_seconds
+
+    def users_code_of(self, worker: str) -> str:
+        """Which user's code this worker was running at its last heartbeat; "" for none."""
+        return self._clocks.get(worker, _Clock()).beat.users_code
 
     @property
     def is_deaf(self) -> bool:
@@ -190,31 +225,51 @@ class Vigil:
 
 
 def _require_life(vigil: Vigil, pending: Sequence[tuple[tuple[Calls[Any], int], str]]) -> None:
-    """Raises WorkerLostError naming the silent ranks or, if none makes progress, all pending ranks."""
+    """Raises WorkerLostError naming the silent ranks or, if none makes progress, all pending ranks; RunError if a rank
+    is stuck in a user's code, which another try would not change.
+    """
     involved = [calls for (calls, _), _ in pending]
     silent = [(calls, rank, name) for (calls, rank), name in pending if vigil.is_silent(name)]
     if silent:
-        calls, _, _ = silent[0]
-        seconds = max(vigil.limit_of(name) for _, _, name in silent)
+        calls, _, first = silent[0]
+        limit = vigil.limit_of(first)
+        cause = "is stopped" if limit == "silence_seconds" else "does not start"
         why = (
-            f"no heartbeat for {seconds:g} s (cluster.silence_seconds): its process is stopped, or its machine is"
-            " unreachable"
+            f"no heartbeat for {getattr(vigil.config, limit):g} s (cluster.{limit}): its process {cause}, or its"
+            " machine is unreachable"
         )
-        _give_up(calls, [rank for other, rank, _ in silent if other is calls], why, involved)
+        lost = [rank for other, rank, name in silent if other is calls and vigil.limit_of(name) == limit]
+        _give_up(calls, lost, why, involved)
+    starting = {calls.ranks.name: (calls, rank) for (calls, rank), name in pending if vigil.is_starting(name)}
+    for calls, rank in starting.values():
+        if not is_placed(calls.ranks.placement):
+            _give_up(calls, [rank], "a machine of its group was lost before its process started", involved)
     calls, _ = pending[0][0]
     ranks = [rank for (other, rank), _ in pending if other is calls]
     if vigil.is_deaf:
         why = f"its state is unknown, because Ray's head has not answered for {vigil.config.start_seconds:g} s"
         _give_up(calls, ranks, why, involved)
+    for (stuck, rank), name in pending if vigil.is_stalled else ():
+        if code := vigil.users_code_of(name):
+            _close_all(involved)
+            raise RunError(
+                f"{stuck.phase}: rank {rank} of {stuck.ranks.num_ranks}: {code} has not returned for"
+                f" {vigil.config.stall_seconds:g} s (cluster.stall_seconds). It would hang again, so the run ends;"
+                " mend the function, or raise the limit if it is only slow, and run the same command again"
+            )
     if vigil.is_stalled:
         why = f"it has made no progress for {vigil.config.stall_seconds:g} s (cluster.stall_seconds)"
         _give_up(calls, ranks, why, involved)
 
 
-def _give_up(calls: Calls[Any], ranks: Sequence[int], why: str, involved: Sequence[Calls[Any]]) -> NoReturn:
-    """End the groups that wait for each other, stopped processes included, and raise WorkerLostError."""
+def _close_all(involved: Sequence[Calls[Any]]) -> None:
     for other in involved:
         other.ranks.close()
+
+
+def _give_up(calls: Calls[Any], ranks: Sequence[int], why: str, involved: Sequence[Calls[Any]]) -> NoReturn:
+    """End the groups that wait for each other, stopped processes included, and raise WorkerLostError."""
+    _close_all(involved)
     named = ", ".join(map(str, ranks))
     raise WorkerLostError(f"{calls.phase}: rank {named} of {calls.ranks.num_ranks} was lost: {why}")
 

@@ -15,16 +15,14 @@ class ClusterConfig(Config):
     silence_seconds: float = Field(
         default=60.0,
         gt=0,
-        description="A rank without a heartbeat for this long counts as lost: its process or machine does not answer.",
+        description="A rank without a heartbeat for this long, from the start of its process on, counts as lost.",
     )
     stall_seconds: float = Field(
         default=1800.0,
         gt=0,
         description="A call counts as stuck if no rank finishes a token or a micro-batch for this long.",
     )
-    start_seconds: float = Field(
-        default=600.0, gt=0, description="How long a worker process may take to send its first heartbeat."
-    )
+    start_seconds: float = Field(default=600.0, gt=0, description="How long Ray may take to start a worker's process.")
     wait_for_nodes_seconds: float = Field(
         default=300.0,
         ge=0,

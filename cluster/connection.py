@@ -8,9 +8,10 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray._private import worker as ray_worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster import local_ray
@@ -20,6 +21,8 @@ from cluster.worker import HeedFirst
 from lm.config import Precision
 from training.config import EngineConfig, cpu_multiplies_bf16
 from training.notices import RunError, say
+
+log = logging.getLogger(__name__)
 
 Bundle = Mapping[str, float]  # what one rank takes of its machine
 
@@ -42,6 +45,7 @@ def connect(num_workers: int) -> None:
     if ray.is_initialized() and not is_starting:
         return
     end_by_sigterm()
+    ray_worker.print_to_stdstream = _log_message
     if is_starting or not os.environ.get("RAY_ADDRESS"):
         _start(num_workers)
         return
@@ -54,6 +58,14 @@ def connect(num_workers: int) -> None:
             f"RAY_ADDRESS is {os.environ['RAY_ADDRESS']!r}; cannot join a Ray cluster there: {_first_sentence(error)};"
             " check the address and whether Ray runs there (`ray status`), or unset RAY_ADDRESS to use this machine"
         ) from error
+
+
+def _log_message(data: Any, ignore_prefix: bool) -> None:
+    """Take what Ray would print on standard output when it arrives, and again at the end: the last lines of the log of
+    each lost node. Heed reports losses itself, and the log stays on the node.
+    """
+    del ignore_prefix
+    log.info("%s", "\n".join(data["lines"]))
 
 
 def _start(num_workers: int) -> None:
@@ -155,22 +167,23 @@ def require_places(num_workers: int, bundle: Bundle, nodes: Sequence[Mapping[str
     Raises:
         NoPlaceError: the workers could never be placed; the message says what is needed and what there is.
     """
-    rooms = _rooms(bundle, nodes)
-    if sum(rooms) < num_workers:
-        kinds = Counter(_words({kind: node.get(kind, 0.0) for kind in bundle}) for node in nodes)
+    room = rooms(bundle, nodes)
+    if sum(room) < num_workers:
+        kinds = Counter(in_words({kind: node.get(kind, 0.0) for kind in bundle}) for node in nodes)
         has = ", ".join(f"{number} x ({words})" for words, number in kinds.items())
         raise NoPlaceError(
-            f"workers is {num_workers}, and each needs {_words(bundle)} on one node; the cluster's nodes ({has}) have"
-            f" room for {sum(rooms)}"
+            f"workers is {num_workers}, and each needs {in_words(bundle)} on one node; the cluster's nodes ({has}) have"
+            f" room for {sum(room)}"
         )
 
 
-def _rooms(bundle: Bundle, nodes: Sequence[Mapping[str, float]]) -> list[int]:
+def rooms(bundle: Bundle, nodes: Sequence[Mapping[str, float]]) -> list[int]:
     """How many ranks each node could hold, if nothing else ran on it."""
     return [min(int(node.get(kind, 0.0) // amount) for kind, amount in bundle.items()) for node in nodes]
 
 
-def _words(bundle: Mapping[str, float]) -> str:
+def in_words(bundle: Mapping[str, float]) -> str:
+    """Return "1 CPU and 1 GPU"."""
     return " and ".join(f"{amount:g} {kind}" for kind, amount in bundle.items())
 
 
@@ -190,30 +203,12 @@ def most_ranks_per_node(num_ranks: int, bundle: Bundle) -> int:
     It does not depend on where the ranks are now. The order in which tensors are summed depends on the number of
     threads, so a group that is placed differently after a loss must use the same number, or its bits would differ.
     """
-    return max(1, min(num_ranks, max(_rooms(bundle, living_nodes()), default=1)))
+    return max(1, min(num_ranks, max(rooms(bundle, living_nodes()), default=1)))
 
 
 def hidden_gpus(bundle: Bundle) -> dict[str, str]:
     """Environment that hides GPUs from a rank that has none. Otherwise it would see, and use, those of other ranks."""
     return {} if "GPU" in bundle else {"CUDA_VISIBLE_DEVICES": ""}
-
-
-def place(num_workers: int, bundle: Bundle, wait_seconds: float) -> PlacementGroup:
-    """Reserve the workers' places. Raises NoPlaceError, with the cluster's resources, if they are not free in time."""
-    group = placement_group([dict(bundle)] * num_workers, strategy="PACK")
-    if not group.wait(wait_seconds):
-        remove_placement_group(group)
-        raise NoPlaceError(
-            f"{num_workers} workers with {_words(bundle)} each could not be placed within {wait_seconds:.0f} s; the"
-            f" cluster has {ray.cluster_resources()}, of which {ray.available_resources()} is free"
-        )
-    return group
-
-
-def nodes_of(group: PlacementGroup) -> list[str]:
-    """The node of each of a placed group's bundles."""
-    node_of_bundle: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    return [node_of_bundle[bundle] for bundle in sorted(node_of_bundle)]
 
 
 def resolve_precision(engine: EngineConfig, bundle: Bundle, num_ranks: int, limit_seconds: float) -> EngineConfig:

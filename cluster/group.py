@@ -3,13 +3,14 @@
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar, TypeVarTuple
 
 import ray
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.calls import Calls, Ranks, stored_once
@@ -22,12 +23,11 @@ from cluster.connection import (
     hidden_gpus,
     living_nodes,
     most_ranks_per_node,
-    nodes_of,
-    place,
     require_places,
 )
 from cluster.environment import WORKER_ENVIRONMENT
 from cluster.failures import WorkerError
+from cluster.places import Places, nodes_of
 from cluster.remote import Closeable, Remote
 from cluster.worker import _Worker
 from files.importing import user_folders
@@ -44,8 +44,8 @@ class WorkerGroup:
 
     `bundle` is what each rank takes of its node; the default is a core, and a GPU if there is one for each rank.
     `python` is an interpreter other than the driver's, with Heed and the same Ray. With a `host`, rank n shares the
-    place of the host's rank n and takes no further resources. With `waits` false, the constructor returns while ranks
-    are still loading their libraries; call `join` before anything else.
+    place of the host's rank n and takes no further resources. `places` outlive the group. With `waits` false, the
+    constructor returns while ranks are still loading their libraries; call `join` before anything else.
 
     Raises:
         WorkerError: from any call that fails on a rank. A ValueError of a rank is the user's mistake and is raised
@@ -61,6 +61,7 @@ class WorkerGroup:
         waits_for_nodes: bool = False,
         python: str = "",
         host: "WorkerGroup | None" = None,
+        places: Places | None = None,
         waits: bool = True,
     ) -> None:
         connect(num_workers)
@@ -68,8 +69,14 @@ class WorkerGroup:
         bundle = bundle or choose_bundle(num_workers, cluster_gpus(), use_gpus=self.config.use_gpus)
         if not waits_for_nodes and host is None:
             require_places(num_workers, bundle, living_nodes())
-        places, gpus = (None, ()) if host is None else (host.ranks, host.visible_gpus())
-        self.ranks: Ranks = _start_ranks(num_workers, bundle, self.config, python, places, gpus)
+        if host is None:
+            reserved = places or Places()
+            placement = reserved.reserve(num_workers, bundle, self.config.wait_for_nodes_seconds)
+            owned, taken, gpus = None if places else reserved, bundle, [hidden_gpus(bundle)] * num_workers
+        else:
+            placement, gpus = host.ranks.placement, [*map(_shown_gpus, host.visible_gpus())]
+            owned, taken = None, {"CPU": 0.0}
+        self.ranks: Ranks = _start_ranks(bundle, taken, self.config, placement, owned, python, gpus)
         if waits:
             self.join()
 
@@ -149,33 +156,28 @@ def require_shared(group: WorkerGroup, folder: Path) -> None:
 
 
 def _start_ranks(
-    num_ranks: int,
     bundle: Bundle,
+    taken: Bundle,
     config: ClusterConfig,
-    python: str = "",
-    host: Ranks | None = None,
-    gpus_of_hosts: Sequence[str] = (),
+    placement: PlacementGroup,
+    owned: Places | None,
+    python: str,
+    gpus: Sequence[Mapping[str, str]],
 ) -> Ranks:
-    """Reserve places and start one process in each; the ranks of one node are neighbours.
+    """Start one process in each place; the ranks of one node are neighbours.
 
-    Returns while the processes still load their libraries. `python` is an interpreter other than the driver's. With a
-    `host`, rank n shares the place of the host's rank n and reserves nothing; `gpus_of_hosts` are the GPUs that these
-    ranks see.
-
-    Raises:
-        NoPlaceError: no place is free within `cluster.wait_for_nodes_seconds`.
+    Returns while the processes still load their libraries. `taken` is what each takes of its place, and `gpus` has the
+    environment by rank that shows or hides GPUs. `python` is an interpreter other than the driver's.
     """
-    placement = host.placement if host else place(num_ranks, bundle, config.wait_for_nodes_seconds)
+    nodes, num_ranks = nodes_of(placement), len(gpus)
     group_name = secrets.token_hex(4)
     names = [f"{group_name}/{rank}" for rank in range(num_ranks)]
     per_node = most_ranks_per_node(num_ranks, bundle)
     # Loading libraries does not count as progress.
     stall_seconds = max(config.start_seconds, config.stall_seconds)
     limits = config.model_copy(update={"stall_seconds": stall_seconds})
-    gpus = [hidden_gpus(bundle)] * num_ranks if host is None else [*map(_shown_gpus, gpus_of_hosts)]
-    taken = bundle if host is None else {"CPU": 0.0}
     folders, actors = [os.getcwd(), *user_folders()], []
-    for rank, index in enumerate(_neighbours(nodes_of(placement))):
+    for rank, index in enumerate(_neighbours(nodes)):
         remote = ray.remote(_Worker).options(
             num_cpus=taken["CPU"],
             num_gpus=taken.get("GPU", 0.0),
@@ -187,7 +189,7 @@ def _start_ranks(
         )
         limit = config.beat_limit_seconds
         actors.append(remote.remote(rank, num_ranks, per_node, names[rank], limit, config.cpu_threads, folders))
-    return Ranks(group_name, actors, names, placement, limits, is_guest=host is not None)
+    return Ranks(group_name, actors, names, placement, limits, owned)
 
 
 def _shown_gpus(gpus: str) -> dict[str, str]:

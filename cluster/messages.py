@@ -12,6 +12,7 @@ would forward everything it prints, and a file might be on the very disk that ha
 
 Request to stop: a rank that is in a call accepts no other call, so a thread of each rank 0 polls for it.
 `training.loop` passes it on to the other ranks.
+Claims: a job that has lost places says so, and jobs that wait for their first places stand back meanwhile.
 """
 
 import itertools
@@ -21,13 +22,14 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
-from lm.progress import progress_noted
+from lm.progress import progress_noted, users_code_noted
 from training.notices import request_stop
 
 log = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ BEATS_IN_LIMIT = 6  # so that a late beat is not taken for silence
 MAX_BEAT_SECONDS = 5.0
 ANSWER_SECONDS = 2.0  # how long to wait for the store, which normally answers within milliseconds
 STOP_POLL_SECONDS = 0.5  # between polls for the request to stop
-_BEATS, _NOTICES, _STOP = b"heed-beats", b"heed-notices", b"heed-stop"  # namespaces of the store
+_BEATS, _NOTICES, _STOP, _CLAIMS = b"heed-beats", b"heed-notices", b"heed-stop", b"heed-claims"  # namespaces
 _notice_numbers = itertools.count()
 
 
@@ -46,7 +48,7 @@ def send_beats(worker: str, limit_seconds: float) -> None:
 
     def run() -> None:
         for number in itertools.count(1):
-            beat = f"{number} {progress_noted()}".encode()
+            beat = f"{number} {progress_noted()} {users_code_noted()}".encode()
             try:
                 _store().internal_kv_put(worker.encode(), beat, True, _BEATS, ANSWER_SECONDS)
             except RayError as error:  # the head is out of reach; the next beat may get through
@@ -56,16 +58,28 @@ def send_beats(worker: str, limit_seconds: float) -> None:
     threading.Thread(target=run, name="heartbeat", daemon=True).start()
 
 
-def read_beats(workers: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return the number of beats and the last count of work, for each of these workers that has sent any.
+@dataclass(frozen=True)
+class Beat:
+    """A heartbeat of a worker: its number, the work that the worker has counted, and the user's code that it runs."""
+
+    number: int
+    progress: int
+    users_code: str  # "" if it runs none
+
+
+NO_BEAT = Beat(0, -1, "")
+
+
+def read_beats(workers: Sequence[str]) -> dict[str, Beat]:
+    """Return the last beat of each of these workers that has sent any.
 
     Raises:
         RayError: Ray's head does not answer.
     """
     keys = [worker.encode() for worker in workers]
     stored = _store().internal_kv_multi_get(keys, _BEATS, ANSWER_SECONDS)
-    beats = {key.decode(): beat.split() for key, beat in stored.items()}
-    return {worker: (int(number), int(progress)) for worker, (number, progress) in beats.items()}
+    beats = {key.decode(): beat.decode().split(" ", 2) for key, beat in stored.items()}
+    return {worker: Beat(int(number), int(progress), code) for worker, (number, progress, code) in beats.items()}
 
 
 def forget_beats(group: str) -> None:
@@ -138,6 +152,28 @@ def listen_for_request() -> None:
                 return
 
     threading.Thread(target=wait, name="stop request", daemon=True).start()
+
+
+def send_claim(number: int) -> None:
+    """Tell jobs that wait for their first places that this one has lost its own; `number` grows with each call."""
+    with suppress(RayError):
+        _store().internal_kv_put(_job().encode(), str(number).encode(), True, _CLAIMS, ANSWER_SECONDS)
+
+
+def withdraw_claim(job: str = "") -> None:
+    """Remove this job's claim, or that of another job which has ended."""
+    with suppress(RayError):
+        _store().internal_kv_del((job or _job()).encode(), False, _CLAIMS, ANSWER_SECONDS)
+
+
+def claims_of_others() -> dict[str, int]:
+    """Return the number of the last claim of each other job; of one that has ended, it does not change any more."""
+    try:
+        others = [key for key in _store().internal_kv_keys(b"", _CLAIMS, ANSWER_SECONDS) if key != _job().encode()]
+        found = _store().internal_kv_multi_get(others, _CLAIMS, ANSWER_SECONDS) if others else {}
+    except RayError:
+        return {}
+    return {key.decode(): int(number) for key, number in found.items()}
 
 
 def _job() -> str:

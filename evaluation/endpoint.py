@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from files.atomic import on_network
 from files.retries import post_json
 from reward.external import SHOWN_CHARACTERS
 
@@ -126,7 +127,7 @@ class AnswerCache:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._database = sqlite3.connect(path, timeout=30.0, check_same_thread=False, isolation_level=None)
         try:
-            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.execute(f"PRAGMA journal_mode = {'DELETE' if on_network(path) else 'WAL'}")
             self._database.execute(TABLE)
         except sqlite3.DatabaseError as error:
             self._database.close()

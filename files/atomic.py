@@ -6,16 +6,23 @@ files in a folder.
 `lock` lets one process at a time work in a folder.
 """
 
+import errno
 import fcntl
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 PREFIX = ".writing-"
+# How their names begin in the list of mounts.
+NETWORK_FILE_SYSTEMS = (
+    "nfs", "cifs", "smb", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "afs", "9p", "virtiofs", "orangefs", "pvfs2",
+    "panfs", "wekafs", "fuse.",
+)  # fmt: skip
 
 
 def temporary_path(path: Path) -> Path:
@@ -119,6 +126,18 @@ def _remove(path: Path) -> None:
         return
 
 
+def on_network(path: Path) -> bool:
+    """Whether a file lies on a file system that other machines share. There SQLite must not use a write-ahead log: its
+    index is in memory, which only processes of one machine share (sqlite.org/wal.html).
+    """
+    import psutil  # here, since most programs that write files do not ask
+
+    folder = path.resolve().parent
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if folder.is_relative_to(mount.mountpoint)]
+    kind = max(mounts, key=lambda mount: len(mount.mountpoint)).fstype if mounts else ""
+    return str(kind).startswith(NETWORK_FILE_SYSTEMS)
+
+
 @contextmanager
 def lock(folder: Path, *, doing: str = "running this job", other: str = "--runs") -> Iterator[None]:
     """Keep other processes out of a folder. The system releases the lock when its process ends, however it ends.
@@ -126,7 +145,7 @@ def lock(folder: Path, *, doing: str = "running this job", other: str = "--runs"
     `doing` and `other` (a command-line option) go into the message.
 
     Raises:
-        ValueError: another process has the lock; the message names it.
+        ValueError: another process has the lock, which the message names; or the file system has no locks.
     """
     with (folder / "run.lock").open("a+", encoding="utf-8") as file:
         try:
@@ -136,7 +155,15 @@ def lock(folder: Path, *, doing: str = "running this job", other: str = "--runs"
             raise ValueError(
                 f"{folder}: process {file.read()} is {doing} here; wait for it, or run with another {other}"
             ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+            raise ValueError(
+                f"{other}: {folder} is on a file system that cannot lock files ({os.strerror(error.errno)}), so nothing"
+                " would keep a second process out; mount it with locks (Lustre: -o flock; NFS: with its lock service)"
+                f" or use another {other}"
+            ) from None
         file.truncate(0)
-        file.write(str(os.getpid()))
+        file.write(f"{os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield

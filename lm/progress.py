@@ -4,7 +4,11 @@ A watcher outside a rank uses this count to tell slow work from stuck work. Each
 files adds to it. The size of a piece does not matter, only that the next one comes.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 _num_pieces = 0
+_users_code = ""
 
 
 def note_progress() -> None:
@@ -16,3 +20,19 @@ def note_progress() -> None:
 def progress_noted() -> int:
     """Returns how many pieces this process has counted so far."""
     return _num_pieces
+
+
+@contextmanager
+def in_users_code(what: str) -> Iterator[None]:
+    """Note that this process runs a user's code, which counts no work: `what` names it and what it was called with."""
+    global _users_code
+    _users_code = what
+    try:
+        yield
+    finally:
+        _users_code = ""
+
+
+def users_code_noted() -> str:
+    """Returns which user's code this process runs at the moment; "" if none."""
+    return _users_code

@@ -3,10 +3,13 @@
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DatabaseError, OperationalError
+
+from files.atomic import on_network
 
 BUSY_TIMEOUT_MILLISECONDS = 30_000
 POOL_SIZE = 8
@@ -33,7 +36,8 @@ def open_engines(url_or_path: str | Path) -> tuple[Engine, Engine]:
     assert url.database is not None, "a SQLite store has a path"
     Path(url.database).parent.mkdir(parents=True, exist_ok=True)
     reader = create_engine(url, pool_size=POOL_SIZE, hide_parameters=True)  # labels stay out of logs
-    event.listen(reader, "connect", _configure_connection)
+    journal = "DELETE" if on_network(Path(url.database)) else "WAL"
+    event.listen(reader, "connect", lambda connection, _record: _configure_connection(connection, journal))
     event.listen(reader, "begin", _begin)
     writer = reader.execution_options(**{_BEGIN: "IMMEDIATE"})
     _open(writer)
@@ -97,6 +101,25 @@ def _require_sound(path: Path) -> None:
         )
 
 
+def require_locks(folder: Path) -> None:
+    """Checks that SQLite can lock and write a database in a folder.
+
+    Raises: ValueError if its file system has no locks.
+    """
+    with TemporaryDirectory(dir=folder, prefix=".locks-") as temporary:
+        path = Path(temporary) / "locks.sqlite"
+        try:
+            with closing(sqlite3.connect(path, timeout=1.0, isolation_level=None)) as connection:
+                connection.execute("BEGIN EXCLUSIVE")
+                connection.execute("CREATE TABLE locks (held)")
+                connection.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            raise ValueError(
+                f"{folder}: labels cannot be stored there: {error}; a file system on which SQLite can lock files was"
+                " expected (Lustre: mounted with -o flock; NFS: with its lock service)"
+            ) from None
+
+
 def migrate(engine: Engine) -> None:
     """Upgrades the database to the newest revision, one process at a time, in one transaction.
 
@@ -149,12 +172,12 @@ def _database_url(url_or_path: str | Path) -> URL:
     return url
 
 
-def _configure_connection(connection: sqlite3.Connection, _record: object) -> None:
+def _configure_connection(connection: sqlite3.Connection, journal: str) -> None:
     connection.isolation_level = None  # SQLAlchemy's begin event starts the transactions, not the driver
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MILLISECONDS}")
-    (journal_mode,) = cursor.execute("PRAGMA journal_mode = WAL").fetchone()
-    assert journal_mode == "wal", f"journal_mode is {journal_mode!r}, not 'wal': is the file system a network share?"
+    # A file system that cannot have a write-ahead log keeps the rollback journal, which is safe too, but slower.
+    cursor.execute(f"PRAGMA journal_mode = {journal}")
     # FULL syncs the log at each commit, so an acknowledged label survives a power cut; NORMAL would not.
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.execute("PRAGMA foreign_keys = ON")

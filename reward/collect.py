@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import Field
 
 from files.hashes import derive_seed
+from preferences.database import require_locks
 from preferences.formats.own import ranking_row
 from preferences.records import MAX_RESPONSES, Message, Ranking, Task
 from preferences.results import Progress
@@ -240,7 +241,8 @@ REPORTER = StageReporter(
 
 
 def preflight(run: StageRun, config: CollectConfig) -> None:
-    """Check that every prompt leaves room for its responses."""
+    """Check that every prompt leaves room for its responses, and that labels can be stored in the run's folder."""
+    require_locks(run.run_folder)
     fitting_prompts(run, run.tokenizer_of("sft"), config.prompts, config.max_new_tokens, config.on_overlong, run.tell)
 
 

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field, FiniteFloat, Tag
 
 from files.fields import shown
 from files.importing import explain, file_of, load_function
-from lm.progress import note_progress
+from lm.progress import in_users_code, note_progress
 from lm.tokenizer import Messages
 from training.config import Config, by_kind
 from training.notices import printing_aloud
@@ -104,7 +104,7 @@ class RewardFunction(ExternalReward):
         prompts = [[dict(message) for message in messages] for messages in conversations]
         function = self.load()
         try:
-            with printing_aloud(self.function):
+            with printing_aloud(self.function), in_users_code(self._called_with(conversations)):
                 returned = function(prompts, list(responses))
                 values = list(returned) if isinstance(returned, Iterable) else returned
         except Exception as error:  # user code
@@ -117,6 +117,13 @@ class RewardFunction(ExternalReward):
             replace(scored, failure=f"{scored.failure}{place}") if scored.failure else scored
             for scored in checked(values, len(responses), self.function)
         ]
+
+    def _called_with(self, conversations: Sequence[Messages]) -> str:
+        """Name the function and the rows of a call, for whoever looks for the row on which it hangs."""
+        first = " ".join(str(conversations[0][-1]["content"]).split()) if conversations else ""
+        shown = first if len(first) <= SHOWN_CHARACTERS else f"{first[:SHOWN_CHARACTERS]}..."
+        number = f"{len(conversations)} response{'s' if len(conversations) != 1 else ''}"
+        return f"{self.function}, called with {number}, the first to the prompt {shown!r},"
 
     @property
     def short_name(self) -> str:

@@ -25,6 +25,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from training.notices import waits_for
+
 console = Console(stderr=True, highlight=False, soft_wrap=True)  # each message stays on one line at any width
 
 POLL_SECONDS = 0.5
@@ -51,7 +53,7 @@ class StageProgress:
         self.phase, self.done, self.total = "", 0, 0
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        self._last_line = time.monotonic()
+        self._last_line, self._done_at_line = time.monotonic(), 0
         if console.is_terminal:
             self._bar = Progress(
                 TextColumn(f"[bold]{stage:<9}"),
@@ -68,14 +70,17 @@ class StageProgress:
             self._bar.start()
 
     def update(self, done: int, total: int, metrics: str = "") -> None:
-        """Report that `done` of `total` units are done, with the newest metrics as text."""
+        """Report that `done` of `total` units are done, with the newest metrics as text.
+
+        Without a terminal, no line repeats the last one: while nothing is computed, it would look like work.
+        """
         self.done, self.total = done, total
         if self._bar is not None:
             if self._task is None:
                 self._task = self._bar.add_task(self.stage, total=total, metrics="")
-            self._bar.update(self._task, completed=done, total=total, metrics=metrics)
-        elif time.monotonic() - self._last_line > LINE_EVERY_SECONDS:
-            self._last_line = time.monotonic()
+            self._bar.update(self._task, completed=done, total=total, metrics="waiting" if waits_for() else metrics)
+        elif done != self._done_at_line and time.monotonic() - self._last_line > LINE_EVERY_SECONDS:
+            self._last_line, self._done_at_line = time.monotonic(), done
             console.print(f"{self.stage}: {done}/{total} {metrics}")
 
     def close(self) -> None:
@@ -141,7 +146,8 @@ class Restart:
 class RunStatus:
     """State of a run. Times are in seconds since the epoch. `done` of `total` is 0 of 0 if the stage counts nothing.
 
-    `workers` are the ranks of each group. `message` says why a job failed, or what it waits for.
+    `workers` are the ranks of each group. `message` says why a job failed, or what it waits for. A running job may wait
+    for lost machines, for the places of another job, or for its storage.
     """
 
     state: State

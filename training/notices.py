@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 Speaker = Callable[[str], None]
 _speakers: list[Speaker] = []
+_awaited = ""  # what this process waits for
 
 _REMEDIES = {
     errno.ENOSPC: "free space there",
@@ -85,6 +86,28 @@ def printing_aloud(who: str) -> Iterator[None]:
     finally:
         for line in printed.getvalue().splitlines():
             say(f"{who}: {line}")
+
+
+@contextmanager
+def waiting() -> Iterator[Speaker]:
+    """Mark this process as one that computes nothing for now. Yields a function that takes what it waits for, which
+    `waits_for` returns to whoever shows the run's state.
+    """
+    global _awaited
+
+    def keep(what: str) -> None:
+        global _awaited
+        _awaited = what
+
+    try:
+        yield keep
+    finally:
+        _awaited = ""
+
+
+def waits_for() -> str:
+    """Returns what this process waits for at the moment; "" if it waits for nothing."""
+    return _awaited
 
 
 class RunError(RuntimeError):

@@ -33,7 +33,7 @@ MIN_DISK_BYTES = 64 << 20
 LIMITS = (
     "cluster.silence_seconds=15",
     "cluster.stall_seconds=60",
-    "cluster.start_seconds=90",  # the only limit that notices a worker stopped before its first heartbeat
+    "cluster.start_seconds=90",
     "engine.collective_timeout_seconds=30",
 )
 
@@ -85,8 +85,9 @@ def run_chaos(
         chaos_seconds = time.monotonic() - begun
     unused = {kind: why for kind, why in impossible.items() if not kinds}
     result = ChaosResult(
-        tuple(campaign.faults), campaign.rounds, tuple(sorted(campaign.differing)), calm_seconds, chaos_seconds, unused
-    )
+        tuple(campaign.faults), campaign.rounds, tuple(sorted(campaign.differing)), calm_seconds, chaos_seconds, unused,
+        campaign.useful_seconds(calm_seconds),
+    )  # fmt: skip
     (runs / f"{job.name}-chaos.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
     return result
 
@@ -123,7 +124,8 @@ class Campaign:
         self.disk: SmallDisk | None = None
         self.faults, self.differing, self.rounds = list[Injected](), set[str](), 0
         self.calm = runs / f"{job.name}-calm"
-        self._stage_seconds = dict[str, float]()
+        self._stage_seconds = dict[str, float]()  # how long each stage is assumed to take
+        self._fastest = dict[str, float]()  # how long each took at least
 
     def run_calm(self) -> float:
         """Runs the undisturbed job that the others are compared with. Returns its duration in seconds."""
@@ -132,7 +134,13 @@ class Campaign:
         if driver.process.wait() != 0:
             raise RuntimeError(f"{driver.log}: the undisturbed run ended with {driver.process.returncode}")
         self._stage_seconds = shortest_seconds({}, self.calm, self.job.stage_names)
+        self._fastest = dict(self._stage_seconds)
         return time.monotonic() - begun
+
+    def useful_seconds(self, calm_seconds: float) -> float:
+        """Returns how long an undisturbed run takes once kernels are compiled, in seconds."""
+        first = shortest_seconds({}, self.calm, self.job.stage_names)
+        return calm_seconds - sum(first.values()) + sum(self._fastest.values())
 
     def run_round(self, schedule: Schedule) -> None:
         """Runs the job to its end under the next faults of the schedule."""
@@ -148,6 +156,7 @@ class Campaign:
             struck = {fault.stage for fault in run.faults}
             undisturbed = [stage for stage in self.job.stage_names if stage not in struck]
             self._stage_seconds |= shortest_seconds(self._stage_seconds, folder, undisturbed)
+            self._fastest |= shortest_seconds(self._fastest, folder, undisturbed)
             self.differing |= set(differing_stages(self.calm, folder, self.job.registry))
         finally:
             run.close()

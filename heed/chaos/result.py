@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from heed.jobs.recovery import milestones
 from heed.jobs.registry import BUILT_IN, Registry
@@ -25,8 +25,8 @@ class Injected:
     """One fault and its outcome.
 
     `noticed_seconds` is the time until the driver reported lost workers; `recovered_seconds` is the time from the end
-    of the fault until the run made progress again; both are -1 if that did not happen. `message` is the last line of a
-    driver that ended.
+    of the fault until the run made progress again; both are -1 if that did not happen. `lost_seconds` is the time from
+    the begin of the fault until then. `message` is the last line of a driver that ended.
     """
 
     kind: str
@@ -35,13 +35,15 @@ class Injected:
     outcome: str
     noticed_seconds: float = -1.0
     recovered_seconds: float = -1.0
+    lost_seconds: float = 0.0
     message: str = ""
 
 
 @dataclass(frozen=True)
 class ChaosResult:
     """Outcomes of a job under faults. `differing` lists the stages whose outputs differ from the undisturbed run's;
-    `impossible` gives the reason per kind that this machine does not allow.
+    `impossible` gives the reason per kind that this machine does not allow. `useful_seconds` is how long an undisturbed
+    run takes: the first one, with the stages at the fastest that any run had them.
     """
 
     faults: tuple[Injected, ...]
@@ -50,6 +52,12 @@ class ChaosResult:
     calm_seconds: float
     chaos_seconds: float
     impossible: dict[str, str]
+    useful_seconds: float
+
+    @property
+    def effective_share(self) -> float:
+        """Useful time as a share of the time under faults. Work that is done twice is useful once."""
+        return self.rounds * self.useful_seconds / max(self.chaos_seconds, 1e-9)
 
     @property
     def has_failed(self) -> bool:
@@ -79,12 +87,29 @@ def summary(result: ChaosResult) -> str:
         f"{result.calm_seconds:.0f} s undisturbed, {result.chaos_seconds / max(1, result.rounds):.0f} s per run under"
         f" faults, {result.chaos_seconds / 60:.1f} min in all"
     )
+    lines += _effective_time(result)
     same = (
         f"differing: {', '.join(result.differing)}"
         if result.differing
         else "every stage's results are bitwise the same"
     )
     return "\n".join([*lines, same])
+
+
+def _effective_time(result: ChaosResult) -> list[str]:
+    """Returns a table of the time that faults cost: a row per kind, and one in all."""
+    rows = [("effective training time", "faults", "seconds lost", "at most", "share with one per run")]
+    for kind in dict.fromkeys(fault.kind for fault in result.faults):
+        lost = [fault.lost_seconds for fault in result.faults if fault.kind == kind]
+        share = result.useful_seconds / (result.useful_seconds + fmean(lost))
+        rows.append((kind, str(len(lost)), f"{fmean(lost):.1f}", f"{max(lost):.1f}", f"{share:.0%}"))
+    widths = (8, 14, 9, 24)
+    lines = [
+        f"{name:<24}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        for name, *cells in rows
+    ]
+    useful = f"{result.rounds} x {result.useful_seconds:.0f} s of {result.chaos_seconds:.0f} s"
+    return [*lines, f"{'in all':<24}{len(result.faults):>8}{useful:>23}{f'{result.effective_share:.0%}':>24}"]
 
 
 def worse(one: tuple[str, str], other: tuple[str, str]) -> tuple[str, str]:

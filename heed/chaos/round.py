@@ -130,7 +130,8 @@ class Round:
         check_noticed()
         if outcome == TOLERATED and noticed >= 0:
             outcome = RECOVERED
-        self.faults.append(Injected(planned.kind, what, stage, outcome, noticed, time.monotonic() - moved, message))
+        now = time.monotonic()
+        self.faults.append(Injected(planned.kind, what, stage, outcome, noticed, now - moved, now - begun, message))
         return self.faults[-1]
 
     def _endure(self, planned: Planned, check_noticed: Callable[[], None]) -> tuple[str, bool]:

@@ -75,14 +75,20 @@ def list_jobs(address: Address = "") -> None:
 
 @jobs_app.command()
 def status(job_id: JobId, address: Address = "") -> None:
-    """Show a job's status."""
-    job = _cluster(address).find(job_id)
+    """Show a job's status, its last line of output, and what its run says if the run's folder is on this machine."""
+    from heed.jobs.watch import now_in_words
+
+    cluster = _cluster(address)
+    job = cluster.find(job_id)
+    written = [line for line in cluster.logs(job_id).splitlines() if line.strip()]
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in (
         ("status", job.status),
         ("message", job.message),
         ("submitted", _clock(job.submitted_at)),
         ("took", _took(job)),
+        ("last line", written[-1] if written else ""),
+        ("run", now_in_words(Path(_results(job))) if _results(job) and not job.is_over else ""),
         ("results", _results(job)),
         ("command", job.command),
     ):

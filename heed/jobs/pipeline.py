@@ -20,6 +20,7 @@ from rich.markup import escape
 
 from cluster.connection import disconnect, resolve_precision
 from cluster.failures import WorkerError
+from cluster.head import call_on_lost_head
 from cluster.sigterm import call_on_sigterm
 from cluster.worker import send_by_value
 from files.atomic import lock, write_text
@@ -83,6 +84,7 @@ def _work(job: JobConfig, folder: Path, first: str, only: str) -> None:
         _say_what_will_run(job, folder, only)
         workers = Workers(job.world_sizes, folder, job.cluster, job.extra_ranks, hub_models(job))
         status = closing.enter_context(StatusFile(folder, workers.num_ranks))
+        closing.enter_context(call_on_lost_head(partial(_end_without_head, status)))
         if os.environ.get("RAY_ADDRESS"):
             closing.callback(disconnect)
         closing.callback(workers.close)
@@ -103,6 +105,13 @@ def _work(job: JobConfig, folder: Path, first: str, only: str) -> None:
         with speaking_through(_unrepeated(print_notice)):
             check_data(run)
         _run_stages(run, workers, status, first, only)
+
+
+def _end_without_head(status: StatusFile, line: str) -> None:
+    """End this process, whatever its main thread does: Ray's own calls would never return."""
+    console.print(f"[bold red]error:[/] {escape(line)}")
+    status.failed(line)  # last, because it waits for the disk
+    os._exit(1)
 
 
 def _say_what_will_run(job: JobConfig, folder: Path, only: str) -> None:

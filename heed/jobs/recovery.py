@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -22,15 +23,17 @@ from cluster.connection import Bundle, NoPlaceError, disconnect, has_room, requi
 from cluster.failures import WorkerLostError
 from cluster.group import WorkerGroup, require_shared
 from cluster.messages import send_request, withdraw_request
+from cluster.places import Places
 from cluster.sigterm import end_by_sigterm
 from heed.jobs.models import fetch_models
 from stages.progress import console
-from training.notices import RunError, cause_of, request_stop, stop_requested, system_error, withdraw_stop
+from training.notices import RunError, cause_of, request_stop, stop_requested, system_error, waiting, withdraw_stop
 
 # A stage that fails this often without saving anything new would not get further in another try.
 MAX_LOSSES_IN_PLACE = 5
 FEWER_SECONDS = 60.0  # how long a smaller group waits for places: processes of the last one may still be ending
 STORAGE_SECONDS = 120.0  # how long a stage waits for space, or for its folder
+WORKERS = "workers"  # the group that every job has
 PROBE_BYTES = 1 << 20  # with less room than this a stage would soon fail again
 _OF_STORAGE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE})
 SAVE_SECONDS = 1800.0  # to finish a step, which may be minutes of PPO, and write its checkpoint
@@ -58,6 +61,7 @@ class Workers:
         self._bundle: Bundle | None = None
         self._group: WorkerGroup | None = None
         self._extra: dict[str, WorkerGroup] = {}
+        self._places: defaultdict[str, Places] = defaultdict(Places)  # of each group, kept when it is replaced
         self._begun: Future[WorkerGroup] | None = None
         self._awaits_nodes = False  # True after a loss, since a node that was lost may come back
 
@@ -87,7 +91,7 @@ class Workers:
         """
         if name not in self._extra or not self._extra[name].is_open:
             host = self() if on_workers else None
-            self._extra[name] = self._started(size, self.config, python=python, host=host)
+            self._extra[name] = self._started(name, size, self.config, python=python, host=host)
         return self._extra[name]
 
     def check(self) -> Bundle:
@@ -116,7 +120,8 @@ class Workers:
 
         def start() -> None:
             try:
-                begun.set_result(WorkerGroup(self.sizes[0], self.config, bundle=bundle, waits=False))
+                places = self._places[WORKERS]
+                begun.set_result(WorkerGroup(self.sizes[0], self.config, bundle=bundle, places=places, waits=False))
             except Exception as error:
                 begun.set_exception(error)
 
@@ -141,24 +146,28 @@ class Workers:
         if has_room(self.sizes[0] + self.num_extra_ranks, self._bundle):
             console.print(f"there is room for {self.sizes[0]} workers again")
             self.abandon()
+            self._places[WORKERS].free()
 
     def _placed(self) -> WorkerGroup:
         config = self.config
         for size in self.sizes[:-1]:
             try:
-                return self._started(size, config)
+                return self._started(WORKERS, size, config)
             except NoPlaceError as error:
                 console.print(f"{error}; trying with fewer workers")
                 # That was the wait for missing machines. Fewer workers have room soon, or not at all.
                 seconds = min(config.wait_for_nodes_seconds, FEWER_SECONDS)
                 config = config.model_copy(update={"wait_for_nodes_seconds": seconds})
-        return self._started(self.sizes[-1], config)
+        return self._started(WORKERS, self.sizes[-1], config)
 
     def _started(
-        self, size: int, config: ClusterConfig, *, python: str = "", host: WorkerGroup | None = None
+        self, name: str, size: int, config: ClusterConfig, *, python: str = "", host: WorkerGroup | None = None
     ) -> WorkerGroup:
         bundle, waits = self._bundle or self.check(), self._awaits_nodes
-        return self._checked(WorkerGroup(size, config, bundle=bundle, waits_for_nodes=waits, python=python, host=host))
+        group = WorkerGroup(
+            size, config, bundle=bundle, waits_for_nodes=waits, python=python, host=host, places=self._places[name]
+        )
+        return self._checked(group)
 
     def _checked(self, group: WorkerGroup) -> WorkerGroup:
         """Returns the group once all its ranks see the run's folder and have the models. Closes it if that fails."""
@@ -166,12 +175,12 @@ class Workers:
             require_shared(group, self.folder)
             fetch_models(group, self.models)
         except Exception:
-            group.close()  # no one else holds this group, so its places would stay taken
+            group.close()  # no one else holds this group
             raise
         return group
 
     def abandon(self) -> None:
-        """End all groups: after one group lost a rank, the others would wait for it in vain.
+        """End all groups: after one group lost a rank, the others would wait for it in vain. Their places are kept.
 
         Groups that start later wait for missing nodes, since a lost node may come back.
         """
@@ -185,6 +194,8 @@ class Workers:
         if begun is not None and begun.exception() is None:
             begun.result().close()
         self.abandon()
+        for places in self._places.values():
+            places.free()
         if self._group is not None or begun is not None:
             disconnect()
 
@@ -227,11 +238,15 @@ def run_to_end(
 
 
 def _await_storage(stage: str, folder: Path, trouble: str, error: Exception) -> None:
-    console.print(f"{stage}: {trouble}; waiting up to {STORAGE_SECONDS:.0f} s for the storage", markup=False)
-    if not wait_for_storage(folder, STORAGE_SECONDS):
-        raise RunError(
-            f"{stage}: {trouble}: {folder} is missing or full; fix that and run the same command again"
-        ) from error
+    notice = f"{stage}: {trouble}; waiting up to {STORAGE_SECONDS:.0f} s for the storage"
+    console.print(notice, markup=False)
+    with waiting() as wait_for:
+        wait_for(notice)
+        if wait_for_storage(folder, STORAGE_SECONDS):
+            return
+    raise RunError(
+        f"{stage}: {trouble}: {folder} is missing or full; fix that and run the same command again"
+    ) from error
 
 
 def _given_up(stage: str, number: int, saved: list[str], error: Exception, trouble: str) -> RuntimeError:

@@ -15,9 +15,11 @@ from files.atomic import write_json
 from files.records import as_json
 from heed.jobs.registry import BUILT_IN, registry_with, with_rounds
 from stages.contract import StageWaitsError
-from stages.progress import STATUS, WRITE_EVERY_SECONDS, Restart, RunStatus, StageProgress
+from stages.progress import STATUS, WRITE_EVERY_SECONDS, Restart, RunStatus, StageProgress, console
 from stages.reports.stage_report import plain_reporter
-from training.notices import in_one_line
+from training.notices import in_one_line, waits_for
+
+HANG_SECONDS = 60.0  # of one write
 
 if TYPE_CHECKING:
     from stages.reports.page import Live
@@ -69,16 +71,21 @@ class StatusFile:
         self._status = RunStatus("running", socket.gethostname(), os.getpid(), now, now)
         self._progress: StageProgress | None = None
         self._stop, self._lock = threading.Event(), threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
+        self._writing_since = 0.0  # monotonic; 0 = nothing is being written
+        self._threads = [
+            threading.Thread(target=run, name="status", daemon=True) for run in (self._write_often, self._say_hangs)
+        ]
 
     def __enter__(self) -> Self:
         self._write()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         self._stop.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         if error is None:
             self._change(state="finished", stage="", phase="")
         elif isinstance(error, StageWaitsError):
@@ -86,7 +93,7 @@ class StatusFile:
         elif isinstance(error, KeyboardInterrupt):
             self.stopped()
         else:
-            self._change(state="failed", message=in_one_line(error) or str(error).split("\n")[0])
+            self.failed(in_one_line(error) or str(error).split("\n")[0])
 
     @contextmanager
     def stage(self, progress: StageProgress) -> Iterator[None]:
@@ -100,6 +107,10 @@ class StatusFile:
         """Notes that somebody has ended the run."""
         self._change(state="stopped")
 
+    def failed(self, why: str) -> None:
+        """Notes why the run has ended."""
+        self._change(state="failed", message=why)
+
     def restarted(self, why: str) -> None:
         """Notes that the stage continues after a loss, and why."""
         restart = Restart(time.time(), self._status.stage, why)
@@ -110,13 +121,38 @@ class StatusFile:
             self._status = replace(self._status, **values)  # type: ignore[arg-type]
         self._write()
 
-    def _run(self) -> None:
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        self._writing_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._writing_since = 0.0
+
+    def _write_often(self) -> None:
         while not self._stop.wait(WRITE_EVERY_SECONDS):
             self._write()
 
+    def _say_hangs(self) -> None:
+        """Report a write that does not return, as on a network file system whose server is away: the main thread hangs
+        at its next file too, without a word.
+        """
+        said = 0.0
+        while not self._stop.wait(HANG_SECONDS / 10):
+            since = self._writing_since
+            if since and since != said and time.monotonic() - since > HANG_SECONDS:
+                said = since
+                console.print(
+                    f"{self._path.parent}: a write has not returned for {HANG_SECONDS:.0f} s; the run waits for its"
+                    " storage",
+                    markup=False,
+                )
+
     def _write(self) -> None:
-        with self._lock, suppress(OSError):  # if the folder is full or missing, the job itself says so
+        with self._lock, self._timed(), suppress(OSError):  # if the folder is full or missing, the job itself says so
             now = replace(self._status, updated=time.time(), workers=self._num_ranks())
+            if now.state == "running":
+                now = replace(now, message=waits_for())
             progress = self._progress
             if progress is not None:
                 now = replace(now, phase=progress.phase, done=progress.done, total=progress.total)

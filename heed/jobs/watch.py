@@ -30,9 +30,11 @@ from stages.progress import STATUS, RunStatus
 from stages.reports.page import Live, Now, Page, render, render_now
 from stages.reports.parts import Answer
 from stages.reports.text import clean_text, duration, number
+from training.notices import cause_of
 
 HOST = "127.0.0.1"
 SILENT_SECONDS = 30.0  # without a sign of life from a job whose status says that it runs
+ANSWER_SECONDS = 10.0  # how long a command waits for a run's folder
 RENDER_SHARE = 0.1  # the largest share of a core that drawing pages takes
 TAIL_BYTES = 65_536  # of metrics.jsonl, read to estimate how long steps take
 NUM_STEPS = 20  # the estimate is the median over this many last steps
@@ -144,6 +146,24 @@ class Watched:
         return [line for line in whole_lines if {"step", "num_steps", "seconds"} <= line.keys()]
 
 
+def now_in_words(folder: Path, seconds: float = ANSWER_SECONDS) -> str:
+    """Returns in a sentence what a run is doing; "" if its folder is not on this machine. Storage that hangs is not
+    waited for.
+    """
+    found: list[str] = []
+
+    def read() -> None:
+        try:
+            found.append(Watched(folder).now().text if (folder / STATUS).exists() else "")
+        except OSError as error:
+            found.append(f"{folder} cannot be read: {cause_of(error)}")
+
+    reading = threading.Thread(target=read, name="status of a run", daemon=True)
+    reading.start()
+    reading.join(seconds)
+    return found[0] if found else f"{folder} has not answered for {seconds:.0f} s: its storage hangs."
+
+
 def now_of(status: RunStatus, lines: list[dict[str, Any]], at: float) -> Now:
     """Puts a status into words. `lines` are its stage's last metrics; `at` is the time, in seconds since the epoch."""
     restarts = tuple(
@@ -169,8 +189,12 @@ def now_of(status: RunStatus, lines: list[dict[str, Any]], at: float) -> Now:
         return Now("unclear", f"This run was stopped{where}; the same command continues it.", None, facts, restarts)
     silent = at - status.updated
     if silent > SILENT_SECONDS:
-        text = f"No update{where} for {duration(silent)}: the job may have been killed, or cannot write to its folder."
+        text = (
+            f"No update{where} for {duration(silent)}: the job may have been killed, or its storage or head may hang."
+        )
         return Now("worse", text, None, facts, restarts)
+    if status.message:
+        return Now("unclear", clean_text(f"{status.stage or 'start'}: {status.message}"), None, facts, restarts)
     return _running(status, lines, at, facts, restarts)
 
 

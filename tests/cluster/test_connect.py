@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from ray._private.utils import publish_error_to_driver
+from ray.experimental import internal_kv
 
 from cluster import local_ray
 from cluster.connection import connect, disconnect
@@ -124,6 +127,24 @@ def test_only_what_is_used_is_started() -> None:
     assert all(any(name in process for name in names) for process in processes), processes
     for name in names:
         assert any(name in process for process in processes), (name, processes)
+
+
+@pytest.mark.usefixtures("_own_ray")
+def test_what_a_lost_node_says_of_itself_stays_out_of_the_output(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The agent of a node whose raylet was killed publishes the last lines of its log to all drivers."""
+    connect(1)
+    told = "Raylet is terminated. Last 20 lines of the Raylet logs:\n    [state-dump] ray::rpc"
+    with caplog.at_level("INFO", logger="cluster.connection"):
+        publish_error_to_driver("raylet_died", told, gcs_client=internal_kv.internal_kv_get_gcs_client())
+        end = time.monotonic() + 30
+        while "state-dump" not in caplog.text + capfd.readouterr().out and time.monotonic() < end:
+            time.sleep(0.05)
+    disconnect()
+    assert "state-dump" in caplog.text
+    captured = capfd.readouterr()
+    assert "state-dump" not in captured.out + captured.err
 
 
 ENDED = """

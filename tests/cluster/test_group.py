@@ -1,10 +1,12 @@
 """Worker groups on a real Ray: calls on all ranks, and failures that name their first cause."""
 
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +15,15 @@ from ray import cloudpickle
 
 from cluster import calls
 from cluster.config import ClusterConfig
-from cluster.connection import connect, disconnect, require_places
+from cluster.connection import NoPlaceError, connect, disconnect, require_places
 from cluster.environment import WORKER_ENVIRONMENT
 from cluster.failures import Failure, WorkerError, WorkerLostError
 from cluster.group import WorkerGroup
 from cluster.remote import Local
+from files.records import read_record
+from heed.jobs.report import StatusFile
+from stages.progress import STATUS, RunStatus
+from training.notices import speaking_through
 
 # Workers cannot import this module, so its functions and classes are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -323,13 +329,27 @@ def test_a_group_that_could_never_be_placed_is_refused_at_once(opened: list[Work
 
 
 @pytest.mark.long
-def test_a_group_whose_place_stays_taken_is_refused(opened: list[WorkerGroup]) -> None:
+def test_a_group_whose_place_stays_taken_waits_aloud_and_is_refused(opened: list[WorkerGroup], tmp_path: Path) -> None:
     for group in opened:
         group.close()
     cores = os.cpu_count() or 1
-    says = rf"^{cores} workers with 1 CPU each could not be placed within 1 s; the cluster has"
-    with WorkerGroup(1), pytest.raises(ValueError, match=says):
-        WorkerGroup(cores, ClusterConfig(wait_for_nodes_seconds=1))
+    needed = f"{cores} workers with 1 CPU each"
+    free = "1 is" if cores == 2 else f"{cores - 1} are"
+    there_is = f"the cluster's 1 machine has room for {cores}, of which {free} free; other jobs hold the rest"
+    notices, states = list[str](), list[str]()
+
+    def hear(notice: str) -> None:
+        notices.append(notice)
+        with StatusFile(tmp_path, dict):
+            states.append(read_record(tmp_path / STATUS, RunStatus).message)
+
+    with WorkerGroup(1), speaking_through(hear), pytest.raises(NoPlaceError) as refused:
+        WorkerGroup(cores, ClusterConfig(wait_for_nodes_seconds=3))
+    assert str(refused.value) == f"{needed} could not be placed within 3 s: {there_is}"
+    assert re.fullmatch(
+        re.escape(f"waiting up to N s for places of {needed}: {there_is}").replace("N", r"\d"), notices[0]
+    )
+    assert states == notices
     # The resources reserved for it are free again.
     with WorkerGroup(cores) as group:
         assert len(group.run("pids", os.getpid)) == cores

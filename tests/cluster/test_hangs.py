@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +22,12 @@ from cluster.config import ClusterConfig
 from cluster.connection import connect, disconnect
 from cluster.failures import WorkerLostError
 from cluster.group import WorkerGroup
+from cluster.worker import _Worker
+from heed.jobs.recovery import run_to_end
 from lm.progress import note_progress
+from lm.tokenizer import Messages
+from reward.external import RewardFunction, Scored
+from training.notices import RunError
 
 pytestmark = pytest.mark.long
 
@@ -137,6 +143,31 @@ def test_of_groups_that_wait_for_each_other_the_stopped_one_is_named() -> None:
             wait_all(sending, receiving)
 
 
+@pytest.mark.usefixtures("no_pair")
+def test_a_reward_function_that_never_returns_ends_the_run_after_one_limit(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ndef score(prompts, responses):\n    time.sleep(300)\n")
+    function, tries = f"{tmp_path / 'slow.py'}:score", list[int]()
+
+    def score() -> list[Scored]:
+        asked: list[Messages] = [
+            [{"role": "user", "content": "How are you?"}],
+            [{"role": "user", "content": "And now?"}],
+        ]
+        return RewardFunction(function=function).score(asked, ["well", "tired"])
+
+    def work() -> None:
+        tries.append(1)
+        with WorkerGroup(1, STALLS) as group:
+            group.run("ppo.score", score)
+
+    words = (
+        rf"^ppo\.score: rank 0 of 1: {function}, called with 2 responses, the first to the prompt 'How are you\?', has"
+    )
+    with pytest.raises(RunError, match=rf"{words} not returned for 3 s \(cluster\.stall_seconds\)"):
+        run_to_end("ppo", tmp_path, work, list)
+    assert tries == [1]
+
+
 class Role:
     def wait(self) -> None:
         time.sleep(300)
@@ -170,6 +201,32 @@ def test_a_rank_stopped_while_it_starts_is_named(opened: list[WorkerGroup]) -> N
     assert stopped
     opened.append(WorkerGroup(2, SOON))
     assert opened[-1].run("ranks", rank) == [0, 1]
+
+
+class Frozen(_Worker):
+    """A rank that is stopped while it imports, before its first heartbeat."""
+
+    def __init__(self, *arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        super().__init__(*arguments)
+
+
+@pytest.mark.usefixtures("no_pair")
+def test_a_rank_stopped_before_its_first_heartbeat_has_the_limit_of_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.group._Worker", Frozen)
+    words = r"^start: rank 0 of 1 was lost: no heartbeat for 6 s \(cluster\.silence_seconds\): its process is stopped"
+    with pytest.raises(WorkerLostError, match=words):
+        WorkerGroup(1, SOON)
+
+
+@pytest.mark.usefixtures("no_pair")
+def test_a_process_that_never_starts_has_the_limit_of_starting(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 120\n")
+    python.chmod(0o755)
+    words = r"^start: rank 0 of 1 was lost: no heartbeat for 8 s \(cluster\.start_seconds\): its process does not start"
+    with pytest.raises(WorkerLostError, match=words):
+        WorkerGroup(1, SOON.model_copy(update={"start_seconds": 8.0}), python=str(python))
 
 
 def test_nobody_is_blamed_while_rays_head_does_not_answer(pair: WorkerGroup) -> None:

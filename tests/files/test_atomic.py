@@ -2,9 +2,11 @@
 runs never work in one folder at a time.
 """
 
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -143,10 +145,25 @@ with lock(Path(sys.argv[1])):
 
 
 def test_a_second_run_is_refused_with_the_first_ones_process(tmp_path: Path) -> None:
-    with lock(tmp_path), pytest.raises(ValueError, match=rf"process {os.getpid()} is running this job"), lock(tmp_path):
+    who = f"{os.getpid()} on {socket.gethostname()}"
+    with lock(tmp_path), pytest.raises(ValueError, match=rf"process {who} is running this job"), lock(tmp_path):
         pass
     with lock(tmp_path):
-        assert (tmp_path / "run.lock").read_text() == str(os.getpid())
+        assert (tmp_path / "run.lock").read_text() == who
+
+
+def test_a_file_system_without_locks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre without -o flock."""
+
+    def flock(_file: object, _operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    words = (
+        r"^--runs: .* cannot lock files \(Function not implemented\), .*; mount it with locks .* or use another --runs$"
+    )
+    with pytest.raises(ValueError, match=words), lock(tmp_path):
+        pass
 
 
 def test_a_killed_run_locks_nothing(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """New stores have exactly the tables of the schema; stores of unreleased and of newer versions are refused."""
 
 import sqlite3
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sqlalchemy
@@ -10,6 +13,7 @@ from alembic.migration import MigrationContext
 from preferences.database import OLDEST_REVISION, open_engines
 from preferences.schema import metadata
 from preferences.store import LabelStore
+from reward.collect import STAGE
 
 
 def test_a_new_store_has_the_tables_of_the_schema(empty_database):
@@ -79,3 +83,26 @@ def test_a_store_of_a_newer_heed_is_refused(empty_database):
     reader.dispose()
     with pytest.raises(ValueError, match="revision 9999, which this version of Heed does not know"):
         LabelStore(url)
+
+
+@pytest.mark.parametrize(("kind", "journal"), [("nfs4", "delete"), ("lustre", "delete"), ("ext4", "wal")])
+def test_a_store_on_a_network_file_system_has_no_write_ahead_log(
+    kind: str, journal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = [SimpleNamespace(mountpoint="/", fstype="ext3"), SimpleNamespace(mountpoint=str(tmp_path), fstype=kind)]
+    monkeypatch.setattr("psutil.disk_partitions", lambda **_options: mounts)
+    with LabelStore(tmp_path / "labels.sqlite") as store, store._reader.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == journal
+
+
+def test_a_folder_without_locks_is_refused_before_any_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_args: Any, **_options: Any) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr("sqlite3.connect", connect)
+    run: Any = SimpleNamespace(run_folder=tmp_path)
+    with pytest.raises(
+        ValueError, match=r"labels cannot be stored there: disk I/O error; a file system on which SQLite"
+    ):
+        STAGE.preflight(run, None)
+    assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from stages.progress import POLL_SECONDS, follow, results_console
+from stages.progress import POLL_SECONDS, StageProgress, follow, results_console
 
 
 def test_a_table_in_a_pipe_cuts_no_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,6 +18,16 @@ def test_a_table_in_a_pipe_cuts_no_name(capsys: pytest.CaptureFixture[str]) -> N
     header, row = capsys.readouterr().out.splitlines()
     assert header.split() == ["column", "0", "column", "1", "column", "2", "column", "3", "column", "4"]
     assert row.split() == names
+
+
+def test_no_line_repeats_the_last_while_nothing_is_computed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("stages.progress.LINE_EVERY_SECONDS", 0.0)
+    progress = StageProgress("reward")
+    for done in (10, 10, 10, 11):
+        progress.update(done, 27, "loss 0.678")
+    assert capsys.readouterr().err.splitlines() == ["reward: 10/27 loss 0.678", "reward: 11/27 loss 0.678"]
 
 
 def test_steps_that_were_lost_are_not_shown(tmp_path: Path) -> None:

@@ -240,14 +240,16 @@ def test_one_changed_byte_is_a_difference(tmp_path: Path) -> None:
 
 def test_the_summary_says_what_struck_and_what_became_of_it() -> None:
     faults = (
-        Injected("worker", "a worker killed", "sft", RECOVERED, 0.4, 3.0),
-        Injected("node", "node-1 killed, back after 2 s", "ppo", RECOVERED, 3.0, 9.0),
-        Injected("node", "node-2 killed, back after 1 s", "sft", RECOVERED, 1.0, 9.0),
-        Injected("driver", "the driver killed", "ppo", RESTARTED),
-        Injected("hang", "a worker stopped for 2.0 s", "ppo", TOLERATED),
-        Injected("disk", "the disk full for 9 s", "ppo", RESTARTED, message="error: free space there"),
+        Injected("worker", "a worker killed", "sft", RECOVERED, 0.4, 3.0, 3.0),
+        Injected("node", "node-1 killed, back after 2 s", "ppo", RECOVERED, 3.0, 9.0, 11.0),
+        Injected("node", "node-2 killed, back after 1 s", "sft", RECOVERED, 1.0, 9.0, 9.0),
+        Injected("driver", "the driver killed", "ppo", RESTARTED, lost_seconds=6.0),
+        Injected("hang", "a worker stopped for 2.0 s", "ppo", TOLERATED, lost_seconds=2.0),
+        Injected(
+            "disk", "the disk full for 9 s", "ppo", RESTARTED, lost_seconds=40.0, message="error: free space there"
+        ),
     )
-    result = ChaosResult(faults, 2, (), 60.0, 300.0, {"partition": "no root"})
+    result = ChaosResult(faults, 2, (), 60.0, 300.0, {"partition": "no root"}, 50.0)
     assert summary(result).splitlines() == [
         "6 faults in 2 runs: 1 worker, 2 node, 1 driver, 1 hang, 1 disk",
         "by stage: 2 sft, 4 ppo",
@@ -257,12 +259,21 @@ def test_the_summary_says_what_struck_and_what_became_of_it() -> None:
         "operator restart after the disk full for 9 s in ppo: error: free space there",
         "not possible here: partition: no root",
         "60 s undisturbed, 150 s per run under faults, 5.0 min in all",
+        "effective training time   faults  seconds lost  at most  share with one per run",
+        "worker                         1           3.0      3.0                     94%",
+        "node                           2          10.0     11.0                     83%",
+        "driver                         1           6.0      6.0                     89%",
+        "hang                           1           2.0      2.0                     96%",
+        "disk                           1          40.0     40.0                     56%",
+        "in all                         6      2 x 50 s of 300 s                     33%",
         "every stage's results are bitwise the same",
     ]
     assert not result.has_failed
-    differing = ChaosResult(faults[:1], 1, ("ppo",), 1.0, 2.0, {})
+    differing = ChaosResult(faults[:1], 1, ("ppo",), 1.0, 2.0, {}, 1.0)
     assert differing.has_failed
     assert summary(differing).endswith("differing: ppo")
-    failed = ChaosResult((Injected("disk", "the disk full", "ppo", FAILED, message="OSError"),), 1, (), 1.0, 2.0, {})
+    failed = ChaosResult(
+        (Injected("disk", "the disk full", "ppo", FAILED, message="OSError"),), 1, (), 1.0, 2.0, {}, 1.0
+    )
     assert failed.has_failed
     assert "FAILED: the disk full in ppo: OSError" in summary(failed)

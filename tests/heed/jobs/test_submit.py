@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ def test_a_job_is_stopped(submitted: Submitted, output_of: Callable[..., str]) -
     while not metrics.exists():
         assert time.monotonic() < end, output_of("jobs", "logs", submitted.endless)
         time.sleep(0.2)
+    running = output_of("jobs", "status", submitted.endless)
+    assert re.search(r"^run +pretrain: \d+ of ", running, re.MULTILINE), running
     assert output_of("jobs", "stop", submitted.endless) == f"{submitted.endless}: STOPPED\n"
     assert output_of("jobs", "stop", submitted.endless) == f"{submitted.endless}: already over: STOPPED\n"
     assert "STOPPED" in output_of("jobs", "status", submitted.endless)
@@ -91,6 +94,7 @@ def test_a_submitted_job_is_a_run(submitted: Submitted, output_of: Callable[...,
     assert output_of("jobs", "logs", job_id) in said
     status = output_of("jobs", "status", job_id)
     assert "SUCCEEDED" in status
+    assert f"last line  report: {folder / 'report.html'}" in status
     assert "python -m heed run debug.toml --runs" in status
     listed = {line.split()[0]: line for line in output_of("jobs", "list").splitlines()}
     assert "SUCCEEDED" in listed[job_id]

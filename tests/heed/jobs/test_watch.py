@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +14,12 @@ import pytest
 from playwright.sync_api import Browser, expect
 from starlette.testclient import TestClient
 
+from files.atomic import write_json
 from files.records import as_json
-from heed.jobs.watch import Watched, make_app, now_of, watch
+from heed.jobs.report import StatusFile
+from heed.jobs.watch import Watched, make_app, now_in_words, now_of, watch
 from stages.progress import Restart, RunStatus
+from stages.reports.page import Now
 
 STATUS = RunStatus(
     "running", "node-1", 42, started=1_000.0, updated=1_600.0, stage="ppo", stage_started=1_500.0, phase="sampling",
@@ -115,6 +119,7 @@ def test_only_this_machine_may_ask(tmp_path: Path) -> None:
     [
         (STATUS, "ppo, sampling: 20 of 80; about 3 min 00 s left in this stage."),
         (replace(STATUS, updated=1_500.0), "No update in ppo for 1 min 50 s: the job may have been killed"),
+        (replace(STATUS, message="waiting up to 90 s for places"), "ppo: waiting up to 90 s for places"),
         (replace(STATUS, state="stopped"), "This run was stopped in ppo; the same command continues it."),
         (replace(STATUS, state="failed", message="disk full"), "This run has failed: disk full"),
         (replace(STATUS, state="finished"), "This run has finished."),
@@ -136,3 +141,44 @@ def test_time_left_without_metrics_ranks_and_restarts() -> None:
     # Seconds that restart at 0 after a resumption are not the duration of a step.
     resumed = [{"step": s, "num_steps": 10, "seconds": t} for s, t in ((1, 50.0), (2, 60.0), (3, 10.0), (4, 20.0))]
     assert "about 1 min 00 s left" in now_of(STATUS, resumed, 1_610.0).text
+
+
+def test_the_status_of_a_run_elsewhere_waits_for_no_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert now_in_words(tmp_path / "of another machine") == ""
+    write_json(tmp_path / "status.json", as_json(replace(STATUS, updated=time.time() - 300)))
+    words = "No update in ppo for 5 min 00 s: the job may have been killed, or its storage or head may hang."
+    assert now_in_words(tmp_path) == words
+    back = threading.Event()
+
+    def hang(_watched: Watched) -> Now:
+        back.wait(60)
+        return Now("unclear", "")
+
+    monkeypatch.setattr(Watched, "now", hang)
+    assert now_in_words(tmp_path, 0.1) == f"{tmp_path} has not answered for 0 s: its storage hangs."
+    back.set()
+
+
+def test_a_write_that_does_not_return_is_reported_on_the_console(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job's log is on the head's own disk, so `heed jobs logs` and `status` show the line."""
+    back, writes = threading.Event(), list[int]()
+
+    def write(path: Path, value: Any) -> None:
+        writes.append(1)
+        if len(writes) == 2:
+            back.wait(60)
+        write_json(path, value)
+
+    monkeypatch.setattr("heed.jobs.report.write_json", write)
+    monkeypatch.setattr("heed.jobs.report.WRITE_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr("heed.jobs.report.HANG_SECONDS", 0.2)
+    said = ""
+    with StatusFile(tmp_path, dict):
+        end = time.monotonic() + 30
+        while "has not returned" not in said and time.monotonic() < end:
+            time.sleep(0.02)
+            said += capsys.readouterr().err
+        back.set()
+    assert said == f"{tmp_path}: a write has not returned for 0 s; the run waits for its storage\n"
