@@ -26,18 +26,24 @@ def ip(*arguments: str) -> None:
 
 @dataclass
 class Host:
-    """One host: `run` starts a program there. Its own name resolves to 127.0.1.1, as on Debian and Ubuntu."""
+    """One host: `run` starts a program there. Its own name resolves to 127.0.1.1, as on Debian and Ubuntu.
+
+    Its programs see other files in place of those that `replaced` names.
+    """
 
     name: str
     address: str
     folder: Path
     environment: Mapping[str, str]
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    replaced: dict[Path, Path] = field(default_factory=dict)
 
     def run(self, command: Sequence[str], log: str, **environment: str) -> subprocess.Popen[bytes]:
         table = self.folder / f"{self.name}.hosts"
         table.write_text(f"127.0.0.1 localhost\n127.0.1.1 {self.name}\n")
-        inside = f'mount --bind {table} /etc/hosts && hostname {self.name} && exec "$@"'
+        files = {Path("/etc/hosts"): table, **self.replaced}
+        mounts = "".join(f"mount --bind {there} {place} && " for place, there in files.items())
+        inside = f'{mounts}hostname {self.name} && exec "$@"'
         wrapped = ["ip", "netns", "exec", self.name, "unshare", "--mount", "--uts", "sh", "-c", inside, "sh", *command]
         with (self.folder / log).open("wb") as output:
             process = subprocess.Popen(
