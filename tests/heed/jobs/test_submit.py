@@ -91,7 +91,8 @@ def test_a_submitted_job_is_a_run(submitted: Submitted, output_of: Callable[...,
     assert output_of("jobs", "logs", job_id) in said
     status = output_of("jobs", "status", job_id)
     assert "SUCCEEDED" in status
-    assert "python -m heed run debug.toml --runs" in status
+    assert f"python -m heed run debug.toml --runs {submitted.runs} --only pretrain" in status
+    assert "--set" not in status
     listed = {line.split()[0]: line for line in output_of("jobs", "list").splitlines()}
     assert "SUCCEEDED" in listed[job_id]
     assert str(folder) in listed[job_id]
