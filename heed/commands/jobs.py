@@ -144,17 +144,20 @@ def stop(job_id: JobId, address: Address = "") -> None:
 
 
 def _cluster(address: str) -> "Jobs":
+    from cluster.environment import token_warning
     from cluster.jobs import Jobs
 
     if not address:
         raise ValueError(
             "no cluster address; pass --address http://HEAD:8265 or set the environment variable HEED_ADDRESS"
         )
+    if line := token_warning():
+        console.print(line, markup=False)
     return Jobs(address)
 
 
 def _follow(jobs: "Jobs", job_id: str) -> None:
-    job = jobs.follow(job_id, _write)
+    job = jobs.follow(job_id, _write, lambda line: console.print(line, markup=False))
     console.print(f"{job_id}: {job.status} after {_took(job)}")
     raise typer.Exit(job.exit_code)
 

@@ -117,6 +117,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     mark = secrets.token_hex(2)
     bridge, names = f"b{mark}", [f"h{mark}{letter}" for letter in "ab"]
     folder = Path(tempfile.mkdtemp(prefix="heed-"))  # Ray keeps sockets here, whose paths must be short
+    (folder / "token").touch(mode=0o600)
     (folder / "token").write_text(secrets.token_hex(16))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ACCELERATE_"))}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
