@@ -61,8 +61,8 @@ class Follower:
 
     @property
     def lines(self) -> list[str]:
-        """What it has said from the job's own first line on, after Ray's."""
-        return self.said[self.said.index("first line") :].splitlines()
+        """What it has said since the job's own first line; before that, Ray says what it runs."""
+        return self.said.partition("\nfirst line\n")[2].splitlines()
 
     def wait(self) -> int:
         code = self.process.wait(timeout=120)
@@ -109,17 +109,16 @@ def test_a_head_that_stops_answering_for_a_while(
 ) -> None:
     job_id, go = talker
     follower = Follower(ray_head, job_id, 60)
-    follower.wait_for("first line")
+    follower.wait_for("\nfirst line\n")
     with stopped_dashboard(ray_head, processes):
         follower.wait_for(
             f"{ray_head.address}: no answer for 2 s; the job runs on without this connection, trying again"
         )
     go.touch()
     assert follower.wait() == 0, follower.said
-    lines = follower.lines
-    assert [lines[0], lines[2], lines[3]] == ["first line", f"{ray_head.address} answers again", "last line"]
-    assert lines[4].startswith(f"{job_id}: SUCCEEDED after ")
-    assert len(lines) == 5
+    assert follower.lines[1:3] == [f"{ray_head.address} answers again", "last line"]
+    assert follower.lines[3].startswith(f"{job_id}: SUCCEEDED after ")
+    assert len(follower.lines) == 4
 
 
 def test_a_head_that_does_not_answer_again(
@@ -127,12 +126,12 @@ def test_a_head_that_does_not_answer_again(
 ) -> None:
     job_id, _ = talker
     follower = Follower(ray_head, job_id, 4)
-    follower.wait_for("first line")
+    follower.wait_for("\nfirst line\n")
     with stopped_dashboard(ray_head, processes):
         begun = time.monotonic()
         assert follower.wait() == 2, follower.said
         assert time.monotonic() - begun < 20
-    assert follower.lines[2:] == [
+    assert follower.lines[1:] == [
         f"error: {ray_head.address}: no answer for 2 s; the job does not depend on this connection; to follow it again:"
         f" heed jobs logs -f {job_id} --address {ray_head.address}"
     ]
@@ -178,11 +177,11 @@ def test_a_connection_that_is_refused_for_a_while(ray_head: Any, talker: tuple[s
     tunnel = Tunnel(ray_head.address)
     address = f"http://127.0.0.1:{tunnel.port}"
     follower = Follower(ray_head, job_id, 60, address)
-    follower.wait_for("first line")
+    follower.wait_for("\nfirst line\n")
     tunnel.close()
     follower.wait_for(f"{address}: no connection ([Errno 111] Connection refused); the job runs on")
     go.touch()
     tunnel.open()
     assert follower.wait() == 0, follower.said
-    assert follower.lines[3] == "last line"
+    assert follower.lines[2] == "last line"
     tunnel.close()
