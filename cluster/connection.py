@@ -15,6 +15,7 @@ from ray._private import worker as ray_worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster import local_ray
+from cluster.environment import token_warning
 from cluster.failures import WorkerLostError, last_line, without_colours
 from cluster.sigterm import end_by_sigterm, sigterm_kept
 from cluster.worker import HeedFirst
@@ -50,6 +51,8 @@ def connect(num_workers: int) -> None:
         _start(num_workers)
         return
     say("joining the Ray cluster")
+    if line := token_warning():
+        say(line)
     try:
         with sigterm_kept():
             ray.init(log_to_driver=False, logging_level=logging.WARNING, job_config=HeedFirst())

@@ -1,4 +1,7 @@
-"""Environment variables that a process gets before its libraries load. Standard library only."""
+"""Environment variables for processes whose libraries are not loaded yet, and Ray's token. Standard library only."""
+
+import os
+from pathlib import Path
 
 # glibc returns large buffers to the system at every free and pays for new pages at every allocation. Training allocates
 # the same sizes again at once, so keeping them saves up to a third of a small model's step.
@@ -33,3 +36,23 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 # For a Ray that Heed starts. Ray would start an idle worker per core in advance, but without the environment above, so
 # no rank could use it. On a busy machine a node may take longer to start than Ray's limit of 30 seconds.
 RAY_ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0", "RAY_raylet_start_wait_time_s": "120"} | NICENESS
+
+
+def token_warning() -> str:
+    """Return one line if others can read the file of the cluster's token; "" if not, or if there is no such file.
+
+    `ray get-auth-token --generate` creates it with the user's umask, usually readable by all.
+    """
+    if os.environ.get("RAY_AUTH_MODE") == "disabled" or os.environ.get("RAY_AUTH_TOKEN"):
+        return ""
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+    try:
+        mode = path.stat().st_mode & 0o777
+    except OSError:  # Ray says what is missing
+        return ""
+    if not mode & 0o077 or not path.is_file():
+        return ""
+    return (
+        f"{path} has mode {mode:04o}: whoever reads this token can run code on the cluster as you;"
+        f" expected 0600: chmod 600 {path}"
+    )

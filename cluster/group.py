@@ -2,10 +2,7 @@
 
 import os
 import secrets
-import socket
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar, TypeVarTuple
 
@@ -143,18 +140,6 @@ class WorkerGroup:
         self.ranks.close()
 
 
-def require_shared(group: WorkerGroup, folder: Path) -> None:
-    """Raises ValueError naming the machines on which `folder` is missing or is a different folder."""
-    with NamedTemporaryFile(dir=folder, prefix=".shared-") as marker:
-        sightings = group.run("run folder", _sees, folder / Path(marker.name).name)
-    blind = sorted({host for host, seen in sightings if not seen})
-    if blind:
-        raise ValueError(
-            f"--runs: {folder} is not the same folder on {', '.join(blind)} as on {socket.gethostname()}; an absolute"
-            " path on storage that all machines of the cluster share was expected"
-        )
-
-
 def _start_ranks(
     bundle: Bundle,
     taken: Bundle,
@@ -201,7 +186,3 @@ def _neighbours(nodes: list[str]) -> list[int]:
     """Return the bundles' indices, those on the same node next to each other. `nodes` has each bundle's node."""
     first = {node: index for index, node in reversed(list(enumerate(nodes)))}
     return sorted(range(len(nodes)), key=lambda index: (first[nodes[index]], index))
-
-
-def _sees(path: Path) -> tuple[str, bool]:
-    return socket.gethostname(), path.exists()

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import secrets
 import time
 import urllib.error
@@ -10,13 +11,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray.exceptions
+import requests
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient, JobType
 
 REACH_SECONDS = 10.0
+ANSWER_SECONDS = 30.0  # how long the head may be silent in any other request
+FOLLOW_SECONDS = 300.0  # how long to try again after the connection to a followed job is lost
 POLL_SECONDS = 1.0
 STOP_SECONDS = 30.0
+
+_URL = re.compile(r"https?://[^\s'\"]+")
+_SECRET = re.compile(r"(?<=://)[^\s/@]+(?=@)|(?<=\?).+")
 
 # These report every upload.
 for _name in ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging"):
@@ -41,6 +49,17 @@ class ClusterJob:
         return JobStatus(self.status).is_terminal()
 
 
+class UnreachableError(ValueError):
+    """The head did not answer, or answered that it cannot now. It may later."""
+
+
+class _Client(JobSubmissionClient):
+    """Ray's client, which would wait forever for a head that accepts connections but does not answer."""
+
+    def _do_request(self, method: str, endpoint: str, **kwargs: Any) -> requests.Response:
+        return super()._do_request(method, endpoint, timeout=ANSWER_SECONDS, **kwargs)
+
+
 class Jobs:
     """The jobs of one cluster.
 
@@ -58,7 +77,7 @@ class Jobs:
         self.address = address.rstrip("/")
         _require_answer(self.address)
         with self._explained(), _without("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
-            self._client = JobSubmissionClient(self.address)
+            self._client = _Client(self.address)
 
     def submit(
         self, name: str, command: str, folder: Path, environment: Mapping[str, str], labels: Mapping[str, str]
@@ -90,15 +109,33 @@ class Jobs:
         with self._explained(job_id):
             return self._client.get_job_logs(job_id)
 
-    def follow(self, job_id: str, write: Callable[[str], None]) -> ClusterJob:
-        """Pass the job's output to `write` until the job ends.
+    def follow(self, job_id: str, write: Callable[[str], None], say: Callable[[str], None]) -> ClusterJob:
+        """Pass the job's output to `write` until the job ends, and one line to `say` if the connection is lost or back.
 
         Fetches the whole log each time: the logs of runs are short, and no connection has to stay open.
+
+        Raises:
+            UnreachableError: the connection stays lost for `FOLLOW_SECONDS`; the message says how to follow again.
         """
-        written = 0
+        written, lost_at = 0, 0.0
         while True:
-            job = self.find(job_id)  # before its log, so that the log of a job that has ended is complete
-            text = self.logs(job_id)
+            try:
+                job = self.find(job_id)  # before its log, so that the log of a job that has ended is complete
+                text = self.logs(job_id)
+            except UnreachableError as error:
+                if not lost_at:
+                    lost_at = time.monotonic()
+                    say(f"{error}; the job runs on without this connection, trying again for {FOLLOW_SECONDS:.0f} s")
+                elif time.monotonic() - lost_at > FOLLOW_SECONDS:
+                    raise UnreachableError(
+                        f"{error}; the job does not depend on this connection; to follow it again:"
+                        f" heed jobs logs -f {job_id} --address {self.address}"
+                    ) from None
+                time.sleep(POLL_SECONDS)
+                continue
+            if lost_at:
+                lost_at = 0.0
+                say(f"{self.address} answers again")
             write(text[written:])
             written = len(text)
             if job.is_over:
@@ -127,11 +164,23 @@ class Jobs:
                 " cluster's token into ~/.ray/auth_token, or its path into RAY_AUTH_TOKEN_PATH"
                 f" ({str(error).splitlines()[0]})"
             ) from None
+        except requests.Timeout:
+            raise UnreachableError(f"{self.address}: no answer for {ANSWER_SECONDS:g} s") from None
+        except (requests.ConnectionError, ConnectionError) as error:
+            raise UnreachableError(f"{self.address}: no connection ({_last_cause(error)})") from None
         except (RuntimeError, OSError) as error:
             text = " ".join(str(error).split())
             if job_id and "status code 404" in text:
                 raise ValueError(f"{self.address} knows no job {job_id!r}; `heed jobs list` shows its jobs") from None
-            raise ValueError(f"{self.address}: the request failed: {text}") from error
+            kind = UnreachableError if "status code 5" in text else ValueError
+            raise kind(f"{self.address}: the request failed: {text}") from error
+
+
+def _last_cause(error: BaseException) -> str:
+    """Return what the system said, without the names of the classes of `requests` and `urllib3` around it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error)
 
 
 def _require_answer(address: str) -> None:
@@ -164,10 +213,15 @@ def _read(details: JobDetails) -> ClusterJob:
     return ClusterJob(
         job_id=details.submission_id or "",
         status=str(details.status),
-        message=" ".join((details.message or "").split()),
-        command=details.entrypoint,
+        message=_without_credentials(" ".join((details.message or "").split())),  # it may quote the log
+        command=_without_credentials(details.entrypoint),
         labels=details.metadata or {},
         submitted_at=(details.start_time or 0) / 1000,
         ended_at=(details.end_time or 0) / 1000,
         exit_code=exit_code,
     )
+
+
+def _without_credentials(text: str) -> str:
+    """Replace user, password and query of every URL."""
+    return _URL.sub(lambda url: _SECRET.sub("***", url[0]), text)

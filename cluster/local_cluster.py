@@ -272,7 +272,7 @@ def _ensure_token() -> None:
     named = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     if not named and not (Path.home() / ".ray" / "auth_token").exists():
         command = [*RAY, "get-auth-token", "--generate"]
-        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True, umask=0o077)
 
 
 def kill_process(pid: int) -> None:

@@ -16,6 +16,7 @@ heed init grpo.toml --model my-sft-model --prompts prompts.jsonl --reward reward
     "heed submit": """
 heed submit mine.toml --runs /shared/runs --address http://head:8265
 heed submit mine.toml --runs /shared/runs --only sft --no-follow       # with HEED_ADDRESS set
+heed submit mine.toml --runs /shared/runs --dry-run                    # list what would be sent
 """,
     "heed merge-adapter": """
 heed merge-adapter my-adapter merged

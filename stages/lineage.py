@@ -8,14 +8,13 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from cluster.hosts import this_host
 from files.atomic import write_json
 from files.hashes import folder_hash, unchanged_hash
 
-PACKAGES = ("torch", "deepspeed", "accelerate", "ray", "transformers", "tokenizers", "datasets", "numpy")
 LINEAGE = "lineage.json"  # written last: a stage that has one is finished
 CODE_VERSION = "HEED_CODE_VERSION"  # set if the code was shipped without its git history
 
@@ -81,8 +80,13 @@ def started_with(folder: Path) -> str:
         return ""
 
 
-def write_lineage(folder: Path, inputs: Inputs, output: str, seconds: float) -> None:
-    """Write the inputs that a stage was made from. This comes last: with the file, the stage counts as finished."""
+def write_lineage(
+    folder: Path, inputs: Inputs, output: str, seconds: float, hosts: Mapping[str, Mapping[str, str]]
+) -> None:
+    """Write what a stage was made from. This comes last: with the file, the stage counts as finished.
+
+    `hosts` has the hosts of the ranks by name, each with the versions that differ from the driver's.
+    """
     write_json(
         folder / LINEAGE,
         {
@@ -93,7 +97,8 @@ def write_lineage(folder: Path, inputs: Inputs, output: str, seconds: float) -> 
             "parents": dict(inputs.parents),
             "data": dict(inputs.data),
             "code_version": code_version(),
-            "packages": {name: version(name) for name in PACKAGES},
+            "packages": this_host().versions,
+            "hosts": hosts,
             "seconds": round(seconds, 1),
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         },

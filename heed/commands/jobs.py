@@ -9,11 +9,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from heed.commands.options import First, JobFile, Only, Overrides, Workers, read_job, to_argv
+from heed.commands.options import First, JobFile, Only, Overrides, Workers, all_overrides, read_job
 from stages.progress import console
 
 if TYPE_CHECKING:
     from cluster.jobs import ClusterJob, Jobs
+    from heed.jobs.submission import Shipment
 
 jobs_app = typer.Typer(no_args_is_help=True, help="Manage jobs on a cluster: list, status, logs, stop.")
 
@@ -37,19 +38,27 @@ def submit(
     follow: Annotated[
         bool, typer.Option(help="Print the job's output until it ends, and exit with its status.")
     ] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be sent, and send nothing.")] = False,
 ) -> None:
     """Run a job on a Ray cluster.
 
     This sends the code, the job file and the files it names below the current folder, and calls `heed run` there. The
     job is validated first. Submitting a stopped or lost job again continues it.
     """
-    from heed.jobs.submission import packed, run_command
+    from heed.jobs.submission import Shipment
     from stages.lineage import CODE_VERSION, code_version
 
     checked = read_job(job, override, workers, first, only)
-    command = run_command(job, to_argv(override, workers, first, only), runs)
-    with packed(job, checked) as folder:
-        jobs = _cluster(address)
+    shipment = Shipment.of(job, all_overrides(override, workers), checked)
+    options = [word for option, stage in (("--from", first), ("--only", only)) if stage for word in (option, stage)]
+    command = shipment.command(options, runs)
+    if dry_run:
+        _list_files(shipment, command)
+        return
+    if shipment.left_out:
+        console.print(f"not sent: {', '.join(map(str, shipment.left_out))}", markup=False)
+    jobs = _cluster(address)
+    with shipment.packed() as folder:
         job_id = jobs.submit(
             checked.name,
             command,
@@ -62,6 +71,23 @@ def submit(
         _follow(jobs, job_id)
     else:
         typer.echo(job_id)
+
+
+def _list_files(shipment: "Shipment", command: str) -> None:
+    """Print the files that would be sent with their sizes, and the command that would run there."""
+    from files.importing import PACKAGES, ROOT
+    from heed.jobs.submission import code_files
+
+    code, job_bytes = code_files(), len(shipment.job_text.encode())
+    lines = [(job_bytes, f"{shipment.job_file} (the job, with its bases and --set values)")]
+    lines += [(file.stat().st_size, str(file)) for file in shipment.files]
+    packages = ", ".join(f"{package}/" for package in PACKAGES)
+    lines.append((sum((ROOT / file).stat().st_size for file in code), f"{packages} ({len(code)} files of Heed's code)"))
+    for size, name in (*lines, (sum(size for size, _ in lines), "bytes in all")):
+        typer.echo(f"{size:>12,}  {name}")
+    for path in shipment.left_out:
+        typer.echo(f"{'not sent':>12}  {path}")
+    typer.echo(f"command: {command}")
 
 
 @jobs_app.command("list")
@@ -124,17 +150,20 @@ def stop(job_id: JobId, address: Address = "") -> None:
 
 
 def _cluster(address: str) -> "Jobs":
+    from cluster.environment import token_warning
     from cluster.jobs import Jobs
 
     if not address:
         raise ValueError(
             "no cluster address; pass --address http://HEAD:8265 or set the environment variable HEED_ADDRESS"
         )
+    if line := token_warning():
+        console.print(line, markup=False)
     return Jobs(address)
 
 
 def _follow(jobs: "Jobs", job_id: str) -> None:
-    job = jobs.follow(job_id, _write)
+    job = jobs.follow(job_id, _write, lambda line: console.print(line, markup=False))
     console.print(f"{job_id}: {job.status} after {_took(job)}")
     raise typer.Exit(job.exit_code)
 

@@ -31,11 +31,16 @@ Weights = Annotated[
 RunsFolder = Annotated[Path, typer.Option("--runs", help="Folder that holds run folders.")]
 
 
+def all_overrides(overrides: list[str] | None, workers: int) -> list[str]:
+    """Returns the values of `--set`, and `--workers` as one of them."""
+    return [*(overrides or []), *([f"workers={workers}"] if workers else [])]
+
+
 def read_job(path: Path | None, overrides: list[str] | None, workers: int, first: str, only: str) -> "JobConfig":
     """Returns the validated job. Raises: ValueError for an unknown stage, and as `load_job` does."""
     from heed.jobs.job_file import load_job
 
-    job = load_job(path, [*(overrides or []), *([f"workers={workers}"] if workers else [])])
+    job = load_job(path, all_overrides(overrides, workers))
     for option, stage in (("--from", first), ("--only", only)):
         if stage and stage not in job.registry:
             raise ValueError(f"{option} {stage!r}: one of {', '.join(job.registry.names)} was expected")
@@ -55,14 +60,6 @@ def read_weights(weights: list[str] | None) -> dict[str, float]:
             raise ValueError(f"--weight {given!r}: NAME=NUMBER was expected, each name once")
         found[name] = weight
     return found
-
-
-def to_argv(overrides: list[str] | None, workers: int, first: str, only: str) -> list[str]:
-    """Returns the same options as command-line arguments."""
-    argv = [word for override in overrides or [] for word in ("--set", override)]
-    for option, value in (("--workers", workers), ("--from", first), ("--only", only)):
-        argv += [option, str(value)] if value else []
-    return argv
 
 
 def model_folder(name: Path) -> Path:

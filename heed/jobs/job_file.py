@@ -22,6 +22,7 @@ from heed.jobs.registry import registry_with
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from stages.world import World
 
+DEMO = "configs/jobs/demo.toml"
 BASE = "base"
 WITHOUT = "without"
 OWN_KEYS = ("name", "note")  # not inherited: a job with its base's name would write into the base's run folder
@@ -154,15 +155,25 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), *, opens_models: 
     downloaded if the job writes the shape, or the shape is built in or in a local folder.
     Raises: ValueError naming file, field, value and what was expected.
     """
-    name = "configs/jobs/demo.toml" if path is None else str(path)
-    values = read_toml(files("configs").joinpath("jobs/demo.toml"), name) if path is None else read_job_values(path)
+    name = DEMO if path is None else str(path)
+    values = job_values(path, overrides)
     if path is not None:
         remember_job(path)
-    for override in overrides:
-        _apply(name, values, Override.parse(override))
     config = _job_type(name, values)
     take_shape(name, values, config.known_stages, opens_models=opens_models)
     return validated(config, values, name)
+
+
+def job_values(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns what a job file (None: the built-in demo), its bases and `--set` overrides say, unchecked.
+
+    Raises: ValueError as `read_job_values`, and for an override that names no key.
+    """
+    name = DEMO if path is None else str(path)
+    values = read_toml(files("configs").joinpath("jobs/demo.toml"), name) if path is None else read_job_values(path)
+    for override in overrides:
+        _apply(name, values, Override.parse(override))
+    return values
 
 
 def _apply(name: str, values: dict[str, Any], override: Override) -> None:

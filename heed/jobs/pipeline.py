@@ -167,7 +167,7 @@ def _run_stage(
             follow(stage.name, folder) as progress,
             status.stage(progress),
         ):
-            work = partial(_work_in_folder, run.of(stage.name, progress), stage, inputs, begun)
+            work = partial(_work_in_folder, run.of(stage.name, progress), stage, inputs, begun, workers)
             run_to_end(stage.name, folder, work, workers.abandon, status.restarted)
     except KeyboardInterrupt:
         say_stopped()
@@ -191,7 +191,7 @@ def _tracebacks_in_file(log: Path) -> Iterator[None]:
         raise RunError(f"{str(error).splitlines()[0]} (tracebacks: {log})") from error
 
 
-def _work_in_folder(run: StageRun, stage: AnyStage, inputs: Inputs, begun: float) -> None:
+def _work_in_folder(run: StageRun, stage: AnyStage, inputs: Inputs, begun: float, workers: Workers) -> None:
     """Run a stage once its folder is there. Without the folder, it would start over and ignore what it has saved.
 
     Raises:
@@ -210,7 +210,7 @@ def _work_in_folder(run: StageRun, stage: AnyStage, inputs: Inputs, begun: float
     assert config is not None
     stage.run(run, run.resolve(config))
     require_outputs(folder, (stage.output, *stage.also_required))
-    write_lineage(folder, inputs, stage.output, time.monotonic() - begun)
+    write_lineage(folder, inputs, stage.output, time.monotonic() - begun, workers.hosts)
 
 
 def _say_stopped(status: StatusFile, stage: str, folder: Path) -> None:
@@ -329,7 +329,7 @@ def _prepare(run: Run, inputs: Inputs, write: Callable[[Path], None]) -> None:
     begun = time.monotonic()
     (folder / PREPARED).mkdir(parents=True)
     write(folder / PREPARED)
-    write_lineage(folder, inputs, PREPARED, time.monotonic() - begun)
+    write_lineage(folder, inputs, PREPARED, time.monotonic() - begun, hosts={})
 
 
 def _write_job(job: JobConfig, path: Path) -> None:

@@ -114,9 +114,16 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
 
 
 def _only_shape(job: JobConfig) -> ModelConfig | None:
-    """The shape of a reward model in a job without a policy."""
-    starts = [getattr(job.section_of(stage), "init_from", "") for stage in job.stages]
-    return known_shape(starts[0]) if starts[0] else None
+    """The shape of a reward model in a job without a policy, downloaded if it is known only to the hub.
+
+    Raises: ValueError naming the field if the hub does not have it.
+    """
+    first = job.stages[0]
+    start = getattr(job.section_of(first), "init_from", "")
+    try:
+        return (known_shape(start) or known_shape(str(shape_and_tokenizer(start)))) if start else None
+    except ValueError as error:
+        raise ValueError(f"{first.name}.init_from: {error}") from None
 
 
 def _models(job: JobConfig, stage_name: str) -> set[str]:

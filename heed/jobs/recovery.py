@@ -21,13 +21,23 @@ import tenacity
 from cluster.config import ClusterConfig
 from cluster.connection import Bundle, NoPlaceError, disconnect, has_room, require_room
 from cluster.failures import WorkerLostError
-from cluster.group import WorkerGroup, require_shared
+from cluster.group import WorkerGroup
+from cluster.hosts import difference, inspect_hosts, this_host
 from cluster.messages import send_request, withdraw_request
 from cluster.places import Places
 from cluster.sigterm import end_by_sigterm
 from heed.jobs.models import fetch_models
 from stages.progress import console
-from training.notices import RunError, cause_of, request_stop, stop_requested, system_error, waiting, withdraw_stop
+from training.notices import (
+    RunError,
+    cause_of,
+    request_stop,
+    say,
+    stop_requested,
+    system_error,
+    waiting,
+    withdraw_stop,
+)
 
 # A stage that fails this often without saving anything new would not get further in another try.
 MAX_LOSSES_IN_PLACE = 5
@@ -64,6 +74,9 @@ class Workers:
         self._places: defaultdict[str, Places] = defaultdict(Places)  # of each group, kept when it is replaced
         self._begun: Future[WorkerGroup] | None = None
         self._awaits_nodes = False  # True after a loss, since a node that was lost may come back
+        # By host that has worked for this run, the versions that differ from the driver's.
+        self.hosts: dict[str, dict[str, str]] = {}
+        this_host()  # now, before anybody can change the code that this process has imported
 
     def num_ranks(self) -> dict[str, int]:
         """Returns the number of ranks of each open group."""
@@ -167,12 +180,20 @@ class Workers:
         group = WorkerGroup(
             size, config, bundle=bundle, waits_for_nodes=waits, python=python, host=host, places=self._places[name]
         )
-        return self._checked(group)
+        return self._checked(group, python)
 
-    def _checked(self, group: WorkerGroup) -> WorkerGroup:
-        """Returns the group once all its ranks see the run's folder and have the models. Closes it if that fails."""
+    def _checked(self, group: WorkerGroup, python: str = "") -> WorkerGroup:
+        """Returns the group once all its ranks see the run's folder, run the driver's code and have the models.
+
+        Closes it if that fails. Says which hosts have other versions of packages, unless the group has a `python` of
+        its own, which is meant to have them.
+        """
         try:
-            require_shared(group, self.folder)
+            for host in inspect_hosts(group, self.folder):
+                name, versions = f"{host.name} {python}".strip(), host.unlike(this_host())
+                if versions and not python and self.hosts.get(name) != versions:
+                    say(difference(host))
+                self.hosts[name] = versions
             fetch_models(group, self.models)
         except Exception:
             group.close()  # no one else holds this group

@@ -5,12 +5,12 @@ The code's dependencies are left out. The cluster's machines are prepared with t
 could fail late.
 """
 
-import os
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,85 +22,119 @@ from files.importing import PACKAGES, ROOT, user_folders
 from files.lookup import no_such_file
 from files.rows import LOADERS
 from heed.jobs.job import JobConfig
-from heed.jobs.job_file import BASE, read_job_values, read_toml
+from heed.jobs.job_file import DEMO, job_values
 
 SHIPPED_MIB = 100  # the head keeps shipped files in memory; larger ones belong in the shared folder
 
 
-def run_command(path: Path | None, options: Sequence[str], runs: Path) -> str:
-    """`heed run` with its options, as a shell command for the folder that `packed` makes.
+@dataclass
+class Shipment:
+    """What is sent to run a job: its file, complete with bases and `--set` values, and files of the current folder.
 
-    Raises: ValueError for a runs folder that other machines cannot find.
+    The values are in the file and not in the command, because Ray shows the command to whoever lists its jobs.
     """
-    if not runs.is_absolute():
-        raise ValueError(
-            f"--runs is {str(runs)!r}; an absolute path on storage that all machines of the cluster share was expected"
-        )
-    named = [path.name] if path else []
-    return shlex.join(["python", "-m", "heed", "run", *named, "--runs", str(runs), *options])
 
+    job_file: str  # its name
+    job_text: str
+    files: list[Path] = field(default_factory=list)  # relative to the current folder
+    left_out: list[Path] = field(default_factory=list)  # in named folders
 
-@contextmanager
-def packed(path: Path | None, job: JobConfig) -> Iterator[Path]:
-    """Yield a folder in which `heed run` finds every file at the path that it has here.
+    @classmethod
+    def of(cls, path: Path | None, overrides: Sequence[str], job: JobConfig) -> "Shipment":
+        """Find what a job needs of this machine. Absolute paths refer to the cluster.
 
-    Raises: ValueError for data that is missing, leads out of the current folder, or is too large to send.
-    """
-    names = list(_shipped(job))
-    with TemporaryDirectory(prefix="heed-submit-") as temporary:
-        folder = Path(temporary)
-        if path is not None:
-            _write_job_file(path, folder / path.name)
-        for name in names:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            if Path(name).is_dir():
-                shutil.copytree(name, folder / name, dirs_exist_ok=True)
-            else:
-                shutil.copyfile(name, folder / name)
-        for package in PACKAGES:
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / package, folder / package, ignore=ignored, dirs_exist_ok=True)
-        yield folder
+        Raises: ValueError for data that is missing, leads out of the current folder or its named folder, or is too
+            large to send.
+        """
+        shipment = cls(Path(path or DEMO).name, tomli_w.dumps(job_values(path, overrides)))
+        for key, name in named_paths(job):
+            if not Path(name).is_absolute():
+                shipment._add(key, name)
+        return shipment
 
-
-def _write_job_file(source: Path, target: Path) -> None:
-    """Copy the job file. A job with a base is written as one complete file, since its bases may lie anywhere."""
-    if BASE in read_toml(source, str(source)):
-        target.write_text(tomli_w.dumps(read_job_values(source)), encoding="utf-8")
-    else:
-        shutil.copyfile(source, target)
-
-
-def _shipped(job: JobConfig) -> Iterator[str]:
-    """Yields the files and folders below the current one that the job names. Absolute paths refer to the cluster."""
-    room = SHIPPED_MIB * 2**20
-    for field, name in named_paths(job):
-        if Path(name).is_absolute():
-            continue
-        if not Path(name).exists():
+    def _add(self, key: str, name: str) -> None:
+        path = Path(name)
+        if not path.exists():
             if Path(name.removesuffix(".gz")).suffix in (*LOADERS, ".py", ".gguf"):
-                raise ValueError(f"{field}: {name}: {no_such_file(name)}")
-            continue  # a hub id, or something that the run itself will write
-        if ".." in Path(name).parts:
+                raise ValueError(f"{key}: {name}: {no_such_file(name)}")
+            return  # a hub id, or something that the run itself will write
+        if ".." in path.parts:
             raise ValueError(
-                f"{field} is {name!r}, which leads out of the current folder and cannot be shipped; a path below it, or"
+                f"{key} is {name!r}, which leads out of the current folder and cannot be shipped; a path below it, or"
                 " an absolute path on storage that all machines of the cluster share was expected"
             )
-        room -= _num_bytes(Path(name))
-        if room < 0:
+        files, left_out = [path], list[Path]()
+        if path.is_dir():
+            files = list(_files_below(key, path, (path.resolve(),), left_out))
+        self.files = list(dict.fromkeys([*self.files, *files]))
+        self.left_out = list(dict.fromkeys([*self.left_out, *left_out]))
+        if sum(file.stat().st_size for file in self.files) > SHIPPED_MIB * 2**20:
             raise ValueError(
-                f"{field}: with {name}, more than {SHIPPED_MIB} MiB would be shipped; put it on storage that all"
+                f"{key}: with {name}, more than {SHIPPED_MIB} MiB would be shipped; put it on storage that all"
                 " machines of the cluster share and give its absolute path"
             )
-        _refuse_hiding(field, Path(name))
-        yield name
+        _refuse_hiding(key, path, files)
+
+    def command(self, options: Sequence[str], runs: Path) -> str:
+        """`heed run` with its options, as a shell command for the folder that `packed` makes.
+
+        Raises: ValueError for a runs folder that other machines cannot find.
+        """
+        if not runs.is_absolute():
+            raise ValueError(
+                f"--runs is {str(runs)!r}; an absolute path on storage that all machines of the cluster share was"
+                " expected"
+            )
+        return shlex.join(["python", "-m", "heed", "run", self.job_file, "--runs", str(runs), *options])
+
+    @contextmanager
+    def packed(self) -> Iterator[Path]:
+        """Yield a folder in which `heed run` finds every file at the path that it has here."""
+        with TemporaryDirectory(prefix="heed-submit-") as temporary:
+            folder = Path(temporary)
+            job_file = folder / self.job_file
+            job_file.touch(mode=0o600)  # it may hold credentials; Ray keeps modes when it unpacks
+            job_file.write_text(self.job_text, encoding="utf-8")
+            for root, file in (*((Path(), file) for file in self.files), *((ROOT, file) for file in code_files())):
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(root / file, folder / file)
+            yield folder
 
 
-def _refuse_hiding(field: str, path: Path) -> None:
+def code_files() -> list[Path]:
+    """Returns the files of Heed's packages, relative to their root."""
+    found = (path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file())
+    return sorted(path.relative_to(ROOT) for path in found if path.parent.name != "__pycache__")
+
+
+def _files_below(key: str, folder: Path, above: tuple[Path, ...], left_out: list[Path]) -> Iterator[Path]:
+    """Yields the files in a named folder, and adds those with a dot, such as .env, to `left_out`.
+
+    `above` are the real paths of the named folder and of those between it and `folder`.
+    Raises: ValueError for a link out of the named folder, to a folder that contains it, or to nothing.
+    """
+    for path in sorted(folder.iterdir()):
+        target = path.resolve()
+        if path.is_symlink() and (not target.exists() or target in above or not target.is_relative_to(above[0])):
+            raise ValueError(
+                f"{key}: {path} is a link to {target}; in a folder that is sent, links to other files in that folder"
+                " were expected: put the file there itself, or give an absolute path on storage that all machines of"
+                " the cluster share"
+            )
+        if any(part.startswith(".") for part in (path.name, *target.relative_to(above[0]).parts)):
+            left_out.append(path)
+        elif path.is_dir():
+            yield from _files_below(key, path, (*above, target), left_out)
+        elif path.is_file():
+            yield path
+        else:
+            left_out.append(path)  # a socket or a device
+
+
+def _refuse_hiding(field: str, path: Path, files: Sequence[Path]) -> None:
     """Raise ValueError for a file that one of Heed's would replace, or that would hide an installed module. On the
     cluster, Python looks for modules in the job's folder first.
     """
-    files = [path] if path.is_file() else [below for below in path.rglob("*") if below.is_file()]
     for file in files:
         heeds = ROOT / file
         if file.parts[0] in PACKAGES and heeds.is_file() and not file.samefile(heeds):
@@ -134,9 +168,3 @@ def _named_in(value: Any, models: set[str], functions: set[str], place: str) -> 
             yield field, item.partition(":")[0]
         else:
             yield from _named_in(item, models, functions, field)
-
-
-def _num_bytes(path: Path) -> int:
-    if path.is_file():
-        return path.stat().st_size
-    return sum(Path(folder, name).stat().st_size for folder, _, names in os.walk(path) for name in names)

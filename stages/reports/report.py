@@ -245,9 +245,14 @@ def _code(text: object) -> Cell:
     return Cell(str(text), is_code=True)
 
 
+def _versions(unlike: Mapping[str, Any]) -> str:
+    """Describe a host of the ranks, for which the lineage has the versions that differ from the driver's."""
+    return ", ".join(f"{name} {found}" for name, found in unlike.items()) or "the same versions as the driver"
+
+
 def _lineage(stage: StageFolder) -> Table:
     lines = [
-        (f"{key}: {name}", text)
+        (f"{key}: {name}", _versions(text) if isinstance(text, dict) else text)
         for key, value in stage.lineage.items()
         for name, text in (value.items() if isinstance(value, dict) else [("", value)])
     ]

@@ -26,18 +26,24 @@ def ip(*arguments: str) -> None:
 
 @dataclass
 class Host:
-    """One host: `run` starts a program there. Its own name resolves to 127.0.1.1, as on Debian and Ubuntu."""
+    """One host: `run` starts a program there. Its own name resolves to 127.0.1.1, as on Debian and Ubuntu.
+
+    Its programs see other files in place of those that `replaced` names.
+    """
 
     name: str
     address: str
     folder: Path
     environment: Mapping[str, str]
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    replaced: dict[Path, Path] = field(default_factory=dict)
 
     def run(self, command: Sequence[str], log: str, **environment: str) -> subprocess.Popen[bytes]:
         table = self.folder / f"{self.name}.hosts"
         table.write_text(f"127.0.0.1 localhost\n127.0.1.1 {self.name}\n")
-        inside = f'mount --bind {table} /etc/hosts && hostname {self.name} && exec "$@"'
+        files = {Path("/etc/hosts"): table, **self.replaced}
+        mounts = "".join(f"mount --bind {there} {place} && " for place, there in files.items())
+        inside = f'{mounts}hostname {self.name} && exec "$@"'
         wrapped = ["ip", "netns", "exec", self.name, "unshare", "--mount", "--uts", "sh", "-c", inside, "sh", *command]
         with (self.folder / log).open("wb") as output:
             process = subprocess.Popen(
@@ -111,6 +117,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     mark = secrets.token_hex(2)
     bridge, names = f"b{mark}", [f"h{mark}{letter}" for letter in "ab"]
     folder = Path(tempfile.mkdtemp(prefix="heed-"))  # Ray keeps sockets here, whose paths must be short
+    (folder / "token").touch(mode=0o600)
     (folder / "token").write_text(secrets.token_hex(16))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ACCELERATE_"))}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):

@@ -1,4 +1,4 @@
-"""Ranks on two hosts: a host table that misleads gloo, and a network that fails for half a minute."""
+"""Ranks on two hosts: a misleading host table, a network that fails for half a minute, and other code on one host."""
 
 import os
 import subprocess
@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, str(Path(__file__).with_name("two_hosts.py"))]
 PARTITION_SECONDS = 30
 
@@ -66,3 +68,26 @@ def test_a_network_that_fails_for_half_a_minute_ends_no_run(
     assert len(list((tmp_path / "checkpoints").iterdir())) == 60
     if moment != "placing":
         assert "count: rank 1 of 2 was lost" in said or "count: continues from" in said
+
+
+@pytest.mark.long
+def test_a_host_with_other_code_or_another_torch_is_named(cluster: tuple[Any, Any], tmp_path: Path) -> None:
+    """The last test: it starts the node again."""
+    head, node = cluster
+    engine, torch_version = ROOT / "training" / "engine.py", Path(torch.version.__file__)
+    (tmp_path / "engine.py").write_text(f"{engine.read_text()}\n# a line of another version\n")
+    (tmp_path / "version.py").write_text(torch_version.read_text().replace(torch.__version__, "2.11.0"))
+    for place, words, code in (
+        (
+            torch_version,
+            f"{node.name} has torch 2.11.0, and {head.name}, where the driver runs, torch {torch.__version__}",
+            0,
+        ),
+        (engine, f"ValueError: Heed's code differs between hosts: {head.name}, where the driver runs, has version ", 1),
+    ):
+        node.end()
+        node.replaced = {place: tmp_path / place.name}
+        node.start_node(head)
+        process = drive(head, "hosts", str(tmp_path))
+        assert process.wait(timeout=240) == code, head.said("driver.log")
+        assert words in head.said("driver.log")

@@ -1,4 +1,4 @@
-"""The driver program of tests/cluster/test_two_hosts.py: `python two_hosts.py sum|partition FOLDER`."""
+"""The driver program of tests/cluster/test_two_hosts.py: `python two_hosts.py sum|hosts|count FOLDER`."""
 
 import os
 import socket
@@ -11,6 +11,7 @@ from cluster.connection import connect, living_nodes
 from cluster.group import WorkerGroup
 from heed.jobs.recovery import Workers, run_to_end
 from lm.progress import note_progress
+from training.notices import speaking_through
 
 CONFIG = ClusterConfig(silence_seconds=20, wait_for_nodes_seconds=240)
 
@@ -53,6 +54,12 @@ def main() -> None:
             print(group.run("sum", total), flush=True)
         return
     workers = Workers([2], folder, CONFIG)
+    if what == "hosts":
+        with speaking_through(print):
+            workers.start()
+        print(workers.hosts)
+        workers.close()
+        return
 
     def work() -> None:
         print("placing", flush=True)

@@ -266,6 +266,7 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
         (stale / package).mkdir()
         (stale / package / "__init__.py").write_text("raise ImportError('code that was not shipped')\n")
     token, log = folder / "token", folder / "head.log"
+    token.touch(mode=0o600)
     token.write_text(secrets.token_hex(16))
     port, dashboard, agent, client = distinct_ports(4)
     head = RayHead(f"http://127.0.0.1:{dashboard}", token)

@@ -23,7 +23,7 @@ from heed.jobs.plan import Setting, make_plan
 from heed.jobs.registry import BUILT_IN
 from heed.jobs.report import write_run_report
 from heed.jobs.run import Run, inputs_of
-from heed.jobs.submission import packed
+from heed.jobs.submission import Shipment
 from stages.planning.hardware import GPUS
 from training.metrics import read_metrics
 
@@ -173,5 +173,5 @@ def test_its_file_is_shipped_with_a_job(tmp_path: Path, monkeypatch: pytest.Monk
     path = job_file(tmp_path)
     path.write_text(path.read_text().replace(f"{tmp_path}/midtrain.py", "midtrain.py"))
     monkeypatch.chdir(tmp_path)
-    with packed(path, load_job(path)) as folder:
+    with Shipment.of(path, (), load_job(path)).packed() as folder:
         assert (folder / "midtrain.py").read_text() == CODE

@@ -6,7 +6,7 @@ from textwrap import dedent
 import pytest
 
 from heed.jobs.job_file import load_job, merged, read_job_values
-from heed.jobs.submission import packed
+from heed.jobs.submission import Shipment
 
 DEBUG = Path(__file__).parents[3] / "configs" / "jobs" / "debug.toml"
 
@@ -54,8 +54,8 @@ def test_a_job_is_its_base_but_for_what_it_says(tmp_path: Path) -> None:
     )
     assert [data.source for data in job.sft.heldout] == ["world:demonstrations"]
     assert job.pretrain == debug.pretrain
-    with packed(path, job) as folder:
-        assert load_job(folder / "mine.toml", ["ppo.temperature=0.5"]) == job, "a submitted job needs no base"
+    with Shipment.of(path, ["ppo.temperature=0.5"], job).packed() as folder:
+        assert load_job(folder / "mine.toml") == job, "a submitted job needs no base"
     assert middle.is_file()
 
 

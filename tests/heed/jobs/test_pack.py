@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from heed.cli import main
-from heed.commands.options import to_argv
 from heed.jobs import submission
 from heed.jobs.job_file import load_job
-from heed.jobs.submission import PACKAGES, named_paths, packed, run_command
+from heed.jobs.submission import PACKAGES, Shipment, named_paths
 from reward.external import RewardFunction
 
 ROOT = Path(__file__).parents[3]
@@ -39,7 +38,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The current folder contains data."""
     folder = tmp_path / "here"
     (folder / "data" / "model").mkdir(parents=True)
@@ -47,12 +46,14 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (folder / "data" / "model" / "config.json").write_text("{}")
     (tmp_path / "outside.jsonl").write_text("rows")
     monkeypatch.chdir(folder)
+    return folder
 
 
 def pack_debug(*overrides: str) -> set[str]:
     """Returns the files that are sent for the debug job with overrides."""
-    with packed(DEBUG, load_job(DEBUG, overrides)) as folder:
-        assert (folder / "debug.toml").read_bytes() == DEBUG.read_bytes()
+    job = load_job(DEBUG, overrides)
+    with Shipment.of(DEBUG, overrides, job).packed() as folder:
+        assert load_job(folder / "debug.toml") == job
         return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
@@ -85,9 +86,8 @@ def test_a_file_that_would_hide_another_on_the_cluster_is_refused(name: str, wor
     ppo = job.ppo.model_copy(update={"reward": RewardFunction(function=f"{name}:score")})  # type: ignore[union-attr]
     with (
         pytest.raises(ValueError, match=rf"^ppo\.reward\.function: {words}"),
-        packed(DEBUG, job.model_copy(update={"ppo": ppo})),
     ):
-        pytest.fail("it was packed")
+        Shipment.of(DEBUG, (), job.model_copy(update={"ppo": ppo}))
 
 
 @pytest.mark.usefixtures("here")
@@ -102,6 +102,71 @@ def test_a_file_may_have_a_packages_name(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_named_folder_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "named_paths", lambda _: [("sft.init_from", "data/model")])
     assert "data/model/config.json" in pack_debug()
+
+
+@pytest.fixture
+def model_is_sent(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that the job names."""
+    monkeypatch.setattr(submission, "named_paths", lambda _: [("sft.init_from", "data/model")])
+    return (here / "data" / "model").relative_to(here)
+
+
+def test_files_with_a_dot_stay_here(model_is_sent: Path) -> None:
+    (model_is_sent / ".git").mkdir()
+    for name in (".env", ".git/config", "tokenizer.json"):
+        (model_is_sent / name).write_text("KEY=secret")
+    (model_is_sent / "settings").symlink_to(".env")
+    shipment = Shipment.of(DEBUG, (), load_job(DEBUG))
+    assert shipment.files == [model_is_sent / "config.json", model_is_sent / "tokenizer.json"]
+    assert shipment.left_out == [model_is_sent / name for name in (".env", ".git", "settings")]
+    sent = pack_debug()
+    assert not {path for path in sent if path.startswith("data/model/.") or path == "data/model/settings"}
+    assert {"data/model/config.json", "data/model/tokenizer.json"} <= sent
+
+
+@pytest.mark.parametrize(
+    "target", ["/etc/passwd", "../../../../outside.jsonl", "../../prompts.jsonl", "..", "absent.json"]
+)
+def test_links_that_leave_a_named_folder_are_refused(model_is_sent: Path, target: str) -> None:
+    """Also one to nothing, and one to a folder above itself, which would have no end."""
+    (model_is_sent / "below").mkdir()
+    link = model_is_sent / "below" / "link"
+    link.symlink_to(target)
+    with pytest.raises(ValueError, match=rf"^sft\.init_from: {link} is a link to {link.resolve()}; in a folder"):
+        Shipment.of(DEBUG, (), load_job(DEBUG))
+
+
+def test_links_inside_a_named_folder_are_sent_as_files(model_is_sent: Path) -> None:
+    (model_is_sent / "parts").mkdir()
+    (model_is_sent / "parts" / "1.safetensors").write_text("weights")
+    (model_is_sent / "model.safetensors").symlink_to("parts/1.safetensors")
+    (model_is_sent / "copy").symlink_to("parts")
+    assert {"data/model/model.safetensors", "data/model/copy/1.safetensors"} <= pack_debug()
+
+
+@pytest.mark.usefixtures("model_is_sent")
+def test_what_would_be_sent_is_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("HEED_ADDRESS", raising=False)
+    Path("data/model/config.json").write_text("{}" * 1000)
+    Path("data/model/.env").write_text("KEY=secret")
+    arguments = ["submit", str(DEBUG), "--runs", "/runs", "--set", "seed=77123", "--dry-run"]
+    monkeypatch.setattr(sys, "argv", ["heed", *arguments])
+    with pytest.raises(SystemExit, match="0"):
+        main()  # without an address
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    job_bytes = len(Shipment.of(DEBUG, ["seed=77123"], load_job(DEBUG)).job_text)
+    code = submission.code_files()
+    code_bytes = sum((ROOT / file).stat().st_size for file in code)
+    assert lines[:2] == [
+        f"{job_bytes:,} debug.toml (the job, with its bases and --set values)",
+        "2,000 data/model/config.json",
+    ]
+    assert lines[2].startswith(f"{code_bytes:,} heed/, evaluation/, ")
+    assert lines[3:] == [
+        f"{job_bytes + 2000 + code_bytes:,} bytes in all",
+        "not sent data/model/.env",
+        "command: python -m heed run debug.toml --runs /runs",
+    ]
 
 
 @pytest.mark.usefixtures("here")
@@ -138,11 +203,24 @@ def test_every_place_that_may_name_a_file() -> None:
 
 
 def test_the_command_is_the_run_that_was_asked_for() -> None:
-    options = to_argv(["note=it's $HOME", "seed=1"], 2, "sft", "")
-    command = run_command(Path("jobs/mine.toml"), options, Path("/shared/runs"))
-    expected = ["mine.toml", "--runs", "/shared/runs", "--set", "note=it's $HOME", "--set", "seed=1"]
-    assert shlex.split(command) == ["python", "-m", "heed", "run", *expected, "--workers", "2", "--from", "sft"]
-    assert run_command(None, [], Path("/runs")) == "python -m heed run --runs /runs"
+    job = load_job(DEBUG)
+    command = Shipment.of(DEBUG, (), job).command(["--from", "sft"], Path("/shared/run's"))
+    expected = ["debug.toml", "--runs", "/shared/run's", "--from", "sft"]
+    assert shlex.split(command) == ["python", "-m", "heed", "run", *expected]
+    demo = Shipment.of(None, (), job)
+    assert demo.command([], Path("/runs")) == "python -m heed run demo.toml --runs /runs"
+    with demo.packed() as folder:
+        assert load_job(folder / "demo.toml") == load_job(None)
+
+
+def test_values_are_in_a_file_that_others_cannot_read_and_not_in_the_command() -> None:
+    """Whoever has the token sees the commands of all jobs."""
+    overrides = ("note=https://me:hunter2@judge.example/score", "ppo.placement=none", "workers=2")
+    shipment = Shipment.of(DEBUG, overrides, load_job(DEBUG, overrides))
+    assert "hunter2" not in shipment.command([], Path("/runs"))
+    with shipment.packed() as folder:
+        assert (folder / "debug.toml").stat().st_mode & 0o777 == 0o600
+        assert load_job(folder / "debug.toml") == load_job(DEBUG, overrides)
 
 
 def test_mistakes_in_the_job_come_before_the_cluster(refused: Callable[..., str]) -> None:

@@ -20,6 +20,7 @@ from lm.weights import save_model
 from sft.demonstrations import encoded_all
 from stages.planner import RANK
 from stages.planning.hardware import GIB, Hardware
+from tests.hub_server import NAME, serve
 from training.packing import best_fit, pass_tokens, split_passes
 
 LAPTOP = Hardware("cpu", 16 * GIB, 5e11, 4e10, 0.0, is_gpu=False)
@@ -210,6 +211,19 @@ def test_comparisons_are_as_long_as_they_are(folder: Path, section: str) -> None
         logits = stage.memory[RANK].phases["backward"]["logits, or a block's backward"]
         of_all_tokens = plan.layout.compute_bytes * 2 * 16 * int(said.split()[-3]) * VOCABULARY
         assert logits < of_all_tokens, "prompts have no logits"
+
+
+def test_a_reward_model_alone_takes_the_shape_of_a_hub_model(
+    folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = REWARD.replace('"model"', f'"{NAME}"')
+    with serve(model_folder) as hub:
+        hub.reach(monkeypatch, folder / "cache")
+        (stage,) = plan_of(folder, job).stages
+        here = plan_of(folder, REWARD.replace('"model"', f'"{model_folder}"')).stages[0]
+        assert stage.memory == here.memory
+        with pytest.raises(ValueError, match=r"^reward\.init_from: 'nobody/nothing' is neither a local folder nor a"):
+            plan_of(folder, REWARD.replace('"model"', '"nobody/nothing"'))
 
 
 BAD_ROWS = {"an unreadable line": "not JSON\n", "a row of another form": "{}\n"}

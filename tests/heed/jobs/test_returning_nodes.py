@@ -66,7 +66,7 @@ def test_a_machine_that_is_lost_while_the_first_group_starts_is_waited_for(
         coming_back = threading.Timer(3, cluster.fill)
         try:
             with monkeypatch.context() as lossy:
-                lossy.setattr("heed.jobs.recovery.require_shared", lose_a_node)
+                lossy.setattr("heed.jobs.recovery.inspect_hosts", lose_a_node)
                 with pytest.raises(WorkerLostError, match=r"^start: rank . of 2 was lost"):
                     workers()
             workers.abandon()

@@ -53,7 +53,8 @@ def submitted(heed: Callable[..., Any], ray_head: Any, tmp_path_factory: pytest.
 
     # A file below the current folder, which is the repository's, is sent with the job.
     heldout = 'pretrain.heldout=[{ source = "README.md" }]'
-    short = start("short", *ONLY_PRETRAIN, "--set", "pretrain.num_steps=3", "--set", heldout)
+    note = "note=https://me:hunter2@example.com"
+    short = start("short", *ONLY_PRETRAIN, "--set", "pretrain.num_steps=3", "--set", heldout, "--set", note)
     failing = start("failing", "--no-follow", "--set", "ppo.prompts.source=/absent/prompts.jsonl")
     endless = start("endless", "--no-follow", *ONLY_PRETRAIN, "--set", "pretrain.num_steps=100000")
     for command in (failing, endless):
@@ -79,7 +80,7 @@ def test_a_job_is_stopped(submitted: Submitted, output_of: Callable[..., str]) -
     assert metrics.stat().st_size == size  # its workers have ended too
 
 
-def test_a_submitted_job_is_a_run(submitted: Submitted, output_of: Callable[..., str]) -> None:
+def test_a_submitted_job_is_a_run(submitted: Submitted, output_of: Callable[..., str], ray_head: Any) -> None:
     assert submitted.short.wait() == 0, submitted.short.output
     said = submitted.short.output
     folder = submitted.runs / "short"
@@ -95,7 +96,11 @@ def test_a_submitted_job_is_a_run(submitted: Submitted, output_of: Callable[...,
     status = output_of("jobs", "status", job_id)
     assert "SUCCEEDED" in status
     assert f"last line  report: {folder / 'report.html'}" in status
-    assert "python -m heed run debug.toml --runs" in status
+    assert f"python -m heed run debug.toml --runs {submitted.runs} --only pretrain" in status
+    assert "--set" not in status
+    assert "hunter2" not in status
+    unpacked = [path for path in ray_head.token.parent.rglob("debug.toml") if "hunter2" in path.read_text()]
+    assert {path.stat().st_mode & 0o777 for path in unpacked} == {0o600}
     listed = {line.split()[0]: line for line in output_of("jobs", "list").splitlines()}
     assert "SUCCEEDED" in listed[job_id]
     assert str(folder) in listed[job_id]

@@ -63,6 +63,7 @@ def write_stage(run: Path, stage: str, results: dict[str, Any], metrics: list[di
         "data": {f"{stage}.jsonl": hashlib.sha256(b"data" + stage.encode()).hexdigest()},
         "code_version": "b022d30",
         "packages": {"torch": "2.13.0", "numpy": "2.4.6"},
+        "hosts": {"node-1": {}, "node-2": {"numpy": "2.4.5"}},
         "seconds": 10.0 * (1 + STAGES.index(stage)) ** 1.5,
         "finished_at": "2026-01-02T03:04:05Z",
     }

@@ -1,0 +1,108 @@
+"""What the hosts of a job see and run: its run folder, Heed's code, Python and the packages that bits depend on."""
+
+import hashlib
+import platform
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING
+
+from files import importing
+
+if TYPE_CHECKING:
+    from cluster.group import WorkerGroup
+
+PACKAGES = ("torch", "deepspeed", "accelerate", "ray", "transformers", "tokenizers", "datasets", "numpy")
+SOURCES = frozenset({".py", ".cpp", ".h"})
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host, as one of its processes sees it."""
+
+    name: str
+    code: str  # folder of Heed's code
+    versions: Mapping[str, str]  # of "heed" (a digest of its source files), "python", and each of PACKAGES
+
+    def unlike(self, other: "Host") -> dict[str, str]:
+        """Return this host's versions that differ from another's."""
+        return {name: found for name, found in self.versions.items() if found != other.versions[name]}
+
+
+@cache
+def this_host() -> Host:
+    """Describe this process, once: source files may change after it has imported them, so call it early."""
+    versions = {"heed": code_digest(importing.ROOT), "python": platform.python_version()}
+    return Host(socket.gethostname(), str(importing.ROOT), versions | {name: _version(name) for name in PACKAGES})
+
+
+def code_digest(root: Path) -> str:
+    """Return the first 12 digits of a SHA-256 over the names and contents of Heed's source files below `root`."""
+    digest = hashlib.sha256()
+    for path in sorted(path for name in importing.PACKAGES for path in (root / name).rglob("*")):
+        if path.suffix in SOURCES:
+            digest.update(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _version(name: str) -> str:
+    """Return the version of a package; "none" if it is not installed. That of torch comes from the imported code."""
+    if name == "torch":
+        import torch
+
+        return str(torch.__version__)
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
+
+
+def inspect_hosts(group: "WorkerGroup", folder: Path) -> list[Host]:
+    """Return the hosts of a group, each once, after checking that they see the run's folder and run this code.
+
+    Raises:
+        ValueError: naming the hosts on which `folder` is missing or is a different folder, or that run other code.
+    """
+    here = this_host()
+    with NamedTemporaryFile(dir=folder, prefix=".shared-") as marker:
+        sightings = group.run("hosts", _look, folder / Path(marker.name).name)
+    blind = sorted({host.name for host, sees_folder in sightings if not sees_folder})
+    if blind:
+        raise ValueError(
+            f"--runs: {folder} is not the same folder on {', '.join(blind)} as on {here.name}; an absolute path on"
+            " storage that all machines of the cluster share was expected"
+        )
+    hosts: list[Host] = []
+    for host, _ in sightings:
+        if host not in hosts:
+            hosts.append(host)
+    _require_same_code(hosts, here)
+    return hosts
+
+
+def _look(path: Path) -> tuple[Host, bool]:
+    return this_host(), path.exists()
+
+
+def _require_same_code(hosts: list[Host], here: Host) -> None:
+    others = [host for host in hosts if "heed" in host.unlike(here)]
+    if any((host.name, host.code) == (here.name, here.code) for host in others):
+        raise ValueError(f"Heed's code in {here.code} has changed since this run began; run the same command again")
+    if others:
+        stale = ", ".join(f"{host.name} has version {host.versions['heed']} in {host.code}" for host in others)
+        raise ValueError(
+            f"Heed's code differs between hosts: {here.name}, where the driver runs, has version"
+            f" {here.versions['heed']} in {here.code}, and {stale}; update it there, or use `heed submit`, which sends"
+            " the code"
+        )
+
+
+def difference(host: Host) -> str:
+    """Return one line about a host that has other versions of packages than the driver's."""
+    here = this_host()
+    there, own = (", ".join(f"{name} {of.versions[name]}" for name in host.unlike(here)) for of in (host, here))
+    return f"{host.name} has {there}, and {here.name}, where the driver runs, {own}: results may differ by rounding"
