@@ -16,7 +16,8 @@ from preferences.page.config import LabelingConfig
 from preferences.page.forms import STORE_AWAY
 from preferences.page.security import is_storable
 from preferences.page.service import RefusedError, seal
-from preferences.page.text import show, task_title
+from preferences.page.shown import show
+from preferences.page.text import task_title
 
 COOKIE = "heed_session"
 CHECKBOXES = "flags_"  # prefix of fields that may occur several times
