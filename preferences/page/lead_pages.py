@@ -115,6 +115,7 @@ class PeoplePages:
             accounts=self.accounts.all(),
             links=self.accounts.links(),
             events=self.accounts.audit_log(),
+            sign_ins=self.accounts.audit_log(sign_ins=True),
             pseudonyms=self.accounts.pseudonyms(),
             link=link,
             invited=invited,

@@ -181,6 +181,8 @@ class LabelingService:
         timed = replace(answer, milliseconds=milliseconds)
         with _without_id(account, lease):
             submit(lease, timed, client=client, instructions_version=self.config.version)
+        if account.role == "lead":
+            self.accounts.log(account.name, "adjudicated", lease.task_id)
 
     def skip(self, account: Account, session: str, form: TaskForm, reason: str, client: str) -> None:
         """Leaves a task to other labelers. Raises what `answer` raises."""
@@ -199,6 +201,8 @@ class LabelingService:
         lease = replace(lease, revision=revision)
         with _without_id(account, lease):
             self.store.undo(lease, "taken back", client=client, instructions_version=self.config.version)
+        if account.role == "lead":
+            self.accounts.log(account.name, "took back the adjudication of", lease.task_id)
 
     def _sealed_lease(self, account: Account, session: str, form: TaskForm) -> tuple[Lease, int]:
         """Returns the form's lease and the milliseconds since it was shown. Raises: RefusedError for a wrong seal."""

@@ -20,6 +20,7 @@ from preferences.page.shown import show
 from preferences.page.text import task_title
 
 COOKIE = "heed_session"
+HTTPS_COOKIE = f"__Host-{COOKIE}"  # browsers accept it only as Secure, from this very host
 CHECKBOXES = "flags_"  # prefix of fields that may occur several times
 ONLY_LEADS = "this page is for leads"
 
@@ -58,9 +59,20 @@ class Site:
     def __init__(self, config: LabelingConfig, accounts: Accounts) -> None:
         self.config, self.accounts = config, accounts
 
+    def is_https(self, request: Request) -> bool:
+        return self.config.server.is_https or request.url.scheme == "https"
+
+    def cookie(self, request: Request) -> str:
+        """Returns the name of the session's cookie."""
+        return HTTPS_COOKIE if self.is_https(request) else COOKIE
+
+    def token(self, request: Request) -> str:
+        """Returns the token in the session's cookie, or ""."""
+        return request.cookies.get(self.cookie(request), "")
+
     def signed_in(self, request: Request) -> tuple[Account, str]:
         """Returns the account and its session's token. Raises: SignInNeededError."""
-        token = request.cookies.get(COOKIE, "")
+        token = self.token(request)
         account = self.accounts.session(token) if token else None
         if account is None:
             raise SignInNeededError
@@ -91,7 +103,7 @@ class Site:
 
     def who(self, request: Request) -> tuple[Account | None, str]:
         """Like `signed_in`, but for pages that must render: None if nobody is signed in or the store is unreachable."""
-        token = request.cookies.get(COOKIE, "")
+        token = self.token(request)
         try:
             return (self.accounts.session(token) if token else None), token
         except STORE_AWAY:
