@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from preferences.accounts import Account, Accounts
 from preferences.formats.registry import FORMATS
@@ -23,14 +23,17 @@ MAX_INTEGER = 2**53  # every JSON reader handles integers up to this
 MAX_TASKS_AT_ONCE = 1_000
 MAX_FLAGS = 1_000  # flags of one response, checked before comparing them with the allowed flags
 
-Number = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
-Rank = Annotated[int, Field(ge=1, le=MAX_RESPONSES)]
+# A whole number is an integer in JSON Schema's sense: 3.0 is one, too.
+IS_WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+Number = Annotated[int, Field(ge=0, le=MAX_INTEGER), IS_WHOLE]
+Rank = Annotated[int, Field(ge=1, le=MAX_RESPONSES), IS_WHOLE]
 Rating = Annotated[float, Field(ge=MIN_RATING, le=MAX_RATING)]
-# `Body` refuses what cannot be stored. The pattern only documents it: pydantic's own cannot name lone surrogates.
-STORABLE: dict[str, Any] = {"pattern": "^[^\\u0000\\ud800-\\udfff]*$"}
-Text = Annotated[str, Field(json_schema_extra=STORABLE)]
-Name = Annotated[str, Field(min_length=1, max_length=512, json_schema_extra=STORABLE)]
-Note = Annotated[str, Field(max_length=MAX_NOTE_CHARACTERS, json_schema_extra=STORABLE)]
+# `Body` refuses what cannot be stored; the pattern documents it in the OpenAPI schema: all characters but NUL and
+# surrogates, which patterns of some languages cannot name.
+STORABLE = "^[\u0001-\ud7ff\ue000-\U0010ffff]*$"
+Text = Annotated[str, Field(pattern=STORABLE)]
+Name = Annotated[str, Field(min_length=1, max_length=512, pattern=STORABLE)]
+Note = Annotated[str, Field(max_length=MAX_NOTE_CHARACTERS, pattern=STORABLE)]
 ExportFormat = Annotated[str, Field(json_schema_extra={"enum": [form.name for form in FORMATS.values() if form.write]})]
 Names = Annotated[bool, Query(description="Name the labelers; by default they have pseudonyms.")]
 SignIns = Annotated[bool, Query(description="Sign-ins and refused ones, instead of everything else.")]
@@ -115,7 +118,7 @@ class AnswerBody(Body):
 
 class SkipBody(Body):
     form: Form
-    reason: Annotated[str, Field(min_length=1, max_length=MAX_NOTE_CHARACTERS, json_schema_extra=STORABLE)]
+    reason: Annotated[str, Field(min_length=1, max_length=MAX_NOTE_CHARACTERS, pattern=STORABLE)]
 
 
 class RevealBody(Body):
@@ -138,7 +141,7 @@ class NewTask(Body):
     gold_ranks: list[Rank] = []
     repeat_of: Text = ""
     warning: Text = ""
-    num_labelers: Annotated[int, Field(ge=1, le=1_000)] = 1
+    num_labelers: Annotated[int, Field(ge=1, le=1_000), IS_WHOLE] = 1
 
 
 class NewTasks(Body):

@@ -167,7 +167,7 @@ class PeoplePages:
         account, _, fields = self.site.lead_form(request, posted)
         name = fields.text("name")
         held = self.accounts.held_about(name, by=account.name)
-        return download(json.dumps(held, indent=2) + "\n", f"{name}.json", "application/json")
+        return download([json.dumps(held, indent=2) + "\n"], f"{name}.json", "application/json")
 
     def erase(self, request: Request, posted: Posted) -> Response:
         account, token, fields = self.site.lead_form(request, posted)

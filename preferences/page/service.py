@@ -268,13 +268,13 @@ class Exported:
     report: Report
 
     @property
-    def lines(self) -> str:
-        """The rows as JSONL."""
+    def lines(self) -> Iterator[str]:
+        """The rows as lines of JSON, made as they are sent: all of them together may be larger than the store."""
         return _as_lines(self.rows)
 
     @property
-    def report_lines(self) -> str:
-        """Everything that was left out or changed, as JSONL."""
+    def report_lines(self) -> Iterator[str]:
+        """Everything that was left out or changed, as lines of JSON."""
         return _as_lines([dict(vars(warning)) for warning in self.report.warnings])
 
     @property
@@ -369,8 +369,8 @@ def exported_what(batch: str, what: str, *, with_names: bool) -> str:
     return f"{batch} ({what}{', with names' if with_names else ''})"
 
 
-def _as_lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
+def _as_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    return (json.dumps(row) + "\n" for row in rows)
 
 
 def plots_of(judgments: Sequence[Judgment], num_wanted: int, report: LabelReport) -> list[tuple[str, Markup]]:
