@@ -252,7 +252,8 @@ class Accounts:
             connection.execute(insert(sessions).values(new))
             self._log_about(connection, name, SIGNED_IN, name)
             current = set(connection.scalars(select(sessions.c.token_hash)))
-        self._used_at = {one: at for one, at in self._used_at.copy().items() if one in current}
+        used_at = self._used_at.copy() | {digest(token): now}
+        self._used_at = {one: at for one, at in used_at.items() if one in current}
         return token
 
     def session(self, token: str) -> Account | None:
