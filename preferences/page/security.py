@@ -52,7 +52,7 @@ LINKS_PER_ADDRESS = 32
 class Harden:
     """ASGI middleware: refuses requests from other sites' pages and invalid addresses, and sets the headers."""
 
-    def __init__(self, app: ASGIApp, public_url: str) -> None:
+    def __init__(self, app: ASGIApp, public_url: str = "") -> None:
         self.app, self.public_url = app, public_url
         is_https = public_url.startswith("https://")
         self.headers = HEADERS | ({"Strict-Transport-Security": HSTS} if is_https else {})
