@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from files.atomic import atomic_file
+from files.parquet import read_parquet
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -210,17 +211,10 @@ def read_responses(path: Path) -> list[Response]:
 
 
 def _rows(path: Path, kind: type[Verdict] | type[Response]) -> list[dict[str, Any]]:
-    import pyarrow
-    from pyarrow import parquet
-
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
-    try:
-        table = parquet.read_table(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a Parquet file: {error}") from None
+    rows = [row for _, row in read_parquet(path)]
     expected = [field.name for field in fields(kind)]
-    if table.column_names != expected:
-        raise ValueError(f"{path}: found columns {', '.join(table.column_names)}; expected {', '.join(expected)}")
-    rows: list[dict[str, Any]] = table.to_pylist()
+    if rows and list(rows[0]) != expected:
+        raise ValueError(f"{path}: found columns {', '.join(rows[0])}; expected {', '.join(expected)}")
     return rows

@@ -15,7 +15,8 @@ from typing import Any, Literal, TypeVar
 
 from files.fields import kind_of
 from files.lookup import no_such_file
-from files.strict_json import MAX_ROW_BYTES, open_bytes, read_jsonl, read_list, refuse, starts_a_list
+from files.parquet import Unpacked, read_parquet, require_bounded
+from files.strict_json import MAX_ROW_BYTES, open_bytes, read_jsonl, read_list, refuse, starts_a_list, too_long
 
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".md": "text"}
 SAVED = ("dataset_dict.json", "state.json")  # files in a folder that `datasets` saved
@@ -23,6 +24,8 @@ OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # in CSV; the
 
 HINT = 'on_invalid = "skip" in a job\'s source, or --on-invalid skip of heed init, leaves such rows out'
 SHOWN_ROWS, KEPT_ROWS = 5, 1000  # invalid rows named in an error, and the most that are kept
+LOADED_ROWS = 8  # that `datasets` reads at a time from Parquet in a folder or of the hub
+TEXT_CHARACTERS = 2**20  # of a plain text, read at a time
 COUNTED_ROWS = 1_000_000  # the most rows read after the first refused one, to count other invalid ones
 
 OFFLINE = "HF_HUB_OFFLINE is set, and there is no earlier download"
@@ -149,8 +152,12 @@ def _all_rows(source: str, split: str, subset: str, on_unreadable: Callable[[Val
         yield from _objects(read_jsonl(path, on_unreadable), on_unreadable)
     elif kind == "csv":
         yield from read_csv(path, on_unreadable)
-    elif kind or not path.is_file():
-        yield from _numbered(source, _load_files(kind, path) if kind else _load(source, split, subset))
+    elif kind == "parquet":
+        yield from read_parquet(path)
+    elif kind == "text":
+        yield from _read_paragraphs(path)
+    elif not path.is_file():
+        yield from _numbered(source, *_load(source, split, subset))
     else:
         raise ValueError(
             f"{path}: suffix {path.suffix!r}; one of {sorted(LOADERS)} (.gz allowed), a dataset folder or a hub id"
@@ -158,26 +165,23 @@ def _all_rows(source: str, split: str, subset: str, on_unreadable: Callable[[Val
         )
 
 
-def _load_files(kind: str, path: Path) -> Any:
-    import datasets  # takes seconds, so import it only if needed
-
-    # utf-8-sig drops the byte order mark that Windows writes.
-    options = {"sample_by": "paragraph", "encoding": "utf-8-sig"} if kind == "text" else {}
-    try:
-        return datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
-    except Exception as error:  # see `_numbered`
-        raise ValueError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _load(source: str, split: str, subset: str) -> Any:
+def _load(source: str, split: str, subset: str) -> tuple[Any, Unpacked]:
     """Opens a folder that `datasets` saved or can load, or a hub id."""
     import datasets
 
+    files = [path for path in sorted(Path(source).rglob("*")) if path.is_file()]  # none for a hub id
+    for path in files:
+        if path.suffix == ".parquet":
+            require_bounded(path)
+    unpacked = Unpacked(sum(path.stat().st_size for path in files) if files else None)
     try:
         if any((Path(source) / name).is_file() for name in SAVED):
             dataset = datasets.load_from_disk(source)
-            return dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
-        return datasets.load_dataset(source, subset or None, split=split, streaming=True)
+            return dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset, unpacked
+        builder = datasets.load_dataset_builder(source, subset or None)
+        if hasattr(builder.config, "batch_size"):  # Parquet; by default it takes a file's first group of rows
+            builder.config.batch_size = LOADED_ROWS
+        return builder.as_streaming_dataset(split=split), unpacked
     except Exception as error:  # the hub's clients raise many kinds of errors, which mean the same to the user
         raise ValueError(
             f"source {source!r} is neither a local file nor a dataset that the hub provided"
@@ -185,13 +189,46 @@ def _load(source: str, split: str, subset: str) -> Any:
         ) from error
 
 
-def _numbered(source: str, rows: Iterable[Row]) -> Rows:
-    number = 0
+def _numbered(source: str, rows: Iterable[Row], unpacked: Unpacked) -> Rows:
+    iterator = iter(rows)
+    for number in itertools.count(1):
+        where = f"{source}: row {number}"
+        try:
+            row = next(iterator, None)
+        except Exception as error:  # `datasets` and its readers raise many kinds of errors, which mean the same
+            raise ValueError(f"{where}: cannot be read: {type(error).__name__}: {error}") from error
+        if row is None:
+            return
+        unpacked.add(where, _num_bytes(row))
+        yield where, row
+
+
+def _num_bytes(value: Any) -> int:
+    """Returns the characters and bytes in a value of JSON's types, nearly."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_num_bytes, value.values()))
+    return sum(map(_num_bytes, value)) if isinstance(value, list | tuple) else 8
+
+
+def _read_paragraphs(path: Path) -> Rows:
+    """Yields (where, row) for every paragraph of a plain text. Raises: ValueError naming file and row."""
+    rest, number = "", 0
     try:
-        for number, row in enumerate(rows, start=1):
-            yield f"{source}: row {number}", row
-    except Exception as error:  # `datasets` and its readers raise many kinds of errors, which mean the same to the user
-        raise ValueError(f"{source}: row {number + 1}: cannot be read: {type(error).__name__}: {error}") from error
+        # utf-8-sig drops the byte order mark that Windows writes.
+        with open_bytes(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
+            while chunk := text.read(TEXT_CHARACTERS):
+                *whole, rest = (rest + chunk).split("\n\n")
+                for paragraph in filter(None, whole):
+                    number += 1
+                    yield f"{path}: row {number}", {"text": paragraph}
+                if len(rest) > MAX_ROW_BYTES:
+                    raise ValueError(f"{path}: row {number + 1}: {too_long('paragraph')}")
+    except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: row {number + 1}: cannot be read: {type(error).__name__}: {error}") from error
+    if rest:
+        yield f"{path}: row {number + 1}", {"text": rest}
 
 
 def _objects(rows: Iterator[tuple[str, Any]], on_unreadable: Callable[[ValueError], None]) -> Rows:

@@ -172,11 +172,11 @@ def _read_line(path: Path, file: IO[bytes], number: int) -> bytes:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: line {number}: not a complete gzip file: {error}") from None
     if len(line) > MAX_ROW_BYTES:
-        raise ValueError(f"{path}: line {number}: {_too_long('line')}")
+        raise ValueError(f"{path}: line {number}: {too_long('line')}")
     return line
 
 
-def _too_long(what: str) -> str:
+def too_long(what: str) -> str:
     return f"this {what} is longer than {MAX_ROW_BYTES:,} bytes; rows of at most that size were expected"
 
 
@@ -255,7 +255,7 @@ class _Window:
             except json.JSONDecodeError as error:
                 is_open = error.msg.startswith("Unterminated string")
                 if len(self._text) - self._at > MAX_ROW_BYTES:
-                    raise ValueError(f"{where}: {_too_long('row')}") from None
+                    raise ValueError(f"{where}: {too_long('row')}") from None
                 problem = (error.msg, error.pos - self._at)
                 if (problem == before and not is_open) or not self._more():
                     raise self.not_json(error.msg, problem[1]) from None

@@ -26,11 +26,13 @@ ROLES = ("lead", "labeler")
 STATES = ("new", "admitted", "closed")
 
 SESSION_SECONDS = 12 * 3_600.0
+IDLE_SECONDS = 2 * 3_600.0  # a session that no request has used for so long ends
 INVITATION_SECONDS = 7 * 24 * 3_600.0
 SERVER = "server"  # who invites the first lead
 FIRST_LEAD = "lead"
 COMMAND_LINE = "command line"  # the actor if it is not a lead
 MAX_EVENTS_SHOWN = 100
+SIGNED_IN, SIGN_IN_FAILED, UNKNOWN = "signed in", "refused a sign-in of", "an unknown name"
 _CHANGING = 7_243_003  # key of the advisory lock for changing accounts and links
 _NUM_LEADS = select(func.count()).where(accounts.c.role == "lead", accounts.c.state != "closed")
 
@@ -56,8 +58,21 @@ class Invitation:
 
 
 @dataclass(frozen=True)
+class Session:
+    """Somebody's session: when it began and when a request last used it, in seconds since the epoch.
+
+    Each server knows only its own requests: `used_at` is None if this one has had none.
+    """
+
+    began_at: float
+    expires_at: float
+    used_at: float | None
+    is_this: bool
+
+
+@dataclass(frozen=True)
 class AuditEvent:
-    """A change to an account or an export from the store, and who made it. `subject` is a name or a batch."""
+    """A change, an export or a sign-in, and who made it. `subject` is a name, a batch or a task."""
 
     actor: str
     action: str
@@ -72,6 +87,9 @@ class Accounts:
         self._clock = clock
         self._reader, self._writer = open_engines(url_or_path)
         self._hasher = KeyHasher()
+        self._used_at: dict[
+            str, float
+        ] = {}  # by the hash of a session's token; in memory, so that reading never writes
 
     def close(self) -> None:
         self._reader.dispose()
@@ -208,9 +226,13 @@ class Accounts:
             return None
         with self._reader.begin() as connection:
             row = connection.execute(select(accounts).where(accounts.c.name == name)).one_or_none()
-        if not self._hasher.verify(row.key_hash if row is not None else "", key):
-            return None
-        return self._open_session(name)
+        if self._hasher.verify(row.key_hash if row is not None else "", key):
+            return self._open_session(name)
+        with self._writer.begin() as connection:  # for unknown names too, so that the time does not give them away
+            # What was typed as an unknown name may be a key, and is not stored.
+            subject = pseudonym_of(connection, name) if row is not None else UNKNOWN
+            _log(connection, SERVER, SIGN_IN_FAILED, subject, self._clock())
+        return None
 
     def open_session(self, name: str) -> str:
         """Returns a session's token for an account. Raises: ValueError if it is closed or does not exist."""
@@ -228,38 +250,69 @@ class Accounts:
                 return None
             new = {"token_hash": digest(token), "account": name, "expires_at": now + SESSION_SECONDS}
             connection.execute(insert(sessions).values(new))
+            self._log_about(connection, name, SIGNED_IN, name)
+            current = set(connection.scalars(select(sessions.c.token_hash)))
+        used_at = self._used_at.copy() | {digest(token): now}
+        self._used_at = {one: at for one, at in used_at.items() if one in current}
         return token
 
     def session(self, token: str) -> Account | None:
-        """Returns the account of a session, or None if the session has ended."""
+        """Returns the account of a session, or None if the session has ended. Each call counts as use of it."""
+        hashed, now = digest(token), self._clock()
         statement = (
             select(accounts)
             .join(sessions, sessions.c.account == accounts.c.name)
-            .where(sessions.c.token_hash == digest(token), sessions.c.expires_at > self._clock())
+            .where(sessions.c.token_hash == hashed, sessions.c.expires_at > now)
             .where(accounts.c.state != "closed")
         )
         with self._reader.begin() as connection:
             row = connection.execute(statement).one_or_none()
-        return _as_account(row) if row is not None else None
+        if row is None:
+            return None
+        if now - self._used_at.get(hashed, now) > IDLE_SECONDS:
+            self.sign_out(token)
+            return None
+        self._used_at[hashed] = now
+        return _as_account(row)
+
+    def sessions_of(self, name: str, token: str) -> list[Session]:
+        """Returns somebody's sessions that have not ended, newest first. `token` is that of the session that asks."""
+        now = self._clock()
+        statement = select(sessions).where(sessions.c.account == name, sessions.c.expires_at > now)
+        with self._reader.begin() as connection:
+            rows = connection.execute(statement.order_by(sessions.c.expires_at.desc())).all()
+        found = []
+        for row in rows:
+            used_at = self._used_at.get(row.token_hash)
+            if used_at is None or now - used_at <= IDLE_SECONDS:
+                is_this = row.token_hash == digest(token)
+                found.append(Session(row.expires_at - SESSION_SECONDS, row.expires_at, used_at, is_this))
+        return found
 
     def sign_out(self, token: str) -> None:
         with self._writer.begin() as connection:
             connection.execute(delete(sessions).where(sessions.c.token_hash == digest(token)))
 
+    def sign_out_everywhere(self, name: str) -> None:
+        """Ends all sessions of a name."""
+        with self._writer.begin() as connection:
+            connection.execute(delete(sessions).where(sessions.c.account == name))
+            self._log_about(connection, name, "signed out everywhere", name)
+
     # ---- audit log ----
 
-    def log(self, actor: str, action: str, batch: str) -> None:
-        """Appends an event about a batch to the audit log."""
+    def log(self, actor: str, action: str, subject: str) -> None:
+        """Appends an event about a batch or a task to the audit log."""
         with self._writer.begin() as connection:
-            _log(connection, actor, action, batch, self._clock())
+            _log(connection, actor, action, subject, self._clock())
 
     def _log_about(self, connection: Connection, actor: str, action: str, name: str) -> None:
         _log(connection, actor, action, pseudonym_of(connection, name), self._clock())
 
-    def audit_log(self) -> list[AuditEvent]:
-        """Returns the last events, newest first."""
+    def audit_log(self, *, sign_ins: bool = False) -> list[AuditEvent]:
+        """Returns the last events, newest first: sign-ins and refused ones, or everything else."""
         with self._reader.begin() as connection:
-            return _newest_events(connection)
+            return _newest_events(connection, sign_ins=sign_ins)
 
     # ---- personal data ----
 
@@ -395,9 +448,9 @@ def _log(connection: Connection, actor: str, action: str, subject: str, now: flo
     connection.execute(insert(audit_log).values(actor=who, act=action, subject=subject, created_at=now))
 
 
-def _newest_events(connection: Connection) -> list[AuditEvent]:
-    """Returns the last events, newest first."""
+def _newest_events(connection: Connection, *, sign_ins: bool) -> list[AuditEvent]:
     names = name_in(audit_log.c.actor).label("actor"), name_in(audit_log.c.subject).label("subject")
     found = select(*names, audit_log.c.act, audit_log.c.created_at).order_by(audit_log.c.act_id.desc())
-    rows = connection.execute(found.limit(MAX_EVENTS_SHOWN))
+    is_sign_in = audit_log.c.act.in_((SIGNED_IN, SIGN_IN_FAILED))
+    rows = connection.execute(found.where(is_sign_in if sign_ins else ~is_sign_in).limit(MAX_EVENTS_SHOWN))
     return [AuditEvent(row.actor, row.act, row.subject, row.created_at) for row in rows]

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from preferences.accounts import Account, Accounts
 from preferences.formats.registry import FORMATS
+from preferences.page.config import LabelingConfig
 from preferences.page.forms import MAX_NOTE_CHARACTERS, MAX_RATING, MIN_RATING
 from preferences.page.security import MAX_SIGN_IN_BYTES, MAX_TASKS_BYTES, Attempts, sign_in, unstorable_in
 from preferences.page.service import LabelingService, LeadView, PresentedTask, TaskForm, exported_what
@@ -22,15 +23,20 @@ MAX_INTEGER = 2**53  # every JSON reader handles integers up to this
 MAX_TASKS_AT_ONCE = 1_000
 MAX_FLAGS = 1_000  # flags of one response, checked before comparing them with the allowed flags
 
-Number = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
-Rank = Annotated[int, Field(ge=1, le=MAX_RESPONSES)]
+# A whole number is an integer in JSON Schema's sense: 3.0 is one, too.
+IS_WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+Number = Annotated[int, Field(ge=0, le=MAX_INTEGER), IS_WHOLE]
+Rank = Annotated[int, Field(ge=1, le=MAX_RESPONSES), IS_WHOLE]
 Rating = Annotated[float, Field(ge=MIN_RATING, le=MAX_RATING)]
-# `Body` refuses what cannot be stored; the pattern documents it in the OpenAPI schema.
-Text = Annotated[str, Field(pattern="^[^\\x00]*$")]
-Name = Annotated[str, Field(min_length=1, max_length=512, pattern="^[^\\x00]*$")]
-Note = Annotated[str, Field(max_length=MAX_NOTE_CHARACTERS, pattern="^[^\\x00]*$")]
+# `Body` refuses what cannot be stored; the pattern documents it in the OpenAPI schema: all characters but NUL and
+# surrogates, which patterns of some languages cannot name.
+STORABLE = "^[\u0001-\ud7ff\ue000-\U0010ffff]*$"
+Text = Annotated[str, Field(pattern=STORABLE)]
+Name = Annotated[str, Field(min_length=1, max_length=512, pattern=STORABLE)]
+Note = Annotated[str, Field(max_length=MAX_NOTE_CHARACTERS, pattern=STORABLE)]
 ExportFormat = Annotated[str, Field(json_schema_extra={"enum": [form.name for form in FORMATS.values() if form.write]})]
 Names = Annotated[bool, Query(description="Name the labelers; by default they have pseudonyms.")]
+SignIns = Annotated[bool, Query(description="Sign-ins and refused ones, instead of everything else.")]
 Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 
 
@@ -112,7 +118,7 @@ class AnswerBody(Body):
 
 class SkipBody(Body):
     form: Form
-    reason: Annotated[str, Field(min_length=1, max_length=MAX_NOTE_CHARACTERS, pattern="^[^\\x00]*$")]
+    reason: Annotated[str, Field(min_length=1, max_length=MAX_NOTE_CHARACTERS, pattern=STORABLE)]
 
 
 class RevealBody(Body):
@@ -135,7 +141,7 @@ class NewTask(Body):
     gold_ranks: list[Rank] = []
     repeat_of: Text = ""
     warning: Text = ""
-    num_labelers: Annotated[int, Field(ge=1, le=1_000)] = 1
+    num_labelers: Annotated[int, Field(ge=1, le=1_000), IS_WHOLE] = 1
 
 
 class NewTasks(Body):
@@ -202,6 +208,8 @@ class Api:
         get, post = self.router.get, self.router.post
         post("/session", summary="Sign in", max_body_size=MAX_SIGN_IN_BYTES)(self.sign_in)
         post("/session/end", summary="Sign out", status_code=204)(self.sign_out)
+        get("/sessions", summary="Your sessions")(self.sessions)
+        post("/sessions/end", summary="Sign out everywhere", status_code=204)(self.sign_out_everywhere)
         get("/instructions", summary="The instructions for labelers")(self.instructions)
         post("/instructions/read", summary="Confirm reading the instructions", status_code=204)(self.confirm_reading)
         post("/lease", summary="The next task")(self.lease)
@@ -222,7 +230,7 @@ class Api:
         post("/invitations/revoked", summary="Void the link of a name (leads)", status_code=204)(self.revoke)
         get("/people/{name:path}", summary="Everything held about a person (leads)")(self.held_about)
         post("/people/erased", summary="Erase a person, except for judgments (leads)")(self.erase)
-        get("/audit-log", summary="Who changed accounts or exported labels (leads)")(self.audit_log)
+        get("/audit-log", summary="Who did what, or signed in (leads)")(self.audit_log)
         post("/accounts/state", summary="Admit somebody or close an account (leads)", status_code=204)(self.set_state)
 
     def _signed_in(self, bearer: HTTPAuthorizationCredentials | None) -> tuple[Account, str]:
@@ -251,6 +259,14 @@ class Api:
     def sign_out(self, bearer: Bearer) -> None:
         _, token = self._signed_in(bearer)
         self.accounts.sign_out(token)
+
+    def sessions(self, bearer: Bearer) -> list[dict[str, Any]]:
+        account, token = self._signed_in(bearer)
+        return [asdict(session) for session in self.accounts.sessions_of(account.name, token)]
+
+    def sign_out_everywhere(self, bearer: Bearer) -> None:
+        account, _ = self._signed_in(bearer)
+        self.accounts.sign_out_everywhere(account.name)
 
     # ---- for labelers ----
 
@@ -313,7 +329,7 @@ class Api:
         return [asdict(counts) for counts in self.lead.batches()]
 
     def add_tasks(self, body: NewTasks, bearer: Bearer) -> None:
-        self._lead(bearer)
+        account, _ = self._lead(bearer)
         tasks = [
             Task(
                 task.task_id,
@@ -329,6 +345,7 @@ class Api:
         ]
         quotas = [task.num_labelers for task in body.tasks]
         self.service.store.add_tasks(tasks, batch=body.batch, num_labelers=quotas)
+        self.accounts.log(account.name, "added", f"{len(tasks)} tasks to {body.batch}")
 
     def reopened(self, task_id: str, bearer: Bearer) -> TaskBody:
         account, token = self._lead(bearer)
@@ -392,9 +409,9 @@ class Api:
             raise HTTPException(403, "you cannot erase yourself; another lead can")
         return {"pseudonym": self.accounts.erase(body.name, by=account.name)}
 
-    def audit_log(self, bearer: Bearer) -> list[dict[str, Any]]:
+    def audit_log(self, bearer: Bearer, *, sign_ins: SignIns = False) -> list[dict[str, Any]]:
         self._lead(bearer)
-        return [asdict(event) for event in self.accounts.audit_log()]
+        return [asdict(event) for event in self.accounts.audit_log(sign_ins=sign_ins)]
 
     def set_state(self, body: StateBody, bearer: Bearer) -> None:
         account, _ = self._lead(bearer)
@@ -413,6 +430,21 @@ class Api:
             flags=list(config.flags),
             expires_at=presented.lease.expires_at,
         )
+
+
+def describe_answers(schema: dict[str, Any], config: LabelingConfig) -> None:
+    """Adds to an OpenAPI schema what this configuration asks of an answer."""
+    answer = schema["components"]["schemas"]["AnswerBody"]
+    ratings, flags = answer["properties"]["ratings"], answer["properties"]["flags"]
+    if config.asks_ratings:
+        answer["required"].append("ratings")
+        ratings["minItems"] = MIN_RESPONSES
+        del ratings["default"]
+    else:
+        ratings["maxItems"] = 0
+    flags["items"] |= {"uniqueItems": True, "items": {"type": "string", "enum": list(config.flags)}}
+    if not config.flags:
+        flags["items"] = {"type": "array", "maxItems": 0}
 
 
 def _invalid(field: str, expected: str) -> RequestValidationError:

@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -12,13 +12,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.routing import BaseRoute, Route
 from starlette.staticfiles import StaticFiles
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from preferences.accounts import Accounts
 from preferences.keys import BusyError
 from preferences.leases import LeaseLostError
-from preferences.page.api import Api
+from preferences.page.api import Api, describe_answers
 from preferences.page.config import LabelingConfig
 from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, reason_of
 from preferences.page.labeler_pages import TOO_LATE, SignInPages, TaskPages
@@ -59,22 +61,40 @@ def make_app(
     )
     service, lead = LabelingService(store, accounts, config, clock=clock), LeadView(store)
     site, attempts = Site(config, accounts), Attempts()
-    app.include_router(Api(service, accounts, lead, attempts).router)
-    app.include_router(TaskPages(site, service).router)
-    app.include_router(LeadPages(site, lead).router)
-    app.include_router(PeoplePages(site).router)
-    app.include_router(SignInPages(site, attempts).router)
+    routers = [
+        Api(service, accounts, lead, attempts).router,
+        TaskPages(site, service).router,
+        LeadPages(site, lead).router,
+        PeoplePages(site).router,
+        SignInPages(site, attempts).router,
+    ]
+    for router in routers:
+        app.include_router(router)
     app.mount("/static", StaticFiles(directory=str(files("preferences.page") / "static")))
     # The middleware added last sees a request first.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=config.server.hosts, www_redirect=False)
     if config.server.trusted_proxies:
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(config.server.trusted_proxies))
-    app.add_middleware(Harden)
-    _handle_errors(app, site)
+    app.add_middleware(Harden, public_url=config.server.public_url)
+    _handle_errors(app, site, [route for router in routers for route in router.routes])
+    build_schema = app.openapi
+
+    def described() -> dict[str, Any]:
+        if not app.openapi_schema:
+            describe_answers(build_schema(), config)
+        return build_schema()
+
+    app.openapi = described  # type: ignore[method-assign]  # FastAPI's way of extending it
     return app
 
 
-def _handle_errors(app: FastAPI, site: Site) -> None:
+def _methods_at(routes: Sequence[BaseRoute], path: str) -> str:
+    """Returns the methods of all routes at a path, for a response's Allow header. Each route knows only its own."""
+    found = (route.methods for route in routes if isinstance(route, Route) and route.path_regex.fullmatch(path))
+    return ", ".join(sorted(set().union(*(methods or () for methods in found))))
+
+
+def _handle_errors(app: FastAPI, site: Site, routes: Sequence[BaseRoute]) -> None:
     def problem(
         request: Request, status: int, heading: str, detail: str, headers: dict[str, str] | None = None
     ) -> Response:
@@ -120,7 +140,14 @@ def _handle_errors(app: FastAPI, site: Site) -> None:
         heading = HEADINGS.get(error.status_code, "Not possible")
         is_api = request.url.path.startswith("/api/")
         text = error.detail if is_api else TEXTS.get(error.status_code, error.detail)
-        return problem(request, error.status_code, heading, text, dict(error.headers or {}))
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = _methods_at(routes, request.url.path)
+        return problem(request, error.status_code, heading, text, headers)
+
+    @app.exception_handler(ClientDisconnect)
+    def gone(request: Request, error: ClientDisconnect) -> Response:  # noqa: ARG001
+        return Response(status_code=400)  # nobody reads it; without it the log gets a traceback for each
 
     @app.exception_handler(RequestValidationError)
     def invalid(request: Request, error: RequestValidationError) -> Response:  # noqa: ARG001

@@ -4,14 +4,15 @@ Parsing returns sentences for the page about what is missing. What a labeler was
 but not a server that is killed. A form that reaches another server is returned without its task's texts.
 """
 
+import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from sqlalchemy.exc import InterfaceError, InternalError, OperationalError, TimeoutError
 
 from preferences.accounts import Account
+from preferences.page.cache import ByteCache
 from preferences.page.config import LabelingConfig
 from preferences.page.service import PresentedTask, TaskForm
 from preferences.records import Answer, Judgment
@@ -21,7 +22,8 @@ MAX_NOTE_CHARACTERS = 4_000
 LETTERS = "ABCDEFGHI"
 # The disk is full, or the database is unreachable or refuses: trying again later may succeed.
 STORE_AWAY = (OperationalError, InterfaceError, InternalError, TimeoutError)
-MAX_REMEMBERED = 1_000  # most recently shown tasks
+MAX_REMEMBERED_BYTES = 64 * 2**20  # of the most recently shown tasks
+TASK_BYTES = 10_000  # of a task in memory, in addition to its texts
 RETRY_SECONDS = 10
 
 
@@ -117,19 +119,17 @@ class KnownTask:
 class UnsavedForms:
     """The most recently shown tasks, with input that could not be stored, by session, task and revision."""
 
-    def __init__(self) -> None:
-        self._shown: OrderedDict[tuple[str, str, int], KnownTask] = OrderedDict()
+    def __init__(self, max_bytes: int = MAX_REMEMBERED_BYTES) -> None:
+        self._shown: ByteCache[tuple[str, str, int], KnownTask] = ByteCache(max_bytes)
         self._lock = threading.Lock()
 
     def put(self, session: str, account: Account, presented: PresentedTask) -> Fields | None:
         """Remembers a task that is being shown. Returns its input that could not be stored before, if any."""
         key = (session, presented.form.task, presented.form.revision)
         with self._lock:
-            known = self._shown.pop(key, None)
+            known = self._shown.get(key)
             unsaved = known.unsaved if known is not None else None
-            self._shown[key] = KnownTask(account, presented, unsaved)
-            while len(self._shown) > MAX_REMEMBERED:
-                self._shown.popitem(last=False)
+            self._keep(key, KnownTask(account, presented, unsaved))
         return unsaved
 
     def failed(self, session: str, form: TaskForm, fields: Fields) -> KnownTask | None:
@@ -139,13 +139,17 @@ class UnsavedForms:
             known = self._shown.get(key)
             if known is None or known.presented.form.seal != form.seal:
                 return None
-            self._shown[key] = replace(known, unsaved=fields)
-            return self._shown[key]
+            return self._keep(key, replace(known, unsaved=fields))
 
     def stored(self, session: str, form: TaskForm) -> None:
         """Forgets a task that was answered or skipped."""
-        with self._lock:
-            self._shown.pop((session, form.task, form.revision), None)
+        self._shown.remove((session, form.task, form.revision))
+
+    def _keep(self, key: tuple[str, str, int], known: KnownTask) -> KnownTask:
+        shown, fields = known.presented.lease.shown, known.unsaved or Fields({})
+        texts = [message.content for message in shown.prompt] + [*shown.responses, *fields.values.values()]
+        self._shown.put(key, known, TASK_BYTES + sum(map(sys.getsizeof, texts)))
+        return known
 
 
 def as_text(fields: Fields) -> str:

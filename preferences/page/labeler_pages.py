@@ -18,7 +18,7 @@ from preferences.page.config import DECLINES
 from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, UnsavedForms, as_text, reason_of
 from preferences.page.security import MAX_SIGN_IN_BYTES, Attempts, TooManyTriesError, sign_in, use_link
 from preferences.page.service import MAX_LEFT, LabelingService, PresentedTask, RefusedError
-from preferences.page.site import COOKIE, Posted, SignInNeededError, Site, fields_of, redirect
+from preferences.page.site import Posted, SignInNeededError, Site, fields_of, redirect
 
 LOG = logging.getLogger(__name__)
 CLIENT = "page"
@@ -56,6 +56,8 @@ class SignInPages:
         get("/sign-in", response_class=HTMLResponse)(self.sign_in_form)
         post("/sign-in", max_body_size=MAX_SIGN_IN_BYTES)(self.sign_in)
         post("/sign-out")(self.sign_out)
+        get("/sessions", response_class=HTMLResponse)(self.sessions)
+        post("/sessions/end")(self.sign_out_everywhere)
         get("/welcome/{code}", response_class=HTMLResponse)(self.welcome_form)
         post("/welcome/{code}", max_body_size=MAX_SIGN_IN_BYTES)(self.welcome)
 
@@ -79,8 +81,20 @@ class SignInPages:
     def sign_out(self, request: Request, posted: Posted) -> Response:
         _, token, _ = self.site.form(request, posted)
         self.accounts.sign_out(token)
+        return self._signed_out(request)
+
+    def sessions(self, request: Request) -> Response:
+        account, token = self.site.signed_in(request)
+        return self.site.page("sessions", account, token, sessions=self.accounts.sessions_of(account.name, token))
+
+    def sign_out_everywhere(self, request: Request, posted: Posted) -> Response:
+        account, _, _ = self.site.form(request, posted)
+        self.accounts.sign_out_everywhere(account.name)
+        return self._signed_out(request)
+
+    def _signed_out(self, request: Request) -> Response:
         response = redirect("/sign-in")
-        response.delete_cookie(COOKIE)
+        response.delete_cookie(self.site.cookie(request), secure=self.site.is_https(request))
         return response
 
     def welcome_form(self, code: str) -> Response:
@@ -101,8 +115,11 @@ class SignInPages:
         return self.site.page("message", None, "", 410, heading="This link no longer works", text=USED_UP, typed="")
 
     def _with_session(self, response: Response, token: str, request: Request) -> Response:
-        is_https = self.site.config.server.is_https or request.url.scheme == "https"
-        response.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=is_https)
+        before = self.site.token(request)
+        if before:
+            self.accounts.sign_out(before)
+        is_https = self.site.is_https(request)
+        response.set_cookie(self.site.cookie(request), token, httponly=True, samesite="strict", secure=is_https)
         return response
 
 
@@ -287,7 +304,7 @@ class TaskPages:
 
     def _unsaved_page(self, request: Request, posted: FormData, status: int) -> Response:
         """Shows the filled-in form so that it can be sent again, without the task's texts if they are not in memory."""
-        token, fields = request.cookies.get(COOKIE, ""), fields_of(posted)
+        token, fields = self.site.token(request), fields_of(posted)
         known = self.unsaved.failed(token, forms.task_form(fields), fields)
         if known is not None:
             page = self._task_page(known.account, token, known.presented, fields, status=status, is_unsaved=True)

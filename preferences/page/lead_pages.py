@@ -115,6 +115,7 @@ class PeoplePages:
             accounts=self.accounts.all(),
             links=self.accounts.links(),
             events=self.accounts.audit_log(),
+            sign_ins=self.accounts.audit_log(sign_ins=True),
             pseudonyms=self.accounts.pseudonyms(),
             link=link,
             invited=invited,
@@ -166,7 +167,7 @@ class PeoplePages:
         account, _, fields = self.site.lead_form(request, posted)
         name = fields.text("name")
         held = self.accounts.held_about(name, by=account.name)
-        return download(json.dumps(held, indent=2) + "\n", f"{name}.json", "application/json")
+        return download([json.dumps(held, indent=2) + "\n"], f"{name}.json", "application/json")
 
     def erase(self, request: Request, posted: Posted) -> Response:
         account, token, fields = self.site.lead_form(request, posted)

@@ -10,7 +10,7 @@ import ipaddress
 import threading
 import time
 from dataclasses import dataclass
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from limits import RateLimitItem, RateLimitItemPerSecond
 from limits.storage import MemoryStorage
@@ -30,10 +30,11 @@ HEADERS = {
         " base-uri 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "same-origin",  # with "no-referrer" browsers say Origin: null about our own forms
     "Cross-Origin-Opener-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
+HSTS = "max-age=31536000"  # a year, for a server whose public address is https
 MAX_BODY_BYTES = 1_000_000
 MAX_TASKS_BYTES = 4_000_000  # tasks that a lead adds
 MAX_SIGN_IN_BYTES = 16_000  # for requests without a session
@@ -51,8 +52,10 @@ LINKS_PER_ADDRESS = 32
 class Harden:
     """ASGI middleware: refuses requests from other sites' pages and invalid addresses, and sets the headers."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, public_url: str = "") -> None:
+        self.app, self.public_url = app, public_url
+        is_https = public_url.startswith("https://")
+        self.headers = HEADERS | ({"Strict-Transport-Security": HSTS} if is_https else {})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -61,26 +64,40 @@ class Harden:
         async def send_hardened(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
+                for name, value in self.headers.items():
                     headers.setdefault(name, value)
                 if not scope["path"].startswith("/static/"):
                     headers.setdefault("Cache-Control", "no-store")
-                if message["status"] == 413:
+                if message["status"] == 413 or has_two_lengths:
                     headers["Connection"] = "close"  # otherwise the server would read the rest and discard it
             await send(message)
 
-        refused = _refusal(scope)
+        asked = Headers(scope=scope)
+        has_two_lengths = "content-length" in asked and "transfer-encoding" in asked
+        refused = _refusal(scope, asked, self.public_url, has_two_lengths=has_two_lengths)
         return await (refused or self.app)(scope, receive, send_hardened)
 
 
-def _refusal(scope: Scope) -> Response | None:
-    site = Headers(scope=scope).get("sec-fetch-site", "same-origin")
-    if scope["method"] not in ("GET", "HEAD") and site not in ("same-origin", "none"):
+def _refusal(scope: Scope, headers: Headers, public_url: str, *, has_two_lengths: bool) -> Response | None:
+    if has_two_lengths:  # a proxy may believe the other one, and take the rest for a request of its own (RFC 9112, 6.1)
+        return _refused(scope, "refused: the request has both Content-Length and Transfer-Encoding", 400)
+    if scope["method"] not in ("GET", "HEAD") and not _is_own(headers, public_url):
         return _refused(scope, "refused: this came from another site's page", 403)
     asked = (scope["path"].encode("utf-8", "replace"), unquote_to_bytes(scope["query_string"]))
     if any(b"\0" in part for part in asked):
         return _refused(scope, "refused: the address contains a NUL character", 400)
     return None
+
+
+def _is_own(headers: Headers, public_url: str) -> bool:
+    """Whether a request comes from a page of this server, or from no page at all.
+
+    Older browsers, and all of them over plain HTTP, do not send Sec-Fetch-Site, but an Origin.
+    """
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is not None:
+        return site in ("same-origin", "none")
+    return origin is None or origin == public_url or urlsplit(origin).netloc == headers.get("host", "")
 
 
 def _refused(scope: Scope, text: str, status: int) -> Response:

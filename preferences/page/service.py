@@ -181,6 +181,8 @@ class LabelingService:
         timed = replace(answer, milliseconds=milliseconds)
         with _without_id(account, lease):
             submit(lease, timed, client=client, instructions_version=self.config.version)
+        if account.role == "lead":
+            self.accounts.log(account.name, "adjudicated", lease.task_id)
 
     def skip(self, account: Account, session: str, form: TaskForm, reason: str, client: str) -> None:
         """Leaves a task to other labelers. Raises what `answer` raises."""
@@ -199,6 +201,8 @@ class LabelingService:
         lease = replace(lease, revision=revision)
         with _without_id(account, lease):
             self.store.undo(lease, "taken back", client=client, instructions_version=self.config.version)
+        if account.role == "lead":
+            self.accounts.log(account.name, "took back the adjudication of", lease.task_id)
 
     def _sealed_lease(self, account: Account, session: str, form: TaskForm) -> tuple[Lease, int]:
         """Returns the form's lease and the milliseconds since it was shown. Raises: RefusedError for a wrong seal."""
@@ -264,13 +268,13 @@ class Exported:
     report: Report
 
     @property
-    def lines(self) -> str:
-        """The rows as JSONL."""
+    def lines(self) -> Iterator[str]:
+        """The rows as lines of JSON, made as they are sent: all of them together may be larger than the store."""
         return _as_lines(self.rows)
 
     @property
-    def report_lines(self) -> str:
-        """Everything that was left out or changed, as JSONL."""
+    def report_lines(self) -> Iterator[str]:
+        """Everything that was left out or changed, as lines of JSON."""
         return _as_lines([dict(vars(warning)) for warning in self.report.warnings])
 
     @property
@@ -365,8 +369,8 @@ def exported_what(batch: str, what: str, *, with_names: bool) -> str:
     return f"{batch} ({what}{', with names' if with_names else ''})"
 
 
-def _as_lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
+def _as_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    return (json.dumps(row) + "\n" for row in rows)
 
 
 def plots_of(judgments: Sequence[Judgment], num_wanted: int, report: LabelReport) -> list[tuple[str, Markup]]:

@@ -1,12 +1,13 @@
 """What all pages share: templates, who is signed in, and forms that only their own session can send."""
 
 import hmac
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Annotated, Any
 from urllib.parse import quote
 
 from fastapi import Depends, HTTPException, Request, Response
-from fastapi.responses import RedirectResponse
+from fastapi.responses import RedirectResponse, StreamingResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from starlette.datastructures import FormData
 
@@ -16,10 +17,13 @@ from preferences.page.config import LabelingConfig
 from preferences.page.forms import STORE_AWAY
 from preferences.page.security import is_storable
 from preferences.page.service import RefusedError, seal
-from preferences.page.text import show, task_title
+from preferences.page.shown import show
+from preferences.page.text import task_title
 
 COOKIE = "heed_session"
+HTTPS_COOKIE = f"__Host-{COOKIE}"  # browsers accept it only as Secure, from this very host
 CHECKBOXES = "flags_"  # prefix of fields that may occur several times
+SENT_CHARACTERS = 2**18  # of a download at a time
 ONLY_LEADS = "this page is for leads"
 
 TEMPLATES = Environment(
@@ -57,9 +61,20 @@ class Site:
     def __init__(self, config: LabelingConfig, accounts: Accounts) -> None:
         self.config, self.accounts = config, accounts
 
+    def is_https(self, request: Request) -> bool:
+        return self.config.server.is_https or request.url.scheme == "https"
+
+    def cookie(self, request: Request) -> str:
+        """Returns the name of the session's cookie."""
+        return HTTPS_COOKIE if self.is_https(request) else COOKIE
+
+    def token(self, request: Request) -> str:
+        """Returns the token in the session's cookie, or ""."""
+        return request.cookies.get(self.cookie(request), "")
+
     def signed_in(self, request: Request) -> tuple[Account, str]:
         """Returns the account and its session's token. Raises: SignInNeededError."""
-        token = request.cookies.get(COOKIE, "")
+        token = self.token(request)
         account = self.accounts.session(token) if token else None
         if account is None:
             raise SignInNeededError
@@ -90,7 +105,7 @@ class Site:
 
     def who(self, request: Request) -> tuple[Account | None, str]:
         """Like `signed_in`, but for pages that must render: None if nobody is signed in or the store is unreachable."""
-        token = request.cookies.get(COOKIE, "")
+        token = self.token(request)
         try:
             return (self.accounts.session(token) if token else None), token
         except STORE_AWAY:
@@ -121,10 +136,22 @@ def fields_of(form: FormData) -> forms.Fields:
     return forms.Fields(single, several)
 
 
-def download(text: str, name: str, media_type: str) -> Response:
-    """Returns a text as a file download with this name."""
+def download(parts: Iterable[str], name: str, media_type: str) -> Response:
+    """Returns a text, in parts, as a file download with this name."""
     headers = {"Content-Disposition": f"attachment; filename*=UTF-8''{quote(name, safe='')}"}
-    return Response(text, media_type=media_type, headers=headers)
+    return StreamingResponse(_joined(parts), media_type=media_type, headers=headers)
+
+
+def _joined(parts: Iterable[str]) -> Iterator[bytes]:
+    """Joins small parts, because each that is sent waits for a thread of the server."""
+    waiting, num_characters = [], 0
+    for part in parts:
+        waiting.append(part)
+        num_characters += len(part)
+        if num_characters >= SENT_CHARACTERS:
+            yield "".join(waiting).encode()
+            waiting, num_characters = [], 0
+    yield "".join(waiting).encode()
 
 
 def redirect(path: str) -> Response:

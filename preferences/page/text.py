@@ -1,6 +1,6 @@
 """Untrusted texts of models and people as HTML: Markdown, through an allow-list.
 
-Formatting may remove only markup: white space and Markdown's punctuation. `show` compares what the browser will show
+Formatting may remove only markup: white space and Markdown's punctuation. `render` compares what the browser will show
 with the source, character by character. A text that would lose anything else is not formatted, and a text that loses
 characters a reader may miss (backslashes, spacing) says so.
 """
@@ -8,7 +8,6 @@ characters a reader may miss (backslashes, spacing) says so.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from html import escape, unescape
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -60,10 +59,12 @@ def task_title(prompt: Sequence[Message], warning: str) -> str:
     return words if len(words) <= MAX_TITLE_CHARACTERS else words[:MAX_TITLE_CHARACTERS].rsplit(" ", 1)[0] + " …"
 
 
-@lru_cache(maxsize=512)
-def show(text: str) -> RenderedText:
-    """Returns both views of a text, as safe HTML. Lone surrogates and NUL, which HTML cannot hold, become symbols."""
-    raw = _raw(text)
+def render(text: str) -> RenderedText:
+    """Returns both views of a text, as safe HTML. Lone surrogates and NUL, which HTML cannot hold, become symbols.
+
+    Some texts take very long; `preferences.page.shown.show` bounds that.
+    """
+    raw = as_written(text)
     if len(text) > MAX_FORMATTED_CHARACTERS:
         return RenderedText("", raw, f"it is longer than {MAX_FORMATTED_CHARACTERS:,} characters")
     sound = text.encode("utf-8", "replace").decode("utf-8").replace("\0", "\ufffd")
@@ -135,7 +136,7 @@ def _loses_spacing(text: str, tokens: list[Token]) -> bool:
 _SIGNS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def _raw(text: str) -> str:
+def as_written(text: str) -> str:
     """Returns every character of a text. page.css keeps the white space; control characters become symbols."""
     return _SIGNS.sub(_sign, escape(text.replace("\r\n", "\n")))
 
@@ -153,6 +154,8 @@ MARKUP = frozenset("\\*_`#>-+=~|:")
 NAMES = {"\\": "backslashes", "&": "character references", "_": "underscores", "*": "asterisks"}
 _NUMBER_ENDS = "\ue000"  # a private character, in place of the "." or ")" that ends a list item's number
 _NAME = re.compile(r"__\w+__|[\w./\\]_\w+_|_\w+_[./\\(\[]\w")  # a program's identifier, rather than emphasis
+_WORD = re.compile(r"\S+")
+_BETWEEN_LETTERS = re.compile(r"(?<=[^\W_])\*+(?=[^\W_])")
 _REFERENCE = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{1,31});")
 
 
@@ -172,7 +175,7 @@ def compared(source: str, html: str) -> Compared:
     """
     if _NUMBER_ENDS in source:
         return Compared(False)
-    shown = _text_of(html)
+    shown, notable = _text_of(html), _notable(source)
     left, right, hidden = 0, 0, set[str]()
     while left < len(source):
         character = source[left]
@@ -189,7 +192,7 @@ def compared(source: str, html: str) -> Compared:
         elif right < len(shown) and _fits(character, shown[right]):
             left, right = left + 1, right + 1
         elif character in MARKUP:
-            if _is_notable(source, left):
+            if left in notable:
                 hidden.add(NAMES[character])
             left += 1
         else:
@@ -201,25 +204,13 @@ def _fits(character: str, shown: str) -> bool:
     return character == shown or (shown == _NUMBER_ENDS and character in ".)")
 
 
-def _is_notable(source: str, at: int) -> bool:
-    """Whether removed markup may have been meant as text: `C:\\*temp`, `__init__.py`, `2*3*4`."""
-    character = source[at]
-    if character == "\\":
-        return True
-    if character not in "_*":
-        return False
-    start, end = at, at + 1
-    while start > 0 and source[start - 1] == character:
-        start -= 1
-    while end < len(source) and source[end] == character:
-        end += 1
-    if character == "*":
-        return start > 0 and end < len(source) and source[start - 1].isalnum() and source[end].isalnum()
-    while start > 0 and not source[start - 1].isspace():
-        start -= 1
-    while end < len(source) and not source[end].isspace():
-        end += 1
-    return _NAME.search(source, start, end) is not None
+def _notable(source: str) -> set[int]:
+    """Returns where markup may have been meant as text, if it is removed: `C:\\*temp`, `__init__.py`, `2*3*4`."""
+    found = {at for run in _BETWEEN_LETTERS.finditer(source) for at in range(*run.span())}
+    for word in _WORD.finditer(source):
+        if "_" in word[0] and _NAME.search(word[0]):
+            found.update(word.start() + at for at, character in enumerate(word[0]) if character == "_")
+    return found.union(at for at, character in enumerate(source) if character == "\\")
 
 
 def _text_of(html: str) -> str:

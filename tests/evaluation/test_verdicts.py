@@ -71,7 +71,7 @@ def test_files_that_are_no_verdicts_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
         read_verdicts(path)
     path.write_text("not parquet")
-    with pytest.raises(ValueError, match=r"verdicts\.parquet: not a Parquet file"):
+    with pytest.raises(ValueError, match=r"verdicts\.parquet: cannot be read"):
         read_verdicts(path)
     write_rows(path, [Response("sft", "p1", 0, "x")])
     with pytest.raises(ValueError, match=r"found columns policy, prompt_id.*preference_a"):

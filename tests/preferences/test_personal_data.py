@@ -99,7 +99,7 @@ def test_a_person_is_exported_and_erased(new_database, tmp_path, request):
         assert {one["note"] for one in held["judgments"]} == {NOTE}
         assert [one["task_id"] for one in held["leases"]] == ["t3"]
         assert len(held["links"]) == 1
-        assert [one["action"] for one in held["audit_log"]] == ["invited", "joined", "invited"]
+        assert [one["action"] for one in held["audit_log"]] == ["invited", "joined", "signed in", "invited"]
         assert LEAD not in json.dumps(held)
         assert [(event.actor, event.action, event.subject) for event in accounts.audit_log()[:2]] == [
             (LEAD, "exported the data of", NAME), (LEAD, "exported", "main (trl)"),

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from preferences import keys
-from preferences.accounts import INVITATION_SECONDS, Accounts
+from preferences.accounts import IDLE_SECONDS, INVITATION_SECONDS, SESSION_SECONDS, Accounts
 from preferences.keys import HASHES_AT_ONCE, HASHES_WAITING
 from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig, ServerConfig
@@ -805,3 +805,159 @@ def test_the_servers_name_is_not_told(site):
 def test_uvicorn_believes_no_header_by_itself():
     settings = server_settings(None, ServerConfig())
     assert (settings.proxy_headers, settings.ws, settings.lifespan) == (False, "none", "off")
+
+
+# ---- sessions ----
+
+
+def test_sessions_are_listed_and_all_of_them_ended(site):
+    opened = site()
+    ann, phone, program = opened.visit("ann"), opened.visit("ann"), opened.call("ann")
+    listed = program.get("/api/sessions").json()
+    assert [one["is_this"] for one in listed] == [True, False, False]
+    page = ann.get("/sessions")
+    assert page.text.count("(this one)") == 1
+    assert page.text.count("<tr>") == 1 + 3
+    assert "bob" not in page.text
+    bob = opened.call("bob")
+    found = post_form(ann, page, "/sessions/end")
+    assert found.url.path == "/sign-in"
+    assert phone.get("/task").url.path == "/sign-in"
+    assert program.get("/api/sessions").status_code == 401
+    assert bob.get("/api/sessions").status_code == 200
+    again = opened.call("ann")
+    assert again.post("/api/sessions/end").status_code == 204
+    assert again.get("/api/sessions").status_code == 401
+    acts = [(act["actor"], act["action"]) for act in opened.call("eve").get("/api/audit-log").json()]
+    assert acts[:2] == [("ann", "signed out everywhere")] * 2
+
+
+def test_signing_in_again_ends_the_session_before(site):
+    opened = site()
+    ann = opened.visit("ann")
+    before = ann.cookies["heed_session"]
+    ann.post("/sign-in", data={"name": "ann", "key": opened.keys["ann"]})
+    assert ann.cookies["heed_session"] != before
+    assert opened.accounts.session(before) is None
+
+
+def test_a_session_that_nobody_uses_ends(new_database):
+    now = [1_000_000.0]
+    accounts = Accounts(new_database(), clock=lambda: now[0])
+    accounts.accept(accounts.invite("ann", "labeler"))
+    used, idle = accounts.open_session("ann"), accounts.open_session("ann")
+    for token in (used, idle):
+        assert accounts.session(token).name == "ann"
+    for _ in range(4):
+        now[0] += IDLE_SECONDS * 0.9
+        assert accounts.session(used).name == "ann"
+    assert [one.is_this for one in accounts.sessions_of("ann", used)] == [True]
+    assert accounts.session(idle) is None
+    now[0] -= IDLE_SECONDS * 3  # it does not come back with the clock
+    assert accounts.session(idle) is None
+    now[0] += SESSION_SECONDS
+    assert accounts.session(used) is None  # used or not
+    accounts.close()
+
+
+def test_sign_ins_tasks_and_adjudications_are_in_the_audit_log(site):
+    opened = site()
+    opened.visit("ann")
+    stranger = opened.client()
+    for name in ("ann", "a-key-typed-as-a-name"):
+        stranger.post("/sign-in", data={"name": name, "key": "wrong"})
+    eve = opened.call("eve")
+    task = {"task_id": "new", "prompt": [{"role": "user", "content": "x"}], "responses": ["a", "b"]}
+    eve.post("/api/tasks", json={"batch": "more", "tasks": [{**task, "sources": ["x", "y"]}]})
+    asked = eve.post("/api/reopened/t1").json()
+    assert eve.post("/api/answers", json={"form": asked["form"], "ranks": [1, 2]}).status_code == 204
+    assert eve.post("/api/undos", json={"task": asked["form"]["task"], "revision": 1}).status_code == 204
+    signed = [(act["actor"], act["action"], act["subject"]) for act in eve.get("/api/audit-log?sign_ins=true").json()]
+    assert signed[:4] == [
+        ("eve", "signed in", "eve"), ("server", "refused a sign-in of", "an unknown name"),
+        ("server", "refused a sign-in of", "ann"), ("ann", "signed in", "ann"),
+    ]  # fmt: skip
+    acts = [(act["actor"], act["action"], act["subject"]) for act in eve.get("/api/audit-log").json()]
+    assert acts[:3] == [
+        ("eve", "took back the adjudication of", "t1"), ("eve", "adjudicated", "t1"),
+        ("eve", "added", "1 tasks to more"),
+    ]  # fmt: skip
+    page = opened.visit("eve").get("/lead/people").text
+    assert "refused a sign-in of ann" in page
+    assert "a-key-typed" not in page
+
+
+# ---- what browsers and proxies are told ----
+
+
+@ON_ONE_DATABASE
+def test_a_public_https_url_has_hsts_and_a_cookie_of_this_host(site):
+    opened = site(public_url=PUBLIC)
+    found = opened.client().post("/sign-in", data={"name": "eve", "key": opened.keys["eve"]})
+    cookie = found.headers["set-cookie"]
+    assert cookie.startswith("__Host-heed_session=")
+    assert "Path=/;" in cookie
+    assert "Domain" not in cookie
+    token = cookie.split("=", 1)[1].split(";")[0]
+    signed_in = opened.client(headers={"Cookie": f"__Host-heed_session={token}"})
+    assert signed_in.get("/lead").status_code == 200
+    assert opened.client(headers={"Cookie": f"heed_session={token}"}).get("/lead").status_code == 303
+    assert found.headers["strict-transport-security"] == "max-age=31536000"
+    assert "strict-transport-security" not in site().client().get("/sign-in").headers
+
+
+@ON_ONE_DATABASE
+def test_other_sites_sign_nobody_in_by_browsers_that_only_send_an_origin(site):
+    opened = site(public_url=PUBLIC, trusted_hosts=("127.0.0.1",))
+    right = {"name": "ann", "key": opened.keys["ann"]}
+    for origin in ("https://evil.example", "null", "http://127.0.0.1:1", f"{PUBLIC}.evil.example"):
+        for path in ("/sign-in", f"/welcome/{opened.accounts.invite('cy', 'labeler')}"):
+            found = opened.client().post(path, data=right, headers={"Origin": origin})
+            assert (found.status_code, "set-cookie" in found.headers) == (403, False), (origin, path)
+    for origin in (opened.address, PUBLIC):
+        assert opened.client().post("/sign-in", data=right, headers={"Origin": origin}).status_code == 303
+    fetched = {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}
+    assert opened.client().post("/sign-in", data=right, headers=fetched).status_code == 403
+    # A browser leaves the origin of our own forms out under "no-referrer", and says null.
+    assert opened.client().get("/sign-in").headers["referrer-policy"] == "same-origin"
+
+
+@ON_ONE_DATABASE
+@pytest.mark.parametrize("path", ["/sign-in", "/api/session"])
+def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(site, path):
+    opened = site()
+    with connect(opened) as connection:
+        connection.sendall(
+            f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+            "0\r\n\r\nGET /sign-in HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
+        )
+        answer = b""
+        while part := received(connection):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert b"connection: close" in answer.lower()
+
+
+@ON_ONE_DATABASE
+def test_forms_that_break_off_leave_no_traceback(new_database, serve):
+    server = serve(new_database())
+    kind = "Content-Type: application/x-www-form-urlencoded\r\nContent-Length: 100\r\n\r\nname="
+    for path in ("/sign-in", "/task/answer", "/api/session"):
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", server.port)) as connection:
+                connection.sendall(f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{kind}".encode())
+                time.sleep(0.1)
+    assert httpx.get(f"{server.address}/sign-in").status_code == 200
+    assert "Traceback" not in server.log.read_text()
+
+
+@ON_ONE_DATABASE
+def test_a_refused_method_names_all_that_the_address_has(site):
+    client = site().client()
+    for path, allowed in (
+        ("/api/invitations", "GET, POST"), ("/sign-in", "GET, POST"), ("/api/session", "POST"),
+        ("/lead/people", "GET"), ("/api/people/erased", "GET, POST"),
+    ):  # fmt: skip
+        found = client.options(path)
+        assert (found.status_code, found.headers["allow"]) == (405, allowed), path

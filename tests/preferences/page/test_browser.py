@@ -453,7 +453,7 @@ def test_a_narrow_screen_long_words_and_right_to_left(site):
         [Task("t1", (Message("user", "x" * 400),), (arabic, "y" * 900, "z"), ("x", "y", "z"))], config=LabelingConfig()
     )
     page = opened.visit("ann", viewport={"width": 320, "height": 640})
-    for path in ("/task", "/answers", "/instructions"):
+    for path in ("/task", "/answers", "/instructions", "/sessions"):
         page.goto(opened.address + path)
         assert page.evaluate("document.documentElement.scrollWidth") <= 320, path
     page.goto(opened.address + "/task")
@@ -488,7 +488,7 @@ def test_no_page_has_a_barrier_that_axe_knows(site):
     found["formulas and code"] = axe(ann)
     ann.keyboard.press("x")
     found["exact texts"] = axe(ann)
-    for path in ("/task", "/answers", "/instructions", "/lead"):  # the last one is refused
+    for path in ("/task", "/answers", "/instructions", "/sessions", "/lead"):  # the last one is refused
         ann.goto(opened.address + path)
         found[path] = axe(ann)
     eve = opened.visit("eve", "lead", viewport={"width": 320, "height": 640})

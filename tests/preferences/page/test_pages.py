@@ -668,3 +668,21 @@ def test_answers_are_timed_by_the_server(world, visit):
     world.clock.now += 12.5
     ann.post("/task/answer", data=fields | ranks(1, 2))
     assert world.store.judgments("main")[0].milliseconds == 12_500
+
+
+def test_a_large_export_is_sent_in_parts(world, visit):
+    """Memory then holds the batch's texts once, and not also all lines that are made of them."""
+    texts = tuple(letter * 100_000 for letter in "uvw")
+    world.add(*(Task(f"t{number}", (Message("user", "é" * 1_000),), texts, ("a", "b", "c")) for number in range(20)))
+    ann = visit("ann", PLAIN)
+    while "Nothing to judge" not in (page := ann.get("/task")).text:
+        ann.post("/task/answer", data=form(page) | ranks(1, 2, 3))
+    eve = visit("eve")
+    asked = "/lead/export/rows?batch=main&format=rankings"
+    with eve.stream("GET", asked) as sent:
+        assert "content-length" not in sent.headers
+        parts = list(sent.iter_raw())
+    assert len(parts) > 10
+    rows = [json.loads(line) for line in b"".join(parts).splitlines()]
+    assert [row["task_id"] for row in rows] == [f"t{number}" for number in range(20)]
+    assert sorted(rows[0]["responses"]) == sorted(texts)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from preferences.page.text import MAX_FORMATTED_CHARACTERS, compared, show
+from preferences.page.text import MAX_FORMATTED_CHARACTERS, compared, render
 from tests.examples import examples
 
 
@@ -36,7 +36,7 @@ def visible(formatted):
     ],
 )
 def test_texts_of_models_are_hostile(text, expected):
-    found = show(text).formatted
+    found = render(text).formatted
     assert expected in found
     for tag in ("<script", "<img", "<a ", "<h1", "<iframe", "<style", "style=", "href=", "onerror="):
         assert tag not in re.sub("<code>.*?</code>|>[^<]*<", "><", found.lower())
@@ -60,7 +60,7 @@ def test_texts_of_models_are_hostile(text, expected):
     ],
 )
 def test_what_formatting_hides_is_named(text, hidden):
-    found = show(text)
+    found = render(text)
     assert found.formatted
     assert found.hidden == hidden
 
@@ -76,7 +76,7 @@ def test_what_formatting_hides_is_named(text, hidden):
     ],
 )
 def test_what_cannot_be_formatted_whole_is_shown_exactly(text):
-    found = show(text)
+    found = render(text)
     assert found.formatted == ""
     assert found.why_raw
     assert html.unescape(found.raw) == text
@@ -84,7 +84,7 @@ def test_what_cannot_be_formatted_whole_is_shown_exactly(text):
 
 @pytest.mark.parametrize("text", ["1. a\n1. b\n7. c", "3) x\n2) y"])
 def test_numbers_of_lists_are_those_that_were_written(text):
-    assert re.findall(r'<li value="(\d+)">', show(text).formatted) == re.findall(r"^\d+", text, re.MULTILINE)
+    assert re.findall(r'<li value="(\d+)">', render(text).formatted) == re.findall(r"^\d+", text, re.MULTILINE)
 
 
 PIECES = st.sampled_from(
@@ -101,7 +101,7 @@ WORDS = st.integers(0, 99).map("word{}x".format)  # no digit last: the page may 
 @example(pieces=["word0x", "```", "1. ", "```"], depth=0)
 def test_every_word_is_there_in_order_or_the_text_is_shown_exactly(pieces, depth):
     text = "> " * depth + "".join(pieces)
-    found = show(text)
+    found = render(text)
     words = re.findall(r"word\d+x", text)
     if not found.why_raw:
         assert re.findall(r"word\d+x", visible(found.formatted)) == words
@@ -112,7 +112,7 @@ def test_every_word_is_there_in_order_or_the_text_is_shown_exactly(pieces, depth
 @given(st.text(st.characters(categories=["L", "N", "S", "P", "Z"]), max_size=80))
 @examples(500)
 def test_every_character_that_is_no_markup_is_there(text):
-    found = show(text)
+    found = render(text)
     if found.formatted:
         plain = lambda said: [c for c in said if not c.isspace() and c not in "\\*_`#>-+=~|:&;"]  # noqa: E731
         numbers = re.findall(r'<li value="(\d+)">', found.formatted)
@@ -123,7 +123,7 @@ def test_every_character_that_is_no_markup_is_there(text):
 @pytest.mark.parametrize("text", ["one **two** three", "- a1\n- b2\n\n$x^2 + y$ and `code`", "```python\nx = 1\n```"])
 def test_the_comparison_notices_every_loss(text):
     """Each letter and digit that is taken out of the formatted text in turn, two that change places, one too many."""
-    formatted = show(text).formatted
+    formatted = render(text).formatted
     assert compared(text, formatted).is_whole
     places = [at.start() for at in re.finditer(r"[a-z0-9](?=[^<>]*(<|$))", formatted)]
     shown = [at for at in places if _is_text(formatted, at)]
@@ -150,7 +150,7 @@ def _is_text(formatted, at):
      "$a$, $b$ and $c$ is 4", "\\[x\\]."],
 )  # fmt: skip
 def test_formulas_are_rendered(text):
-    found = show(text)
+    found = render(text)
     assert "<math" in found.formatted
     assert "<code>" not in found.formatted
     assert (found.hidden, found.why_raw) in (((), ""), (("backslashes",), ""))
@@ -162,7 +162,7 @@ def test_formulas_are_rendered(text):
      "$20M for $30M", "$", "$$", "$$$", "$ a $", "costs 5$ or 6$", "$5 apples$", "a \\( b", "\\[ a"],
 )  # fmt: skip
 def test_sums_of_money_are_no_formulas(text):
-    found = show(text)
+    found = render(text)
     assert "<math" not in found.formatted
     assert "<code>" not in found.formatted
     assert text.replace("\\", "") in visible(found.formatted)
@@ -175,7 +175,7 @@ def test_sums_of_money_are_no_formulas(text):
      r"\label{eq:1} x", r"\text{&#xFFFFFF;}", "a_b_c"],
 )  # fmt: skip
 def test_formulas_that_cannot_be_rendered_whole_are_shown_as_their_source(tex):
-    found = show(f"$${tex}$$").formatted
+    found = render(f"$${tex}$$").formatted
     assert f"<code>$${html.escape(tex, quote=False)}$$</code>" in found.replace("&quot;", '"')
     assert "<math" not in found
 
@@ -189,7 +189,7 @@ TEX = st.sampled_from(
 @examples(400)
 @given(st.lists(TEX, max_size=14))
 def test_no_formula_loses_what_stands_in_it(parts):
-    found = show("\\(" + " ".join(parts) + " 5\\)")
+    found = render("\\(" + " ".join(parts) + " 5\\)")
     shown = re.sub(r"<annotation.*?</annotation>", "", found.formatted, flags=re.DOTALL)
     for character in "x7+5":
         wanted = sum(part == character for part in [*parts, "5"])
@@ -200,7 +200,7 @@ def test_no_formula_loses_what_stands_in_it(parts):
 
 
 def test_code_has_its_language_and_colours():
-    found = show("```python\ndef f(x):\n    return 'a'  # why\n```").formatted
+    found = render("```python\ndef f(x):\n    return 'a'  # why\n```").formatted
     assert '<p class="language">python</p>' in found
     assert '<span class="code-k">def</span>' in found
     assert "style=" not in found
@@ -210,5 +210,5 @@ def test_code_has_its_language_and_colours():
 @pytest.mark.parametrize("language", ["", "nothing-known", "text title='x'", "python"])
 def test_code_keeps_every_character(language):
     code = "\n\n\tif a:\n  <b>&amp;</b>\n\\n  'open\n\n"
-    found = show(f"```{language}\n{code}```").formatted
+    found = render(f"```{language}\n{code}```").formatted
     assert visible(found.partition("<pre>")[2]).removesuffix("\n") in (code.removesuffix("\n"), code)

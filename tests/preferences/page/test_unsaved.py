@@ -11,10 +11,13 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import event
 
-from preferences.accounts import Accounts
+from preferences.accounts import Account, Accounts
+from preferences.leases import Lease
 from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig
-from preferences.records import Message, Task
+from preferences.page.forms import Fields, UnsavedForms
+from preferences.page.service import PresentedTask, TaskForm
+from preferences.records import Message, ShownTask, Task
 from preferences.store import LabelStore
 from tests.preferences.page.test_pages import form
 
@@ -224,3 +227,16 @@ def test_an_answer_outlives_an_outage_of_postgresql(postgres, postgres_tables, s
             assert ann.post("/task/answer", data=again).status_code == 200
         assert [act.task_id for act in store.judgments("main")] == ["t0"]
     accounts.close()
+
+
+def test_what_is_remembered_is_bounded_by_bytes():
+    unsaved, account = UnsavedForms(max_bytes=1_000_000), Account("ann", "labeler", "admitted", "")
+    tasks = []
+    for number in range(20):
+        shown = ShownTask(f"t{number}", (Message("user", "x"),), ("u" * 100_000, "v" * 100_000))
+        form_of = TaskForm(f"handle {number}", 0, 0, "seal")
+        tasks.append(PresentedTask(Lease(shown, "ann", (0, 1), 0.0), form_of))
+        assert unsaved.put("session", account, tasks[-1]) is None
+    assert unsaved.failed("session", tasks[-5].form, Fields({})) is None
+    assert unsaved.failed("session", tasks[-3].form, Fields({"note": "n"})).unsaved == Fields({"note": "n"})
+    assert unsaved.put("session", account, tasks[-3]) == Fields({"note": "n"})

@@ -1,0 +1,116 @@
+"""Formats each text once, in a process that may use half a second of CPU; a text that needs more is shown as written.
+
+The libraries for Markdown, formulas and code are regular expressions and loops over untrusted text, and some texts take
+them minutes. A thread cannot be interrupted inside a regular expression, and bounds on a text's size or constructs
+would have to foresee every such text. The kernel can end a process at any point, so every text gets one: a helper
+process, which has imported the libraries, forks for each text. That takes a few milliseconds, and once per text.
+"""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+from typing import Any
+
+from preferences.page.cache import ByteCache
+from preferences.page.text import RenderedText, as_written, render
+
+LOG = logging.getLogger(__name__)
+CPU_SECONDS = 0.5  # four times what a long answer with code takes; 50,000 characters of formulas take 0.35
+MAX_CACHE_BYTES = 64 * 2**20
+TOO_LONG = "formatting it takes too long"
+FAILED = "formatting it failed"
+
+_CACHE: ByteCache[str, RenderedText] = ByteCache(MAX_CACHE_BYTES)
+
+
+def show(text: str) -> RenderedText:
+    """Returns both views of a text, as `render` does, within the CPU budget. Each text is formatted once."""
+    found = _CACHE.get(text)
+    return found if found is not None else _FORMATTER.format(text)
+
+
+class _Formatter:
+    """Owns the helper process, which formats one text at a time. It is started with the first text."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._helper: subprocess.Popen[bytes] | None = None
+
+    def format(self, text: str) -> RenderedText:
+        with self._lock:
+            found = _CACHE.get(text)  # by another thread, while this one waited
+            if found is None:
+                found = self._asked(text)
+                num_bytes = sum(map(sys.getsizeof, (text, found.formatted, found.raw)))
+                _CACHE.put(text, found, num_bytes)
+            return found
+
+    def _asked(self, text: str) -> RenderedText:
+        for _ in range(2):  # a helper that somebody ended is replaced once
+            helper = self._helper or self._started()
+            assert helper.stdin is not None
+            assert helper.stdout is not None
+            try:
+                helper.stdin.write(json.dumps(text).encode() + b"\n")
+                helper.stdin.flush()
+                answer = helper.stdout.readline()
+            except BrokenPipeError:
+                answer = b""
+            if answer.endswith(b"\n"):
+                return _as_rendered(text, json.loads(answer))
+            helper.kill()
+            helper.communicate()  # closes the pipes, too
+            self._helper = None
+        LOG.error("the process that formats texts has ended; a text is shown as it was written")
+        return RenderedText("", as_written(text), FAILED)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-c", f"from {__name__} import answer_texts; answer_texts()"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        pipe = subprocess.PIPE
+        # In a session of its own, so that Ctrl-C does not reach it. It ends when this process's end of the pipe closes.
+        self._helper = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
+        return self._helper
+
+
+_FORMATTER = _Formatter()
+
+
+def _as_rendered(text: str, answer: dict[str, Any] | str) -> RenderedText:
+    if isinstance(answer, str):
+        return RenderedText("", as_written(text), answer)
+    return RenderedText(answer["formatted"], answer["raw"], answer["why_raw"], tuple(answer["hidden"]))
+
+
+# ---- in the helper process ----
+
+
+def answer_texts() -> None:
+    """Answers each text on standard input, a line of JSON, with a `RenderedText` or why there is none, as JSON."""
+    for line in sys.stdin.buffer:
+        child = os.fork()
+        if not child:
+            _answer(line)
+        _, status = os.waitpid(child, 0)
+        if status:
+            is_over = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+            _write(TOO_LONG if is_over else FAILED)
+
+
+def _answer(line: bytes) -> None:
+    """Answers one text and ends this process. Beyond the budget the kernel ends it, by SIGPROF."""
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    answer = asdict(render(json.loads(line)))
+    signal.setitimer(signal.ITIMER_PROF, 0)  # an answer is written whole or not at all
+    _write(answer)
+    os._exit(0)
+
+
+def _write(answer: dict[str, Any] | str) -> None:
+    sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+    sys.stdout.buffer.flush()
