@@ -14,10 +14,20 @@ from typing import Any, Literal
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from preferences import leases, personal_data
+from preferences import leases, personal_data, recording
 from preferences.database import open_engines
 from preferences.keys import KeyHasher, digest, new_key, new_token
-from preferences.names import is_name, is_reserved, look_alike, name_in, pseudonym_of, pseudonyms, require_name
+from preferences.names import (
+    COMMAND_LINE,
+    SERVER,
+    is_name,
+    is_reserved,
+    look_alike,
+    name_in,
+    pseudonym_of,
+    pseudonyms,
+    require_name,
+)
 from preferences.schema import accounts, audit_log, instructions, invitations, sessions
 
 Role = Literal["lead", "labeler"]
@@ -27,9 +37,7 @@ STATES = ("new", "admitted", "closed")
 
 SESSION_SECONDS = 12 * 3_600.0
 INVITATION_SECONDS = 7 * 24 * 3_600.0
-SERVER = "server"  # who invites the first lead
 FIRST_LEAD = "lead"
-COMMAND_LINE = "command line"  # the actor if it is not a lead
 MAX_EVENTS_SHOWN = 100
 _CHANGING = 7_243_003  # key of the advisory lock for changing accounts and links
 _NUM_LEADS = select(func.count()).where(accounts.c.role == "lead", accounts.c.state != "closed")
@@ -251,10 +259,10 @@ class Accounts:
     def log(self, actor: str, action: str, batch: str) -> None:
         """Appends an event about a batch to the audit log."""
         with self._writer.begin() as connection:
-            _log(connection, actor, action, batch, self._clock())
+            recording.log(connection, actor, action, batch, self._clock())
 
     def _log_about(self, connection: Connection, actor: str, action: str, name: str) -> None:
-        _log(connection, actor, action, pseudonym_of(connection, name), self._clock())
+        recording.log(connection, actor, action, pseudonym_of(connection, name), self._clock())
 
     def audit_log(self) -> list[AuditEvent]:
         """Returns the last events, newest first."""
@@ -285,7 +293,7 @@ class Accounts:
         with self._writer.begin() as connection:
             _lock(connection)
             who = personal_data.erase(connection, name)
-            _log(connection, by if by != name else who, "erased", who, self._clock())
+            recording.log(connection, by if by != name else who, "erased", who, self._clock())
         personal_data.purge(self._writer)
         return who
 
@@ -386,13 +394,6 @@ def _as_invitation(row: Row[Any]) -> Invitation:
 
 
 # ---- audit log ----
-
-
-def _log(connection: Connection, actor: str, action: str, subject: str, now: float) -> None:
-    """Appends an event about a batch, or about a pseudonym."""
-    is_person = actor not in (COMMAND_LINE, SERVER)
-    who = pseudonym_of(connection, actor) if is_person else actor
-    connection.execute(insert(audit_log).values(actor=who, act=action, subject=subject, created_at=now))
 
 
 def _newest_events(connection: Connection) -> list[AuditEvent]:

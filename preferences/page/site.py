@@ -1,7 +1,6 @@
 """What all pages share: templates, who is signed in, and forms that only their own session can send."""
 
 import hmac
-from datetime import UTC, datetime
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -17,6 +16,7 @@ from preferences.page.forms import STORE_AWAY
 from preferences.page.security import is_storable
 from preferences.page.service import RefusedError, seal
 from preferences.page.text import show, task_title
+from preferences.records import as_moment
 
 COOKIE = "heed_session"
 CHECKBOXES = "flags_"  # prefix of fields that may occur several times
@@ -31,7 +31,7 @@ TEMPLATES = Environment(
 )
 TEMPLATES.filters["shown"] = show
 TEMPLATES.filters["task_title"] = lambda shown: task_title(*shown)
-TEMPLATES.filters["moment"] = lambda seconds: datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+TEMPLATES.filters["moment"] = as_moment
 TEMPLATES.filters["quoted"] = lambda text: quote(text, safe="")
 
 
