@@ -43,7 +43,6 @@ SHARES = {
 }
 PAGE_SIZE = 100  # answers on a page
 NUM_REVIEWED = 20  # tasks on the quality page that labelers disagree on most
-SEED = 0  # for the intervals: the same judgments give the same page
 
 Waiting = Literal["instructions", "nothing open", "screening", "closed"]
 
@@ -349,7 +348,7 @@ class LeadView:
             as_of = (self.store.newest_judgment(batch), self.store.num_erased())
             if batch not in self._known or self._known[batch].as_of != as_of:
                 tasks, judgments = self.store.tasks(batch), self.store.judgments(batch)
-                report = summary([stored.task for stored in tasks], judgments, seed=SEED)
+                report = summary([stored.task for stored in tasks], judgments)
                 num_wanted = sum(stored.num_labelers for stored in tasks)
                 self._known[batch] = Quality(as_of, report, plots_of(judgments, num_wanted, report))
             return self._known[batch]

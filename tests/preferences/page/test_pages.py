@@ -725,3 +725,16 @@ def test_a_batch_with_an_impossible_time_can_be_read(new_database, seconds):
         assert client.post("/lead/void", data=form_fields | {"reason": "milliseconds"}).status_code == 200
         assert [one.kind for one in store.judgments("main")].count("void") == 1
     accounts.close()
+
+
+def test_the_quality_page_names_who_is_below_chance(world, visit):
+    world.add(*(make_task(f"t{number}", 2) for number in range(40)), num_labelers=4)
+    for name, best in (("ann", 0), ("bob", 0), ("cy", 0), ("up", 1)):
+        for lease in world.store.lease_many(name, 40, seconds=60, batch="main"):
+            ranks_shown = tuple(1 if index == best else 2 for index in lease.order)
+            world.store.submit(lease, Answer(ranks_shown, 9_000), client="test", instructions_version="1")
+    page = visit("eve", PLAIN).get("/lead/quality").text
+    rows = {name: page.partition(f'<tr><th scope="row">{name}</th>')[2].partition("</tr>")[0] for name in ("ann", "up")}
+    assert "below chance" not in rows["ann"]
+    assert "<strong>below chance</strong>" in rows["up"]
+    assert re.search(r"<td>0\.98 <span class=\"interval\">0\.8\d to 1\.00</span></td>", rows["ann"])
