@@ -21,8 +21,8 @@ from sqlalchemy import Connection, Engine, delete, func, insert, select, update
 
 from files.atomic import PREFIX, atomic_file
 from preferences import personal_data
-from preferences.accounts import COMMAND_LINE
 from preferences.database import open_engines, require_store, store_file
+from preferences.names import COMMAND_LINE
 from preferences.schema import accounts, audit_log, invitations, judgments, labelers, metadata, sessions, tasks
 
 ROWS_AT_ONCE = 1_000

@@ -142,7 +142,7 @@ def _judgment(where: str, row: Row, task: Task) -> Judgment:
         task_id=task.task_id,
         labeler=text_field(where, row, "labeler"),
         revision=whole_field(where, row, "revision", 0, MAX_REVISION),
-        kind=kind,  # type: ignore[arg-type]
+        kind=kind,
         ranks=_ranks(where, row, "ranks", num_responses, may_be_empty=kind in ("skip", "undo", "void")),
         ratings=ratings,
         flags=tuple(_texts(f"{where}: flags", {str(i): f}, str(i), 0, MAX_FLAGS) for i, f in enumerate(flags)),
