@@ -222,7 +222,7 @@ def flipped(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
             for prompt in range(num_prompts)
             for labeler, is_right in enumerate(generator.random(3) < right)
         ]
-        agreement = labelers_agree(rows, "j", seed=0).share
+        agreement = labelers_agree(rows, "j").share
         truth = right**2 + (1 - right) ** 2
         yield Held(f"agreement {truth:.2f} of 3 labelers", agreement.low, agreement.high, truth)
 

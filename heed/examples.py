@@ -95,7 +95,7 @@ heed label import helpful-base.jsonl --format hh --objective helpful --store lab
     "heed label export": """
 heed label export --store labels.sqlite --batch main --format consensus --out rankings.jsonl
 heed label export --store labels.sqlite --format trl --out pairs.parquet
-heed label export --store labels.sqlite --names --out backup.jsonl     # everything, with names
+heed label export --store labels.sqlite --names --out all.jsonl        # everything, with names
 """,
     "heed label sample": """
 heed label sample runs/mine/sft/model --prompts prompts.jsonl --store labels.sqlite --batch main
@@ -125,6 +125,13 @@ heed label person ann --store labels.sqlite --out ann.json
 """,
     "heed label erase": """
 heed label erase ann --store labels.sqlite
+""",
+    "heed label backup": """
+heed label backup --store labels.sqlite --out backups/2026-11-26.sqlite
+""",
+    "heed label restore": """
+heed label restore backups/2026-11-26.sqlite --store restored.sqlite --current labels.sqlite
+heed label restore backups/2026-11-26.sqlite --store postgresql://heed@db/labels   # the store itself is lost
 """,
     "heed measure reward": """
 heed measure reward runs/mine/reward/model rankings.jsonl

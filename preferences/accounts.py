@@ -14,10 +14,20 @@ from typing import Any, Literal
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from preferences import leases, personal_data
+from preferences import leases, personal_data, recording
 from preferences.database import open_engines
 from preferences.keys import KeyHasher, digest, new_key, new_token
-from preferences.names import is_name, is_reserved, look_alike, name_in, pseudonym_of, pseudonyms, require_name
+from preferences.names import (
+    COMMAND_LINE,
+    SERVER,
+    is_name,
+    is_reserved,
+    look_alike,
+    name_in,
+    pseudonym_of,
+    pseudonyms,
+    require_name,
+)
 from preferences.schema import accounts, audit_log, instructions, invitations, sessions
 
 Role = Literal["lead", "labeler"]
@@ -28,9 +38,7 @@ STATES = ("new", "admitted", "closed")
 SESSION_SECONDS = 12 * 3_600.0
 IDLE_SECONDS = 2 * 3_600.0  # a session that no request has used for so long ends
 INVITATION_SECONDS = 7 * 24 * 3_600.0
-SERVER = "server"  # who invites the first lead
 FIRST_LEAD = "lead"
-COMMAND_LINE = "command line"  # the actor if it is not a lead
 MAX_EVENTS_SHOWN = 100
 SIGNED_IN, SIGN_IN_FAILED, UNKNOWN = "signed in", "refused a sign-in of", "an unknown name"
 _CHANGING = 7_243_003  # key of the advisory lock for changing accounts and links
@@ -231,7 +239,7 @@ class Accounts:
         with self._writer.begin() as connection:  # for unknown names too, so that the time does not give them away
             # What was typed as an unknown name may be a key, and is not stored.
             subject = pseudonym_of(connection, name) if row is not None else UNKNOWN
-            _log(connection, SERVER, SIGN_IN_FAILED, subject, self._clock())
+            recording.log(connection, SERVER, SIGN_IN_FAILED, subject, self._clock())
         return None
 
     def open_session(self, name: str) -> str:
@@ -304,10 +312,10 @@ class Accounts:
     def log(self, actor: str, action: str, subject: str) -> None:
         """Appends an event about a batch or a task to the audit log."""
         with self._writer.begin() as connection:
-            _log(connection, actor, action, subject, self._clock())
+            recording.log(connection, actor, action, subject, self._clock())
 
     def _log_about(self, connection: Connection, actor: str, action: str, name: str) -> None:
-        _log(connection, actor, action, pseudonym_of(connection, name), self._clock())
+        recording.log(connection, actor, action, pseudonym_of(connection, name), self._clock())
 
     def audit_log(self, *, sign_ins: bool = False) -> list[AuditEvent]:
         """Returns the last events, newest first: sign-ins and refused ones, or everything else."""
@@ -338,7 +346,7 @@ class Accounts:
         with self._writer.begin() as connection:
             _lock(connection)
             who = personal_data.erase(connection, name)
-            _log(connection, by if by != name else who, "erased", who, self._clock())
+            recording.log(connection, by if by != name else who, "erased", who, self._clock())
         personal_data.purge(self._writer)
         return who
 
@@ -441,14 +449,8 @@ def _as_invitation(row: Row[Any]) -> Invitation:
 # ---- audit log ----
 
 
-def _log(connection: Connection, actor: str, action: str, subject: str, now: float) -> None:
-    """Appends an event about a batch, or about a pseudonym."""
-    is_person = actor not in (COMMAND_LINE, SERVER)
-    who = pseudonym_of(connection, actor) if is_person else actor
-    connection.execute(insert(audit_log).values(actor=who, act=action, subject=subject, created_at=now))
-
-
 def _newest_events(connection: Connection, *, sign_ins: bool) -> list[AuditEvent]:
+    """Returns the last events, newest first: sign-ins and refused ones, or everything else."""
     names = name_in(audit_log.c.actor).label("actor"), name_in(audit_log.c.subject).label("subject")
     found = select(*names, audit_log.c.act, audit_log.c.created_at).order_by(audit_log.c.act_id.desc())
     is_sign_in = audit_log.c.act.in_((SIGNED_IN, SIGN_IN_FAILED))

@@ -22,7 +22,8 @@ _INVISIBLE = frozenset(
 )
 _PSEUDONYM = re.compile(r"labeler-[0-9a-f]{12}")
 _NOBODY = re.compile(r"unknown( \d+)?|consensus")  # what published data calls labelers that it does not name
-_RESERVED = ("command line", "server")  # actors in the audit log that are not people
+COMMAND_LINE, SERVER = "command line", "server"
+NOT_PEOPLE = (COMMAND_LINE, SERVER)  # actors in the audit log
 
 
 # ---- which names are allowed ----
@@ -49,7 +50,7 @@ def is_pseudonym(name: str) -> bool:
 
 def is_reserved(name: str) -> bool:
     """Whether the name is reserved, so that no account may have it."""
-    return is_pseudonym(name) or name in _RESERVED
+    return is_pseudonym(name) or name in NOT_PEOPLE
 
 
 # ---- names that look alike ----

@@ -25,8 +25,9 @@ class CurrentJudgments:
     answers: tuple[Judgment, ...]
     skips: tuple[Judgment, ...]
     adjudications: tuple[Judgment, ...]  # the last one of each task
-    replaced: tuple[Judgment, ...]  # revised or undone by the same labeler
+    replaced: tuple[Judgment, ...]  # revised or undone by the same labeler, or voided by a lead
     undos: tuple[Judgment, ...]  # those without a later event
+    voids: tuple[Judgment, ...]  # the same
 
     @property
     def final(self) -> tuple[Judgment, ...]:
@@ -36,9 +37,9 @@ class CurrentJudgments:
 
 
 def current_judgments(judgments: Iterable[Judgment]) -> CurrentJudgments:
-    """Applies revisions, undos and adjudications. `judgments` may come in any order.
+    """Applies revisions, undos, voids and adjudications. `judgments` may come in any order.
 
-    The labeler's highest revision on a task is current; after an undo no answer is.
+    The labeler's highest revision on a task is current; after an undo or a void no answer is.
 
     Raises: ValueError if one labeler has the same revision twice on a task.
     """
@@ -71,6 +72,7 @@ def current_judgments(judgments: Iterable[Judgment]) -> CurrentJudgments:
         adjudications=tuple(adjudications.values()),
         replaced=tuple(replaced),
         undos=tuple(judgment for judgment in last.values() if judgment.kind == "undo"),
+        voids=tuple(judgment for judgment in last.values() if judgment.kind == "void"),
     )
 
 

@@ -1,8 +1,9 @@
 """Recording tasks and what labelers do, within the caller's transaction.
 
-Each event (answer, skip, undo, adjudication) appends one judgment row. An answer finishes the labeler's assignment of
-the task, a skip releases it, and an undo takes back the last event and leases the assignment again. An adjudication (a
-lead's answer that overrides those of labelers) needs no assignment, and neither does its undo.
+Each event (answer, skip, undo, adjudication, void) appends one judgment row. An answer finishes the labeler's
+assignment of the task, a skip or a void releases it, and an undo takes back the last event and leases the assignment
+again. An adjudication (a lead's answer that overrides those of labelers) needs no assignment, and neither does its undo
+or void.
 
 An import stores tasks with judgments that were made outside this store, all or none.
 """
@@ -15,13 +16,14 @@ from sqlalchemy import Connection, func, insert, select
 
 from preferences import leases
 from preferences.leases import AssignmentState, LeaseLostError
-from preferences.names import pseudonym_of
+from preferences.names import NOT_PEOPLE, pseudonym_of
 from preferences.records import NO_LOCATIONS, Judgment, Locations, Task, named
 from preferences.rows import Values, judgment_row, parts, refuse_different, refuse_other, task_row
-from preferences.schema import assignments, judgments, tasks
+from preferences.schema import assignments, audit_log, judgments, tasks
 
 UNDOABLE = ("answer", "skip")
-MOVES = ("answer", "skip", "undo")  # the events that change an assignment
+RELEASING = ("skip", "void")
+MOVES = ("answer", "skip", "undo", "void")  # the events that change an assignment
 _IMPORTING = 7_243_003  # key of the importers' advisory lock; any number that only Heed uses
 
 
@@ -94,8 +96,8 @@ def record(
     *,
     external: bool = False,
     files: Locations = NO_LOCATIONS,
-) -> None:
-    """Stores events of one labeler, in order. Events that are already stored are accepted and not stored again.
+) -> int:
+    """Stores events of one labeler, in order, and returns how many. Those already stored are accepted and left alone.
 
     `expires_at` is when the leases that an undo grants run out. External events (recorded outside this store) may
     follow each other in any order: an answer may replace another without an undo, and a task whose last event is an
@@ -109,8 +111,9 @@ def record(
         movers = list({row["task_id"]: row for row in movers}.values())  # only the last event on each task
     moving = {(row["task_id"], row["revision"]) for row in movers}
     who = pseudonym_of(connection, labeler)
-    for part in parts(rows):
-        _record(connection, part, labeler, who, now, expires_at, external, moving, files)
+    return sum(
+        _record(connection, part, labeler, who, now, expires_at, external, moving, files) for part in parts(rows)
+    )
 
 
 def _record(
@@ -123,7 +126,7 @@ def _record(
     external: bool,
     moving: Set[tuple[str, int]],
     files: Locations,
-) -> None:
+) -> int:
     positions = _positions(connection, [row["task_id"] for row in rows], labeler)
     states = leases.lock(connection, sorted(set(positions.values())))
     history = _history(connection, who, sorted(set(positions.values())))
@@ -139,7 +142,7 @@ def _record(
             raise ValueError(f"{where}: revision is {row['revision']}, but only {len(before)} are stored")
         if not external:
             _require_sequence(where, row["kind"], before)
-        if (row["task_id"], row["revision"]) in moving and not _undoes_adjudication(row["kind"], before):
+        if (row["task_id"], row["revision"]) in moving and not _ends_adjudication(row["kind"], before):
             number = moves[position][1] if position in moves else _number(who, states[position], row["kind"], now)
             if number is not None:
                 moves[position] = (row["kind"], number)
@@ -147,7 +150,7 @@ def _record(
                 raise ValueError(
                     f"{where}: the task wants {len(states[position])} labelers, and others have judged it already"
                 )
-            elif row["kind"] != "skip" and not external:
+            elif row["kind"] not in RELEASING and not external:
                 raise LeaseLostError(f"{where}: the lease ran out and other labelers took the task's assignments")
         columns = {name: value for name, value in row.items() if name != "task_id"}
         new.append(columns | {"task": position, "labeler": who})
@@ -156,8 +159,9 @@ def _record(
         connection.execute(insert(judgments), new)
         by_kind = {kind: [(p, number) for p, (k, number) in moves.items() if k == kind] for kind in MOVES}
         leases.finish(connection, who, by_kind["answer"])
-        leases.release(connection, by_kind["skip"])
+        leases.release(connection, by_kind["skip"] + by_kind["void"])
         leases.grant(connection, who, by_kind["undo"], now, expires_at)
+    return len(new)
 
 
 def _positions(connection: Connection, task_ids: Sequence[str], labeler: str) -> dict[str, int]:
@@ -182,23 +186,34 @@ def _history(connection: Connection, who: str, positions: Sequence[int]) -> dict
     return found
 
 
-def _undoes_adjudication(kind: str, before: Sequence[Mapping[str, Any]]) -> bool:
-    return kind == "undo" and bool(before) and before[-1]["kind"] == "adjudication"
+def _ends_adjudication(kind: str, before: Sequence[Mapping[str, Any]]) -> bool:
+    return kind in ("undo", "void") and bool(before) and before[-1]["kind"] == "adjudication"
 
 
 def _require_sequence(where: str, kind: str, before: Sequence[Mapping[str, Any]]) -> None:
     last = before[-1]["kind"] if before else "undo"
     if kind == "undo" and last not in (*UNDOABLE, "adjudication"):
         raise ValueError(f"{where}: there is no answer or skip to take back")
+    if kind == "void" and last not in ("answer", "adjudication"):
+        raise ValueError(f"{where}: there is no judgment to void")
     if kind in UNDOABLE and last in UNDOABLE:
         raise ValueError(f"{where}: already judged ({last}); take that back first")
 
 
 def _number(who: str, states: Sequence[AssignmentState], kind: str, now: float) -> int | None:
-    """Returns the labeler's assignment of a task if they have one, else a free one (not for a skip), else None."""
+    """Returns the labeler's assignment of a task if they have one, else a free one (not to release it), else None."""
     own = [state.number for state in states if state.labeler == who]
-    free = [state.number for state in states if state.is_free(now) and kind != "skip"]
+    free = [state.number for state in states if state.is_free(now) and kind not in RELEASING]
     return next(iter([*own, *free]), None)
+
+
+# ---- the audit log ----
+
+
+def log(connection: Connection, actor: str, action: str, subject: str, now: float) -> None:
+    """Appends an event about a batch, or about a pseudonym. `actor` is a person's name or one of NOT_PEOPLE."""
+    who = actor if actor in NOT_PEOPLE else pseudonym_of(connection, actor)
+    connection.execute(insert(audit_log).values(actor=who, act=action, subject=subject, created_at=now))
 
 
 # ---- imports ----

@@ -5,18 +5,21 @@ Ranks count from 1 (best), equal ranks are ties, and gaps are closed (1, 1, 3 be
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from datetime import UTC, datetime
+from typing import Any, Literal, Protocol, get_args
 
 MIN_RESPONSES = 2
 MAX_RESPONSES = 9
 MAX_LABELERS = 1_000  # per task; adding a task creates a row for each
 MAX_REVISION = 10_000  # events of one labeler on one task
 MAX_MILLISECONDS = 2**31 - 1  # nearly 25 days: the largest integer that the store's column holds
+MAX_CREATED_AT = 4_102_444_800.0  # the year 2100; a time in milliseconds is far above it
 MAX_ID_CHARACTERS = 500  # a PostgreSQL index entry holds 2,704 bytes, a character takes at most 4
 OVERALL = "overall"  # the objective if there is only one
 
 Flags = tuple[tuple[str, ...], ...]  # the flags of each response
-Kind = Literal["answer", "skip", "undo", "adjudication"]
+Kind = Literal["answer", "skip", "undo", "adjudication", "void"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 Locations = Mapping[tuple[str, str, int], str]  # file and line by (task, labeler, revision); (task, "", 0) for a task
 NO_LOCATIONS: Locations = {}  # for rows that come from no file
 
@@ -135,8 +138,9 @@ class Ranking:
 class Judgment:
     """One immutable row of the label store: everything known about one event of one labeler.
 
-    Lists are in canonical order. `revision` counts a labeler's events on one task; the last one is current. For an undo
-    or a skip, `ranks` is empty and `note` gives the reason.
+    Lists are in canonical order. `revision` counts a labeler's events on one task; the last one is current. For a skip,
+    an undo or a void, `ranks` is empty and `note` gives the reason. A void is a lead's: it takes the labeler's judgment
+    out of everything, and the audit log says who did it.
     """
 
     task_id: str
@@ -158,6 +162,28 @@ def dense_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
     """Closes gaps and keeps ties: (4, 4, 9) gives (1, 1, 2)."""
     dense = {rank: number for number, rank in enumerate(sorted(set(ranks)), start=1)}
     return tuple(dense[rank] for rank in ranks)
+
+
+def as_moment(seconds: float, form: str = "%Y-%m-%d %H:%M") -> str:
+    """Formats seconds since the epoch, in UTC. Stores from before times were checked may hold an impossible one."""
+    if not is_moment(seconds):
+        return f"impossible time {seconds:g}"
+    return datetime.fromtimestamp(seconds, UTC).strftime(form)
+
+
+def is_moment(seconds: float) -> bool:
+    """Whether seconds since the epoch lie between 1970 and 2100, and so are no milliseconds. 0 stands for unknown."""
+    return 0 <= seconds <= MAX_CREATED_AT
+
+
+def require_moment(where: str, field: str, seconds: float) -> float:
+    """Returns the seconds. Raises: ValueError for a time in milliseconds, before 1970 or after 2100."""
+    if not is_moment(seconds):
+        raise ValueError(
+            f"{where}: {field} is {seconds!r}; seconds since the epoch, 0 to {MAX_CREATED_AT:.0f} (the year 2100), were"
+            " expected"
+        )
+    return seconds
 
 
 def named(locations: Locations, task_id: str, labeler: str = "", revision: int = 0) -> str:

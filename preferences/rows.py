@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from preferences.leases import Lease, canonical, display_order
 from preferences.records import (
+    KINDS,
     MAX_ID_CHARACTERS,
     MAX_LABELERS,
     MAX_MILLISECONDS,
@@ -19,10 +20,10 @@ from preferences.records import (
     Task,
     dense_ranks,
     named,
+    require_moment,
 )
 
 ROLES = ("system", "user", "assistant")
-KINDS = ("answer", "skip", "undo", "adjudication")
 NAMES = ("task_id", "objective", "repeat_of", "warning")  # a task's text columns
 COMPARED = ("kind", "ranks", "ratings", "flags", "note")  # what two events with the same revision must agree on
 _VARIABLES_PER_STATEMENT = 5_000  # SQLite allows 32,766
@@ -124,6 +125,7 @@ def judgment_row(judgment: Judgment, num_responses: int, locations: Locations = 
     _require_text(where, "flags", [flag for flags in judgment.flags for flag in flags])
     if judgment.milliseconds > MAX_MILLISECONDS:
         raise ValueError(f"{where}: milliseconds is {judgment.milliseconds}; at most {MAX_MILLISECONDS} was expected")
+    require_moment(where, "created_at", judgment.created_at)
     if judgment.kind not in KINDS:
         raise ValueError(f"{where}: kind is {judgment.kind!r}; one of {KINDS} was expected")
     if judgment.shown_order and sorted(judgment.shown_order) != list(range(num_responses)):

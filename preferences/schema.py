@@ -1,8 +1,9 @@
 """The label store's tables. `migrations` creates them.
 
-tasks        one row per task, in order of arrival; the content never changes
-places       one row per assignment (a labeler that a task wants): free, leased or done; leases are stored only here
-judgments    one row per event of a labeler, append-only: triggers refuse UPDATE and DELETE
+tasks        one row per task, in order of arrival, append-only: triggers refuse UPDATE, DELETE and replacing a row
+places       one row per assignment (a labeler that a task wants): free, leased or done; leases are stored only here;
+             triggers refuse DELETE, replacing a row, and moving an assignment to another task
+judgments    one row per event of a labeler, append-only like tasks
 people_acts  the audit log: one row per event on accounts or exports, append-only in the same way
 labelers     the name of each pseudonym; triggers refuse DELETE, and every UPDATE except an erasure
 
@@ -100,8 +101,8 @@ judgments = Table(
     Column("task", ForeignKey("tasks.position"), nullable=False),
     Column("labeler", String, nullable=False),
     Column("revision", Integer, nullable=False),  # 0, 1, ...: the labeler's events on this task; the last is current
-    Column("kind", String, nullable=False),  # answer, skip, undo, adjudication
-    Column("ranks", JSON, nullable=False),  # in canonical order, dense, 1 is best; [] for a skip or an undo
+    Column("kind", String, nullable=False),  # answer, skip, undo, adjudication, void
+    Column("ranks", JSON, nullable=False),  # in canonical order, dense, 1 is best; [] for a skip, undo or void
     Column("ratings", JSON, nullable=False),  # in canonical order; [] = none
     Column("flags", JSON, nullable=False),  # in canonical order, one list per response; [] = none
     Column("note", JSON, nullable=False),  # a string; JSON holds any string, PostgreSQL's text type does not

@@ -6,6 +6,7 @@ labelers than it wants. Any number of processes may use one store at the same ti
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -174,6 +175,36 @@ class LabelStore:
         """
         rows = [answer_row(lease, answer, "adjudication")]
         self._record(lease.labeler, rows, client, instructions_version)
+
+    def void(
+        self,
+        task_id: str,
+        labeler: str,
+        revision: int,
+        reason: str,
+        *,
+        by: str,
+        client: str,
+        instructions_version: str,
+    ) -> None:
+        """Takes a labeler's judgment out of everything, on behalf of the lead `by`. The judgment stays stored.
+
+        If the judgment counted toward the task's quota, the task is open again, to the same labeler too. The audit log
+        says who voided whose judgment. Idempotent.
+
+        Raises: ValueError for an unknown task or labeler, an empty reason, and a judgment that is not current.
+        """
+        with self._writer.begin() as connection:
+            now, found = self._clock(), stored(connection, [task_id])
+            who = known_pseudonym(connection, labeler)
+            if task_id not in found or not who:
+                field, value = ("labeler", labeler) if task_id in found else ("task_id", task_id)
+                raise ValueError(f"{field} {value!r} is not in the store")
+            lease = results.leases_of(connection, [found[task_id]["position"]], labeler, who, now)[0]
+            row = empty_row(replace(lease, revision=revision + 1), "void", reason, 0)
+            shared = {"client": client, "instructions_version": instructions_version, "created_at": now}
+            if recording.record(connection, [row | shared], labeler, now, now):
+                recording.log(connection, by, f"voided the judgment on task {task_id!r} of", who, now)
 
     def reopened(self, labeler: str, task_id: str) -> Lease:
         """Returns a task as it was, or would be, shown to this labeler, for events that need no live lease.

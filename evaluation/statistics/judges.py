@@ -128,15 +128,15 @@ def _unknown_bias(reason: str) -> PositionBias:
     return PositionBias(math.nan, math.nan, math.nan, num_prompts=0, num_verdicts=0, reason=reason)
 
 
-def judges_agree(verdicts: Sequence[Verdict], judge: str, other: str, *, seed: int) -> Agreement:
+def judges_agree(verdicts: Sequence[Verdict], judge: str, other: str) -> Agreement:
     """Returns the agreement of two judges. A judge's preference between two responses is the mean of its verdicts on
     them, over labelers and orders."""
-    return _agreement(_preferences((v.judge, v) for v in verdicts if v.judge in (judge, other)), judge, other, seed)
+    return _agreement(_preferences((v.judge, v) for v in verdicts if v.judge in (judge, other)), judge, other)
 
 
-def labelers_agree(verdicts: Sequence[Verdict], judge: str, *, seed: int) -> Agreement:
+def labelers_agree(verdicts: Sequence[Verdict], judge: str) -> Agreement:
     """Returns the agreement of a judge's labelers. If a labeler saw both orders, the mean of both verdicts counts."""
-    return _agreement(_preferences((v.labeler, v) for v in verdicts if v.judge == judge), judge, judge, seed)
+    return _agreement(_preferences((v.labeler, v) for v in verdicts if v.judge == judge), judge, judge)
 
 
 def _preferences(named: Iterable[tuple[str, Verdict]]) -> dict[Item, dict[str, list[float]]]:
@@ -151,7 +151,7 @@ def _preferences(named: Iterable[tuple[str, Verdict]]) -> dict[Item, dict[str, l
     return said
 
 
-def _agreement(said: dict[Item, dict[str, list[float]]], judge: str, other: str, seed: int) -> Agreement:
+def _agreement(said: dict[Item, dict[str, list[float]]], judge: str, other: str) -> Agreement:
     from_half = [[float(np.mean(found)) - 0.5 for found in raters.values()] for raters in said.values()]
     first_T = np.array([sum(d > 1e-9 for d in found) for found in from_half], dtype=np.float64)
     second_T = np.array([sum(d < -1e-9 for d in found) for found in from_half], dtype=np.float64)
@@ -170,4 +170,4 @@ def _agreement(said: dict[Item, dict[str, list[float]]], judge: str, other: str,
         pairs_R=np.ones(len(said)),
         responses_R=np.full(len(said), 2),
     )
-    return Agreement(judge, other, clustered_shares(tally, 1)[0], ranking_alpha(counts, prompt_T, seed=seed))
+    return Agreement(judge, other, clustered_shares(tally, 1)[0], ranking_alpha(counts, prompt_T, tally.responses_R))

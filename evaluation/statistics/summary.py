@@ -43,7 +43,7 @@ def summarise(verdicts: Sequence[Verdict], policies: Sequence[str] = (), *, seed
     return Summary(
         policies=names,
         judges=tuple(_judge([v for v in rows if v.judge == judge], judge, names, seed) for judge in judges),
-        agreement=tuple(judges_agree(rows, one, other, seed=seed) for one, other in combinations(judges, 2)),
+        agreement=tuple(judges_agree(rows, one, other) for one, other in combinations(judges, 2)),
         failures=_failures(rows, names),
         num_prompts=len({verdict.prompt_id for verdict in rows}),
         seed=seed,
@@ -63,7 +63,7 @@ def _judge(rows: Sequence[Verdict], judge: str, names: tuple[str, ...], seed: in
         ratings=_ratings(comparisons, names[0], seed),
         position_bias=position_bias(comparisons),
         flips=flips(rows),
-        labelers=labelers_agree(rows, judge, seed=seed),
+        labelers=labelers_agree(rows, judge),
     )
 
 

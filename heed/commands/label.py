@@ -334,6 +334,42 @@ def erase_person(
     typer.echo(f"{name} is erased; the judgments stay, as those of {pseudonym}. Backups still hold the name.")
 
 
+@label_app.command("backup")
+def backup_store(
+    store: Store, out: Annotated[Path, typer.Option(help="A new file. It is a SQLite label store by itself.")]
+) -> None:
+    """Copy a label store into one file while labelers work."""
+    from preferences.backup import backup
+
+    with console.status("copying"):
+        num_tasks, num_judgments = backup(store, out)
+    typer.echo(f"{num_tasks:,} tasks with {num_judgments:,} judgments in {out}")
+
+
+@label_app.command("restore")
+def restore_store(
+    backup: Annotated[Path, typer.Argument(help="A file that heed label backup wrote.")],
+    store: Annotated[str, typer.Option(help="A new file path, or the URL of an empty database.", show_default=False)],
+    current: Annotated[
+        str,
+        typer.Option(help="The store as it was last, or a newer backup: who was erased or closed since, stays so."),
+    ] = "",
+) -> None:
+    """Make a new label store from a backup. Without --current, all accounts come back closed."""
+    from preferences.backup import restore
+
+    with console.status("restoring"):
+        found = restore(backup, store, current=current)
+    typer.echo(f"{found.num_tasks:,} tasks with {found.num_judgments:,} judgments in {store}")
+    if current:
+        typer.echo(f"since the backup, {found.num_erased} people were erased and {found.num_closed} accounts closed")
+    else:
+        typer.echo(
+            f"all {found.num_closed} accounts are closed, because nothing says who was shut out since the backup. heed"
+            " label serve prints a link for a lead, who admits people; erase again whoever was erased since."
+        )
+
+
 def open_store(url_or_path: str) -> "LabelStore":
     from preferences.store import LabelStore
 

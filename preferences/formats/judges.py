@@ -40,7 +40,7 @@ from preferences.formats.parts import (
     rest,
     user,
 )
-from preferences.records import OVERALL, Judgment, StoredTask, Task
+from preferences.records import OVERALL, Judgment, StoredTask, Task, require_moment
 
 ANNOTATORS = ("annotator1", "annotator2", "annotator3")
 PANDALM = {0: (1, 1), 1: (1, 2), 2: (2, 1)}  # 0 = tie, otherwise the better response
@@ -170,7 +170,11 @@ def read_arena(where: str, row: Row, report: Report, objective: str) -> Iterator
         name_field(where, row, "judge") or UNKNOWN,
         WINNERS[winner],
         flags=((BOTH_BAD,), (BOTH_BAD,)) if winner == "tie (bothbad)" else (),
-        created_at=number_field(where, row, "tstamp") if row.get("tstamp") is not None else 0.0,
+        created_at=(
+            require_moment(where, "field 'tstamp'", number_field(where, row, "tstamp"))
+            if row.get("tstamp") is not None
+            else 0.0
+        ),
     )
     yield from judged_pair(where, report, task, [vote])
 

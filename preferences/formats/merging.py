@@ -255,7 +255,7 @@ def final_rankings(
     current = current_judgments(judgments)
     for judgment in current.replaced:
         _report_not_final(report, judgment, "superseded", "was revised")
-    for judgment in (*current.skips, *current.undos):
+    for judgment in (*current.skips, *current.undos, *current.voids):
         _report_not_final(report, judgment, judgment.kind, judgment.note)
     final: dict[str, list[Judgment]] = {}
     for judgment in current.final:

@@ -40,6 +40,7 @@ from preferences.formats.parts import (
 )
 from preferences.rankings import why_excluded
 from preferences.records import (
+    KINDS,
     MAX_LABELERS,
     MAX_MILLISECONDS,
     MAX_RESPONSES,
@@ -51,9 +52,9 @@ from preferences.records import (
     StoredTask,
     Task,
     dense_ranks,
+    require_moment,
 )
 
-KINDS = ("answer", "skip", "undo", "adjudication")
 MAX_FLAGS = 100  # per response
 
 
@@ -141,8 +142,8 @@ def _judgment(where: str, row: Row, task: Task) -> Judgment:
         task_id=task.task_id,
         labeler=text_field(where, row, "labeler"),
         revision=whole_field(where, row, "revision", 0, MAX_REVISION),
-        kind=kind,  # type: ignore[arg-type]
-        ranks=_ranks(where, row, "ranks", num_responses, may_be_empty=kind in ("skip", "undo")),
+        kind=kind,
+        ranks=_ranks(where, row, "ranks", num_responses, may_be_empty=kind in ("skip", "undo", "void")),
         ratings=ratings,
         flags=tuple(_texts(f"{where}: flags", {str(i): f}, str(i), 0, MAX_FLAGS) for i, f in enumerate(flags)),
         note=any_text(where, row, "note"),
@@ -150,7 +151,7 @@ def _judgment(where: str, row: Row, task: Task) -> Judgment:
         instructions_version=any_text(where, row, "instructions_version"),
         milliseconds=whole_field(where, row, "milliseconds", 0, MAX_MILLISECONDS),
         client=any_text(where, row, "client"),
-        created_at=number_field(where, row, "created_at"),
+        created_at=require_moment(where, "field 'created_at'", number_field(where, row, "created_at")),
     )
 
 

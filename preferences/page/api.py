@@ -132,6 +132,15 @@ class UndoBody(Body):
     revision: Number
 
 
+class VoidBody(Body):
+    """Which judgment to void, as in `/judgments`: its task, labeler (pseudonym or name) and revision."""
+
+    task_id: Name
+    labeler: Name
+    revision: Number
+    reason: Annotated[str, Field(min_length=1, max_length=MAX_NOTE_CHARACTERS, pattern="^[^\\x00]*$")]
+
+
 class NewTask(Body):
     task_id: Name
     prompt: Annotated[list[MessageBody], Field(min_length=1)]
@@ -221,6 +230,7 @@ class Api:
         get("/batches", summary="Progress of all batches (leads)")(self.batches)
         post("/tasks", summary="Add tasks (leads)", status_code=204, max_body_size=MAX_TASKS_BYTES)(self.add_tasks)
         post("/reopened/{task_id:path}", summary="A task to adjudicate (leads)")(self.reopened)
+        post("/voids", summary="Void a judgment (leads)", status_code=204)(self.void)
         get("/judgments/{batch:path}", summary="Every event on a batch (leads)")(self.judgments)
         get("/export/{batch:path}", summary="A batch in a format, and what it leaves out (leads)")(self.export)
         get("/quality/{batch:path}", summary="Statistics of a batch (leads)")(self.quality)
@@ -350,6 +360,10 @@ class Api:
     def reopened(self, task_id: str, bearer: Bearer) -> TaskBody:
         account, token = self._lead(bearer)
         return self._as_body(self.service.reopened(account, task_id, token))
+
+    def void(self, body: VoidBody, bearer: Bearer) -> None:
+        account, _ = self._lead(bearer)
+        self.service.void(account, body.task_id, body.labeler, body.revision, body.reason, CLIENT)
 
     def judgments(self, batch: str, bearer: Bearer, *, names: Names = False) -> list[dict[str, Any]]:
         account, _ = self._lead(bearer)

@@ -141,6 +141,7 @@ class TaskPages:
         get("/answers", response_class=HTMLResponse)(self.answers)
         post("/answers/undo")(self.undo)
         get("/lead/task", response_class=HTMLResponse)(self.adjudicate)
+        post("/lead/void")(self.void)
 
     def home(self, request: Request) -> Response:
         account, _ = self.site.signed_in(request)
@@ -181,6 +182,15 @@ class TaskPages:
             return self._warning_page(account, token, presented)
         return self._fresh_page(account, token, presented)
 
+    def void(self, request: Request, posted: Posted) -> Response:
+        account, _, fields = self.site.lead_form(request, posted)
+        revision, reason = fields.number("revision"), fields.text("reason").strip()[: forms.MAX_NOTE_CHARACTERS]
+        if revision is None:
+            raise RefusedError("the form names no judgment")
+        task_id = fields.text("task")
+        self.service.void(account, task_id, fields.text("labeler"), revision, reason, CLIENT)
+        return redirect(f"/lead/task?revealed=true&task={quote(task_id, safe='')}")
+
     def _warning_page(self, account: Account, token: str, presented: PresentedTask, status: int = 200) -> Response:
         """Shows a task's warning without its texts, and asks whether to continue."""
         return self.site.page("warning", account, token, status, presented=presented, declines=DECLINES)
@@ -213,6 +223,8 @@ class TaskPages:
     ) -> Response:
         is_away = status >= 500  # then this page must not query the store
         is_lead = account.role == "lead"
+        events = self.service.store.events_on(presented.lease.task_id) if is_lead and not is_away else []
+        last = {event.labeler: event for event in events}  # a labeler's last event is the one that counts
         return self.site.page(
             "task",
             account,
@@ -228,7 +240,8 @@ class TaskPages:
             max_left=MAX_LEFT,
             num_done=None if is_away else self.service.store.num_current_answers(account.name),
             ratings=range(forms.MIN_RATING, forms.MAX_RATING + 1),
-            events=() if is_away or not is_lead else self.service.store.events_on(presented.lease.task_id),
+            events=events,
+            voidable={(event.labeler, event.revision) for event in last.values() if event.ranks},
         )
 
     # ---- answers and skips ----

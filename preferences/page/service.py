@@ -24,7 +24,7 @@ from preferences.formats.registry import format_to_write
 from preferences.leases import Lease
 from preferences.page.config import LabelingConfig, Screening
 from preferences.rankings import current_judgments
-from preferences.records import Answer, Judgment
+from preferences.records import KINDS, Answer, Judgment
 from preferences.results import BatchCounts, PastEvent
 from preferences.statistics.panel import Panel
 from preferences.statistics.plots import labeler_shares, positions_plot, progress_plot, share_plot, time_plot
@@ -43,7 +43,6 @@ SHARES = {
 }
 PAGE_SIZE = 100  # answers on a page
 NUM_REVIEWED = 20  # tasks on the quality page that labelers disagree on most
-SEED = 0  # for the intervals: the same judgments give the same page
 
 Waiting = Literal["instructions", "nothing open", "screening", "closed"]
 
@@ -122,9 +121,14 @@ class LabelingService:
         return self._presented(lease, session) if lease is not None and lease.given_at else None
 
     def earlier_answer(self, lease: Lease) -> Judgment | None:
-        """Returns this person's last answer to a task, or adjudication of it, to fill in the form for a new one."""
-        own = [event for event in self.store.events_on(lease.task_id) if event.labeler == lease.labeler and event.ranks]
-        return own[-1] if own else None
+        """Returns this person's last answer to a task, or adjudication of it, to fill in the form for a new one.
+
+        After a lead has voided it, the form is empty.
+        """
+        own = [event for event in self.store.events_on(lease.task_id) if event.labeler == lease.labeler]
+        if own and own[-1].kind == "void":
+            return None
+        return next((event for event in reversed(own) if event.ranks), None)
 
     def num_left(self, account: Account) -> int:
         """Counts the tasks that are left for a labeler, including the current one, up to MAX_LEFT."""
@@ -203,6 +207,11 @@ class LabelingService:
             self.store.undo(lease, "taken back", client=client, instructions_version=self.config.version)
         if account.role == "lead":
             self.accounts.log(account.name, "took back the adjudication of", lease.task_id)
+
+    def void(self, lead: Account, task_id: str, labeler: str, revision: int, reason: str, client: str) -> None:
+        """Voids somebody's judgment. Raises what `LabelStore.void` raises."""
+        how = {"client": client, "instructions_version": self.config.version}
+        self.store.void(task_id, labeler, revision, reason, by=lead.name, **how)
 
     def _sealed_lease(self, account: Account, session: str, form: TaskForm) -> tuple[Lease, int]:
         """Returns the form's lease and the milliseconds since it was shown. Raises: RefusedError for a wrong seal."""
@@ -327,7 +336,7 @@ class LeadView:
             "batch": chosen,
             "labelers": sorted({name for one in counts for name in one.by_labeler}),
             "labeler": labeler,
-            "kinds": ("answer", "skip", "undo", "adjudication"),
+            "kinds": KINDS,
             "kind": kind,
             "events": found[:PAGE_SIZE],
             "prompts": self.store.shown_prompts([event.task_id for event in found[:PAGE_SIZE]]),
@@ -343,7 +352,7 @@ class LeadView:
             as_of = (self.store.newest_judgment(batch), self.store.num_erased())
             if batch not in self._known or self._known[batch].as_of != as_of:
                 tasks, judgments = self.store.tasks(batch), self.store.judgments(batch)
-                report = summary([stored.task for stored in tasks], judgments, seed=SEED)
+                report = summary([stored.task for stored in tasks], judgments)
                 num_wanted = sum(stored.num_labelers for stored in tasks)
                 self._known[batch] = Quality(as_of, report, plots_of(judgments, num_wanted, report))
             return self._known[batch]

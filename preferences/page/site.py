@@ -2,7 +2,6 @@
 
 import hmac
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -19,6 +18,7 @@ from preferences.page.security import is_storable
 from preferences.page.service import RefusedError, seal
 from preferences.page.shown import show
 from preferences.page.text import task_title
+from preferences.records import as_moment
 
 COOKIE = "heed_session"
 HTTPS_COOKIE = f"__Host-{COOKIE}"  # browsers accept it only as Secure, from this very host
@@ -35,7 +35,7 @@ TEMPLATES = Environment(
 )
 TEMPLATES.filters["shown"] = show
 TEMPLATES.filters["task_title"] = lambda shown: task_title(*shown)
-TEMPLATES.filters["moment"] = lambda seconds: datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+TEMPLATES.filters["moment"] = as_moment
 TEMPLATES.filters["quoted"] = lambda text: quote(text, safe="")
 
 

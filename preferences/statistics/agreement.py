@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from itertools import chain, combinations
 
 import numpy as np
-import numpy.typing as npt
+import scipy  # its parts are imported where they are first used: scipy.stats takes most of a second
 
 from preferences.records import Judgment, Ranking
-from preferences.statistics.estimates import LEVEL, Floats, Ints, Share
-from preferences.statistics.intervals import NUM_RESAMPLES, Tally, clustered_shares, percentiles, resampled_sums
+from preferences.statistics.estimates import LEVEL, Floats, Ints, Share, Z
+from preferences.statistics.intervals import MANY_ERRORS, Tally, clustered_shares, in_blocks, wilson
 from preferences.statistics.panel import PairCounts, Panel, count_pairs, pair_signs, prompt_numbers
 
 TrueScores = Mapping[str, Sequence[float]] | Callable[[str], Sequence[float]]
@@ -141,7 +141,10 @@ def share_of_tasks(right_T: Floats, compared_T: Floats, prompt_T: Ints, response
 
 @dataclass(frozen=True)
 class Alpha:
-    """Alpha with a 95% interval by bootstrap over prompts; higher is better.
+    """Alpha with a 95% interval over prompts; higher is better.
+
+    The interval is Wilson's for the share (1 + alpha)/2, which goes from 0 to 1, for as many effective trials as the
+    variance over prompts implies. So it has a width if all labelers agree, and it is asymmetric near 1.
 
     At least two labelers judged each of `num_units` units, in `num_tasks` tasks. `reason` says why alpha is NaN, and is
     empty if it is known. `low` and `high` are NaN for a single prompt.
@@ -167,7 +170,7 @@ def ordinal_alpha(counts_UV: Floats) -> float:
     return float(_alpha_of_coincidences(_coincidences(counts_UV, one_cluster_U, 1))[0])
 
 
-def ranking_alpha(counts: PairCounts, prompt_T: Ints, *, seed: int) -> Alpha:
+def ranking_alpha(counts: PairCounts, prompt_T: Ints, responses_T: Ints) -> Alpha:
     """Returns alpha of K-way rankings with ties. A unit is a pair of responses; its value says which one is better.
 
     Ranks have a meaning only within their task (and ties shift them). So units are pairs, whose values (second, tie,
@@ -180,7 +183,8 @@ def ranking_alpha(counts: PairCounts, prompt_T: Ints, *, seed: int) -> Alpha:
 
     It equals `ordinal_alpha` of the units read in both directions, except for the latter's factor n - 1. Without ties,
     and with equally many labelers per unit, alpha = 2·(pairwise agreement) - 1, which for two labelers is the mean of
-    Kendall's tau.
+    Kendall's tau. D_o is at most 2·D_e, so (1 + alpha)/2 = Σ (2·D_e - D_o) / Σ 2·D_e is a share over prompts, and its
+    interval is that of `clustered_shares`.
     """
     num_TP = counts.num_TP
     judged_TP = num_TP > 1
@@ -193,18 +197,23 @@ def ranking_alpha(counts: PairCounts, prompt_T: Ints, *, seed: int) -> Alpha:
     if num_units == 0 or expected_T.sum() == 0:
         return _unknown(NO_OVERLAP if num_units == 0 else NO_VARIATION, num_units, num_tasks)
     value = 1 - float(observed_T.sum() / expected_T.sum())
-    table_CS = _by_prompt(np.stack([observed_T, expected_T], axis=1), prompt_T, overlapping_T)
-    if len(table_CS) == 1:
+    if len(np.unique(prompt_T[overlapping_T])) == 1:
         return Alpha(value, math.nan, math.nan, num_units, num_tasks, "")
-    sums_RS = resampled_sums(table_CS, seed=seed, num_resamples=NUM_RESAMPLES)
-    sums_RS = sums_RS[sums_RS[:, 1] > 0]  # a resample with nothing but ties has no alpha
-    return Alpha(value, *percentiles(1 - sums_RS[:, 0] / sums_RS[:, 1], LEVEL), num_units, num_tasks, "")
+    compared_T = 2 * expected_T
+    share = share_of_tasks(compared_T - observed_T, compared_T, prompt_T, responses_T)
+    return Alpha(value, 2 * share.low - 1, 2 * share.high - 1, num_units, num_tasks, "")
 
 
-def rating_alpha(panel: Panel, *, seed: int) -> Alpha:
+def rating_alpha(panel: Panel) -> Alpha:
     """Returns alpha of ratings as ordinal values. A unit is a response, which each labeler rates once.
 
-    Answers without ratings are left out. Each resample has its own metric, because the metric depends on the ratings.
+    Answers without ratings are left out. The interval's variance v is the jackknife's over C prompts, each time with
+    the metric of the remaining ratings; the number of effective trials of p = (1 + alpha)/2 is
+
+        n* = min(U·(1 + e/10), p(1 - p)/(v/4) · (z/t)²),   v = (C-1)/C · Σ_c (α_(-c) - mean)²
+
+    with U units, and e prompts on which labelers differ, as in `clustered_shares`. Efron & Stein 1981, Annals of
+    Statistics 9(3).
     """
     answers = panel.answers
     rated = [row for row, answer in enumerate(answers) if answer.ratings]
@@ -222,10 +231,11 @@ def rating_alpha(panel: Panel, *, seed: int) -> Alpha:
     counts_UV = counts.reshape(num_units, num_values).astype(np.float64)
     task_U = np.zeros(num_units, dtype=np.int64)
     task_U[unit_N] = task_N
-    return _alpha_of_units(counts_UV, task_U, panel.prompt_T, seed)
+    return alpha_of_units(counts_UV, task_U, panel.prompt_T)
 
 
-def _alpha_of_units(counts_UV: Floats, task_U: Ints, prompt_T: Ints, seed: int) -> Alpha:
+def alpha_of_units(counts_UV: Floats, task_U: Ints, prompt_T: Ints) -> Alpha:
+    """Returns `rating_alpha` of values that are counted already; `task_U` is each unit's task."""
     judged_U = counts_UV.sum(axis=1) > 1
     counts_UV = counts_UV[judged_U]
     tasks, task_U = np.unique(task_U[judged_U], return_inverse=True)
@@ -234,14 +244,26 @@ def _alpha_of_units(counts_UV: Floats, task_U: Ints, prompt_T: Ints, seed: int) 
         return _unknown(NO_OVERLAP, 0, 0)
     if (counts_UV.sum(axis=0) > 0).sum() == 1:
         return _unknown(NO_VARIATION, num_units, len(tasks))
-    observed_TVV = _coincidences(counts_UV, task_U, len(tasks))
-    value = float(_alpha_of_coincidences(observed_TVV.sum(axis=0, keepdims=True))[0])
-    table_CS = _by_prompt(observed_TVV.reshape(len(tasks), -1), prompt_T[tasks], np.ones(len(tasks), dtype=bool))
-    if len(table_CS) == 1:
+    _, cluster_T = np.unique(prompt_T[tasks], return_inverse=True)
+    num_clusters = int(cluster_T.max()) + 1
+    observed_CVV = _coincidences(counts_UV, cluster_T[task_U], num_clusters)
+    total_VV = observed_CVV.sum(axis=0)
+    value = float(_alpha_of_coincidences(total_VV[None])[0])
+    if num_clusters == 1:
         return Alpha(value, math.nan, math.nan, num_units, len(tasks), "")
-    sums_RS = resampled_sums(table_CS, seed=seed, num_resamples=NUM_RESAMPLES)
-    alphas_R = _alpha_of_coincidences(sums_RS.reshape(-1, num_values, num_values))
-    return Alpha(value, *percentiles(alphas_R[~np.isnan(alphas_R)], LEVEL), num_units, len(tasks), "")
+    table_BS = in_blocks(observed_CVV.reshape(num_clusters, -1), np.random.default_rng(0))
+    num_blocks = len(table_BS)
+    without_B = _alpha_of_coincidences(total_VV - table_BS.reshape(num_blocks, num_values, num_values))
+    without_B = np.nan_to_num(without_B, nan=0.0)  # what remains is all alike, as by chance
+    variance = (num_blocks - 1) / num_blocks * float(((without_B - without_B.mean()) ** 2).sum())
+    num_differing = int((np.trace(observed_CVV, axis1=1, axis2=2) < observed_CVV.sum(axis=(1, 2))).sum())
+    num = num_units * (1 + num_differing / MANY_ERRORS)
+    share = (1 + value) / 2
+    if variance > 0:
+        t = float(scipy.special.stdtrit(num_blocks - 1, (1 + LEVEL) / 2))
+        num = min(num, 4 * max(share * (1 - share), 0.0) / variance * (Z / t) ** 2)
+    low, high = wilson(np.array(share), np.array(max(num, 1e-9)))
+    return Alpha(value, 2 * float(low) - 1, 2 * float(high) - 1, num_units, len(tasks), "")
 
 
 def _coincidences(counts_UV: Floats, cluster_U: Ints, num_clusters: int) -> Floats:
@@ -270,12 +292,6 @@ def _alpha_of_coincidences(observed_RVV: Floats) -> Floats:
     known_R = expected_R > 0
     alpha_R[known_R] = 1 - (total_R[known_R] - 1) * observed_R[known_R] / expected_R[known_R]
     return alpha_R
-
-
-def _by_prompt(table_TS: Floats, prompt_T: Ints, used_T: npt.NDArray[np.bool_]) -> Floats:
-    """Returns [prompts, S]: the sums of the used tasks' rows, by prompt."""
-    _, cluster_T = np.unique(prompt_T[used_T], return_inverse=True)
-    return np.stack([np.bincount(cluster_T, column) for column in table_TS[used_T].T], axis=1).astype(np.float64)
 
 
 def _unknown(reason: str, num_units: int, num_tasks: int) -> Alpha:
@@ -328,18 +344,40 @@ TOLERANCE, MAX_ROUNDS = 1e-6, 500
 
 @dataclass(frozen=True)
 class Reliability:
-    """A labeler's probability of ordering a pair correctly, estimated from `num_pairs` pairs that others judged too."""
+    """A labeler's probability of ordering a pair correctly, estimated from `num_pairs` pairs that others judged too.
+
+    `low` and `high` are the ends of its 95% interval; NaN without such pairs.
+    """
 
     accuracy: float
     num_pairs: int
+    low: float = math.nan
+    high: float = math.nan
 
     @property
     def weight(self) -> float:
         """log(a / (1 - a)), at least 0: an answer's weight in the most likely joint verdict (Nitzan & Paroush 1982).
 
-        A labeler at chance has weight 0.
+        A labeler at or below chance has weight 0: their answers are left out, not reversed. Below chance, the formula
+        would count the opposite of what they said, but whoever is wrong on purpose or by a misunderstanding should be
+        noticed (`is_below_chance`), and a loss cannot take a negative weight.
         """
         return max(0.0, math.log(self.accuracy / (1 - self.accuracy)))
+
+    @property
+    def is_below_chance(self) -> bool:
+        """Whether the whole interval lies below ½."""
+        return self.high < 0.5
+
+
+@dataclass(frozen=True)
+class _Votes:
+    """Votes of labelers on pairs of responses that at least two labelers ordered. Pairs are numbered from 0."""
+
+    pair_V: Ints
+    labeler_V: Ints
+    sign_V: Floats  # 1 = the first is better, -1 = the second
+    prompt_V: Ints
 
 
 def labeler_reliability(rankings: Sequence[Ranking]) -> dict[str, Reliability]:
@@ -357,27 +395,88 @@ def labeler_reliability(rankings: Sequence[Ranking]) -> dict[str, Reliability]:
     alike, so if pairs differ much in difficulty, the accuracies come out closer together than they are, in the right
     order. With only two labelers, only the product of their accuracies above chance can be known, and both get the same
     accuracy.
+
+    The interval is Student's on the scale of θ = log(a / (1 - a)), with as many degrees of freedom as there are prompts
+    minus one. With the scores g_c (the derivative of the log likelihood on prompt c) and the negated second derivative
+    H of the log posterior (Louis 1982), θ's variance is the larger of H⁻¹ and H⁻¹·(C/(C-1)·Σ_c g_c·g_cᵀ)·H⁻¹: the
+    second counts the votes on one prompt as one piece of evidence (White 1982), and the first has a width if nobody
+    errs. If the votes leave the accuracies open, as when two labelers always disagree, the interval is 0 to 1.
     """
     labelers = sorted({ranking.labeler for ranking in rankings})
     number = {name: index for index, name in enumerate(labelers)}
-    votes = list(_votes(rankings))
-    pair_V = np.array([pair for pair, _, _ in votes], dtype=np.int64)
-    labeler_V = np.array([number[name] for _, name, _ in votes], dtype=np.int64)
-    sign_V = np.array([sign for _, _, sign in votes], dtype=np.float64)  # 1 = the first is better, -1 = the second
-    num_pairs_L = np.bincount(labeler_V, minlength=len(labelers))
-    accuracy_L = np.full(len(labelers), START)
+    prompt_R = prompt_numbers([ranking.prompt for ranking in rankings])
+    prompt_of = {ranking.task_id: prompt for ranking, prompt in zip(rankings, prompt_R.tolist(), strict=True)}
+    rows = [(pair, number[name], sign, prompt_of[task_id]) for pair, name, sign, task_id in _votes(rankings)]
+    pair_V, labeler_V, sign_V, prompt_V = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+    votes = _Votes(pair_V, labeler_V, sign_V.astype(np.float64), prompt_V)
+    return dict(zip(labelers, _reliability(votes, len(labelers)), strict=True))
+
+
+def reliability_in(panel: Panel) -> list[Reliability]:
+    """Returns `labeler_reliability` of a panel's answers, in the order of its labelers."""
+    signs_JP = pair_signs(panel.ranks_JK)
+    row_V, column_V = np.nonzero(np.abs(signs_JP) == 1)
+    pair_V = panel.task_J[row_V] * signs_JP.shape[1] + column_V
+    _, pair_V, num_P = np.unique(pair_V, return_inverse=True, return_counts=True)
+    shared_V = num_P[pair_V] > 1
+    _, pair_V = np.unique(pair_V[shared_V], return_inverse=True)
+    row_V, sign_V = row_V[shared_V], signs_JP[row_V, column_V][shared_V].astype(np.float64)
+    votes = _Votes(pair_V, panel.labeler_J[row_V], sign_V, panel.prompt_T[panel.task_J[row_V]])
+    return _reliability(votes, len(panel.labelers))
+
+
+def _reliability(votes: _Votes, num_labelers: int) -> list[Reliability]:
+    num_pairs_L = np.bincount(votes.labeler_V, minlength=num_labelers)
+    accuracy_L = np.full(num_labelers, START)
+    if not len(votes.pair_V):
+        return [Reliability(START, 0)] * num_labelers
     for _ in range(MAX_ROUNDS):
-        log_odds_L = np.log(accuracy_L / (1 - accuracy_L))
-        evidence_P = np.bincount(pair_V, weights=sign_V * log_odds_L[labeler_V])
-        right_V = 1 / (1 + np.exp(-sign_V * evidence_P[pair_V]))
-        before, right_L = accuracy_L, np.bincount(labeler_V, weights=right_V, minlength=len(labelers))
+        right_V = _right(votes, accuracy_L)
+        before, right_L = accuracy_L, np.bincount(votes.labeler_V, weights=right_V, minlength=num_labelers)
         accuracy_L = (2 + right_L) / (3 + num_pairs_L)
         if np.abs(accuracy_L - before).max() < TOLERANCE:
             break
-    total = num_pairs_L.sum()
-    mean = float((accuracy_L * num_pairs_L).sum() / total) if total else START
-    known = zip(labelers, accuracy_L.tolist(), num_pairs_L.tolist(), strict=True)
-    return {name: Reliability(found if count else mean, count) for name, found, count in known}
+    mean = float((accuracy_L * num_pairs_L).sum() / num_pairs_L.sum())
+    low_L, high_L = _reliability_intervals(votes, accuracy_L)
+    return [
+        Reliability(float(accuracy_L[index]), int(num), float(low_L[index]), float(high_L[index]))
+        if num
+        else Reliability(mean, 0)
+        for index, num in enumerate(num_pairs_L)
+    ]
+
+
+def _right(votes: _Votes, accuracy_L: Floats) -> Floats:
+    """Returns [V]: the probability that each vote is right (the E step)."""
+    log_odds_L = np.log(accuracy_L / (1 - accuracy_L))
+    evidence_P = np.bincount(votes.pair_V, weights=votes.sign_V * log_odds_L[votes.labeler_V])
+    return 1 / (1 + np.exp(-votes.sign_V * evidence_P[votes.pair_V]))
+
+
+def _reliability_intervals(votes: _Votes, accuracy_L: Floats) -> tuple[Floats, Floats]:
+    """Returns the ends of the intervals; see `labeler_reliability`."""
+    num_labelers, num_pairs = len(accuracy_L), int(votes.pair_V.max()) + 1
+    _, prompt_V = np.unique(votes.prompt_V, return_inverse=True)
+    num_prompts = int(prompt_V.max()) + 1
+    right_V = _right(votes, accuracy_L)
+    spread_L = accuracy_L * (1 - accuracy_L)
+    num_L = np.bincount(votes.labeler_V, minlength=num_labelers)
+    # Two votes on one pair are right or wrong together, as far as the pair's true order is unknown.
+    unknown_V = np.sqrt(right_V * (1 - right_V))
+    cells = (votes.pair_V, votes.labeler_V)
+    missing_PL = scipy.sparse.csr_array((votes.sign_V * unknown_V, cells), shape=(num_pairs, num_labelers))
+    hessian_LL = np.diag((num_L + 3) * spread_L) - (missing_PL.T @ missing_PL).toarray()
+    score_V = right_V - accuracy_L[votes.labeler_V]
+    cells = (prompt_V, votes.labeler_V)
+    scores_CL = scipy.sparse.csr_array((score_V, cells), shape=(num_prompts, num_labelers))
+    if num_prompts == 1 or np.linalg.eigvalsh(hessian_LL)[0] <= 1e-9:
+        return np.zeros(num_labelers), np.ones(num_labelers)
+    inverse_LL = np.linalg.inv(hessian_LL)
+    seen_LL = num_prompts / (num_prompts - 1) * (scores_CL.T @ scores_CL).toarray()
+    variance_L = np.maximum(np.diag(inverse_LL), np.diag(inverse_LL @ seen_LL @ inverse_LL))
+    half_L = float(scipy.special.stdtrit(num_prompts - 1, (1 + LEVEL) / 2)) * np.sqrt(variance_L)
+    log_odds_L = np.log(accuracy_L / (1 - accuracy_L))
+    return scipy.special.expit(log_odds_L - half_L), scipy.special.expit(log_odds_L + half_L)
 
 
 def labeler_weights(rankings: Sequence[Ranking], reliability: Mapping[str, Reliability]) -> dict[str, float]:
@@ -391,15 +490,15 @@ def labeler_weights(rankings: Sequence[Ranking], reliability: Mapping[str, Relia
     return {name: found.weight * len(rankings) / total for name, found in reliability.items()}
 
 
-def _votes(rankings: Sequence[Ranking]) -> Iterable[tuple[int, str, int]]:
-    """Yields (pair, labeler, 1 or -1) for every pair that at least two labelers ordered. Pairs are numbered from 0."""
+def _votes(rankings: Sequence[Ranking]) -> Iterable[tuple[int, str, int, str]]:
+    """Yields (pair, labeler, 1 or -1, task id) for every pair that at least two labelers ordered."""
     by_task: dict[str, list[Ranking]] = {}
     for ranking in rankings:
         by_task.setdefault(ranking.task_id, []).append(ranking)
     pair = 0
-    for judged in by_task.values():
+    for task_id, judged in by_task.items():
         for i, j in combinations(range(len(judged[0].ranks)), 2):
             ordered = [(r.labeler, 1 if r.ranks[i] < r.ranks[j] else -1) for r in judged if r.ranks[i] != r.ranks[j]]
             if len({name for name, _ in ordered}) > 1:
-                yield from ((pair, name, sign) for name, sign in ordered)
+                yield from ((pair, name, sign, task_id) for name, sign in ordered)
                 pair += 1

@@ -23,7 +23,7 @@ from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, I
 
 MANY_ERRORS = 10  # prompts with an error
 NUM_RESAMPLES = 2_000  # enough for two digits of an interval's ends
-MAX_CLUSTERS = 2_000  # more clusters than these are grouped at random into blocks, and the blocks are resampled
+MAX_CLUSTERS = 2_000  # more clusters than these are grouped at random into blocks
 _INDICES_PER_CHUNK = 1_000_000  # bounds the memory of resampling at about 20 MB
 
 
@@ -293,7 +293,7 @@ def resampled_sums(table_CS: Floats, *, seed: int, num_resamples: int) -> Floats
     if num_resamples < 1:
         raise ValueError(f"num_resamples is {num_resamples}; at least 1 was expected")
     generator = np.random.default_rng(seed)
-    table_BS = _blocks(table_CS, generator) if len(table_CS) > MAX_CLUSTERS else table_CS
+    table_BS = in_blocks(table_CS, generator)
     num_blocks = len(table_BS)
     sums_NS = np.empty((num_resamples, table_CS.shape[1]))
     step = max(1, _INDICES_PER_CHUNK // num_blocks)
@@ -307,7 +307,10 @@ def resampled_sums(table_CS: Floats, *, seed: int, num_resamples: int) -> Floats
     return sums_NS
 
 
-def _blocks(table_CS: Floats, generator: np.random.Generator) -> Floats:
+def in_blocks(table_CS: Floats, generator: np.random.Generator) -> Floats:
+    """Returns the table, or above MAX_CLUSTERS rows the sums of random blocks of rows of equal size."""
+    if len(table_CS) <= MAX_CLUSTERS:
+        return table_CS
     block_C = generator.permutation(len(table_CS)) % MAX_CLUSTERS
     return np.stack([np.bincount(block_C, column, MAX_CLUSTERS) for column in table_CS.T], axis=1)
 

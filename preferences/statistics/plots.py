@@ -9,13 +9,12 @@ Every chart describes in `title` and `desc` what the picture shows. Without data
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from html import escape
 
 import numpy as np
 
 from preferences.rankings import current_judgments
-from preferences.records import Judgment
+from preferences.records import Judgment, as_moment, is_moment
 from preferences.statistics.estimates import Interval, Share
 from preferences.statistics.quality import PositionRanks
 from preferences.statistics.summary import LabelerReport
@@ -56,8 +55,12 @@ class Frame:
 
 
 def progress_plot(judgments: Sequence[Judgment], *, num_wanted: int) -> str:
-    """Plots the number of current answers over time. `num_wanted` is that number when all tasks are done."""
-    times = np.sort([answer.created_at for answer in current_judgments(judgments).answers])
+    """Plots the number of current answers over time. `num_wanted` is that number when all tasks are done.
+
+    An answer with an impossible time is left out.
+    """
+    answers = current_judgments(judgments).answers
+    times = np.sort([answer.created_at for answer in answers if is_moment(answer.created_at)])
     if len(times) == 0:
         return ""
     start, end = float(times[0]), max(float(times[-1]), float(times[0]) + 60)
@@ -221,4 +224,4 @@ def _duration(seconds: float) -> str:
 
 
 def _when(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return as_moment(seconds, "%Y-%m-%d %H:%M UTC")

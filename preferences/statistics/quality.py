@@ -327,12 +327,13 @@ def _milliseconds(panel: Panel) -> Floats:
 
 @dataclass(frozen=True)
 class LabelerCount:
-    """What a labeler did. `num_undone` counts all undos; `last_at` is the time of the last event, epoch seconds."""
+    """What a labeler did. Undos and voids are all counted; `last_at` is the time of the last event, epoch seconds."""
 
     labeler: str
     num_answers: int
     num_skips: int
     num_undone: int
+    num_voided: int  # by leads
     num_revised: int  # answers that replaced an earlier answer or skip
     last_at: float
 
@@ -341,14 +342,16 @@ def labeler_counts(judgments: Sequence[Judgment], current: CurrentJudgments) -> 
     """Returns what each labeler did, by name. `current` are the current ones among `judgments`."""
     answers = Counter(answer.labeler for answer in current.answers)
     skips = Counter(skip.labeler for skip in current.skips)
-    undone = Counter(judgment.labeler for judgment in judgments if judgment.kind == "undo")
-    done_again = {(old.task_id, old.labeler) for old in current.replaced if old.kind != "undo"}
+    undone, voided = (
+        Counter(judgment.labeler for judgment in judgments if judgment.kind == kind) for kind in ("undo", "void")
+    )
+    done_again = {(old.task_id, old.labeler) for old in current.replaced if old.kind not in ("undo", "void")}
     revised = Counter(answer.labeler for answer in current.answers if (answer.task_id, answer.labeler) in done_again)
     last_at: dict[str, float] = {}
     for judgment in judgments:
-        if judgment.created_at > last_at.get(judgment.labeler, -math.inf):
+        if judgment.kind != "void" and judgment.created_at > last_at.get(judgment.labeler, -math.inf):
             last_at[judgment.labeler] = judgment.created_at
     return tuple(
-        LabelerCount(name, answers[name], skips[name], undone[name], revised[name], last_at[name])
+        LabelerCount(name, answers[name], skips[name], undone[name], voided[name], revised[name], last_at[name])
         for name in sorted(last_at)
     )

@@ -17,9 +17,11 @@ from preferences.records import Judgment, Task
 from preferences.statistics.agreement import (
     Alpha,
     Disagreement,
+    Reliability,
     disagreements,
     ranking_alpha,
     rating_alpha,
+    reliability_in,
     share_of_tasks,
 )
 from preferences.statistics.estimates import Share
@@ -58,6 +60,7 @@ class LabelerReport:
     agreement: Share  # with the others
     self_agreement: Share  # on hidden repeats
     gold_accuracy: Share  # on hidden gold tasks, ties counting half
+    reliability: Reliability  # how often they are right, as far as the labels alone can tell
     shown_first: Share  # how often the response shown earlier is preferred; ½ without bias
     pace: Pace
     ratings: Ratings
@@ -82,7 +85,7 @@ class Warned:
 
 @dataclass(frozen=True)
 class LabelReport:
-    """Statistics of all labels. The alphas' intervals are bootstrapped over prompts. Labelers are sorted by name."""
+    """Statistics of all labels. Labelers are sorted by name."""
 
     num_tasks: int
     num_answers: int
@@ -109,10 +112,9 @@ def summary(
     tasks: Sequence[Task],
     judgments: Sequence[Judgment],
     *,
-    seed: int,
     too_fast_words_per_minute: float = TOO_FAST_WORDS_PER_MINUTE,
 ) -> LabelReport:
-    """Returns all statistics of the current judgments. `seed` is for the bootstrap.
+    """Returns all statistics of the current judgments.
 
     Raises: ValueError, naming the task, for a judgment that fits no task, and for a revision that appears twice.
     """
@@ -134,8 +136,8 @@ def summary(
         warned=_warned(tasks, current),
         tie_share=float((signs_JP == 0).sum() / num_pairs) if num_pairs else math.nan,
         agreement=share_of_tasks(*agreement_counts(ordinary), panel.prompt_T, responses_T),
-        alpha=ranking_alpha(count_pairs(ordinary, pair_signs(ordinary.ranks_JK)), panel.prompt_T, seed=seed),
-        rating_alpha=rating_alpha(ordinary, seed=seed),
+        alpha=ranking_alpha(count_pairs(ordinary, pair_signs(ordinary.ranks_JK)), panel.prompt_T, responses_T),
+        rating_alpha=rating_alpha(ordinary),
         shown_first=first,
         ranks_by_position=ranks_by_position(panel),
         labelers=_labelers(panel, ordinary, counts, current.skips, first_by_labeler, pace_by_labeler),
@@ -165,7 +167,7 @@ def _labelers(
     for answer in panel.answers:
         answers[answer.labeler].append(answer)
     with_others, with_self, gold = agreement_with_others(ordinary), self_agreement(panel), gold_accuracy(panel)
-    ratings = ratings_of(panel)
+    ratings, reliability = ratings_of(panel), reliability_in(ordinary)
     return tuple(
         LabelerReport(
             labeler=name,
@@ -173,6 +175,7 @@ def _labelers(
             agreement=with_others[index],
             self_agreement=with_self[index],
             gold_accuracy=gold[index],
+            reliability=reliability[index],
             shown_first=first[index],
             pace=pace[index],
             ratings=ratings[index],

@@ -384,6 +384,7 @@ def test_a_pair_of_two_subsets_of_rewardbench_counts_in_both() -> None:
         ("pandalm", {"annotator2": 3}, "field 'annotator2' is 3; a whole number from 0 to 2 was expected"),
         ("alpacaeval", {"preference": 0.5}, "field 'preference' is 0.5; a number from 1 to 2 was expected"),
         ("arena", {"winner": "a"}, "field 'winner' is 'a'; one of model_a, model_b, tie"),
+        ("arena", {"tstamp": 1682351395443.0}, "field 'tstamp' is 1682351395443.0; seconds since the epoch"),
         ("rewardbench", {"subset": ""}, "field 'subset' is empty"),
         ("llmbar", {"label": 0}, "field 'label' is 0; a whole number from 1 to 2 was expected"),
         ("rankings", {"ratings": [1]}, "field 'ratings' has 1 entries for 3 responses"),

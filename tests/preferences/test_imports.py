@@ -71,6 +71,11 @@ BAD = {
     "revision": (heed("t2", judgments=acts("answer", revision=1)), "revision is 1, but only 0 are stored"),
     "repeat": (heed("t2", repeat_of="t9"), "task 't2': repeat_of is 't9'; an earlier task's id was expected"),
     "milliseconds": (heed("t2", judgments=acts("answer", milliseconds=3_000_000_000)), "'milliseconds' is 3000000000"),
+    "time in milliseconds": (
+        heed("t2", judgments=acts("answer", created_at=1_764_150_000_000)),
+        "judgments[0]: field 'created_at' is 1764150000000; seconds since the epoch, 0 to 4102444800",
+    ),
+    "time before 1970": (heed("t2", judgments=acts("answer", created_at=-1e18)), "field 'created_at' is -1e+18"),
     "text": (heed("t1", responses=["a", "c"]), "task 't1': field 'responses' differs from that in "),
     "quota": (heed("t1", num_labelers=3), "task 't1': num_labelers is 3, but 2 in "),
     "NUL in the id": (heed("t\0"), r"task 't\x00': task_id contains the character '\x00', which no name may contain"),

@@ -1,19 +1,25 @@
 """New stores have exactly the tables of the schema; stores of unreleased and of newer versions are refused."""
 
+import functools
 import sqlite3
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import alembic.command
 import pytest
 import sqlalchemy
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from preferences.database import OLDEST_REVISION, open_engines
+from preferences.accounts import Accounts
+from preferences.database import open_engines
+from preferences.records import Answer, Message, Task
 from preferences.schema import metadata
 from preferences.store import LabelStore
 from reward.collect import STAGE
+
+NEWEST = "0010"
 
 
 def test_a_new_store_has_the_tables_of_the_schema(empty_database):
@@ -22,7 +28,7 @@ def test_a_new_store_has_the_tables_of_the_schema(empty_database):
         context = MigrationContext.configure(connection)
         found = compare_metadata(context, metadata)
         tables = sqlalchemy.inspect(connection).get_table_names()
-        assert context.get_current_revision() == OLDEST_REVISION
+        assert context.get_current_revision() == NEWEST
     reader.dispose()
     assert found == []
     assert set(tables) == {*metadata.tables, "alembic_version"}
@@ -48,6 +54,100 @@ def test_judgments_cannot_be_changed(empty_database):
         with pytest.raises(sqlalchemy.exc.DBAPIError, match="append-only"), writer.begin() as connection:
             connection.execute(sqlalchemy.text(statement))
     reader.dispose()
+
+
+def contents(engine):
+    with engine.connect() as connection:
+        selects = {
+            table.name: sqlalchemy.select(table).order_by(*table.primary_key) for table in metadata.sorted_tables
+        }
+        return {name: [tuple(row) for row in connection.execute(one)] for name, one in selects.items()}
+
+
+RANKS = "judgment_id, task, labeler, revision, kind, '[1, 1]', ratings, flags, note, shown_order, instructions_version"
+CHANGES = {
+    "tasks": ("UPDATE tasks SET prompt = '[]'", "UPDATE tasks SET num_labelers = 9", "DELETE FROM tasks"),
+    "places": ("DELETE FROM places", "UPDATE places SET task = 2, place = 7", "UPDATE places SET batch = 'other'"),
+    "judgments": ("UPDATE judgments SET ranks = '[1, 1]'", "DELETE FROM judgments"),
+    "labelers": ("UPDATE labelers SET name = 'bo'", "DELETE FROM labelers"),
+    "people_acts": ("UPDATE people_acts SET act = 'closed'", "DELETE FROM people_acts"),
+}
+REPLACEMENTS = {
+    "sqlite": (
+        f"INSERT OR REPLACE INTO judgments SELECT {RANKS}, milliseconds, client, created_at FROM judgments",
+        f"INSERT OR REPLACE INTO judgments SELECT 77 + {RANKS}, milliseconds, client, created_at FROM judgments",
+        "REPLACE INTO labelers SELECT pseudonym, 'bo', is_erased FROM labelers",
+        "REPLACE INTO labelers SELECT 'labeler-0', name, is_erased FROM labelers WHERE name = 'ann'",
+        "REPLACE INTO people_acts SELECT act_id, 'bo', act, subject, created_at FROM people_acts",
+        "INSERT OR REPLACE INTO tasks SELECT position, task_id, 'other', num_labelers, prompt, responses, sources,"
+        " objective, gold_ranks, repeat_of, details, warning, handle FROM tasks",
+        "INSERT OR REPLACE INTO tasks SELECT 70 + position, task_id, batch, num_labelers, prompt, responses, sources,"
+        " objective, gold_ranks, repeat_of, details, warning, 'h' || handle FROM tasks",
+        "REPLACE INTO places SELECT task, place, batch, original, NULL, 0, 0, 0, 0 FROM places",
+        "UPDATE OR REPLACE places SET labeler = (SELECT labeler FROM places WHERE place = 0 AND task = 1)"
+        " WHERE place = 1 AND task = 1",
+    ),
+    "postgresql": (
+        f"INSERT INTO judgments SELECT {RANKS}, milliseconds, client, created_at FROM judgments"
+        " ON CONFLICT (judgment_id) DO UPDATE SET ranks = EXCLUDED.ranks",
+        "TRUNCATE places",
+        "TRUNCATE tasks CASCADE",
+    ),
+}  # fmt: skip
+
+
+def test_no_statement_changes_or_replaces_what_is_stored(empty_database):
+    url = empty_database()
+    accounts = Accounts(url)
+    accounts.invite("ann", "labeler")
+    accounts.close()
+    with LabelStore(url) as store:
+        task = Task("t", (Message("user", "?"),), ("a", "b"), ("x", "y"))
+        store.add_tasks([task], batch="b", num_labelers=2)
+        lease = store.lease("ann", seconds=60, batch="b")
+        store.submit(lease, Answer((1, 2), 1), client="test", instructions_version="1")
+    reader, writer = open_engines(url)
+    before = contents(reader)
+    dialect = "sqlite" if url.startswith("sqlite") else "postgresql"
+    for statement in (*(one for some in CHANGES.values() for one in some), *REPLACEMENTS[dialect]):
+        with pytest.raises(sqlalchemy.exc.DBAPIError, match="append-only"), writer.begin() as connection:
+            connection.exec_driver_sql(statement)
+        assert contents(reader) == before, statement
+    reader.dispose()
+    if dialect == "sqlite":  # as any program may open the file, without this package's settings
+        raw = sqlite3.connect(url.removeprefix("sqlite:///"))
+        for statement in REPLACEMENTS["sqlite"]:
+            with pytest.raises(sqlite3.IntegrityError, match="append-only"), raw:
+                raw.execute(statement)
+        raw.close()
+        assert contents(open_engines(url)[0]) == before
+
+
+def test_a_store_of_the_first_release_gets_the_new_triggers(empty_database, monkeypatch):
+    url = empty_database()
+    with monkeypatch.context() as old:
+        old.setattr("alembic.script.ScriptDirectory.get_current_head", lambda _: "0009")
+        old.setattr("alembic.command.upgrade", functools.partial(upgrade_to, alembic.command.upgrade, "0009"))
+        reader, writer = open_engines(url)
+    with writer.begin() as connection:
+        assert MigrationContext.configure(connection).get_current_revision() == "0009"
+        connection.execute(
+            sqlalchemy.text(
+                "INSERT INTO people_acts (actor, act, subject, created_at) VALUES ('server', 'invited', 'x', 1.0)"
+            )
+        )
+    reader.dispose()
+    LabelStore(url).close()
+    reader, writer = open_engines(url)
+    refused = "REPLACE INTO people_acts SELECT * FROM people_acts" if reader.name == "sqlite" else "TRUNCATE places"
+    with pytest.raises(sqlalchemy.exc.DBAPIError, match="append-only"), writer.begin() as connection:
+        connection.execute(sqlalchemy.text(refused))
+    assert len(contents(reader)["people_acts"]) == 1
+    reader.dispose()
+
+
+def upgrade_to(upgrade, revision, config, _head):
+    upgrade(config, revision)
 
 
 @pytest.mark.parametrize("revision", ["0001", "0008"])

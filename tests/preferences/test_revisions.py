@@ -4,9 +4,15 @@ import dataclasses
 
 import pytest
 
+from preferences.formats.exchange import store_found
+from preferences.formats.merging import collect_all
+from preferences.formats.own import write_heed, write_rankings
+from preferences.formats.parts import Report
+from preferences.formats.registry import format_to_read
 from preferences.leases import LeaseLostError
 from preferences.records import Answer, Message, Task
 from preferences.results import Progress
+from preferences.statistics.summary import summary
 from preferences.store import UNDO_SECONDS, LabelStore
 
 HOW = {"client": "test", "instructions_version": "1"}
@@ -207,3 +213,83 @@ def test_imports_are_whole_or_refused(store, new_database):
                 other.import_judgments("b", [dataclasses.replace(found[0], **{field: value})])
         with pytest.raises(ValueError, match="of kind 'skip'"):
             other.import_judgments("b", [dataclasses.replace(found[0], kind="skip")])
+
+
+# ---- voiding ----
+
+
+def void(store, labeler, revision, reason="the labeler was asleep", task_id="t1"):
+    store.void(task_id, labeler, revision, reason, by="eve", **HOW)
+
+
+def test_a_voided_answer_stays_and_counts_nowhere_and_its_task_is_asked_again(store):
+    store.add_tasks([make_task("t1"), make_task("t2")], batch="b", num_labelers=2)
+    for name in ("ann", "bob"):
+        store.submit(lease(store, name), BEST_FIRST, **HOW)
+    assert store.progress("b") == Progress(num_tasks=2, num_judgments=2, num_open=1)
+    void(store, "ann", 0)
+    void(store, "ann", 0)  # a second click
+    assert acts(store) == [("ann", 0, "answer"), ("bob", 0, "answer"), ("ann", 1, "void")]
+    assert store.judgments("b")[-1].note == "the labeler was asleep"
+    assert store.progress("b") == Progress(num_tasks=2, num_judgments=1, num_open=2)
+    assert [one.labeler for one in store.rankings("b")] == ["bob"]
+    assert (store.num_current_answers("ann"), store.coverage("b")[0].judged_by) == (0, ("bob",))
+    report = summary([one.task for one in store.tasks("b")], store.judgments("b"))
+    assert (report.num_answers, [one.counts.num_voided for one in report.labelers]) == (1, [1, 0])
+    assert report.labelers[0].counts.num_answers == 0
+    assert store.batch_counts()[0].by_labeler == {"bob": 1}
+    left_out = Report()
+    assert [row["labeler"] for row in write_rankings(store.tasks("b"), store.judgments("b"), left_out)] == ["bob"]
+    assert left_out.counts() == {"superseded": 1, "void": 1}
+    assert lease(store, "cy").task_id == "t1"  # asked again, and once only
+    assert lease(store, "ann").task_id == "t2"
+
+
+def test_a_voided_labeler_may_judge_the_task_again(store):
+    store.add_tasks([make_task("t1")], batch="b", num_labelers=1)
+    store.submit(lease(store, "ann"), BEST_FIRST, **HOW)
+    void(store, "ann", 0)
+    store.submit(lease(store, "ann"), Answer((2, 1), 5), **HOW)
+    assert acts(store) == [("ann", 0, "answer"), ("ann", 1, "void"), ("ann", 2, "answer")]
+    assert store.progress("b").num_judgments == 1
+    assert len(store.rankings("b")) == 1
+
+
+def test_a_voided_adjudication_lets_the_answers_count_again(store):
+    store.add_tasks([make_task("t1")], batch="b", num_labelers=1)
+    store.submit(lease(store, "ann"), BEST_FIRST, **HOW)
+    store.adjudicate(store.reopened("eve", "t1"), Answer((1, 1), 5), **HOW)
+    assert [one.labeler for one in store.rankings("b")] == ["eve"]
+    void(store, "eve", 0)
+    assert [one.labeler for one in store.rankings("b")] == ["ann"]
+    assert store.progress("b").num_judgments == 1
+
+
+def test_only_a_judgment_that_counts_is_voided(store):
+    store.add_tasks([make_task("t1"), make_task("t2")], batch="b", num_labelers=1)
+    store.submit(lease(store, "ann"), BEST_FIRST, **HOW)
+    store.undo(store.reopened("ann", "t1"), "slip", **HOW)
+    for arguments, message in (
+        (("ann", 1), "there is no judgment to void"),
+        (("ann", 0), "kind 'void' differs from the stored 'undo'"),
+        (("ann", 5), "revision is 6, but only 2 are stored"),
+        (("bob", 0), "labeler 'bob' is not in the store"),
+        (("ann", 0, "why", "t9"), "task_id 't9' is not in the store"),
+        (("ann", 0, ""), "note is empty; a reason was expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            void(store, *arguments)
+    assert [kind for _, _, kind in acts(store)] == ["answer", "undo"]
+
+
+def test_voids_survive_an_export_and_an_import(store, new_database):
+    store.add_tasks([make_task("t1")], batch="b", num_labelers=1)
+    store.submit(lease(store, "ann"), BEST_FIRST, **HOW)
+    void(store, "ann", 0)
+    rows = list(write_heed(store.tasks("b"), store.judgments("b"), Report()))
+    found = collect_all(format_to_read("heed"), [("f:1", row) for row in rows])
+    with LabelStore(new_database()) as other:
+        store_found(other, found, "")
+        assert other.judgments("b") == store.judgments("b")
+        assert other.progress("b").num_judgments == 0
+        assert lease(other, "bob").task_id == "t1"

@@ -164,7 +164,7 @@ def test_what_a_labeler_was_made_of_is_found_again() -> None:
     ]
     repeats = [dataclasses.replace(task, task_id=f"{task.task_id}+", repeat_of=task.task_id) for task in tasks]
     judgments = judge_pairs(labeler, [*names, *(f"{name}+" for name in names)])
-    (found,) = summary([*tasks, *repeats], judgments, seed=0).labelers
+    (found,) = summary([*tasks, *repeats], judgments).labelers
     lazy = 0.25
     right = NormalDist().cdf(0.5)
     both_right = float(multivariate_normal([0.5, 0.5], [[1, 0.5], [0.5, 1]]).cdf([0, 0]))

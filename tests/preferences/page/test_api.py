@@ -102,6 +102,26 @@ def test_a_batch_from_tasks_to_labels(call):
     assert {one["labeler"] for one in call("eve", "GET", "/quality/main")[1]["labelers"]} == {"eve", known["ann"]}
 
 
+def test_a_lead_voids_a_judgment(call):
+    call("eve", "POST", "/tasks", {"batch": "main", "tasks": [new_task("t1")]})
+    call("ann", "POST", "/instructions/read")
+    form = call("ann", "POST", "/lease")[1]["form"]
+    assert call("ann", "POST", "/answers", {"form": form, "ranks": [1, 2], "ratings": [3, 4]})[0] == 204
+    (judgment,) = call("eve", "GET", "/judgments/main")[1]
+    void = {name: judgment[name] for name in ("task_id", "labeler", "revision")} | {"reason": "a script answered"}
+    assert call("ann", "POST", "/voids", void)[0] == 403
+    assert call("eve", "POST", "/voids", void | {"reason": ""})[0] == 422
+    assert call("eve", "POST", "/voids", void | {"revision": 3})[0] == 409
+    for _ in range(2):  # sent again, it is stored once
+        assert call("eve", "POST", "/voids", void)[0] == 204
+    assert [one["kind"] for one in call("eve", "GET", "/judgments/main")[1]] == ["answer", "void"]
+    assert call("eve", "GET", "/export/main?format=rankings")[1]["rows"] == []
+    assert call("eve", "GET", "/batches")[1][0]["num_judgments"] == 0
+    events = [(one["actor"], one["action"], one["subject"]) for one in call("eve", "GET", "/audit-log")[1]]
+    assert events.count(("eve", "voided the judgment on task 't1' of", "ann")) == 1
+    assert call("ann", "POST", "/lease")[1]["form"]["revision"] == 2
+
+
 def test_an_export_counts_what_it_leaves_out(call):
     tasks = [new_task("t1"), new_task("g1", gold_ranks=[1, 2]), new_task("t2")]
     call("eve", "POST", "/tasks", {"batch": "main", "tasks": tasks})

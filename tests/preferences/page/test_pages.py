@@ -9,11 +9,13 @@ from dataclasses import replace
 import pytest
 from fastapi.testclient import TestClient
 
+from preferences.accounts import Accounts
 from preferences.leases import display_order
 from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig, Screening
 from preferences.page.security import PER_NAME_AND_ADDRESS, Attempts, TooManyTriesError
-from preferences.records import Message, Task
+from preferences.records import Answer, Message, Task
+from preferences.store import LabelStore
 
 PLAIN = LabelingConfig(asks_ratings=False, task_order="arrival")
 
@@ -686,3 +688,71 @@ def test_a_large_export_is_sent_in_parts(world, visit):
     rows = [json.loads(line) for line in b"".join(parts).splitlines()]
     assert [row["task_id"] for row in rows] == [f"t{number}" for number in range(20)]
     assert sorted(rows[0]["responses"]) == sorted(texts)
+
+
+def test_a_lead_voids_a_judgment_with_a_reason(world, visit):
+    world.add(make_task("t1", 2))
+    ann, eve = visit("ann", PLAIN), visit("eve", PLAIN)
+    ann.post("/task/answer", data=form(ann.get("/task")) | ranks(1, 2))
+    assert "1 answers to 1 tasks" in eve.get("/lead/quality").text
+    fields = form(eve.get("/lead/task?task=t1"), "/lead/void")
+    assert ann.post("/lead/void", data=fields | {"reason": "x"}).status_code == 403
+    assert eve.post("/lead/void", data=fields | {"csrf": "x", "reason": "x"}).status_code == 403
+    page = eve.post("/lead/void", data=fields | {"reason": " "})
+    assert (page.status_code, "a reason was expected" in page.text) == (409, True)
+    assert world.store.progress("main").num_judgments == 1
+    page = eve.post("/lead/void", data=fields | {"reason": "a script <b>answered</b>"})
+    assert page.url.path == "/lead/task"
+    assert "a script &lt;b&gt;answered&lt;/b&gt;" in page.text
+    assert "/lead/void" not in Forms(page.text).forms  # nothing that counts is left
+    assert "Nothing has been judged yet" in eve.get("/lead/quality").text
+    assert "a lead voided it" in eve.get("/lead/answers?kind=void").text
+    assert "eve</td><td>voided the judgment on task &#39;t1&#39; of ann" in eve.get("/lead/people").text
+    assert "a lead voided it, so it does not count: a script" in ann.get("/answers").text
+    page = ann.get("/task")  # asked again, and not reminded of the voided answer
+    assert "Your earlier answer" not in page.text
+    assert "checked" not in page.text.partition('id="answer"')[2].partition("</form>")[0]
+    ann.post("/task/answer", data=form(page) | ranks(2, 1))
+    assert [one.kind for one in world.store.judgments("main")] == ["answer", "void", "answer"]
+    assert world.store.progress("main").num_judgments == 1
+
+
+@pytest.mark.usefixtures("cheap_hashes")
+@pytest.mark.parametrize("seconds", [1_764_150_000_000.0, -1e18, 1e300, -1.0])
+def test_a_batch_with_an_impossible_time_can_be_read(new_database, seconds):
+    url = new_database()
+    accounts = Accounts(url)
+    accounts.accept(accounts.invite("eve", "lead"))
+    with LabelStore(url, clock=lambda: seconds) as store:  # as imports stored it, before they were checked
+        store.add_tasks([make_task("t1", 2), make_task("t2", 2)], batch="main", num_labelers=2)
+        for number, time_ in enumerate((seconds, 1_764_150_000.0)):
+            store._clock = lambda time_=time_: time_
+            how = {"client": "import", "instructions_version": ""}
+            store.adjudicate(store.reopened("eve", f"t{number + 1}"), Answer((1, 2), 0), **how)
+            lease = replace(store.reopened("ann", f"t{number + 1}"), expires_at=0.0)
+            store.submit(lease, Answer((1, 2), 0, note="here"), **how)
+        client = TestClient(make_app(store, accounts, PLAIN))
+        client.cookies.set("heed_session", accounts.open_session("eve"))
+        for path in ("/lead/answers?batch=main", "/lead/quality?batch=main", "/lead/task?task=t1", "/answers"):
+            page = client.get(path)
+            assert page.status_code == 200, (path, page.text)
+            assert ("impossible time" in page.text) == ("quality" not in path)
+        bearer = {"Authorization": f"Bearer {accounts.open_session('eve')}"}
+        assert client.get("/api/quality/main", headers=bearer).json()["num_answers"] == 2
+        form_fields = form(client.get("/lead/task?task=t1"), "/lead/void")
+        assert client.post("/lead/void", data=form_fields | {"reason": "milliseconds"}).status_code == 200
+        assert [one.kind for one in store.judgments("main")].count("void") == 1
+    accounts.close()
+
+
+def test_the_quality_page_names_who_is_below_chance(world, visit):
+    world.add(*(make_task(f"t{number}", 2) for number in range(40)), num_labelers=4)
+    for name, best in (("ann", 0), ("bob", 0), ("cy", 0), ("up", 1)):
+        for lease in world.store.lease_many(name, 40, seconds=60, batch="main"):
+            ranks_shown = tuple(1 if index == best else 2 for index in lease.order)
+            world.store.submit(lease, Answer(ranks_shown, 9_000), client="test", instructions_version="1")
+    page = visit("eve", PLAIN).get("/lead/quality").text
+    rows = {name: page.partition(f'<tr><th scope="row">{name}</th>')[2].partition("</tr>")[0] for name in ("ann", "up")}
+    assert "below chance" not in rows["ann"]
+    assert "<strong>below chance</strong>" in rows["up"]
+    assert re.search(r"<td>0\.98 <span class=\"interval\">0\.8\d to 1\.00</span></td>", rows["ann"])

@@ -18,7 +18,6 @@ from benchmarks.label_truth import held_against_truth, is_covered
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from preferences.page.client import answer_in_turns
 from preferences.page.config import LabelingConfig
-from preferences.page.service import SEED
 from preferences.records import Task
 from preferences.scripted import answer_all
 from preferences.statistics.estimates import LEVEL
@@ -53,7 +52,7 @@ def label_over_http(run_server, url: str, size: Size) -> Labeled:
         waiting = answer_in_turns([clients.enter_context(running.client(labeler)) for labeler in LABELERS])
         assert waiting == {labeler.name: "nothing open" for labeler in LABELERS}
         judgments = running.store.judgments("main")
-        return Labeled(tasks, judgments, summary(tasks, judgments, seed=SEED), running.get("eve", "/quality/main"))
+        return Labeled(tasks, judgments, summary(tasks, judgments), running.get("eve", "/quality/main"))
 
 
 def label_in_process(url: str) -> Labeled:
@@ -64,7 +63,7 @@ def label_in_process(url: str) -> Labeled:
         store.add_tasks(tasks, batch="main", num_labelers=[quota for _, quota in drawn])
         answer_all(store, LABELERS, batch="main", client="script", instructions_version="1")
         judgments = store.judgments("main")
-    report = summary(tasks, judgments, seed=SEED)
+    report = summary(tasks, judgments)
     return Labeled(tasks, judgments, report, report.as_dict())
 
 

@@ -8,6 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from preferences.rankings import ranking_of
 from preferences.records import Judgment, Message, Ranking, Task, dense_ranks
 from preferences.statistics.agreement import (
     NO_OVERLAP,
@@ -19,6 +20,7 @@ from preferences.statistics.agreement import (
     ranking_alpha,
     rating_alpha,
 )
+from preferences.statistics.estimates import Z
 from preferences.statistics.panel import Panel, count_pairs, pair_signs
 
 # Krippendorff 2011, Computing Krippendorff's Alpha-Reliability, part C: four observers, twelve units; 0 is missing.
@@ -143,12 +145,16 @@ def tasks_of(answers):
 
 def alpha_of(*answers) -> Alpha:
     panel = Panel.of(tasks_of(answers), answers)
-    return ranking_alpha(count_pairs(panel, pair_signs(panel.ranks_JK)), panel.prompt_T, seed=0)
+    return ranking_alpha(count_pairs(panel, pair_signs(panel.ranks_JK)), panel.prompt_T, sizes_of(panel))
+
+
+def sizes_of(panel):
+    return np.array([len(task.responses) for task in panel.tasks], dtype=np.int64)
 
 
 def ratings_alpha_of(*answers) -> Alpha:
     panel = Panel.of(tasks_of(answers), answers)
-    return rating_alpha(panel, seed=0)
+    return rating_alpha(panel)
 
 
 def counts_of(table, num_values):
@@ -238,7 +244,9 @@ def test_it_is_ordinal_alpha_of_pairs_read_both_ways():
     values = np.stack([counts.second_TP, counts.tied_TP, counts.first_TP], axis=-1).reshape(-1, 3)
     both_ways = ordinal_alpha(np.concatenate([values, values[:, ::-1]]))
     # Krippendorff divides by n - 1, a correction that is not needed if pairs are oriented at random.
-    assert ranking_alpha(counts, panel.prompt_T, seed=0).value == pytest.approx(both_ways, abs=2 / values.sum())
+    assert ranking_alpha(counts, panel.prompt_T, sizes_of(panel)).value == pytest.approx(
+        both_ways, abs=2 / values.sum()
+    )
 
 
 def test_turning_a_task_changes_nothing():
@@ -257,8 +265,25 @@ def test_random_answers_have_none_and_equal_answers_all():
     by_chance = alpha_of(*answers)
     assert by_chance.low < 0 < by_chance.high
     assert abs(by_chance.value) < 0.05
-    alike = alpha_of(*(judged(name, f"t{task}", 1, 2) for task in range(5) for name in "abc"))
-    assert (alike.value, alike.low, alike.high) == (1, 1, 1)
+
+
+def test_perfect_agreement_has_an_interval():
+    """Twenty pairs without a disagreement: Wilson's interval for the share of 1, which is 2·low - 1 for alpha."""
+    alike = [judged(n, f"t{t}", 1, 2, ratings=(5.0, float(1 + t % 4))) for t in range(20) for n in "ab"]
+    for alpha, num in ((alpha_of(*alike), 20), (ratings_alpha_of(*alike), 40)):
+        assert (alpha.value, alpha.high) == (1, 1)
+        assert alpha.low == pytest.approx(2 / (1 + Z**2 / num) - 1)
+
+
+def test_the_interval_of_rankings_is_that_of_agreement():
+    """Two labelers without ties: alpha is 2·agreement - 1, at both ends of the interval too."""
+    generator = np.random.default_rng(5)
+    answers = [judged(n, f"t{t}", *map(int, generator.permutation(2) + 1)) for t in range(30) for n in "ab"]
+    tasks = {task.task_id: task for task in tasks_of(answers)}
+    share = pairwise_agreement([ranking_of(tasks[one.task_id], one) for one in answers])
+    alpha = alpha_of(*answers)
+    expected = (2 * share.mean - 1, 2 * share.low - 1, 2 * share.high - 1)
+    assert (alpha.value, alpha.low, alpha.high) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
