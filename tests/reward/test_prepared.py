@@ -12,10 +12,10 @@ from preferences.formats.merging import Found
 from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import RankingsConfig, encode_rankings, read_judgments
 from reward.config import RewardConfig
-from reward.prepared import PreparedRankings, ranking_parts, split_of
+from reward.prepared import ARRAYS, PreparedRankings, ranking_parts, split_of
 from training.config import BatchConfig, OptimizerConfig
 from training.data import DataConfig
-from training.tokens import CHECKED_SEQUENCES, write_arrays
+from training.tokens import write_arrays
 
 SEED, CONTEXT = 7, 400
 
@@ -52,10 +52,10 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> tuple[RewardConfig, Found]
 def prepared(
     read: tuple[RewardConfig, Found], tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
 ) -> PreparedRankings:
-    config, found = read
+    config, _ = read
     folder = tmp_path_factory.mktemp("prepared") / "tokens"
-    write_arrays(folder, CHECKED_SEQUENCES, partial(ranking_parts, tokenizer, found, CONTEXT, "refuse", "reward"))
-    return PreparedRankings.of(found, config, SEED, folder)
+    write_arrays(folder, ARRAYS, partial(ranking_parts, tokenizer, config, SEED, CONTEXT))
+    return PreparedRankings(folder, config)
 
 
 @pytest.mark.parametrize("side", ["train", "heldout"])
@@ -74,7 +74,7 @@ def test_comparisons_are_those_of_the_texts(
 
 
 def test_statistics_need_no_texts(read: tuple[RewardConfig, Found], prepared: PreparedRankings) -> None:
-    """The interval is over prompts, which have numbers in place of texts."""
+    """The interval is over prompts, which have hashes in place of texts."""
     config, found = read
     heldout = split_of(found.rankings, config, SEED).heldout
     scores = {ranking.task_id: [float(len(text)) for text in ranking.responses] for ranking in heldout}
