@@ -56,7 +56,8 @@ class Learners:
         learners keep passes for the first of those updates to reuse; it must come next (`ppo.kept_passes`).
         """
         shares, repeated = self._by_update(rollout, minibatches, keeps=keeps)
-        arguments = [(rollout.rows(share.rows), share.pass_sizes, repeated) for share in shares]
+        parts = zip(rollout.shares(shares), shares, strict=True)
+        arguments = [(part, share.pass_sizes, repeated) for part, share in parts]
         return joined(self.ranks.start_split(Learner.policy_logprobs, arguments), shares)
 
     def start_values(self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False) -> Pending[Tensor]:
@@ -69,7 +70,8 @@ class Learners:
             repeated = NOT_REPEATED
         else:
             shares, repeated = self._by_update(rollout, minibatches, keeps=keeps)
-        arguments = [(rollout.rows(share.rows), share.pass_sizes, repeated) for share in shares]
+        parts = zip(rollout.shares(shares), shares, strict=True)
+        arguments = [(part, share.pass_sizes, repeated) for part, share in parts]
         return joined(self.ranks.start_split(Learner.values, arguments), shares)
 
     def _by_update(
@@ -113,7 +115,8 @@ class Learners:
 
     def sent_digests(self) -> Mapping[str, int]:
         """Returns the digest of each weight last sent to the generators; empty before the first time."""
-        return self.ranks.call_all(Learner.sent_digests)[0]
+        (digests,) = self.ranks.start_first(Learner.sent_digests)()  # all ranks send the same
+        return digests
 
     def save(
         self, checkpoints: Path, iteration: int, progress: Mapping[str, float], files: Mapping[str, bytes]

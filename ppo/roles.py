@@ -106,7 +106,7 @@ class Roles:
         if self.config.shared_body:  # one pass serves all three models
             ranks: Handle[Any] = learners.ranks
             shares = shares_by_update(rollout.num_tokens_B, ranks.num_ranks, learners.batch, minibatches)
-            arguments = [(rollout.rows(share.rows), share.pass_sizes) for share in shares]
+            arguments = [(part, share.pass_sizes) for part, share in zip(rollout.shares(shares), shares, strict=True)]
             outputs = joined(ranks.start_split(SharedBodyLearner.measure, arguments), shares)
             return lambda: ModelOutputs(*outputs().unbind(dim=1))
         logprobs = learners.start_policy_logprobs(rollout, minibatches, keeps=keeps)
