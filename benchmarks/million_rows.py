@@ -49,7 +49,7 @@ policy_optimizer = { learning_rate = 1e-5 }
 advantage = { kind = "leave_one_out", samples_per_prompt = 2 }
 """
 PAIRS = """
-[dpo]
+[reward]
 init_from = "model"
 rankings = { source = "rows.jsonl" }
 batch = { batch_size = 64, micro_batch_size = 64 }

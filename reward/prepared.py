@@ -49,6 +49,7 @@ from training.tokens import (
     read_overlong,
     read_sources,
     sequence_arrays,
+    unusual_rows,
 )
 
 COLLECTED = "collect:rankings"  # the source name of the rankings that [collect] collected
@@ -182,6 +183,8 @@ def ranking_parts(
     Raises: as `read_judgments` and `fit_tasks`.
     """
     judgments = read_judgments(config.rankings, tell)
+    warnings = np.frombuffer(json.dumps(warnings_about(judgments)).encode(), np.uint8)
+    written_once = {} if first_task else {"warnings": warnings}  # with the first tasks
     tasks = itertools.islice(judgments.ranked_tasks(), first_task, None)
     for fitted in chunks(fit_tasks(tokenizer, tasks, max_tokens, config.on_overlong, config.section)):
         arrays = sequence_arrays(
@@ -201,11 +204,11 @@ def ranking_parts(
                 "overlong": np.array([fate for *_, fate in fitted]),
                 "texts": np.frombuffer(b"".join(texts), np.uint8),
                 "text_bytes": np.array([len(text) for text in texts]),
+                **written_once,
             },
         )
-    rows = SourceRows.of(judgments.invalid, judgments.report.outcomes())
-    warnings = json.dumps(warnings_about(judgments)).encode()
-    yield Part(0, {"warnings": np.frombuffer(warnings, np.uint8)}, sources=[rows] if rows else ())
+        written_once = {}
+    yield from unusual_rows([SourceRows.of(judgments.invalid, judgments.report.outcomes())])
 
 
 def tokenize(

@@ -19,7 +19,7 @@ from reward.config import RewardConfig
 from reward.prepared import ARRAYS, PreparedRankings, ranking_parts, split_of
 from training.config import BatchConfig, OptimizerConfig
 from training.data import DataConfig
-from training.tokens import write_arrays
+from training.tokens import CHUNK_TEXTS, write_arrays
 
 SEED, CONTEXT = 7, 400
 
@@ -135,6 +135,9 @@ def test_pairs_are_read_once(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: 
     prepared = PreparedRankings(tmp_path / "tokens", config)
     assert sum(prepared.counts().values()) == len(prepared.split.train) + len(prepared.split.heldout) == number
     assert len(read) == 2 * number
+    resumed = list(ranking_parts(tokenizer, config, SEED, CONTEXT, CHUNK_TEXTS))
+    assert sum(part.num_rows for part in resumed) == number - CHUNK_TEXTS
+    assert not any("warnings" in part.arrays for part in resumed), "they were written with the first tasks"
 
 
 def test_a_task_that_was_put_aside_is_merged_with_a_later_row(tmp_path: Path) -> None:
