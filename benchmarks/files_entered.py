@@ -30,12 +30,12 @@ from ppo.controller import PPOController
 from ppo.rank import InitialModels, ScoreScale
 from ppo.roles import Roles
 from reward import stage as reward
-from reward.comparisons import RankingsConfig, read_judgments
+from reward.comparisons import RankingsConfig
 from reward.config import RewardConfig
-from reward.prepared import PreparedRankings, ranking_parts
+from reward.prepared import ARRAYS, PreparedRankings, ranking_parts
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import StageContext
-from training.tokens import CHECKED_SEQUENCES, write_arrays
+from training.tokens import write_arrays
 
 ROOT = Path(__file__).parents[1]
 BOUNDS = {"one PPO iteration": 39, "a forward pass of two layers": 8, "rankings to a reward model": 59}
@@ -114,10 +114,9 @@ def reward_model(folder: Path) -> Callable[[], Any]:
     def walk() -> None:
         tokenizer = Tokenizer.load(start)
         network = on_meta(reward.network_source(start, 0.0, 0, config.labels).build)
-        judgments = read_judgments(config.rankings)
-        parts = partial(ranking_parts, tokenizer, judgments, network.config.max_position_embeddings, config)
-        write_arrays(folder / "tokens", CHECKED_SEQUENCES, parts)
-        prepared = PreparedRankings.of(judgments, config, context.seed, folder / "tokens")
+        parts = partial(ranking_parts, tokenizer, config, context.seed, network.config.max_position_embeddings)
+        write_arrays(folder / "tokens", ARRAYS, parts)
+        prepared = PreparedRankings(folder / "tokens", config)
         reward.train(context, config, start, prepared)
 
     return walk

@@ -50,6 +50,12 @@ class Handle(ABC, Generic[Kept]):
         """Like `start_all`, with separate arguments for each rank."""
 
     @abstractmethod
+    def start_first(
+        self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[list[Result]]:
+        """Like `start_all`, on rank 0 alone."""
+
+    @abstractmethod
     def pass_on(
         self,
         give: Callable[[Kept], Iterator[Given]],
@@ -118,7 +124,6 @@ class Remote(Handle[Kept]):
     def start_first(
         self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
     ) -> "Calls[Result]":
-        """Like `start_all`, on rank 0 alone."""
         name = _name_of(method)
         return self._started(name, [self.ranks.actors[0].call.remote(self._key, name, args, kwargs)])
 
@@ -163,6 +168,8 @@ class Local(Handle[Kept]):
     ) -> Pending[list[Result]]:
         result: Result = self.run(method, *args, **kwargs)
         return lambda: [result]
+
+    start_first = start_all
 
     def start_split(
         self, method: Callable[[Kept, *Arguments], Result], args_of_rank: Sequence[tuple[*Arguments]]

@@ -31,7 +31,7 @@ from preferences.records import Ranking
 from preferences.statistics.agreement import accuracy_against
 from preferences.statistics.estimates import UNKNOWN, Interval
 from preferences.statistics.intervals import clustered_mean
-from reward.comparisons import Comparison, read_judgments
+from reward.comparisons import Comparison
 from reward.metrics import labeler_metrics
 from reward.objective import network_weights, starting_log_nu
 from reward.prepared import (
@@ -40,7 +40,6 @@ from reward.prepared import (
     check_objectives,
     comparison_lengths,
     comparison_steps,
-    report_overlong,
     report_rankings,
     tokenize,
     weights_of_labelers,
@@ -61,9 +60,7 @@ def run_dpo(run: StageRun, config: DPOConfig) -> None:
     """Train on all workers."""
     start = run.start("sft")
     tokenizer = Tokenizer.load(start, end=config.end_token)
-    judgments = read_judgments(config.rankings)
-    folder = tokenize(run, config, tokenizer, judgments, run.model.max_position_embeddings)
-    run.on_ranks(train, config, start, PreparedRankings.of(judgments, config, run.seed, folder))
+    run.on_ranks(train, config, start, tokenize(run, config, tokenizer, run.model.max_position_embeddings))
 
 
 def train(context: StageContext, config: DPOConfig, start: Path, data: PreparedRankings) -> None:
@@ -131,7 +128,7 @@ def write_results(
     }
     rewards = {task_id: of.rewards.tolist() for task_id, of in measured.items()}
     write_json(context.folder / HELDOUT_REWARDS, rewards)
-    write_json(context.folder / WARNINGS, list(data.warnings))
+    write_json(context.folder / WARNINGS, data.warnings)
     num_pairs, num_equal = count_pairs(trained_on)
     if num_equal:
         say(f"dpo: in {num_equal:,} of {num_pairs:,} pairs the responses are equal; DPO learns nothing from these")
@@ -226,11 +223,9 @@ def preflight(run: StageRun, config: DPOConfig) -> None:
         raise ValueError(f"dpo.init_from {config.init_from}: a {purpose} model; a language model was expected")
     if "collect" in run.parents:
         return
-    judgments = read_judgments(config.rankings, run.tell)
-    report_rankings(config, judgments, run.seed)
     most_tokens = run.model.max_position_embeddings
-    folder = tokenize(run, config, load_tokenizer(run, config), judgments, most_tokens)
-    report_overlong(run, config, folder, most_tokens)
+    prepared = tokenize(run, config, load_tokenizer(run, config), most_tokens, run.tell)
+    report_rankings(run, config, prepared, most_tokens)
 
 
 def plan(planner: Planner, config: DPOConfig) -> StagePlan:

@@ -359,7 +359,7 @@ def _place(start: int) -> Place:
 def _clipped(special: Special, turns: Sequence[Turn]) -> Special:
     """Leaves white space that a special token would absorb to the response, if one begins there."""
     start = next((turn.start for turn in turns if special.start < turn.start <= special.name_start), special.start)
-    return replace(special, start=start)
+    return special if start == special.start else replace(special, start=start)
 
 
 def _keeps(whole: Encoding, prompt: Encoding, length: int) -> bool:

@@ -63,7 +63,8 @@ class Learners:
         shares, repeated = self._by_update(rollout, minibatches, keeps=keeps)
         drawn = Drawn.of(rollout) if tests_draws else None
         arguments = [
-            (rollout.rows(share.rows), share.pass_sizes, repeated, drawn and drawn.rows(share.rows)) for share in shares
+            (part, share.pass_sizes, repeated, drawn and drawn.rows(share.rows))
+            for part, share in zip(rollout.shares(shares), shares, strict=True)
         ]
         return joined(self.ranks.start_split(Learner.policy_logprobs, arguments), shares)
 
@@ -77,7 +78,8 @@ class Learners:
             repeated = NOT_REPEATED
         else:
             shares, repeated = self._by_update(rollout, minibatches, keeps=keeps)
-        arguments = [(rollout.rows(share.rows), share.pass_sizes, repeated) for share in shares]
+        parts = zip(rollout.shares(shares), shares, strict=True)
+        arguments = [(part, share.pass_sizes, repeated) for part, share in parts]
         return joined(self.ranks.start_split(Learner.values, arguments), shares)
 
     def _by_update(
@@ -125,7 +127,8 @@ class Learners:
 
     def sent_digests(self) -> Mapping[str, int]:
         """Returns the digest of each weight last sent to the generators; empty before the first time."""
-        return self.ranks.call_all(Learner.sent_digests)[0]
+        (digests,) = self.ranks.start_first(Learner.sent_digests)()  # all ranks send the same
+        return digests
 
     def save(
         self, checkpoints: Path, iteration: int, progress: Mapping[str, float], files: Mapping[str, bytes]

@@ -109,7 +109,8 @@ class Roles:
             shares = shares_by_update(rollout.num_tokens_B, ranks.num_ranks, learners.batch, minibatches)
             drawn = Drawn.of(rollout) if tests_draws else None
             arguments = [
-                (rollout.rows(share.rows), share.pass_sizes, drawn and drawn.rows(share.rows)) for share in shares
+                (part, share.pass_sizes, drawn and drawn.rows(share.rows))
+                for part, share in zip(rollout.shares(shares), shares, strict=True)
             ]
             outputs = joined(ranks.start_split(SharedBodyLearner.measure, arguments), shares)
             return lambda: ModelOutputs(*outputs().unbind(dim=1))

@@ -75,7 +75,7 @@ class Scorers:
         Objectives are in the order of the config's `objective_weights`; O = 1 if that is empty.
         """
         shares = shares_of(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, with_gradients=False)
-        parts = [rollout.rows(share.rows) for share in shares]
+        parts = rollout.shares(shares)
         return joined(
             self.ranks.start_split(Scorer.scores, [(part, self._conversations(part)) for part in parts]), shares
         )
@@ -95,7 +95,7 @@ class Scorers:
         the KL starts at exactly 0.
         """
         shares = shares_by_update(rollout.num_tokens_B, self.reference.num_ranks, self.batch, minibatches)
-        arguments = [(rollout.rows(share.rows), share.pass_sizes) for share in shares]
+        arguments = [(part, share.pass_sizes) for part, share in zip(rollout.shares(shares), shares, strict=True)]
         return joined(self.reference.start_split(Scorer.reference_logprobs, arguments), shares)
 
 

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from shutil import rmtree
@@ -38,7 +38,7 @@ from reward.sampling import SamplingSpec, sample_everywhere
 from reward.scoring import labels_of, weights_by_label
 from reward.stage import STAGE as REWARD
 from stages.contract import Parent, Stage
-from stages.data import SAMPLES, Fitting, fitting_prompts
+from stages.data import SAMPLES, Fitting, OnAccess, fitting_prompts
 from stages.run import JobView, StageRun
 from training.checkpoint import Resumption, find_resumption
 from training.data import Prompt
@@ -62,16 +62,15 @@ def run(
     config: PPOConfig,
     roles: Roles,
     models: InitialModels,
-    prompts: Sequence[Prompt],
+    fitting: Fitting,
     *,
-    fitting: Fitting | None = None,
     enter: Callable[[str], None] = lambda _phase: None,
 ) -> None:
     """Iterate from the newest checkpoint to the end; write `model/`, `model_ema/` and `results.json`.
 
     `samples.jsonl` gets some responses to be read, and `rollouts.jsonl` which weights sampled each response. With
     `keep_policies_every`, `policies/NNNNNN/` are model directories of the policy during training. `enter` is called
-    with the name of each phase when it begins. `fitting` has counts of unusable prompts, for the results.
+    with the name of each phase when it begins.
 
     Raises:
         ValueError: a prompt leaves no room for a response, or too many scores fail.
@@ -81,11 +80,11 @@ def run(
     first = resumption.step
     with (
         closing(MetricsLog(context.folder, context.engine.trackers, resume_step=first)) as log,
-        closing(SampleLog(context.folder, prompts, tokenizer, seed=context.seed, resume_step=first)) as samples,
+        closing(SampleLog(context.folder, fitting.prompts, tokenizer, seed=context.seed, resume_step=first)) as samples,
         closing(RolloutLog(context.folder, resume_step=first)) as rollouts,
     ):
         controller = controller_of(
-            context, config, roles, models, prompts, samples=samples, rollouts=rollouts, enter=enter
+            context, config, roles, models, fitting.tokens, samples=samples, rollouts=rollouts, enter=enter
         )
         if resumption.name:
             load_checkpoint(controller, checkpoints / resumption.name)
@@ -93,10 +92,17 @@ def run(
     roles.learners.finish_saving()
     roles.learners.export_policy(context.folder)
     kl_coef, scale = controller.kl.coef, models.scale
-    results = PPOResults(config.num_iterations, kl_coef, scale.mean, scale.std, generator=config.sampler.kind)
-    if fitting is not None:
-        results = replace(results, overlong=fitting.overlong or None, sources=fitting.sources)
-    context.write_results(results)
+    context.write_results(
+        PPOResults(
+            config.num_iterations,
+            kl_coef,
+            scale.mean,
+            scale.std,
+            overlong=fitting.overlong or None,
+            sources=fitting.sources,
+            generator=config.sampler.kind,
+        )
+    )
 
 
 def controller_of(
@@ -104,22 +110,21 @@ def controller_of(
     config: PPOConfig,
     roles: Roles,
     models: InitialModels,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Sequence[int]],
     *,
     samples: SampleLog | None = None,
     rollouts: RolloutLog | None = None,
     enter: Callable[[str], None] = lambda _phase: None,
 ) -> PPOController:
-    """Build the controller as it is before its first iteration. Keywords are as for `PPOController`."""
-    tokenizer, stream = Tokenizer.load(models.sft), models.pretraining
+    """Build the controller as it is before its first iteration. Prompts and keywords are as for `PPOController`."""
+    stream = models.pretraining
     num_rows = len(stream_rows(stream.path, stream.seq_len)) if stream else 0
-    encoded = tokenizer.encode_prompts([prompt.messages for prompt in prompts])
     followed = followed_rows(len(prompts), roles.rows_multiple, context.seed) if config.follow_every_iterations else ()
     shape, _, _ = read_config(models.sft, "language")
     return PPOController(
         config,
         roles,
-        encoded,
+        prompts,
         models.scale,
         num_pretraining_rows=num_rows,
         seed=context.seed,
@@ -266,17 +271,12 @@ class Placed:
     models: InitialModels
     fitting: Fitting
 
-    @property
-    def prompts(self) -> Sequence[Prompt]:
-        return self.fitting.prompts
-
 
 def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) -> Placed:
     """Measure the scale of the scores unless it is given, and place the roles on workers."""
     policy = stage.start("sft")
-    fitting = fitting_prompts(
-        stage, stage.tokenizer_of("sft"), config.prompts, config.max_new_tokens, config.on_overlong
-    )
+    tokenizer = Tokenizer.load(policy)
+    fitting = fitting_prompts(stage, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong)
     prompts = fitting.prompts
     judge = config.external_reward or stage.start("reward")
     if config.shared_body and isinstance(judge, Path):
@@ -297,7 +297,7 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
         scorers = stage.workers.extra_group("scorers", config.placement.num_scorers)
     elif python:  # another interpreter needs another process, next to each learner
         generators = stage.workers.extra_group("generators", learners.num_workers, python, on_workers=True)
-    conversations = [prompt.messages for prompt in prompts]
+    conversations = OnAccess(len(prompts), lambda row: prompts[row].messages)
     roles = Roles.on_groups(
         config, stage.engine, models, conversations, learners=learners, generators=generators, scorers=scorers
     )
@@ -307,7 +307,7 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
 def run_ppo(stage: StageRun, config: PPOConfig) -> None:
     """Place the roles, and run all iterations."""
     ppo = placed(stage, config)
-    run(stage.context(), config, ppo.roles, ppo.models, ppo.prompts, fitting=ppo.fitting, enter=stage.enter)
+    run(stage.context(), config, ppo.roles, ppo.models, ppo.fitting, enter=stage.enter)
     ppo.roles.close()
 
 

@@ -6,7 +6,7 @@ higher is better; and "objective", the criterion of the labeler (default: "overa
 (docs/labels.md).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -83,13 +83,13 @@ def read_judgments(data: RankingsConfig, tell: Callable[[str], None] = untold) -
         raise ValueError(f"{data.source}: no rankings; at least one was expected")
     form, rows = read_as(data.format, chain([first], rows))
     judgments = collect_all(form, rows, invalid)
-    if not judgments.judgments:
+    if not any(found.judgments for found in judgments.found_tasks):
         reasons = f" ({SourceRows.of(invalid, judgments.report.outcomes())})" if judgments.report.num_rows else ""
         raise ValueError(f"{data.source}: no rankings{reasons}; at least one was expected")
-    tell(f"{data.source}: {len(judgments.tasks):,} comparisons, {form.description}")
+    tell(f"{data.source}: {len(judgments.found_tasks):,} comparisons, {form.description}")
     report_excluded(judgments)
     report_rows(invalid, judgments.report.outcomes(), tell)
-    if not judgments.rankings:
+    if next(judgments.ranked_tasks(), None) is None:
         counts = ", ".join(f"{count:,} x {kind}" for kind, count in judgments.report.counts().items())
         raise ValueError(f"{data.source}: no ranking to train on ({counts}); at least one was expected")
     return judgments
@@ -160,10 +160,11 @@ def encode_rankings(
     Raises: ValueError naming the task whose conversation is longer than `max_tokens`, or whose rankings are not all of
     the same prompt and responses.
     """
-    comparisons = list[Comparison]()
-    for task, sequences in encode_tasks(tokenizer, rankings_by_task(rankings), max_tokens, section, {}):
-        comparisons.append(comparison_of(sequences, task, objectives, weights or {}))
-    return comparisons
+    tasks = ((f"task {task[0].task_id!r}", task) for task in rankings_by_task(rankings))
+    return [
+        comparison_of(sequences, task, objectives, weights or {})
+        for _, task, sequences in encode_tasks(tokenizer, tasks, max_tokens, section)
+    ]
 
 
 def rankings_by_task(rankings: Sequence[Ranking]) -> list[list[Ranking]]:
@@ -185,37 +186,32 @@ def rankings_by_task(rankings: Sequence[Ranking]) -> list[list[Ranking]]:
     return list(by_task.values())
 
 
-EncodedTask = tuple[list[Ranking], tuple[Encoded, ...]]  # a task's rankings, and its responses with their prompt
-Places = Mapping[str, str]  # file and line of a task, by its id; messages name other tasks by their id
+Judged = tuple[str, list[Ranking]]  # what messages call a task, such as its file and line, and its rankings
+EncodedTask = tuple[str, list[Ranking], tuple[Encoded, ...]]  # the same, and its responses with their prompt
 
 
-def encode_tasks(
-    tokenizer: Tokenizer, tasks: Sequence[list[Ranking]], max_tokens: int, section: str, places: Places
-) -> Iterator[EncodedTask]:
+def encode_tasks(tokenizer: Tokenizer, tasks: Iterable[Judged], max_tokens: int, section: str) -> Iterator[EncodedTask]:
     """Yields each task with the tokens of its responses. Each response is encoded once for all labelers.
 
-    Raises: ValueError naming file and line of a task whose conversation is longer than `max_tokens`, or that the chat
-    template refuses.
+    Raises: ValueError naming a task whose conversation is longer than `max_tokens`, or that the chat template refuses.
     """
-    for task, sequences in encode_unchecked(tokenizer, tasks, places):
+    for where, task, sequences in encode_unchecked(tokenizer, tasks):
         longest = max(len(sequence.tokens) for sequence in sequences)
         if longest > max_tokens:
             raise ValueError(
-                f"{place_of(task, places)}: prompt and response have {longest} tokens; the model's context is"
+                f"{where}: prompt and response have {longest} tokens; the model's context is"
                 f' {max_tokens} ({section}.on_overlong = "skip" or "truncate" accepts longer ones)'
             )
-        yield task, sequences
+        yield where, task, sequences
 
 
-def encode_unchecked(tokenizer: Tokenizer, tasks: Sequence[list[Ranking]], places: Places) -> Iterator[EncodedTask]:
+def encode_unchecked(tokenizer: Tokenizer, tasks: Iterable[Judged]) -> Iterator[EncodedTask]:
     """As `encode_tasks`, for tasks of any length."""
     for judged in chunks(tasks):
-        answers = [
-            (place_of(task, places), task[0].prompt, response) for task in judged for response in task[0].responses
-        ]
+        answers = [(where, task[0].prompt, response) for where, task in judged for response in task[0].responses]
         encoded = iter(encode_answers(tokenizer, answers))
-        for task in judged:
-            yield task, tuple(next(encoded) for _ in task[0].responses)
+        for where, task in judged:
+            yield where, task, tuple(next(encoded) for _ in task[0].responses)
 
 
 Answer = tuple[str, Sequence[Message], str]  # file and line of its task, its prompt, its text
@@ -230,22 +226,16 @@ def encode_answers(tokenizer: Tokenizer, answers: Sequence[Answer]) -> list[Enco
     return [_scored(*encoded) for encoded in encode_rows(tokenizer.encode_conversations, conversations)]
 
 
-def place_of(task: Sequence[Ranking], places: Places) -> str:
-    """Returns file and line of a task, or its id if they are unknown."""
-    return places.get(task[0].task_id) or f"task {task[0].task_id!r}"
-
-
 def fit_tasks(
     tokenizer: Tokenizer,
-    tasks: Sequence[list[Ranking]],
+    tasks: Iterable[Judged],
     max_tokens: int,
     on_overlong: OnOverlong,
     section: str,
-    places: Places,
     *,
     keeps_end: bool,
-) -> Iterator[tuple[tuple[Encoded, ...], int]]:
-    """Yields the sequences of each task, and whether they fit, were truncated or skipped. A skipped task has none.
+) -> Iterator[tuple[list[Ranking], tuple[Encoded, ...], int]]:
+    """Yields each task with its sequences, and whether they fit, were truncated or skipped. A skipped task has none.
 
     With `keeps_end`, a truncated response still ends with the end token.
 
@@ -253,16 +243,16 @@ def fit_tasks(
     Raises: ValueError as `encode_tasks`, if `on_overlong` is "refuse".
     """
     if on_overlong == "refuse":
-        yield from ((sequences, FITS) for _, sequences in encode_tasks(tokenizer, tasks, max_tokens, section, places))
+        yield from ((task, of_task, FITS) for _, task, of_task in encode_tasks(tokenizer, tasks, max_tokens, section))
         return
-    for _, sequences in encode_unchecked(tokenizer, tasks, places):
+    for _, task, sequences in encode_unchecked(tokenizer, tasks):
         cut = tuple(sequence.cut(max_tokens, keeps_end=keeps_end) for sequence in sequences)
         if cut == sequences:
-            yield sequences, FITS
+            yield task, sequences, FITS
         elif on_overlong == "skip" or len(set(cut)) < len(set(sequences)):
-            yield (), SKIPPED
+            yield task, (), SKIPPED
         else:
-            yield cut, TRUNCATED
+            yield task, cut, TRUNCATED
 
 
 def comparison_of(

@@ -2,18 +2,22 @@
 tokens in a file, so that no rank reads texts.
 """
 
+import itertools
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 
+from files.hashes import json_hash
 from lm.tokenizer import Tokenizer
 from preferences.formats.merging import Found
 from preferences.formats.parts import RowWarning
-from preferences.rankings import split_rankings
+from preferences.rankings import is_heldout, split_rankings
 from preferences.records import OVERALL, Message, Ranking
 from preferences.statistics.agreement import labeler_reliability, labeler_weights
 from reward.comparisons import (
@@ -25,7 +29,6 @@ from reward.comparisons import (
     comparison_of,
     encode_answers,
     fit_tasks,
-    place_of,
     rankings_by_task,
     read_judgments,
 )
@@ -35,7 +38,7 @@ from stages.planner import Planner
 from stages.progress import console
 from stages.run import StageRun
 from stages.sizes import Lengths, RowSample
-from training.data import SourceRows
+from training.data import SourceRows, untold
 from training.tokens import (
     CHECKED_SEQUENCES,
     SKIPPED,
@@ -44,7 +47,9 @@ from training.tokens import (
     chunks,
     read_array,
     read_overlong,
+    read_sources,
     sequence_arrays,
+    unusual_rows,
 )
 
 COLLECTED = "collect:rankings"  # the source name of the rankings that [collect] collected
@@ -67,40 +72,58 @@ class Split:
 
 @dataclass(frozen=True)
 class PreparedRankings:
-    """Rankings without their texts. `folder` has the tokens; `first_sequence` says where each task's begin.
+    """Rankings in a folder that `tokenize` made, without their texts. Only what is asked for is read.
 
-    Each prompt is replaced by a number, since statistics only need to know which rankings have the same prompt.
+    Each prompt is replaced by a hash, since statistics only need to know which rankings have the same prompt.
     """
 
-    split: Split
-    first_sequence: Mapping[str, int]  # by task: the number of its first response's sequence
     folder: Path
-    warnings: Sequence[Mapping[str, Any]]  # about rows of the rankings
-    sources: tuple[SourceRows, ...]  # counts of these warnings; () if no row is unusual
+    config: ComparisonsConfig
 
-    @classmethod
-    def of(cls, judgments: Found, config: ComparisonsConfig, seed: int, folder: Path) -> "PreparedRankings":
-        """Prepare rankings whose tokens `ranking_parts` has written to `folder`. Raises: as `split_of`."""
-        first_sequence, total = dict[str, int](), 0
-        fates = read_array(folder, "overlong")
-        for task, fate in zip(rankings_by_task(judgments.rankings), fates.tolist(), strict=True):
-            if fate != SKIPPED:
-                first_sequence[task[0].task_id] = total
-                total += len(task[0].responses)
-        kept = [ranking for ranking in judgments.rankings if ranking.task_id in first_sequence]
-        split = split_of(kept, config, seed)
-        numbers: dict[tuple[Message, ...], int] = {}
+    @cached_property
+    def split(self) -> Split:
+        """The rankings of the objectives to learn. Raises: as `objectives_of`."""
+        objectives = self.objectives()
+        sides: tuple[list[Ranking], list[Ranking]] = ([], [])
+        for row in self._rows():
+            if row.objective in objectives:
+                sides[row.is_heldout].extend(row.rankings())
+        return Split(objectives, *sides)
 
-        def without_texts(ranking: Ranking) -> Ranking:
-            number = numbers.setdefault(ranking.prompt, len(numbers))
-            no_texts = ("",) * len(ranking.responses)
-            return replace(ranking, prompt=(Message("user", str(number)),), responses=no_texts)
+    @cached_property
+    def first_sequence(self) -> Mapping[str, int]:
+        """By task: the number of its first response's sequence."""
+        rows = [(row.task_id, row.num_responses) for row in self._rows()]
+        totals = itertools.accumulate((number for _, number in rows), initial=0)
+        return {task_id: total for (task_id, _), total in zip(rows, totals, strict=False)}
 
-        train, heldout = ([without_texts(ranking) for ranking in side] for side in (split.train, split.heldout))
-        warnings = warnings_about(judgments)
-        rows = SourceRows.of(judgments.invalid, judgments.report.outcomes())
-        sources = (rows,) if rows else ()
-        return cls(Split(split.objectives, train, heldout), first_sequence, folder, warnings, sources)
+    @property
+    def warnings(self) -> list[Mapping[str, Any]]:
+        """The content of WARNINGS: the first rows that were skipped as invalid, and all unusual rows."""
+        warnings: list[Mapping[str, Any]] = json.loads(read_array(self.folder, "warnings").tobytes())
+        return warnings
+
+    @property
+    def sources(self) -> tuple[SourceRows, ...]:
+        """Counts of these warnings; () if no row is unusual."""
+        return read_sources(self.folder)
+
+    def counts(self) -> Counter[tuple[str, bool]]:
+        """Counts rankings by objective and by whether they are held out."""
+        counts = Counter[tuple[str, bool]]()
+        for row in self._rows():
+            counts[row.objective, row.is_heldout] += len(row.verdicts)
+        return counts
+
+    def objectives(self) -> tuple[str, ...]:
+        """The objectives to learn. Raises: as `objectives_of`."""
+        return objectives_of(self.counts(), self.config)
+
+    def _rows(self) -> "Iterator[JudgedRow]":
+        texts, start = read_array(self.folder, "texts"), 0
+        for end in np.cumsum(read_array(self.folder, "text_bytes"), dtype=np.int64).tolist():
+            yield JudgedRow(*json.loads(texts[start:end].tobytes()))
+            start = end
 
     def comparisons(self, rankings: Sequence[Ranking], weights: LabelerWeights | None = None) -> list[Comparison]:
         """Returns one comparison per task of `rankings`. Its sequences are views of the memory-mapped file. `weights`
@@ -119,38 +142,97 @@ class PreparedRankings:
         return comparisons
 
 
-def ranking_parts(
-    tokenizer: Tokenizer, judgments: Found, max_tokens: int, config: ComparisonsConfig, first_task: int
-) -> Iterator[Part]:
-    """Yields the tokens of the tasks' responses, from task number `first_task` on; only response tokens are counted.
+class JudgedRow(NamedTuple):
+    """A task and its rankings as the folder has them, in JSON."""
 
-    Raises: as `fit_tasks`.
+    task_id: str
+    objective: str
+    is_heldout: bool
+    prompt: str  # a hash
+    num_responses: int
+    verdicts: Sequence[tuple[str, Sequence[int], Sequence[float]]]  # labeler, ranks, ratings
+
+    @classmethod
+    def of(cls, judged: Sequence[Ranking], *, is_heldout: bool) -> Self:
+        task = judged[0]
+        prompt = json_hash(*((message.role, message.content) for message in task.prompt))[:16]
+        verdicts = [(ranking.labeler, ranking.ranks, ranking.ratings) for ranking in judged]
+        return cls(task.task_id, task.objective, is_heldout, prompt, len(task.responses), verdicts)
+
+    def rankings(self) -> Iterator[Ranking]:
+        prompt, no_texts = (Message("user", self.prompt),), ("",) * self.num_responses
+        for labeler, ranks, ratings in self.verdicts:
+            yield Ranking(self.task_id, prompt, no_texts, tuple(ranks), labeler, self.objective, tuple(ratings))
+
+
+ARRAYS = (*CHECKED_SEQUENCES, "texts", "text_bytes", "warnings")  # of a folder of rankings
+
+
+def ranking_parts(
+    tokenizer: Tokenizer,
+    config: ComparisonsConfig,
+    seed: int,
+    max_tokens: int,
+    first_task: int,
+    *,
+    tell: Callable[[str], None] = untold,
+) -> Iterator[Part]:
+    """Reads the rankings, and yields the tokens of the tasks' responses, from task number `first_task` on; only
+    response tokens are counted. `tell` gets lines about the rows.
+
+    Raises: as `read_judgments` and `fit_tasks`.
     """
-    tasks = rankings_by_task(judgments.rankings)[first_task:]
-    fitting = fit_tasks(
-        tokenizer, tasks, max_tokens, config.on_overlong, config.section, judgments.places, keeps_end=config.keeps_end
-    )
+    judgments = read_judgments(config.rankings, tell)
+    warnings = np.frombuffer(json.dumps(warnings_about(judgments)).encode(), np.uint8)
+    written_once = {} if first_task else {"warnings": warnings}  # with the first tasks
+    tasks = itertools.islice(judgments.ranked_tasks(), first_task, None)
+    fitting = fit_tasks(tokenizer, tasks, max_tokens, config.on_overlong, config.section, keeps_end=config.keeps_end)
     for fitted in chunks(fitting):
         arrays = sequence_arrays(
             (of.tokens, [False] * (len(of.tokens) - of.response_tokens) + [True] * of.response_tokens)
-            for of_task, _ in fitted
+            for _, of_task, _ in fitted
             for of in of_task
         )
-        yield Part(len(fitted), {**arrays, "overlong": np.array([fate for _, fate in fitted])})
+        texts = [
+            json.dumps(JudgedRow.of(task, is_heldout=is_heldout(task[0].prompt, config.heldout_share, seed))).encode()
+            for task, _, fate in fitted
+            if fate != SKIPPED
+        ]
+        yield Part(
+            len(fitted),
+            {
+                **arrays,
+                "overlong": np.array([fate for *_, fate in fitted]),
+                "texts": np.frombuffer(b"".join(texts), np.uint8),
+                "text_bytes": np.array([len(text) for text in texts]),
+                **written_once,
+            },
+        )
+        written_once = {}
+    yield from unusual_rows([SourceRows.of(judgments.invalid, judgments.report.outcomes())])
 
 
-def tokenize(run: StageRun, config: ComparisonsConfig, tokenizer: Tokenizer, judgments: Found, max_tokens: int) -> Path:
-    """Returns the folder with the rankings' tokens, after writing them if necessary. Raises: as `fit_tasks`."""
+def tokenize(
+    run: StageRun,
+    config: ComparisonsConfig,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    tell: Callable[[str], None] = untold,
+) -> PreparedRankings:
+    """Returns the rankings and their tokens, after reading and writing them if necessary. `tell` gets lines about what
+    is read. Raises: as `ranking_parts`.
+    """
     templated = tokenizer.with_template(config.chat_template)
-    parts = partial(ranking_parts, templated, judgments, max_tokens, config)
-    settings = {"max_tokens": max_tokens, "on_overlong": config.on_overlong, "keeps_end": config.keeps_end}
-    return token_folder(run, "rankings", templated, (config.rankings,), CHECKED_SEQUENCES, parts, **settings)
-
-
-def report_overlong(run: StageRun, config: ComparisonsConfig, folder: Path, max_tokens: int) -> None:
-    """Report how many rows were too long for a model that reads `max_tokens`."""
-    if overlong := read_overlong(folder):
-        run.tell(f"{config.rankings.source}: {overlong} (the model reads {max_tokens} tokens)")
+    parts = partial(ranking_parts, templated, config, run.seed, max_tokens, tell=tell)
+    settings = {
+        "max_tokens": max_tokens,
+        "on_overlong": config.on_overlong,
+        "keeps_end": config.keeps_end,
+        "heldout_share": str(config.heldout_share),
+        "seed": run.seed,
+    }
+    folder = token_folder(run, "rankings", templated, (config.rankings,), ARRAYS, parts, **settings)
+    return PreparedRankings(folder, config)
 
 
 def check_objectives(config: ComparisonsConfig) -> None:
@@ -165,14 +247,19 @@ def check_objectives(config: ComparisonsConfig) -> None:
         )
 
 
-def report_rankings(config: ComparisonsConfig, judgments: Found, seed: int) -> None:
-    """Report which rankings are not learned, and where warnings about rows will be. Raises: as `split_of`."""
-    objectives = split_of(judgments.rankings, config, seed).objectives
-    left_out = sum(ranking.objective not in objectives for ranking in judgments.rankings)
+def report_rankings(run: StageRun, config: ComparisonsConfig, prepared: PreparedRankings, max_tokens: int) -> None:
+    """Report which rankings are not learned, where warnings about rows will be, and how many rows are too long for a
+    model that reads `max_tokens`. Raises: as `objectives_of`.
+    """
+    counts = prepared.counts()
+    objectives = objectives_of(counts, config)
+    left_out = sum(count for (objective, _), count in counts.items() if objective not in objectives)
     if left_out:
         console.print(f"{config.rankings.source}: {left_out:,} rankings have objectives that are not learned")
-    if warnings_about(judgments):
+    if prepared.warnings:
         console.print(f"{config.rankings.source}: these rows are listed in {config.section}/{WARNINGS}", markup=False)
+    if overlong := read_overlong(prepared.folder):
+        run.tell(f"{config.rankings.source}: {overlong} (the model reads {max_tokens} tokens)")
 
 
 def warnings_about(judgments: Found) -> list[dict[str, Any]]:
@@ -196,12 +283,21 @@ def weights_of_labelers(split: Split, config: ComparisonsConfig) -> LabelerWeigh
 
 
 def split_of(rankings: Sequence[Ranking], config: ComparisonsConfig, seed: int) -> Split:
-    """Select the rankings of the objectives to learn, and split them by prompt.
+    """Select the rankings of the objectives to learn, and split them by prompt. Raises: as `objectives_of`."""
+    train, heldout = split_rankings(rankings, config.heldout_share, seed)
+    counts = Counter((ranking.objective, side is heldout) for side in (train, heldout) for ranking in side)
+    objectives = objectives_of(counts, config)
+    return Split(objectives, *([r for r in side if r.objective in objectives] for side in (train, heldout)))
+
+
+def objectives_of(counts: Counter[tuple[str, bool]], config: ComparisonsConfig) -> tuple[str, ...]:
+    """Returns the objectives to learn, in the order of the heads. `counts` has the rankings of each objective that are
+    held out (True) and not.
 
     Raises: ValueError if a named objective has no rankings, if the rankings have several objectives and the config
     names none, and if one side of an objective's split is empty.
     """
-    source, available = config.rankings.source, sorted({ranking.objective for ranking in rankings})
+    source, available = config.rankings.source, sorted({objective for objective, _ in counts})
     named = config.named_objectives
     objectives = named or tuple(available)
     if (not named and len(available) > 1) or not set(objectives) <= set(available):
@@ -209,18 +305,16 @@ def split_of(rankings: Sequence[Ranking], config: ComparisonsConfig, seed: int) 
             f"{config.objectives_key} is {list(named)}, but the rankings of {source} have the objectives"
             f" {', '.join(available)}; a choice of these was expected"
         )
-    chosen = [ranking for ranking in rankings if ranking.objective in objectives]
-    split = Split(objectives, *split_rankings(chosen, config.heldout_share, seed))
     for objective in objectives:
-        train, heldout = split.of(objective)
+        train, heldout = counts[objective, False], counts[objective, True]
         if not train or not heldout:
             of = f" of {objective!r}" if len(objectives) > 1 else ""
             raise ValueError(
                 f"{config.section}.heldout_share {config.heldout_share} splits the rankings{of} of {source} into"
-                f" {len(train)} for training and {len(heldout)} held out; both need at least one: give more rankings"
-                f" or a {'larger' if train else 'smaller'} share"
+                f" {train} for training and {heldout} held out; both need at least one: give more rankings or a"
+                f" {'larger' if train else 'smaller'} share"
             )
-    return split
+    return objectives
 
 
 def comparison_steps(planner: Planner, config: ComparisonsConfig) -> tuple[int, int]:
@@ -237,8 +331,8 @@ def _num_tasks(planner: Planner, rankings: RankingsConfig) -> tuple[int, int]:
     """
 
     def count() -> tuple[int, int]:
-        tasks = read_judgments(rankings).tasks
-        return len(tasks), max(len(task.responses) for task in tasks.values())
+        found = read_judgments(rankings).found_tasks
+        return len(found), max(len(own.task.responses) for own in found)
 
     if Path(rankings.source).exists():
         return planner.sizes.measures.get(f"tasks {rankings.model_dump_json()}", count)
@@ -268,9 +362,9 @@ def ranking_lengths(tokenizer: Tokenizer, judgments: Found, most_tokens: int) ->
 
     Raises: ValueError naming file and line of a conversation that the chat template refuses.
     """
-    sample, places = RowSample[Answer](), judgments.places
-    for task in rankings_by_task(judgments.rankings):
-        where, prompt = place_of(task, places), task[0].prompt
+    sample = RowSample[Answer]()
+    for where, task in judgments.ranked_tasks():
+        prompt = task[0].prompt
         prompt_bytes = sum(len(message.content.encode()) for message in prompt)
         for response in task[0].responses:
             sample.add((where, prompt, response), prompt_bytes + len(response.encode()))

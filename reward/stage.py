@@ -56,7 +56,6 @@ from reward.prepared import (
     check_objectives,
     comparison_lengths,
     comparison_steps,
-    report_overlong,
     report_rankings,
     split_of,
     tokenize,
@@ -79,9 +78,7 @@ def run_reward(run: StageRun, config: RewardConfig) -> None:
     """Train on all workers. If a world's labelers gave the rankings, also measure the model against the world."""
     start = run.start("sft")
     tokenizer = Tokenizer.load(start, end=config.end_token)
-    judgments = read_judgments(config.rankings)
-    folder = tokenize(run, config, tokenizer, judgments, _most_tokens(start, config))
-    run.on_ranks(train, config, start, PreparedRankings.of(judgments, config, run.seed, folder))
+    run.on_ranks(train, config, start, tokenize(run, config, tokenizer, _most_tokens(start, config)))
     if "collect" in run.parents:  # so the world knows the criterion of its labelers
         run.write_results(measure_reward_model(run, config))
 
@@ -147,7 +144,7 @@ def train(context: StageContext, config: RewardConfig, start: Path, data: Prepar
         save_trained(context.folder, plain, trained, shifted_weights, tokenizer, config.lora, start)
         learned = [auxiliary.learned(others, shape.hidden_size, place) for place in range(len(split.objectives))]
         write_results(context, config, split, scores, learned, data)
-        write_json(context.folder / WARNINGS, list(data.warnings))
+        write_json(context.folder / WARNINGS, data.warnings)
     engine.barrier()
     engine.close()
 
@@ -252,12 +249,11 @@ def preflight(run: StageRun, config: RewardConfig) -> None:
     """
     if "collect" in run.parents:
         return
-    judgments = read_judgments(config.rankings, run.tell)
-    report_rankings(config, judgments, run.seed)
     tokenizer = run.tokenizer_of("sft", config.end_token)
     # A job with only a reward model has no policy.
     most_tokens = _most_tokens(run.start("sft"), config) if config.init_from else run.model.max_position_embeddings
-    report_overlong(run, config, tokenize(run, config, tokenizer, judgments, most_tokens), most_tokens)
+    prepared = tokenize(run, config, tokenizer, most_tokens, run.tell)
+    report_rankings(run, config, prepared, most_tokens)
     calibration_sequences(config, tokenizer.with_template(config.chat_template), most_tokens)
 
 

@@ -6,15 +6,19 @@ workers, and each part is saved as soon as it is done.
 """
 
 import hashlib
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from files.atomic import write_text
-from lm.tokenizer import Tokenizer
+from lm.tokenizer import Messages, Tokenizer
 from stages.lineage import path_hash
 from stages.run import StageRun
 from stages.sizes import Lengths, RowSample
@@ -25,20 +29,34 @@ from training.data import (
     Prompt,
     SourceConfig,
     SourceRows,
-    read_located_prompts,
+    stream_prompts,
     untold,
 )
-from training.tokens import Part, encode_rows, write_arrays
+from training.tokens import (
+    FITS,
+    SKIPPED,
+    TRUNCATED,
+    Part,
+    chunks,
+    encode_rows,
+    read_array,
+    read_overlong,
+    read_sources,
+    unusual_rows,
+    write_arrays,
+)
 
 TOKENS = "tokens"
 TOKENS_FORMAT = 3  # version of the files; a different version makes them again
 KEY_DIGITS = 16
-ENCODED_AT_ONCE = 1024  # prompts that are encoded together to measure their lengths
 SAMPLES = "samples"  # the folder of a stage's samples while it samples
 PROMPTS_AT_ONCE = 64  # prompts per worker between updates of the progress bar
 
+NONE_OVERLONG = Overlong()
+
 Parts = Callable[[int], Iterator[Part]]  # the parts from a given row on
 Spec = TypeVar("Spec")
+Item = TypeVar("Item")
 
 
 def token_folder(
@@ -69,13 +87,58 @@ def token_folder(
     return folder
 
 
+class OnAccess(Sequence[Item]):
+    """A sequence whose items are made when they are read, such as from a memory-mapped file."""
+
+    def __init__(self, length: int, make: Callable[[int], Item]) -> None:
+        self._numbers, self._make = range(length), make
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        numbers = self._numbers[index]
+        return self._make(numbers) if isinstance(numbers, int) else [self._make(number) for number in numbers]
+
+
+PROMPTS = ("tokens", "lengths", "texts", "text_bytes", "overlong")  # the arrays of a folder of prompts
+
+
 @dataclass(frozen=True)
 class Fitting:
-    """Prompts that leave room for a response, and how many others there were."""
+    """Prompts that leave room for a response, the tokens of each, and how many others there were."""
 
-    prompts: list[Prompt]
-    overlong: Overlong
+    prompts: Sequence[Prompt]
+    tokens: Sequence[list[int]]
+    overlong: Overlong = NONE_OVERLONG
     sources: tuple[SourceRows, ...] = ()  # of the prompts, if rows are unusual
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Memory-map a folder of prompts; keeps 16 bytes per prompt."""
+        tokens, texts = read_array(folder, "tokens"), read_array(folder, "texts")
+        token_ends, text_ends = (
+            np.cumsum(read_array(folder, name), dtype=np.int64) for name in ("lengths", "text_bytes")
+        )
+
+        def prompt(row: int) -> Prompt:
+            prompt_id, kind, messages = json.loads(_entry(texts, text_ends, row).tobytes())
+            return Prompt(prompt_id=prompt_id, kind=kind, messages=messages)
+
+        def tokens_of(row: int) -> list[int]:
+            of_row: list[int] = _entry(tokens, token_ends, row).tolist()
+            return of_row
+
+        num = len(token_ends)
+        return cls(OnAccess(num, prompt), OnAccess(num, tokens_of), read_overlong(folder), read_sources(folder))
+
+
+def _entry(array: NDArray[Any], ends: NDArray[np.int64], row: int) -> NDArray[Any]:
+    return array[ends[row - 1] if row else 0 : ends[row]]
 
 
 def fitting_prompts(
@@ -86,7 +149,8 @@ def fitting_prompts(
     on_overlong: OnOverlong,
     tell: Callable[[str], None] = untold,
 ) -> Fitting:
-    """Read the prompts, and skip or shorten those that leave no room for a response. `tell` receives what was read.
+    """Read and encode the prompts once, into files, and skip or shorten those that leave no room for a response. `tell`
+    receives what was read.
 
     A prompt is shortened by dropping its oldest turns, except the system's. If its last turn is too long, it is
     skipped.
@@ -95,28 +159,48 @@ def fitting_prompts(
         line), or if a row is not a prompt (naming the field too).
     """
     room = run.model.max_position_embeddings - max_new_tokens
-    fitting, num_truncated, lines, counted = list[Prompt](), 0, list[str](), list[SourceRows]()
-    read = read_located_prompts(data, lines.append, counted.append)
-    for (where, prompt), num_tokens in zip(read, _num_tokens(tokenizer, read), strict=True):
-        if num_tokens <= room:
-            fitting.append(prompt)
-        elif on_overlong == "refuse":
+
+    def fitted(where: str, prompt: Prompt, tokens: list[int]) -> tuple[Prompt, list[int], int]:
+        if len(tokens) <= room:
+            return prompt, tokens, FITS
+        if on_overlong == "refuse":
             raise ValueError(
-                f"{where}: prompt {prompt.prompt_id!r} has {num_tokens} tokens; at most {room} leave room in"
+                f"{where}: prompt {prompt.prompt_id!r} has {len(tokens)} tokens; at most {room} leave room in"
                 f" model.max_position_embeddings for {run.name}.max_new_tokens = {max_new_tokens}"
                 f' ({run.name}.on_overlong = "skip" or "truncate" accepts longer ones)'
             )
-        elif on_overlong == "truncate" and (messages := _shortened(tokenizer, prompt.messages, room)):
-            fitting.append(prompt.model_copy(update={"messages": messages}))
-            num_truncated += 1
-    overlong = Overlong(len(read), num_truncated, len(read) - len(fitting))
-    if overlong:
-        lines.append(f"{data.source}: {overlong} ({run.name}.max_new_tokens leaves {room} tokens for a prompt)")
-    if not fitting:
+        if on_overlong == "truncate":
+            for messages in _shorter(prompt.messages):
+                if len(tokens := tokenizer.encode_prompt(messages)) <= room:
+                    return prompt.model_copy(update={"messages": messages}), tokens, TRUNCATED
+        return prompt, [], SKIPPED
+
+    def parts(first_row: int) -> Iterator[Part]:
+        lines, counted = list[str](), list[SourceRows]()
+        for chunk in chunks(itertools.islice(stream_prompts(data, lines.append, counted.append), first_row, None)):
+            encoded = encode_rows(tokenizer.encode_prompts, [(where, prompt.messages) for where, prompt in chunk])
+            of_rows = [fitted(where, prompt, tokens) for (where, prompt), tokens in zip(chunk, encoded, strict=True)]
+            kept = [(prompt, tokens) for prompt, tokens, fate in of_rows if fate != SKIPPED]
+            texts = [json.dumps([of.prompt_id, of.kind, of.messages]).encode() for of, _ in kept]
+            arrays = {
+                "tokens": np.fromiter(itertools.chain.from_iterable(tokens for _, tokens in kept), np.int32),
+                "lengths": np.array([len(tokens) for _, tokens in kept]),
+                "texts": np.frombuffer(b"".join(texts), np.uint8),
+                "text_bytes": np.array([len(text) for text in texts]),
+                "overlong": np.array([fate for *_, fate in of_rows]),
+            }
+            yield Part(len(chunk), arrays)
+        for line in lines:
+            tell(line)
+        yield from unusual_rows(counted)
+
+    settings = {"room": room, "on_overlong": on_overlong}
+    fitting = Fitting.read(token_folder(run, "prompts", tokenizer, (data,), PROMPTS, parts, **settings))
+    if fitting.overlong:
+        tell(f"{data.source}: {fitting.overlong} ({run.name}.max_new_tokens leaves {room} tokens for a prompt)")
+    if not fitting.prompts:
         raise ValueError(f"{data.source}: every prompt is too long; at most {room} tokens were expected")
-    for line in lines:
-        tell(line)
-    return Fitting(fitting, overlong, tuple(rows for rows in counted if rows))
+    return fitting
 
 
 def prompt_lengths(
@@ -124,31 +208,24 @@ def prompt_lengths(
 ) -> Lengths:
     """Return the lengths of a source's prompts, each counted as at most `most_tokens`.
 
-    Raises: ValueError as `read_located_prompts`, and naming file and line of a prompt that the chat template refuses.
+    Raises: ValueError as `stream_prompts`, and naming file and line of a prompt that the chat template refuses.
     """
-    sample = RowSample[tuple[str, Prompt]]()
-    for where, prompt in read_located_prompts(data, tell):
-        sample.add((where, prompt), sum(len(message["content"].encode()) for message in prompt.messages))
-    return sample.lengths(lambda prompts: ((n, 0) for n in _num_tokens(tokenizer, prompts)), most_tokens)
+    sample = RowSample[tuple[str, Messages]]()
+    for where, prompt in stream_prompts(data, tell):
+        sample.add((where, prompt.messages), sum(len(message["content"].encode()) for message in prompt.messages))
+
+    def count(prompts: Sequence[tuple[str, Messages]]) -> Iterator[tuple[int, int]]:
+        return ((len(tokens), 0) for tokens in encode_rows(tokenizer.encode_prompts, prompts))
+
+    return sample.lengths(count, most_tokens)
 
 
-def _num_tokens(tokenizer: Tokenizer, prompts: Sequence[tuple[str, Prompt]]) -> Iterator[int]:
-    """Count the prompts' tokens. Few are encoded at once, so that their tokens take little memory."""
-    for start in range(0, len(prompts), ENCODED_AT_ONCE):
-        part = prompts[start : start + ENCODED_AT_ONCE]
-        yield from map(len, encode_rows(tokenizer.encode_prompts, [(where, prompt.messages) for where, prompt in part]))
-
-
-def _shortened(
-    tokenizer: Tokenizer, messages: tuple[Mapping[str, str], ...], room: int
-) -> tuple[Mapping[str, str], ...]:
-    """Return the system's turn and as many of the last turns as fit, starting with a user's; () if none fit."""
-    system = messages[:1] if messages[0]["role"] == "system" else ()
+def _shorter(messages: Sequence[Mapping[str, str]]) -> Iterator[tuple[Mapping[str, str], ...]]:
+    """Yield the system's turn and fewer and fewer of the last turns, starting with a user's."""
+    system = tuple(messages[:1]) if messages[0]["role"] == "system" else ()
     for start in range(len(system), len(messages)):
-        kept = (*system, *messages[start:])
-        if messages[start]["role"] == "user" and len(tokenizer.encode_prompt(kept)) <= room:
-            return kept
-    return ()
+        if messages[start]["role"] == "user":
+            yield (*system, *messages[start:])
 
 
 class SampleRow(Protocol):

@@ -12,9 +12,8 @@ from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 from pretrain.stage import PretrainConfig, heldout_parts, stream_parts
 from reward import stage as reward
-from reward.comparisons import read_judgments
 from reward.config import ComparisonsConfig, RewardConfig
-from reward.prepared import PreparedRankings, ranking_parts
+from reward.prepared import ARRAYS, PreparedRankings, ranking_parts
 from sft.demonstrations import Limit, demonstration_parts
 from sft.stage import SFTConfig
 from training.engine import StageContext
@@ -61,7 +60,5 @@ def _prepared(
 ) -> PreparedRankings:
     context.folder.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=context.folder.parent)) / "tokens"
-    found = read_judgments(config.rankings)
-    parts = partial(ranking_parts, tokenizer, found, max_tokens, config)
-    write_arrays(folder, CHECKED_SEQUENCES, parts)
-    return PreparedRankings.of(found, config, context.seed, folder)
+    write_arrays(folder, ARRAYS, partial(ranking_parts, tokenizer, config, context.seed, max_tokens))
+    return PreparedRankings(folder, config)

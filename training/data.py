@@ -1,6 +1,7 @@
 """Texts, conversations and prompts from files and the Hugging Face hub, with errors that name the row."""
 
 import itertools
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -203,47 +204,74 @@ class Prompt(Config):
 
 
 def read_prompts(data: DataConfig, tell: Callable[[str], None] = untold) -> list[Prompt]:
-    """Return prompts, each ending with a user's turn. `tell` and `Raises` are as in `read_located_prompts`."""
-    return [prompt for _, prompt in read_located_prompts(data, tell)]
+    """Return all prompts. `tell` and `Raises` are as in `stream_prompts`."""
+    return [prompt for _, prompt in stream_prompts(data, tell)]
 
 
-def read_located_prompts(
+def stream_prompts(
     data: DataConfig, tell: Callable[[str], None] = untold, count: Callable[[SourceRows], None] = uncounted
-) -> list[tuple[str, Prompt]]:
-    """Return (where, prompt) pairs, each prompt ending with a user's turn. Repeats of an id and its prompt are dropped.
+) -> Iterator[tuple[str, Prompt]]:
+    """Stream (where, prompt), each prompt ending with a user's turn. Repeats of an id and its prompt are dropped.
 
-    `tell` receives lines with the number of prompts per format and with what is unusual about the rows; `count`
-    receives the numbers of unusual rows.
+    At the end, `tell` receives lines with the number of prompts per format and with what is unusual about the rows;
+    `count` receives the numbers of unusual rows. No text stays in memory.
 
     Raises:
         ValueError: a prompt is malformed, two different prompts have the same id, or there are no prompts; the message
             names the line.
     """
-    prompts: dict[str, tuple[str, Prompt]] = {}
+    known = _KnownPrompts(data.source)
     invalid, reader = InvalidRows(data.source, data.on_invalid), ConversationReader("prompt", data.format)
 
     def read(where: str, row: Row) -> Prompt:
         kind, prompt_id = name_field(where, row, "kind"), name_field(where, row, "prompt_id")
         prompt_id = prompt_id or str(invalid.num_rows - 1)
-
-        def check_id(turns: Turns) -> None:
-            if prompt_id in prompts and prompts[prompt_id][1].messages != tuple(turns):
-                first, _ = prompts[prompt_id]
-                raise ValueError(
-                    f"{where}: prompt_id {prompt_id!r} is also that of a different prompt, {first}; a prompt_id of its"
-                    " own was expected"
-                )
-
-        return Prompt(prompt_id=prompt_id, messages=tuple(reader.read(where, row, check_id)), kind=kind)
+        turns = reader.read(where, row, lambda turns: known.check(where, prompt_id, turns))
+        return Prompt(prompt_id=prompt_id, messages=tuple(turns), kind=kind)
 
     for where, prompt in read_valid(data, read, invalid):
-        if prompt.prompt_id in prompts:  # the row has another pair of responses to the same prompt
+        if known.add(where, prompt):
+            yield where, prompt
+        else:  # the row has another pair of responses to the same prompt
             reader.leave_out()
-        else:
-            prompts[prompt.prompt_id] = (where, prompt)
     reader.check_format()
-    if not prompts:
+    if not len(known):
         raise ValueError(f"{data.source}: no prompts; at least one was expected")
     tell(reader.summary(data.source))
     report_rows(invalid, reader.unusual(), tell, count)
-    return list(prompts.values())
+
+
+class _KnownPrompts:
+    """The ids of the prompts read so far, each with a hash of its turns and where it is: some 200 bytes per prompt."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._numbers: dict[str, int] = {}
+        self._hashes, self._places, self._place_ends = array("q"), bytearray(), array("q", [0])
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def check(self, where: str, prompt_id: str, turns: Turns) -> None:
+        """Raises: ValueError if a different prompt has the same id."""
+        number = self._numbers.get(prompt_id)
+        if number is not None and self._hashes[number] != _hash_of(turns):
+            place = self._places[self._place_ends[number] : self._place_ends[number + 1]].decode()
+            raise ValueError(
+                f"{where}: prompt_id {prompt_id!r} is also that of a different prompt, {self._source}{place}; a"
+                " prompt_id of its own was expected"
+            )
+
+    def add(self, where: str, prompt: Prompt) -> bool:
+        """Return whether the prompt's id is new, and remember it."""
+        if prompt.prompt_id in self._numbers:
+            return False
+        self._numbers[prompt.prompt_id] = len(self._numbers)
+        self._hashes.append(_hash_of(prompt.messages))
+        self._places += where.removeprefix(self._source).encode()
+        self._place_ends.append(len(self._places))
+        return True
+
+
+def _hash_of(turns: Sequence[Mapping[str, str]]) -> int:
+    return hash(tuple((turn["role"], turn["content"]) for turn in turns))

@@ -40,6 +40,9 @@ TYPES = {
     "num_counted": np.int32,  # of each sequence, without its first token, which nothing predicts
     "num_bytes": np.int32,  # of text that each token stands for
     "overlong": np.uint8,  # of each row: FITS, TRUNCATED or SKIPPED
+    "texts": np.uint8,  # UTF-8
+    "text_bytes": np.int32,  # of each text
+    "warnings": np.uint8,  # about rows: a JSON list
 }
 
 

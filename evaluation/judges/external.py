@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from evaluation.verdicts import Response, Side, Verdict
 from files.rows import read_source
-from preferences.formats.merging import Found, collect_all
+from preferences.formats.merging import FoundTask, collect_all
 from preferences.formats.parts import UNKNOWN, Report, as_turns
 from preferences.formats.registry import AUTO, format_to_read, sniff
 from preferences.rankings import current_judgments
@@ -56,8 +56,8 @@ def read_verdict_file(source: str, form: str = AUTO, *, judge: str, category: st
     stands = current_judgments(found.judgments)
     for act in (*stands.final, *stands.skips):
         acts.setdefault(act.task_id, []).append(act)
-    for task_id, task in found.tasks.items():
-        rows.add(task, acts.get(task_id, []), found)
+    for own in found.found_tasks:
+        rows.add(own, acts.get(own.task.task_id, []))
     if not rows.verdicts:
         raise ValueError(
             f"{source}: {found.report.num_rows} rows of {chosen.name} contain no verdict on two policies:"
@@ -143,13 +143,14 @@ class _Rows:
     _places: dict[tuple[str, str, str], int] = field(default_factory=dict)  # (policy, prompt, text) -> index
     _counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def add(self, task: Task, acts: Sequence[Judgment], found: Found) -> None:
+    def add(self, found: FoundTask, acts: Sequence[Judgment]) -> None:
+        task = found.task
         pairs = list(self._pairs(task)) if acts else []
         if not pairs:
             return
         prompt = self._prompt(task)
         for act in sorted(acts, key=lambda act: act.labeler):
-            where = found.locations[task.task_id, act.labeler, act.revision]
+            where = found.places[act.labeler, act.revision]
             self.verdicts += [self._verdict(prompt, task, act, first, second, where) for first, second in pairs]
 
     def _pairs(self, task: Task) -> Iterator[tuple[_Wrote, _Wrote]]:

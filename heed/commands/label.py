@@ -81,7 +81,7 @@ def import_labels(
             if found.report.num_rows % STATUS_ROWS == 0:
                 status.update(f"reading: {found.report.num_rows:,} rows, {len(found.report.warnings):,} warnings")
     print_warnings(found.report, report)
-    if not found.tasks:
+    if not len(found.found_tasks):
         raise ValueError(f"{file}: {found.report.num_rows} rows, none of which holds a judgment; see above")
     with console.status("checking" if check else "storing"):
         _store(file, found, batch, store, only_check=check)
@@ -99,7 +99,7 @@ def _store(file: str, found: "Found", batch: str, store: str, *, only_check: boo
     with ExitStack() as stack:
         if only_check and (not store or (path is not None and not path.exists())):
             store = str(Path(stack.enter_context(TemporaryDirectory(prefix="heed-check-"))) / "empty.sqlite")
-            if not all(found.batches.values()):  # a check needs no --batch, even if the rows name none
+            if not all(own.batch for own in found.found_tasks):  # a check needs no --batch, even if the rows name none
                 batch = batch or "check"
         opened = stack.enter_context(open_store(store))
         try:
@@ -394,9 +394,10 @@ def print_warnings(report: "Report", path: Path | None) -> None:
 
 
 def _summary(found: "Found", done: str) -> str:
-    labelers = {judgment.labeler for judgment in found.judgments}
+    judgments = found.judgments
+    labelers = {judgment.labeler for judgment in judgments}
     lines = [
-        f"{found.report.num_rows:,} rows: {len(found.tasks):,} tasks, {len(found.judgments):,} judgments by"
+        f"{found.report.num_rows:,} rows: {len(found.found_tasks):,} tasks, {len(judgments):,} judgments by"
         f" {_names(sorted(labelers))}; {done}",
         *(f"  {count:>7,}  {kind}" for kind, count in found.report.counts().items()),
     ]

@@ -403,7 +403,7 @@ class Starter:
             self.preferences,
             lengths,
             on_invalid=self.on_invalid,
-            num_tasks=len(judgments.tasks),
+            num_tasks=len(judgments.found_tasks),
             heldout_share=share,
             objectives=objectives if len(objectives) > 1 else (),
         )

@@ -2,17 +2,17 @@
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
 from files.atomic import atomic_file, atomic_folder
-from preferences.formats.merging import Found
+from preferences.formats.merging import Found, FoundTask
 from preferences.formats.parts import Format, Report
 from preferences.recording import Import
-from preferences.records import Judgment, Task, named
+from preferences.records import named
 from preferences.store import LabelStore
 
 CONTAINERS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
@@ -26,24 +26,23 @@ def store_found(store: LabelStore, found: Found, batch: str, *, only_check: bool
 
     Raises: ValueError, naming file and line, for a task without a batch and for anything that the store refuses.
     """
-    by_batch: dict[str, list[Task]] = {}
-    for task_id, task in found.tasks.items():
-        name = batch or found.batches[task_id]
+    by_batch: dict[str, list[FoundTask]] = {}
+    for own in found.found_tasks:
+        name = batch or own.batch
         if not name:
-            where = named(found.locations, task_id)
+            where = named({(own.task.task_id, "", 0): own.where}, own.task.task_id)
             raise ValueError(f"{where} has no batch; a batch name was expected (--batch)")
-        by_batch.setdefault(name, []).append(task)
-    coming = [Import(name, tasks, *_of_tasks(found, tasks)) for name, tasks in by_batch.items()]
+        by_batch.setdefault(name, []).append(own)
+    coming = [
+        Import(
+            name,
+            [own.task for own in tasks],
+            [own.quota for own in tasks],
+            [judgment for own in tasks for judgment in own.judgments],
+        )
+        for name, tasks in by_batch.items()
+    ]
     store.import_all(coming, files=found.locations, only_check=only_check)
-
-
-def _of_tasks(found: Found, tasks: Sequence[Task]) -> tuple[list[int], list[Judgment]]:
-    """Returns the tasks' quotas and judgments."""
-    judged = (found.by_labeler.get(task.task_id, {}) for task in tasks)
-    return (
-        [found.quotas[task.task_id] for task in tasks],
-        [judgment for by_labeler in judged for own in by_labeler.values() for judgment in own],
-    )
 
 
 def export(

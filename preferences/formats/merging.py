@@ -3,6 +3,10 @@
 Rows about the same task and labeler are merged. Pairs are for formats with two responses per row.
 """
 
+import os
+import pickle
+import tempfile
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +18,7 @@ from preferences.formats.parts import UNKNOWN, Format, JudgedTask, Report, Row, 
 from preferences.rankings import current_judgments, ranking_of, why_excluded
 from preferences.records import MAX_LABELERS, NO_LOCATIONS, Judgment, Ranking, StoredTask, Task, named
 
+RECENT_TASKS = 4096  # kept in memory while rows are read: rows about the same task are mostly close together
 UNFORESEEN = "not readable as"  # in the message about an error that a format's reader does not handle
 
 
@@ -21,36 +26,126 @@ UNFORESEEN = "not readable as"  # in the message about an error that a format's 
 
 
 @dataclass
-class Found:
-    """The result of an import: tasks in order of appearance, their judgments, and a report.
+class FoundTask:
+    """A task with everything that the rows read so far say about it.
 
-    `batches` has the batch that each task's row names ("" = none), and `quotas` the number of labelers each task wants.
-    `locations` has the file and line of each judgment by (task id, labeler, revision), and of each task by (task id,
-    "", 0). `by_labeler` has judgments in order, by task id and labeler. `invalid` has the rows that were refused or
-    skipped.
+    `quota` is the number of labelers that it wants, `batch` the batch that its row names ("" = none). `by_labeler` has
+    its judgments in order, and `places` the file and line of each by (labeler, revision).
     """
 
-    report: Report
-    invalid: InvalidRows
-    tasks: dict[str, Task] = field(default_factory=dict)
-    batches: dict[str, str] = field(default_factory=dict)
-    quotas: dict[str, int] = field(default_factory=dict)
-    by_labeler: dict[str, dict[str, list[Judgment]]] = field(default_factory=dict)
-    locations: dict[tuple[str, str, int], str] = field(default_factory=dict)
-
-    @property
-    def places(self) -> dict[str, str]:
-        """File and line of each task, by its id."""
-        return {task_id: self.locations[task_id, "", 0] for task_id in self.tasks}
+    task: Task
+    batch: str
+    where: str
+    quota: int = 0
+    by_labeler: dict[str, list[Judgment]] = field(default_factory=dict)
+    places: dict[tuple[str, int], str] = field(default_factory=dict)
 
     @property
     def judgments(self) -> list[Judgment]:
-        return [judgment for task in self.by_labeler.values() for own in task.values() for judgment in own]
+        return [judgment for own in self.by_labeler.values() for judgment in own]
+
+    @property
+    def rankings(self) -> list[Ranking]:
+        """The final rankings that are training data; [] for a task that measures labelers."""
+        return [ranking for _, ranking in final_rankings([self.task], self.judgments, Report())]
+
+
+class FoundTasks:
+    """Tasks by id, in order of appearance. Those that no row has mentioned for a while are in a temporary file, which
+    leaves some 200 bytes of each in memory.
+    """
+
+    def __init__(self) -> None:
+        self._recent: dict[str, FoundTask] = {}  # the last one used is last
+        self._starts: dict[str, int] = {}  # in the file; -1 = not there yet
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it closes with this object
+        weakref.finalize(self, self._file.close)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def get(self, task_id: str) -> FoundTask | None:
+        """Returns a task, which the caller may change."""
+        found = self._recent.pop(task_id, None)
+        if found is None:
+            if task_id not in self._starts:
+                return None
+            found = self._read(task_id)
+        self._keep(task_id, found)
+        return found
+
+    def add(self, found: FoundTask) -> None:
+        """Adds a task that is not there yet."""
+        self._starts[found.task.task_id] = -1
+        self._keep(found.task.task_id, found)
+
+    def __iter__(self) -> Iterator[FoundTask]:
+        """Yields all tasks, which the caller must not change."""
+        for task_id in self._starts:
+            yield self._recent.get(task_id) or self._read(task_id)
+
+    def _read(self, task_id: str) -> FoundTask:
+        self._file.seek(self._starts[task_id])
+        found: FoundTask = pickle.load(self._file)
+        return found
+
+    def _keep(self, task_id: str, found: FoundTask) -> None:
+        self._recent[task_id] = found
+        if len(self._recent) > RECENT_TASKS:
+            oldest = next(iter(self._recent))
+            self._starts[oldest] = self._file.seek(0, os.SEEK_END)
+            pickle.dump(self._recent.pop(oldest), self._file, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+@dataclass
+class Found:
+    """The result of an import: the tasks, and a report. `invalid` has the rows that were refused or skipped."""
+
+    report: Report
+    invalid: InvalidRows
+    found_tasks: FoundTasks = field(default_factory=FoundTasks)
+
+    @property
+    def tasks(self) -> dict[str, Task]:
+        return {found.task.task_id: found.task for found in self.found_tasks}
+
+    @property
+    def batches(self) -> dict[str, str]:
+        """The batch that each task's row names, by task id."""
+        return {found.task.task_id: found.batch for found in self.found_tasks}
+
+    @property
+    def quotas(self) -> dict[str, int]:
+        """The number of labelers that each task wants, by task id."""
+        return {found.task.task_id: found.quota for found in self.found_tasks}
+
+    @property
+    def locations(self) -> dict[tuple[str, str, int], str]:
+        """File and line of each judgment by (task id, labeler, revision), and of each task by (task id, "", 0)."""
+        return {
+            place: where
+            for found in self.found_tasks
+            for task_id in (found.task.task_id,)
+            for place, where in (
+                ((task_id, "", 0), found.where),
+                *(((task_id, *of), where) for of, where in found.places.items()),
+            )
+        }
+
+    @property
+    def judgments(self) -> list[Judgment]:
+        return [judgment for found in self.found_tasks for judgment in found.judgments]
 
     @property
     def rankings(self) -> list[Ranking]:
         """The final rankings that are training data. `report_excluded` reports the others."""
-        return [ranking for _, ranking in final_rankings(self.tasks.values(), self.judgments, Report())]
+        return [ranking for _, rankings in self.ranked_tasks() for ranking in rankings]
+
+    def ranked_tasks(self) -> Iterator[tuple[str, list[Ranking]]]:
+        """Yields file and line of each task that has final rankings to train on, and these rankings."""
+        for found in self.found_tasks:
+            if rankings := found.rankings:
+                yield found.where, rankings
 
 
 def collect(
@@ -115,36 +210,36 @@ def _read(form: Format, where: str, row: Row, report: Report, objective: str) ->
 
 
 def _merge(found: Found, judged: JudgedTask, name: str) -> None:
-    task, task_id = judged.task, judged.task.task_id
-    is_known = task_id in found.tasks
-    if is_known:
+    task_id = judged.task.task_id
+    known = found.found_tasks.get(task_id)
+    own = known or FoundTask(judged.task, judged.batch, judged.where)
+    if known:
         _refuse_contradiction(found, judged)  # check again: another task of the same row may contradict this one
-        _report_differences(found, judged, found.locations[task_id, "", 0])
+        _report_differences(found, judged, known)
     else:
-        found.tasks[task_id], found.batches[task_id] = task, judged.batch
-        found.locations[task_id, "", 0] = judged.where
-    by_labeler = found.by_labeler.setdefault(task_id, {})
+        found.found_tasks.add(own)
     for vote in judged.votes:
-        judgment = _add_vote(by_labeler, task_id, vote, name, judged.where, found.report)
-        found.locations.setdefault((task_id, judgment.labeler, judgment.revision), judged.where)
+        judgment = _add_vote(own.by_labeler, task_id, vote, name, judged.where, found.report)
+        own.places.setdefault((judgment.labeler, judgment.revision), judged.where)
     for judgment in judged.judgments:
-        _add_judgment(by_labeler.setdefault(judgment.labeler, []), judgment, judged.where, found.report)
-        found.locations.setdefault((task_id, judgment.labeler, judgment.revision), judged.where)
-    if is_known and not judged.votes and not judged.judgments:
+        _add_judgment(own.by_labeler.setdefault(judgment.labeler, []), judgment, judged.where, found.report)
+        own.places.setdefault((judgment.labeler, judgment.revision), judged.where)
+    if known and not judged.votes and not judged.judgments:
         found.report.add("row seen twice", judged.where, "an earlier row has the task; nobody judged it", "left out")
-    if len(by_labeler) > MAX_LABELERS:
+    if len(own.by_labeler) > MAX_LABELERS:
         raise ValueError(
             f"{judged.where}: {named(NO_LOCATIONS, task_id)}: judged by more than {MAX_LABELERS:,} labelers"
         )
-    found.quotas[task_id] = judged.num_labelers or max(len(by_labeler), 1)
+    own.quota = judged.num_labelers or max(len(own.by_labeler), 1)
 
 
 def _refuse_contradiction(found: Found, judged: JudgedTask) -> None:
     """Raises: ValueError if the row contradicts an earlier one, or itself."""
     task_id = judged.task.task_id
-    if task_id in found.tasks:
-        _refuse_other_task(found, judged, found.locations[task_id, "", 0])
-    by_labeler = found.by_labeler.get(task_id, {})
+    earlier = found.found_tasks.get(task_id)
+    if earlier:
+        _refuse_other_task(earlier, judged)
+    by_labeler = earlier.by_labeler if earlier else {}
     known = {
         (judgment.labeler, judgment.revision): judgment
         for labeler in {judgment.labeler for judgment in judged.judgments}
@@ -159,12 +254,12 @@ def _refuse_contradiction(found: Found, judged: JudgedTask) -> None:
             )
 
 
-def _refuse_other_task(found: Found, judged: JudgedTask, first: str) -> None:
+def _refuse_other_task(earlier: FoundTask, judged: JudgedTask) -> None:
     """Raises: ValueError if two rows give one id to different prompts or responses, or contradict each other."""
-    known, task = found.tasks[judged.task.task_id], judged.task
+    known, task, first = earlier.task, judged.task, earlier.where
     where = named(NO_LOCATIONS, task.task_id)
-    now = {"batch": judged.batch, "num_labelers": judged.num_labelers or found.quotas[task.task_id]}
-    before = {"batch": found.batches[task.task_id], "num_labelers": found.quotas[task.task_id]}
+    now = {"batch": judged.batch, "num_labelers": judged.num_labelers or earlier.quota}
+    before = {"batch": earlier.batch, "num_labelers": earlier.quota}
     for name in ("gold_ranks", "repeat_of"):
         now[name], before[name] = getattr(task, name), getattr(known, name)
     for name, value in now.items():
@@ -183,12 +278,15 @@ def _refuse_other_task(found: Found, judged: JudgedTask, first: str) -> None:
         )
 
 
-def _report_differences(found: Found, judged: JudgedTask, first: str) -> None:
-    known, task = found.tasks[judged.task.task_id], judged.task
+def _report_differences(found: Found, judged: JudgedTask, earlier: FoundTask) -> None:
+    known, task = earlier.task, judged.task
     others = [name for name in ("sources", "details", "warning") if getattr(known, name) != getattr(task, name)]
     if others:
         found.report.add(
-            "task described differently", judged.where, f"{', '.join(others)} differ from {first}", "kept as there"
+            "task described differently",
+            judged.where,
+            f"{', '.join(others)} differ from {earlier.where}",
+            "kept as there",
         )
 
 
@@ -274,10 +372,10 @@ def final_rankings(
 
 def report_excluded(found: Found) -> None:
     """Reports the judgments of an import that training leaves out because they measure labelers."""
-    reasons = {task_id: why_excluded(task) for task_id, task in found.tasks.items()}
-    for judgment in current_judgments(found.judgments).final:
-        if reasons[judgment.task_id]:
-            _report_excluded(found.report, judgment, reasons[judgment.task_id])
+    for own in found.found_tasks:
+        if why := why_excluded(own.task):
+            for judgment in current_judgments(own.judgments).final:
+                _report_excluded(found.report, judgment, why)
 
 
 def _report_excluded(report: Report, judgment: Judgment, why: str) -> None:

@@ -16,6 +16,7 @@ from ppo.config import PPOConfig
 from ppo.rank import InitialModels
 from ppo.roles import Roles
 from ppo.rollout import Rollout
+from stages.data import Fitting
 from training.config import EngineConfig
 from training.data import Prompt
 from training.engine import StageContext
@@ -58,7 +59,7 @@ def run(adapted: InitialModels, prompts: list[list[int]], ppo_config: Callable[.
         roles = Roles.in_process(config, ENGINE, models)
         change(roles)
         try:
-            stage.run(StageContext(folder, 11, 1, ENGINE), config, roles, models, asked)
+            stage.run(StageContext(folder, 11, 1, ENGINE), config, roles, models, Fitting(asked, prompts))
         finally:
             roles.close()
 

@@ -2,13 +2,14 @@
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ray import cloudpickle
 
 from ppo.rank import PackedRollout
-from ppo.rollout import PolicyBatch, Rollout, ValueBatch, joined, shares_by_update, shares_of
+from ppo.rollout import PolicyBatch, ResponseKL, Rollout, ValueBatch, joined, shares_by_update, shares_of
 from training.config import BatchConfig
 
 PROMPTS = [[11, 12, 13], [21], [31, 32, 33, 34, 35], [41, 42]]
@@ -212,3 +213,35 @@ def test_one_of_eight_ranks_is_sent_an_eighth() -> None:
     )
     share, whole = (len(cloudpickle.dumps(rows.rows(slice(0, size)))) for size in (128, 1024))
     assert share == pytest.approx(whole / 8, rel=0.01)
+
+
+def test_a_share_is_sent_as_one_buffer_of_its_own_rows() -> None:
+    """As Ray pickles it: buffers apart. The receiver gets the same tensors, in memory that it may write to."""
+    rows, mask_BR = 64, torch.arange(64 * 7).reshape(64, 7) % 3 == 0
+    rollout = Rollout(
+        torch.arange(rows * 33).reshape(rows, 33),
+        torch.arange(rows),
+        torch.full((rows,), 20),
+        torch.full((rows,), 7),
+        torch.arange(rows) % 2 == 0,
+        torch.arange(rows),
+        torch.rand(rows, 7),
+    )
+    kl = ResponseKL(torch.rand(rows), torch.rand(rows))
+    batch = PolicyBatch(rollout, torch.rand(rows, 7), torch.rand(rows, 7), mask_BR, 99, torch.arange(8), 8, (), kl)
+    shares = shares_of(rollout.num_tokens_B, 8, BatchConfig(batch_size=64, micro_batch_size=4), with_gradients=True)
+    for share, part in zip(shares, batch.shares(shares), strict=True):
+        buffers = list[Any]()
+        sent = cloudpickle.dumps(part, protocol=5, buffer_callback=buffers.append)
+        assert (len(buffers), len(sent)) == (1, pytest.approx(500, abs=500))
+        assert buffers[0].raw().nbytes < 8 * (27 * 8 + 4 * 8 + 8 + 4 * 7 * 4 + 8 + 16) + 20 * 16
+        got = cloudpickle.loads(sent, buffers=[bytes(buffer.raw()) for buffer in buffers])
+        assert (got.num_tokens, got.num_ptx_rows, got.pass_sizes) == (99, 8, share.pass_sizes)
+        assert torch.equal(got.rollout.tokens_BT, rollout.tokens_BT[share.rows][:, :27])
+        assert torch.equal(got.rollout.finished_B, rollout.finished_B[share.rows])
+        assert torch.equal(got.rollout.behaviour_logprobs_BR, rollout.behaviour_logprobs_BR[share.rows])
+        assert torch.equal(got.weight_BR, mask_BR[share.rows])
+        assert torch.equal(got.kl.weight_B, kl.weight_B[share.rows])
+        got.logprobs_BR.zero_()
+        assert torch.equal(got.advantages_BR, batch.advantages_BR[share.rows])
+    assert torch.equal(torch.cat([part.ptx_rows for part in batch.shares(shares)]), batch.ptx_rows)

@@ -3,21 +3,24 @@
 import json
 import pickle
 import tracemalloc
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import training.data
 from dpo.config import DPOConfig
 from lm.tokenizer import Tokenizer
-from preferences.formats.merging import Found
+from preferences.formats.merging import RECENT_TASKS, Found
 from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import RankingsConfig, encode_rankings, read_judgments
 from reward.config import RewardConfig
-from reward.prepared import PreparedRankings, ranking_parts, split_of
+from reward.prepared import ARRAYS, PreparedRankings, ranking_parts, split_of
 from training.config import BatchConfig, OptimizerConfig
 from training.data import DataConfig
-from training.tokens import CHECKED_SEQUENCES, write_arrays
+from training.tokens import CHUNK_TEXTS, write_arrays
 
 SEED, CONTEXT = 7, 400
 
@@ -54,10 +57,10 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> tuple[RewardConfig, Found]
 def prepared(
     read: tuple[RewardConfig, Found], tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
 ) -> PreparedRankings:
-    config, found = read
+    config, _ = read
     folder = tmp_path_factory.mktemp("prepared") / "tokens"
-    write_arrays(folder, CHECKED_SEQUENCES, partial(ranking_parts, tokenizer, found, CONTEXT, config))
-    return PreparedRankings.of(found, config, SEED, folder)
+    write_arrays(folder, ARRAYS, partial(ranking_parts, tokenizer, config, SEED, CONTEXT))
+    return PreparedRankings(folder, config)
 
 
 @pytest.mark.parametrize("keeps_end", [True, False])
@@ -68,8 +71,8 @@ def test_truncated_responses_of_the_reward_model_keep_their_end_and_those_of_dpo
     preferences = DPOConfig(rankings=read[0].rankings, on_overlong="truncate")
     config = read[0].model_copy(update={"on_overlong": "truncate"}) if keeps_end else preferences
     limit, whole = 150, encode_rankings(tokenizer, read[1].rankings, CONTEXT)
-    write_arrays(tmp_path / "tokens", CHECKED_SEQUENCES, partial(ranking_parts, tokenizer, read[1], limit, config))
-    prepared = PreparedRankings.of(read[1], config, SEED, tmp_path / "tokens")
+    write_arrays(tmp_path / "tokens", ARRAYS, partial(ranking_parts, tokenizer, config, SEED, limit))
+    prepared = PreparedRankings(tmp_path / "tokens", config)
     by_task = {c.task_id: c for c in prepared.comparisons([*prepared.split.train, *prepared.split.heldout])}
     num_cut = 0
     for expected in whole:
@@ -98,7 +101,7 @@ def test_comparisons_are_those_of_the_texts(
 
 
 def test_statistics_need_no_texts(read: tuple[RewardConfig, Found], prepared: PreparedRankings) -> None:
-    """The interval is over prompts, which have numbers in place of texts."""
+    """The interval is over prompts, which have hashes in place of texts."""
     config, found = read
     heldout = split_of(found.rankings, config, SEED).heldout
     scores = {ranking.task_id: [float(len(text)) for text in ranking.responses] for ranking in heldout}
@@ -121,3 +124,67 @@ def test_a_rank_gets_no_texts_and_keeps_no_tokens(prepared: PreparedRankings) ->
     # Objects of a fixed size per sequence, however long it is. As tuples of numbers these were 47 bytes per token.
     assert sum(map(len, sequences)) > 50 * len(sequences)
     assert kept < 1000 * len(sequences)
+
+
+def write_pairs(path: Path, number: int) -> RewardConfig:
+    with path.open("w") as file:
+        for row in range(number):
+            pair = {"prompt": f"Where is dog {row}?", "chosen": f"In bush {row}.", "rejected": "Far."}
+            file.write(json.dumps(pair) + "\n")
+    return RewardConfig(
+        rankings=RankingsConfig(source=str(path)),
+        batch=BatchConfig(batch_size=8, micro_batch_size=4),
+        optimizer=OptimizerConfig(learning_rate=0.01),
+    )
+
+
+def test_pairs_are_read_once(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that were put aside while later rows were read, in their order."""
+    number, read = 3 * RECENT_TASKS, list[str]()
+    config, of_source = write_pairs(tmp_path / "pairs.jsonl", number), training.data.read_source
+
+    def noted(*args: Any, **options: Any) -> Iterator[Any]:
+        for where, row in of_source(*args, **options):
+            read.append(where)
+            yield where, row
+
+    monkeypatch.setattr(training.data, "read_source", noted)
+    found = read_judgments(config.rankings)
+    assert (len(read), len(found.found_tasks)) == (number, number)
+    prompts = [task[0].prompt[0].content for _, task in found.ranked_tasks()]
+    assert prompts == [f"Where is dog {row}?" for row in range(number)]
+    write_arrays(tmp_path / "tokens", ARRAYS, partial(ranking_parts, tokenizer, config, SEED, CONTEXT))
+    assert len(read) == 2 * number, "once more, with the tokens"
+    prepared = PreparedRankings(tmp_path / "tokens", config)
+    assert sum(prepared.counts().values()) == len(prepared.split.train) + len(prepared.split.heldout) == number
+    assert len(read) == 2 * number
+    resumed = list(ranking_parts(tokenizer, config, SEED, CONTEXT, CHUNK_TEXTS))
+    assert sum(part.num_rows for part in resumed) == number - CHUNK_TEXTS
+    assert not any("warnings" in part.arrays for part in resumed), "they were written with the first tasks"
+
+
+def test_a_task_that_was_put_aside_is_merged_with_a_later_row(tmp_path: Path) -> None:
+    config = write_pairs(tmp_path / "pairs.jsonl", RECENT_TASKS + 10)
+    text = (tmp_path / "pairs.jsonl").read_text()
+    first = json.loads(text.splitlines()[0])
+    (tmp_path / "pairs.jsonl").write_text(text + json.dumps(first) + "\n")
+    found = read_judgments(config.rankings)
+    (warning,) = found.report.warnings
+    assert (warning.kind, warning.where) == ("row seen twice", f"{tmp_path}/pairs.jsonl: line {RECENT_TASKS + 11}")
+    assert len(found.rankings) == RECENT_TASKS + 10
+
+
+def test_memory_of_pairs_grows_by_little_per_pair(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A pair of short texts as Python's objects takes some 4,000 bytes."""
+
+    def peak(number: int) -> int:
+        config = write_pairs(tmp_path / f"{number}.jsonl", number)
+        tracemalloc.start()
+        write_arrays(tmp_path / f"tokens-{number}", ARRAYS, partial(ranking_parts, tokenizer, config, SEED, CONTEXT))
+        counts = PreparedRankings(tmp_path / f"tokens-{number}", config).counts()
+        highest = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert sum(counts.values()) == number
+        return highest
+
+    assert (peak(24_000) - peak(12_000)) / 12_000 < 400

@@ -2,20 +2,25 @@
 
 import json
 import shutil
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import training.data
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import _prepare_stages, _prepare_world, check_data
 from heed.jobs.recovery import Workers
 from heed.jobs.run import Run
 from lm.tokenizer import Tokenizer
 from pretrain.stage import STAGE, tokenize, train
-from stages.data import TOKENS
+from stages.data import TOKENS, Fitting, fitting_prompts
 from training.config import EngineConfig
+from training.data import DataConfig, Overlong, read_prompts, untold
 from training.engine import StageContext
-from training.tokens import read_array
+from training.tokens import CHUNK_TEXTS, read_array
 
 DEBUG = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
 
@@ -44,7 +49,8 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_ranks_train_without_the_texts(checked: Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(checked.folder, folder)
-    assert names(folder) == {"pretrain-heldout", "pretrain-texts", "sft-demonstrations", "sft-heldout"}
+    prompts = {f"{stage}-prompts" for stage in ("collect", "ppo", "compare")}
+    assert names(folder) == {"pretrain-heldout", "pretrain-texts", "sft-demonstrations", "sft-heldout", *prompts}
     run = prepared(folder).of(STAGE.name)
     config = run.resolve(run.job.section(STAGE))  # type: ignore[type-var]
     assert config is not None
@@ -65,6 +71,7 @@ def test_texts_are_tokenized_once(checked: Run, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Tokenizer, "encode_plain", again)
     monkeypatch.setattr(Tokenizer, "encode_conversations", again)
+    monkeypatch.setattr(Tokenizer, "encode_prompts", again)
     check_data(checked)
     assert {path: path.stat().st_mtime_ns for path in (checked.folder / TOKENS).rglob("*")} == before
 
@@ -89,3 +96,80 @@ def test_a_mistake_in_later_data_shows_before_the_pretraining_texts_are_tokenize
     with pytest.raises(ValueError, match=r"bad\.jsonl: line 1"):
         check_data(run)
     assert "pretrain-texts" not in names(run.folder)
+
+
+def write_prompts(path: Path, texts: Iterable[str]) -> DataConfig:
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return DataConfig(source=str(path))
+
+
+def fit(run: Run, data: DataConfig, tell: Callable[[str], None] = untold, **changes: Any) -> Fitting:
+    """The prompts as PPO's preflight and PPO itself read them."""
+    stage = run.of("ppo")
+    settings: dict[str, Any] = {"max_new_tokens": 100, "on_overlong": "refuse"} | changes
+    return fitting_prompts(stage, stage.tokenizer_of("sft"), data, tell=tell, **settings)
+
+
+def test_each_prompt_is_read_and_encoded_once(checked: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = 2 * CHUNK_TEXTS + 5
+    data = write_prompts(tmp_path / "p.jsonl", (f"word {row}" for row in range(number)))
+    read, encoded = list[str](), list[object]()
+    of_source, encode = training.data.read_source, Tokenizer.encode_prompts
+
+    def noted(*args: Any, **options: Any) -> Iterator[Any]:
+        for where, row in of_source(*args, **options):
+            read.append(where)
+            yield where, row
+
+    def counted(self: Tokenizer, prompts: Any) -> Any:
+        encoded.extend(prompts)
+        return encode(self, prompts)
+
+    monkeypatch.setattr(training.data, "read_source", noted)
+    monkeypatch.setattr(Tokenizer, "encode_prompts", counted)
+    lines = list[str]()
+    fit(checked, data, lines.append)  # the preflight
+    fitting = fit(checked, data)  # the stage
+    assert (len(read), len(encoded), lines) == (number, number, [f"{data.source}: {number:,} prompts, prompt"])
+    monkeypatch.undo()
+    tokenizer, rows = checked.of("ppo").tokenizer_of("sft"), [0, CHUNK_TEXTS, number - 1]
+    assert [fitting.prompts[row] for row in rows] == [read_prompts(data)[row] for row in rows]
+    assert [fitting.tokens[row] for row in rows] == [
+        tokenizer.encode_prompt([{"role": "user", "content": f"word {row}"}]) for row in rows
+    ]
+    assert [prompt.prompt_id for prompt in fitting.prompts[-2:]] == [str(number - 2), str(number - 1)]
+    with pytest.raises(IndexError):
+        fitting.tokens[number]
+
+
+def test_prompts_that_are_too_long_are_refused_skipped_or_shortened(checked: Run, tmp_path: Path) -> None:
+    path, long = tmp_path / "p.jsonl", "word " * 200
+    turns = [("user", long), ("assistant", "yes"), ("user", "why")]
+    rows = [{"prompt": "short"}, {"prompt": long}, {"prompt": [{"role": r, "content": text} for r, text in turns]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data, lines = DataConfig(source=str(path)), list[str]()
+    with pytest.raises(ValueError, match=r"p\.jsonl: line 2: prompt '1' has \d+ tokens; at most 60 leave room"):
+        fit(checked, data)
+    skipped = fit(checked, data, lines.append, on_overlong="skip")
+    assert ([prompt.prompt_id for prompt in skipped.prompts], skipped.overlong) == (["0"], Overlong(3, 0, 2))
+    assert lines[1].startswith(f"{path}: 2 of 3 too long: 2 skipped")
+    shortened = fit(checked, data, on_overlong="truncate")
+    assert ([prompt.prompt_id for prompt in shortened.prompts], shortened.overlong) == (["0", "2"], Overlong(3, 1, 1))
+    assert shortened.prompts[1].messages == ({"role": "user", "content": "why"},)
+    with pytest.raises(ValueError, match="every prompt is too long; at most 1 tokens were expected"):
+        fit(checked, data, max_new_tokens=159, on_overlong="skip")
+
+
+def test_memory_of_prompts_grows_by_little_per_prompt(checked: Run, tmp_path: Path) -> None:
+    """A prompt and its tokens as Python's objects take more than a thousand bytes."""
+
+    def peak(number: int) -> int:
+        data = write_prompts(tmp_path / f"{number}.jsonl", (f"{row} is one of many numbers" for row in range(number)))
+        tracemalloc.start()
+        fitting = fit(checked, data)
+        assert len(fitting.tokens) == number
+        highest = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return highest
+
+    assert (peak(40_000) - peak(20_000)) / 20_000 < 300
