@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.speed.own import ppo_config
 from cluster.remote import Handle, Pending
+from lm.samplers.draws import Draws, evidence
 from ppo.controller import PPOController
 from ppo.generator import Generators
 from ppo.learner import Learners
@@ -29,6 +30,8 @@ from training.config import BatchConfig
 NUM_RESPONSES, NUM_TOKENS = 1024, 1024  # of prompts and of responses
 RANKS = (1, 8, 64, 512)
 METRICS = {"ratio_error": 0.0, "policy_loss": 0.0}
+NO_TOKENS = Draws(*(torch.zeros(0, *shape, dtype=torch.int64) for shape in [()] * 4 + [(1,), ()]))
+EVIDENCE = evidence(torch.zeros(0, 2), NO_TOKENS, 1.0, (1,))  # of no token, but of every bet
 
 P = ParamSpec("P")
 Arguments = TypeVarTuple("Arguments")
@@ -101,6 +104,8 @@ def answer(name: str, args: tuple[Any, ...]) -> Any:
             return METRICS
         case "sent_digests":
             return {}
+        case "take_evidence":
+            return EVIDENCE
     raise AssertionError(f"{name} is not a call of an iteration")
 
 
