@@ -1,8 +1,9 @@
-"""Replaces plain functions by the CPU's kernels, for the arguments that the kernels support.
+"""Replaces plain functions by the CPU's kernels, and on a GPU by Triton's, for the arguments that the kernels support.
 
 Importing this module installs them; `lm.model` does.
 """
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -225,3 +226,8 @@ sampling.sample.replace_where(_takes_sampling, _sample)
 layers.linear.replace_where(takes_linear, _linear)
 layers.linear.replace_where(takes_fp32_linear, operators.fp32_linear)
 run_blocks.replace_where(_takes_blocks, _run_blocks)
+if torch.cuda.is_available() and find_spec("triton") is not None:
+    from lm.native import gpu
+
+    sampling.logprobs_of_rows.replace_where(gpu.takes, gpu.token_logprobs)
+    sampling.sample.replace_where(gpu.takes, gpu.sample)

@@ -31,6 +31,9 @@ def unpacked(requirement: str) -> Path:
     for wheel in download.glob("*.whl"):
         with zipfile.ZipFile(wheel) as file:
             file.extractall(download)
+            for member in file.infolist():
+                if member.external_attr >> 16 & 0o111:  # `extractall` drops the mode
+                    (download / member.filename).chmod(0o755)
         wheel.unlink()
     try:
         download.rename(folder)
