@@ -17,8 +17,8 @@ from lm.layers import padded_rows
 BLOCK = 4096  # logits that a program reads at a time
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _logprobs_kernel(logits, tokens, logprobs, totals, row_stride, num_tokens, temperature, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _logprobs_kernel(logits, tokens, logprobs, totals, row_stride, num_tokens, temperature, BLOCK: tl.constexpr):
     """One row: l_t - ln Σ_v exp(l_v) in one pass, with a running maximum (arXiv 1805.02867)."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
@@ -38,10 +38,10 @@ def _logprobs_kernel(logits, tokens, logprobs, totals, row_stride, num_tokens, t
     tl.store(totals + row, total)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _gradient_kernel(
     logits, tokens, totals, gradients, row_stride, num_tokens, num_columns, temperature, BLOCK: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     """One block of a row: (1[v = t] - softmax(l)_v) · gradient / temperature, in the place of the logits."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)
@@ -54,8 +54,8 @@ def _gradient_kernel(
     tl.store(place, result.to(logits.dtype.element_ty), mask=columns < num_columns)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sample_kernel(logits, uniforms, tokens, logprobs, row_stride, num_tokens, temperature, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _sample_kernel(logits, uniforms, tokens, logprobs, row_stride, num_tokens, temperature, BLOCK: tl.constexpr):
     """One row: the token at which the running sum of probabilities passes the uniform share of their total.
 
     As in `lm.sampling._invert`, probabilities are summed as integers in units of 2^-40, so the sums do not depend on
@@ -72,7 +72,7 @@ def _sample_kernel(logits, uniforms, tokens, logprobs, row_stride, num_tokens, t
         shift = tl.where(new == float("-inf"), 0.0, new)
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(values - shift), axis=0)
         largest = new
-    units = tl.zeros((), dtype=tl.int64)
+    units = tl.zeros((), dtype=tl.int64)  # 2^40 = 1099511627776 for a probability of 1
     for first in range(0, num_tokens, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         values = tl.load(base + columns, mask=columns < num_tokens, other=float("-inf")).to(tl.float32) / temperature
@@ -95,8 +95,8 @@ def _sample_kernel(logits, uniforms, tokens, logprobs, row_stride, num_tokens, t
     tl.store(logprobs + row, tl.log(tl.exp(chosen - largest) / total))
 
 
-def takes(logits_CV: Tensor, _indices: Tensor, _temperature: float) -> bool:
-    """Whether the kernels support these logits."""
+def supports(logits_CV: Tensor) -> bool:
+    """Whether the kernels run on these logits."""
     return logits_CV.is_cuda and logits_CV.is_floating_point() and logits_CV.stride(-1) == 1
 
 

@@ -229,5 +229,11 @@ run_blocks.replace_where(_takes_blocks, _run_blocks)
 if torch.cuda.is_available() and find_spec("triton") is not None:
     from lm.native import gpu
 
-    sampling.logprobs_of_rows.replace_where(gpu.takes, gpu.token_logprobs)
-    sampling.sample.replace_where(gpu.takes, gpu.sample)
+    def _gpu_takes_logprobs(logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> bool:
+        return gpu.supports(logits_CV)
+
+    def _gpu_takes_sampling(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> bool:
+        return gpu.supports(logits_BV)
+
+    sampling.logprobs_of_rows.replace_where(_gpu_takes_logprobs, gpu.token_logprobs)
+    sampling.sample.replace_where(_gpu_takes_sampling, gpu.sample)

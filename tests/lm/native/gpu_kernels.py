@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lm.native.gpu import BLOCK, sample, takes, token_logprobs
+from lm.native.gpu import BLOCK, sample, supports, token_logprobs
 from lm.sampling import logprobs_of_rows
 from lm.sampling import sample as plain_sample
 
@@ -105,4 +105,4 @@ def test_logits_that_are_not_numbers_are_reported_as_before() -> None:
 
 
 def test_cpu_tensors_are_left_to_others() -> None:
-    assert not takes(torch.zeros(2, 3), torch.zeros(2), 1.0)
+    assert not supports(torch.zeros(2, 3))
