@@ -201,7 +201,7 @@ def _require_sequence(where: str, kind: str, before: Sequence[Mapping[str, Any]]
 
 
 def _number(who: str, states: Sequence[AssignmentState], kind: str, now: float) -> int | None:
-    """Returns the labeler's assignment of a task if they have one, else a free one (not if `kind` releases), else None."""
+    """Returns the labeler's assignment of a task, else a free one unless `kind` releases assignments, else None."""
     own = [state.number for state in states if state.labeler == who]
     free = [state.number for state in states if state.is_free(now) and kind not in RELEASING]
     return next(iter([*own, *free]), None)
