@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import scipy  # its parts are imported where they are first used: scipy.stats takes most of a second
+import scipy  # loads each subpackage on first use: scipy.stats takes most of a second
 
 from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints, Share, Z
 
