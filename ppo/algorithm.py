@@ -214,8 +214,8 @@ def group_advantages(
     leave_one_out: bool,
     scale: Literal["group", "none"],
 ) -> tuple[Tensor, Tensor]:
-    """Returns the responses' advantages [B], and whether each response is counted [B]: it is if it has a score and the
-    advantages of its group differ.
+    """Returns the responses' advantages [B], and which responses are counted [B]: those that have a score, in a group
+    whose advantages differ.
 
     A return R is a response's score s minus its KL penalty, or the score alone if the KL is in the loss. The baseline
     is the mean return of the group's n scored responses (arXiv 2402.03300) or, with `leave_one_out`, of the n - 1
