@@ -1,8 +1,8 @@
 """How often wrong draws with right log-probs are found: `python -m benchmarks.draw_power MODEL ... [--seeds 30]`.
 
-Plants each fault into Heed's sampler, gives its samples the policy's true log-probs, and runs the test of draws of
-`heed verify-sampler` on them. Prints, per model, how many seeds find the fault, and the median evidence in nats. The
-row "nothing" counts false alarms.
+Plants each fault in Heed's sampler, gives its samples the policy's true log-probs, and runs the test of draws of
+`heed verify-sampler` on them. Prints, per model, with how many seeds the fault is found, and the median evidence in
+nats. The row "nothing" counts false alarms.
 """
 
 import argparse
@@ -27,7 +27,7 @@ Reseed = Callable[[Sequence[int]], Sequence[int]]
 
 
 class WrongDraws(Faulty):
-    """Draws from changed logits or from other random numbers, and reports the policy's log-probs."""
+    """Draws from changed logits or with other random numbers, but reports the policy's log-probs."""
 
     def __init__(self, engine: HeedSampler, trial: Trial, change: Change, reseed: Reseed, uniform_bits: int) -> None:
         super().__init__(engine, trial)

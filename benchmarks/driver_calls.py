@@ -1,9 +1,11 @@
-"""Measures what an iteration of PPO costs the driver as ranks grow: `python -m benchmarks.driver_calls [RANKS ...]`.
+"""Measures what an iteration of PPO costs the driver with more and more ranks.
 
-The controller is the real one. The handles are not: they pickle each rank's arguments as Ray does, unpickle them, count
-the bytes, and answer with zeros in the right shapes, pickled. An iteration has 1,024 prompts of 1,024 tokens with
-responses of 1,024, and one epoch of minibatches of 256 (of 512 for 512 ranks). The seconds are CPU seconds of this
-process, without those of what the ranks would do.
+    python -m benchmarks.driver_calls [RANKS ...]
+
+The controller is the real one, but the handles of ranks are fake: they pickle each rank's arguments as Ray does,
+unpickle them, count the bytes, and answer with pickled zeros in the right shapes. An iteration has 1,024 prompts of
+1,024 tokens with responses of 1,024 tokens, and one epoch of minibatches of 256 (of 512 for 512 ranks). The seconds are
+CPU seconds of this process, without the work that the ranks would do.
 """
 
 import sys
@@ -27,11 +29,11 @@ from ppo.rollout import Rollout
 from ppo.scorer import Scorers
 from training.config import BatchConfig
 
-NUM_RESPONSES, NUM_TOKENS = 1024, 1024  # of prompts and of responses
+NUM_RESPONSES, NUM_TOKENS = 1024, 1024  # tokens per prompt and per response
 RANKS = (1, 8, 64, 512)
 METRICS = {"ratio_error": 0.0, "policy_loss": 0.0}
 NO_TOKENS = Draws(*(torch.zeros(0, *shape, dtype=torch.int64) for shape in [()] * 4 + [(1,), ()]))
-EVIDENCE = evidence(torch.zeros(0, 2), NO_TOKENS, 1.0, (1,))  # of no token, but of every bet
+EVIDENCE = evidence(torch.zeros(0, 2), NO_TOKENS, 1.0, (1,))  # on no tokens, but with every bet
 
 P = ParamSpec("P")
 Arguments = TypeVarTuple("Arguments")
@@ -40,7 +42,7 @@ Result = TypeVar("Result")
 
 
 class FakeRanks(Handle[Any]):
-    """Ranks that compute nothing. They count the bytes that they are sent, and the seconds that they take to answer."""
+    """Ranks that compute nothing. They count the bytes that they receive and the seconds that they take to answer."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks, self.num_calls, self.num_bytes, self.answer_seconds = num_ranks, 0, 0, 0.0

@@ -1,6 +1,7 @@
-"""Exact coverage of intervals from one verdict per prompt, by enumeration: a win, a tie or a loss on each of n prompts
-has few outcomes that differ. `python -m benchmarks.exact_coverage` rewrites these tables of docs/statistics.md, and
-tests/benchmarks/test_exact_coverage.py checks them. Worlds with more outcomes are simulated (`compare_coverage`).
+"""Exact coverage of intervals from one verdict per prompt, by enumeration: there are few distinct outcomes if each
+of n prompts is a win, a tie or a loss. `python -m benchmarks.exact_coverage` rewrites these tables of
+docs/statistics.md, and tests/benchmarks/test_exact_coverage.py checks them. Worlds with more outcomes are simulated
+(`compare_coverage`).
 
 Shape letters: P prompts.
 """
@@ -20,7 +21,7 @@ from preferences.statistics.intervals import wilson
 
 PAGE = Path(__file__).parents[1] / "docs" / "statistics.md"
 BEGIN, END = "<!-- written by python -m benchmarks.exact_coverage: {} -->\n", "<!-- end -->\n"
-LEAST_CHANCE = 1e-9  # of an outcome that is enumerated; all others together have less than 2e-5
+LEAST_CHANCE = 1e-9  # less likely outcomes are not enumerated; together, their probability is below 2e-5
 
 Ends = tuple[float, float]
 
@@ -35,7 +36,7 @@ class Coverage(NamedTuple):
 def exact_coverage(
     interval: Callable[[Floats], Ends], num_prompts: int, win: float, tie: float, truth: float
 ) -> Coverage:
-    """Returns the coverage over all outcomes [P], each 1, ½ or 0."""
+    """Returns the coverage over all outcomes [P], whose entries are 1, ½ or 0."""
     total = covered = width = 0.0
     loss = max(0.0, 1 - win - tie)
     for ties in range(num_prompts + 1 if tie else 1):
@@ -70,7 +71,7 @@ def students(x_P: Floats) -> Ends:
 
 
 def wilson_of_effective_prompts(x_P: Floats) -> Ends:
-    """Wilson's interval for p(1 - p)/v prompts, v the variance of the mean."""
+    """Wilson's interval for p(1 - p)/v prompts, where v is the variance of the mean."""
     mean, variance = float(x_P.mean()), float(x_P.var(ddof=1)) / len(x_P)
     if not variance:
         return mean, mean
@@ -109,7 +110,7 @@ def win_rate_table() -> str:
 
 
 def simpler_table() -> str:
-    """Intervals that Heed does not use, against its own."""
+    """Returns a table that compares intervals that Heed does not use with its own."""
     intervals = {
         "mean ± t·s": students,
         "Wilson, of p(1 - p)/v prompts": wilson_of_effective_prompts,
@@ -125,7 +126,9 @@ def simpler_table() -> str:
 
 
 def sizes_table() -> str:
-    """Win rates and rates of flips with more prompts. Two policies' Bradley-Terry rating is the win rate's logit."""
+    """Returns a table of win rates and rates of flips with more prompts. Two policies' Bradley-Terry rating is the win
+    rate's logit.
+    """
     rows = (
         ("win rate .9, and its rating", ours, 0.9),
         ("win rate .95", ours, 0.95),

@@ -117,7 +117,7 @@ def print_few_tasks(num_labelers: int, seed: int) -> None:
 
 FEW_PROMPTS = ((8, 1, 3, 2), (15, 1, 2, 2), (15, 2, 2, 2), (15, 2, 4, 2), (40, 2, 3, 3))  # prompts, tasks, K, labelers
 NOISES = (0.2, 0.5, 1.5)
-POOL = 6  # labelers, whose noise is half to twice the mean
+POOL = 6  # labelers; their noise is between half and twice the mean
 NUM_RATINGS, TIE = 7, 0.2
 NUM_PROMPTS_OF_TRUTH = 40_000
 
@@ -191,7 +191,7 @@ def print_few_prompts(num_worlds: int, seed: int) -> None:
 class Team:
     """Labelers who are right with these probabilities; `labels` of them judge each of `num_tasks` pairs.
 
-    The first `num_misled` labelers are all wrong together on a share `misled` of the pairs.
+    On a share `misled` of the pairs, the first `num_misled` labelers are all wrong together.
     """
 
     accuracies: tuple[float, ...]
@@ -214,7 +214,7 @@ TEAMS = {
 
 
 def team_rankings(team: Team, generator: np.random.Generator) -> list[Ranking]:
-    """Pairs in which the first response is better, each a prompt of its own."""
+    """Returns rankings of pairs in which the first response is better. Each pair has its own prompt."""
     rankings = []
     for task in range(team.num_tasks):
         is_misleading = generator.random() < team.misled
@@ -235,10 +235,10 @@ def verdict_accuracy(rankings: Sequence[Ranking], weights: Mapping[str, float]) 
 
 
 def team_results(team: Team, *, num_worlds: int, seed: int) -> tuple[Covered, list[float]]:
-    """Returns how the intervals of reliability cover, and the mean accuracy of joint verdicts by four rules.
+    """Returns the coverage of the intervals of reliability, and the mean accuracy of joint verdicts by four rules.
 
-    The rules: all labelers alike; weights cut off at 0 (`Reliability.weight`); negative weights, which reverse a
-    labeler; and negative weights only where the whole interval lies below chance.
+    The rules: equal weights; weights cut off at 0 (`Reliability.weight`); negative weights, which reverse a labeler;
+    and negative weights only where the whole interval lies below chance.
     """
     generator, rows, accuracies = np.random.default_rng(seed), list[tuple[bool, float, float]](), list[list[float]]()
     for _ in range(num_worlds):

@@ -3,8 +3,8 @@
     python -m benchmarks.million_rows prompts 1000000
 
 Writes a file of that many prompts of 12 words, or pairs with responses of 6 words, and runs `heed run` on it until the
-stage has started. The peak resident size and the CPU seconds are those of the process that ran the command; its workers
-are other processes.
+stage has started. The peak resident size and the CPU seconds are those of the process that ran the command. Its workers
+are other processes and do not count.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def rows(kind: str, number: int) -> Iterator[dict[str, str]]:
 
 
 def write_job(folder: Path, kind: str, number: int) -> None:
-    """Writes the rows, a tiny model, and a job that learns from them."""
+    """Writes the rows, a tiny model, and a job that trains the model on the rows."""
     with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows(kind, number))
     tokenizer = Tokenizer.train((row["prompt"] for row in rows(kind, 2000)), SHAPE.vocab_size, "chat")
@@ -85,7 +85,7 @@ def write_job(folder: Path, kind: str, number: int) -> None:
 
 
 def measure(folder: Path) -> tuple[float, float]:
-    """Returns CPU seconds and peak MiB of `heed run` up to the line that says that a stage starts.
+    """Returns CPU seconds and peak MiB of `heed run` up to the line that reports the start of a stage.
 
     Raises: RuntimeError with the run's output if there is no such line.
     """

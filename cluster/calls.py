@@ -127,7 +127,7 @@ class _Clock:
 
     @property
     def limit(self) -> str:
-        """The setting that limits its silence: another one while Ray starts its process."""
+        """The setting that limits the worker's silence. While Ray starts its process, that is a different one."""
         return "silence_seconds" if self.has_process else "start_seconds"
 
 
@@ -173,7 +173,7 @@ class Vigil:
         self._count(heard, pending, elapsed)
 
     def _find_processes(self, heard: Collection[str], pending: Collection[str]) -> None:
-        """Note which workers' processes have started. One that has not sent a beat may have been stopped before it.
+        """Note which workers' processes have started. One without a beat may have been stopped before its first.
 
         Raises:
             RayError: Ray's head does not answer.
@@ -196,11 +196,11 @@ class Vigil:
         self._stalled_seconds = 0.0 if moved else self._stalled_seconds + elapsed
 
     def limit_of(self, worker: str) -> str:
-        """Which setting of [cluster] limits this worker's silence."""
+        """Return which setting of [cluster] limits this worker's silence."""
         return self._clocks.get(worker, _Clock()).limit
 
     def is_starting(self, worker: str) -> bool:
-        """Whether Ray's head has just answered that this worker has no process yet."""
+        """Whether Ray's head has just reported that this worker has no process yet."""
         clock = self._clocks.get(worker)
         return clock is not None and not clock.has_process and self._unanswered_since == 0.0
 
@@ -214,7 +214,7 @@ class Vigil:
         return self._stalled_seconds > self.config.stall_seconds
 
     def users_code_of(self, worker: str) -> str:
-        """Which user's code this worker was running at its last heartbeat; "" for none."""
+        """Return which user code this worker was running at its last heartbeat; "" for none."""
         return self._clocks.get(worker, _Clock()).beat.users_code
 
     @property
@@ -226,7 +226,7 @@ class Vigil:
 
 def _require_life(vigil: Vigil, pending: Sequence[tuple[tuple[Calls[Any], int], str]]) -> None:
     """Raises WorkerLostError naming the silent ranks or, if none makes progress, all pending ranks; RunError if a rank
-    is stuck in a user's code, which another try would not change.
+    is stuck in user code, since another try would get stuck too.
     """
     involved = [calls for (calls, _), _ in pending]
     silent = [(calls, rank, name) for (calls, rank), name in pending if vigil.is_silent(name)]

@@ -64,7 +64,7 @@ def connect(num_workers: int) -> None:
 
 
 def _log_message(data: Any, ignore_prefix: bool) -> None:
-    """Take what Ray would print on standard output when it arrives, and again at the end: the last lines of the log of
+    """Log what Ray would print on standard output, both when it arrives and at the end: the last lines of the log of
     each lost node. Heed reports losses itself, and the log stays on the node.
     """
     del ignore_prefix

@@ -33,22 +33,22 @@ WORKER_ENVIRONMENT = ALLOCATOR | WAITING | GPU_ALLOCATOR | NICENESS
 # group, or open a port that they have taken.
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-# For a Ray that Heed starts. Ray would start an idle worker per core in advance, but without the environment above, so
-# no rank could use it. On a busy machine a node may take longer to start than Ray's limit of 30 seconds.
+# For a Ray that Heed starts. Ray would start one idle worker per core in advance, but without the environment above, so
+# no rank could use it. On a busy machine, a node may take longer to start than Ray's limit of 30 seconds.
 RAY_ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0", "RAY_raylet_start_wait_time_s": "120"} | NICENESS
 
 
 def token_warning() -> str:
-    """Return one line if others can read the file of the cluster's token; "" if not, or if there is no such file.
+    """Return one line if other users can read the file with the cluster's token; "" if not, or if there is no file.
 
-    `ray get-auth-token --generate` creates it with the user's umask, usually readable by all.
+    `ray get-auth-token --generate` creates the file with the user's umask, so usually everybody can read it.
     """
     if os.environ.get("RAY_AUTH_MODE") == "disabled" or os.environ.get("RAY_AUTH_TOKEN"):
         return ""
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
     try:
         mode = path.stat().st_mode & 0o777
-    except OSError:  # Ray says what is missing
+    except OSError:  # Ray reports what is missing
         return ""
     if not mode & 0o077 or not path.is_file():
         return ""

@@ -36,10 +36,10 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class WorkerGroup:
-    """`num_workers` ranks in one placement group. If the cluster is too small, it raises at once or, with
+    """`num_workers` ranks in one placement group. If the cluster is too small, the constructor raises at once or, with
     `waits_for_nodes`, after the time in which a lost node may come back.
 
-    `bundle` is what each rank takes of its node; the default is a core, and a GPU if there is one for each rank.
+    `bundle` is what each rank takes of its node; by default one core, and one GPU if there is one for each rank.
     `python` is an interpreter other than the driver's, with Heed and the same Ray. With a `host`, rank n shares the
     place of the host's rank n and takes no further resources. `places` outlive the group. With `waits` false, the
     constructor returns while ranks are still loading their libraries; call `join` before anything else.
@@ -149,10 +149,10 @@ def _start_ranks(
     python: str,
     gpus: Sequence[Mapping[str, str]],
 ) -> Ranks:
-    """Start one process in each place; the ranks of one node are neighbours.
+    """Start one process in each place. Ranks on the same node get consecutive numbers.
 
-    Returns while the processes still load their libraries. `taken` is what each takes of its place, and `gpus` has the
-    environment by rank that shows or hides GPUs. `python` is an interpreter other than the driver's.
+    Returns while the processes are still loading their libraries. `taken` is what each process takes of its place, and
+    `gpus` has the environment by rank that shows or hides GPUs. `python` is an interpreter other than the driver's.
     """
     nodes, num_ranks = nodes_of(placement), len(gpus)
     group_name = secrets.token_hex(4)

@@ -1,8 +1,8 @@
-"""Notices that the process which keeps Ray's state, on its head, has ended.
+"""Notices when the process on Ray's head node that keeps Ray's state has ended.
 
-Ray ends the driver a minute later, with a line of C++ and without running any Python. A thread is sooner, since the
-main thread may be waiting inside Ray. A head that is only stopped, or out of reach, still accepts connections or lets
-them time out; `cluster.calls` has a limit for that.
+Ray ends the driver a minute after that, with a line of C++ and without running any Python. A thread notices it sooner;
+the main thread cannot, because it may be waiting inside Ray. A head that is merely stopped still accepts connections,
+and connections to one that is out of reach time out; `cluster.calls` has a limit for that.
 """
 
 import os
@@ -17,13 +17,13 @@ from ray.experimental import internal_kv
 
 from cluster.messages import ANSWER_SECONDS
 
-HEAD_SECONDS = 45.0  # until a head that has ended is given up; Ray ends the process after 60
+HEAD_SECONDS = 45.0  # how long to wait for a head that has ended; Ray ends this process after 60
 CHECK_SECONDS = 2.0
 
 
 @contextmanager
 def call_on_lost_head(callback: Callable[[str], None]) -> Iterator[None]:
-    """Call `callback` in another thread, with a line that says what to do, once Ray's head has ended for good."""
+    """Once Ray's head has ended for good, call `callback` in another thread with a line that says what to do."""
     closes = threading.Event()
     watching = threading.Thread(target=_watch, args=(callback, closes), name="head", daemon=True)
     watching.start()
@@ -42,7 +42,7 @@ def _watch(callback: Callable[[str], None], closes: threading.Event) -> None:
         if not address:
             gone_seconds = 0.0
             continue
-        # A head that was started again knows nothing of this job, unless its state is kept outside it: then it answers.
+        # A restarted head does not know this job and does not answer it, unless its state was kept outside the head.
         is_gone = not _answers() if gone_seconds else _refuses(address)
         gone_seconds = gone_seconds + elapsed if is_gone else 0.0
         if gone_seconds > HEAD_SECONDS:
@@ -51,7 +51,7 @@ def _watch(callback: Callable[[str], None], closes: threading.Event) -> None:
 
 
 def _address() -> str:
-    """Where the head of this process's cluster is; "" if the process is in none, or is just leaving it."""
+    """Return the address of the head of this process's cluster; "" if it is in no cluster, or is just leaving it."""
     try:
         return str(ray.get_runtime_context().gcs_address) if ray.is_initialized() else ""
     except Exception:  # what Ray raises depends on how far it has left
@@ -59,7 +59,7 @@ def _address() -> str:
 
 
 def _refuses(address: str) -> bool:
-    """Whether the machine answers that no process listens there."""
+    """Whether the machine refuses the connection because no process listens at the address."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_SECONDS).close()

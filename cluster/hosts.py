@@ -1,4 +1,4 @@
-"""What the hosts of a job see and run: its run folder, Heed's code, Python and the packages that bits depend on."""
+"""What each host of a job sees and runs: run folder, Heed's code, Python, and packages that affect results bitwise."""
 
 import hashlib
 import platform
@@ -26,16 +26,16 @@ class Host:
 
     name: str
     code: str  # folder of Heed's code
-    versions: Mapping[str, str]  # of "heed" (a digest of its source files), "python", and each of PACKAGES
+    versions: Mapping[str, str]  # by name: "heed" (a digest of its source files), "python", and each of PACKAGES
 
     def unlike(self, other: "Host") -> dict[str, str]:
-        """Return this host's versions that differ from another's."""
+        """Return those of this host's versions that differ from another host's."""
         return {name: found for name, found in self.versions.items() if found != other.versions[name]}
 
 
 @cache
 def this_host() -> Host:
-    """Describe this process, once: source files may change after it has imported them, so call it early."""
+    """Describe this process. Call this early, since source files may change after their import; it is cached."""
     versions = {"heed": code_digest(importing.ROOT), "python": platform.python_version()}
     return Host(socket.gethostname(), str(importing.ROOT), versions | {name: _version(name) for name in PACKAGES})
 
@@ -50,7 +50,7 @@ def code_digest(root: Path) -> str:
 
 
 def _version(name: str) -> str:
-    """Return the version of a package; "none" if it is not installed. That of torch comes from the imported code."""
+    """Return the version of a package; "none" if it is not installed. torch's version is that of the imported code."""
     if name == "torch":
         import torch
 
@@ -62,10 +62,11 @@ def _version(name: str) -> str:
 
 
 def inspect_hosts(group: "WorkerGroup", folder: Path) -> list[Host]:
-    """Return the hosts of a group, each once, after checking that they see the run's folder and run this code.
+    """Return the hosts of a group, each once, after checking that they see the run's folder and run the driver's code.
 
     Raises:
-        ValueError: naming the hosts on which `folder` is missing or is a different folder, or that run other code.
+        ValueError: `folder` is missing on some hosts, or is a different folder there, or they run other code; the
+            message names them.
     """
     here = this_host()
     with NamedTemporaryFile(dir=folder, prefix=".shared-") as marker:
@@ -102,7 +103,7 @@ def _require_same_code(hosts: list[Host], here: Host) -> None:
 
 
 def difference(host: Host) -> str:
-    """Return one line about a host that has other versions of packages than the driver's."""
+    """Return one line about a host whose package versions differ from the driver's."""
     here = this_host()
     there, own = (", ".join(f"{name} {of.versions[name]}" for name in host.unlike(here)) for of in (host, here))
     return f"{host.name} has {there}, and {here.name}, where the driver runs, {own}: results may differ by rounding"

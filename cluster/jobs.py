@@ -19,7 +19,7 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient, JobTy
 
 REACH_SECONDS = 10.0
 ANSWER_SECONDS = 30.0  # how long the head may be silent in any other request
-FOLLOW_SECONDS = 300.0  # how long to try again after the connection to a followed job is lost
+FOLLOW_SECONDS = 300.0  # how long to keep trying after the connection to a followed job is lost
 POLL_SECONDS = 1.0
 STOP_SECONDS = 30.0
 
@@ -50,11 +50,11 @@ class ClusterJob:
 
 
 class UnreachableError(ValueError):
-    """The head did not answer, or answered that it cannot now. It may later."""
+    """The head did not answer, or replied that it cannot answer now. A later request may succeed."""
 
 
 class _Client(JobSubmissionClient):
-    """Ray's client, which would wait forever for a head that accepts connections but does not answer."""
+    """Ray's client with a time limit: Ray's own waits forever for a head that accepts connections without answering."""
 
     def _do_request(self, method: str, endpoint: str, **kwargs: Any) -> requests.Response:
         return super()._do_request(method, endpoint, timeout=ANSWER_SECONDS, **kwargs)
@@ -112,7 +112,7 @@ class Jobs:
     def follow(self, job_id: str, write: Callable[[str], None], say: Callable[[str], None]) -> ClusterJob:
         """Pass the job's output to `write` until the job ends, and one line to `say` if the connection is lost or back.
 
-        Fetches the whole log each time: the logs of runs are short, and no connection has to stay open.
+        Fetches the whole log each time, because the logs of runs are short, and then no connection has to stay open.
 
         Raises:
             UnreachableError: the connection stays lost for `FOLLOW_SECONDS`; the message says how to follow again.
@@ -120,7 +120,7 @@ class Jobs:
         written, lost_at = 0, 0.0
         while True:
             try:
-                job = self.find(job_id)  # before its log, so that the log of a job that has ended is complete
+                job = self.find(job_id)  # read before the log, so that the log of a job that has ended is complete
                 text = self.logs(job_id)
             except UnreachableError as error:
                 if not lost_at:
@@ -177,7 +177,7 @@ class Jobs:
 
 
 def _last_cause(error: BaseException) -> str:
-    """Return what the system said, without the names of the classes of `requests` and `urllib3` around it."""
+    """Return the system's own error message, without the class names that `requests` and `urllib3` put around it."""
     while error.__context__ is not None:
         error = error.__context__
     return str(error)
@@ -223,5 +223,5 @@ def _read(details: JobDetails) -> ClusterJob:
 
 
 def _without_credentials(text: str) -> str:
-    """Replace user, password and query of every URL."""
+    """Replace the user, password and query of every URL."""
     return _URL.sub(lambda url: _SECRET.sub("***", url[0]), text)

@@ -3,16 +3,18 @@
 Every process has a connection to the store anyway. Workers import this module before torch, so it imports nothing that
 imports torch.
 
-Heartbeats: a thread of each worker sends beats with the count of work done (`lm.progress`). A process that is stopped,
-or whose machine is out of reach, sends none; one that is stuck sends beats with the same count. `cluster.calls` acts on
+Heartbeats: a thread of each worker sends beats with the count of work done (`lm.progress`). A process sends none while
+it is stopped or its machine is out of reach; one that is stuck keeps sending the same count. `cluster.calls` acts on
 this.
 
 Notices: lines for the driver's console, kept until the driver takes them. Forwarding a worker's output through Ray
 would forward everything it prints, and a file might be on the very disk that has failed.
 
-Request to stop: a rank that is in a call accepts no other call, so a thread of each rank 0 polls for it.
+Request to stop: a rank that is in a call accepts no other call, so a thread of each rank 0 polls for the request.
 `training.loop` passes it on to the other ranks.
-Claims: a job that has lost places says so, and jobs that wait for their first places stand back meanwhile.
+
+Claims: a job that has lost its places sends a claim. Until it has places again, jobs that wait for their first places
+let it go first.
 """
 
 import itertools
@@ -60,7 +62,7 @@ def send_beats(worker: str, limit_seconds: float) -> None:
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat of a worker: its number, the work that the worker has counted, and the user's code that it runs."""
+    """A heartbeat of a worker: its number, the work that the worker has counted, and the user code that it runs."""
 
     number: int
     progress: int
@@ -71,7 +73,7 @@ NO_BEAT = Beat(0, -1, "")
 
 
 def read_beats(workers: Sequence[str]) -> dict[str, Beat]:
-    """Return the last beat of each of these workers that has sent any.
+    """Return the last beat of each of these workers; those that have not sent one are absent.
 
     Raises:
         RayError: Ray's head does not answer.
@@ -155,19 +157,19 @@ def listen_for_request() -> None:
 
 
 def send_claim(number: int) -> None:
-    """Tell jobs that wait for their first places that this one has lost its own; `number` grows with each call."""
+    """Let jobs that wait for their first places know that this job has lost its own. `number` grows with each call."""
     with suppress(RayError):
         _store().internal_kv_put(_job().encode(), str(number).encode(), True, _CLAIMS, ANSWER_SECONDS)
 
 
 def withdraw_claim(job: str = "") -> None:
-    """Remove this job's claim, or that of another job which has ended."""
+    """Remove the claim of this job, or of another job that has ended."""
     with suppress(RayError):
         _store().internal_kv_del((job or _job()).encode(), False, _CLAIMS, ANSWER_SECONDS)
 
 
 def claims_of_others() -> dict[str, int]:
-    """Return the number of the last claim of each other job; of one that has ended, it does not change any more."""
+    """Return the number of each other job's last claim. It no longer changes once that job has ended."""
     try:
         others = [key for key in _store().internal_kv_keys(b"", _CLAIMS, ANSWER_SECONDS) if key != _job().encode()]
         found = _store().internal_kv_multi_get(others, _CLAIMS, ANSWER_SECONDS) if others else {}

@@ -15,31 +15,31 @@ from cluster.connection import Bundle, NoPlaceError, in_words, rooms
 from cluster.messages import ANSWER_SECONDS, claims_of_others, send_claim, withdraw_claim
 from training.notices import say, waiting
 
-POLL_SECONDS = 1.0  # of the wait for places; short, since Ctrl-C is noticed only in between
-LINE_SECONDS = 30.0  # between two lines about it
-CLAIM_SECONDS = 10.0  # after which a claim that has not changed is of a job that has ended
-MAX_LOST_NAMED = 3  # of lost machines, in such a line
+POLL_SECONDS = 1.0  # between checks for places; short, since Ctrl-C is noticed only in between
+LINE_SECONDS = 30.0  # between two lines about missing places
+CLAIM_SECONDS = 10.0  # if a claim has not changed for this long, its job has ended
+MAX_LOST_NAMED = 3  # the most lost machines that such a line names
 
 
 class Places:
     """Places for the ranks of a group: reserved once, and kept while the group is replaced after a loss. Otherwise
-    another job that waits for places would take them. Ray replaces places on a lost machine once there is another;
-    jobs that wait for their first places leave that one to the job that had places before.
+    another job that waits for places would take them. When a machine is lost, Ray moves its places to another as
+    soon as there is one. Jobs that wait for their first places leave that machine to the job that had places before.
     """
 
     def __init__(self) -> None:
         self._group: PlacementGroup | None = None
         self._num_ranks = 0
         self._had_places = False
-        self._claims = dict[str, tuple[int, float]]()  # of other jobs: the last number, and when it was first read
+        self._claims = dict[str, tuple[int, float]]()  # by other job: the last number, and when it was first read
 
     def reserve(self, num_ranks: int, bundle: Bundle, wait_seconds: float) -> PlacementGroup:
-        """Return the ranks' places once all of them are on machines that answer. If another number was reserved before,
-        free those first. Meanwhile, say every half minute what is missing.
+        """Return the ranks' places once all of them are on machines that answer. If a different number of places was
+        reserved before, free those first. While waiting, report every half minute what is missing.
 
         Raises:
-            NoPlaceError: they are not there in time, and no longer reserved; the message says what is needed and what
-                there is.
+            NoPlaceError: the places did not become available in time, and have been released; the message says what is
+                needed and what there is.
         """
         needed = f"{num_ranks} worker{'s' if num_ranks > 1 else ''} with {in_words(bundle)} each"
         begun, said_at = time.monotonic(), 0.0
@@ -69,7 +69,7 @@ class Places:
         return self._group
 
     def _are_there(self, num_ranks: int, bundle: Bundle) -> bool:
-        """Wait a moment for the places. Returns False if one is missing, or on a machine that does not answer."""
+        """Wait a moment for the places. Returns False if one is missing, or is on a machine that does not answer."""
         if not self._had_places and self._others_come_first():
             self.free()
             time.sleep(POLL_SECONDS)
@@ -84,7 +84,7 @@ class Places:
         return True
 
     def _others_come_first(self) -> bool:
-        """Whether another job has lost its places, and still says so."""
+        """Whether another job has lost its places and still claims new ones."""
         now, claims = time.monotonic(), claims_of_others()
         self._claims = {
             job: self._claims[job] if job in self._claims and self._claims[job][0] == number else (number, now)
@@ -96,14 +96,14 @@ class Places:
         return len(self._claims) > len(left)
 
     def free(self) -> None:
-        """Give the places back, and end processes that are still there, stopped ones included."""
+        """Give the places back, and end any processes still running in them, including stopped ones."""
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
 
 
 def is_placed(group: PlacementGroup) -> bool:
-    """Whether all of a group's places are on machines that Ray has not given up. True if Ray's head does not answer."""
+    """Whether Ray has given up none of the machines with a group's places. True if Ray's head does not answer."""
     try:
         return str(placement_group_table(group)["state"]) == "CREATED"
     except RayError:
@@ -111,7 +111,7 @@ def is_placed(group: PlacementGroup) -> bool:
 
 
 def nodes_of(group: PlacementGroup) -> list[str]:
-    """The node of each of a group's bundles; "" for one that has no place."""
+    """Return the node of each of a group's bundles; "" for a bundle without a place."""
     node_of_bundle: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
     return [node_of_bundle[bundle] for bundle in sorted(node_of_bundle)]
 

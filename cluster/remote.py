@@ -53,7 +53,7 @@ class Handle(ABC, Generic[Kept]):
     def start_first(
         self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[list[Result]]:
-        """Like `start_all`, on rank 0 alone."""
+        """Like `start_all`, but only on rank 0."""
 
     @abstractmethod
     def pass_on(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 PREFIX = ".writing-"
-# How their names begin in the list of mounts.
+# The beginnings of their names in the list of mounts.
 NETWORK_FILE_SYSTEMS = (
     "nfs", "cifs", "smb", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "afs", "9p", "virtiofs", "orangefs", "pvfs2",
     "panfs", "wekafs", "fuse.",
@@ -127,10 +127,10 @@ def _remove(path: Path) -> None:
 
 
 def on_network(path: Path) -> bool:
-    """Whether a file lies on a file system that other machines share. There SQLite must not use a write-ahead log: its
-    index is in memory, which only processes of one machine share (sqlite.org/wal.html).
+    """Whether a file lies on a file system that other machines share. SQLite must not use a write-ahead log there: the
+    log's index is in memory, which only processes of one machine share (sqlite.org/wal.html).
     """
-    import psutil  # here, since most programs that write files do not ask
+    import psutil  # imported here, since most programs that write files do not call this
 
     folder = path.resolve().parent
     mounts = [mount for mount in psutil.disk_partitions(all=True) if folder.is_relative_to(mount.mountpoint)]

@@ -1,9 +1,10 @@
-"""Stream the rows of a Parquet file, and refuse one that would unpack to far more than it holds.
+"""Stream the rows of a Parquet file, and refuse a file that would unpack to far more than its size.
 
-A kilobyte of Parquet can hold a cell of a gigabyte, or sixty rows that share a cell of 30 MB. So sizes are taken from
-what the file states first, then from Arrow's offsets, with each text held once, and only then do rows become Python's.
+A kilobyte of Parquet can hold a cell of a gigabyte, or sixty rows that share a cell of 30 MB. So sizes are checked
+twice before rows become Python objects: as the file states them, and then by Arrow's offsets, while each distinct text
+is in memory only once.
 
-Leaves out: files that state false sizes. Arrow reads each page whole, whatever the file states.
+Does not protect against files that state false sizes: Arrow reads each page whole, whatever the file states.
 """
 
 import re
@@ -16,21 +17,24 @@ from files.strict_json import MAX_ROW_BYTES, open_bytes, too_long
 
 Row = dict[str, Any]
 
-MAX_RATIO = 200  # unpacked to packed bytes; texts are packed to a tenth or a fiftieth
-SMALL_BYTES = 8 * MAX_ROW_BYTES  # rows up to this size in all may have any ratio
+MAX_RATIO = 200  # of unpacked to packed bytes; for texts it is usually between 10 and 50
+SMALL_BYTES = 8 * MAX_ROW_BYTES  # up to this total size, rows may have any ratio
 BATCH_ROWS = 1_000
-_TEXTS = ("STRING", "JSON", "ENUM", "NONE")  # logical types of columns of bytes that can be read as a dictionary
-_PLAIN_FEATURES = {b"Value", b"List", b"LargeList", b"Sequence", b"ClassLabel"}  # of `datasets`
+_TEXTS = ("STRING", "JSON", "ENUM", "NONE")  # logical types of byte columns that can be read as dictionaries
+# Features of `datasets` that need no decoding.
+_PLAIN_FEATURES = {b"Value", b"List", b"LargeList", b"Sequence", b"ClassLabel"}
 
 
 class Unpacked:
-    """Counts the bytes of the rows that come out of `packed_bytes`; None if that is unknown."""
+    """Counts the bytes of the rows that are unpacked from `packed_bytes` bytes; None if that size is unknown."""
 
     def __init__(self, packed_bytes: int | None) -> None:
         self.packed_bytes, self.num_bytes = packed_bytes, 0
 
     def add(self, where: str, num_bytes: int) -> None:
-        """Counts a row. Raises: ValueError, starting with `where`, if it is too large, or all are for their source."""
+        """Counts a row. Raises: ValueError, starting with `where`, if the row is too large, or all rows so far are too
+        large for their source.
+        """
         if num_bytes > MAX_ROW_BYTES:
             raise ValueError(f"{where}: {too_long('row')}")
         self.num_bytes += num_bytes
@@ -47,7 +51,7 @@ def read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
     """Yields (where, row) for every row.
 
     Raises: ValueError, naming file and row, for a row above MAX_ROW_BYTES, for rows that unpack to more than MAX_RATIO
-    times the file's size, and for what is not Parquet.
+    times the file's size, and for a file that is not Parquet.
     """
     import pyarrow
     from pyarrow import parquet
@@ -76,7 +80,7 @@ def read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def require_bounded(path: Path) -> None:
-    """Raises: ValueError, as `read_parquet` does, for what can be seen without reading rows."""
+    """Raises: ValueError, as `read_parquet` does, for problems that show without reading rows."""
     import pyarrow
 
     try:
@@ -93,7 +97,7 @@ def _stated(file: IO[bytes]) -> Any:
 
 
 def _require_bounded(path: Path, stated: Any) -> None:
-    """Checks each group of rows by the sizes that the file states. Raises: ValueError naming its first row."""
+    """Checks each group of rows by the sizes that the file states. Raises: ValueError naming the group's first row."""
     number = 1
     for group in map(stated.metadata.row_group, range(stated.metadata.num_row_groups)):
         where = f"{path}: row {number}" + (
@@ -103,7 +107,7 @@ def _require_bounded(path: Path, stated: Any) -> None:
             size, packed = column.total_uncompressed_size, column.total_compressed_size
             if size > MAX_ROW_BYTES * max(1, group.num_rows):
                 raise ValueError(f"{where}: {too_long('row')}")
-            # A column of equal numbers may well be packed to a 200th. A column of texts is not.
+            # Not for numbers: a column of equal ones may well be packed to a 200th. A column of texts is not.
             if column.physical_type == "BYTE_ARRAY" and size > max(MAX_ROW_BYTES, MAX_RATIO * packed):
                 raise ValueError(f"{where}: {_too_much(f'column {column.path_in_schema!r}', size, packed)}")
         number += group.num_rows
@@ -115,7 +119,7 @@ def _texts(metadata: Any) -> list[str]:
 
 
 def _num_bytes(array: Any) -> int:
-    """Returns the bytes of an array's values once they are Python's: a text that rows share counts in each of them."""
+    """Returns the size in bytes of an array's values as Python objects, where a text that rows share counts per row."""
     import pyarrow
     from pyarrow import compute
 
@@ -130,7 +134,7 @@ def _num_bytes(array: Any) -> int:
 
 
 def _decoder(schema: Any) -> Callable[[list[Row]], list[Row]]:
-    """Returns how to undo the encoding by `datasets`, which stores JSON, images and more as texts and bytes."""
+    """Returns a function to undo the encoding by `datasets`, which stores JSON, images and more as texts and bytes."""
     kinds = set(re.findall(rb'"_type": "(\w+)"', (schema.metadata or {}).get(b"huggingface", b"")))
     if kinds <= _PLAIN_FEATURES:
         return lambda rows: rows

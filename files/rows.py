@@ -24,8 +24,8 @@ OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # in CSV; the
 
 HINT = 'on_invalid = "skip" in a job\'s source, or --on-invalid skip of heed init, leaves such rows out'
 SHOWN_ROWS, KEPT_ROWS = 5, 1000  # invalid rows named in an error, and the most that are kept
-LOADED_ROWS = 8  # that `datasets` reads at a time from Parquet in a folder or of the hub
-TEXT_CHARACTERS = 2**20  # of a plain text, read at a time
+LOADED_ROWS = 8  # rows that `datasets` reads at a time from Parquet files in a folder or on the hub
+TEXT_CHARACTERS = 2**20  # characters of a plain text to read at a time
 COUNTED_ROWS = 1_000_000  # the most rows read after the first refused one, to count other invalid ones
 
 OFFLINE = "HF_HUB_OFFLINE is set, and there is no earlier download"
@@ -179,7 +179,7 @@ def _load(source: str, split: str, subset: str) -> tuple[Any, Unpacked]:
             dataset = datasets.load_from_disk(source)
             return dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset, unpacked
         builder = datasets.load_dataset_builder(source, subset or None)
-        if hasattr(builder.config, "batch_size"):  # Parquet; by default it takes a file's first group of rows
+        if hasattr(builder.config, "batch_size"):  # Parquet; the default is the size of the first row group
             builder.config.batch_size = LOADED_ROWS
         return builder.as_streaming_dataset(split=split), unpacked
     except Exception as error:  # the hub's clients raise many kinds of errors, which mean the same to the user
@@ -195,7 +195,7 @@ def _numbered(source: str, rows: Iterable[Row], unpacked: Unpacked) -> Rows:
         where = f"{source}: row {number}"
         try:
             row = next(iterator, None)
-        except Exception as error:  # `datasets` and its readers raise many kinds of errors, which mean the same
+        except Exception as error:  # `datasets` and its readers raise many kinds of errors, all with the same meaning
             raise ValueError(f"{where}: cannot be read: {type(error).__name__}: {error}") from error
         if row is None:
             return
@@ -204,7 +204,7 @@ def _numbered(source: str, rows: Iterable[Row], unpacked: Unpacked) -> Rows:
 
 
 def _num_bytes(value: Any) -> int:
-    """Returns the characters and bytes in a value of JSON's types, nearly."""
+    """Returns roughly the number of characters and bytes in a value of JSON's types."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):

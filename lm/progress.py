@@ -24,7 +24,7 @@ def progress_noted() -> int:
 
 @contextmanager
 def in_users_code(what: str) -> Iterator[None]:
-    """Note that this process runs a user's code, which counts no work: `what` names it and what it was called with."""
+    """Note that this process runs user code, which counts no work. `what` names the code and its arguments."""
     global _users_code
     _users_code = what
     try:
@@ -34,5 +34,5 @@ def in_users_code(what: str) -> Iterator[None]:
 
 
 def users_code_noted() -> str:
-    """Returns which user's code this process runs at the moment; "" if none."""
+    """Returns which user code this process is running; "" if none."""
     return _users_code

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from training.config import Config, OptimizerConfig, by_kind
 
-# Scores are in standard deviations of the initial policy's scores. If those of a group differ by less than this, they
-# are equal up to rounding: dividing by their standard deviation would turn rounding errors into advantages.
+# In units of the standard deviation of the initial policy's scores. Scores of a group that differ by less than this are
+# equal up to rounding: dividing by their standard deviation would turn rounding errors into advantages.
 MIN_SPREAD = 1e-4
 
 
@@ -105,8 +105,8 @@ class GAE(TokenAdvantage):
     gae_lambda: float = Field(default=0.95, ge=0, le=1, description="λ of generalised advantage estimation.")
 
     def estimate(self, _scores_B: Tensor, rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor) -> Estimate:
-        """Estimate advantages from responses' scores, token rewards (`token_rewards`, which include the scores) and
-        values. `mask_BR` is True at the tokens of scored responses.
+        """Estimate advantages from the responses' scores, their token rewards (`token_rewards`, which include the
+        scores) and values. `mask_BR` is True at the tokens of scored responses.
         """
         advantages_BR, returns_BR = generalised_advantages(rewards_BR, values_BR, mask_BR, self.gamma, self.gae_lambda)
         explained = explained_variance(values_BR[mask_BR], returns_BR[mask_BR])
@@ -214,18 +214,20 @@ def group_advantages(
     leave_one_out: bool,
     scale: Literal["group", "none"],
 ) -> tuple[Tensor, Tensor]:
-    """Returns advantages [B] of responses, and whether each is counted [B]: scored, in a group whose advantages differ.
+    """Returns the responses' advantages [B], and which responses are counted [B]: those that have a score, in a group
+    whose advantages differ.
 
-    A return R is a response's score s less its KL penalty, or the score alone if the KL is in the loss. The baseline is
-    the mean of the group's n scored responses (arXiv 2402.03300) or, with `leave_one_out`, of the n - 1 others (arXiv
-    2402.14740): that advantage is the former times n / (n - 1).
+    A return R is a response's score s minus its KL penalty, or the score alone if the KL is in the loss. The baseline
+    is the mean return of the group's n scored responses (arXiv 2402.03300) or, with `leave_one_out`, of the n - 1
+    others (arXiv 2402.14740), which multiplies the advantage by n / (n - 1).
 
-    With `scale` "group", the advantage is (s - mean s) / std s - (penalty - mean penalty), with n - 1 in the standard
-    deviation's denominator. GRPO and GSPO divide scores; penalties divided with them would become full-size advantages
-    wherever scores hardly differ, at any coefficient. Undivided, their mean gradient is that of the KL times its
-    coefficient in every group, as it is with the KL in the loss. Equal scores add nothing.
+    With `scale` "group", the advantage is (s - mean s) / std s - (penalty - mean penalty), where the standard deviation
+    has n - 1 in its denominator. Only scores are divided, as in GRPO and GSPO. If the penalties were divided too, they
+    would become full-size advantages wherever scores hardly differ, whatever the KL coefficient. Undivided, their mean
+    gradient in every group is the coefficient times that of the KL, just as with the KL in the loss. Equal scores add
+    nothing.
 
-    A response without a score is left out of means, deviations and n; a lone scored response has an advantage of 0.
+    A response without a score is left out of means, deviations and n; the advantage of a lone scored response is 0.
     """
     scored_GK = scored_B.view(-1, samples_per_prompt)
     advantages_GK, others_G1 = _centred(returns_B, scored_GK), (scored_GK.sum(dim=1, keepdim=True) - 1).clamp(min=1)
@@ -242,19 +244,21 @@ def group_advantages(
 
 
 def _centred(values_B: Tensor, scored_GK: Tensor) -> Tensor:
-    """Returns values less the mean of their group's scored ones [G, K]; 0 where not scored."""
+    """Returns values minus the mean of the scored ones in their group [G, K]; 0 where not scored."""
     values_GK = torch.where(scored_GK, values_B.view(scored_GK.shape), 0.0)
     mean_G1 = values_GK.sum(dim=1, keepdim=True) / scored_GK.sum(dim=1, keepdim=True).clamp(min=1)
     return torch.where(scored_GK, values_GK - mean_G1, 0.0)
 
 
 def _spread(centred_GK: Tensor) -> Tensor:
-    """Returns the largest less the smallest value of each group [G, 1]; the zeros of unscored ones lie between."""
+    """Returns the largest minus the smallest value of each group [G, 1]. The zeros of unscored responses lie between
+    the two, so they change nothing.
+    """
     return centred_GK.amax(dim=1, keepdim=True) - centred_GK.amin(dim=1, keepdim=True)
 
 
 def _is_informative(scores_B: Tensor, scored_B: Tensor, samples_per_prompt: int) -> Tensor:
-    """Returns whether each group has scores that differ [G]."""
+    """Returns which groups have scores that differ [G]."""
     return _spread(_centred(scores_B, scored_B.view(-1, samples_per_prompt)))[:, 0] >= MIN_SPREAD
 
 
@@ -263,8 +267,8 @@ def informative_groups(
 ) -> tuple[Tensor, float]:
     """Returns the rows of the first `num_groups` groups with differing scores, and the share of such groups among all.
 
-    If there are too few such groups, the first of the others are added, those without any score last: so a score is
-    kept if there is one. Groups stay in order.
+    If there are too few such groups, the first of the other groups are added. Groups without any score are added last,
+    so at least one score is kept if there is one. Groups stay in order.
     """
     informative_G = _is_informative(scores_B, scored_B, samples_per_prompt)
     has_score_G = scored_B.view(-1, samples_per_prompt).any(dim=1)
@@ -275,7 +279,9 @@ def informative_groups(
 
 
 def _group_metrics(scores_B: Tensor, scored_B: Tensor, samples_per_prompt: int) -> dict[str, float]:
-    """Count the groups of at least two scored responses with equal scores; and the share of all groups that differ."""
+    """Returns the number of groups with at least two scored responses whose scores are all equal, and the share of all
+    groups whose scores differ.
+    """
     informative_G = _is_informative(scores_B, scored_B, samples_per_prompt)
     comparable_G = scored_B.view(-1, samples_per_prompt).sum(dim=1) > 1
     return {

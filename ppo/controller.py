@@ -56,7 +56,7 @@ class Experience:
     scores_BO: Tensor  # score per objective, higher is better; NaN where scoring failed
     scores_B: Tensor  # weighted sum over the objectives
     scored_B: Tensor  # True = has a score
-    terminal_rewards_B: Tensor  # scaled scores less the penalty for a missing EOS; 0 where scoring failed
+    terminal_rewards_B: Tensor  # scaled scores minus the penalty for a missing EOS; 0 where scoring failed
     outputs: ModelOutputs  # log-probs under policy and reference, and values
     staleness: int  # iterations between the weights that sampled the rollout and those that learn from it
     sampler_difference: float  # mean |difference| between the sampler's and the learner's log-probs, nats per token
@@ -70,7 +70,7 @@ class Experience:
 
 class PPOController:
     """Runs iterations. Its state is the iteration number, the KL coefficient, the rollouts in flight, and the evidence
-    of the test of draws.
+    that the test of draws has collected.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class PPOController:
             rollout, scores, oversampling = self._keep_informative(rollout, scores())
         first_epoch, keeps = minibatches[: self.config.num_minibatches], iteration % REPEATED_EVERY > 0
         staleness = self._staleness(iteration)
-        # Tokens of chosen groups, or of older weights, are not draws from this policy.
+        # Tokens of selected groups, or sampled with older weights, are not draws from this policy.
         tests_draws = not staleness and not oversampling
         forward_passes = self.roles.start_forward_passes(rollout, first_epoch, keeps=keeps, tests_draws=tests_draws)
         scores_BO, outputs = scores(), forward_passes()
@@ -222,7 +222,7 @@ class PPOController:
         )
 
     def _test_draws(self, iteration: int) -> None:
-        """Check that the sampled tokens are draws from the policy, by all evidence of this run so far.
+        """Check, on all evidence of this run so far, that the sampled tokens are draws from the policy.
 
         Raises:
             RunError: they are not.
@@ -373,7 +373,7 @@ class PPOController:
         if config.ptx_rows:
             ptx_rows = torch.from_numpy(self.ptx_order.batch(update))
         weight_BR, num_tokens = token_weights(minibatch.counted_BR, config.loss.token_weight, config.max_new_tokens)
-        if config.kl.kind == "loss":  # includes groups of equal scores: their KL has a gradient
+        if config.kl.kind == "loss":  # this counts groups of equal scores too: their KL has a gradient
             kl_weight_BR, num_scored = token_weights(
                 minibatch.scored_BR, config.loss.token_weight, config.max_new_tokens
             )

@@ -55,7 +55,7 @@ class Learners:
         """Start computing log π of each response token [B, R], nats, at the sampling temperature; 0 at padding.
 
         With `tests_draws`, learners also collect evidence on whether the tokens are draws from π (`take_evidence`).
-        That requires every response that was sampled with these weights, not a choice of them.
+        That requires all responses that were sampled with these weights, not a selection.
 
         Responses are packed as the updates on `minibatches` (row numbers of the rollout) will pack them. With `keeps`,
         learners keep passes for the first of those updates to reuse; it must come next (`ppo.kept_passes`).
@@ -122,7 +122,7 @@ class Learners:
         self.ranks.call_all(Learner.export_policy, folder)
 
     def take_evidence(self) -> Evidence:
-        """Returns the evidence of all passes with `tests_draws` since the last call."""
+        """Returns the evidence from all passes with `tests_draws` since the last call."""
         return sum(self.ranks.call_all(Learner.take_evidence), NO_EVIDENCE)
 
     def sent_digests(self) -> Mapping[str, int]:
@@ -204,7 +204,7 @@ class Learner(Rank):
         )
 
     def take_evidence(self) -> Evidence:
-        """Returns the evidence of this rank since the last call."""
+        """Returns the evidence that this rank has collected since the last call."""
         found, self.evidence = self.evidence, NO_EVIDENCE
         return found
 

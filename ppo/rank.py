@@ -179,8 +179,8 @@ class Rank:
     def _test_draws(
         self, logits_CV: Tensor, logprobs_C: Tensor, packed: "PackedRollout", rollout: Rollout, drawn: Drawn
     ) -> None:
-        """Add evidence from every n-th token, where n depends on sizes alone: a choice that depended on the responses
-        would leave tokens that are no longer draws.
+        """Add evidence from every n-th token, where n depends only on sizes. If the choice depended on the responses,
+        the chosen tokens would no longer be draws from the policy.
         """
         R, V = rollout.max_new_tokens, logits_CV.shape[1]
         every = -(-drawn.num_rows * R * V // (self.num_workers * TESTED[self.device.type]))

@@ -96,11 +96,11 @@ class Roles:
     def start_forward_passes(
         self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False, tests_draws: bool = False
     ) -> Pending[ModelOutputs]:
-        """Start the passes of policy, reference and value function over a rollout. Its rows are packed as the updates
-        on `minibatches` will pack them.
+        """Start the forward passes of policy, reference and value function over a rollout. Its rows are packed as the
+        updates on `minibatches` will pack them.
 
         All passes start together, so scorers and learners on separate ranks work at the same time. With `keeps`,
-        learners keep passes that the first update would repeat. `tests_draws` is as for
+        learners keep passes that the first update would repeat. For `tests_draws`, see
         `Learners.start_policy_logprobs`.
         """
         learners = self.learners

@@ -69,9 +69,10 @@ def pass_slices(pass_sizes: Sequence[int]) -> list[slice]:
 
 
 class Sendable:
-    """A dataclass with tensors, which is pickled as one buffer that has only its own rows.
+    """A dataclass with tensors that is pickled as one buffer with only its own rows.
 
-    Torch would pickle each tensor by itself, at a tenth of a millisecond per tensor, and a view with its whole storage.
+    Torch would pickle each tensor separately, at a tenth of a millisecond per tensor, and a view with its whole
+    storage.
     """
 
     def __reduce__(self) -> tuple[Callable[..., "Sendable"], tuple[object, ...]]:
@@ -86,7 +87,7 @@ class Sendable:
 
 @dataclass(frozen=True)
 class Described:
-    """A `Sendable` without its tensors: its class, and (dtype, shape) in the place of each tensor."""
+    """A `Sendable` without its tensors: its class, and (dtype, shape) in place of each tensor."""
 
     kind: type[Sendable]
     values: tuple[Any, ...]
@@ -104,7 +105,7 @@ def _described(sent: Sendable, tensors: list[Tensor]) -> Described:
 
 
 def _received(described: Described, buffer: NDArray[np.uint8]) -> Sendable:
-    """Restore what `Sendable.__reduce__` described. The tensors share a copy of the buffer, which may be read-only."""
+    """Restore what `Sendable.__reduce__` described. The tensors share a copy, because the buffer may be read-only."""
     whole, start = torch.from_numpy(buffer.copy()), 0
 
     def restored(of: Described) -> Sendable:
@@ -239,11 +240,11 @@ class Rollout(Sendable):
 
 @dataclass(frozen=True)
 class Drawn(Sendable):
-    """What the test of draws reads about rows of a rollout, besides these rows (`lm.samplers.draws`)."""
+    """What the test of draws (`lm.samplers.draws`) needs to know about rows of a rollout in addition to the rows."""
 
     rows_B: Tensor  # numbers of the rows in the whole rollout
-    before_BR: Tensor  # response tokens of the row before in the whole rollout; -1 = none
-    num_rows: int  # of the whole rollout
+    before_BR: Tensor  # response tokens of the previous row in the whole rollout; -1 = none
+    num_rows: int  # in the whole rollout
 
     @classmethod
     def of(cls, rollout: Rollout) -> Self:

@@ -53,7 +53,7 @@ from training.writer import PROGRESS
 MEASURES_SCALE = (
     "responses of the initial policy sampled, to measure the spread of its scores (docs/troubleshooting.md)"
 )
-DRAWS = "draws.json"  # in a checkpoint: evidence of the test of draws
+DRAWS = "draws.json"  # in a checkpoint: the evidence of the test of draws
 SCALE_PROMPTS = 512  # prompts on which the score scale of an unknown reward model is measured
 
 
@@ -68,9 +68,9 @@ def run(
 ) -> None:
     """Iterate from the newest checkpoint to the end; write `model/`, `model_ema/` and `results.json`.
 
-    `samples.jsonl` gets some responses to be read, and `rollouts.jsonl` which weights sampled each response. With
-    `keep_policies_every`, `policies/NNNNNN/` are model directories of the policy during training. `enter` is called
-    with the name of each phase when it begins.
+    `samples.jsonl` gets some responses for people to read, and `rollouts.jsonl` records which weights sampled each
+    response. With `keep_policies_every`, `policies/NNNNNN/` are model directories of the policy during training.
+    `enter` is called with the name of each phase when it begins.
 
     Raises:
         ValueError: a prompt leaves no room for a response, or too many scores fail.
@@ -116,7 +116,7 @@ def controller_of(
     rollouts: RolloutLog | None = None,
     enter: Callable[[str], None] = lambda _phase: None,
 ) -> PPOController:
-    """Build the controller as it is before its first iteration. Prompts and keywords are as for `PPOController`."""
+    """Build the controller as it is before its first iteration. For prompts and keywords, see `PPOController`."""
     stream = models.pretraining
     num_rows = len(stream_rows(stream.path, stream.seq_len)) if stream else 0
     followed = followed_rows(len(prompts), roles.rows_multiple, context.seed) if config.follow_every_iterations else ()

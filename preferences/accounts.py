@@ -36,7 +36,7 @@ ROLES = ("lead", "labeler")
 STATES = ("new", "admitted", "closed")
 
 SESSION_SECONDS = 12 * 3_600.0
-IDLE_SECONDS = 2 * 3_600.0  # a session that no request has used for so long ends
+IDLE_SECONDS = 2 * 3_600.0  # a session that no request has used for this long ends
 INVITATION_SECONDS = 7 * 24 * 3_600.0
 FIRST_LEAD = "lead"
 MAX_EVENTS_SHOWN = 100
@@ -67,9 +67,9 @@ class Invitation:
 
 @dataclass(frozen=True)
 class Session:
-    """Somebody's session: when it began and when a request last used it, in seconds since the epoch.
+    """A session: when it began and when a request last used it, in seconds since the epoch.
 
-    Each server knows only its own requests: `used_at` is None if this one has had none.
+    Each server knows only its own requests: `used_at` is None if this server has had none.
     """
 
     began_at: float
@@ -237,7 +237,7 @@ class Accounts:
         if self._hasher.verify(row.key_hash if row is not None else "", key):
             return self._open_session(name)
         with self._writer.begin() as connection:  # for unknown names too, so that the time does not give them away
-            # What was typed as an unknown name may be a key, and is not stored.
+            # An unknown name is not stored, because somebody may have typed their key there.
             subject = pseudonym_of(connection, name) if row is not None else UNKNOWN
             recording.log(connection, SERVER, SIGN_IN_FAILED, subject, self._clock())
         return None
@@ -284,7 +284,7 @@ class Accounts:
         return _as_account(row)
 
     def sessions_of(self, name: str, token: str) -> list[Session]:
-        """Returns somebody's sessions that have not ended, newest first. `token` is that of the session that asks."""
+        """Returns a person's open sessions, newest first. `token` is that of the session that makes the request."""
         now = self._clock()
         statement = select(sessions).where(sessions.c.account == name, sessions.c.expires_at > now)
         with self._reader.begin() as connection:
@@ -302,7 +302,7 @@ class Accounts:
             connection.execute(delete(sessions).where(sessions.c.token_hash == digest(token)))
 
     def sign_out_everywhere(self, name: str) -> None:
-        """Ends all sessions of a name."""
+        """Ends all sessions of the person with this name."""
         with self._writer.begin() as connection:
             connection.execute(delete(sessions).where(sessions.c.account == name))
             self._log_about(connection, name, "signed out everywhere", name)

@@ -1,11 +1,13 @@
 """Backups of a label store, and restoring one.
 
-A backup is one SQLite file, whichever database holds the store: a snapshot of a single transaction, taken while
-labelers answer. `restore` makes a new store of it, in SQLite or PostgreSQL, and never writes to an existing one.
+A backup is one SQLite file, whichever database holds the store. It is the snapshot of a single transaction, so it can
+be taken while labelers answer. `restore` makes a new store from it, in SQLite or PostgreSQL, and never writes to an
+existing one.
 
-An old backup must not let people in again who were shut out after it was made. It holds no sessions and no one-time
-links. Accounts, closures and erasures come from `current`, the store as it was last or a newer backup of it. If there
-is none, nobody can know who was shut out, so every account comes back closed until a lead admits it.
+Restoring an old backup must not readmit people who were shut out after it was made. So a backup holds no sessions and
+no one-time links, and accounts, closures and erasures come from `current`: the store in its latest state, or a newer
+backup of it. Without `current`, nobody can know who was shut out, so every account comes back closed until a lead
+admits it.
 """
 
 import shutil
@@ -34,7 +36,7 @@ _COUNTED = {tasks.name: tasks.c.position, judgments.name: judgments.c.judgment_i
 class Restored:
     """What a restored store holds. `num_erased` and `num_closed` count people shut out since the backup.
 
-    `num_closed` counts all accounts if no current store was given.
+    If no current store was given, `num_closed` counts all accounts.
     """
 
     num_tasks: int
@@ -46,7 +48,7 @@ class Restored:
 def backup(url_or_path: str | Path, out: Path) -> tuple[int, int]:
     """Writes a store's backup to a new file. Returns the numbers of tasks and judgments in it.
 
-    Raises: ValueError for a path that exists, a missing or damaged store, and a file that is no label store.
+    Raises: ValueError for a path that exists, a missing or damaged store, and a file that is not a label store.
     """
     _require_new(out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -59,10 +61,11 @@ def backup(url_or_path: str | Path, out: Path) -> tuple[int, int]:
 
 
 def restore(path: Path, url_or_path: str | Path, *, current: str | Path = "") -> Restored:
-    """Makes a new store of a backup. `current` is the latest state of the store, or a newer backup, if there is one.
+    """Makes a new store from a backup. `current` is the latest state of the store, or a newer backup; "" if neither is
+    left.
 
-    Raises: ValueError for a store that is not new, a missing or damaged backup, and a `current` that is no later state
-    of the same store.
+    Raises: ValueError for a target that is not new, a missing or damaged backup, and a `current` that is not a later
+    state of the same store.
     """
     target = store_file(url_or_path)
     if target is not None:
@@ -76,7 +79,7 @@ def restore(path: Path, url_or_path: str | Path, *, current: str | Path = "") ->
         with _opened(prepared) as engine, engine.connect() as source, target_engine.begin() as connection:
             _require_empty(connection, url_or_path)
             _copy_rows(source, connection)
-            for table, number in _COUNTED.items():  # the next row gets a number above all copied ones
+            for table, number in _COUNTED.items():  # so that the next row gets a number above all copied ones
                 sequence = func.pg_get_serial_sequence(table, number.name)
                 newest = select(func.max(number)).scalar_subquery()
                 connection.execute(select(func.setval(sequence, func.coalesce(newest, 1), newest.is_not(None))))
@@ -87,7 +90,7 @@ def restore(path: Path, url_or_path: str | Path, *, current: str | Path = "") ->
 
 
 def _snapshot(url_or_path: str | Path, out: Path) -> None:
-    """Copies a store, as it is at one moment, into a SQLite file, without sessions and links."""
+    """Copies a consistent snapshot of a store into a SQLite file, without sessions and links."""
     require_store(url_or_path)
     source = store_file(url_or_path)
     if source is None:
@@ -110,7 +113,7 @@ def _snapshot(url_or_path: str | Path, out: Path) -> None:
 
 
 def _copy_rows(source: Connection, target: Connection) -> None:
-    """Copies all tables except sessions and links. `target` has the tables, empty."""
+    """Copies all tables except sessions and links into the empty tables of `target`."""
     for table in metadata.sorted_tables:
         if table in _LEFT_OUT:
             continue
@@ -130,7 +133,7 @@ def _opened(url_or_path: str | Path) -> Iterator[Engine]:
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[Path]:
-    """Yields a path in a temporary folder, because SQLite puts files next to its own, and then moves it to `path`."""
+    """Yields a path in a temporary folder, because SQLite creates more files next to it; then moves it to `path`."""
     with TemporaryDirectory(prefix=PREFIX, dir=path.parent) as folder:
         made = Path(folder) / "store.sqlite"
         yield made
@@ -146,7 +149,7 @@ def _close_file(path: Path) -> None:
 
 
 def _require_new(path: Path) -> None:
-    """Raises: ValueError if the file, or the log of a store that was there, exists: SQLite would replay the log."""
+    """Raises: ValueError if the file exists, or a former store's write-ahead log, which SQLite would replay."""
     for found in (path, path.with_name(f"{path.name}-wal")):
         if found.exists():
             raise ValueError(f"{found}: already exists; a new path was expected")
@@ -162,7 +165,7 @@ def _require_empty(connection: Connection, url_or_path: str | Path) -> None:
 
 
 def _prepare(path: Path, out: Path, current: str | Path) -> Restored:
-    """Copies a backup to `out` and shuts out whoever was shut out since."""
+    """Copies a backup to `out` and shuts out everybody who was shut out since it was made."""
     _snapshot(path, out)
     with _opened(out) as engine:
         with engine.begin() as connection:
@@ -189,7 +192,7 @@ def _take_people(connection: Connection, people: Connection, where: str) -> tupl
 
     Returns how many people were erased, and how many accounts closed, since the backup.
 
-    Raises: ValueError, beginning with `where`, if it is no later state.
+    Raises: ValueError, beginning with `where`, if `people` is not a later state.
     """
     known = {row.pseudonym: row for row in connection.execute(select(labelers))}
     latest = {row.pseudonym: row for row in people.execute(select(labelers))}

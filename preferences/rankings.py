@@ -27,7 +27,7 @@ class CurrentJudgments:
     adjudications: tuple[Judgment, ...]  # the last one of each task
     replaced: tuple[Judgment, ...]  # revised or undone by the same labeler, or voided by a lead
     undos: tuple[Judgment, ...]  # those without a later event
-    voids: tuple[Judgment, ...]  # the same
+    voids: tuple[Judgment, ...]  # those without a later event
 
     @property
     def final(self) -> tuple[Judgment, ...]:
@@ -39,7 +39,7 @@ class CurrentJudgments:
 def current_judgments(judgments: Iterable[Judgment]) -> CurrentJudgments:
     """Applies revisions, undos, voids and adjudications. `judgments` may come in any order.
 
-    The labeler's highest revision on a task is current; after an undo or a void no answer is.
+    The labeler's highest revision on a task is current. After an undo or a void, no answer is current.
 
     Raises: ValueError if one labeler has the same revision twice on a task.
     """

@@ -5,7 +5,7 @@ assignment of the task, a skip or a void releases it, and an undo takes back the
 again. An adjudication (a lead's answer that overrides those of labelers) needs no assignment, and neither does its undo
 or void.
 
-An import stores tasks with judgments that were made outside this store, all or none.
+An import stores tasks with judgments that were made outside this store: either all of them or none.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -97,9 +97,9 @@ def record(
     external: bool = False,
     files: Locations = NO_LOCATIONS,
 ) -> int:
-    """Stores events of one labeler, in order, and returns how many. Those already stored are accepted and left alone.
+    """Stores events of one labeler, in order, and returns how many. Events already stored are accepted and left alone.
 
-    `expires_at` is when the leases that an undo grants run out. External events (recorded outside this store) may
+    `expires_at` is the time when leases granted by an undo run out. External events (recorded outside this store) may
     follow each other in any order: an answer may replace another without an undo, and a task whose last event is an
     undo needs no assignment. `files` says where the rows come from.
 
@@ -201,7 +201,7 @@ def _require_sequence(where: str, kind: str, before: Sequence[Mapping[str, Any]]
 
 
 def _number(who: str, states: Sequence[AssignmentState], kind: str, now: float) -> int | None:
-    """Returns the labeler's assignment of a task if they have one, else a free one (not to release it), else None."""
+    """Returns the labeler's assignment of a task, else a free one unless `kind` releases assignments, else None."""
     own = [state.number for state in states if state.labeler == who]
     free = [state.number for state in states if state.is_free(now) and kind not in RELEASING]
     return next(iter([*own, *free]), None)

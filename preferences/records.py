@@ -13,7 +13,7 @@ MAX_RESPONSES = 9
 MAX_LABELERS = 1_000  # per task; adding a task creates a row for each
 MAX_REVISION = 10_000  # events of one labeler on one task
 MAX_MILLISECONDS = 2**31 - 1  # nearly 25 days: the largest integer that the store's column holds
-MAX_CREATED_AT = 4_102_444_800.0  # the year 2100; a time in milliseconds is far above it
+MAX_CREATED_AT = 4_102_444_800.0  # the year 2100; times in milliseconds are far above it
 MAX_ID_CHARACTERS = 500  # a PostgreSQL index entry holds 2,704 bytes, a character takes at most 4
 OVERALL = "overall"  # the objective if there is only one
 
@@ -139,8 +139,8 @@ class Judgment:
     """One immutable row of the label store: everything known about one event of one labeler.
 
     Lists are in canonical order. `revision` counts a labeler's events on one task; the last one is current. For a skip,
-    an undo or a void, `ranks` is empty and `note` gives the reason. A void is a lead's: it takes the labeler's judgment
-    out of everything, and the audit log says who did it.
+    an undo or a void, `ranks` is empty and `note` gives the reason. A void comes from a lead: it takes the labeler's
+    judgment out of everything, and the audit log says who did it.
     """
 
     task_id: str
@@ -165,14 +165,14 @@ def dense_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def as_moment(seconds: float, form: str = "%Y-%m-%d %H:%M") -> str:
-    """Formats seconds since the epoch, in UTC. Stores from before times were checked may hold an impossible one."""
+    """Formats seconds since the epoch, in UTC. Old stores may hold an impossible time, since times were not checked."""
     if not is_moment(seconds):
         return f"impossible time {seconds:g}"
     return datetime.fromtimestamp(seconds, UTC).strftime(form)
 
 
 def is_moment(seconds: float) -> bool:
-    """Whether seconds since the epoch lie between 1970 and 2100, and so are no milliseconds. 0 stands for unknown."""
+    """Whether seconds since the epoch lie between 1970 and 2100, which excludes milliseconds. 0 stands for unknown."""
     return 0 <= seconds <= MAX_CREATED_AT
 
 

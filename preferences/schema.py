@@ -4,7 +4,7 @@ tasks        one row per task, in order of arrival, append-only: triggers refuse
 places       one row per assignment (a labeler that a task wants): free, leased or done; leases are stored only here;
              triggers refuse DELETE, replacing a row, and moving an assignment to another task
 judgments    one row per event of a labeler, append-only like tasks
-people_acts  the audit log: one row per event on accounts or exports, append-only in the same way
+people_acts  the audit log: one row per event on accounts or exports, append-only like tasks
 labelers     the name of each pseudonym; triggers refuse DELETE, and every UPDATE except an erasure
 
 A column `labeler` holds a pseudonym, and so do `actor` and `subject` of the audit log if they are people. Only an

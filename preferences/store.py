@@ -189,8 +189,8 @@ class LabelStore:
     ) -> None:
         """Takes a labeler's judgment out of everything, on behalf of the lead `by`. The judgment stays stored.
 
-        If the judgment counted toward the task's quota, the task is open again, to the same labeler too. The audit log
-        says who voided whose judgment. Idempotent.
+        If the judgment counted toward the task's quota, the task is open again, even to the same labeler. The audit log
+        records who voided whose judgment. Idempotent.
 
         Raises: ValueError for an unknown task or labeler, an empty reason, and a judgment that is not current.
         """

@@ -186,14 +186,15 @@ def rankings_by_task(rankings: Sequence[Ranking]) -> list[list[Ranking]]:
     return list(by_task.values())
 
 
-Judged = tuple[str, list[Ranking]]  # what messages call a task, such as its file and line, and its rankings
-EncodedTask = tuple[str, list[Ranking], tuple[Encoded, ...]]  # the same, and its responses with their prompt
+# A task as messages name it, such as by its file and line, and its rankings.
+Judged = tuple[str, list[Ranking]]
+EncodedTask = tuple[str, list[Ranking], tuple[Encoded, ...]]  # the same, and the responses with their prompt
 
 
 def encode_tasks(tokenizer: Tokenizer, tasks: Iterable[Judged], max_tokens: int, section: str) -> Iterator[EncodedTask]:
     """Yields each task with the tokens of its responses. Each response is encoded once for all labelers.
 
-    Raises: ValueError naming a task whose conversation is longer than `max_tokens`, or that the chat template refuses.
+    Raises: ValueError naming a task whose conversation is longer than `max_tokens` or is refused by the chat template.
     """
     for where, task, sequences in encode_unchecked(tokenizer, tasks):
         longest = max(len(sequence.tokens) for sequence in sequences)
@@ -237,9 +238,9 @@ def fit_tasks(
 ) -> Iterator[tuple[list[Ranking], tuple[Encoded, ...], int]]:
     """Yields each task with its sequences, and whether they fit, were truncated or skipped. A skipped task has none.
 
-    With `keeps_end`, a truncated response still ends with the end token.
+    With `keeps_end`, a truncated response still ends with the end token. A task is also skipped if truncation makes
+    different responses equal, as happens when the prompt is too long.
 
-    A task is also skipped if truncation makes different responses equal, as happens when the prompt is too long.
     Raises: ValueError as `encode_tasks`, if `on_overlong` is "refuse".
     """
     if on_overlong == "refuse":

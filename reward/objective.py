@@ -214,11 +214,11 @@ MAX_RESPONSES = 1 << 20  # to one prompt; sequence numbers of consecutive compar
 
 
 class ComparisonObjective:
-    """Base of the objectives over comparisons. A pass holds whole comparisons.
+    """Base class of the objectives over comparisons. A pass holds whole comparisons.
 
-    Losses and metrics are sums over verdicts, each times its share: its weight / the number of verdicts on the same
-    comparison. The training loop divides them by `count` of the whole batch, over all ranks and micro-batches, which is
-    the sum of these shares. So they are weighted means, and in the same way on any number of ranks.
+    Losses and metrics are sums over verdicts, each multiplied by its share: its weight divided by the number of
+    verdicts on the same comparison. The training loop divides them by `count` of the whole batch, over all ranks and
+    micro-batches, which is the sum of these shares. So they are weighted means, the same on any number of ranks.
     """
 
     comparisons: Sequence[Comparison]
@@ -227,7 +227,7 @@ class ComparisonObjective:
         return len(self.comparisons)
 
     def count(self, rows: IntArray) -> float:
-        """The sum of the comparisons' weights; their number if all labelers weigh the same."""
+        """The sum of the comparisons' weights; it is their number if all labelers have the same weight."""
         return sum(self.comparisons[row].weight for row in rows)
 
     def num_tokens(self, rows: IntArray) -> int:
@@ -245,9 +245,9 @@ class ComparisonObjective:
 class RankingObjective(ComparisonObjective):
     """The loss of rankings, and of ratings if they are learned.
 
-    A comparison reads and trains only the head of its own objective. If labelers weigh the same, so do all comparisons,
-    and the shared trunk gets gradient from each objective in proportion to its comparisons. With several `objectives`,
-    accuracy is also reported for each by name. Ratings, in units of `rating_std`
+    A comparison reads and trains only the head of its own objective. If all labelers weigh the same, so do all
+    comparisons, and the shared trunk gets gradient from each objective in proportion to its comparisons. With several
+    `objectives`, accuracy is also reported for each by name. Ratings, in units of `rating_std`
     (`reward.objective.AuxiliaryParameters`), have the weight `rating_coef`; 0 leaves them out.
     """
 

@@ -72,7 +72,7 @@ class Split:
 
 @dataclass(frozen=True)
 class PreparedRankings:
-    """Rankings in a folder that `tokenize` made, without their texts. Only what is asked for is read.
+    """Rankings in a folder that `tokenize` made, without their texts. Each part is read only when it is used.
 
     Each prompt is replaced by a hash, since statistics only need to know which rankings have the same prompt.
     """
@@ -92,7 +92,7 @@ class PreparedRankings:
 
     @cached_property
     def first_sequence(self) -> Mapping[str, int]:
-        """By task: the number of its first response's sequence."""
+        """The index of each task's first response among the sequences, by task id."""
         rows = [(row.task_id, row.num_responses) for row in self._rows()]
         totals = itertools.accumulate((number for _, number in rows), initial=0)
         return {task_id: total for (task_id, _), total in zip(rows, totals, strict=False)}
@@ -105,7 +105,7 @@ class PreparedRankings:
 
     @property
     def sources(self) -> tuple[SourceRows, ...]:
-        """Counts of these warnings; () if no row is unusual."""
+        """Counts of unusual rows by source; () if no row is unusual."""
         return read_sources(self.folder)
 
     def counts(self) -> Counter[tuple[str, bool]]:
@@ -143,7 +143,7 @@ class PreparedRankings:
 
 
 class JudgedRow(NamedTuple):
-    """A task and its rankings as the folder has them, in JSON."""
+    """A task and its rankings, as the folder stores them in JSON."""
 
     task_id: str
     objective: str
@@ -165,7 +165,7 @@ class JudgedRow(NamedTuple):
             yield Ranking(self.task_id, prompt, no_texts, tuple(ranks), labeler, self.objective, tuple(ratings))
 
 
-ARRAYS = (*CHECKED_SEQUENCES, "texts", "text_bytes", "warnings")  # of a folder of rankings
+ARRAYS = (*CHECKED_SEQUENCES, "texts", "text_bytes", "warnings")  # in a folder of rankings
 
 
 def ranking_parts(
@@ -177,14 +177,14 @@ def ranking_parts(
     *,
     tell: Callable[[str], None] = untold,
 ) -> Iterator[Part]:
-    """Reads the rankings, and yields the tokens of the tasks' responses, from task number `first_task` on; only
-    response tokens are counted. `tell` gets lines about the rows.
+    """Reads the rankings, and yields the tokens of the tasks' responses, starting at task number `first_task`. Only
+    response tokens are counted. `tell` receives lines about the rows.
 
     Raises: as `read_judgments` and `fit_tasks`.
     """
     judgments = read_judgments(config.rankings, tell)
     warnings = np.frombuffer(json.dumps(warnings_about(judgments)).encode(), np.uint8)
-    written_once = {} if first_task else {"warnings": warnings}  # with the first tasks
+    written_once = {} if first_task else {"warnings": warnings}  # goes with the first tasks
     tasks = itertools.islice(judgments.ranked_tasks(), first_task, None)
     fitting = fit_tasks(tokenizer, tasks, max_tokens, config.on_overlong, config.section, keeps_end=config.keeps_end)
     for fitted in chunks(fitting):
@@ -219,8 +219,8 @@ def tokenize(
     max_tokens: int,
     tell: Callable[[str], None] = untold,
 ) -> PreparedRankings:
-    """Returns the rankings and their tokens, after reading and writing them if necessary. `tell` gets lines about what
-    is read. Raises: as `ranking_parts`.
+    """Returns the rankings and their tokens, after reading and writing them if necessary. `tell` receives lines about
+    what is read. Raises: as `ranking_parts`.
     """
     templated = tokenizer.with_template(config.chat_template)
     parts = partial(ranking_parts, templated, config, run.seed, max_tokens, tell=tell)
@@ -248,8 +248,8 @@ def check_objectives(config: ComparisonsConfig) -> None:
 
 
 def report_rankings(run: StageRun, config: ComparisonsConfig, prepared: PreparedRankings, max_tokens: int) -> None:
-    """Report which rankings are not learned, where warnings about rows will be, and how many rows are too long for a
-    model that reads `max_tokens`. Raises: as `objectives_of`.
+    """Report which rankings are not learned, where the warnings about rows will be written, and how many rows are too
+    long for a model that reads `max_tokens`. Raises: as `objectives_of`.
     """
     counts = prepared.counts()
     objectives = objectives_of(counts, config)
@@ -291,11 +291,11 @@ def split_of(rankings: Sequence[Ranking], config: ComparisonsConfig, seed: int) 
 
 
 def objectives_of(counts: Counter[tuple[str, bool]], config: ComparisonsConfig) -> tuple[str, ...]:
-    """Returns the objectives to learn, in the order of the heads. `counts` has the rankings of each objective that are
-    held out (True) and not.
+    """Returns the objectives to learn, in the order of the heads. `counts` has the number of rankings by objective and
+    by whether they are held out.
 
     Raises: ValueError if a named objective has no rankings, if the rankings have several objectives and the config
-    names none, and if one side of an objective's split is empty.
+    names none, or if one side of an objective's split is empty.
     """
     source, available = config.rankings.source, sorted({objective for objective, _ in counts})
     named = config.named_objectives

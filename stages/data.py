@@ -88,7 +88,7 @@ def token_folder(
 
 
 class OnAccess(Sequence[Item]):
-    """A sequence whose items are made when they are read, such as from a memory-mapped file."""
+    """A sequence whose items are made when they are read, for instance from a memory-mapped file."""
 
     def __init__(self, length: int, make: Callable[[int], Item]) -> None:
         self._numbers, self._make = range(length), make
@@ -105,12 +105,12 @@ class OnAccess(Sequence[Item]):
         return self._make(numbers) if isinstance(numbers, int) else [self._make(number) for number in numbers]
 
 
-PROMPTS = ("tokens", "lengths", "texts", "text_bytes", "overlong")  # the arrays of a folder of prompts
+PROMPTS = ("tokens", "lengths", "texts", "text_bytes", "overlong")  # the arrays in a folder of prompts
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """Prompts that leave room for a response, the tokens of each, and how many others there were."""
+    """Prompts that leave room for a response, their tokens, and the number of prompts that do not."""
 
     prompts: Sequence[Prompt]
     tokens: Sequence[list[int]]
@@ -119,7 +119,7 @@ class Fitting:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Memory-map a folder of prompts; keeps 16 bytes per prompt."""
+        """Memory-map a folder of prompts. Only 16 bytes per prompt stay in memory."""
         tokens, texts = read_array(folder, "tokens"), read_array(folder, "texts")
         token_ends, text_ends = (
             np.cumsum(read_array(folder, name), dtype=np.int64) for name in ("lengths", "text_bytes")
@@ -150,10 +150,9 @@ def fitting_prompts(
     tell: Callable[[str], None] = untold,
 ) -> Fitting:
     """Read and encode the prompts once, into files, and skip or shorten those that leave no room for a response. `tell`
-    receives what was read.
+    receives lines about what was read.
 
-    A prompt is shortened by dropping its oldest turns, except the system's. If its last turn is too long, it is
-    skipped.
+    A prompt is shortened by dropping its oldest turns, except the system's. It is skipped if its last turn is too long.
 
     Raises: ValueError if no prompt is left, if a prompt is too long or the chat template refuses it (naming file and
         line), or if a row is not a prompt (naming the field too).
@@ -221,7 +220,7 @@ def prompt_lengths(
 
 
 def _shorter(messages: Sequence[Mapping[str, str]]) -> Iterator[tuple[Mapping[str, str], ...]]:
-    """Yield the system's turn and fewer and fewer of the last turns, starting with a user's."""
+    """Yield ever shorter conversations: the system's turn and fewer of the last turns, starting with a user's."""
     system = tuple(messages[:1]) if messages[0]["role"] == "system" else ()
     for start in range(len(system), len(messages)):
         if messages[start]["role"] == "user":

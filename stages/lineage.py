@@ -83,9 +83,9 @@ def started_with(folder: Path) -> str:
 def write_lineage(
     folder: Path, inputs: Inputs, output: str, seconds: float, hosts: Mapping[str, Mapping[str, str]]
 ) -> None:
-    """Write what a stage was made from. This comes last: with the file, the stage counts as finished.
+    """Write what a stage was made from. This comes last, because a stage with this file counts as finished.
 
-    `hosts` has the hosts of the ranks by name, each with the versions that differ from the driver's.
+    `hosts` has, by name, the hosts of the ranks, each with the versions that differ from the driver's.
     """
     write_json(
         folder / LINEAGE,

@@ -72,7 +72,7 @@ class StageProgress:
     def update(self, done: int, total: int, metrics: str = "") -> None:
         """Report that `done` of `total` units are done, with the newest metrics as text.
 
-        Without a terminal, no line repeats the last one: while nothing is computed, it would look like work.
+        Without a terminal, no line repeats the last one: while nothing is computed, repeats would look like work.
         """
         self.done, self.total = done, total
         if self._bar is not None:
@@ -146,8 +146,8 @@ class Restart:
 class RunStatus:
     """State of a run. Times are in seconds since the epoch. `done` of `total` is 0 of 0 if the stage counts nothing.
 
-    `workers` are the ranks of each group. `message` says why a job failed, or what it waits for. A running job may wait
-    for lost machines, for the places of another job, or for its storage.
+    `workers` is the number of ranks by group. `message` says why a job failed, or what it is waiting for. A running job
+    may wait for lost machines, for places that another job holds, or for its storage.
     """
 
     state: State

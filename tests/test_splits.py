@@ -667,8 +667,8 @@ def test_a_split_changes_nothing_with_dropout(folder: Path, split: Split) -> Non
 @pytest.mark.parametrize("split", [split for split in SPLITS if split.name == "ranking"], ids=str)
 @torch.no_grad()
 def test_a_split_changes_no_accuracy_of_an_objective(folder: Path, split: Split) -> None:
-    """An objective that most micro-batches have nothing of is divided by the weights of its own comparisons, those of
-    all ranks; and the accuracy of both by all weights.
+    """The accuracy of an objective that is missing in most micro-batches is divided by the weights of its own
+    comparisons on all ranks; the accuracy over both objectives is divided by all weights.
     """
     model = load(CASES["ranking"].source)
     right, total = [0.0, 0.0], [0.0, 0.0]

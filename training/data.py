@@ -204,16 +204,16 @@ class Prompt(Config):
 
 
 def read_prompts(data: DataConfig, tell: Callable[[str], None] = untold) -> list[Prompt]:
-    """Return all prompts. `tell` and `Raises` are as in `stream_prompts`."""
+    """Return all prompts. For `tell` and what it raises, see `stream_prompts`."""
     return [prompt for _, prompt in stream_prompts(data, tell)]
 
 
 def stream_prompts(
     data: DataConfig, tell: Callable[[str], None] = untold, count: Callable[[SourceRows], None] = uncounted
 ) -> Iterator[tuple[str, Prompt]]:
-    """Stream (where, prompt), each prompt ending with a user's turn. Repeats of an id and its prompt are dropped.
+    """Stream (where, prompt), where each prompt ends with a user's turn. Repeats of the same id and prompt are dropped.
 
-    At the end, `tell` receives lines with the number of prompts per format and with what is unusual about the rows;
+    At the end, `tell` receives lines with the number of prompts per format and with what is unusual about the rows, and
     `count` receives the numbers of unusual rows. No text stays in memory.
 
     Raises:
@@ -242,7 +242,7 @@ def stream_prompts(
 
 
 class _KnownPrompts:
-    """The ids of the prompts read so far, each with a hash of its turns and where it is: some 200 bytes per prompt."""
+    """The ids of the prompts read so far, each with a hash of its turns and its place: about 200 bytes per prompt."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -263,7 +263,7 @@ class _KnownPrompts:
             )
 
     def add(self, where: str, prompt: Prompt) -> bool:
-        """Return whether the prompt's id is new, and remember it."""
+        """Remember the prompt's id, and return whether it is new."""
         if prompt.prompt_id in self._numbers:
             return False
         self._numbers[prompt.prompt_id] = len(self._numbers)

@@ -86,7 +86,8 @@ def _make_accelerator(config: EngineConfig, deepspeed: dict[str, Any]) -> Accele
 def _name_the_only_rank() -> None:
     """Set the variables for a world of one process if no launcher has set them.
 
-    At port 0 the operating system chooses. A child process inherits these variables and gets a port of its own.
+    With port 0, the operating system chooses a free one. So a child process that inherits these variables gets its own
+    port.
     """
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")

@@ -40,8 +40,8 @@ class Objective(Protocol[Model_contra]):
         ...
 
     def count(self, rows: IntArray) -> float:
-        """The number of units (tokens, comparisons) that the loss of these rows is a sum over, or the sum of their
-        weights. The loop divides by the count of the whole batch, on all ranks.
+        """The number of units (tokens, comparisons) over which the loss of these rows is a sum, or the sum of their
+        weights. The loop divides by the count of the whole batch over all ranks.
         """
         ...
 

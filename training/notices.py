@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 Speaker = Callable[[str], None]
 _speakers: list[Speaker] = []
-_awaited = ""  # what this process waits for
+_awaited = ""  # what this process is waiting for
 
 _REMEDIES = {
     errno.ENOSPC: "free space there",
@@ -90,8 +90,8 @@ def printing_aloud(who: str) -> Iterator[None]:
 
 @contextmanager
 def waiting() -> Iterator[Speaker]:
-    """Mark this process as one that computes nothing for now. Yields a function that takes what it waits for, which
-    `waits_for` returns to whoever shows the run's state.
+    """Mark this process as one that is waiting. Yields a function to set what it is waiting for, which `waits_for`
+    returns to callers that show the run's state.
     """
     global _awaited
 
@@ -106,7 +106,7 @@ def waiting() -> Iterator[Speaker]:
 
 
 def waits_for() -> str:
-    """Returns what this process waits for at the moment; "" if it waits for nothing."""
+    """Returns what this process is waiting for at the moment; "" if nothing."""
     return _awaited
 
 

@@ -42,7 +42,7 @@ TYPES = {
     "overlong": np.uint8,  # of each row: FITS, TRUNCATED or SKIPPED
     "texts": np.uint8,  # UTF-8
     "text_bytes": np.int32,  # of each text
-    "warnings": np.uint8,  # about rows: a JSON list
+    "warnings": np.uint8,  # a JSON list of warnings about rows
 }
 
 

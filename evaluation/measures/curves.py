@@ -161,12 +161,12 @@ class AtEqual:
 
 
 def at_equal(axis: Axis, rl: Curve, best_of_n: Curve, *, seed: int) -> tuple[AtEqual, ...]:
-    """Returns RL's lead at evenly spaced places over the range in which both curves have policies; empty if there is
-    none.
+    """Returns RL's lead at evenly spaced points of the range in which both curves have policies; empty if there is no
+    such range.
 
     Between the policies of a curve, ordered along the axis, the gold score is interpolated, separately for each
-    resample of prompts. The range from the reference to a curve's first policy is left out. Gold rises like √KL there,
-    so a straight line would put the curve with the later first policy behind.
+    resample of prompts. The range from the reference to a curve's first policy is left out: the gold score rises like
+    √KL there, so a straight line would put the curve whose first policy comes later at a disadvantage.
 
     Raises: ValueError for curves with different numbers of prompts.
     """

@@ -124,8 +124,8 @@ class Campaign:
         self.disk: SmallDisk | None = None
         self.faults, self.differing, self.rounds = list[Injected](), set[str](), 0
         self.calm = runs / f"{job.name}-calm"
-        self._stage_seconds = dict[str, float]()  # how long each stage is assumed to take
-        self._fastest = dict[str, float]()  # how long each took at least
+        self._stage_seconds = dict[str, float]()  # the assumed duration of each stage
+        self._fastest = dict[str, float]()  # the shortest time that each stage took
 
     def run_calm(self) -> float:
         """Runs the undisturbed job that the others are compared with. Returns its duration in seconds."""
@@ -138,7 +138,7 @@ class Campaign:
         return time.monotonic() - begun
 
     def useful_seconds(self, calm_seconds: float) -> float:
-        """Returns how long an undisturbed run takes once kernels are compiled, in seconds."""
+        """Returns how many seconds an undisturbed run takes once kernels are compiled."""
         first = shortest_seconds({}, self.calm, self.job.stage_names)
         return calm_seconds - sum(first.values()) + sum(self._fastest.values())
 

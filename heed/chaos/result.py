@@ -24,9 +24,9 @@ LOSS = re.compile(r"^\w+: continues from ", re.MULTILINE)
 class Injected:
     """One fault and its outcome.
 
-    `noticed_seconds` is the time until the driver reported lost workers; `recovered_seconds` is the time from the end
-    of the fault until the run made progress again; both are -1 if that did not happen. `lost_seconds` is the time from
-    the begin of the fault until then. `message` is the last line of a driver that ended.
+    `noticed_seconds` is the time until the driver reported lost workers. `recovered_seconds` and `lost_seconds` are the
+    time until the run made progress again, from the end and from the beginning of the fault. The first two are -1 if
+    that did not happen. `message` is the last line of a driver that ended.
     """
 
     kind: str
@@ -41,9 +41,9 @@ class Injected:
 
 @dataclass(frozen=True)
 class ChaosResult:
-    """Outcomes of a job under faults. `differing` lists the stages whose outputs differ from the undisturbed run's;
-    `impossible` gives the reason per kind that this machine does not allow. `useful_seconds` is how long an undisturbed
-    run takes: the first one, with the stages at the fastest that any run had them.
+    """Outcomes of a job under faults. `differing` lists the stages whose outputs differ from the undisturbed run's.
+    `impossible` gives the reason for each kind of fault that this machine does not allow. `useful_seconds` is how long
+    an undisturbed run takes: that of the first run, with each stage's time replaced by its fastest in any run.
     """
 
     faults: tuple[Injected, ...]
@@ -56,7 +56,7 @@ class ChaosResult:
 
     @property
     def effective_share(self) -> float:
-        """Useful time as a share of the time under faults. Work that is done twice is useful once."""
+        """Useful time as a share of the time under faults. Work that is done twice counts once as useful."""
         return self.rounds * self.useful_seconds / max(self.chaos_seconds, 1e-9)
 
     @property
@@ -97,7 +97,7 @@ def summary(result: ChaosResult) -> str:
 
 
 def _effective_time(result: ChaosResult) -> list[str]:
-    """Returns a table of the time that faults cost: a row per kind, and one in all."""
+    """Returns a table of the time that faults cost: one row per kind, and one for all faults."""
     rows = [("effective training time", "faults", "seconds lost", "at most", "share with one per run")]
     for kind in dict.fromkeys(fault.kind for fault in result.faults):
         lost = [fault.lost_seconds for fault in result.faults if fault.kind == kind]

@@ -74,7 +74,7 @@ def submit(
 
 
 def _list_files(shipment: "Shipment", command: str) -> None:
-    """Print the files that would be sent with their sizes, and the command that would run there."""
+    """Print the files that would be sent, with their sizes, and the command that would run there."""
     from files.importing import PACKAGES, ROOT
     from heed.jobs.submission import code_files
 

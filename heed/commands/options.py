@@ -32,7 +32,7 @@ RunsFolder = Annotated[Path, typer.Option("--runs", help="Folder that holds run 
 
 
 def all_overrides(overrides: list[str] | None, workers: int) -> list[str]:
-    """Returns the values of `--set`, and `--workers` as one of them."""
+    """Returns the values of `--set`, with `--workers` as one more."""
     return [*(overrides or []), *([f"workers={workers}"] if workers else [])]
 
 

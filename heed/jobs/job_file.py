@@ -165,9 +165,9 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), *, opens_models: 
 
 
 def job_values(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns what a job file (None: the built-in demo), its bases and `--set` overrides say, unchecked.
+    """Returns the unchecked values from a job file (None: the built-in demo), its bases and `--set` overrides.
 
-    Raises: ValueError as `read_job_values`, and for an override that names no key.
+    Raises: ValueError as `read_job_values`, and for an override that does not name a key.
     """
     name = DEMO if path is None else str(path)
     values = read_toml(files("configs").joinpath("jobs/demo.toml"), name) if path is None else read_job_values(path)

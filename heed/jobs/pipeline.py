@@ -108,7 +108,7 @@ def _work(job: JobConfig, folder: Path, first: str, only: str) -> None:
 
 
 def _end_without_head(status: StatusFile, line: str) -> None:
-    """End this process, whatever its main thread does: Ray's own calls would never return."""
+    """End this process, whatever its main thread is doing, because Ray's own calls would never return."""
     console.print(f"[bold red]error:[/] {escape(line)}")
     status.failed(line)  # last, because it waits for the disk
     os._exit(1)

@@ -114,7 +114,7 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
 
 
 def _only_shape(job: JobConfig) -> ModelConfig | None:
-    """The shape of a reward model in a job without a policy, downloaded if it is known only to the hub.
+    """Returns the shape of a reward model in a job without a policy, downloading it if only the hub knows it.
 
     Raises: ValueError naming the field if the hub does not have it.
     """

@@ -43,7 +43,7 @@ from training.notices import (
 MAX_LOSSES_IN_PLACE = 5
 FEWER_SECONDS = 60.0  # how long a smaller group waits for places: processes of the last one may still be ending
 STORAGE_SECONDS = 120.0  # how long a stage waits for space, or for its folder
-WORKERS = "workers"  # the group that every job has
+WORKERS = "workers"  # name of the group that every job has
 PROBE_BYTES = 1 << 20  # with less room than this a stage would soon fail again
 _OF_STORAGE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE})
 SAVE_SECONDS = 1800.0  # to finish a step, which may be minutes of PPO, and write its checkpoint
@@ -71,12 +71,12 @@ class Workers:
         self._bundle: Bundle | None = None
         self._group: WorkerGroup | None = None
         self._extra: dict[str, WorkerGroup] = {}
-        self._places: defaultdict[str, Places] = defaultdict(Places)  # of each group, kept when it is replaced
+        self._places: defaultdict[str, Places] = defaultdict(Places)  # by group; kept when the group is replaced
         self._begun: Future[WorkerGroup] | None = None
         self._awaits_nodes = False  # True after a loss, since a node that was lost may come back
-        # By host that has worked for this run, the versions that differ from the driver's.
+        # The versions that differ from the driver's, for each host that has worked for this run.
         self.hosts: dict[str, dict[str, str]] = {}
-        this_host()  # now, before anybody can change the code that this process has imported
+        this_host()  # called now, before anybody can change the code that this process has imported
 
     def num_ranks(self) -> dict[str, int]:
         """Returns the number of ranks of each open group."""
@@ -185,8 +185,8 @@ class Workers:
     def _checked(self, group: WorkerGroup, python: str = "") -> WorkerGroup:
         """Returns the group once all its ranks see the run's folder, run the driver's code and have the models.
 
-        Closes it if that fails. Says which hosts have other versions of packages, unless the group has a `python` of
-        its own, which is meant to have them.
+        Closes the group if that fails. Reports which hosts have other versions of packages, unless the group has a
+        `python` of its own, where that is intended.
         """
         try:
             for host in inspect_hosts(group, self.folder):
@@ -196,7 +196,7 @@ class Workers:
                 self.hosts[name] = versions
             fetch_models(group, self.models)
         except Exception:
-            group.close()  # no one else holds this group
+            group.close()  # nobody else has this group
             raise
         return group
 

@@ -19,7 +19,7 @@ from stages.progress import STATUS, WRITE_EVERY_SECONDS, Restart, RunStatus, Sta
 from stages.reports.stage_report import plain_reporter
 from training.notices import in_one_line, waits_for
 
-HANG_SECONDS = 60.0  # of one write
+HANG_SECONDS = 60.0  # a write that takes longer is reported
 
 if TYPE_CHECKING:
     from stages.reports.page import Live
@@ -108,7 +108,7 @@ class StatusFile:
         self._change(state="stopped")
 
     def failed(self, why: str) -> None:
-        """Notes why the run has ended."""
+        """Notes why the run has failed."""
         self._change(state="failed", message=why)
 
     def restarted(self, why: str) -> None:
@@ -134,8 +134,8 @@ class StatusFile:
             self._write()
 
     def _say_hangs(self) -> None:
-        """Report a write that does not return, as on a network file system whose server is away: the main thread hangs
-        at its next file too, without a word.
+        """Report a write that does not return, as happens on a network file system whose server is away. The main
+        thread also hangs there, at its next file, and cannot report it.
         """
         said = 0.0
         while not self._stop.wait(HANG_SECONDS / 10):

@@ -31,20 +31,20 @@ SHIPPED_MIB = 100  # the head keeps shipped files in memory; larger ones belong 
 class Shipment:
     """What is sent to run a job: its file, complete with bases and `--set` values, and files of the current folder.
 
-    The values are in the file and not in the command, because Ray shows the command to whoever lists its jobs.
+    The values are in the file and not in the command, because Ray shows the command to anyone who lists its jobs.
     """
 
-    job_file: str  # its name
+    job_file: str  # the file's name
     job_text: str
     files: list[Path] = field(default_factory=list)  # relative to the current folder
-    left_out: list[Path] = field(default_factory=list)  # in named folders
+    left_out: list[Path] = field(default_factory=list)  # files in named folders that are not sent
 
     @classmethod
     def of(cls, path: Path | None, overrides: Sequence[str], job: JobConfig) -> "Shipment":
-        """Find what a job needs of this machine. Absolute paths refer to the cluster.
+        """Find what a job needs from this machine. Absolute paths refer to the cluster.
 
-        Raises: ValueError for data that is missing, leads out of the current folder or its named folder, or is too
-            large to send.
+        Raises: ValueError for data that is missing, leads out of the current folder or (by a link) out of the folder
+            that the job names, or is too large to send.
         """
         shipment = cls(Path(path or DEMO).name, tomli_w.dumps(job_values(path, overrides)))
         for key, name in named_paths(job):
@@ -57,7 +57,7 @@ class Shipment:
         if not path.exists():
             if Path(name.removesuffix(".gz")).suffix in (*LOADERS, ".py", ".gguf"):
                 raise ValueError(f"{key}: {name}: {no_such_file(name)}")
-            return  # a hub id, or something that the run itself will write
+            return  # it is a hub id, or the run itself will write it
         if ".." in path.parts:
             raise ValueError(
                 f"{key} is {name!r}, which leads out of the current folder and cannot be shipped; a path below it, or"
@@ -76,9 +76,9 @@ class Shipment:
         _refuse_hiding(key, path, files)
 
     def command(self, options: Sequence[str], runs: Path) -> str:
-        """`heed run` with its options, as a shell command for the folder that `packed` makes.
+        """Return `heed run` with its options as a shell command, to be run in the folder that `packed` makes.
 
-        Raises: ValueError for a runs folder that other machines cannot find.
+        Raises: ValueError for a `runs` that is not absolute, because other machines cannot find it.
         """
         if not runs.is_absolute():
             raise ValueError(
@@ -89,7 +89,7 @@ class Shipment:
 
     @contextmanager
     def packed(self) -> Iterator[Path]:
-        """Yield a folder in which `heed run` finds every file at the path that it has here."""
+        """Yield a folder in which `heed run` finds every file at the same path as on this machine."""
         with TemporaryDirectory(prefix="heed-submit-") as temporary:
             folder = Path(temporary)
             job_file = folder / self.job_file
@@ -108,10 +108,11 @@ def code_files() -> list[Path]:
 
 
 def _files_below(key: str, folder: Path, above: tuple[Path, ...], left_out: list[Path]) -> Iterator[Path]:
-    """Yields the files in a named folder, and adds those with a dot, such as .env, to `left_out`.
+    """Yields the files in a named folder, but adds those whose names start with a dot, such as .env, to `left_out`.
 
-    `above` are the real paths of the named folder and of those between it and `folder`.
-    Raises: ValueError for a link out of the named folder, to a folder that contains it, or to nothing.
+    `above` are the real paths of the named folder and of the folders between it and `folder`.
+
+    Raises: ValueError for a link that leads out of the named folder, to a folder that contains the link, or to nothing.
     """
     for path in sorted(folder.iterdir()):
         target = path.resolve()

@@ -147,8 +147,8 @@ class Watched:
 
 
 def now_in_words(folder: Path, seconds: float = ANSWER_SECONDS) -> str:
-    """Returns in a sentence what a run is doing; "" if its folder is not on this machine. Storage that hangs is not
-    waited for.
+    """Returns a sentence about what a run is doing; "" if its folder is not on this machine. If the folder's storage
+    does not answer within `seconds`, the sentence says so.
     """
     found: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Triton kernels for GPUs, behind the same functions as the CPU's. Importing this module needs Triton.
+"""Triton kernels for GPUs, with the same functions as the CPU kernels. Importing this module needs Triton.
 
 With TRITON_INTERPRET=1 they run on a CPU, so their arithmetic is tested without a GPU.
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lm.layers import padded_rows
 
-BLOCK = 4096  # logits that a program reads at a time
+BLOCK = 4096  # logits that a Triton program reads at a time
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _logprobs_kernel(logits, tokens, logprobs, totals, row_stride, num_tokens, t
 def _gradient_kernel(
     logits, tokens, totals, gradients, row_stride, num_tokens, num_columns, temperature, BLOCK: tl.constexpr
 ):
-    """One block of a row: (1[v = t] - softmax(l)_v) · gradient / temperature, in the place of the logits."""
+    """One block of a row: overwrites the logits with (1[v = t] - softmax(l)_v) · gradient / temperature."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)
     place = logits + row * row_stride + columns
@@ -56,7 +56,7 @@ def _gradient_kernel(
 
 @triton.jit
 def _sample_kernel(logits, uniforms, tokens, logprobs, row_stride, num_tokens, temperature, BLOCK: tl.constexpr):
-    """One row: the token at which the running sum of probabilities passes the uniform share of their total.
+    """One row: the token at which the running sum of probabilities passes the uniform number times their total.
 
     As in `lm.sampling._invert`, probabilities are summed as integers in units of 2^-40, so the sums do not depend on
     the order in which a GPU adds them.
@@ -79,7 +79,7 @@ def _sample_kernel(logits, uniforms, tokens, logprobs, row_stride, num_tokens, t
         units += tl.sum((tl.exp(values - largest) / total * 1099511627776.0).to(tl.int64), axis=0)
     threshold = (tl.load(uniforms + row).to(tl.float64) * units.to(tl.float64)).to(tl.int64)
     running = tl.zeros((), dtype=tl.int64)
-    token = num_tokens - 1  # also where NaN leaves no sum above the threshold
+    token = num_tokens - 1  # the result if NaN leaves no sum above the threshold
     found = False
     for first in range(0, num_tokens, BLOCK):
         columns = first + tl.arange(0, BLOCK)
@@ -112,7 +112,7 @@ def sample(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[T
 
 
 def token_logprobs(logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> Tensor:
-    """`lm.sampling.logprobs_of_rows` in one kernel, and one for its gradient."""
+    """`lm.sampling.logprobs_of_rows` in one kernel, with a second one for its gradient."""
     found: Tensor = TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         padded_rows(logits_CV), logits_CV.shape[1], tokens_C.contiguous(), temperature
     )
@@ -120,10 +120,11 @@ def token_logprobs(logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> T
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """As `lm.sampling._TokenLogprobs`, with one read of the logits forward, and one read and one write backward.
+    """Like `lm.sampling._TokenLogprobs`, but the forward pass reads the logits once, and the backward pass reads and
+    writes them once.
 
-    The gradient takes the memory of the logits, which are the largest tensors of a step. Their version is increased,
-    so a backward pass that still needs them fails with PyTorch's own message instead of reading gradients.
+    The gradient overwrites the logits, which are the largest tensors of a step. This increases their version counter,
+    so a backward pass that still needs the logits fails with PyTorch's own message instead of reading gradients.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""Replaces plain functions by the CPU's kernels, and on a GPU by Triton's, for the arguments that the kernels support.
+"""Replaces plain functions by CPU kernels, or Triton kernels on a GPU, for the arguments that the kernels support.
 
-Importing this module installs them; `lm.model` does.
+Importing this module installs them; `lm.model` imports it.
 """
 
 from importlib.util import find_spec

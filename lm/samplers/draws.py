@@ -1,14 +1,15 @@
 """Tests whether sampled tokens are draws from the policy, by betting that they are not.
 
-An engine may report the policy's log-probs and still draw its tokens otherwise: it never draws the end token, penalises
-repetition, or gives two rows the same random numbers. Each bet names such a distribution q. It starts with a stake of
-1, and every sampled token v multiplies the stake by
+An engine may report the policy's log-probs but draw its tokens from something else: for instance, it never draws the
+end token, penalises repetition, or gives two rows the same random numbers. Each bet is on one such distribution q. It
+starts with a stake of 1, and every sampled token v multiplies the stake by
 
     1 + w/2 (q(v) / π(v) - 1),    w = π(v) / π_sampler(v)
 
-where w makes up for rounding between learner and sampler. For draws from π_sampler this factor is 1 on average, so the
-mean of all stakes ever reaches 1/α with a probability of at most α (Ville's inequality; arXiv 1903.06991), however many
-bets there are and however often one looks. If the tokens follow q, the stake of that bet grows exponentially.
+where w corrects for rounding differences between learner and sampler. For draws from π_sampler this factor is 1 on
+average, so the probability that the mean of all stakes ever reaches 1/α is at most α (Ville's inequality; arXiv
+1903.06991), however many bets there are and however often one looks. If the tokens follow q, the stake of that bet
+grows exponentially.
 
 Each q is π tilted by a feature f of tokens: q ∝ π exp(λ f). With λ = -∞, tokens with the feature are never drawn.
 
@@ -28,30 +29,31 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-FALSE_ALARM = 1e-5  # at most this probability, over all tokens of a run
+FALSE_ALARM = 1e-5  # upper bound on the probability of a false alarm, over all tokens of a run
 ALARM = -math.log(FALSE_ALARM)  # nats of evidence
 NEVER = -math.inf
-LEAST_CHANCE = 1e-4  # of what `NEVER` leaves: bounds the gain from a token whose chance is mostly rounding
-LARGEST_WEIGHT = 1.9  # of w, which keeps every factor above 0; rounding stays far below it
-CLASSES = 61  # of token ids, by remainder: a token that is never drawn shows in its class
+# Lower bound on the probability without the feature, for `NEVER`: where that is mostly rounding, it limits the gain.
+LEAST_CHANCE = 1e-4
+LARGEST_WEIGHT = 1.9  # upper bound on w, which keeps every factor above 0; rounding stays far below it
+CLASSES = 61  # token ids are grouped by remainder: a token that is never drawn shows in its class
 RARE = (1e-2, 1e-3, 1e-4)  # probabilities below which tokens count as unlikely
-PARTS = 8  # of a rollout's rows: one broken rank of several shows in its part
-TEMPERATURES = (-0.6, -0.2, -0.05, 0.05, 0.2, 0.6)  # λ of bets on log π, which are temperatures of 1 / (1 + λ)
+PARTS = 8  # a rollout's rows are split into these: one broken rank of several shows in its part
+TEMPERATURES = (-0.6, -0.2, -0.05, 0.05, 0.2, 0.6)  # λ of bets on log π; each means a temperature of 1 / (1 + λ)
 AT_ONCE = 2**22  # probabilities in memory at once
-# Probabilities that a rank tests per iteration of PPO; less than 1% of an iteration's time.
+# Probabilities that a rank tests per iteration of PPO. The test takes less than 1% of an iteration's time.
 TESTED = {"cpu": 2**24, "cuda": 2**27}
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Sampled tokens, and what came before them."""
+    """Sampled tokens with their contexts."""
 
     tokens_C: Tensor
     weights_C: Tensor  # π / π_sampler of the token
-    steps_C: Tensor  # place in the response, from 0
+    steps_C: Tensor  # position in the response, from 0
     parts_C: Tensor  # 0 .. PARTS - 1, from first to last row of the rollout
     text_CT: Tensor  # prompt and response before the token; -1 = padding
-    before_C: Tensor  # token at this place of the row before; -1 = none
+    before_C: Tensor  # token at the same position of the previous row; -1 = none
 
     @classmethod
     def of(
@@ -85,7 +87,8 @@ class Draws:
 class Feature:
     """A feature f of tokens: its value for the sampled token and its mean under π.
 
-    `tilts_CN` are q(v) / π(v) for each λ of `tilts`. `counts_C` is False where the bets on it pause.
+    `tilts_CN` are q(v) / π(v) for each λ of `tilts`. Where `counts_C` is False, the bets on the feature keep their
+    stake.
     """
 
     name: str
@@ -96,7 +99,7 @@ class Feature:
 
 
 def _indicator(name: str, has_C: Tensor, chance_C: Tensor, tilts: Collection[float], counts_C: Tensor) -> Feature:
-    """Returns a feature that is 1 or 0, with the probability of 1."""
+    """Returns a feature that is 1 or 0, where `chance_C` is its probability of being 1."""
     value_C, chance_C = has_C.float(), chance_C.clamp(0, 1)
     never_C = (1 - value_C) / (1 - chance_C).clamp(min=LEAST_CHANCE)
     tilted = [
@@ -196,20 +199,20 @@ class _Policy:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the bets have gained so far. Evidence of several sets of tokens adds up, in any order."""
+    """What the bets have gained so far. Evidence from separate sets of tokens adds up, in any order."""
 
     names: tuple[str, ...]  # of each bet's feature
     shares_N: Tensor  # of the stakes; they sum to 1
-    sums_3N: Tensor  # log of the stake, the feature's sum over the sampled tokens, and its expectation
+    sums_3N: Tensor  # log of the stake, the feature's sum over the sampled tokens, and the expected sum
 
     @property
     def nats(self) -> float:
-        """The log of the mean stake. Draws from the policy reach `ALARM` once in 100,000 runs."""
+        """The log of the mean stake. Draws from the policy reach `ALARM` in at most one of 100,000 runs."""
         return float((self.sums_3N[0] + self.shares_N.log()).logsumexp(dim=0))
 
     @property
     def is_alarm(self) -> bool:
-        return not self.nats < ALARM  # NaN is one, too
+        return not self.nats < ALARM  # written so that NaN is an alarm too
 
     def __add__(self, other: "Evidence") -> "Evidence":
         if not (self.names and other.names):

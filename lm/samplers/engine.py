@@ -152,9 +152,9 @@ ROUNDING: dict[Precision, float] = {"fp32": 0.0005, "bf16": 0.02}
 # MAX_RATIO_ERROR, or by MAX_STANDARD_ERRORS of its standard errors if that is more: a few unlikely tokens can move it.
 MAX_RATIO_ERROR = 0.02
 MAX_STANDARD_ERRORS = 4.0
-# One broken rank of many hardly moves the mean over all tokens, so each response is also judged alone: its mean
-# difference may be RESPONSE_FACTOR times the limit, and below STEADY_TOKENS tokens, where the mean is less steady, more
-# by the square root of STEADY_TOKENS / tokens.
+# One broken rank of many hardly moves the mean over all tokens, so each response is also checked separately. Its mean
+# difference may be RESPONSE_FACTOR times the limit. Below STEADY_TOKENS tokens, where the mean is less steady, the
+# limit is higher by a factor of the square root of STEADY_TOKENS / tokens.
 STEADY_TOKENS = 16
 RESPONSE_FACTOR = 4
 

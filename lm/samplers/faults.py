@@ -181,7 +181,7 @@ class StaleCache(Faulty):
 
 
 def until_end(drawn: Sequence[tuple[Tensor, Tensor]], end_ids: Collection[int]) -> Generated:
-    """Returns responses from the tokens and log-probs [B] of each step: what comes after an end token is dropped."""
+    """Returns responses made of the tokens and log-probs [B] of each step. Tokens after an end token are dropped."""
     responses, logprobs = (torch.stack(side, dim=1).tolist() for side in zip(*drawn, strict=True))
     places = ([place for place, token in enumerate(row) if token in end_ids] for row in responses)
     ends = [found[0] + 1 if found else len(drawn) for found in places]

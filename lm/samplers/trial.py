@@ -101,7 +101,7 @@ class Trial:
         return self.draw_seeds("rollout", NUM_PROMPTS)
 
     def draw_seeds(self, purpose: str, count: int) -> list[int]:
-        """Draws seeds of responses. Trials of other seeds, even neighbouring ones, share none."""
+        """Draws seeds of responses. Trials with different seeds, even neighbouring ones, share none of them."""
         draw = random.Random(derive_seed(self.seed, purpose))
         return [draw.getrandbits(62) for _ in range(count)]
 
@@ -146,8 +146,8 @@ def _policy(folder: Path, precision: Precision, seed: int, version: int) -> Lang
 
 @torch.inference_mode()
 def truth(policy: LanguageModel, prompts: Tokens, responses: Tokens, temperature: float) -> Tensor:
-    """Returns the policy's log-probs of the sampled tokens, response after response, [C] nats. They come from full
-    passes over prompts and responses, without a cache.
+    """Returns the policy's log-probs of the sampled tokens, response after response, [C] nats. They are computed in
+    full passes over prompts and responses, without a cache.
     """
     found = [
         token_logprobs(logits_CV, tokens_C, temperature) for logits_CV, tokens_C in _passes(policy, prompts, responses)

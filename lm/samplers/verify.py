@@ -114,7 +114,7 @@ def _honest(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
 
 
 def more_draws(sampler: SamplingEngine, trial: Trial) -> Evidence:
-    """Test that tokens are drawn from the policy, on more tokens than in a rollout: some faults move them little."""
+    """Test that tokens are drawn from the policy, on more tokens than a rollout has, because some faults are small."""
     prompts = trial.prompts * MORE_DRAWS
     seeds = trial.draw_seeds("draws", len(prompts))
     found = sampler.sample(prompts, seeds, max_new_tokens=MAX_NEW_TOKENS, temperature=TEMPERATURE)

@@ -18,7 +18,7 @@ from preferences.formats.parts import UNKNOWN, Format, JudgedTask, Report, Row, 
 from preferences.rankings import current_judgments, ranking_of, why_excluded
 from preferences.records import MAX_LABELERS, NO_LOCATIONS, Judgment, Ranking, StoredTask, Task, named
 
-RECENT_TASKS = 4096  # kept in memory while rows are read: rows about the same task are mostly close together
+RECENT_TASKS = 4096  # kept in memory while rows are read; rows about the same task are usually close together
 UNFORESEEN = "not readable as"  # in the message about an error that a format's reader does not handle
 
 
@@ -29,8 +29,8 @@ UNFORESEEN = "not readable as"  # in the message about an error that a format's 
 class FoundTask:
     """A task with everything that the rows read so far say about it.
 
-    `quota` is the number of labelers that it wants, `batch` the batch that its row names ("" = none). `by_labeler` has
-    its judgments in order, and `places` the file and line of each by (labeler, revision).
+    `quota` is the number of labelers that the task wants, and `batch` is the batch that its row names ("" = none).
+    `by_labeler` has its judgments in order. `places` has each judgment's file and line by (labeler, revision).
     """
 
     task: Task
@@ -51,13 +51,13 @@ class FoundTask:
 
 
 class FoundTasks:
-    """Tasks by id, in order of appearance. Those that no row has mentioned for a while are in a temporary file, which
-    leaves some 200 bytes of each in memory.
+    """Tasks by id, in order of appearance. Tasks that no row has mentioned for a while move to a temporary file; about
+    200 bytes of each stay in memory.
     """
 
     def __init__(self) -> None:
-        self._recent: dict[str, FoundTask] = {}  # the last one used is last
-        self._starts: dict[str, int] = {}  # in the file; -1 = not there yet
+        self._recent: dict[str, FoundTask] = {}  # the most recently used one is last
+        self._starts: dict[str, int] = {}  # each task's offset in the file; -1 = not there yet
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it closes with this object
         weakref.finalize(self, self._file.close)
 
@@ -65,7 +65,7 @@ class FoundTasks:
         return len(self._starts)
 
     def get(self, task_id: str) -> FoundTask | None:
-        """Returns a task, which the caller may change."""
+        """Returns a task. The caller may change it."""
         found = self._recent.pop(task_id, None)
         if found is None:
             if task_id not in self._starts:
@@ -75,12 +75,12 @@ class FoundTasks:
         return found
 
     def add(self, found: FoundTask) -> None:
-        """Adds a task that is not there yet."""
+        """Adds a task with a new id."""
         self._starts[found.task.task_id] = -1
         self._keep(found.task.task_id, found)
 
     def __iter__(self) -> Iterator[FoundTask]:
-        """Yields all tasks, which the caller must not change."""
+        """Yields all tasks. The caller must not change them."""
         for task_id in self._starts:
             yield self._recent.get(task_id) or self._read(task_id)
 
@@ -99,7 +99,7 @@ class FoundTasks:
 
 @dataclass
 class Found:
-    """The result of an import: the tasks, and a report. `invalid` has the rows that were refused or skipped."""
+    """The result of an import: the tasks and a report. `invalid` lists the rows that were refused or skipped."""
 
     report: Report
     invalid: InvalidRows
@@ -142,7 +142,7 @@ class Found:
         return [ranking for _, rankings in self.ranked_tasks() for ranking in rankings]
 
     def ranked_tasks(self) -> Iterator[tuple[str, list[Ranking]]]:
-        """Yields file and line of each task that has final rankings to train on, and these rankings."""
+        """Yields each task that has final rankings to train on: its file and line, and these rankings."""
         for found in self.found_tasks:
             if rankings := found.rankings:
                 yield found.where, rankings

@@ -23,13 +23,13 @@ MAX_INTEGER = 2**53  # every JSON reader handles integers up to this
 MAX_TASKS_AT_ONCE = 1_000
 MAX_FLAGS = 1_000  # flags of one response, checked before comparing them with the allowed flags
 
-# A whole number is an integer in JSON Schema's sense: 3.0 is one, too.
+# A whole number in the sense of JSON Schema's "integer", which includes 3.0.
 IS_WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 Number = Annotated[int, Field(ge=0, le=MAX_INTEGER), IS_WHOLE]
 Rank = Annotated[int, Field(ge=1, le=MAX_RESPONSES), IS_WHOLE]
 Rating = Annotated[float, Field(ge=MIN_RATING, le=MAX_RATING)]
-# `Body` refuses what cannot be stored; the pattern documents it in the OpenAPI schema: all characters but NUL and
-# surrogates, which patterns of some languages cannot name.
+# `Body` refuses texts that cannot be stored, and this pattern documents that in the OpenAPI schema. It lists all
+# characters except NUL and surrogates, because the patterns of some languages cannot name surrogates.
 STORABLE = "^[\u0001-\ud7ff\ue000-\U0010ffff]*$"
 Text = Annotated[str, Field(pattern=STORABLE)]
 Name = Annotated[str, Field(min_length=1, max_length=512, pattern=STORABLE)]
@@ -447,7 +447,7 @@ class Api:
 
 
 def describe_answers(schema: dict[str, Any], config: LabelingConfig) -> None:
-    """Adds to an OpenAPI schema what this configuration asks of an answer."""
+    """Adds this configuration's requirements for an answer to an OpenAPI schema."""
     answer = schema["components"]["schemas"]["AnswerBody"]
     ratings, flags = answer["properties"]["ratings"], answer["properties"]["flags"]
     if config.asks_ratings:

@@ -147,7 +147,7 @@ def _handle_errors(app: FastAPI, site: Site, routes: Sequence[BaseRoute]) -> Non
 
     @app.exception_handler(ClientDisconnect)
     def gone(request: Request, error: ClientDisconnect) -> Response:  # noqa: ARG001
-        return Response(status_code=400)  # nobody reads it; without it the log gets a traceback for each
+        return Response(status_code=400)  # nobody reads this; without it, each one logs a traceback
 
     @app.exception_handler(RequestValidationError)
     def invalid(request: Request, error: RequestValidationError) -> Response:  # noqa: ARG001

@@ -1,4 +1,4 @@
-"""A cache that is bounded by the bytes that its values take, not by their number."""
+"""A cache with a limit on the bytes that its values take, not on their number."""
 
 import threading
 from collections import OrderedDict
@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 
 class ByteCache(Generic[Key, Value]):
-    """Keeps the most recently used values, `max_bytes` in all, and no value larger than that. Threads may share it."""
+    """Keeps the most recently used values, up to `max_bytes` in total; it never keeps a larger value. Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.num_bytes = max_bytes, 0

@@ -22,8 +22,8 @@ MAX_NOTE_CHARACTERS = 4_000
 LETTERS = "ABCDEFGHI"
 # The disk is full, or the database is unreachable or refuses: trying again later may succeed.
 STORE_AWAY = (OperationalError, InterfaceError, InternalError, TimeoutError)
-MAX_REMEMBERED_BYTES = 64 * 2**20  # of the most recently shown tasks
-TASK_BYTES = 10_000  # of a task in memory, in addition to its texts
+MAX_REMEMBERED_BYTES = 64 * 2**20  # memory for the most recently shown tasks
+TASK_BYTES = 10_000  # memory that a task takes in addition to its texts
 RETRY_SECONDS = 10
 
 

@@ -30,7 +30,7 @@ HEADERS = {
         " base-uri 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "same-origin",  # with "no-referrer" browsers say Origin: null about our own forms
+    "Referrer-Policy": "same-origin",  # with "no-referrer", browsers send Origin: null for our own forms
     "Cross-Origin-Opener-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
@@ -79,7 +79,7 @@ class Harden:
 
 
 def _refusal(scope: Scope, headers: Headers, public_url: str, *, has_two_lengths: bool) -> Response | None:
-    if has_two_lengths:  # a proxy may believe the other one, and take the rest for a request of its own (RFC 9112, 6.1)
+    if has_two_lengths:  # a proxy may use the other one, and take the rest for a separate request (RFC 9112, 6.1)
         return _refused(scope, "refused: the request has both Content-Length and Transfer-Encoding", 400)
     if scope["method"] not in ("GET", "HEAD") and not _is_own(headers, public_url):
         return _refused(scope, "refused: this came from another site's page", 403)
@@ -92,7 +92,7 @@ def _refusal(scope: Scope, headers: Headers, public_url: str, *, has_two_lengths
 def _is_own(headers: Headers, public_url: str) -> bool:
     """Whether a request comes from a page of this server, or from no page at all.
 
-    Older browsers, and all of them over plain HTTP, do not send Sec-Fetch-Site, but an Origin.
+    Older browsers, and all browsers over plain HTTP, do not send Sec-Fetch-Site, but they do send Origin.
     """
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if site is not None:

@@ -121,9 +121,9 @@ class LabelingService:
         return self._presented(lease, session) if lease is not None and lease.given_at else None
 
     def earlier_answer(self, lease: Lease) -> Judgment | None:
-        """Returns this person's last answer to a task, or adjudication of it, to fill in the form for a new one.
+        """Returns this person's last answer or adjudication of a task, with which the form for a new one is prefilled.
 
-        After a lead has voided it, the form is empty.
+        After a lead has voided it, the form stays empty.
         """
         own = [event for event in self.store.events_on(lease.task_id) if event.labeler == lease.labeler]
         if own and own[-1].kind == "void":
@@ -209,7 +209,7 @@ class LabelingService:
             self.accounts.log(account.name, "took back the adjudication of", lease.task_id)
 
     def void(self, lead: Account, task_id: str, labeler: str, revision: int, reason: str, client: str) -> None:
-        """Voids somebody's judgment. Raises what `LabelStore.void` raises."""
+        """Voids a labeler's judgment. Raises: as `LabelStore.void`."""
         how = {"client": client, "instructions_version": self.config.version}
         self.store.void(task_id, labeler, revision, reason, by=lead.name, **how)
 
@@ -278,7 +278,7 @@ class Exported:
 
     @property
     def lines(self) -> Iterator[str]:
-        """The rows as lines of JSON, made as they are sent: all of them together may be larger than the store."""
+        """The rows as lines of JSON, made while they are sent: all of them together may be larger than the store."""
         return _as_lines(self.rows)
 
     @property

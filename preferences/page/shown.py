@@ -1,9 +1,9 @@
 """Formats each text once, in a process that may use half a second of CPU; a text that needs more is shown as written.
 
-The libraries for Markdown, formulas and code are regular expressions and loops over untrusted text, and some texts take
-them minutes. A thread cannot be interrupted inside a regular expression, and bounds on a text's size or constructs
-would have to foresee every such text. The kernel can end a process at any point, so every text gets one: a helper
-process, which has imported the libraries, forks for each text. That takes a few milliseconds, and once per text.
+The libraries for Markdown, formulas and code run regular expressions and loops over untrusted text, and some texts take
+them minutes. A thread cannot be interrupted inside a regular expression, and limits on a text's size or constructs
+would have to foresee every such text. The kernel can end a process at any point, so every text gets its own: a helper
+process that has imported the libraries forks for each text. That takes a few milliseconds, once per text.
 """
 
 import json
@@ -35,7 +35,7 @@ def show(text: str) -> RenderedText:
 
 
 class _Formatter:
-    """Owns the helper process, which formats one text at a time. It is started with the first text."""
+    """Owns the helper process, which formats one text at a time. The first text starts it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,7 +43,7 @@ class _Formatter:
 
     def format(self, text: str) -> RenderedText:
         with self._lock:
-            found = _CACHE.get(text)  # by another thread, while this one waited
+            found = _CACHE.get(text)  # another thread may have formatted it while this one waited
             if found is None:
                 found = self._asked(text)
                 num_bytes = sum(map(sys.getsizeof, (text, found.formatted, found.raw)))
@@ -51,7 +51,7 @@ class _Formatter:
             return found
 
     def _asked(self, text: str) -> RenderedText:
-        for _ in range(2):  # a helper that somebody ended is replaced once
+        for _ in range(2):  # a helper that something has killed is replaced once
             helper = self._helper or self._started()
             assert helper.stdin is not None
             assert helper.stdout is not None
@@ -64,7 +64,7 @@ class _Formatter:
             if answer.endswith(b"\n"):
                 return _as_rendered(text, json.loads(answer))
             helper.kill()
-            helper.communicate()  # closes the pipes, too
+            helper.communicate()  # this also closes the pipes
             self._helper = None
         LOG.error("the process that formats texts has ended; a text is shown as it was written")
         return RenderedText("", as_written(text), FAILED)
@@ -73,7 +73,7 @@ class _Formatter:
         command = [sys.executable, "-P", "-c", f"from {__name__} import answer_texts; answer_texts()"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         pipe = subprocess.PIPE
-        # In a session of its own, so that Ctrl-C does not reach it. It ends when this process's end of the pipe closes.
+        # A separate session keeps Ctrl-C from the helper. It ends when this process's end of the pipe closes.
         self._helper = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
         return self._helper
 
@@ -91,7 +91,7 @@ def _as_rendered(text: str, answer: dict[str, Any] | str) -> RenderedText:
 
 
 def answer_texts() -> None:
-    """Answers each text on standard input, a line of JSON, with a `RenderedText` or why there is none, as JSON."""
+    """Answers each text (a line of JSON on standard input) with JSON: a `RenderedText`, or the reason for none."""
     for line in sys.stdin.buffer:
         child = os.fork()
         if not child:
@@ -103,10 +103,10 @@ def answer_texts() -> None:
 
 
 def _answer(line: bytes) -> None:
-    """Answers one text and ends this process. Beyond the budget the kernel ends it, by SIGPROF."""
+    """Answers one text and ends this process. If that exceeds the CPU budget, the kernel ends it with SIGPROF."""
     signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
     answer = asdict(render(json.loads(line)))
-    signal.setitimer(signal.ITIMER_PROF, 0)  # an answer is written whole or not at all
+    signal.setitimer(signal.ITIMER_PROF, 0)  # no longer limited, so that the answer is written whole
     _write(answer)
     os._exit(0)
 

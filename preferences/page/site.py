@@ -21,9 +21,9 @@ from preferences.page.text import task_title
 from preferences.records import as_moment
 
 COOKIE = "heed_session"
-HTTPS_COOKIE = f"__Host-{COOKIE}"  # browsers accept it only as Secure, from this very host
+HTTPS_COOKIE = f"__Host-{COOKIE}"  # browsers accept this prefix only on a Secure cookie, from this very host
 CHECKBOXES = "flags_"  # prefix of fields that may occur several times
-SENT_CHARACTERS = 2**18  # of a download at a time
+SENT_CHARACTERS = 2**18  # characters of a download to send at a time
 ONLY_LEADS = "this page is for leads"
 
 TEMPLATES = Environment(
@@ -137,13 +137,13 @@ def fields_of(form: FormData) -> forms.Fields:
 
 
 def download(parts: Iterable[str], name: str, media_type: str) -> Response:
-    """Returns a text, in parts, as a file download with this name."""
+    """Returns a text, given in parts, as a file download with this name."""
     headers = {"Content-Disposition": f"attachment; filename*=UTF-8''{quote(name, safe='')}"}
     return StreamingResponse(_joined(parts), media_type=media_type, headers=headers)
 
 
 def _joined(parts: Iterable[str]) -> Iterator[bytes]:
-    """Joins small parts, because each that is sent waits for a thread of the server."""
+    """Joins small parts, because every part that is sent waits for one of the server's threads."""
     waiting, num_characters = [], 0
     for part in parts:
         waiting.append(part)

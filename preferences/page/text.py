@@ -1,8 +1,8 @@
 """Untrusted texts of models and people as HTML: Markdown, through an allow-list.
 
 Formatting may remove only markup: white space and Markdown's punctuation. `render` compares what the browser will show
-with the source, character by character. A text that would lose anything else is not formatted, and a text that loses
-characters a reader may miss (backslashes, spacing) says so.
+with the source, character by character. A text that would lose anything else is not formatted. If a text loses
+characters that a reader may miss (backslashes, spacing), a note says so.
 """
 
 import re
@@ -62,7 +62,7 @@ def task_title(prompt: Sequence[Message], warning: str) -> str:
 def render(text: str) -> RenderedText:
     """Returns both views of a text, as safe HTML. Lone surrogates and NUL, which HTML cannot hold, become symbols.
 
-    Some texts take very long; `preferences.page.shown.show` bounds that.
+    Some texts take very long; `preferences.page.shown.show` limits that time.
     """
     raw = as_written(text)
     if len(text) > MAX_FORMATTED_CHARACTERS:
@@ -205,7 +205,7 @@ def _fits(character: str, shown: str) -> bool:
 
 
 def _notable(source: str) -> set[int]:
-    """Returns where markup may have been meant as text, if it is removed: `C:\\*temp`, `__init__.py`, `2*3*4`."""
+    """Returns where removed markup may have been meant as text, as in `C:\\*temp`, `__init__.py` or `2*3*4`."""
     found = {at for run in _BETWEEN_LETTERS.finditer(source) for at in range(*run.span())}
     for word in _WORD.finditer(source):
         if "_" in word[0] and _NAME.search(word[0]):

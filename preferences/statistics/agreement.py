@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import chain, combinations
 
 import numpy as np
-import scipy  # its parts are imported where they are first used: scipy.stats takes most of a second
+import scipy  # loads each subpackage on first use: scipy.stats takes most of a second
 
 from preferences.records import Judgment, Ranking
 from preferences.statistics.estimates import LEVEL, Floats, Ints, Share, Z
@@ -144,7 +144,7 @@ class Alpha:
     """Alpha with a 95% interval over prompts; higher is better.
 
     The interval is Wilson's for the share (1 + alpha)/2, which goes from 0 to 1, for as many effective trials as the
-    variance over prompts implies. So it has a width if all labelers agree, and it is asymmetric near 1.
+    variance over prompts implies. So it has a width even if all labelers agree, and it is asymmetric near 1.
 
     At least two labelers judged each of `num_units` units, in `num_tasks` tasks. `reason` says why alpha is NaN, and is
     empty if it is known. `low` and `high` are NaN for a single prompt.
@@ -175,16 +175,17 @@ def ranking_alpha(counts: PairCounts, prompt_T: Ints, responses_T: Ints) -> Alph
 
     Ranks have a meaning only within their task (and ties shift them). So units are pairs, whose values (second, tie,
     first) mean the same in every task and for every K. Which response is called first is arbitrary, so the distribution
-    is symmetric, and in Krippendorff's ordinal metric a tie lies halfway between the preferences: δ² = 1 for opposite
-    preferences, ¼ for a tie and a preference. Two values whose pairs are oriented at random disagree by ½ if neither is
-    a tie, and by ¼ if one is. With τ the share of ties among values of units that several labelers judged,
+    is symmetric, and in Krippendorff's ordinal metric a tie lies halfway between the preferences: δ² is 1 for opposite
+    preferences, and ¼ for a tie and a preference. Two values whose pairs are oriented at random disagree by ½ on
+    average if neither is a tie, and by ¼ if one is. Let τ be the share of ties among the values of units that several
+    labelers judged. Then
 
         D_o = Σ_u 2/(m_u - 1) · Σ_{pairs of labelers} δ² / Σ_u m_u,    D_e = (1 - τ)/2
 
-    It equals `ordinal_alpha` of the units read in both directions, except for the latter's factor n - 1. Without ties,
-    and with equally many labelers per unit, alpha = 2·(pairwise agreement) - 1, which for two labelers is the mean of
-    Kendall's tau. D_o is at most 2·D_e, so (1 + alpha)/2 = Σ (2·D_e - D_o) / Σ 2·D_e is a share over prompts, and its
-    interval is that of `clustered_shares`.
+    This equals `ordinal_alpha` of the units read in both directions, except for the latter's factor n - 1. Without ties
+    and with the same number of labelers for every unit, alpha = 2·(pairwise agreement) - 1, which for two labelers is
+    the mean of Kendall's tau. D_o is at most 2·D_e, so (1 + alpha)/2 = Σ (2·D_e - D_o) / Σ 2·D_e is a share over
+    prompts, and its interval is that of `clustered_shares`.
     """
     num_TP = counts.num_TP
     judged_TP = num_TP > 1
@@ -207,13 +208,13 @@ def ranking_alpha(counts: PairCounts, prompt_T: Ints, responses_T: Ints) -> Alph
 def rating_alpha(panel: Panel) -> Alpha:
     """Returns alpha of ratings as ordinal values. A unit is a response, which each labeler rates once.
 
-    Answers without ratings are left out. The interval's variance v is the jackknife's over C prompts, each time with
-    the metric of the remaining ratings; the number of effective trials of p = (1 + alpha)/2 is
+    Answers without ratings are left out. The interval's variance v is a jackknife over C prompts, which takes the
+    ordinal metric from the remaining ratings each time. The number of effective trials of p = (1 + alpha)/2 is
 
         n* = min(U·(1 + e/10), p(1 - p)/(v/4) · (z/t)²),   v = (C-1)/C · Σ_c (α_(-c) - mean)²
 
-    with U units, and e prompts on which labelers differ, as in `clustered_shares`. Efron & Stein 1981, Annals of
-    Statistics 9(3).
+    where U is the number of units, and e is the number of prompts on which labelers differ, as in `clustered_shares`
+    (Efron & Stein 1981, Annals of Statistics 9(3)).
     """
     answers = panel.answers
     rated = [row for row, answer in enumerate(answers) if answer.ratings]
@@ -235,7 +236,7 @@ def rating_alpha(panel: Panel) -> Alpha:
 
 
 def alpha_of_units(counts_UV: Floats, task_U: Ints, prompt_T: Ints) -> Alpha:
-    """Returns `rating_alpha` of values that are counted already; `task_U` is each unit's task."""
+    """Returns `rating_alpha` from the counts of each unit's values; `task_U` is each unit's task."""
     judged_U = counts_UV.sum(axis=1) > 1
     counts_UV = counts_UV[judged_U]
     tasks, task_U = np.unique(task_U[judged_U], return_inverse=True)
@@ -254,7 +255,7 @@ def alpha_of_units(counts_UV: Floats, task_U: Ints, prompt_T: Ints) -> Alpha:
     table_BS = in_blocks(observed_CVV.reshape(num_clusters, -1), np.random.default_rng(0))
     num_blocks = len(table_BS)
     without_B = _alpha_of_coincidences(total_VV - table_BS.reshape(num_blocks, num_values, num_values))
-    without_B = np.nan_to_num(without_B, nan=0.0)  # what remains is all alike, as by chance
+    without_B = np.nan_to_num(without_B, nan=0.0)  # 0 = as by chance, if all remaining values are equal
     variance = (num_blocks - 1) / num_blocks * float(((without_B - without_B.mean()) ** 2).sum())
     num_differing = int((np.trace(observed_CVV, axis1=1, axis2=2) < observed_CVV.sum(axis=(1, 2))).sum())
     num = num_units * (1 + num_differing / MANY_ERRORS)
@@ -359,8 +360,8 @@ class Reliability:
         """log(a / (1 - a)), at least 0: an answer's weight in the most likely joint verdict (Nitzan & Paroush 1982).
 
         A labeler at or below chance has weight 0: their answers are left out, not reversed. Below chance, the formula
-        would count the opposite of what they said, but whoever is wrong on purpose or by a misunderstanding should be
-        noticed (`is_below_chance`), and a loss cannot take a negative weight.
+        would count the opposite of their answers. But a labeler who is wrong on purpose or by a misunderstanding should
+        be noticed (`is_below_chance`), and a loss cannot take a negative weight.
         """
         return max(0.0, math.log(self.accuracy / (1 - self.accuracy)))
 
@@ -381,7 +382,7 @@ class _Votes:
 
 
 def labeler_reliability(rankings: Sequence[Ranking]) -> dict[str, Reliability]:
-    """Returns each labeler's reliability, by name: the mean over all votes if nobody else judged their pairs.
+    """Returns each labeler's reliability, by name. If nobody else judged their pairs, it is the mean over all votes.
 
     The one-coin model of Dawid & Skene (1979): every pair of responses has an unknown true order, and labeler l reports
     it with probability a_l, independently of the others. It is fitted by EM, in which every step raises the likelihood:
@@ -392,15 +393,15 @@ def labeler_reliability(rankings: Sequence[Ranking]) -> dict[str, Reliability]:
     A pair counts if at least two labelers order it; ties carry no information about who is right. The 2 and the 3 come
     from a Beta(3, 2) prior, worth a pair or two, which keeps a_l below 1. Pairs of one ranking are correlated, so an
     estimate is less certain than its number of pairs suggests. Pairs that are easy for everybody make labelers look
-    alike, so if pairs differ much in difficulty, the accuracies come out closer together than they are, in the right
-    order. With only two labelers, only the product of their accuracies above chance can be known, and both get the same
-    accuracy.
+    alike. So if pairs differ much in difficulty, the estimated accuracies have the right order but are closer together
+    than the true ones. With only two labelers, only the product of their accuracies above chance can be known, and both
+    get the same accuracy.
 
     The interval is Student's on the scale of θ = log(a / (1 - a)), with as many degrees of freedom as there are prompts
     minus one. With the scores g_c (the derivative of the log likelihood on prompt c) and the negated second derivative
-    H of the log posterior (Louis 1982), θ's variance is the larger of H⁻¹ and H⁻¹·(C/(C-1)·Σ_c g_c·g_cᵀ)·H⁻¹: the
-    second counts the votes on one prompt as one piece of evidence (White 1982), and the first has a width if nobody
-    errs. If the votes leave the accuracies open, as when two labelers always disagree, the interval is 0 to 1.
+    H of the log posterior (Louis 1982), θ's variance is the larger of H⁻¹ and H⁻¹·(C/(C-1)·Σ_c g_c·g_cᵀ)·H⁻¹. The
+    second counts the votes on one prompt as one piece of evidence (White 1982), and the first has a width even if
+    nobody errs. If the votes leave the accuracies open, as when two labelers always disagree, the interval is 0 to 1.
     """
     labelers = sorted({ranking.labeler for ranking in rankings})
     number = {name: index for index, name in enumerate(labelers)}
@@ -461,7 +462,7 @@ def _reliability_intervals(votes: _Votes, accuracy_L: Floats) -> tuple[Floats, F
     right_V = _right(votes, accuracy_L)
     spread_L = accuracy_L * (1 - accuracy_L)
     num_L = np.bincount(votes.labeler_V, minlength=num_labelers)
-    # Two votes on one pair are right or wrong together, as far as the pair's true order is unknown.
+    # Votes on the same pair depend on each other to the extent that the pair's true order is unknown.
     unknown_V = np.sqrt(right_V * (1 - right_V))
     cells = (votes.pair_V, votes.labeler_V)
     missing_PL = scipy.sparse.csr_array((votes.sign_V * unknown_V, cells), shape=(num_pairs, num_labelers))

@@ -17,13 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import scipy  # its parts are imported where they are first used: scipy.stats takes most of a second
+import scipy  # loads each subpackage on first use: scipy.stats takes most of a second
 
 from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints, Share, Z
 
 MANY_ERRORS = 10  # prompts with an error
 NUM_RESAMPLES = 2_000  # enough for two digits of an interval's ends
-MAX_CLUSTERS = 2_000  # more clusters than these are grouped at random into blocks
+MAX_CLUSTERS = 2_000  # if there are more clusters, they are grouped at random into this many blocks
 _INDICES_PER_CHUNK = 1_000_000  # bounds the memory of resampling at about 20 MB
 
 
@@ -308,7 +308,7 @@ def resampled_sums(table_CS: Floats, *, seed: int, num_resamples: int) -> Floats
 
 
 def in_blocks(table_CS: Floats, generator: np.random.Generator) -> Floats:
-    """Returns the table, or above MAX_CLUSTERS rows the sums of random blocks of rows of equal size."""
+    """Returns the table or, if it has more than MAX_CLUSTERS rows, the sums over random blocks of equally many rows."""
     if len(table_CS) <= MAX_CLUSTERS:
         return table_CS
     block_C = generator.permutation(len(table_CS)) % MAX_CLUSTERS

@@ -55,7 +55,7 @@ class Frame:
 
 
 def progress_plot(judgments: Sequence[Judgment], *, num_wanted: int) -> str:
-    """Plots the number of current answers over time. `num_wanted` is that number when all tasks are done.
+    """Plots the number of current answers over time. `num_wanted` is their number once all tasks are done.
 
     An answer with an impossible time is left out.
     """

@@ -327,7 +327,7 @@ def _milliseconds(panel: Panel) -> Floats:
 
 @dataclass(frozen=True)
 class LabelerCount:
-    """What a labeler did. Undos and voids are all counted; `last_at` is the time of the last event, epoch seconds."""
+    """What a labeler did. All undos and voids are counted. `last_at` is the time of the last event, epoch seconds."""
 
     labeler: str
     num_answers: int

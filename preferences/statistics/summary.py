@@ -60,7 +60,7 @@ class LabelerReport:
     agreement: Share  # with the others
     self_agreement: Share  # on hidden repeats
     gold_accuracy: Share  # on hidden gold tasks, ties counting half
-    reliability: Reliability  # how often they are right, as far as the labels alone can tell
+    reliability: Reliability  # how often the labeler is right, as far as the labels alone can show
     shown_first: Share  # how often the response shown earlier is preferred; ½ without bias
     pace: Pace
     ratings: Ratings

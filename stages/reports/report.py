@@ -246,7 +246,7 @@ def _code(text: object) -> Cell:
 
 
 def _versions(unlike: Mapping[str, Any]) -> str:
-    """Describe a host of the ranks, for which the lineage has the versions that differ from the driver's."""
+    """Describe a host of the ranks by its versions that differ from the driver's, which the lineage lists."""
     return ", ".join(f"{name} {found}" for name, found in unlike.items()) or "the same versions as the driver"
 
 

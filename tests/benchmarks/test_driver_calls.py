@@ -4,7 +4,7 @@ from benchmarks.driver_calls import controller_on
 
 
 def test_bytes_do_not_grow_with_the_ranks() -> None:
-    """One message per rank and call, and one in all for the digests of the weights and for the test of draws."""
+    """Each call sends one message per rank; the digests of the weights and the test of draws take only one in total."""
     num_calls, num_bytes = list[int](), list[int]()
     for num_ranks in (1, 64):
         controller, ranks = controller_on(num_ranks, num_responses=128, num_tokens=128)

@@ -1,4 +1,4 @@
-"""Exact coverages against sums written out, and the docs' tables of them."""
+"""Tests exact coverages against written-out sums, and checks the tables of them in the docs."""
 
 import math
 
@@ -36,7 +36,7 @@ def test_wilsons_interval_covers_what_its_equation_says(num: int, rate: float, e
 
 
 def test_ties_by_hand() -> None:
-    """Two prompts: an interval of the mean alone covers where the mean is the truth: a win and a loss, or two ties."""
+    """An interval of only the mean covers if the mean is the truth. With two prompts: a win and a loss, or two ties."""
 
     def mean_alone(x_P: Floats) -> tuple[float, float]:
         return float(x_P.mean()), float(x_P.mean())

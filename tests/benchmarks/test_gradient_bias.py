@@ -100,7 +100,7 @@ def test_on_policy_the_kl_in_the_loss_moves_as_the_kl_in_the_reward() -> None:
 
 @pytest.mark.parametrize(("kind", "share"), [("group_mean", 0.5), ("leave_one_out", 1.0)])
 def test_the_kl_in_the_reward_keeps_its_gradient_beside_scores_in_group_units(kind: str, share: float) -> None:
-    """Whatever the spread of a group's scores, the KL's part is that of -β KL; group_mean has (K - 1)/K of it."""
+    """The KL's part of the gradient is that of -β KL, whatever the spread of scores; group_mean has (K - 1)/K of it."""
     toy = Toy.draw(has_end=True)
     advantage = {"kind": kind, "scale": "group", "samples_per_prompt": 2}
     with_kl, without = (

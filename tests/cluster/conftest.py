@@ -28,7 +28,7 @@ def ip(*arguments: str) -> None:
 class Host:
     """One host: `run` starts a program there. Its own name resolves to 127.0.1.1, as on Debian and Ubuntu.
 
-    Its programs see other files in place of those that `replaced` names.
+    `replaced` names files in whose place its programs see other files.
     """
 
     name: str

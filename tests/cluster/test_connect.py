@@ -80,7 +80,7 @@ def test_a_ray_that_does_not_start_twice_is_one_line(too_long: str) -> None:
 
 
 def test_ray_has_two_minutes_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own limit of 30 seconds is too short on a busy machine."""
+    """Ray's own limit of 30 seconds is too short on a busy machine."""
     limit, seen = "RAY_raylet_start_wait_time_s", dict[str, str]()
     monkeypatch.setenv(limit, "")
     monkeypatch.delenv(limit)

@@ -1,4 +1,6 @@
-"""A run folder that some machine cannot see, and other code of Heed there, are errors; other packages are reported."""
+"""A run folder that some machine cannot see, or a different version of Heed's code there, is an error. Differing
+packages are reported.
+"""
 
 import shutil
 import socket
@@ -33,12 +35,12 @@ def _ray_ends() -> Iterator[None]:
 
 
 def use_code(folder: Path) -> None:
-    """As if this process had imported Heed from another folder."""
+    """Make this process look as if it had imported Heed from another folder."""
     importing.ROOT = folder
 
 
 def find_first(folder: Path) -> None:
-    """Let this process find packages in a folder before all others."""
+    """Let this process look for packages in a folder before all others."""
     sys.path.insert(0, str(folder))
 
 
@@ -59,7 +61,7 @@ def test_a_folder_that_all_see_is_left_as_it_was(group: WorkerGroup, tmp_path: P
 def test_a_folder_of_one_machine_is_refused(
     group: WorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A relative path means another folder for workers that were started elsewhere.
+    # Workers that were started elsewhere resolve a relative path to a different folder.
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     with pytest.raises(ValueError, match=rf"^--runs: runs is not the same folder on {HERE} as on {HERE};"):

@@ -72,7 +72,7 @@ def test_a_network_that_fails_for_half_a_minute_ends_no_run(
 
 @pytest.mark.long
 def test_a_host_with_other_code_or_another_torch_is_named(cluster: tuple[Any, Any], tmp_path: Path) -> None:
-    """The last test: it starts the node again."""
+    """This test comes last, because it restarts the node."""
     head, node = cluster
     engine, torch_version = ROOT / "training" / "engine.py", Path(torch.version.__file__)
     (tmp_path / "engine.py").write_text(f"{engine.read_text()}\n# a line of another version\n")

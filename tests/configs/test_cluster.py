@@ -75,8 +75,8 @@ def test_the_page_shows_the_defaults_of_the_section_on_the_cluster() -> None:
     assert len(tomllib.loads(shown[1])["cluster"]) == len(ClusterConfig.model_fields)
 
 
-# What the script calls, in place of Slurm, Ray and Heed: each notes its call. `heed jobs list` answers from the third
-# time on, unless the head is dead; `heed submit` follows a job until it is killed, or ends as the test says.
+# The script calls these in place of Slurm, Ray and Heed; each program records its call. `heed jobs list` answers from
+# the third time on, unless the head is dead; `heed submit` follows a job until it is killed, or ends as the test says.
 PROGRAMS = {
     "srun": """while [[ $1 == --* ]]; do shift; done; exec "$@" """,
     "scontrol": """[[ $1 != show ]] || printf '%s\n' node1 node2""",
@@ -100,7 +100,7 @@ fi
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], Path]]]:
-    """Starts the script in a folder of its own, with programs that note their calls; returns it and the notes."""
+    """Starts the script in its own folder, with programs that record their calls; returns it and the records."""
     programs, activate, calls = tmp_path / "bin", tmp_path / ".venv" / "bin" / "activate", tmp_path / "calls"
     programs.mkdir()
     activate.parent.mkdir(parents=True)
@@ -216,7 +216,7 @@ def test_the_lines_that_are_commented_out_are_valid_too() -> None:
 
 
 def check_ray_cluster(cluster: Any, claims: dict[str, Any]) -> None:
-    """`claims` by the path at which every pod mounts them."""
+    """Checks a RayCluster. The keys of `claims` are the paths at which every pod mounts them."""
     for claim in claims.values():
         assert (claim["apiVersion"], claim["kind"]) == ("v1", "PersistentVolumeClaim")
         assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
@@ -231,7 +231,7 @@ def check_ray_cluster(cluster: Any, claims: dict[str, Any]) -> None:
         assert isinstance(group["rayStartParams"], dict)
         (container,) = pod["containers"]
         assert container["resources"]["limits"] == container["resources"]["requests"]
-        # A folder is the same claim under the same path everywhere.
+        # A folder is the same claim at the same path in every container.
         assert [mount["mountPath"] for mount in container["volumeMounts"]] == [*claims]
         assert pod["volumes"] == [
             {

@@ -153,7 +153,7 @@ def test_a_second_run_is_refused_with_the_first_ones_process(tmp_path: Path) -> 
 
 
 def test_a_file_system_without_locks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lustre without -o flock."""
+    """Lustre mounted without -o flock is such a file system."""
 
     def flock(_file: object, _operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

@@ -37,7 +37,7 @@ def rows_of(path: Path) -> list[dict]:
 
 
 def refusal_and_megabytes(path: Path) -> tuple[str, int]:
-    """What reading a file in a process of its own says, and how much memory it takes."""
+    """Reads a file in a separate process. Returns the error message and the memory that it took."""
     done = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True)
     *lines, megabytes = done.stdout.splitlines()
     assert len(lines) <= 1, lines
@@ -105,7 +105,7 @@ def test_a_paragraph_that_does_not_end(tmp_path: Path) -> None:
 
 
 def test_large_but_honest(tmp_path: Path) -> None:
-    """Rows of 3 MB, all in one group, and texts that repeat."""
+    """Reads rows of 3 MB, all in one group, and repeated texts."""
     rows = [{"prompt": f"{number:06d}" * 50_000, "turns": ["same"] * 3} for number in range(200)]
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.Table.from_pylist(rows), path)

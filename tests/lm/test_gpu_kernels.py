@@ -1,6 +1,6 @@
 """Tests the Triton kernels without a GPU: in Triton's interpreter, and by compiling them for GPUs.
 
-Both run in processes of their own, since PyTorch behaves differently where it finds Triton.
+Both run in separate processes, since PyTorch behaves differently where it finds Triton.
 """
 
 import os

@@ -92,7 +92,7 @@ class ToyRoles:
     def start_forward_passes(
         self, rollout: Rollout, _minibatches: Sequence[Tensor], *, keeps: bool, tests_draws: bool
     ) -> Pending[ModelOutputs]:
-        del tests_draws  # toys have no logits
+        del tests_draws  # toy models have no logits
         self.kept.append(keeps)
         found = self.policy_logprobs(rollout), self.reference_logprobs(rollout), self.values(rollout)
         return lambda: ModelOutputs(*found)

@@ -152,8 +152,8 @@ def test_oversampling_checks_the_failures_among_all_that_are_sampled(
 
 
 def test_oversampling_keeps_scores_where_there_are_any(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first half of the responses failed, and no group of the other half differs: that half is kept, not the first.
-    If all failed, one line says so.
+    """Scoring failed for the first half of the responses, and the scores of each group in the other half are equal: the
+    other half is kept, not the first. If scoring failed for all, one line says so.
     """
     changes = {**OVERSAMPLED, "num_epochs": 1, "missing_eos_penalty": 0.0, "max_failed_share": 0.5}
     worker, controller = start(**changes)
@@ -191,7 +191,7 @@ def test_a_group_is_compared_with_itself_whatever_the_minibatches_are(start: Sta
 
 
 def test_the_group_scale_divides_scaled_scores_and_not_the_kl(start: Start) -> None:
-    """From the batch that PPO learns from: (s - mean) / std - β (KL - mean), s with the penalty for a missing EOS."""
+    """In the batch that PPO learns from: (s - mean) / std - β (KL - mean), s with the penalty for a missing EOS."""
     worker, controller = start(**GSPO, num_epochs=1, minibatch=16, learning_rate=1e-2, kl={"coef": 0.2})
     controller.step(0)
     metrics = controller.step(1)

@@ -42,7 +42,7 @@ def noise(*shape: int, seed: int) -> Tensor:
 def advantages(
     returns: list[float], scored: Tensor, K: int, kind: str = "group_mean", scale: Literal["group", "none"] = "none"
 ) -> tuple[list[float], list[bool]]:
-    """Advantages without a KL penalty in the reward, so that returns are scores."""
+    """Returns advantages without a KL penalty in the reward, so that returns are scores."""
     scores = torch.tensor(returns)
     found, counted = group_advantages(scores, scores, scored, K, leave_one_out=kind == "leave_one_out", scale=scale)
     return found.tolist(), counted.tolist()
@@ -129,7 +129,7 @@ def groups(**changes: object) -> dict[str, object]:
 def estimate(
     advantage: GroupMean | LeaveOneOut | NoBaseline, rewards: Tensor, mask: Tensor, scores: Tensor | None = None
 ) -> Estimate:
-    """The estimate of an advantage that reads no values; without `scores`, rewards have no KL penalty."""
+    """Returns the estimate of an advantage that reads no values. Without `scores`, rewards have no KL penalty."""
     scores = rewards.sum(dim=1) if scores is None else scores
     return advantage.estimate(scores, rewards, torch.full_like(rewards, math.nan), mask)
 
@@ -149,7 +149,9 @@ def test_the_kl_is_inside_the_baseline() -> None:
 
 @pytest.mark.parametrize("kind", [GroupMean, LeaveOneOut])
 def test_the_group_scale_divides_scores_and_not_their_kl_penalty(kind: type[GroupMean | LeaveOneOut]) -> None:
-    """Equal scores leave the KL's own small advantages, whatever its noise; others are score / std less KL, by hand."""
+    """Groups with equal scores get the KL's own small advantages, whatever its noise. The others get score / std minus
+    KL, computed by hand.
+    """
     scores = torch.tensor([2.0, 2.0, 2.0, 2.0, 1.0, 4.0, 1.0, 2.0]).double()
     logprobs, ref_logprobs, mask = 0.06 * noise(8, 3, seed=1), torch.zeros(8, 3).double(), torch.ones(8, 3).bool()
     factor = 4 / 3 if kind is LeaveOneOut else 1.0
@@ -169,7 +171,7 @@ def test_the_group_scale_divides_scores_and_not_their_kl_penalty(kind: type[Grou
 
 
 def test_equal_groups_leave_the_gradient_of_gspo_where_trl_has_it() -> None:
-    """One of five groups has equal scores; TRL 1.16 has A = (s - mean) / (std + 1e-4), and here no KL."""
+    """One of five groups has equal scores. TRL 1.16 computes A = (s - mean) / (std + 1e-4), here without a KL."""
     scores = noise(20, seed=4)
     scores[:4] = scores[0]
     logprobs, mask = 0.06 * noise(20, 6, seed=5), torch.ones(20, 6).bool()
@@ -240,7 +242,7 @@ def test_the_first_groups_whose_rewards_differ_are_kept() -> None:
         assert share == pytest.approx(4 / 6)
     scored[3] = False  # the second group has one score left, which is compared with nothing
     assert informative_groups(rewards, scored, 2, 2)[0].tolist() == [6, 7, 8, 9]
-    scored[:2] = False  # the first group has none left, and comes last
+    scored[:2] = False  # the first group has no scores left, and comes last
     assert informative_groups(rewards, scored, 2, 5)[0].tolist() == [2, 3, *range(4, 12)]
 
 

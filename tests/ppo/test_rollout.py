@@ -216,7 +216,7 @@ def test_one_of_eight_ranks_is_sent_an_eighth() -> None:
 
 
 def test_a_share_is_sent_as_one_buffer_of_its_own_rows() -> None:
-    """As Ray pickles it: buffers apart. The receiver gets the same tensors, in memory that it may write to."""
+    """Pickles as Ray does, with separate buffers. The receiver gets the same tensors in memory that it may write to."""
     rows, mask_BR = 64, torch.arange(64 * 7).reshape(64, 7) % 3 == 0
     rollout = Rollout(
         torch.arange(rows * 33).reshape(rows, 33),

@@ -130,7 +130,7 @@ def test_the_figures_and_bounds_by_hand() -> None:
     logprobs_BR, rollout = sampled([[0.0] * 20] * 63 + [[1.0, -1.0] * 10])
     with pytest.raises(RunError, match=r"differ by 0\.0156 nats on average .* by 1\.0000 in the worst response"):
         require_one_policy(logprobs_BR, rollout, 0, BF16)
-    # So is a short response, even in bf16, unless its few tokens differ by what rounding explains.
+    # So is a short response, even in bf16, unless rounding explains the differences of its few tokens.
     logprobs_BR, rollout = sampled([[0.0] * 8] * 63 + [[3.0, -3.0] * 4])
     with pytest.raises(RunError, match=r"differ by 0\.0469 nats on average .* by 2\.1213 in the worst response"):
         require_one_policy(logprobs_BR, rollout, 0, 0.05)
@@ -148,7 +148,7 @@ def test_the_figures_and_bounds_by_hand() -> None:
 
 
 def with_wrong_draws(worker: OneRank, change: Change) -> PPOController:
-    """A run whose sampler draws from changed logits and reports the policy's own log-probs."""
+    """Returns a run whose sampler draws from changed logits but reports the policy's own log-probs."""
     sampler = worker.generator.sampler
     assert isinstance(sampler, HeedSampler)
     trial = Trial(worker.models.sft, "fp32")

@@ -1,4 +1,6 @@
-"""Backups: one file, taken while labelers answer, restored into either database; nobody shut out since comes back."""
+"""A backup is one file, made while labelers answer and restored to either database. It readmits nobody who has been
+shut out since.
+"""
 
 import shutil
 import threading
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("cheap_hashes")
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def new_target(request: pytest.FixtureRequest, tmp_path: Path):
-    """Gives the address of a place to restore to each time."""
+    """Returns a function that gives the address of a new place to restore to."""
     if request.param == "postgresql":
         server = request.getfixturevalue("postgres")
         return lambda: server.new_database("template1")
@@ -29,7 +31,7 @@ def new_target(request: pytest.FixtureRequest, tmp_path: Path):
 
 
 class Answering(threading.Thread):
-    """A labeler who answers until stopped, and remembers what was acknowledged."""
+    """A labeler who answers until stopped, and records which answers were acknowledged."""
 
     def __init__(self, url: str, name: str) -> None:
         super().__init__(daemon=True)
@@ -86,7 +88,7 @@ def test_a_backup_under_load_has_every_acknowledged_answer(new_database, new_tar
         found = stored_in(target)
         assert (restored.num_tasks, restored.num_judgments) == (len(TASKS), len(found))
         assert acknowledged.items() <= found.items() <= given.items()
-    with LabelStore(target) as store:  # the restored store goes on: numbers continue after the copied rows
+    with LabelStore(target) as store:  # the restored store is usable: numbers continue after the copied rows
         lease = store.lease("dan", seconds=60, batch="main")
         assert lease is not None
         store.submit(lease, Answer((1, 2), 1), client="t", instructions_version="1")
@@ -99,7 +101,7 @@ def people_in(accounts: Accounts) -> dict[str, str]:
 
 
 def filled(url: str) -> dict[str, str]:
-    """A lead and four labelers, one answer with a note each. Returns their keys."""
+    """Fills a store with a lead and four labelers, each with one answer with a note. Returns their keys."""
     accounts, keys = Accounts(url), {}
     for name in ("lea", "ann", "bob", "cy", "dan"):
         accepted = accounts.accept(accounts.invite(name, "lead" if name == "lea" else "labeler"))
@@ -154,7 +156,7 @@ def test_nobody_who_was_shut_out_since_the_backup_comes_back(new_database, new_t
         if path is not None:
             assert b"note of ann" not in path.read_bytes()
 
-    # If nothing is left of the store but an old backup, nobody comes in until a lead admits them.
+    # If only an old backup is left of the store, nobody can sign in until a lead admits them.
     target = new_target()
     assert restore(old, target) == Restored(9, 4, 0, 5)
     restored = Accounts(target)

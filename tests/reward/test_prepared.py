@@ -139,7 +139,7 @@ def write_pairs(path: Path, number: int) -> RewardConfig:
 
 
 def test_pairs_are_read_once(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that were put aside while later rows were read, in their order."""
+    """This includes pairs that were put aside while later rows were read. Their order is kept."""
     number, read = 3 * RECENT_TASKS, list[str]()
     config, of_source = write_pairs(tmp_path / "pairs.jsonl", number), training.data.read_source
 
@@ -175,7 +175,7 @@ def test_a_task_that_was_put_aside_is_merged_with_a_later_row(tmp_path: Path) ->
 
 
 def test_memory_of_pairs_grows_by_little_per_pair(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """A pair of short texts as Python's objects takes some 4,000 bytes."""
+    """As Python objects, a pair of short texts takes about 4,000 bytes."""
 
     def peak(number: int) -> int:
         config = write_pairs(tmp_path / f"{number}.jsonl", number)

@@ -89,7 +89,7 @@ def test_the_objective_is_the_sum_over_ragged_comparisons_of_the_mean_over_label
 
 
 def test_labelers_weights_make_weighted_means(scalar: ScalarModel) -> None:
-    """Σ share · loss / Σ share, share = weight / verdicts of the comparison, whatever the weights' own mean is."""
+    """Σ share · loss / Σ share with share = weight / number of verdicts on the comparison, for any mean weight."""
     right = tuple(1 + sum(alone(scalar, o) > alone(scalar, s) for o in SEQUENCES[:3]) for s in SEQUENCES[:3])
     wrong = tuple(4 - rank for rank in right)
     weights = {right: 1.6, wrong: 0.4}

@@ -104,7 +104,7 @@ def write_prompts(path: Path, texts: Iterable[str]) -> DataConfig:
 
 
 def fit(run: Run, data: DataConfig, tell: Callable[[str], None] = untold, **changes: Any) -> Fitting:
-    """The prompts as PPO's preflight and PPO itself read them."""
+    """Returns the prompts as PPO's preflight and PPO itself read them."""
     stage = run.of("ppo")
     settings: dict[str, Any] = {"max_new_tokens": 100, "on_overlong": "refuse"} | changes
     return fitting_prompts(stage, stage.tokenizer_of("sft"), data, tell=tell, **settings)
@@ -161,7 +161,7 @@ def test_prompts_that_are_too_long_are_refused_skipped_or_shortened(checked: Run
 
 
 def test_memory_of_prompts_grows_by_little_per_prompt(checked: Run, tmp_path: Path) -> None:
-    """A prompt and its tokens as Python's objects take more than a thousand bytes."""
+    """As Python objects, a prompt and its tokens take more than a thousand bytes."""
 
     def peak(number: int) -> int:
         data = write_prompts(tmp_path / f"{number}.jsonl", (f"{row} is one of many numbers" for row in range(number)))

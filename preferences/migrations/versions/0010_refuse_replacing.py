@@ -1,8 +1,8 @@
 """Triggers that keep tasks unchanged and assignments complete, and that refuse to replace rows.
 
-SQLite's `INSERT OR REPLACE` and `UPDATE OR REPLACE` delete the row whose key is taken without firing its delete trigger
-(unless the connection sets `recursive_triggers`), so triggers before them refuse a taken key. On PostgreSQL `INSERT ..
-ON CONFLICT DO UPDATE` is an update.
+SQLite's `INSERT OR REPLACE` and `UPDATE OR REPLACE` delete the row that has the same key without firing its delete
+trigger (unless the connection sets `recursive_triggers`), so BEFORE triggers refuse a key that is already in use. On
+PostgreSQL, `INSERT .. ON CONFLICT DO UPDATE` is an update.
 
 Revision ID: 0010
 """
@@ -19,7 +19,7 @@ KEYS = {
     "labelers": ("pseudonym", "name"),
     "people_acts": ("act_id",),
 }
-_MOVED = ("task", "place", "batch", "original")  # of an assignment, these columns never change
+_MOVED = ("task", "place", "batch", "original")  # columns of an assignment that never change
 
 
 def upgrade() -> None:
@@ -38,7 +38,7 @@ def _sqlite() -> None:
 
 
 def _is_taken(table: str, key: str) -> str:
-    # Equality with a NULL is never true, so a free assignment and an unknown name take no key.
+    # Equality with a NULL is never true, so a free assignment and an unknown name occupy no key.
     same = " AND ".join(f"{column} = NEW.{column}" for column in key.split(", "))
     return f"EXISTS (SELECT 1 FROM {table} WHERE {same})"
 

@@ -158,7 +158,7 @@ def test_the_lead_is_paired_and_its_interval_holds_the_truth() -> None:
 
 
 def test_a_curve_that_starts_late_is_not_behind_one_that_starts_early() -> None:
-    """Both lie on d - d²/4 and gold rises like √KL, so a straight line from the reference to a KL of 1 lies too low."""
+    """Both curves are d - d²/4. Gold rises like √KL, so a straight line from the reference to a KL of 1 is too low."""
     leads = []
     for world in range(30):
         generator = np.random.default_rng([11, world])

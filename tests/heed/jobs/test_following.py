@@ -21,7 +21,7 @@ from files.ports import free_port
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[3]
-# `heed` with limits that a test can wait for.
+# `heed` with time limits short enough for a test.
 HEED = """
 import sys
 from cluster import jobs
@@ -62,7 +62,7 @@ class Follower:
 
     @property
     def lines(self) -> list[str]:
-        """What it has said, without the lines in which Ray says what it runs."""
+        """The output so far, without the lines in which Ray says what it runs."""
         return [line for line in self.said.splitlines() if not re.search("job_manager.py|^Running entrypoint", line)]
 
     def wait(self) -> int:
@@ -78,7 +78,7 @@ def run(head: Any, code: str, *arguments: str) -> Popen[str]:
 
 @pytest.fixture
 def talker(ray_head: Any, tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """The id of a job that prints a line, and one more and ends once a file appears."""
+    """The id of a job that prints one line, waits until a file appears, prints another line and ends; and that file."""
     go = tmp_path / "go"
     command = f"echo first line; while [ ! -e {go} ]; do sleep 0.2; done; echo last line"
     submitting = run(ray_head, SUBMIT, ray_head.address, command)
@@ -90,7 +90,7 @@ def talker(ray_head: Any, tmp_path: Path) -> Iterator[tuple[str, Path]]:
 
 @contextmanager
 def stopped_dashboard(head: Any, processes_of: Callable[[str], list[int]]) -> Iterator[None]:
-    """The process that answers the head's HTTP requests is stopped: the system still accepts connections for it."""
+    """Stops the process that answers the head's HTTP requests; the system still accepts connections for it."""
     port = int(head.address.rpartition(":")[2])
     listening = set[int]()
     for candidate in processes_of(f"head-{os.getpid()}"):

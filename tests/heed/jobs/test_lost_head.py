@@ -1,4 +1,4 @@
-"""A run whose Ray head is killed ends with one line that says what to do, before Ray ends it with one of its own."""
+"""A run whose Ray head is killed ends with one line that says what to do, before Ray ends it with a line of its own."""
 
 import json
 import os

@@ -106,7 +106,7 @@ def test_a_named_folder_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model_is_sent(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that the job names."""
+    """Makes a model folder, which the job names."""
     monkeypatch.setattr(submission, "named_paths", lambda _: [("sft.init_from", "data/model")])
     return (here / "data" / "model").relative_to(here)
 
@@ -128,7 +128,7 @@ def test_files_with_a_dot_stay_here(model_is_sent: Path) -> None:
     "target", ["/etc/passwd", "../../../../outside.jsonl", "../../prompts.jsonl", "..", "absent.json"]
 )
 def test_links_that_leave_a_named_folder_are_refused(model_is_sent: Path, target: str) -> None:
-    """Also one to nothing, and one to a folder above itself, which would have no end."""
+    """So are a link to nothing, and a link to a folder that contains it, which would never end."""
     (model_is_sent / "below").mkdir()
     link = model_is_sent / "below" / "link"
     link.symlink_to(target)
@@ -214,7 +214,7 @@ def test_the_command_is_the_run_that_was_asked_for() -> None:
 
 
 def test_values_are_in_a_file_that_others_cannot_read_and_not_in_the_command() -> None:
-    """Whoever has the token sees the commands of all jobs."""
+    """Anybody who has the token can see the commands of all jobs."""
     overrides = ("note=https://me:hunter2@judge.example/score", "ppo.placement=none", "workers=2")
     shipment = Shipment.of(DEBUG, overrides, load_job(DEBUG, overrides))
     assert "hunter2" not in shipment.command([], Path("/runs"))

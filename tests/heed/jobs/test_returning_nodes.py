@@ -101,7 +101,7 @@ with WorkerGroup(1, ClusterConfig(wait_for_nodes_seconds=300)):
 def test_a_job_that_recovers_keeps_its_places_from_a_job_that_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank is killed, one is stopped, and a machine is lost and comes back."""
+    """A rank is killed, another is stopped, and a machine is lost and comes back."""
     log = tmp_path / "other.log"
     config = ClusterConfig(wait_for_nodes_seconds=60, silence_seconds=5, start_seconds=60)
     with LocalCluster(num_nodes=2, cpus=1) as cluster, log.open("w") as output:

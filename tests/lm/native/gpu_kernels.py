@@ -1,4 +1,4 @@
-"""Triton's kernels against their naive twins, in Triton's interpreter (run by tests/lm/test_gpu_kernels.py)."""
+"""Tests the Triton kernels against naive twins in Triton's interpreter (run by tests/lm/test_gpu_kernels.py)."""
 
 import math
 
@@ -28,7 +28,7 @@ def drawn_logits(seed: int, rows: int, width: int, dtype: torch.dtype, scale: fl
 def test_logprobs_and_their_gradients(
     seed: int, rows: int, width: int, padding: int, temperature: float, dtype: torch.dtype
 ) -> None:
-    """With a padded head too, whose gradient is 0 in the padding."""
+    """Includes a padded head, whose gradient is 0 in the padding."""
     logits, tokens = drawn_logits(seed, rows, width + padding, dtype, 4.0)
     tokens = tokens % width
     weights = torch.randn(rows, generator=torch.Generator().manual_seed(seed))
@@ -50,7 +50,7 @@ def test_values_that_are_not_finite() -> None:
     logits = torch.zeros(5, BLOCK + 5)
     logits[0, 3] = math.nan
     logits[1, BLOCK + 1] = math.inf
-    logits[2, :BLOCK] = -math.inf  # a whole block
+    logits[2, :BLOCK] = -math.inf  # a whole block without probability
     logits[3, 4] = -math.inf
     logits[4] = -math.inf
     tokens = torch.tensor([0, 0, BLOCK + 2, 4, 0])
@@ -62,7 +62,7 @@ def test_values_that_are_not_finite() -> None:
 def test_the_gradient_takes_the_memory_of_the_logits_and_says_so() -> None:
     own, tokens = torch.randn(3, 40, requires_grad=True), torch.tensor([1, 2, 3])
     logits = own * 1
-    place, squares = logits.data_ptr(), logits**2  # its gradient needs the logits
+    place, squares = logits.data_ptr(), logits**2  # the gradient of `squares` needs the logits
     found = token_logprobs(logits, tokens, 1.0)
     (gradient,) = torch.autograd.grad(found.sum(), logits, retain_graph=True)
     assert gradient.data_ptr() == place

@@ -1,4 +1,4 @@
-"""The test of draws: no bet gains on average from draws, planted faults are found, and evidence adds up."""
+"""The test of draws: no bet gains on average on real draws, planted faults are found, and evidence adds up."""
 
 from dataclasses import fields, replace
 from itertools import product
@@ -18,7 +18,7 @@ VOCABULARY, ENDS = 70, (3, 65)
 
 
 def a_draw(token: int, *, weight: float = 1.0, step: int = 0, part: int = 0, before: int = 5) -> Draws:
-    """A token after the text 5 7 5, of a vocabulary in which 68 and 7 are in the same class."""
+    """Returns a token drawn after the text 5 7 5. In its vocabulary, 68 and 7 are in the same class."""
     numbers = ([token], [weight], [step], [part], [[5, 7, 5, -1]], [before])
     return Draws(*map(torch.tensor, numbers))
 
@@ -28,14 +28,14 @@ def stakes(found: Evidence) -> Tensor:
 
 
 def logits() -> Tensor:
-    """Some tokens are likely, and most are rare."""
+    """Returns logits with which some tokens are likely and most are rare."""
     generator = torch.Generator().manual_seed(1)
     return 3 * torch.randn(1, VOCABULARY, generator=generator)
 
 
 @pytest.mark.parametrize(("step", "part", "before"), [(0, 0, 5), (4, 7, -1), (0, 3, 69)])
 def test_each_stake_is_1_on_average_over_draws_from_the_policy(step: int, part: int, before: int) -> None:
-    """Summed over the whole vocabulary, which is exact; no bet may gain, and none loses."""
+    """The average is exact, because it is summed over the whole vocabulary. No bet gains or loses."""
     policy_V = torch.softmax(logits()[0].double() / 0.7, dim=0)
     by_token = [
         stakes(evidence(logits(), a_draw(token, step=step, part=part, before=before), 0.7, ENDS))
@@ -46,7 +46,7 @@ def test_each_stake_is_1_on_average_over_draws_from_the_policy(step: int, part: 
 
 
 def test_a_sampler_that_rounds_differently_gains_nothing_either() -> None:
-    """The weights π / π_sampler make up for it."""
+    """The weights π / π_sampler correct for the rounding."""
     sampler_logits = logits() + 0.1 * torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(2))
     learner_V, sampler_V = (torch.softmax(of[0].double(), dim=0) for of in (logits(), sampler_logits))
     by_token = [
@@ -58,14 +58,17 @@ def test_a_sampler_that_rounds_differently_gains_nothing_either() -> None:
 
 
 def test_stakes_by_hand() -> None:
-    """Two tokens, .75 and .25, where the second ends: q(v) / π(v) of the bet that none ends is 4/3 and 0."""
+    """Two tokens have the probabilities .75 and .25, and the second is the end token. For the bet that it is never
+    drawn, q(v) / π(v) is 4/3 and 0.
+    """
     two, nothing = torch.tensor([[0.75, 0.25]]).log(), torch.tensor([[-1]])
     goes_on, ends = (evidence(two, replace(a_draw(token, before=-1), text_CT=nothing), 1.0, (1,)) for token in (0, 1))
     assert goes_on.names[0] == "end tokens"
     assert float(stakes(goes_on)[0]) == pytest.approx(1 + (4 / 3 - 1) / 2)
     assert float(stakes(ends)[0]) == pytest.approx(1 / 2)
     assert goes_on.sums_3N[1:, 0].tolist() == pytest.approx([0, 0.25])
-    # Three of four end where one was expected: the bet on λ = 1 gains, (e / (1 + (e - 1) / 4) + 1) / 2 for each.
+    # Three of four tokens are end tokens, where one was expected: the bet on λ = 1 gains a factor of
+    # (e / (1 + (e - 1) / 4) + 1) / 2 from each of them.
     thrice = ends + ends + ends + goes_on
     gains = [(2.718282 / 1.429570 + 1) / 2, (1 / 1.429570 + 1) / 2]
     assert float(stakes(thrice)[4]) == pytest.approx(gains[0] ** 3 * gains[1], rel=1e-5)
@@ -93,14 +96,14 @@ def test_without_tokens_there_is_no_evidence_and_nan_is_an_alarm() -> None:
 
 
 def test_draws_rarely_have_much_evidence(untied: Path) -> None:
-    """The mean stake is at most 1 on average, so 20 tests have a mean below 20 with at least 95%."""
+    """The mean stake is at most 1 on average, so with 95% or more, its mean over 20 tests is below 20."""
     trials = [Trial(untied, "fp32", seed) for seed in range(20)]
     gained = [more_draws(planted(trial, "nothing"), trial) for trial in trials]
     assert mean(torch.tensor([found.nats for found in gained]).exp().tolist()) < 20
     assert not any(found.is_alarm for found in gained)
 
 
-# Each of these passed the sum of log-probs, whose expectation they leave alone.
+# Each of these passed a check on the sum of log-probs, whose expectation they leave alone.
 FOUND = (
     "likeliest token banned",
     "every tenth token greedy",

@@ -112,7 +112,7 @@ def test_a_lead_voids_a_judgment(call):
     assert call("ann", "POST", "/voids", void)[0] == 403
     assert call("eve", "POST", "/voids", void | {"reason": ""})[0] == 422
     assert call("eve", "POST", "/voids", void | {"revision": 3})[0] == 409
-    for _ in range(2):  # sent again, it is stored once
+    for _ in range(2):  # sent twice, it is stored once
         assert call("eve", "POST", "/voids", void)[0] == 204
     assert [one["kind"] for one in call("eve", "GET", "/judgments/main")[1]] == ["answer", "void"]
     assert call("eve", "GET", "/export/main?format=rankings")[1]["rows"] == []
@@ -174,7 +174,7 @@ def test_a_fuzzer_finds_no_server_error(world, name):
     """Fuzzes the API from its description as each role: no reply is a 5xx, and all are as described."""
     app = make_app(world.store, world.accounts, CONFIG)
     token = world.accounts.open_session(name)
-    # hypothesis takes seconds for each text of a class of a million characters; by itself it makes no surrogates.
+    # hypothesis takes seconds for each text from a class of a million characters; by default it makes no surrogates.
     described = json.dumps(app.openapi()).replace(json.dumps(STORABLE), json.dumps("^[^\\x00]*$"))
     app.openapi_schema = json.loads(described)
     schema = schemathesis.openapi.from_asgi("/api/openapi.json", app)

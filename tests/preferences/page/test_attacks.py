@@ -918,7 +918,7 @@ def test_other_sites_sign_nobody_in_by_browsers_that_only_send_an_origin(site):
         assert opened.client().post("/sign-in", data=right, headers={"Origin": origin}).status_code == 303
     fetched = {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}
     assert opened.client().post("/sign-in", data=right, headers=fetched).status_code == 403
-    # A browser leaves the origin of our own forms out under "no-referrer", and says null.
+    # With "no-referrer", a browser leaves out the origin of our own forms and sends null.
     assert opened.client().get("/sign-in").headers["referrer-policy"] == "same-origin"
 
 

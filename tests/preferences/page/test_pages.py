@@ -673,7 +673,7 @@ def test_answers_are_timed_by_the_server(world, visit):
 
 
 def test_a_large_export_is_sent_in_parts(world, visit):
-    """Memory then holds the batch's texts once, and not also all lines that are made of them."""
+    """So memory holds the batch's texts once, and not also all the lines that are made from them."""
     texts = tuple(letter * 100_000 for letter in "uvw")
     world.add(*(Task(f"t{number}", (Message("user", "é" * 1_000),), texts, ("a", "b", "c")) for number in range(20)))
     ann = visit("ann", PLAIN)
@@ -704,7 +704,7 @@ def test_a_lead_voids_a_judgment_with_a_reason(world, visit):
     page = eve.post("/lead/void", data=fields | {"reason": "a script <b>answered</b>"})
     assert page.url.path == "/lead/task"
     assert "a script &lt;b&gt;answered&lt;/b&gt;" in page.text
-    assert "/lead/void" not in Forms(page.text).forms  # nothing that counts is left
+    assert "/lead/void" not in Forms(page.text).forms  # no current judgment is left
     assert "Nothing has been judged yet" in eve.get("/lead/quality").text
     assert "a lead voided it" in eve.get("/lead/answers?kind=void").text
     assert "eve</td><td>voided the judgment on task &#39;t1&#39; of ann" in eve.get("/lead/people").text
@@ -723,7 +723,7 @@ def test_a_batch_with_an_impossible_time_can_be_read(new_database, seconds):
     url = new_database()
     accounts = Accounts(url)
     accounts.accept(accounts.invite("eve", "lead"))
-    with LabelStore(url, clock=lambda: seconds) as store:  # as imports stored it, before they were checked
+    with LabelStore(url, clock=lambda: seconds) as store:  # as imports stored it before times were checked
         store.add_tasks([make_task("t1", 2), make_task("t2", 2)], batch="main", num_labelers=2)
         for number, time_ in enumerate((seconds, 1_764_150_000.0)):
             store._clock = lambda time_=time_: time_

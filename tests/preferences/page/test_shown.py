@@ -37,7 +37,7 @@ def test_the_comparison_with_the_source_is_linear(part):
     text = (part * MAX_FORMATTED_CHARACTERS)[:MAX_FORMATTED_CHARACTERS]
     started = time.process_time()
     found = render(text)
-    assert time.process_time() - started < 2  # 0.01 to 0.3; it was minutes
+    assert time.process_time() - started < 2  # 0.01 to 0.3; without the budget it takes minutes
     assert found.formatted
     assert not found.why_raw
 
@@ -124,7 +124,7 @@ def test_a_cache_is_bounded_by_bytes():
     for number in range(10):
         cache.put(f"key {number}", "x", 30)
     assert (cache.num_bytes, cache.get("key 6"), cache.get("key 7")) == (90, None, "x")
-    cache.put("key 9", "y", 50)  # the oldest goes, except that a used one is young again
+    cache.put("key 9", "y", 50)  # the least recently used one goes
     assert (cache.get("key 7"), cache.get("key 8"), cache.get("key 9")) == ("x", None, "y")
     cache.put("large", "z", 101)
     assert (cache.num_bytes, cache.get("large")) == (80, None)

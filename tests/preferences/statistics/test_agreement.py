@@ -268,7 +268,7 @@ def test_random_answers_have_none_and_equal_answers_all():
 
 
 def test_perfect_agreement_has_an_interval():
-    """Twenty pairs without a disagreement: Wilson's interval for the share of 1, which is 2·low - 1 for alpha."""
+    """Twenty pairs without a disagreement. Alpha's lower end is 2·low - 1, with Wilson's interval for a share of 1."""
     alike = [judged(n, f"t{t}", 1, 2, ratings=(5.0, float(1 + t % 4))) for t in range(20) for n in "ab"]
     for alpha, num in ((alpha_of(*alike), 20), (ratings_alpha_of(*alike), 40)):
         assert (alpha.value, alpha.high) == (1, 1)
@@ -276,7 +276,7 @@ def test_perfect_agreement_has_an_interval():
 
 
 def test_the_interval_of_rankings_is_that_of_agreement():
-    """Two labelers without ties: alpha is 2·agreement - 1, at both ends of the interval too."""
+    """For two labelers without ties, alpha is 2·agreement - 1, and so are both ends of the interval."""
     generator = np.random.default_rng(5)
     answers = [judged(n, f"t{t}", *map(int, generator.permutation(2) + 1)) for t in range(30) for n in "ab"]
     tasks = {task.task_id: task for task in tasks_of(answers)}

@@ -94,7 +94,7 @@ def test_nobody_better_than_chance_is_refused() -> None:
 
 
 def test_intervals_are_those_of_derivatives_taken_numerically() -> None:
-    """Finite differences of the log posterior in θ = log(a / (1 - a)), written pair by pair."""
+    """The derivatives are finite differences of the log posterior in θ = log(a / (1 - a)), written pair by pair."""
     rankings = [
         ranking
         for task in range(40)
