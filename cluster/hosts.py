@@ -44,7 +44,7 @@ def code_digest(root: Path) -> str:
     """Return the first 12 digits of a SHA-256 over the names and contents of Heed's source files below `root`."""
     digest = hashlib.sha256()
     for path in sorted(path for name in importing.PACKAGES for path in (root / name).rglob("*")):
-        if path.suffix in SOURCES:
+        if path.suffix in SOURCES and path.is_file():  # an editor's lock is a link to nothing
             digest.update(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -119,13 +120,21 @@ def nodes_of(group: PlacementGroup) -> list[str]:
 def _silent_machines(group: PlacementGroup) -> Iterator[str]:
     """Yield the addresses of machines that hold places and do not answer, which Ray may not have noticed yet."""
     placed = set(nodes_of(group))
-    for node in ray.nodes():
-        if node["NodeID"] in placed:
-            try:
-                address = node["NodeManagerAddress"], node["NodeManagerPort"]
-                socket.create_connection(address, timeout=ANSWER_SECONDS).close()
-            except OSError:
-                yield str(node["NodeManagerAddress"])
+    addresses = [
+        (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes() if node["NodeID"] in placed
+    ]
+    with ThreadPoolExecutor(max(1, len(addresses))) as pool:  # all at once, or claims would lapse meanwhile
+        for (host, _), answers in zip(addresses, pool.map(_answers, addresses), strict=True):
+            if not answers:
+                yield str(host)
+
+
+def _answers(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, timeout=ANSWER_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _why_missing(group: PlacementGroup | None, num_ranks: int, bundle: Bundle) -> str:

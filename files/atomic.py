@@ -134,7 +134,8 @@ def on_network(path: Path) -> bool:
 
     folder = path.resolve().parent
     mounts = [mount for mount in psutil.disk_partitions(all=True) if folder.is_relative_to(mount.mountpoint)]
-    kind = max(mounts, key=lambda mount: len(mount.mountpoint)).fstype if mounts else ""
+    # Of several at one place, as with an automounter, the last one is on top.
+    kind = max(reversed(mounts), key=lambda mount: len(mount.mountpoint)).fstype if mounts else ""
     return str(kind).startswith(NETWORK_FILE_SYSTEMS)
 
 

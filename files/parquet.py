@@ -123,14 +123,16 @@ def _num_bytes(array: Any) -> int:
     import pyarrow
     from pyarrow import compute
 
+    if isinstance(array, pyarrow.ExtensionArray):
+        return _num_bytes(array.storage)
     if pyarrow.types.is_dictionary(array.type):
         lengths = compute.binary_length(array.dictionary).cast("int64")
         return compute.sum(lengths.take(array.indices)).as_py() or 0
     if pyarrow.types.is_struct(array.type):
         return sum(map(_num_bytes, array.flatten()))
-    if pyarrow.types.is_list(array.type) or pyarrow.types.is_large_list(array.type):
-        return _num_bytes(array.flatten())
-    return int(array.nbytes)
+    if hasattr(array, "flatten"):  # lists of all kinds, and maps
+        return 8 * len(array) + _num_bytes(array.flatten())
+    return max(int(array.nbytes), 8 * len(array))  # a list in Python takes 8 bytes even for None
 
 
 def _decoder(schema: Any) -> Callable[[list[Row]], list[Row]]:

@@ -185,7 +185,8 @@ class Rank:
         R, V = rollout.max_new_tokens, logits_CV.shape[1]
         every = -(-drawn.num_rows * R * V // (self.num_workers * TESTED[self.device.type]))
         rows_C, steps_C = packed.places_C.cpu() // R, packed.places_C.cpu() % R
-        tested = ((drawn.rows_B[rows_C] + steps_C) % every == 0).nonzero()[:, 0]
+        # A prime factor lets neighbouring rows test other places, and one row of many if n exceeds R.
+        tested = ((7919 * drawn.rows_B[rows_C] + steps_C) % every == 0).nonzero()[:, 0]
         rows_C, steps_C, on_device = rows_C[tested], steps_C[tested], upload(tested, self.device)
         texts_CT, columns = rollout.tokens_BT[rows_C], torch.arange(rollout.tokens_BT.shape[1])
         is_before_CT = columns < (rollout.prompt_tokens_B[rows_C] + steps_C)[:, None]
@@ -198,7 +199,8 @@ class Rank:
             upload(torch.where(is_before_CT, texts_CT, -1), self.device),
             upload(drawn.before_BR[rows_C, steps_C].long(), self.device),
         )
-        self.evidence += evidence(logits_CV.detach()[on_device], draws, self.config.temperature, self.tokenizer.end_ids)
+        temperature, end_ids = self.config.temperature, self.tokenizer.end_ids
+        self.evidence += evidence(logits_CV.detach(), draws, temperature, end_ids, on_device)
 
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"

@@ -79,8 +79,8 @@ class Sendable:
         tensors = list[Tensor]()
         described = _described(self, tensors)
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8)
-        for part, tensor in zip(buffer.split(sizes), tensors, strict=True):
+        buffer = torch.empty(sum(sizes) + ALIGNMENT, dtype=torch.uint8)  # never empty: that has no view of another type
+        for part, tensor in zip(buffer.split([*sizes, ALIGNMENT]), tensors, strict=False):
             part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         return _received, (described, buffer.numpy())
 

@@ -149,8 +149,8 @@ def _close_file(path: Path) -> None:
 
 
 def _require_new(path: Path) -> None:
-    """Raises: ValueError if the file exists, or a former store's write-ahead log, which SQLite would replay."""
-    for found in (path, path.with_name(f"{path.name}-wal")):
+    """Raises: ValueError if the file exists, or a log of a former store, which SQLite would replay into this one."""
+    for found in (path, *(path.with_name(path.name + end) for end in ("-wal", "-journal"))):
         if found.exists():
             raise ValueError(f"{found}: already exists; a new path was expected")
 

@@ -159,22 +159,24 @@ class LabelStore:
             position = stored(connection, [lease.task_id])[lease.task_id]["position"]
             leases.reveal(connection, pseudonym_of(connection, lease.labeler), position, self._clock())
 
-    def undo(self, lease: Lease, reason: str, *, client: str, instructions_version: str) -> None:
+    def undo(self, lease: Lease, reason: str, *, client: str, instructions_version: str, act: str = "") -> None:
         """Takes back the labeler's last event on a task and leases the task to them again. The event stays stored.
 
-        `lease` comes from `reopened`.
+        `lease` comes from `reopened`. With `act`, the audit log says that the person did this to the task.
 
         Raises: ValueError if there is nothing to take back; LeaseLostError if other labelers took the skipped task.
         """
-        self._record(lease.labeler, [empty_row(lease, "undo", reason, 0)], client, instructions_version)
+        self._record(lease.labeler, [empty_row(lease, "undo", reason, 0)], client, instructions_version, act)
 
-    def adjudicate(self, lease: Lease, answer: Answer, *, client: str, instructions_version: str) -> None:
+    def adjudicate(
+        self, lease: Lease, answer: Answer, *, client: str, instructions_version: str, act: str = ""
+    ) -> None:
         """Stores a lead's answer, which overrides those of labelers and needs no assignment.
 
-        `lease` comes from `reopened`.
+        `lease` comes from `reopened`; `act` is as for `undo`.
         """
         rows = [answer_row(lease, answer, "adjudication")]
-        self._record(lease.labeler, rows, client, instructions_version)
+        self._record(lease.labeler, rows, client, instructions_version, act)
 
     def void(
         self,
@@ -237,11 +239,15 @@ class LabelStore:
             lease = results.leases_of(connection, [position], labeler, who, self._clock())[0]
         return lease if lease.revision > 0 else None
 
-    def _record(self, labeler: str, rows: Sequence[Values], client: str, instructions_version: str) -> None:
+    def _record(
+        self, labeler: str, rows: Sequence[Values], client: str, instructions_version: str, act: str = ""
+    ) -> None:
         with self._writer.begin() as connection:
             now = self._clock()
             shared = {"client": client, "instructions_version": instructions_version, "created_at": now}
-            recording.record(connection, [row | shared for row in rows], labeler, now, now + UNDO_SECONDS)
+            num_stored = recording.record(connection, [row | shared for row in rows], labeler, now, now + UNDO_SECONDS)
+            if act and num_stored:  # not for an event that is sent again
+                recording.log(connection, labeler, act, rows[0]["task_id"], now)
 
     def import_judgments(self, batch: str, judgments: Sequence[Judgment]) -> None:
         """Stores external judgments of the batch's tasks, all or none. Judgments already stored are left alone.

@@ -47,6 +47,7 @@ from training.notices import RunError, in_one_line, speaking_through
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
+STATUS_SECONDS = 5.0  # how long a run whose head is lost waits to write its status
 FOLDER_SECONDS = 30.0  # how long a stage waits if its folder is missing
 
 
@@ -110,7 +111,9 @@ def _work(job: JobConfig, folder: Path, first: str, only: str) -> None:
 def _end_without_head(status: StatusFile, line: str) -> None:
     """End this process, whatever its main thread is doing, because Ray's own calls would never return."""
     console.print(f"[bold red]error:[/] {escape(line)}")
-    status.failed(line)  # last, because it waits for the disk
+    writing = threading.Thread(target=status.failed, args=(line,), daemon=True)
+    writing.start()
+    writing.join(STATUS_SECONDS)  # the head's machine may have had the disk, too
     os._exit(1)
 
 

@@ -217,7 +217,8 @@ class Evidence:
     def __add__(self, other: "Evidence") -> "Evidence":
         if not (self.names and other.names):
             return self if self.names else other
-        assert self.names == other.names, "evidence of other bets"
+        if self.names != other.names:  # a checkpoint of another version, whose bets are not continued
+            return other
         return Evidence(self.names, self.shares_N, self.sums_3N + other.sums_3N)
 
     def as_bytes(self) -> bytes:
@@ -241,19 +242,27 @@ NO_EVIDENCE = Evidence((), torch.ones(1, dtype=torch.float64), torch.zeros(3, 1,
 
 
 @torch.no_grad()
-def evidence(logits_CV: Tensor, draws: Draws, temperature: float, end_ids: Collection[int]) -> Evidence:
-    """Bet against the policy softmax(logits / temperature) on the sampled tokens."""
-    size = max(1, AT_ONCE // logits_CV.shape[1])
-    parts = [slice(first, first + size) for first in range(0, max(1, len(logits_CV)), size)]
-    return sum((_evidence(logits_CV[part], draws[part], temperature, end_ids) for part in parts), NO_EVIDENCE)
+def evidence(
+    logits_CV: Tensor, draws: Draws, temperature: float, end_ids: Collection[int], rows_C: Tensor | None = None
+) -> Evidence:
+    """Bet against the policy softmax(logits / temperature) on the sampled tokens.
+
+    With `rows_C`, only these rows of the logits predict a token to test, and `draws` has the tokens of these rows.
+    """
+    size, total = max(1, AT_ONCE // logits_CV.shape[1]), NO_EVIDENCE
+    for first in range(0, max(1, len(draws.tokens_C)), size):
+        part = slice(first, first + size)
+        logits = logits_CV[part] if rows_C is None else logits_CV[rows_C[part]]
+        total += _evidence(logits, draws[part], temperature, end_ids)
+    return total
 
 
 def _evidence(logits_CV: Tensor, draws: Draws, temperature: float, end_ids: Collection[int]) -> Evidence:
     policy = _Policy(torch.log_softmax(logits_CV.float() / temperature, dim=1), draws)
-    groups = [*policy.features(end_ids)]
     weights_C1 = draws.weights_C.clamp(max=LARGEST_WEIGHT)[:, None]
-    names, shares, sums = list[str](), list[float](), list[Tensor]()
-    for features in groups:
+    names, shares, sums, num_groups = list[str](), list[float](), list[Tensor](), 0
+    for features in policy.features(end_ids):
+        num_groups += 1
         num_bets = sum(feature.tilts_CN.shape[1] for feature in features)
         for feature in features:
             n = feature.tilts_CN.shape[1]
@@ -262,6 +271,7 @@ def _evidence(logits_CV: Tensor, draws: Draws, temperature: float, end_ids: Coll
             totals = [gains_CN.mul(counted[:, None]).sum(dim=0)]
             totals += [(values * counted).sum().expand(n) for values in (feature.value_C, feature.mean_C)]
             names += [feature.name] * n
-            shares += [1 / (len(groups) * num_bets)] * n
+            shares += [1 / num_bets] * n
             sums.append(torch.stack(totals))
-    return Evidence(tuple(names), torch.tensor(shares, dtype=torch.float64), torch.cat(sums, dim=1).cpu())
+    shares_N = torch.tensor(shares, dtype=torch.float64) / num_groups
+    return Evidence(tuple(names), shares_N, torch.cat(sums, dim=1).cpu())

@@ -138,7 +138,7 @@ class VoidBody(Body):
     task_id: Name
     labeler: Name
     revision: Number
-    reason: Annotated[str, Field(min_length=1, max_length=MAX_NOTE_CHARACTERS, pattern="^[^\\x00]*$")]
+    reason: Annotated[str, Field(min_length=1, max_length=MAX_NOTE_CHARACTERS, pattern=STORABLE)]
 
 
 class NewTask(Body):

@@ -10,7 +10,7 @@ import ipaddress
 import threading
 import time
 from dataclasses import dataclass
-from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.parse import unquote_to_bytes
 
 from limits import RateLimitItem, RateLimitItemPerSecond
 from limits.storage import MemoryStorage
@@ -97,7 +97,7 @@ def _is_own(headers: Headers, public_url: str) -> bool:
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if site is not None:
         return site in ("same-origin", "none")
-    return origin is None or origin == public_url or urlsplit(origin).netloc == headers.get("host", "")
+    return origin is None or origin == public_url or origin.partition("://")[2] == headers.get("host", "")
 
 
 def _refused(scope: Scope, text: str, status: int) -> Response:

@@ -181,12 +181,12 @@ class LabelingService:
         Raises: RefusedError for a form that was not made for this session, and what `LabelStore.submit` raises.
         """
         lease, milliseconds = self._sealed_lease(account, session, form)
-        submit = self.store.adjudicate if account.role == "lead" else self.store.submit
-        timed = replace(answer, milliseconds=milliseconds)
+        timed, version = replace(answer, milliseconds=milliseconds), self.config.version
         with _without_id(account, lease):
-            submit(lease, timed, client=client, instructions_version=self.config.version)
-        if account.role == "lead":
-            self.accounts.log(account.name, "adjudicated", lease.task_id)
+            if account.role == "lead":
+                self.store.adjudicate(lease, timed, client=client, instructions_version=version, act="adjudicated")
+            else:
+                self.store.submit(lease, timed, client=client, instructions_version=version)
 
     def skip(self, account: Account, session: str, form: TaskForm, reason: str, client: str) -> None:
         """Leaves a task to other labelers. Raises what `answer` raises."""
@@ -204,9 +204,8 @@ class LabelingService:
             raise RefusedError("there is nothing of yours to take back on this task")
         lease = replace(lease, revision=revision)
         with _without_id(account, lease):
-            self.store.undo(lease, "taken back", client=client, instructions_version=self.config.version)
-        if account.role == "lead":
-            self.accounts.log(account.name, "took back the adjudication of", lease.task_id)
+            act, version = "took back the adjudication of" if account.role == "lead" else "", self.config.version
+            self.store.undo(lease, "taken back", client=client, instructions_version=version, act=act)
 
     def void(self, lead: Account, task_id: str, labeler: str, revision: int, reason: str, client: str) -> None:
         """Voids a labeler's judgment. Raises: as `LabelStore.void`."""

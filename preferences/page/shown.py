@@ -46,13 +46,16 @@ class _Formatter:
             found = _CACHE.get(text)  # another thread may have formatted it while this one waited
             if found is None:
                 found = self._asked(text)
-                num_bytes = sum(map(sys.getsizeof, (text, found.formatted, found.raw)))
-                _CACHE.put(text, found, num_bytes)
+                if found.why_raw != FAILED:  # the next time it may not fail
+                    _CACHE.put(text, found, sum(map(sys.getsizeof, (text, found.formatted, found.raw))))
             return found
 
     def _asked(self, text: str) -> RenderedText:
         for _ in range(2):  # a helper that something has killed is replaced once
-            helper = self._helper or self._started()
+            try:
+                helper = self._helper or self._started()
+            except OSError:  # no memory or files left for a process
+                break
             assert helper.stdin is not None
             assert helper.stdout is not None
             try:

@@ -11,6 +11,7 @@ from typing import Literal
 from lm.config import ModelConfig
 from lm.inspection import Pass, forward_bytes
 from lm.native.kernels import library
+from lm.samplers.draws import AT_ONCE
 from stages.planning.memory import (
     GENERATION_ROWS,
     Counts,
@@ -234,7 +235,9 @@ def _shared_phases(models: PPOModels, layout: Layout, work: PPOWork) -> dict[str
     rows = replace(work.policy_pass, rows=num_readers * work.policy_pass.rows)
     hidden = rows.num_tokens * models.policy.hidden_size * rows.compute_bytes
     logits = hidden + logit_bytes(work.num_logits, layout, with_gradient=False)
-    head = casts_of(models.policy_counts, layout) + logits
+    # The test of draws copies some of the logits, and holds their log-probabilities and probabilities in fp32.
+    draws = (layout.compute_bytes + 8) * min(work.num_logits, AT_ONCE)
+    head = casts_of(models.policy_counts, layout) + logits + draws
     together = {"a pass of all readers, or logits": max(forward_bytes(models.policy, rows), head)}
     return {MEASURE: together, REWARD: {"a pass": forward_bytes(models.critic, work.scoring_pass)}}
 

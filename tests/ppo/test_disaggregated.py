@@ -83,11 +83,12 @@ def train(models: InitialModels, prompts: list[list[int]], config: PPOConfig) ->
         num_rows = len(stream_rows(models.pretraining.path, models.pretraining.seq_len))
         controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=num_rows, seed=5)
         metrics = [controller.step(0)]
+        evidence = controller.evidence
         roles.learners.save(folder, 1, {}, {})
         metrics.append(controller.step(1))
         roles.learners.finish_saving()
         roles.load(folder / "step-000001")  # the generators, too, go back
-        controller.kl.coef = metrics[1]["kl_coef"]
+        controller.kl.coef, controller.evidence = metrics[1]["kl_coef"], evidence
         assert controller.step(1) == metrics[1]
         roles.learners.export_policy(folder)
         roles.close()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Timer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,7 +111,7 @@ def test_a_stage_waits_for_its_folder_and_does_not_begin_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a worker was lost together with the file system."""
-    workers: Any = None  # not called in this test
+    workers: Any = SimpleNamespace(hosts={})
     job, seen = load_job(DEBUG_JOB), list[bool]()
     run = Run(job, tmp_path, None, workers).of("sft")
     folder, away = tmp_path / "sft", tmp_path / "away"
@@ -124,12 +125,12 @@ def test_a_stage_waits_for_its_folder_and_does_not_begin_elsewhere(
     away.mkdir()
     (away / "inputs.json").touch()
     Timer(1.0, lambda: away.rename(folder)).start()
-    pipeline_module._work_in_folder(run, stage, inputs, time.monotonic())
+    pipeline_module._work_in_folder(run, stage, inputs, time.monotonic(), workers)
     assert seen == [True]
     assert finished_with(folder, "model") is not None
     folder.rename(away)
     monkeypatch.setattr(pipeline_module, "FOLDER_SECONDS", 0.2)
     with pytest.raises(RunError, match=r"sft is missing; bring the folder back and run the same command again"):
-        pipeline_module._work_in_folder(run, stage, inputs, time.monotonic())
+        pipeline_module._work_in_folder(run, stage, inputs, time.monotonic(), workers)
     assert seen == [True]
     assert not folder.exists()
