@@ -130,7 +130,10 @@ def _num_bytes(array: Any) -> int:
         return compute.sum(lengths.take(array.indices)).as_py() or 0
     if pyarrow.types.is_struct(array.type):
         return sum(map(_num_bytes, array.flatten()))
-    if hasattr(array, "flatten"):  # lists of all kinds, and maps
+    if pyarrow.types.is_map(array.type):  # `flatten` does not take dictionaries in maps
+        first, end = array.offsets[0].as_py(), array.offsets[-1].as_py()
+        return 8 * len(array) + sum(_num_bytes(side.slice(first, end - first)) for side in (array.keys, array.items))
+    if hasattr(array, "flatten"):  # lists of all kinds
         return 8 * len(array) + _num_bytes(array.flatten())
     return max(int(array.nbytes), 8 * len(array))  # a list in Python takes 8 bytes even for None
 

@@ -103,6 +103,7 @@ def test_only_source_files_count_as_code(tmp_path: Path) -> None:
     (copy / "lm" / "__pycache__").mkdir()
     (copy / "lm" / "__pycache__" / "model.pyc").write_text("compiled")
     (copy / "configs" / "jobs" / "mine.toml").write_text("seed = 1")
+    (copy / "lm" / ".#model.py").symlink_to("somebody@host.1234")  # an editor's lock
     assert code_digest(copy) == before
     (copy / "lm" / "native" / "kernels.cpp").rename(copy / "lm" / "native" / "renamed.cpp")
     assert code_digest(copy) != before

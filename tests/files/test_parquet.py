@@ -91,6 +91,23 @@ def test_texts_in_lists_that_share_a_cell(tmp_path: Path) -> None:
     assert megabytes < 200
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([["a" * 3 * MEGABYTE] * 20], pa.list_(pa.string(), 20)),
+        pa.array([[(str(n), "a" * 3 * MEGABYTE) for n in range(20)]], pa.map_(pa.string(), pa.string())),
+        pa.array([[None] * 20_000_000], pa.list_(pa.null())),
+        pa.array([[True] * 20_000_000], pa.list_(pa.bool_())),
+    ],
+    ids=["fixed-size lists", "maps", "nulls", "truth values"],
+)
+def test_nested_values_of_every_kind_are_counted_as_python_holds_them(tmp_path: Path, values: pa.Array) -> None:
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"turns": values}), path, compression="zstd")
+    said, _ = refusal_and_megabytes(path)
+    assert "a.parquet: row 1" in said, said
+
+
 def test_a_paragraph_that_does_not_end(tmp_path: Path) -> None:
     path = tmp_path / "a.txt.gz"
     with gzip.open(path, "wb") as file:

@@ -9,7 +9,7 @@ import torch
 from ray import cloudpickle
 
 from ppo.rank import PackedRollout
-from ppo.rollout import PolicyBatch, ResponseKL, Rollout, ValueBatch, joined, shares_by_update, shares_of
+from ppo.rollout import Drawn, PolicyBatch, ResponseKL, Rollout, ValueBatch, joined, shares_by_update, shares_of
 from training.config import BatchConfig
 
 PROMPTS = [[11, 12, 13], [21], [31, 32, 33, 34, 35], [41, 42]]
@@ -166,6 +166,14 @@ def test_rows_of_a_value_batch(rollout: Rollout) -> None:
     assert part.returns_BR.tolist() == [[30.5, 31.5, 32.5, 33.5]]
     assert part.mask_BR.tolist() == [[True, True, True, False]]
     assert part.num_tokens == 10
+
+
+def test_a_share_without_rows_can_be_sent(rollout: Rollout) -> None:
+    nothing = Drawn.of(rollout).rows(torch.zeros(0, dtype=torch.int64))
+    found = cloudpickle.loads(cloudpickle.dumps(nothing))
+    assert (found.rows_B.shape, found.before_BR.shape, found.num_rows) == ((0,), (0, R), len(rollout))
+    whole = cloudpickle.loads(cloudpickle.dumps(Drawn.of(rollout)))
+    assert whole.before_BR.tolist()[:2] == [[-1] * R, [14, 15, -1, -1]]
 
 
 def sent_bytes(num_ranks: int) -> int:

@@ -195,10 +195,11 @@ def test_backups_replace_nothing(new_database, tmp_path):
         backup(url, made)
     with pytest.raises(ValueError, match=r"already exists; a new path|has rows; an empty database was expected"):
         restore(made, store_file(url) or url)
-    left = tmp_path / "gone.sqlite-wal"  # of a store that was moved away without its log
-    left.write_bytes(b"log")
-    with pytest.raises(ValueError, match=r"gone.sqlite-wal: already exists"):
-        restore(made, tmp_path / "gone.sqlite")
+    for end in ("-wal", "-journal"):  # of a store that was moved away without its log
+        left = tmp_path / f"gone{end}.sqlite{end}"
+        left.write_bytes(b"log")
+        with pytest.raises(ValueError, match=rf"gone{end}.sqlite{end}: already exists"):
+            restore(made, tmp_path / f"gone{end}.sqlite")
     assert made.read_bytes() == content
     reader, _ = open_engines(url)
     with reader.connect() as connection:

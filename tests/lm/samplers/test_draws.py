@@ -89,6 +89,13 @@ def test_evidence_adds_up_in_any_order_and_is_kept_to_the_last_bit(tmp_path: Pat
     assert evidence(logits().repeat(3, 1), together, 1.0, ENDS).nats == pytest.approx(forward.nats, abs=1e-6)
 
 
+def test_evidence_of_other_bets_is_not_continued() -> None:
+    """As in a checkpoint that an older version wrote."""
+    now = evidence(logits(), a_draw(5), 1.0, ENDS)
+    older = replace(now, names=now.names[:-1], shares_N=now.shares_N[:-1], sums_3N=now.sums_3N[:, :-1])
+    assert (older + now).nats == now.nats
+
+
 def test_without_tokens_there_is_no_evidence_and_nan_is_an_alarm() -> None:
     assert NO_EVIDENCE.nats == 0
     assert not NO_EVIDENCE.is_alarm

@@ -870,8 +870,10 @@ def test_sign_ins_tasks_and_adjudications_are_in_the_audit_log(site):
     task = {"task_id": "new", "prompt": [{"role": "user", "content": "x"}], "responses": ["a", "b"]}
     eve.post("/api/tasks", json={"batch": "more", "tasks": [{**task, "sources": ["x", "y"]}]})
     asked = eve.post("/api/reopened/t1").json()
-    assert eve.post("/api/answers", json={"form": asked["form"], "ranks": [1, 2]}).status_code == 204
-    assert eve.post("/api/undos", json={"task": asked["form"]["task"], "revision": 1}).status_code == 204
+    for _ in range(2):  # what is sent again is no second act
+        assert eve.post("/api/answers", json={"form": asked["form"], "ranks": [1, 2]}).status_code == 204
+    for _ in range(2):
+        assert eve.post("/api/undos", json={"task": asked["form"]["task"], "revision": 1}).status_code == 204
     signed = [(act["actor"], act["action"], act["subject"]) for act in eve.get("/api/audit-log?sign_ins=true").json()]
     assert signed[:4] == [
         ("eve", "signed in", "eve"), ("server", "refused a sign-in of", "an unknown name"),
@@ -910,7 +912,7 @@ def test_a_public_https_url_has_hsts_and_a_cookie_of_this_host(site):
 def test_other_sites_sign_nobody_in_by_browsers_that_only_send_an_origin(site):
     opened = site(public_url=PUBLIC, trusted_hosts=("127.0.0.1",))
     right = {"name": "ann", "key": opened.keys["ann"]}
-    for origin in ("https://evil.example", "null", "http://127.0.0.1:1", f"{PUBLIC}.evil.example"):
+    for origin in ("https://evil.example", "null", "http://127.0.0.1:1", f"{PUBLIC}.evil.example", "http://[x"):
         for path in ("/sign-in", f"/welcome/{opened.accounts.invite('cy', 'labeler')}"):
             found = opened.client().post(path, data=right, headers={"Origin": origin})
             assert (found.status_code, "set-cookie" in found.headers) == (403, False), (origin, path)
