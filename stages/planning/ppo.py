@@ -235,8 +235,9 @@ def _shared_phases(models: PPOModels, layout: Layout, work: PPOWork) -> dict[str
     rows = replace(work.policy_pass, rows=num_readers * work.policy_pass.rows)
     hidden = rows.num_tokens * models.policy.hidden_size * rows.compute_bytes
     logits = hidden + logit_bytes(work.num_logits, layout, with_gradient=False)
-    # The test of draws copies some of the logits, and holds their log-probabilities and probabilities in fp32.
-    draws = (layout.compute_bytes + 8) * min(work.num_logits, AT_ONCE)
+    # The test of draws copies some of the logits, and holds their log-probabilities and probabilities in fp32. On a
+    # CPU it takes at most 90 MB, which are not counted.
+    draws = (layout.compute_bytes + 8) * min(work.num_logits, AT_ONCE) if layout.is_gpu else 0
     head = casts_of(models.policy_counts, layout) + logits + draws
     together = {"a pass of all readers, or logits": max(forward_bytes(models.policy, rows), head)}
     return {MEASURE: together, REWARD: {"a pass": forward_bytes(models.critic, work.scoring_pass)}}
