@@ -28,6 +28,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
     def call(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["heed", *arguments])
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/nowhere/token")  # that of this machine may be open to others
         with pytest.raises(SystemExit) as caught:
             main()
         assert caught.value.code == 2
