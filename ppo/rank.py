@@ -184,7 +184,8 @@ class Rank:
         """
         R, V = rollout.max_new_tokens, logits_CV.shape[1]
         every = -(-drawn.num_rows * R * V // (self.num_workers * TESTED[self.device.type]))
-        rows_C, steps_C = packed.places_C.cpu() // R, packed.places_C.cpu() % R
+        places_C = packed.places_C.cpu()
+        rows_C, steps_C = places_C // R, places_C % R
         # A prime factor lets neighbouring rows test other places, and one row of many if n exceeds R.
         tested = ((7919 * drawn.rows_B[rows_C] + steps_C) % every == 0).nonzero()[:, 0]
         rows_C, steps_C, on_device = rows_C[tested], steps_C[tested], upload(tested, self.device)

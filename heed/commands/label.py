@@ -336,7 +336,7 @@ def erase_person(
 
 @label_app.command("backup")
 def backup_store(
-    store: Store, out: Annotated[Path, typer.Option(help="A new file. It is a SQLite label store by itself.")]
+    store: Store, out: Annotated[Path, typer.Option(help="A new file, which is itself a SQLite label store.")]
 ) -> None:
     """Copy a label store into one file while labelers work."""
     from preferences.backup import backup
