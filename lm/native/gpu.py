@@ -18,6 +18,19 @@ BLOCK = 4096  # logits that a Triton program reads at a time
 
 
 @triton.jit
+def _scaled(base, first, num_tokens, temperature, BLOCK: tl.constexpr):
+    """Returns logits / temperature of the row's block from column `first` on; -inf after its end."""
+    columns = first + tl.arange(0, BLOCK)
+    return tl.load(base + columns, mask=columns < num_tokens, other=float("-inf")).to(tl.float32) / temperature
+
+
+@triton.jit
+def _units(values, largest, total):
+    """Returns probabilities in units of 2^-40, where 2^40 = 1099511627776."""
+    return (tl.exp(values - largest) / total * 1099511627776.0).to(tl.int64)
+
+
+@triton.jit
 def _logprobs_kernel(logits, tokens, logprobs, totals, row_stride, num_tokens, temperature, BLOCK: tl.constexpr):
     """One row: l_t - ln Σ_v exp(l_v) in one pass, with a running maximum (arXiv 1805.02867)."""
     row = tl.program_id(0).to(tl.int64)
@@ -25,8 +38,7 @@ def _logprobs_kernel(logits, tokens, logprobs, totals, row_stride, num_tokens, t
     largest = float("-inf")
     total = 0.0  # Σ exp(l - largest) so far; where `largest` is infinite, Σ exp(l)
     for first in range(0, num_tokens, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        values = tl.load(base + columns, mask=columns < num_tokens, other=float("-inf")).to(tl.float32) / temperature
+        values = _scaled(base, first, num_tokens, temperature, BLOCK)
         new = tl.maximum(largest, tl.max(values, axis=0))
         shift = tl.where(tl.abs(new) == float("inf"), 0.0, new)
         total = total * tl.where(largest == new, 1.0, tl.exp(largest - shift)) + tl.sum(tl.exp(values - shift), axis=0)
@@ -66,25 +78,23 @@ def _sample_kernel(logits, uniforms, tokens, logprobs, row_stride, num_tokens, t
     largest = float("-inf")
     total = 0.0
     for first in range(0, num_tokens, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        values = tl.load(base + columns, mask=columns < num_tokens, other=float("-inf")).to(tl.float32) / temperature
+        values = _scaled(base, first, num_tokens, temperature, BLOCK)
         new = tl.maximum(largest, tl.max(values, axis=0))
         shift = tl.where(new == float("-inf"), 0.0, new)
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(values - shift), axis=0)
         largest = new
-    units = tl.zeros((), dtype=tl.int64)  # 2^40 = 1099511627776 for a probability of 1
+    units = tl.zeros((), dtype=tl.int64)
     for first in range(0, num_tokens, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        values = tl.load(base + columns, mask=columns < num_tokens, other=float("-inf")).to(tl.float32) / temperature
-        units += tl.sum((tl.exp(values - largest) / total * 1099511627776.0).to(tl.int64), axis=0)
+        values = _scaled(base, first, num_tokens, temperature, BLOCK)
+        units += tl.sum(_units(values, largest, total), axis=0)
     threshold = (tl.load(uniforms + row).to(tl.float64) * units.to(tl.float64)).to(tl.int64)
     running = tl.zeros((), dtype=tl.int64)
     token = num_tokens - 1  # the result if NaN leaves no sum above the threshold
     found = False
     for first in range(0, num_tokens, BLOCK):
+        values = _scaled(base, first, num_tokens, temperature, BLOCK)
         columns = first + tl.arange(0, BLOCK)
-        values = tl.load(base + columns, mask=columns < num_tokens, other=float("-inf")).to(tl.float32) / temperature
-        own = (tl.exp(values - largest) / total * 1099511627776.0).to(tl.int64)
+        own = _units(values, largest, total)
         is_above = (running + tl.cumsum(own, axis=0) > threshold) & (columns < num_tokens)
         at = tl.min(tl.where(is_above, columns, num_tokens), axis=0)
         token = tl.where((at < num_tokens) & (found == 0), at, token)
