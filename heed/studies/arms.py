@@ -19,6 +19,7 @@ The arms of `heed study algorithms` and `heed study lora` share one set of label
                                           learning rate, at that rate, and at three times it
     dpo, ipo -1, -2, -3                   on the rankings of `reward-full`, with beta .3, .1 and .03
     rejection-1, -2, -3                   best of 4, 16 and 64 samples by `reward-full`; as many samples as PPO
+    random-1, -2, -3                      the same samples; a random one is kept in place of the best
     lora-1, -2, -3                        as ppo, with adapters, at ten times its learning rates
     shared-1, -2, -3                      as lora, on one body with the reward model `reward-lora`
     reward-lora                           as `reward-full`, with adapters on the base's SFT model, at three times its
@@ -37,6 +38,8 @@ import tomli_w
 
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
+from lm.tokenizer import Tokenizer
+from lm.weights import load_scalar_model, save_model
 from ppo.config import PPOConfig
 from ppo.stage import STAGE as PPO
 from preferences.records import Ranking
@@ -97,7 +100,10 @@ class Arm:
 def every_arm(job: JobConfig, folder: Path) -> dict[str, Arm]:
     """Returns the arms of all findings by name, each after those that it reads. Raises: as `basic_arms` does."""
     known = basic_arms(job, folder)
-    return known | {arm.name: arm for arm in (*algorithm_arms(job, folder), *lora_arms(job, folder))}
+    controls = [
+        _random(f"random-{number}", job, folder, best_of) for number, best_of in zip(RUNS, BEST_OF, strict=True)
+    ]
+    return known | {arm.name: arm for arm in (*algorithm_arms(job, folder), *controls, *lora_arms(job, folder))}
 
 
 def basic_arms(job: JobConfig, folder: Path) -> dict[str, Arm]:
@@ -145,7 +151,9 @@ def _reward(name: str, folder: Path, cut: int | str, epochs: float, start: str =
 
 
 def _ppo(name: str, folder: Path, changes: Mapping[str, Any] | None = None, judge: str = "reward-full") -> Arm:
-    return Arm(f"ppo-{name}", ("ppo",), ("base", judge), {**_plain_ppo(folder, judge), **(changes or {})})
+    """Returns a PPO arm that keeps every policy: the first ones lie near SFT, where gold rises fastest along KL."""
+    every = {"ppo.keep_policies_every": 1}
+    return Arm(f"ppo-{name}", ("ppo",), ("base", judge), {**_plain_ppo(folder, judge), **every, **(changes or {})})
 
 
 def _plain_ppo(folder: Path, judge: str) -> dict[str, Any]:
@@ -254,6 +262,14 @@ def _rejection(name: str, job: JobConfig, folder: Path, best_of: int) -> Arm:
     return Arm(name, ("rejection",), ("base", "reward-full"), {"rejection": section})
 
 
+def _random(name: str, job: JobConfig, folder: Path, best_of: int) -> Arm:
+    """Returns the control of a rejection arm: the same samples, of which the reward model `indifferent` chooses."""
+    chosen = _rejection(name, job, folder, best_of)
+    return replace(
+        chosen, changes={"rejection": {**chosen.changes["rejection"], "reward_from": str(indifferent(folder))}}
+    )
+
+
 def with_those_before(arms: Mapping[str, Arm], wanted: Sequence[str]) -> list[Arm]:
     """Returns the wanted arms and those that they depend on, in an order in which they can run."""
     needed = set(wanted)
@@ -307,6 +323,23 @@ def _from_files(value: Any, data: Path) -> Any:
 def cut_file(folder: Path, cut: int | str) -> Path:
     """Returns the file of comparisons for a reward-model arm: a number of labelers per task, or "few"."""
     return folder / "rankings" / (f"{cut}-a-task.jsonl" if isinstance(cut, int) else f"{cut}.jsonl")
+
+
+def indifferent(folder: Path) -> Path:
+    """Returns the folder of a reward model that gives every response the same score.
+
+    Of samples with equal scores rejection sampling keeps the first, which is a random one.
+    """
+    return folder / "indifferent"
+
+
+def write_indifferent(folder: Path) -> None:
+    """Writes that model: `reward-full` with a head of zeros."""
+    judge = folder / "reward-full" / "reward" / "model"
+    model = load_scalar_model(judge)
+    weights = model.state_dict()
+    weights["score.weight"].zero_()
+    save_model(indifferent(folder), model, weights, Tokenizer.load(judge))
 
 
 def collected(folder: Path) -> list[Ranking]:

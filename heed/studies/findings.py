@@ -1,8 +1,8 @@
 """The findings that a study tests: the arms each needs, and the claims that decide it (heed/studies/verdicts.py).
 
 `FINDINGS` are about reward models, PPO and labels. Every claim of `ALGORITHMS` compares algorithms whose arms read the
-same rankings and the same reward model. `LORA_FINDINGS` compare adapters with full tuning, and one body with four roles
-with four models.
+same rankings and the same reward model. `CONTROL` compares rejection sampling with training on random samples.
+`LORA_FINDINGS` compare adapters with full tuning, and one body with four roles with four models.
 
 The claims and the smallest effects that matter were fixed before any run; docs/findings.md says what the sources claim.
 Gold scores lie between 0 and 1; PPO's gain over SFT in the demo is about .24.
@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from evaluation.measures.curves import Curve, mean_lead
-from heed.studies.arms import KL_COEFS, LABELERS_PER_TASK, arm_names
+from heed.studies.arms import BEST_OF, KL_COEFS, LABELERS_PER_TASK, arm_names
 from heed.studies.verdicts import (
     Claim,
     Contrast,
@@ -48,7 +48,7 @@ ALGORITHM_TITLES = {
     "ppo": "PPO", "rloo": "RLOO", "grpo": "GRPO", "dr-grpo": "Dr. GRPO", "dpo": "DPO", "ipo": "IPO",
     "rejection": "rejection sampling",
 }  # fmt: skip
-TITLES = {**ALGORITHM_TITLES, "lora": "PPO by adapters", "shared": "PPO on a shared body"}
+TITLES = {**ALGORITHM_TITLES, "random": "random samples", "lora": "PPO by adapters", "shared": "PPO on a shared body"}
 LORA_SOURCE = 'Schulman et al. 2025, "LoRA Without Regret" (thinkingmachines.ai/blog/lora)'
 
 
@@ -346,6 +346,28 @@ ALGORITHMS = (
         lambda of: _best_of_n_leads(_best_of_n_curves(of), ": gold at equal KL", of.seed),
         _best_of_n_curves,
     ),
+)
+
+
+def _chosen_minus_random(of: Measures) -> list[Contrast]:
+    found = []
+    for best_of, chosen, random in zip(BEST_OF, arm_names("rejection"), arm_names("random"), strict=True):
+        lead = last_difference("gold_KP", of.rl(chosen), of.rl(random), seed=of.seed)
+        found.append(Contrast(f"training on the best of {best_of} minus training on a random one: gold", GOLD, lead))
+    gain_P = np.concatenate([curve.gold_KP - curve.start_gold_P for curve in map(of.rl, arm_names("random"))]).mean(
+        axis=0
+    )
+    own = bootstrap_mean(gain_P, seed=of.seed)
+    return [*found, Contrast("training on random samples minus SFT: gold, over the three runs", NO_SHIFT, own)]
+
+
+CONTROL = Finding(
+    "rejection-control",
+    "Rejection sampling gains by choosing: as many random samples of the same prompts gain nothing",
+    "Dong et al. 2023, arXiv 2304.06767, for the first half",
+    _arms("rejection", "random"),
+    _chosen_minus_random,
+    _curves("rejection", "random"),
 )
 
 

@@ -20,8 +20,17 @@ from evaluation.measures.overoptimisation import MIN_POLICIES
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
-from heed.studies.arms import LABELERS_PER_TASK, Arm, arm_job, every_arm, with_those_before, write_cuts
-from heed.studies.findings import ALGORITHMS, FINDINGS, LORA_FINDINGS, Finding, Found, Measures
+from heed.studies.arms import (
+    LABELERS_PER_TASK,
+    Arm,
+    arm_job,
+    every_arm,
+    indifferent,
+    with_those_before,
+    write_cuts,
+    write_indifferent,
+)
+from heed.studies.findings import ALGORITHMS, CONTROL, FINDINGS, LORA_FINDINGS, Finding, Found, Measures
 from heed.studies.measures import Recorded, SeedMeasures, StoredMeasures, measures_file, stamps_of
 from heed.studies.report import write_findings
 from ppo.stage import STAGE as PPO
@@ -75,6 +84,8 @@ def _run_seed(folder: Path, job: JobConfig, arms: Mapping[str, Arm], names: Sequ
         run_job(arm_job(job, arm, folder), folder)
         if arm.name == "base":
             write_cuts(folder)
+        if arm.name == "reward-full" and not indifferent(folder).is_dir():
+            write_indifferent(folder)
     return Recorded(SeedMeasures.of(folder, job))
 
 
@@ -115,7 +126,7 @@ def _named(wanted: str) -> list[Finding]:
     groups = {"all": FINDINGS, "algorithms": ALGORITHMS, "lora": LORA_FINDINGS}
     if wanted in groups:
         return list(groups[wanted])
-    known = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS, *LORA_FINDINGS)}
+    known = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS, CONTROL, *LORA_FINDINGS)}
     names = [name.strip() for name in wanted.split(",")]
     for name in names:
         if name not in known:
