@@ -10,12 +10,16 @@ import pytest
 
 from evaluation.measures.curves import Curve
 from heed.jobs.job_file import load_job
-from heed.studies.arms import BEST_OF, algorithm_arms, arm_job, every_arm, lora_arms
-from heed.studies.findings import ALGORITHMS, LORA_FINDINGS, pooled
+from heed.studies.arms import BEST_OF, algorithm_arms, arm_job, every_arm, indifferent, lora_arms, write_indifferent
+from heed.studies.findings import ALGORITHMS, CONTROL, LORA_FINDINGS, pooled
 from heed.studies.measures import Recorded, StoredMeasures
 from heed.studies.study import QUICK, run_study
 from heed.studies.verdicts import best_difference
+from lm.model import ScalarModel, init_weights
+from lm.tokenizer import Tokenizer
+from lm.weights import read_config, save_model
 from preferences.statistics.estimates import Floats
+from reward.scoring import RewardModel
 from tests.heed.studies.test_study import JOBS, TINY
 from tests.heed.studies.test_study_findings import BY_N, FAR, NUM_PROMPTS, look, planted
 
@@ -67,6 +71,40 @@ def test_verdicts_follow_the_planted_curves() -> None:
         "raft": "does not replicate",
         "best-of-n": "replicates in part",  # it is ahead of all but DPO
     }
+
+
+def test_the_control_of_rejection_sampling_needs_better_gold_than_random_samples() -> None:
+    def chosen_is_better(seed: int) -> Planted:
+        return Planted(seed, {"rejection": 0.2 + 0.002 * seed, "random": 0.0})
+
+    def choosing_does_nothing(seed: int) -> Planted:
+        return Planted(seed, {"rejection": 0.2, "random": 0.2 + 0.002 * seed})
+
+    verdicts = [claim.verdict for claim in look(CONTROL, chosen_is_better).claims]
+    assert verdicts == ["replicates"] * 3 + ["does not replicate"]  # random samples cost gold here
+    verdicts = [claim.verdict for claim in look(CONTROL, choosing_does_nothing).claims]
+    assert verdicts[:3] == ["does not replicate"] * 3
+
+
+def test_the_control_draws_the_same_samples_and_keeps_a_random_one(tmp_path: Path, model_folder: Path) -> None:
+    """Equal scores are ties, of which rejection sampling keeps the first (tests/sft/test_rejection.py)."""
+    for stage in ("base/sft", "reward-full/reward"):
+        shutil.copytree(model_folder, tmp_path / stage / "model")
+    tokenizer = Tokenizer.load(model_folder)
+    judge = ScalarModel(read_config(model_folder, "language")[0])
+    init_weights(judge, 0)
+    save_model(tmp_path / "reward-full" / "reward" / "model", judge, judge.state_dict(), tokenizer)
+    write_indifferent(tmp_path)
+    sequences = [tokenizer.encode(text) for text in ("one", "another text", "and a third")]
+    assert len(set(RewardModel.load(tmp_path / "reward-full/reward/model").score_sequences(sequences))) == 3
+    assert len(set(RewardModel.load(indifferent(tmp_path)).score_sequences(sequences))) == 1
+    job = load_job(JOBS / "study.toml", ["pretrain.seq_len=65", "sft.seq_len=65", "ppo.max_new_tokens=30"])
+    arms = every_arm(job, tmp_path)
+    for number in (1, 2, 3):
+        chosen, random = (arm_job(job, arms[f"{name}-{number}"], tmp_path) for name in ("rejection", "random"))
+        assert random.seed == chosen.seed
+        assert random.rejection.reward_from == str(indifferent(tmp_path))
+        assert random.rejection.model_copy(update={"reward_from": chosen.rejection.reward_from}) == chosen.rejection
 
 
 def test_a_pooled_curve_has_the_policies_of_all_runs() -> None:
