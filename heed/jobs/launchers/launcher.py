@@ -116,7 +116,7 @@ def packed(shipment: Shipment, folder: Path) -> Path:
 
 
 def render(template: str, launch: Launch, **more: object) -> str:
-    """Fill one of this package's templates. Its second line is a digest, by which `write` recognises rendered text."""
+    """Fill one of this package's templates. A comment in it is a digest, by which `write` recognises rendered text."""
     environment = Environment(
         loader=PackageLoader(__package__, "."),
         undefined=StrictUndefined,
@@ -128,8 +128,8 @@ def render(template: str, launch: Launch, **more: object) -> str:
     environment.filters["shell"] = lambda value: shlex.quote(str(value))
     values = {**vars(launch), **vars(launch.machines), "label": launch.label, "run": launch.run, **more}
     text = environment.get_template(template).render(values)
-    first, rest = text.split("\n", 1)
-    return f"{first}\n# sha256 of the other lines: {_digest(text)}\n{rest}"
+    *before, first, rest = text.split("\n", 2) if text.startswith("#!") else text.split("\n", 1)
+    return "\n".join([*before, first, f"# sha256 of the other lines: {_digest(text)}", rest])
 
 
 def write(path: Path, text: str, again: str) -> None:
