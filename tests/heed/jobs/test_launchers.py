@@ -203,7 +203,10 @@ def test_mistakes_are_one_line(heed: Heed, tools: Path, kind: str, arguments: li
 def test_a_missing_command_is_named(
     heed: Heed, tools: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tool: str, where: str
 ) -> None:
-    monkeypatch.setenv("PATH", str(tools / "nothing"))
+    others = tools / "others"
+    others.mkdir()
+    (others / "git").symlink_to(str(shutil.which("git")))
+    monkeypatch.setenv("PATH", str(others))
     code, said = submit(heed, tools, kind)
     assert code == 2
     assert " ".join(said.splitlines()[-1].split()) == f"error: no {tool} on the PATH; expected {where}"
