@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray.exceptions
 import requests
@@ -49,6 +49,25 @@ class ClusterJob:
         return JobStatus(self.status).is_terminal()
 
 
+class JobSource(Protocol):
+    """Something that runs jobs, and knows them by their ids."""
+
+    address: str  # as messages name it
+    poll_seconds: float  # between two looks of who follows a job
+
+    def find(self, job_id: str) -> ClusterJob:
+        """Raises: ValueError if there is no such job."""
+        ...
+
+    def logs(self, job_id: str) -> str:
+        """Return what the job has written so far."""
+        ...
+
+    def stop(self, job_id: str) -> ClusterJob:
+        """Stop a job that has not ended, and wait until it has."""
+        ...
+
+
 class UnreachableError(ValueError):
     """The head did not answer, or replied that it cannot answer now. A later request may succeed."""
 
@@ -61,12 +80,14 @@ class _Client(JobSubmissionClient):
 
 
 class Jobs:
-    """The jobs of one cluster.
+    """The jobs of one Ray cluster.
 
     Raises:
         ValueError: nothing answers at the address, the token is not accepted, or there is no such job; the message says
             what to do.
     """
+
+    poll_seconds = POLL_SECONDS
 
     def __init__(self, address: str) -> None:
         """`address` is the URL of the head's dashboard, such as http://head:8265."""
@@ -109,39 +130,6 @@ class Jobs:
         with self._explained(job_id):
             return self._client.get_job_logs(job_id)
 
-    def follow(self, job_id: str, write: Callable[[str], None], say: Callable[[str], None]) -> ClusterJob:
-        """Pass the job's output to `write` until the job ends, and one line to `say` if the connection is lost or back.
-
-        Fetches the whole log each time, because the logs of runs are short, and then no connection has to stay open.
-
-        Raises:
-            UnreachableError: the connection stays lost for `FOLLOW_SECONDS`; the message says how to follow again.
-        """
-        written, lost_at = 0, 0.0
-        while True:
-            try:
-                job = self.find(job_id)  # read before the log, so that the log of a job that has ended is complete
-                text = self.logs(job_id)
-            except UnreachableError as error:
-                if not lost_at:
-                    lost_at = time.monotonic()
-                    say(f"{error}; the job runs on without this connection, trying again for {FOLLOW_SECONDS:.0f} s")
-                elif time.monotonic() - lost_at > FOLLOW_SECONDS:
-                    raise UnreachableError(
-                        f"{error}; the job does not depend on this connection; to follow it again:"
-                        f" heed jobs logs -f {job_id} --address {self.address}"
-                    ) from None
-                time.sleep(POLL_SECONDS)
-                continue
-            if lost_at:
-                lost_at = 0.0
-                say(f"{self.address} answers again")
-            write(text[written:])
-            written = len(text)
-            if job.is_over:
-                return job
-            time.sleep(POLL_SECONDS)
-
     def stop(self, job_id: str) -> ClusterJob:
         """Stop a job that has not ended, and wait until it has."""
         with self._explained(job_id):
@@ -174,6 +162,40 @@ class Jobs:
                 raise ValueError(f"{self.address} knows no job {job_id!r}; `heed jobs list` shows its jobs") from None
             kind = UnreachableError if "status code 5" in text else ValueError
             raise kind(f"{self.address}: the request failed: {text}") from error
+
+
+def follow(jobs: JobSource, job_id: str, write: Callable[[str], None], say: Callable[[str], None]) -> ClusterJob:
+    """Pass a job's output to `write` until the job ends, and one line to `say` if the connection is lost or back.
+
+    Fetches the whole log each time, because the logs of runs are short, and then no connection has to stay open.
+
+    Raises:
+        UnreachableError: the connection stays lost for `FOLLOW_SECONDS`; the message says how to follow again.
+    """
+    written, lost_at = 0, 0.0
+    while True:
+        try:
+            job = jobs.find(job_id)  # read before the log, so that the log of a job that has ended is complete
+            text = jobs.logs(job_id)
+        except UnreachableError as error:
+            if not lost_at:
+                lost_at = time.monotonic()
+                say(f"{error}; the job runs on without this connection, trying again for {FOLLOW_SECONDS:.0f} s")
+            elif time.monotonic() - lost_at > FOLLOW_SECONDS:
+                raise UnreachableError(
+                    f"{error}; the job does not depend on this connection; to follow it again:"
+                    f" heed jobs logs -f {job_id} --address {jobs.address}"
+                ) from None
+            time.sleep(jobs.poll_seconds)
+            continue
+        if lost_at:
+            lost_at = 0.0
+            say(f"{jobs.address} answers again")
+        write(text[written:])
+        written = len(text)
+        if job.is_over:
+            return job
+        time.sleep(jobs.poll_seconds)
 
 
 def _last_cause(error: BaseException) -> str:

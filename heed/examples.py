@@ -17,6 +17,7 @@ heed init grpo.toml --model my-sft-model --prompts prompts.jsonl --reward reward
 heed submit mine.toml --runs /shared/runs --address http://head:8265
 heed submit mine.toml --runs /shared/runs --only sft --no-follow       # with HEED_ADDRESS set
 heed submit mine.toml --runs /shared/runs --dry-run                    # list what would be sent
+heed submit mine.toml --runs /shared/runs --slurm --gpus-per-node 8    # as a Slurm job, with a Ray cluster of its own
 """,
     "heed merge-adapter": """
 heed merge-adapter my-adapter merged

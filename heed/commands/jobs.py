@@ -13,7 +13,8 @@ from heed.commands.options import First, JobFile, Only, Overrides, Workers, all_
 from stages.progress import console
 
 if TYPE_CHECKING:
-    from cluster.jobs import ClusterJob, Jobs
+    from cluster.jobs import ClusterJob, Jobs, JobSource
+    from heed.jobs.launchers.launcher import Launcher
     from heed.jobs.submission import Shipment
 
 jobs_app = typer.Typer(no_args_is_help=True, help="Manage jobs on a cluster: list, status, logs, stop.")
@@ -22,8 +23,12 @@ Address = Annotated[
     str,
     typer.Option(envvar="HEED_ADDRESS", help="URL of the head's dashboard, e.g. http://head:8265.", show_default=False),
 ]
-JobId = Annotated[str, typer.Argument(help="Job id, as shown by `heed submit` and `heed jobs list`.")]
+JobId = Annotated[
+    str,
+    typer.Argument(help="Job id, as shown by `heed submit` and `heed jobs list`, such as demo-1a2b3c or slurm:1234."),
+]
 
+MACHINES = "Machines, if no Ray cluster is running"
 TABLE_COLUMNS = 10_000
 
 
@@ -38,9 +43,56 @@ def submit(
     follow: Annotated[
         bool, typer.Option(help="Print the job's output until it ends, and exit with its status.")
     ] = True,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be sent, and send nothing.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="List what would be sent, render what would be submitted, and send nothing."),
+    ] = False,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Start the cluster as a Slurm job.", rich_help_panel=MACHINES)
+    ] = False,
+    kubernetes: Annotated[
+        bool, typer.Option("--kubernetes", help="Start the cluster as a RayJob of KubeRay.", rich_help_panel=MACHINES)
+    ] = False,
+    sky: Annotated[
+        bool, typer.Option("--sky", help="Start the cluster in a cloud, through SkyPilot.", rich_help_panel=MACHINES)
+    ] = False,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            help="Number of machines (default: as many as the ranks need).",
+            min=0,
+            show_default=False,
+            rich_help_panel=MACHINES,
+        ),
+    ] = 0,
+    gpus_per_node: Annotated[
+        int, typer.Option(help="GPUs per machine; 0 for ranks on CPUs.", min=0, rich_help_panel=MACHINES)
+    ] = 8,
+    gpu: Annotated[
+        str, typer.Option(help="Kind of GPU, such as h100.", show_default=False, rich_help_panel=MACHINES)
+    ] = "",
+    image: Annotated[
+        str,
+        typer.Option(
+            help="Container image with the packages of constraints.txt.", show_default=False, rich_help_panel=MACHINES
+        ),
+    ] = "",
+    volume: Annotated[
+        str,
+        typer.Option(
+            help="Claim or volume that the machines mount at --runs.", show_default=False, rich_help_panel=MACHINES
+        ),
+    ] = "",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the rendered file and the code (default: RUN/launch; launch/NAME if --runs is not here).",
+            show_default=False,
+            rich_help_panel=MACHINES,
+        ),
+    ] = None,
 ) -> None:
-    """Run a job on a Ray cluster.
+    """Run a job on a Ray cluster: a running one, or one that Slurm, Kubernetes or SkyPilot starts for it.
 
     This sends the code, the job file and the files it names below the current folder, and calls `heed run` there. The
     job is validated first. Submitting a stopped or lost job again continues it.
@@ -52,25 +104,65 @@ def submit(
     shipment = Shipment.of(job, all_overrides(override, workers), checked)
     options = [word for option, stage in (("--from", first), ("--only", only)) if stage for word in (option, stage)]
     command = shipment.command(options, runs)
+    launcher = _chosen_launcher(slurm=slurm, kubernetes=kubernetes, sky=sky)
     if dry_run:
         _list_files(shipment, command)
-        return
-    if shipment.left_out:
+    elif shipment.left_out:
         console.print(f"not sent: {', '.join(map(str, shipment.left_out))}", markup=False)
-    jobs = _cluster(address)
-    with shipment.packed() as folder:
-        job_id = jobs.submit(
-            checked.name,
-            command,
-            folder,
-            environment={CODE_VERSION: code_version()},
-            labels={"results": str(runs / checked.name)},
-        )
+    jobs: JobSource
+    if launcher is not None:
+        from heed.jobs.launchers.launcher import Launch, Machines, packed, write
+
+        machines = Machines.of(checked, nodes, gpus_per_node, gpu)
+        folder = (out or (runs / checked.name / "launch" if runs.is_dir() else Path("launch", checked.name))).absolute()
+        payload = packed(shipment, folder)
+        launch = Launch(checked.name, machines, command, runs, folder, payload, code_version(), image, volume)
+        path = folder / launcher.file
+        write(path, launcher.render(launch), launcher.again(launch, path))
+        console.print(f"rendered: {path}; to submit it: {launcher.again(launch, path)}", markup=False, soft_wrap=True)
+        if dry_run:
+            return
+        jobs, job_id = launcher, launcher.submit(launch, path)
+    elif dry_run:
+        return
+    else:
+        jobs = ray_jobs = _cluster(address)
+        with shipment.packed() as packing:
+            job_id = ray_jobs.submit(
+                checked.name,
+                command,
+                packing,
+                environment={CODE_VERSION: code_version()},
+                labels={"results": str(runs / checked.name)},
+            )
     console.print(f"submitted: {job_id}  (`heed jobs logs -f`, `status` and `stop` take this name)")
     if follow:
         _follow(jobs, job_id)
     else:
         typer.echo(job_id)
+
+
+def _chosen_launcher(*, slurm: bool, kubernetes: bool, sky: bool) -> "Launcher | None":
+    chosen = [name for name, is_chosen in (("slurm", slurm), ("kubernetes", kubernetes), ("sky", sky)) if is_chosen]
+    if len(chosen) > 1:
+        raise ValueError(f"--{' --'.join(chosen)}: one of them was expected")
+    return _launcher(chosen[0]) if chosen else None
+
+
+def _launcher(name: str) -> "Launcher | None":
+    """Returns a launcher by the prefix of its ids; None if there is none of this name."""
+    from heed.jobs.launchers.kubernetes import Kubernetes
+    from heed.jobs.launchers.sky import Sky
+    from heed.jobs.launchers.slurm import Slurm
+
+    launchers: tuple[Launcher, ...] = (Slurm(), Kubernetes(), Sky())
+    return next((launcher for launcher in launchers if launcher.address == name), None)
+
+
+def _source(job_id: str, address: str) -> "JobSource":
+    """Returns what knows a job: the launcher that its id names, else the Ray cluster at the address."""
+    name, colon, _ = job_id.partition(":")
+    return (_launcher(name) if colon else None) or _cluster(address)
 
 
 def _list_files(shipment: "Shipment", command: str) -> None:
@@ -92,7 +184,10 @@ def _list_files(shipment: "Shipment", command: str) -> None:
 
 @jobs_app.command("list")
 def list_jobs(address: Address = "") -> None:
-    """List the jobs submitted since the cluster started."""
+    """List the jobs submitted to a Ray cluster since it started.
+
+    Others are listed by `squeue --me`, `kubectl get rayjobs` and `sky queue`.
+    """
     table = Table("id", "status", "submitted", "took", "results", box=None, pad_edge=False)
     for job in _cluster(address).list():
         table.add_row(job.job_id, job.status, _clock(job.submitted_at), _took(job), _results(job))
@@ -104,9 +199,9 @@ def status(job_id: JobId, address: Address = "") -> None:
     """Show a job's status, its last line of output, and what its run says if the run's folder is on this machine."""
     from heed.jobs.watch import now_in_words
 
-    cluster = _cluster(address)
-    job = cluster.find(job_id)
-    written = [line for line in cluster.logs(job_id).splitlines() if line.strip()]
+    jobs = _source(job_id, address)
+    job = jobs.find(job_id)
+    written = [line for line in jobs.logs(job_id).splitlines() if line.strip()]
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in (
         ("status", job.status),
@@ -131,7 +226,7 @@ def logs(
     ] = False,
 ) -> None:
     """Print a job's output."""
-    jobs = _cluster(address)
+    jobs = _source(job_id, address)
     if follow:
         _follow(jobs, job_id)
     else:
@@ -141,7 +236,7 @@ def logs(
 @jobs_app.command()
 def stop(job_id: JobId, address: Address = "") -> None:
     """Stop a job. Its run folder stays; submitting the same job again continues from it."""
-    jobs = _cluster(address)
+    jobs = _source(job_id, address)
     before = jobs.find(job_id)
     if before.is_over:
         console.print(f"{job_id}: already over: {before.status}")
@@ -162,8 +257,10 @@ def _cluster(address: str) -> "Jobs":
     return Jobs(address)
 
 
-def _follow(jobs: "Jobs", job_id: str) -> None:
-    job = jobs.follow(job_id, _write, lambda line: console.print(line, markup=False))
+def _follow(jobs: "JobSource", job_id: str) -> None:
+    from cluster.jobs import follow
+
+    job = follow(jobs, job_id, _write, lambda line: console.print(line, markup=False))
     console.print(f"{job_id}: {job.status} after {_took(job)}")
     raise typer.Exit(job.exit_code)
 
@@ -179,10 +276,13 @@ def _print(table: Table) -> None:
 
 
 def _clock(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    """Returns a local time; "unknown" for 0, since SkyPilot's status has no times."""
+    return "unknown" if not seconds else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _took(job: "ClusterJob") -> str:
+    if not job.submitted_at:
+        return "unknown"
     end = job.ended_at if job.is_over else time.time()
     minutes, seconds = divmod(max(0, round(end - job.submitted_at)), 60)
     hours, minutes = divmod(minutes, 60)
