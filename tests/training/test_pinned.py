@@ -61,9 +61,17 @@ def test_memory_that_cannot_be_locked_is_used_unlocked_and_said_once(
     cudart.error = 801
     monkeypatch.setattr(pinned, "_refused", False)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2**23, 2**23))
+    next_kernels = list[str]()
+
+    def ones(_: int, *, device: str) -> None:  # as the next kernel on a GPU
+        next_kernels.append(device)
+        raise RuntimeError("CUDA error: operation not supported")
+
+    monkeypatch.setattr(torch, "ones", ones)
     said = list[str]()
     with speaking_through(said.append):
         first, second = (host_bytes(2**29, pinned=True) for _ in range(2))
+    assert next_kernels == ["cuda", "cuda"]
     first[:3] = 7
     assert (first[:4].tolist(), second[:4].tolist(), len(first)) == ([7, 7, 7, 0], [0] * 4, 2**29)
     assert said == [
