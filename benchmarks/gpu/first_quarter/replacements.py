@@ -6,6 +6,7 @@ implementations then get copies of them. Kernels that are added to `lm.native` a
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -69,9 +70,9 @@ def recorded(ctx: Context) -> list[Call]:
     original = Replaceable.__call__
 
     def spy(function: Any, *args: Any, **kwargs: Any) -> Any:
-        assert not kwargs, f"{function.plain.__qualname__} was called with keywords"
-        _record(found, function, args)
-        return original(function, *args)
+        in_order = inspect.signature(function.plain).bind(*args, **kwargs).args
+        _record(found, function, in_order)
+        return original(function, *in_order)
 
     model = load(Drawn(partial(LanguageModel, model_shape), ctx.device), ctx.device)
     tokens_BT = torch.randint(3, model_shape.vocab_size, (rows, num_tokens), device=ctx.device)
@@ -161,6 +162,8 @@ def _seconds(call: Call, run: Implementation) -> float:
         outputs = [tensor for tensor in _tensors([run(*arguments)]) if tensor.requires_grad]
         if outputs:
             torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
+        for tensor in _tensors(arguments):
+            tensor.grad = None
 
     with torch.inference_mode(not call.has_gradient), torch.autocast(_device(call), torch.bfloat16, call.has_gradient):
         return device_seconds(work, 20)
