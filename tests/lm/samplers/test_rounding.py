@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.sampler_rounding import agreement
+from benchmarks.sampler_rounding import agreement, prompts_of
 from lm.model import LanguageModel
 from lm.samplers.engine import max_difference
 from lm.samplers.own import HeedSampler
-from lm.samplers.trial import Trial, weights_of, with_exchanged, with_weights
+from lm.samplers.trial import weights_of, with_exchanged, with_weights
 from lm.samplers.verify import verify_sampler
 from lm.source import load
+from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 
 
@@ -28,15 +29,15 @@ def test_the_limit_by_hand() -> None:
 
 @torch.no_grad()
 def test_thirty_layers_in_bf16_are_well_within_it_and_faults_beyond(deep: Path) -> None:
-    trial, learner = Trial(deep, "bf16"), load(ModelFolder(deep, LanguageModel)).eval()
+    prompts, learner = prompts_of(Tokenizer.load(deep)), load(ModelFolder(deep, LanguageModel)).eval()
     sampling, limit = load(ModelFolder(deep, LanguageModel)).to(torch.bfloat16).eval(), max_difference("bf16", 30)
-    found = agreement(trial, learner, sampling)
+    found = agreement(prompts, learner, sampling)
     assert found.holds(limit)
     assert 0.001 < found.difference < limit / 2
     assert found.worst_response < limit
     exchanged = with_weights(sampling, with_exchanged(weights_of(sampling), 0, 1))
-    assert not agreement(trial, learner, exchanged).holds(limit)
-    assert not agreement(trial, learner, sampling, 0.7).holds(limit)
+    assert not agreement(prompts, learner, exchanged).holds(limit)
+    assert not agreement(prompts, learner, sampling, 0.7).holds(limit)
 
 
 @pytest.mark.long
