@@ -146,8 +146,8 @@ def _digest(flat: Tensor) -> Tensor:
     return digest
 
 
-# Mean |difference| of log-probs that a depth of √(layers + HEAD_LAYERS) explains, in nats per token: 2.5 times what
-# bf16 needs, and 70 times what fp32 needs on CPUs, for engines that sum in another order; see `max_difference`.
+# Limit of the mean |difference| of log-probs per √(layers + HEAD_LAYERS), in nats per token: 2.5 times what SmolLM2 needs
+# in bf16, and 70 times what it needs in fp32 on CPUs, since other engines may sum in another order; see `max_difference`.
 ROUNDING: dict[Precision, float] = {"fp32": 1e-4, "bf16": 4.5 * 2**-8}
 HEAD_LAYERS = 8
 # Over tokens from π_sampler, the mean ratio π_learner / π_sampler is 1 up to rounding. It may be off by
