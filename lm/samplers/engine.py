@@ -146,8 +146,9 @@ def _digest(flat: Tensor) -> Tensor:
     return digest
 
 
-# Limit of the mean |difference| of log-probs per √(layers + HEAD_LAYERS), in nats per token: 2.5 times what SmolLM2 needs
-# in bf16, and 70 times what it needs in fp32 on CPUs, since other engines may sum in another order; see `max_difference`.
+# Limit of the mean |difference| of log-probs per √(layers + HEAD_LAYERS), in nats per token: 2.5 times what SmolLM2
+# needs in bf16, and 70 times what it needs in fp32 on CPUs, since other engines may sum in another order
+# (`max_difference`).
 ROUNDING: dict[Precision, float] = {"fp32": 1e-4, "bf16": 4.5 * 2**-8}
 HEAD_LAYERS = 8
 # Over tokens from π_sampler, the mean ratio π_learner / π_sampler is 1 up to rounding. It may be off by

@@ -23,7 +23,7 @@ TINY_SETTINGS = ("--set", "engine.zero_stage=1", "--set", "engine.trackers=[]")
 SMOLLM2_JOB = Path(__file__).with_name("smollm2.toml")
 SMOLLM2, SMOLLM2_PARTS = "smollm2.gguf", ("smollm2-0", "smollm2-1")  # in the carried folder
 TINY_SMOLLM2 = {
-    "engine.zero_stage": 0, "world.num_demonstrations": 64, "world.num_collect_prompts": 8,
+    "engine.zero_stage": 0, "world.num_demonstrations": 64, "world.num_collect_prompts": 24,
     "sft.batch.micro_batch_size": 4, "reward.batch.micro_batch_size": 4, "ppo.num_iterations": 1,
     "ppo.rollout_batch_size": 8, "ppo.minibatch.batch_size": 8, "ppo.minibatch.micro_batch_size": 4,
     "ppo.max_new_tokens": 8, "collect.max_new_tokens": 8,
