@@ -46,14 +46,21 @@ class _Worker:
         if interface:
             # Otherwise gloo takes the address that this machine's own name resolves to: on Debian that is 127.0.1.1.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        unsupported = ""
         with imports_uncollected():
             import torch
 
             with suppress(ImportError):  # the environment of another sampling engine has no Accelerate
                 import training.engine  # noqa: F401  # early, while the driver prepares data
+                from training.internals import use_supported_segments
+
+                unsupported = use_supported_segments()
 
         torch.set_num_threads(threads)
         speak_through(send_notice)
+        if unsupported:
+            notice = f"rank {rank}: its GPU's driver has no expandable segments ({unsupported}): memory fragments more"
+            send_notice(notice)
         if rank == 0:
             listen_for_request()
         self.rank = rank

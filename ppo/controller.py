@@ -21,7 +21,7 @@ from torch import Tensor
 from cluster.remote import Pending
 from files.hashes import derive_seed
 from lm.samplers.draws import ALARM, FALSE_ALARM, NO_EVIDENCE
-from lm.samplers.engine import Agreement, shown, whole_digest
+from lm.samplers.engine import Agreement, max_difference, shown, whole_digest
 from ppo.algorithm import (
     KLController,
     importance_weights,
@@ -41,6 +41,7 @@ from training.packing import Sampler
 # |ratio - 1| on the first minibatch, where the policy has not moved. On CPUs it is 0, since both passes read the same
 # rows. GPU kernels may round differently when gradients are needed; a policy that really differs exceeds this by far.
 MAX_FIRST_RATIO_ERROR = 0.05
+DEFAULT_MAX_DIFFERENCE = max_difference("bf16", 2)  # nats per token
 # The first update normally reuses the forward passes that computed the log-probs. In iterations 0, 16, 32, ... it
 # computes them again: only then can the ratio show that passes with and without gradients disagree.
 REPEATED_EVERY = 16
@@ -83,7 +84,7 @@ class PPOController:
         num_pretraining_rows: int,
         seed: int,
         followed: Sequence[int] = (),
-        max_difference: float = 0.05,
+        max_difference: float = DEFAULT_MAX_DIFFERENCE,
         samples: SampleLog | None = None,
         rollouts: RolloutLog | None = None,
         enter: Callable[[str], None] = lambda _phase: None,

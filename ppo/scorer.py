@@ -28,7 +28,6 @@ from lm.model import LanguageModel
 from lm.progress import note_progress
 from lm.source import PartialSource, load, on_meta
 from lm.tokenizer import Messages, Tokenizer
-from lm.transfer import host_bytes
 from lm.weights import ModelFolder
 from ppo.config import PPOConfig
 from ppo.rank import InitialModels, Rank
@@ -45,6 +44,7 @@ from reward.scoring import (
 )
 from training.config import BatchConfig, EngineConfig
 from training.packing import pass_tokens, split_passes
+from training.pinned import host_bytes
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 AnyModule_co = TypeVar("AnyModule_co", bound=nn.Module, covariant=True)

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -106,9 +107,11 @@ def write_lineage(
 
 
 def code_version() -> str:
-    """Return the commit of this code, marked if files differ from it; "unknown" outside a checkout."""
+    """Return the commit of this code, marked if files differ from it; "unknown" outside a checkout or without git."""
     if CODE_VERSION in os.environ:
         return os.environ[CODE_VERSION]
+    if shutil.which("git") is None:
+        return "unknown"
     here = Path(__file__).parent
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, capture_output=True, text=True, check=False

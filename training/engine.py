@@ -437,9 +437,10 @@ def _num_trained(source: ModelSource[Any], optimizer: OptimizerConfig) -> int:
 def deterministic_kernels(is_on: bool) -> Iterator[None]:
     """Use bitwise reproducible GPU kernels for forward, backward and step, if `is_on` (`engine.deterministic`).
 
-    Gradients of attention, embeddings and indexed positions are then added in a fixed order, and an operation that has
-    no such kernel raises RuntimeError. Passes without gradients do not need it: none of their kernels adds in a varying
-    order. On CPUs, all of Heed's kernels are reproducible.
+    Gradients of attention, embeddings and indexed positions are then added in a fixed order. Passes without gradients
+    do not need it: none of their kernels adds in a varying order. On CPUs, all of Heed's kernels are reproducible.
+
+    Raises: ValueError naming the operation that has no reproducible kernel.
     """
     if not (is_on and torch.cuda.is_available()):
         yield
@@ -452,6 +453,14 @@ def deterministic_kernels(is_on: bool) -> Iterator[None]:
     settings.fill_uninitialized_memory = False  # costs a pass over every new tensor; none is read before it is set
     try:
         yield
+    except RuntimeError as error:
+        operation, found, _ = str(error).partition(" does not have a deterministic implementation")
+        if not found:
+            raise
+        raise ValueError(
+            f"engine.deterministic: {operation.split()[-1]} has no deterministic GPU kernel in torch"
+            f" {torch.__version__}; false was expected for this model and objective"
+        ) from error
     finally:
         torch.use_deterministic_algorithms(was_on)
         settings.fill_uninitialized_memory = was_filled

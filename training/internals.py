@@ -24,6 +24,24 @@ from torch.optim import AdamW, Optimizer
 from training.checkpoint import ParamShard
 
 
+def use_supported_segments() -> str:
+    """Turn expandable segments of GPU memory off where the driver does not support them, as on some virtual GPUs.
+
+    PyTorch would raise at the process's first tensor on the GPU. Returns the driver's reason; "" if they work, or if
+    there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        return ""
+    try:
+        torch.ones(1, device="cuda")
+    except RuntimeError as error:
+        if "CUDA driver error" not in str(error):
+            return ""  # not about segments, which alone call the driver: whoever uses the GPU next reports it
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        return str(error).splitlines()[0]
+    return ""
+
+
 def set_gradient_sync(accelerator: Accelerator, is_on: bool) -> None:
     """Tell Accelerate whether the next backward ends a global batch.
 

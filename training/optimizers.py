@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lm.transfer import host_bytes
 from training.config import OptimizerConfig, cpu_multiplies_bf16
 from training.internals import full_shape
+from training.pinned import host_bytes
 
 # Muon's
 MOMENTUM = 0.95

@@ -25,7 +25,6 @@ from torch import Tensor
 from files.atomic import sync, write_json
 from files.hashes import file_hash
 from lm.progress import note_progress
-from lm.transfer import host_bytes
 from training.checkpoint import (
     ShardRange,
     State,
@@ -36,6 +35,7 @@ from training.checkpoint import (
     writing_folder,
 )
 from training.notices import CheckpointError, cause_of, remedy_of, say, system_error
+from training.pinned import host_bytes
 
 PROGRESS = "progress.json"
 ALIGNMENT = 64  # bytes; of each tensor in the buffer that states are copied to

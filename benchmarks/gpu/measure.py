@@ -24,6 +24,7 @@ from cluster.remote import Closeable, Local
 from lm.decoding import StepKind
 from lm.generation import generate
 from lm.model import LanguageModel, ScalarModel
+from lm.samplers.engine import max_difference
 from lm.sampling import Choice
 from lm.source import ModelSource, RandomInit, load
 from lm.tokenizer import Tokenizer
@@ -161,7 +162,10 @@ def measure_iteration(row: Row, sizes: Iteration, device: torch.device, folder: 
         Direct(learner, generator),
     )
     prompts = draw_prompts(sizes.rollout, sizes.prompt_tokens, sizes.model.vocab_size)
-    controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=0, seed=0)
+    most = max_difference("bf16", sizes.model.num_hidden_layers)
+    controller = PPOController(
+        config, roles, prompts, models.scale, num_pretraining_rows=0, seed=0, max_difference=most
+    )
     tokens, started = 0.0, now(device)
     for iteration in range(num_iterations):
         if iteration == row.warmup_steps:

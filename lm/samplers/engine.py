@@ -146,8 +146,11 @@ def _digest(flat: Tensor) -> Tensor:
     return digest
 
 
-# Mean |difference| for one layer, in nats per token; see `max_difference`.
-ROUNDING: dict[Precision, float] = {"fp32": 0.0005, "bf16": 0.02}
+# Limit of the mean |difference| of log-probs per √(layers + HEAD_LAYERS), in nats per token: 2.5 times what SmolLM2
+# needs in bf16, and 70 times what it needs in fp32 on CPUs, since other engines may sum in another order
+# (`max_difference`).
+ROUNDING: dict[Precision, float] = {"fp32": 1e-4, "bf16": 4.5 * 2**-8}
+HEAD_LAYERS = 8
 # Over tokens from π_sampler, the mean ratio π_learner / π_sampler is 1 up to rounding. It may be off by
 # MAX_RATIO_ERROR, or by MAX_STANDARD_ERRORS of its standard errors if that is more: a few unlikely tokens can move it.
 MAX_RATIO_ERROR = 0.02
@@ -216,11 +219,12 @@ LoadEngine = Callable[[Path, Precision], SamplingEngine]  # loads the model in a
 def max_difference(precision: Precision, num_layers: int) -> float:
     """Returns how far rounding may take sampler and learner apart: mean |difference| of log-probs, in nats per token.
 
-    Each layer rounds what it adds to the residual stream. These errors are independent, so their sum grows with the
-    square root of the number of layers. Measured with Heed's own sampler in bf16: .005 with the 2 layers of the debug
-    job, .044 with the 30 of SmolLM2-135M, a trained model whose logits are larger; in fp32, 2e-7 with 2 layers.
+    The variance of a log-prob's error is that of the head plus that of the layers. A layer rounds the residual stream
+    when it adds to it; these errors are independent, so their variances add up. The head rounds the logits, whose error
+    does not depend on depth: in bf16, logits of 16 to 32, as trained models have, are multiples of 1/8. Measured as
+    docs/samplers.md says, the head counts as much as `HEAD_LAYERS` layers.
     """
-    return ROUNDING[precision] * math.sqrt(num_layers)
+    return ROUNDING[precision] * math.sqrt(num_layers + HEAD_LAYERS)
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,16 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.gpu.first_quarter import commands
 from benchmarks.gpu.first_quarter import run as program
-from benchmarks.gpu.first_quarter.commands import JOB
+from benchmarks.gpu.first_quarter.commands import JOB, SMOLLM2_JOB, TINY_SMOLLM2
 from benchmarks.gpu.first_quarter.context import Context
 from benchmarks.gpu.first_quarter.kernels import kind_of
 from benchmarks.gpu.first_quarter.run import COMMANDS, LIMITS, PLANS
@@ -29,6 +31,7 @@ FOLDER = ROOT / "benchmarks" / "gpu" / "first_quarter"
 # Figures of each step, all positive.
 FIGURES = {
     "environment": (),
+    "kernels": (),
     "sft_05b": ("packed_tokens_per_second", "packed_mfu", "plain_tokens_per_second", "packed_planned_gib_zero0"),
     "generation_05b": ("kept_ms_per_token", "kept_bandwidth_share", "eager_tokens_per_second", "prompt_tflops"),
     "ppo_05b": ("planned_gib_fast_zero0",),
@@ -148,8 +151,6 @@ def test_a_step_that_goes_wrong_is_reported_and_the_next_one_runs(tmp_path: Path
 
 
 def test_a_command_that_goes_wrong_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.gpu.first_quarter import commands
-
     (tmp_path / "parts").mkdir()
     step = commands.CommandStep(0.01, "cpu", True, tmp_path)
     assert step.run("heed", ["--help"]) == "not finished within 0 s"
@@ -171,7 +172,7 @@ def test_without_time_no_step_is_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["sft", "--device", "cpu", "--tiny"], "no step is named sft; first, second, or some of environment, "),
+        (["sft", "--device", "cpu", "--tiny"], "no step is named sft; first, second, third, or some of environment, "),
         (["first", "--device", "cpu"], "--device cpu needs --tiny"),
     ],
 )
@@ -194,7 +195,7 @@ def test_it_is_started_in_the_root(tmp_path: Path) -> None:
 def test_plans_and_limits_name_the_steps_that_there_are() -> None:
     assert set(LIMITS) == {*STEPS, *COMMANDS}
     assert all(name in LIMITS for plan in PLANS.values() for name in plan.split(","))
-    assert {*FIGURES, *LONG_FIGURES} == set(LIMITS)
+    assert {*FIGURES, *LONG_FIGURES, "smollm2"} == set(LIMITS)
     assert all(estimate < limit for estimate, limit in LIMITS.values())
     assert sum(LIMITS[name][0] for name in PLANS["first"].split(",")) < 430
     readme = (FOLDER / "README.md").read_text()
@@ -203,8 +204,30 @@ def test_plans_and_limits_name_the_steps_that_there_are() -> None:
 
 
 def test_the_job_of_the_chain_is_one_of_heeds() -> None:
-    job = load_job(JOB)
-    assert job.name == "first-chain"
+    assert load_job(JOB).name == "first-chain"
+    settings = {**TINY_SMOLLM2, "sft.init_from": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # a shape that Heed knows
+    job = load_job(SMOLLM2_JOB, [f"{key}={value}" for key, value in settings.items()], opens_models=False)
+    assert job.name == "first-smollm2"
+
+
+def test_a_published_model_is_joined_from_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "parts").mkdir()
+    monkeypatch.setattr(commands, "CARRIED", tmp_path)
+    asked = list[Sequence[str]]()
+
+    def run(_step: commands.CommandStep, module: str, arguments: Sequence[str]) -> str:
+        asked.append([module, *arguments])
+        return "ok"
+
+    monkeypatch.setattr(commands.CommandStep, "run", run)
+    step = commands.CommandStep(60, "cpu", False, tmp_path)
+    (tmp_path / "smollm2-0").write_bytes(b"GGUF, ")
+    assert commands.run_smollm2(step) == f"skipped: {tmp_path.name}/smollm2-1 not carried"
+    (tmp_path / "smollm2-1").write_bytes(b"whole")
+    assert commands.run_smollm2(step) == "ok"
+    assert (tmp_path / "smollm2.gguf").read_bytes() == b"GGUF, whole"
+    (command,) = asked
+    assert command[:3] == ["heed", "run", str(SMOLLM2_JOB)]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import RandomInit, load
 from training.config import EngineConfig, OptimizerConfig
-from training.engine import Engine, LossAndMetrics
+from training.engine import Engine, LossAndMetrics, deterministic_kernels
 from training.notices import RunError
 from training.objectives import PackedObjective
 from training.packing import IntArray, pack
@@ -404,3 +404,15 @@ def test_an_update_rounds_each_weight_once_and_has_the_same_gradients(
         assert ours is not None
         assert expected is not None
         assert torch.equal(ours, expected)
+
+
+def test_an_operation_without_a_deterministic_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`put_` has none on CPUs either, so no GPU is needed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    message = r"^engine\.deterministic: put_ has no deterministic GPU kernel in torch \S+; false was expected"
+    with pytest.raises(ValueError, match=message), deterministic_kernels(True):
+        torch.zeros(3).put_(torch.tensor([1]), torch.tensor([2.0]))
+    assert not torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(RuntimeError, match=r"^another error$"), deterministic_kernels(True):
+        raise RuntimeError("another error")

@@ -310,5 +310,32 @@ def test_an_attribute_is_there_and_means_what_it_meant(found: list[dict[str, Any
         assert not of_rank[name], f"rank {rank}: {of_rank[name]}"
 
 
+@pytest.mark.parametrize(
+    ("refusal", "reason", "settings"),
+    [
+        ("", "", []),
+        (
+            "CUDA driver error: operation not supported\nCUDA kernel errors might be reported later",
+            "CUDA driver error: operation not supported",
+            ["expandable_segments:False"],
+        ),
+        ("CUDA error: all CUDA-capable devices are busy or unavailable", "", []),
+    ],
+)
+def test_segments_that_a_driver_lacks_are_turned_off(
+    monkeypatch: pytest.MonkeyPatch, refusal: str, reason: str, settings: list[str]
+) -> None:
+    def ones(*_: Any, **__: Any) -> None:
+        if refusal:
+            raise RuntimeError(refusal)
+
+    set_to = list[str]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", set_to.append)
+    assert internals.use_supported_segments() == reason
+    assert set_to == settings
+
+
 if __name__ == "__main__":
     rank_program(Path(sys.argv[1]))

@@ -14,12 +14,20 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks.gpu.first_quarter.run import read_json, write_json
+from benchmarks.gpu.first_quarter.run import CARRIED, read_json, write_json
 
 ROOT = Path(__file__).parents[3]
 JOB = Path(__file__).with_name("chain.toml")
 TINY_JOB = ROOT / "configs" / "jobs" / "debug.toml"
 TINY_SETTINGS = ("--set", "engine.zero_stage=1", "--set", "engine.trackers=[]")
+SMOLLM2_JOB = Path(__file__).with_name("smollm2.toml")
+SMOLLM2, SMOLLM2_PARTS = "smollm2.gguf", ("smollm2-0", "smollm2-1")  # in the carried folder
+TINY_SMOLLM2 = {
+    "engine.zero_stage": 0, "world.num_demonstrations": 64, "world.num_collect_prompts": 24,
+    "sft.batch.micro_batch_size": 4, "reward.batch.micro_batch_size": 4, "ppo.num_iterations": 1,
+    "ppo.rollout_batch_size": 8, "ppo.minibatch.batch_size": 8, "ppo.minibatch.micro_batch_size": 4,
+    "ppo.max_new_tokens": 8, "collect.max_new_tokens": 8,
+}  # fmt: skip
 LONGEST_REPORT_BYTES, LONGEST_RESULTS_BYTES = 8_000_000, 20_000
 SECONDS_TO_END = 10  # time left for `benchmarks.gpu` to write its table
 LINEAGE, METRICS = "lineage.json", "metrics.jsonl"  # in a stage's folder: the first once it has finished
@@ -89,18 +97,32 @@ def _summary(suite: ElementTree.Element) -> dict[str, Any]:
 
 
 def run_chain(step: CommandStep) -> str:
+    return _run_job(step, "chain", [str(TINY_JOB), *TINY_SETTINGS] if step.tiny else [str(JOB)])
+
+
+def run_smollm2(step: CommandStep) -> str:
+    """Runs a job on a published model, if both parts of its file were carried to this machine."""
+    lacking = [name for name in SMOLLM2_PARTS if not (CARRIED / name).exists()]
+    if lacking:
+        return f"skipped: {' and '.join(f'{CARRIED.name}/{name}' for name in lacking)} not carried"
+    whole = CARRIED / SMOLLM2
+    whole.write_bytes(b"".join((CARRIED / name).read_bytes() for name in SMOLLM2_PARTS))
+    settings = [part for key, value in TINY_SMOLLM2.items() for part in ("--set", f"{key}={value}")]
+    return _run_job(step, "smollm2", [str(SMOLLM2_JOB), *(settings if step.tiny else ())])
+
+
+def _run_job(step: CommandStep, name: str, job: Sequence[str]) -> str:
     """Runs a whole job with Ray and DeepSpeed, and notes each stage's seconds and metrics."""
     with tempfile.TemporaryDirectory(prefix="first-quarter-", ignore_cleanup_errors=True) as folder:
         runs = Path(folder) / "runs"
-        job = [str(TINY_JOB), *TINY_SETTINGS] if step.tiny else [str(JOB)]
         status = step.run("heed", ["run", *job, "--runs", str(runs)])
         stages = sorted({path.parent for name in (LINEAGE, METRICS) for path in runs.glob(f"*/*/{name}")})
-        step.note("chain", {stage.name: _stage(stage) for stage in stages})
+        step.note(name, {stage.name: _stage(stage) for stage in stages})
         if step.device == "cuda":
             _wait_for_memory()
         report = next(iter(runs.glob("*/report.json")), None)
         if report is not None and report.stat().st_size < LONGEST_REPORT_BYTES:
-            shutil.copy(report, step.out / "chain_report.json")
+            shutil.copy(report, step.out / f"{name}_report.json")
     return status
 
 

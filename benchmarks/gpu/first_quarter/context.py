@@ -24,7 +24,6 @@ from training.config import OptimizerConfig
 
 GIB = 2**30
 OPTIMIZER = OptimizerConfig(learning_rate=1e-5, schedule="constant")
-EXPANDABLE_FAILED = "no_expandable_segments"  # if this file exists, later steps avoid them
 
 
 @dataclass
@@ -80,15 +79,6 @@ class Context:
 
     def held_gib(self) -> float:
         return torch.cuda.memory_allocated(self.device) / GIB if self.on_gpu else 0.0
-
-    def avoid_expandable_segments(self) -> None:
-        """Turns expandable segments off for this and later steps: virtual machines may not support them."""
-        (self.path.parent / EXPANDABLE_FAILED).touch()
-        self.avoid_expandable_segments_if_noted()
-
-    def avoid_expandable_segments_if_noted(self) -> None:
-        if (self.path.parent / EXPANDABLE_FAILED).exists():
-            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
 
 
 def _rounded(value: Any) -> Any:

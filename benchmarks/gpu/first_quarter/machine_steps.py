@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu.ceiling import copy_rate
 from benchmarks.gpu.first_quarter.context import GIB, Context, device_seconds
-from lm.transfer import host_bytes
+from training.pinned import host_bytes
 
 PACKAGES = (
     "torch", "triton", "numpy", "transformers", "accelerate", "deepspeed", "ray", "pydantic", "sqlalchemy", "datasets",
@@ -36,7 +36,6 @@ def environment(ctx: Context) -> None:
         data_sheet=ctx.hardware.name,
     )
     if ctx.on_gpu:
-        _find_segments(ctx)
         _measure_rates(ctx)
         with ctx.attempt("pinning"):
             _measure_pinning(ctx)
@@ -56,15 +55,6 @@ def _output(*command: str) -> str:
         return (done.stdout or done.stderr).strip()[:600]
     except (OSError, subprocess.TimeoutExpired) as error:
         return type(error).__name__
-
-
-def _find_segments(ctx: Context) -> None:
-    """Notes whether expandable segments of memory work; if not, no step uses them."""
-    try:
-        torch.zeros(1 << 20, device=ctx.device)
-    except RuntimeError as error:
-        ctx.avoid_expandable_segments()
-        ctx.note(expandable_segments_failed=str(error)[:300])
 
 
 def _measure_rates(ctx: Context) -> None:

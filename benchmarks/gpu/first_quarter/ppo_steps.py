@@ -13,6 +13,7 @@ from benchmarks.gpu.first_quarter.shapes import QWEN, shape
 from benchmarks.gpu.measure import FIRST_WORD, write_models
 from benchmarks.gpu.rows import Iteration
 from benchmarks.speed.own import ENGINE, ppo_config
+from lm.samplers.engine import max_difference
 from ppo.controller import PPOController
 from ppo.rank import InitialModels, ScoreScale
 from ppo.roles import Roles
@@ -52,7 +53,15 @@ def ppo(
     started = ctx.now()
     roles = Roles.in_process(config, engine, models)
     ctx.note(**{f"{prefix}load_seconds": ctx.now() - started, f"{prefix}held_gib": ctx.held_gib()})
-    controller = PPOController(config, roles, draw_prompts(sizes), models.scale, num_pretraining_rows=0, seed=0)
+    controller = PPOController(
+        config,
+        roles,
+        draw_prompts(sizes),
+        models.scale,
+        num_pretraining_rows=0,
+        seed=0,
+        max_difference=max_difference("bf16", sizes.model.num_hidden_layers),
+    )
     for number in range(iterations):
         _iterate(ctx, controller, number, sizes.rollout, prefix)
     ctx.note(**{f"{prefix}planned_gib_fast_zero0": planned_bytes(sizes) / GIB})

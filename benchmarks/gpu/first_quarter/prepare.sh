@@ -31,7 +31,7 @@ download() { # into a folder: requirements
 wheels=
 for name in pydantic pydantic-core annotated-types typing-inspection sqlalchemy alembic mako tomli-w tenacity hjson \
     jsonschema jsonschema-specifications referencing rpds-py attrs datasets dill multiprocess einops msgpack ninja \
-    py-cpuinfo protobuf click requests urllib3 idna certifi charset-normalizer httpx httpcore h11 anyio; do
+    py-cpuinfo protobuf click requests urllib3 idna certifi charset-normalizer httpx httpcore h11 anyio gguf; do
     version=$(pinned "$name")
     wheels="$wheels $version"
 done
@@ -42,4 +42,7 @@ download full "$version"
 "$python" "$here/strip_ray.py" .first_quarter/full/ray-*.whl .first_quarter/whl
 version=$(pinned deepspeed)
 "$python" -m pip wheel -q --no-deps -w .first_quarter/whl "$version"
-du -ch .first_quarter/whl .first_quarter/src
+# SmolLM2-135M's file is larger than what one call carries beside the tree, so it travels in two parts.
+make -s smollm2-model
+split -n 2 -d -a 1 models/SmolLM2-135M-Instruct.gguf .first_quarter/smollm2-
+du -ch .first_quarter/whl .first_quarter/src .first_quarter/smollm2-*

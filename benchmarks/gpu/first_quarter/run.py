@@ -33,13 +33,14 @@ ROOT = Path.cwd()
 CARRIED = ROOT / ".first_quarter"  # what prepare.sh made
 NEEDED = (  # what the wheels contain, by import name
     "pydantic", "sqlalchemy", "alembic", "tomli_w", "tenacity", "hjson", "jsonschema", "attrs", "datasets", "einops",
-    "msgpack", "cpuinfo", "requests", "httpx", "ray", "deepspeed",
+    "msgpack", "cpuinfo", "requests", "httpx", "gguf", "ray", "deepspeed",
 )  # fmt: skip
 RESERVED_SECONDS = 3  # for writing and printing the results
 
 # Estimated seconds on an H100, and the limit.
 LIMITS: dict[str, tuple[int, int]] = {
     "environment": (6, 30),
+    "kernels": (12, 45),
     "tests": (75, 120),
     "sft_05b": (30, 60),
     "generation_05b": (25, 60),
@@ -55,12 +56,14 @@ LIMITS: dict[str, tuple[int, int]] = {
     "generation_13b": (15, 40),
     "sft_8b": (20, 45),
     "generation_8b": (30, 60),
+    "smollm2": (60, 80),
     "rows": (120, 200),
 }
-COMMANDS = ("tests", "chain", "rows")  # the steps of commands.py; steps.py has the others
+COMMANDS = ("tests", "chain", "smollm2", "rows")  # the steps of commands.py; steps.py has the others
 PLANS = {
-    "first": "environment,tests,sft_05b,generation_05b,ppo_05b,chain,sft_13b,attention,checkpoint,peers",
+    "first": "environment,kernels,tests,sft_05b,generation_05b,ppo_05b,chain,sft_13b,attention,checkpoint,peers",
     "second": "compiled,zero,ppo_modes,generation_13b,sft_8b,generation_8b,peers,checkpoint",
+    "third": "smollm2",
 }
 # For each step, figures are printed if their name has one of these endings.
 SHOWN = (
@@ -103,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("plan", help=f"first, second, or steps separated by commas: {', '.join(LIMITS)}")
+    parser.add_argument("plan", help=f"first, second, third, or steps separated by commas: {', '.join(LIMITS)}")
     parser.add_argument("--seconds", type=float, default=400.0, help="total time, the installation included")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="the same code at tiny, meaningless sizes")
@@ -112,7 +115,9 @@ def parse(arguments: Sequence[str] | None) -> Options:
     steps = tuple(PLANS.get(given.plan, given.plan).split(","))
     unknown = [name for name in steps if name not in LIMITS]
     if unknown:
-        parser.error(f"no step is named {', '.join(unknown)}; first, second, or some of {', '.join(LIMITS)} expected")
+        parser.error(
+            f"no step is named {', '.join(unknown)}; first, second, third, or some of {', '.join(LIMITS)} expected"
+        )
     if not (ROOT / "benchmarks" / "gpu" / "first_quarter").is_dir():
         parser.error(f"{ROOT} is not the root of Heed's tree; start this command there")
     if given.device == "cpu" and not given.tiny:
@@ -225,9 +230,9 @@ def run_step(name: str, options: Options) -> dict[str, Any]:
 
 def _run_command(name: str, allowed: float, options: Options) -> str:
     try:
-        from benchmarks.gpu.first_quarter.commands import CommandStep, run_chain, run_rows, run_tests
+        from benchmarks.gpu.first_quarter.commands import CommandStep, run_chain, run_rows, run_smollm2, run_tests
 
-        run = {"tests": run_tests, "chain": run_chain, "rows": run_rows}[name]
+        run = {"tests": run_tests, "chain": run_chain, "smollm2": run_smollm2, "rows": run_rows}[name]
         return run(CommandStep(allowed, options.device, options.tiny, options.out))
     except Exception:
         traceback.print_exc()
@@ -284,12 +289,14 @@ def _measure(name: str, options: Options) -> None:
 
     from benchmarks.gpu.first_quarter.context import Context
     from benchmarks.gpu.first_quarter.steps import STEPS
+    from training.internals import use_supported_segments
 
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     context = Context(name, device, options.tiny, options.parts / f"{name}.json")
-    context.avoid_expandable_segments_if_noted()
+    if unsupported := use_supported_segments():
+        context.note(expandable_segments_failed=unsupported)
     STEPS[name](context)
 
 
@@ -319,7 +326,7 @@ def print_summary(results: dict[str, Any]) -> None:
         print("   " + json.dumps(figures)[:700])
         for key in sorted(key for key in found if "iteration_" in key):
             print(f"   {key} " + json.dumps(found[key])[:500])
-        if name == "chain":
+        if name in ("chain", "smollm2"):
             stages = {stage: part.get("stage_seconds") for stage, part in found.items() if isinstance(part, dict)}
             print("   " + json.dumps(stages))
         if name == "tests":

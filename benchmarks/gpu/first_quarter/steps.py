@@ -7,10 +7,12 @@ from benchmarks.gpu.first_quarter.generate_steps import generation_05b, generati
 from benchmarks.gpu.first_quarter.kernels import attention
 from benchmarks.gpu.first_quarter.machine_steps import environment
 from benchmarks.gpu.first_quarter.ppo_steps import ppo_05b, ppo_modes
+from benchmarks.gpu.first_quarter.replacements import kernels
 from benchmarks.gpu.first_quarter.train_steps import checkpoint, compiled, sft_05b, sft_8b_layers, sft_13b, zero
 
 STEPS: dict[str, Callable[[Context], None]] = {
     "environment": environment,
+    "kernels": kernels,
     "attention": attention,
     "sft_05b": sft_05b,
     "sft_13b": sft_13b,

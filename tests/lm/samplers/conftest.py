@@ -1,4 +1,4 @@
-"""Two small models with random weights: with an output head that is the embedding, and with one of its own."""
+"""Small models with random weights: with an output head that is the embedding, with one of its own, and a deep one."""
 
 from pathlib import Path
 
@@ -12,13 +12,13 @@ from lm.weights import save_model
 SENTENCE = "the cat sat on a mat and saw one red bird fly over green hills of the land that they all had known"
 
 
-def small_shape(tokenizer: Tokenizer, *, tied: bool) -> ModelConfig:
+def small_shape(tokenizer: Tokenizer, *, tied: bool, num_layers: int = 3) -> ModelConfig:
     """With heads of 32 columns, the fewest that vLLM runs on a CPU."""
     return ModelConfig(
         vocab_size=tokenizer.vocab_size,
         max_position_embeddings=128,
         hidden_size=64,
-        num_hidden_layers=3,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         intermediate_size=96,
@@ -26,9 +26,9 @@ def small_shape(tokenizer: Tokenizer, *, tied: bool) -> ModelConfig:
     )
 
 
-def _save(folder: Path, *, tied: bool) -> Path:
+def _save(folder: Path, *, tied: bool, num_layers: int = 3) -> Path:
     tokenizer = Tokenizer.train([SENTENCE] * 20, 320, "chat")
-    model = LanguageModel(small_shape(tokenizer, tied=tied))
+    model = LanguageModel(small_shape(tokenizer, tied=tied, num_layers=num_layers))
     init_weights(model, 1)
     save_model(folder, model, model.state_dict(), tokenizer)
     return folder
@@ -42,3 +42,8 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _save(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _save(tmp_path_factory.mktemp("deep"), tied=False, num_layers=30)

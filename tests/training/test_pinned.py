@@ -1,11 +1,14 @@
-"""Memory for copies to and from a GPU is locked in place, and unlocked when it is released."""
+"""Memory for copies to and from a GPU is locked in place if the system allows it, and unlocked when it is released."""
 
 import mmap
+import resource
 
 import pytest
 import torch
 
-from lm.transfer import host_bytes
+from training import pinned
+from training.notices import speaking_through
+from training.pinned import host_bytes
 
 TWO_GIB_AND_A_BIT = 2**31 + 5
 
@@ -52,10 +55,32 @@ def test_it_is_unlocked_once_its_last_view_is_gone(cudart: Recorder) -> None:
     assert not cudart.locked
 
 
-def test_memory_that_cannot_be_locked_is_an_error(cudart: Recorder) -> None:
-    cudart.error = 2
-    with pytest.raises(RuntimeError, match=r"64 bytes of CPU memory cannot be pinned: CUDA error 2; see `ulimit -l`"):
-        host_bytes(64, pinned=True)
+def test_memory_that_cannot_be_locked_is_used_unlocked_and_said_once(
+    cudart: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cudart.error = 801
+    monkeypatch.setattr(pinned, "_refused", False)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**23, 2**23))
+    next_kernels = list[str]()
+
+    def ones(_: int, *, device: str) -> None:  # as the next kernel on a GPU
+        next_kernels.append(device)
+        raise RuntimeError("CUDA error: operation not supported")
+
+    monkeypatch.setattr(torch, "ones", ones)
+    said = list[str]()
+    with speaking_through(said.append):
+        first, second = (host_bytes(2**29, pinned=True) for _ in range(2))
+    assert next_kernels == ["cuda", "cuda"]
+    first[:3] = 7
+    assert (first[:4].tolist(), second[:4].tolist(), len(first)) == ([7, 7, 7, 0], [0] * 4, 2**29)
+    assert said == [
+        "0.50 GiB of CPU memory could not be pinned (CUDA error 801; `ulimit -l` is 0.01 GiB): copies between it and"
+        " the GPU are slower"
+    ]
+    cudart.locked.clear()  # what was refused is not unlocked
+    del first, second
+    assert not cudart.locked
 
 
 def test_without_a_gpu_nothing_is_locked(cudart: Recorder) -> None:
