@@ -120,6 +120,18 @@ class EngineConfig(Config):
         return "bf16" if torch.cuda.is_available() or cpu_multiplies_bf16() else "fp32"
 
 
+def ranks_sharing_weights(weight_bytes: int, num_ranks: int, ranks_per_node: int, device_bytes: int) -> int:
+    """Return how many ranks of a node share a second copy of the weights under ZeRO-3 (hpZ: arXiv 2306.10209, section
+    3.2); 1 = there is none.
+
+    With it, only the first pass after a step gathers weights over the network. Ranks must fill several nodes, and the
+    shard may take at most a quarter of a rank's memory. DeepSpeed expects equal nodes; 0 `ranks_per_node` = unequal.
+    """
+    if not 1 < ranks_per_node < num_ranks or num_ranks % ranks_per_node:
+        return 1
+    return ranks_per_node if 4 * weight_bytes <= ranks_per_node * device_bytes else 1
+
+
 def cpu_multiplies_bf16() -> bool:
     """Whether this CPU has bf16 instructions (AMX, AVX-512 BF16); without them, bf16 is slower than fp32."""
     capabilities = torch.cpu.get_capabilities()
