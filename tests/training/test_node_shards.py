@@ -6,7 +6,6 @@ This file is also the ranks' program: `python test_node_shards.py FOLDER`.
 
 import os
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +18,7 @@ from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import RandomInit
 from training.config import EngineConfig, OptimizerConfig, ranks_sharing_weights
+from training.distributed import write_back
 from training.engine import Engine
 from training.internals import node_group, zero3_shard
 
@@ -50,7 +50,7 @@ def start_engine(hosts: str, seed: int, trained_layers: int | None = None) -> En
     config = EngineConfig.model_validate({"precision": "bf16", "zero_stage": 3, "trackers": ()})
     optimizer = OptimizerConfig(learning_rate=0.01, schedule="constant", trained_layers=trained_layers)
     name = hosts[int(os.environ["RANK"])]
-    with mock.patch.object(socket, "gethostname", lambda: name):
+    with mock.patch.object(socket, "gethostname", return_value=name):
         return Engine(
             RandomInit(lambda: LanguageModel(CONFIG), seed=seed), optimizer, config, world_size=4, micro_batch=1
         )
@@ -68,7 +68,7 @@ def second_copies(engine: Engine[LanguageModel]) -> list[Tensor]:
     return [tensor for tensor in found if tensor is not None]
 
 
-def trained(engine: Engine[LanguageModel], folder: Path) -> list[Any]:
+def trained(engine: Engine[LanguageModel]) -> list[Any]:
     """Losses of steps, before and after a checkpoint is loaded, and the weights."""
     losses = [step(engine), step(engine)]
     state = {key: part.values.clone() for key, part in engine.state().items()}
@@ -78,8 +78,6 @@ def trained(engine: Engine[LanguageModel], folder: Path) -> list[Any]:
         shard.view(shard.storage).copy_(state[f"weight/{shard.name}"])
     with torch.no_grad():
         engine.model(torch.tensor([[1, 2, 3]]))  # makes the node's copy
-    from training.distributed import write_back
-
     write_back(engine.model.optimizer, 3)
     with torch.no_grad():
         losses.append(float(engine.model(torch.tensor([[1, 2, 3]])).float().square().mean()))
@@ -90,10 +88,10 @@ def trained(engine: Engine[LanguageModel], folder: Path) -> list[Any]:
     return [losses, whole]
 
 
-def run_rank(folder: Path) -> None:
+def run_rank() -> None:
     """The same steps with and without second copies, as PPO's two engines in one process, and with frozen layers."""
     alone = start_engine("aaaa", seed=3)
-    expected = trained(alone, folder)
+    expected = trained(alone)
     assert not second_copies(alone)
     alone.close()
     engine, other = start_engine("aabb", seed=3), start_engine("aabb", seed=4, trained_layers=1)
@@ -101,7 +99,7 @@ def run_rank(folder: Path) -> None:
         2 * (engine.rank // 2),
         2 * (engine.rank // 2) + 1,
     ]
-    found = trained(engine, folder)
+    found = trained(engine)
     assert found[0] == expected[0]
     assert all(torch.equal(tensor, expected[1][name]) for name, tensor in found[1].items())
     whole = {name: tensor.clone() for name, tensor in other.weights(torch.float32)}
@@ -122,4 +120,4 @@ def test_steps_are_the_same_with_a_copy_of_the_weights_on_each_node(start_two_ra
 
 
 if __name__ == "__main__":
-    run_rank(Path(sys.argv[1]))
+    run_rank()
