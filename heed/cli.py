@@ -122,13 +122,13 @@ def plan(
         float, typer.Option(help="Dollars per GPU-hour (default: a rough built-in price).", min=-1, show_default=False)
     ] = -1,
     network: Annotated[
-        float,
+        float | None,
         typer.Option(
             help="Network between nodes, in Gbit/s per GPU (default: that of NVIDIA's DGX systems).",
-            min=-1,
+            min=0.1,
             show_default=False,
         ),
-    ] = -1,
+    ] = None,
     share: Annotated[
         float | None,
         typer.Option(

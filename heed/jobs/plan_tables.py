@@ -23,7 +23,7 @@ class Machines:
     """The machines that the command assumes.
 
     `num_nodes` 0 means as many as the workers need, `node_gib` 0 does not check a node's memory, and a negative price
-    or network speed means the built-in one.
+    means the built-in one, as no `network_gbit` per GPU does.
     """
 
     gpu: str
@@ -31,7 +31,7 @@ class Machines:
     gpus_per_node: int
     node_gib: int
     price: float
-    network_gbit: float = -1
+    network_gbit: float | None = None
 
 
 def show_plan(
@@ -50,7 +50,7 @@ def show_plan(
     chosen = hardware(machines.gpu, job.workers, job.engine.resolved_precision())
     if machines.price >= 0:
         chosen = replace(chosen, dollars_per_hour=machines.price)
-    if machines.network_gbit >= 0:
+    if machines.network_gbit is not None:
         chosen = replace(chosen, network_bytes_per_second=machines.network_gbit * 1e9 / 8)
     share = share_of_peak or chosen.usual_share
     nodes = places(machines.num_nodes, machines.gpus_per_node, job.num_ranks) if chosen.is_gpu else 1
