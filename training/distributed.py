@@ -54,7 +54,7 @@ def make_accelerator(
     accelerator = _make_accelerator(config, deepspeed)
     if config.zero_stage == 3 and world_size > 1:
         weight_bytes = (2 if config.resolved_precision() == "bf16" else 4) * num_parameters
-        sharing = _ranks_sharing_weights(weight_bytes, world_size, accelerator.device)
+        sharing = _ranks_sharing_weights(config, weight_bytes, world_size, accelerator.device)
         deepspeed["zero_optimization"]["zero_hpz_partition_size"] = sharing
         update_deepspeed_config(accelerator, deepspeed)
     # Accelerate falls back to worlds of one rank, or drops DeepSpeed, without a message.
@@ -95,7 +95,7 @@ def _make_accelerator(config: EngineConfig, deepspeed: dict[str, Any]) -> Accele
     return Accelerator(mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers)
 
 
-def _ranks_sharing_weights(weight_bytes: int, world_size: int, device: torch.device) -> int:
+def _ranks_sharing_weights(config: EngineConfig, weight_bytes: int, world_size: int, device: torch.device) -> int:
     """Return `ranks_sharing_weights` for the machines that the ranks run on; a collective call."""
     hosts: list[str] = [""] * world_size
     dist.all_gather_object(hosts, socket.gethostname())
@@ -105,7 +105,7 @@ def _ranks_sharing_weights(weight_bytes: int, world_size: int, device: torch.dev
         device_bytes = torch.cuda.get_device_properties(device).total_memory
     else:
         device_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, per_node)
-    return ranks_sharing_weights(weight_bytes, world_size, per_node, device_bytes)
+    return ranks_sharing_weights(weight_bytes, world_size, per_node, config.node_weights_limit(device_bytes))
 
 
 def _name_the_only_rank() -> None:

@@ -94,7 +94,7 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
         job.engine.offload,
         job.engine.checkpoint_activations,
         ranks_per_node=min(setting.gpus_per_node, job.workers),
-        device_bytes=setting.hardware.memory_bytes if setting.hardware.is_gpu else 0,
+        node_weights_limit=job.engine.node_weights_limit(setting.hardware.memory_bytes),
         sequence_parallel=1,
     )
     sizes = Sizes(
@@ -277,6 +277,8 @@ def _changes(plan: Plan) -> Iterator[str]:
     mode = _mode(job)
     if mode == "fast":
         yield "ppo.memory=balanced"
+    if engine.zero_stage == 3 and engine.node_weights and plan.layout.ranks_per_node < job.workers:
+        yield "engine.node_weights=false"
     if not engine.checkpoint_activations:
         yield "engine.checkpoint_activations=true"
     if job.workers > 1 and engine.zero_stage < 3:

@@ -46,8 +46,8 @@ class Layout:
     """How the work is split and computed.
 
     `offload` names the parts that a GPU keeps in CPU memory. With `recomputes`, the backward pass recomputes each
-    block's activations. A node has `ranks_per_node`, 0 = all, with `device_bytes` of memory each, 0 = unknown. Groups
-    of `sequence_parallel` ranks share the tokens of each row.
+    block's activations. A node has `ranks_per_node`, 0 = all. A copy of ZeRO-3's weights on each of several nodes may
+    take `node_weights_limit` bytes of a rank. Groups of `sequence_parallel` ranks share the tokens of each row.
     """
 
     ranks: int
@@ -57,7 +57,7 @@ class Layout:
     offload: tuple[str, ...] = ()
     recomputes: bool = False
     ranks_per_node: int = 0
-    device_bytes: int = 0
+    node_weights_limit: int = 0
     sequence_parallel: int = 1
 
     def is_offloaded(self, part: str) -> bool:
@@ -243,7 +243,7 @@ def states(counts: Counts, layout: Layout) -> dict[str, int]:
 def node_copies(num_parameters: int, layout: Layout) -> int:
     """Returns how many ranks of a node share a second copy of ZeRO-3's weights; 1 = there is none."""
     weights = layout.weight_bytes * num_parameters
-    return ranks_sharing_weights(weights, layout.ranks, layout.ranks_per_node, layout.device_bytes)
+    return ranks_sharing_weights(weights, layout.ranks, layout.ranks_per_node, layout.node_weights_limit)
 
 
 def host_states(counts: Counts, layout: Layout) -> dict[str, int]:

@@ -81,7 +81,7 @@ def test_what_each_zero_stage_sends_per_step() -> None:
         assert seconds(2, passes) == pytest.approx(passes * 2 * 2 + 2, rel=0.01)
         assert seconds(3, passes) == pytest.approx(passes * 3 * 2, rel=0.01)
         # With a copy on each node, one gather per step, and the gradients.
-        assert seconds(3, passes, device_bytes=1 << 36) == pytest.approx((1 + passes) * 2, rel=0.01)
+        assert seconds(3, passes, node_weights_limit=1 << 34) == pytest.approx((1 + passes) * 2, rel=0.01)
     assert times(3, 1).step_seconds(COUNTS, 100, 100, 100, 0.0) < 2e-3  # one rank sends nothing
 
 

@@ -43,7 +43,13 @@ GIB = 2**30
 def test_nodes_keep_a_second_copy_if_there_are_several_and_it_fits(
     num_ranks: int, ranks_per_node: int, weight_gib: int, expected: int
 ) -> None:
-    assert ranks_sharing_weights(weight_gib * GIB, num_ranks, ranks_per_node, 79 * GIB) == expected
+    limit = EngineConfig(zero_stage=3).node_weights_limit(79 * GIB)
+    assert ranks_sharing_weights(weight_gib * GIB, num_ranks, ranks_per_node, limit) == expected
+
+
+def test_nodes_keep_no_second_copy_if_the_user_says_so() -> None:
+    limit = EngineConfig(zero_stage=3, node_weights=False).node_weights_limit(79 * GIB)
+    assert ranks_sharing_weights(15 * GIB, 64, 8, limit) == 1
 
 
 def start_engine(hosts: str, seed: int, trained_layers: int | None = None) -> Engine[LanguageModel]:
