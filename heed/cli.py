@@ -121,7 +121,24 @@ def plan(
     price: Annotated[
         float, typer.Option(help="Dollars per GPU-hour (default: a rough built-in price).", min=-1, show_default=False)
     ] = -1,
-    share: Annotated[float, typer.Option(help="Expected share of the peak FLOP rate.", min=0.01, max=1)] = 0.4,
+    network: Annotated[
+        float | None,
+        typer.Option(
+            help="Network between nodes, in Gbit/s per GPU (default: that of NVIDIA's DGX systems).",
+            min=0.1,
+            show_default=False,
+        ),
+    ] = None,
+    share: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the peak FLOP rate that matrix products reach (default: 0.65; on a CPU 0.4, for whole"
+            " steps).",
+            min=0.01,
+            max=1,
+            show_default=False,
+        ),
+    ] = None,
     rows: Annotated[
         int, typer.Option(help="Number of rows to assume for data that cannot be counted here.", min=1)
     ] = 100_000,
@@ -133,7 +150,7 @@ def plan(
     """
     from heed.jobs.plan_tables import Machines, show_plan
 
-    machines = Machines(gpu, nodes, gpus_per_node, node_memory, price)
+    machines = Machines(gpu, nodes, gpus_per_node, node_memory, price, network)
     if not show_plan(out, job, override or [], machines, share, rows):
         raise typer.Exit(1)
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from lm.config import ModelConfig
 from lm.lora import LoRAConfig
+from lm.samplers.vllm_engine import GPU_MEMORY_SHARE, GPU_MEMORY_SHARE_OF_GUEST
 from ppo.config import PPOConfig
 from pretrain.stage import STAGE as PRETRAIN
 from reward.external import ModelReward
 from reward.stage import STAGE as REWARD
 from stages.planner import RANK, Planner, StagePlan, rows_and_passes, scoring_rows
-from stages.planning.memory import Memory, count, forward_pass
+from stages.planning.memory import Counts, Memory, count, forward_pass
 from stages.planning.ppo import PPOModels, PPOWork, generator, keeps_passes, kept_passes, learner, ppo_memory, scorer
 from stages.sizes import Lengths
 from training.config import OptimizerConfig
@@ -25,8 +26,8 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
     layout, batch, models = planner.layout, config.minibatch, _models(planner, config)
     lengths = planner.answered(config.prompts, config.max_new_tokens, lambda run: run.tokenizer_of("sft"))
     planner.sizes.assume("assumes that every response is max_new_tokens long")
-    work, mean = _work(planner, config, models, lengths), round(lengths.mean)
-    memory, missing = _memory(planner, config, models, work)
+    generator_ranks, missing = _generator_ranks(planner, config, models)
+    work, mean = _work(planner, config, models, lengths, generator_ranks), round(lengths.mean)
     numbers = {
         "rollout_batch_size": config.rollout_batch_size,
         "samples per prompt": config.advantage.samples_per_prompt,
@@ -40,13 +41,14 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
         "responses": config.num_iterations * config.rollout_batch_size,
         "tokens per iteration": config.rollout_batch_size * mean,
     }
-    learning = planner.times.compute_seconds(_flops(planner, config, models, work, mean))
+    times, size = planner.times, models.policy_counts.total
+    learning = _learning_seconds(planner, config, models, work, mean)
+    learning += times.sync_seconds(size, is_apart=not config.placement.roles_share_ranks)
     if not config.placement.roles_share_ranks:
         planner.sizes.assume("the scorers' time is counted with the learners'")
-    sampling = planner.times.sampling_seconds(
-        models.policy_counts.total, work.rollout_rows, mean, config.max_new_tokens
-    )
+    sampling = times.sampling_seconds(size, work.rollout_rows, mean, config.max_new_tokens, generator_ranks)
     seconds = max(learning, sampling) if config.placement.max_staleness else learning + sampling
+    memory = _memory(planner, config, models, work)
     return planner.planned("responses", numbers, memory, config.num_iterations, seconds, missing)
 
 
@@ -89,7 +91,7 @@ def _named_reward(config: PPOConfig) -> str:
     return config.reward.model if isinstance(config.reward, ModelReward) else ""
 
 
-def _work(planner: Planner, config: PPOConfig, models: PPOModels, lengths: Lengths) -> PPOWork:
+def _work(planner: Planner, config: PPOConfig, models: PPOModels, lengths: Lengths, generator_ranks: int) -> PPOWork:
     """Returns the work of each rank. Every micro-batch of responses also has its share of the pretraining rows.
 
     A pass has as many tokens as `micro_batch_size` of the longest prompts with responses. If prompts are shorter, it
@@ -116,31 +118,46 @@ def _work(planner: Planner, config: PPOConfig, models: PPOModels, lengths: Lengt
         config.max_new_tokens,
         micro_batches,
         config.memory,
+        generator_ranks,
         has_average=config.ema.decay > 0,
         shares_body=config.shared_body,
-        gpu_bytes=planner.times.hardware.memory_bytes if layout.is_gpu else 0,
+        gpu_bytes=planner.gpu_bytes,
+        engine_bytes=_engine_bytes(planner, config),
         keeps=tuple(keeps),
     )
 
 
-def _memory(
-    planner: Planner, config: PPOConfig, models: PPOModels, work: PPOWork
-) -> tuple[Mapping[str, Memory], tuple[str, ...]]:
-    """Returns the memory per kind of rank, and what Heed lacks: a policy too large for one GPU would need a generator
-    over several.
+def _generator_ranks(planner: Planner, config: PPOConfig, models: PPOModels) -> tuple[int, tuple[str, ...]]:
+    """Returns how many ranks share a generator's weights, and what Heed lacks: a policy too large for one GPU would
+    need a generator over several. vLLM needs its weights in the part of the GPU that it gets.
     """
-    available = planner.times.hardware.memory_bytes
-    weights, ranks = planner.layout.compute_bytes * models.policy_counts.total, 1
-    while planner.layout.is_gpu and weights / ranks > available / 2 and ranks < MOST_GENERATOR_RANKS:
-        ranks *= 2
-    missing: tuple[str, ...] = ()
-    if weights > available:
-        work = replace(work, generator_ranks=ranks)
-        missing = (f"a generator over {ranks} GPUs (tensor parallel), since the policy's weights do not fit on one",)
+    available, ranks = planner.times.hardware.memory_bytes, 1
+    weights = planner.layout.compute_bytes * models.policy_counts.total
+    missing: list[str] = []
+    if planner.layout.is_gpu and weights > available:
+        while weights / ranks > available / 2 and ranks < MOST_GENERATOR_RANKS:
+            ranks *= 2
+        what = f"a generator over {ranks} GPUs (tensor parallel), since the policy's weights do not fit on one"
+        missing.append(what)
+    if 0 < (engine := _engine_bytes(planner, config)) < weights / ranks:
+        missing.append(f"room for the policy's weights in the {engine / available:.0%} of a GPU that vLLM gets")
+    return ranks, tuple(missing)
+
+
+def _engine_bytes(planner: Planner, config: PPOConfig) -> int:
+    """Returns what vLLM takes of a GPU; 0 if Heed's sampler samples, or on CPUs."""
+    if not (planner.layout.is_gpu and config.sampler.has_own_process):
+        return 0
+    share = GPU_MEMORY_SHARE_OF_GUEST if config.placement.roles_share_ranks else GPU_MEMORY_SHARE
+    return round(share * planner.times.hardware.memory_bytes)
+
+
+def _memory(planner: Planner, config: PPOConfig, models: PPOModels, work: PPOWork) -> Mapping[str, Memory]:
+    """Returns the memory per kind of rank."""
     if config.placement.roles_share_ranks:
-        return {RANK: ppo_memory(models, planner.layout, work)}, missing
+        return {RANK: ppo_memory(models, planner.layout, work)}
     roles = {"learner": learner, "generator": generator, "scorer": scorer}
-    return {name: role(models, planner.layout, work).memory() for name, role in roles.items()}, missing
+    return {name: role(models, planner.layout, work).memory() for name, role in roles.items()}
 
 
 def _ptx_tokens(planner: Planner, config: PPOConfig) -> int:
@@ -148,26 +165,46 @@ def _ptx_tokens(planner: Planner, config: PPOConfig) -> int:
     return pretraining.seq_len if config.ptx_rows and pretraining is not None else 0
 
 
-def _flops(planner: Planner, config: PPOConfig, models: PPOModels, work: PPOWork, seq_len: int) -> float:
-    """Returns the FLOPs of an iteration without sampling.
+def _learning_seconds(planner: Planner, config: PPOConfig, models: PPOModels, work: PPOWork, seq_len: int) -> float:
+    """Returns the seconds of an iteration without sampling.
 
     They are one pass each of policy and reference, and of value function and reward model if there are any; then the
     epochs' updates of policy and value function, without the kept passes that the first update reuses; and the
-    pretraining rows. Heads read only the responses.
+    pretraining rows. Heads read only the responses. Passes hold as many tokens as those of the updates, or for scores
+    and values as many as `forward_tokens` says.
     """
-    tokens = config.rollout_batch_size * seq_len
-    times, critic = planner.times, replace(planner.times, model=models.critic)
-    with_head = times.forward_flops(seq_len, config.max_new_tokens / seq_len)
-    body = critic.forward_flops(seq_len, 0.0)
-    num_critics = (models.value_counts is not None) + config.advantage.oversample * (models.reward_counts is not None)
-    looking = 2 * with_head + num_critics * body
-    updates = times.passes(models.policy_counts) * with_head
+    policy, critic, ranks = planner.times, replace(planner.times, model=models.critic), planner.layout.ranks
+    tokens, head_share = config.rollout_batch_size * seq_len / ranks, config.max_new_tokens / seq_len
+    pass_tokens, scored_tokens = work.critic_pass.num_tokens, work.scoring_pass.num_tokens
+    num_passes = config.num_minibatches * math.ceil(tokens / config.num_minibatches / pass_tokens)
+    num_scored = math.ceil(tokens / scored_tokens)
+    one_pass = policy.forward_seconds(tokens / num_passes, seq_len, head_share)
+    one_score = critic.forward_seconds(tokens / num_scored, seq_len, 0.0)
+    looks = {"policy": policy.scoring_seconds(models.policy_counts, num_passes, one_pass)}
+    if models.policy_counts.ranks:  # the policy without its adapters
+        looks["reference"] = looks["policy"]
+    else:
+        looks["reference"] = _frozen_seconds(planner, work, models.policy_counts, num_passes, one_pass)
+    if models.reward_counts is not None:
+        num_rewards = math.ceil(config.advantage.oversample * num_scored)
+        looks["reward"] = _frozen_seconds(planner, work, models.reward_counts, num_rewards, one_score)
+    step_tokens = tokens / config.num_minibatches
+    update = policy.step_seconds(models.policy_counts, step_tokens, pass_tokens, seq_len, head_share)
     if models.value_counts is not None:
-        updates += critic.passes(models.value_counts) * body
-    cost = {"policy": with_head, "value": body}
+        looks["value"] = critic.scoring_seconds(models.value_counts, num_scored, one_score)
+        update += critic.step_seconds(models.value_counts, step_tokens, pass_tokens, seq_len, 0.0)
     for name, kept in kept_passes(models, planner.layout, work).items():
-        looking -= cost[name] * kept.num_kept / kept.num_passes / config.num_minibatches
-    ptx_tokens = _ptx_tokens(planner, config)
-    ptx_flops = times.passes(models.policy_counts) * times.forward_flops(ptx_tokens or 1, 1.0)
-    ptx = config.ptx_rows * config.updates_per_iteration * ptx_tokens * ptx_flops
-    return tokens * (looking + config.num_epochs * updates) + ptx
+        looks[name] -= looks[name] * kept.num_kept / kept.num_passes / config.num_minibatches
+    if ptx_tokens := _ptx_tokens(planner, config):
+        ptx = config.ptx_rows * ptx_tokens / ranks, ptx_tokens, 1.0
+        update += policy.forward_seconds(*ptx) + policy.backward_seconds(models.policy_counts, *ptx)
+    return sum(looks.values()) + config.updates_per_iteration * update
+
+
+def _frozen_seconds(planner: Planner, work: PPOWork, counts: Counts, num_passes: int, one_pass: float) -> float:
+    """Returns the seconds of passes through a frozen model, which `ppo.memory` may gather once or in each pass."""
+    num_gathers = {"fast": 0, "balanced": 1, "small": num_passes}[work.mode]
+    if work.shares_body:
+        num_gathers = 0
+    weights = planner.layout.compute_bytes * counts.total
+    return num_passes * one_pass + num_gathers * planner.times.gather_seconds(weights)

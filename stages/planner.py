@@ -13,7 +13,7 @@ from lm.config import ModelConfig
 from lm.tokenizer import Tokenizer
 from lm.transfer import MAX_TOKENS
 from stages.data import PROMPTS_AT_ONCE, prompt_lengths
-from stages.planning.hardware import Times
+from stages.planning.hardware import RESERVED_BYTES
 from stages.planning.memory import (
     GENERATION_ROWS,
     Layout,
@@ -26,6 +26,7 @@ from stages.planning.memory import (
     scoring_phase,
     training_memory,
 )
+from stages.planning.times import Times
 from stages.run import JobView, StageRun
 from stages.sizes import Lengths, Sizes
 from training.config import BatchConfig, FineTuningConfig, OptimizerConfig, TrainingConfig
@@ -33,6 +34,7 @@ from training.data import DataConfig, SourceConfig
 from training.packing import bucket
 
 RANK = "rank"  # the kind of every rank, if all are alike
+RESERVED = "CUDA, NCCL, cuBLAS"
 _ANY_OPTIMIZER = OptimizerConfig(learning_rate=1.0, schedule="constant")
 
 
@@ -136,6 +138,11 @@ class Planner:
         """Return the row width, with padding, into which `training.packing` packs a sequence of `num_tokens`."""
         return bucket(num_tokens) if self.layout.is_gpu else num_tokens
 
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes of a GPU that tensors may take; 0 without one."""
+        return self.times.hardware.memory_bytes - RESERVED_BYTES if self.layout.is_gpu else 0
+
     def training(
         self,
         unit: str,
@@ -171,7 +178,9 @@ class Planner:
             memory = replace(memory, phases={**memory.phases, **scoring})
         mean = round(mean_tokens) or seq_len
         tokens = batch.batch_size * rows_per_unit * mean
-        flops = tokens * times.forward_flops(mean, 0.0 if num_scores else 1.0) * times.passes(counts)
+        head_share = min(1.0, num_logits / (rows * width * model.vocab_size))
+        pass_tokens = rows * width // layout.sequence_parallel
+        seconds = times.step_seconds(counts, tokens / layout.ranks, pass_tokens, mean, head_share)
         numbers = {
             "batch_size": batch.batch_size,
             **batch.given_size,
@@ -184,7 +193,7 @@ class Planner:
             numbers["heads, one per objective"] = num_scores
         if rows_per_unit > 1:
             numbers["responses per comparison"] = rows_per_unit
-        return self.planned(unit, numbers, {RANK: memory}, num_steps, times.compute_seconds(flops))
+        return self.planned(unit, numbers, {RANK: memory}, num_steps, seconds)
 
     def sampling(
         self,
@@ -205,7 +214,7 @@ class Planner:
         total = count(self.model, _ANY_OPTIMIZER).total
         c, model = self.layout.compute_bytes, self.model
         held = {name: width * total for name, width in (measured_by or {}).items()}
-        free = self.times.hardware.memory_bytes - c * total - sum(held.values())
+        free = self.gpu_bytes - c * total - sum(held.values())
         rows = rows_at_once(model, self.layout, free, min(GENERATION_ROWS, PROMPTS_AT_ONCE * at_once), seq_len)
         phases = {
             "generate": sampling_phase(model, self.layout, total, rows, seq_len - response_tokens, response_tokens)
@@ -232,7 +241,12 @@ class Planner:
         seconds_per_step: float,
         missing: tuple[str, ...] = (),
     ) -> StagePlan:
-        """Return the plan of this stage, with all assumptions made for it, and with what Heed lacks to run it."""
+        """Return the plan of this stage, with all assumptions made for it, and with what Heed lacks to run it. A GPU's
+        memory has to hold what its libraries take, too.
+        """
+        if self.layout.is_gpu:
+            reserved = {RESERVED: RESERVED_BYTES}
+            memory = {kind: replace(of, held={**of.held, **reserved}) for kind, of in memory.items()}
         return StagePlan(self.name, unit, numbers, memory, num_steps, seconds_per_step, self.sizes.taken(), missing)
 
 

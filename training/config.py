@@ -66,6 +66,12 @@ class EngineConfig(Config):
         description="What is kept in CPU memory instead of on the device: `optimizer` (its states and the fp32"
         " weights; needs ZeRO 1 or higher) and `parameters` (the weight shards; needs ZeRO 3).",
     )
+    node_weights: bool = Field(
+        default=True,
+        description="With ZeRO 3 on several nodes, keep a second copy of the weights on each node, sharded over its"
+        " GPUs, if it takes at most a quarter of their memory (hpZ: arXiv 2306.10209). Then only the first pass after a"
+        " step gathers weights over the network.",
+    )
     checkpoint_activations: bool = Field(
         default=False,
         description="Keep only each block's input and recompute the rest in the backward pass (arXiv 1604.06174).",
@@ -114,10 +120,25 @@ class EngineConfig(Config):
             )
         return self
 
+    def node_weights_limit(self, device_bytes: int) -> int:
+        """Return the most bytes of a rank's memory that its part of a node's copy of the weights may take."""
+        return device_bytes // 4 if self.node_weights else 0
+
     def resolved_precision(self) -> Precision:
         if self.precision != "auto":
             return self.precision
         return "bf16" if torch.cuda.is_available() or cpu_multiplies_bf16() else "fp32"
+
+
+def ranks_sharing_weights(weight_bytes: int, num_ranks: int, ranks_per_node: int, most_bytes: int) -> int:
+    """Return how many ranks of a node share a second copy of ZeRO-3's weights (`engine.node_weights`), with at most
+    `most_bytes` of it each; 1 = there is none.
+
+    Ranks must fill several nodes. DeepSpeed expects equal nodes; 0 `ranks_per_node` = unequal.
+    """
+    if not 1 < ranks_per_node < num_ranks or num_ranks % ranks_per_node:
+        return 1
+    return ranks_per_node if weight_bytes <= ranks_per_node * most_bytes else 1
 
 
 def cpu_multiplies_bf16() -> bool:

@@ -5,7 +5,9 @@ Models are sharded and reassembled one tensor at a time, so no rank needs room f
 
 import functools
 import gc
+import itertools
 import os
+import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -20,10 +22,11 @@ from torch import Tensor, nn
 from lm.progress import note_progress
 from lm.source import ModelSource
 from training.checkpoint import ParamShard
-from training.config import EngineConfig
+from training.config import EngineConfig, ranks_sharing_weights
 from training.internals import (
     full_shape,
     is_accelerate_initialised,
+    node_group,
     shard_zero3,
     shard_zero12,
     update_deepspeed_config,
@@ -42,9 +45,18 @@ OFFLOADED = {"optimizer": "optimizer", "parameters": "param"}  # Heed's names an
 Exchange = Callable[[Any], list[Any]]
 
 
-def make_accelerator(config: EngineConfig, deepspeed: dict[str, Any], world_size: int) -> Accelerator:
-    """Create this rank's `Accelerator` in a process group of `world_size` ranks. `deepspeed` is used from ZeRO-1 up."""
+def make_accelerator(
+    config: EngineConfig, deepspeed: dict[str, Any], world_size: int, num_parameters: int
+) -> Accelerator:
+    """Create this rank's `Accelerator` in a process group of `world_size` ranks. `deepspeed` is used from ZeRO-1 up.
+    At ZeRO-3 it is told how many ranks of a node share a second copy of the model's `num_parameters` weights.
+    """
     accelerator = _make_accelerator(config, deepspeed)
+    if config.zero_stage == 3 and world_size > 1:
+        weight_bytes = (2 if config.resolved_precision() == "bf16" else 4) * num_parameters
+        sharing = _ranks_sharing_weights(config, weight_bytes, world_size, accelerator.device)
+        deepspeed["zero_optimization"]["zero_hpz_partition_size"] = sharing
+        update_deepspeed_config(accelerator, deepspeed)
     # Accelerate falls back to worlds of one rank, or drops DeepSpeed, without a message.
     num_ranks = accelerator.num_processes
     assert num_ranks == world_size, f"the process group has {num_ranks} ranks where {world_size} were started"
@@ -81,6 +93,19 @@ def _make_accelerator(config: EngineConfig, deepspeed: dict[str, Any]) -> Accele
         return accelerator
     plugin = DeepSpeedPlugin(hf_ds_config=deepspeed)
     return Accelerator(mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers)
+
+
+def _ranks_sharing_weights(config: EngineConfig, weight_bytes: int, world_size: int, device: torch.device) -> int:
+    """Return `ranks_sharing_weights` for the machines that the ranks run on; a collective call."""
+    hosts: list[str] = [""] * world_size
+    dist.all_gather_object(hosts, socket.gethostname())
+    sizes = {len([*ranks]) for _, ranks in itertools.groupby(hosts)}
+    per_node = sizes.pop() if len(sizes) == 1 else 0
+    if device.type == "cuda":
+        device_bytes = torch.cuda.get_device_properties(device).total_memory
+    else:
+        device_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, per_node)
+    return ranks_sharing_weights(weight_bytes, world_size, per_node, config.node_weights_limit(device_bytes))
 
 
 def _name_the_only_rank() -> None:
@@ -122,7 +147,10 @@ def build_sharded(source: ModelSource[AnyModule], config: Mapping[str, Any]) -> 
     """
     from deepspeed import zero
 
-    with zero.Init(config_dict_or_path=dict(config)):
+    shares_weights = config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
+    with zero.Init(
+        config_dict_or_path=dict(config), zero_param_parallel_group=node_group() if shares_weights else None
+    ):
         model = source.build()
     is_main = dist.get_rank() == MAIN
     tensors = source.tensors() if is_main else iter(())

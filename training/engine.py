@@ -78,8 +78,9 @@ class Engine(Generic[AnyModule]):
     ) -> None:
         self.config, self.optimizer_config = config, optimizer
         optimizer.check_sharding(config)
-        settings = deepspeed_config(config, optimizer.max_grad_norm, micro_batch, _num_trained(source, optimizer))
-        self._accelerator = make_accelerator(config, settings, world_size)
+        num_parameters, num_trained = _count(source, optimizer)
+        settings = deepspeed_config(config, optimizer.max_grad_norm, micro_batch, num_trained)
+        self._accelerator = make_accelerator(config, settings, world_size, num_parameters)
         self.rank, self.world_size = self._accelerator.process_index, world_size
         self.device = self._accelerator.device
         if config.zero_stage == 3:
@@ -425,12 +426,13 @@ def build_engine(context: StageContext, source: ModelSource[AnyModule], config: 
     return Engine(source, config.optimizer, context.engine, world_size=context.num_workers, micro_batch=micro_batch)
 
 
-def _num_trained(source: ModelSource[Any], optimizer: OptimizerConfig) -> int:
-    """Count a model's trained parameters without reading any weights."""
+def _count(source: ModelSource[Any], optimizer: OptimizerConfig) -> tuple[int, int]:
+    """Count a model's parameters, and those that are trained, without reading any weights."""
     model = on_meta(source.build)
     if optimizer.trained_layers is not None:
         freeze_all_but_last(model, optimizer.trained_layers)
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
 
 
 @contextlib.contextmanager

@@ -201,8 +201,20 @@ def shard_zero3(zero_optimizer: Any, name: str, parameter: nn.Parameter, rank: i
     return ParamShard(name, offset, storage, start, length, zero_optimizer.optimizer.state[storage])
 
 
+def node_group() -> Any:
+    """The process group of the ranks that share a second copy of ZeRO-3's weights; None before the first engine that
+    has one. DeepSpeed refuses to create it twice in a process.
+    """
+    from deepspeed.utils import groups
+
+    return groups._get_zero_param_intra_parallel_group()
+
+
 def zero3_shard(parameter: nn.Parameter) -> Tensor:
-    """This rank's part [n] of a parameter as ZeRO-3's passes use it, padded to the same length on all ranks."""
+    """This rank's part [n] of a parameter as ZeRO-3's passes use it, padded to the same length on all ranks.
+
+    It is one of equal parts over all ranks, also if the ranks of a node share a second copy.
+    """
     shard: Tensor = vars(parameter)["ds_tensor"]
     return shard.detach().view(-1)
 
@@ -217,5 +229,6 @@ def write_back_zero3(zero_optimizer: Any) -> None:
     zero_optimizer._partition_all_parameters()  # some stay whole between passes; they are gathered again below
     for group in range(len(zero_optimizer.fp32_partitioned_groups_flat)):
         zero_optimizer._reassign_or_swap_out_partitioned_parameters(group)
+    zero_optimizer.invalidate_secondary_tensor()  # a node's second copy still has the old weights
     if zero_optimizer.persistent_parameters:
         zero_optimizer.persistent_parameters[0].all_gather(zero_optimizer.persistent_parameters)

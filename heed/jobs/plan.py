@@ -20,14 +20,14 @@ from heed.jobs.registry import WORLD
 from lm.config import ModelConfig
 from lm.hub import is_on_this_machine, shape_and_tokenizer
 from stages.planner import Planner, StagePlan
-from stages.planning.hardware import GIB, GPUS, Hardware, Times
+from stages.planning.hardware import GIB, GPUS, Hardware
 from stages.planning.memory import Layout
+from stages.planning.times import Times
 from stages.run import StageRun
 from stages.sizes import Measures, Sizes, SourceSize
 from training.config import BatchConfig, value_at
 
-# Plans leave out CUDA's context, NCCL's buffers and the allocator's fragmentation, which commonly take a tenth.
-COMFORTABLE = 0.9
+COMFORTABLE = 0.95  # of a GPU's memory: what the allocator's fragments may leave
 RUNS = Path("runs")  # where `heed run` puts runs by default
 MOST_WORKERS = 1024
 MODES = ("fast", "balanced", "small")  # of ppo.memory, the fastest first
@@ -35,7 +35,7 @@ MODES = ("fast", "balanced", "small")  # of ppo.memory, the fastest first
 
 @dataclass(frozen=True)
 class Setting:
-    """The hardware, the share of its peak FLOP rate that is reached, and how many rows to assume for a source that
+    """The hardware, the share of its peak FLOP rate that products reach, and how many rows to assume for a source that
     cannot be counted here. `node_bytes` is the CPU memory of a node with `gpus_per_node` GPUs; 0 = unknown.
     """
 
@@ -93,6 +93,9 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
         setting.hardware.is_gpu,
         job.engine.offload,
         job.engine.checkpoint_activations,
+        ranks_per_node=min(setting.gpus_per_node, job.workers),
+        node_weights_limit=job.engine.node_weights_limit(setting.hardware.memory_bytes),
+        sequence_parallel=1,
     )
     sizes = Sizes(
         model.max_position_embeddings,
@@ -274,6 +277,8 @@ def _changes(plan: Plan) -> Iterator[str]:
     mode = _mode(job)
     if mode == "fast":
         yield "ppo.memory=balanced"
+    if engine.zero_stage == 3 and engine.node_weights and plan.layout.ranks_per_node < job.workers:
+        yield "engine.node_weights=false"
     if not engine.checkpoint_activations:
         yield "engine.checkpoint_activations=true"
     if job.workers > 1 and engine.zero_stage < 3:

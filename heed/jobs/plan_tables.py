@@ -9,10 +9,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from heed.jobs.job_file import load_job
-from heed.jobs.plan import COMFORTABLE, Plan, Setting, advice, make_plan, places
+from heed.jobs.plan import Plan, Setting, advice, make_plan, places
 from stages.planner import StagePlan
 from stages.planning.hardware import GIB, hardware
 from stages.planning.memory import Memory
+from stages.planning.times import BANDWIDTH_SHARE, LINK_SHARE
 
 MIB = 2**20
 
@@ -22,7 +23,7 @@ class Machines:
     """The machines that the command assumes.
 
     `num_nodes` 0 means as many as the workers need, `node_gib` 0 does not check a node's memory, and a negative price
-    means the built-in one.
+    means the built-in one, as no `network_gbit` per GPU does.
     """
 
     gpu: str
@@ -30,6 +31,7 @@ class Machines:
     gpus_per_node: int
     node_gib: int
     price: float
+    network_gbit: float | None = None
 
 
 def show_plan(
@@ -37,7 +39,7 @@ def show_plan(
     path: Path | None,
     overrides: Sequence[str],
     machines: Machines,
-    share_of_peak: float,
+    share_of_peak: float | None,
     assumed_rows: int,
 ) -> bool:
     """Print a job file's plan, verdict first, and changes that make it fit if it does not. Returns whether it fits.
@@ -48,8 +50,11 @@ def show_plan(
     chosen = hardware(machines.gpu, job.workers, job.engine.resolved_precision())
     if machines.price >= 0:
         chosen = replace(chosen, dollars_per_hour=machines.price)
+    if machines.network_gbit is not None:
+        chosen = replace(chosen, network_bytes_per_second=machines.network_gbit * 1e9 / 8)
+    share = share_of_peak or chosen.usual_share
     nodes = places(machines.num_nodes, machines.gpus_per_node, job.num_ranks) if chosen.is_gpu else 1
-    setting = Setting(chosen, share_of_peak, assumed_rows, machines.gpus_per_node, machines.node_gib * GIB)
+    setting = Setting(chosen, share, assumed_rows, machines.gpus_per_node, machines.node_gib * GIB)
     plan = make_plan(job, setting)
     out.print(_verdict_line(plan))
     out.print(_heading(plan, nodes, machines.gpus_per_node))
@@ -148,9 +153,7 @@ def _host_line(stage: StagePlan, plan: Plan) -> str:
 
 def verdict(peak: int, available: int) -> str:
     """Returns a word for whether `peak` bytes fit into `available`."""
-    if peak > available:
-        return "[bold red]does not fit[/]"
-    return "[green]fits[/]" if peak <= COMFORTABLE * available else "[yellow]barely fits[/]"
+    return "[bold red]does not fit[/]" if peak > available else "[green]fits[/]"
 
 
 def _summary(plan: Plan) -> Table:
@@ -169,12 +172,19 @@ def _summary(plan: Plan) -> Table:
 def _how(plan: Plan) -> str:
     chosen, share = plan.setting.hardware, plan.setting.share_of_peak
     rate = "measured just now" if not chosen.is_gpu else "dense bf16 peak"
+    links = (
+        ""
+        if not chosen.is_gpu
+        else (
+            f" A GPU sends {_rate(chosen.link_bytes_per_second / 1e9)} GB/s in its node and"
+            f" {_rate(chosen.network_bytes_per_second * 8 / 1e9)} Gbit/s to others (--network), at {LINK_SHARE:.0%}."
+        )
+    )
     return (
-        f"Times and costs are estimates: each rank computes at {share:.0%} of {_rate(chosen.flops / 1e12)}"
-        f" TFLOP/s ({rate}); sampling reads weights and cache at {share:.0%} of"
-        f" {_rate(chosen.bytes_per_second / 1e9)} GB/s. ${chosen.dollars_per_hour:.2f} per hour and rank (--price)."
-        " Loading, evaluation, checkpoints and waiting for the network are not counted. Memory excludes what CUDA,"
-        " NCCL and Python use themselves."
+        f"Times and costs are estimates: products run at {share:.0%} of {_rate(chosen.flops / 1e12)} TFLOP/s ({rate},"
+        f" --share), and memory is read at {BANDWIDTH_SHARE if chosen.is_gpu else share:.0%} of"
+        f" {_rate(chosen.bytes_per_second / 1e9)} GB/s.{links} ${chosen.dollars_per_hour:.2f} per hour and rank"
+        " (--price). Loading, evaluation, checkpoints and moving what is offloaded are not counted."
     )
 
 

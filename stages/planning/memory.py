@@ -7,7 +7,7 @@ key-value cache, one step's logits, and the prefill of prompts.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from lm.sampling import LOGITS_AT_ONCE, PART_NUMBERS
 from lm.source import on_meta
 from lm.transfer import MAX_ROWS, MAX_TOKENS
 from lm.weights import MAX_FILE_BYTES, PRETRAINED
-from training.config import OptimizerConfig
+from training.config import OptimizerConfig, ranks_sharing_weights
 
 # DeepSpeed's defaults for ZeRO-3 (deepspeed/runtime/zero/config.py), in numbers: the largest tensor that is gathered
 # once and stays whole, and the most that is gathered at a time.
@@ -37,6 +37,7 @@ REDUCE_BUCKET = 500_000_000
 PREFETCH_BUCKET = 50_000_000
 
 GENERATION_ROWS = 128  # lm.generation.generate's max_rows
+NODE_COPY = "copy of the weights on each node"
 LOGIT_BYTES = 12  # per logit: fp32, divided by the temperature, and exponentiated for the normaliser
 
 
@@ -45,7 +46,8 @@ class Layout:
     """How the work is split and computed.
 
     `offload` names the parts that a GPU keeps in CPU memory. With `recomputes`, the backward pass recomputes each
-    block's activations.
+    block's activations. A node has `ranks_per_node`, 0 = all. A copy of ZeRO-3's weights on each of several nodes may
+    take `node_weights_limit` bytes of a rank. Groups of `sequence_parallel` ranks share the tokens of each row.
     """
 
     ranks: int
@@ -54,6 +56,9 @@ class Layout:
     is_gpu: bool
     offload: tuple[str, ...] = ()
     recomputes: bool = False
+    ranks_per_node: int = 0
+    node_weights_limit: int = 0
+    sequence_parallel: int = 1
 
     def is_offloaded(self, part: str) -> bool:
         """Returns whether a part is in CPU memory. Without a GPU there is nowhere to offload to."""
@@ -230,7 +235,15 @@ def states(counts: Counts, layout: Layout) -> dict[str, int]:
         held |= {"weights": w * counts.total // N, "gradients": w * p // N}
         held["reduce bucket"] = w * min(REDUCE_BUCKET, counts.trained)
         held["small weights, whole"] = w * counts.kept_whole
+        if (sharing := node_copies(counts.total, layout)) > 1:
+            held[NODE_COPY] = w * counts.total // sharing
     return {part: size for part, size in (held | copy).items() if part not in _moved_parts(layout)}
+
+
+def node_copies(num_parameters: int, layout: Layout) -> int:
+    """Returns how many ranks of a node share a second copy of ZeRO-3's weights; 1 = there is none."""
+    weights = layout.weight_bytes * num_parameters
+    return ranks_sharing_weights(weights, layout.ranks, layout.ranks_per_node, layout.node_weights_limit)
 
 
 def host_states(counts: Counts, layout: Layout) -> dict[str, int]:
@@ -239,8 +252,9 @@ def host_states(counts: Counts, layout: Layout) -> dict[str, int]:
     """
     if not layout.is_gpu:
         return {}
-    on_device = Layout(layout.ranks, layout.zero_stage, layout.is_bf16, is_gpu=True)
-    moved = {part: size for part, size in states(counts, on_device).items() if part in _moved_parts(layout)}
+    moved = {
+        part: size for part, size in states(counts, replace(layout, offload=())).items() if part in _moved_parts(layout)
+    }
     return {**moved, "copy for checkpoints": checkpoint_copy(counts, layout)}
 
 
@@ -255,7 +269,7 @@ def _moments(counts: Counts) -> int:
 
 def _moved_parts(layout: Layout) -> set[str]:
     moved = {"fp32 masters", "moments", "gradients"} if layout.is_offloaded("optimizer") else set[str]()
-    return moved | ({"weights"} if layout.is_offloaded("parameters") else set())
+    return moved | ({"weights", NODE_COPY} if layout.is_offloaded("parameters") else set())
 
 
 def training_phases(

@@ -72,6 +72,7 @@ class PPOWork:
     has_average: bool = True
     shares_body: bool = False  # ppo.lora.shared_body
     gpu_bytes: int = 0  # memory of a GPU, which limits the rows sampled at once; 0 = no limit
+    engine_bytes: int = 0  # that vLLM takes of a GPU, whatever it needs; 0 = Heed's sampler
     keeps: tuple[str, ...] = ()  # the trained models that keep passes for the first update (`KeptPasses`)
 
 
@@ -244,10 +245,15 @@ def _shared_phases(models: PPOModels, layout: Layout, work: PPOWork) -> dict[str
 
 
 def generator(models: PPOModels, layout: Layout, work: PPOWork, other_bytes: int = 0) -> Role:
-    """Returns the memory of a generator: weights in the compute dtype, and sampling. Other roles hold `other_bytes`."""
+    """Returns the memory of a generator: weights in the compute dtype, and sampling. Other roles hold `other_bytes`.
+    vLLM fills all that it may take with its cache as it starts, and sleeps when Heed's generator would leave the GPU.
+    """
     policy, shared_by = models.policy_counts, work.generator_ranks
     P = policy.total - (policy.trained if policy.ranks else 0)  # it receives merged weights
     weights = layout.compute_bytes * P // shared_by
+    if work.engine_bytes:
+        cache = max(0, work.engine_bytes - weights)
+        return Role({"generator": weights, "vLLM's cache and work space": cache}, {GENERATE: {}})
     rows = min(GENERATION_ROWS, work.rollout_rows * shared_by)
     free = (work.gpu_bytes - other_bytes - weights) * shared_by if work.gpu_bytes else 0
     rows = rows_at_once(models.policy, layout, free, rows, work.prompt_tokens + work.response_tokens)

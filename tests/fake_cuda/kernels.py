@@ -39,12 +39,16 @@ class Counts:
     kernels: Counter[str] = field(default_factory=Counter)
     syncs: Counter[tuple[str, str]] = field(default_factory=Counter)
     uploads: Counter[str] = field(default_factory=Counter)
-    bytes_moved: int = 0
+    bytes_by_kernel: Counter[str] = field(default_factory=Counter)
     attention: Counter[str] = field(default_factory=Counter)
 
     @property
     def num_kernels(self) -> int:
         return self.kernels.total()
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.bytes_by_kernel.total()
 
     @property
     def num_syncs(self) -> int:
@@ -110,7 +114,7 @@ def note_sync(what: str) -> None:
 def note_kernel(name: str, tensors: list[Tensor]) -> None:
     for counts in _open:
         counts.kernels[name] += 1
-        counts.bytes_moved += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        counts.bytes_by_kernel[name] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def note_attention(kernel: str) -> None:

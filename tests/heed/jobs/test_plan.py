@@ -30,6 +30,8 @@ JOBS = ROOT / "configs" / "jobs"
 CLUSTER_JOBS = sorted((JOBS / "cluster").glob("*.toml"))
 ALL_JOBS = sorted(JOBS.glob("*.toml")) + CLUSTER_JOBS
 ADAMW = OptimizerConfig(learning_rate=1e-3, schedule="constant")
+# TODO: remove it, and what the job's head says, once generators can span GPUs: until then its PPO cannot run.
+NEEDS_TENSOR_PARALLELISM = "hh-70b-64gpus"
 
 
 def plan_of(path: Path, gpu: str = "h100", overrides: tuple[str, ...] = ()) -> Plan:
@@ -60,9 +62,63 @@ def test_a_cluster_job_fits_the_gpu_that_it_names(path: Path) -> None:
     plan = plan_of(path, named[1])
     assert plan.job.name == path.stem
     assert int(re.search(r"(\d+)gpus?$", path.stem)[1]) == plan.job.workers  # type: ignore[index]
-    for stage in plan.stages:
-        assert stage.peak < 0.95 * plan.setting.hardware.memory_bytes, stage.name
-    assert plan.fits == ("PPO does not run yet" not in text)
+    assert plan.excess == 0
+    assert plan.fits == (path.stem != NEEDS_TENSOR_PARALLELISM)
+
+
+def test_what_a_gpus_libraries_take_is_counted() -> None:
+    """GPT-3's tensors take 78.5 GiB of a GPU with 79: it does not fit, and the plan says what would help."""
+    path = JOBS / "cluster" / "gpt3-175b-1024gpus.toml"
+    plan = plan_of(path, "h100")
+    (memory,) = plan.stages[0].memory.values()
+    assert memory.held["CUDA, NCCL, cuBLAS"] == 2.5 * GIB
+    assert 79 * GIB < plan.stages[0].peak < 81.5 * GIB
+    ran = CliRunner().invoke(app, ["plan", str(path), "--gpu", "h100"])
+    assert ran.exit_code == 1
+    assert "does not fit" in ran.output
+    assert "engine.checkpoint_activations=true" in ran.output
+    assert plan_of(path, "h100", ("engine.checkpoint_activations=true",)).fits
+
+
+def test_a_slower_network_takes_longer_and_the_command_takes_its_speed() -> None:
+    path = JOBS / "cluster" / "hh-0.5b-32gpus.toml"
+    seconds = []
+    for gbit in ("400", "10"):
+        ran = CliRunner().invoke(app, ["plan", str(path), "--gpu", "h100", "--network", gbit])
+        assert ran.exit_code == 0, ran.output
+        assert f"{gbit} Gbit/s to others" in " ".join(ran.output.split()).replace("10.0 ", "10 ")
+        slow = replace(GPUS["h100"], network_bytes_per_second=float(gbit) * 1e9 / 8)
+        seconds.append(make_plan(load_job(path, opens_models=False), Setting(slow, 0.65, 100_000)).stages[0].seconds)
+    assert seconds[1] > 2 * seconds[0]
+
+
+def test_nodes_keep_a_copy_of_sharded_weights_which_the_plan_counts() -> None:
+    """8B on four nodes of eight: an eighth of the bf16 weights more; on nodes that hold all ranks, none."""
+    path = JOBS / "cluster" / "hh-8b-32gpus.toml"
+    job = load_job(path, opens_models=False)
+    few, all_in_one = (
+        make_plan(job, Setting(GPUS["h100"], 0.65, 100_000, gpus_per_node=number)).stages[0].memory["rank"].held
+        for number in (8, 32)
+    )
+    assert few.pop("copy of the weights on each node") == 2 * 8_030_261_248 // 8
+    assert few == all_in_one
+
+
+def test_vllm_takes_its_part_of_a_gpu() -> None:
+    """40% of a shared GPU, held while it samples and is sent weights; 90% of its own; and 8B in bf16 needs 15 GiB."""
+    path, vllm = JOBS / "cluster" / "hh-8b-8gpus.toml", "ppo.sampler={kind='vllm'}"
+    shared = stage_of(plan_of(path, overrides=(vllm,)), "ppo").memory["rank"].phases
+    heeds = stage_of(plan_of(path), "ppo").memory["rank"].phases
+    for phase in ("generate", "sync"):
+        taken = shared[phase]["generator"] + shared[phase]["vLLM's cache and work space"]
+        assert taken == round(0.4 * 79 * GIB)
+    assert "generator" not in shared["policy backward"]
+    assert "key-value cache" in heeds["generate"]
+    apart = ("ppo.placement={kind='disaggregated', num_generators=8, num_scorers=8}", vllm)
+    held = stage_of(plan_of(path, overrides=apart), "ppo").memory["generator"].held
+    assert held["generator"] + held["vLLM's cache and work space"] == round(0.9 * 79 * GIB)
+    tight = stage_of(plan_of(path, "l40s", (vllm, "model=gpt3-13b")), "ppo")
+    assert any("the 40% of a GPU that vLLM gets" in what for what in tight.missing)
 
 
 def test_batches_by_hand() -> None:

@@ -14,7 +14,7 @@ from lm.config import ModelConfig
 from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
-from stages.planner import RANK
+from stages.planner import RANK, RESERVED
 from stages.planning.hardware import GIB, GPUS
 
 FAST = "ppo.memory=fast"
@@ -64,7 +64,7 @@ def test_a_job_that_fits_is_advised_the_fastest_mode_that_fits(gpu: str, best: s
     name = "hh-8b-long-8gpus"
     path, modes = CLUSTER / f"{name}.toml", ("fast", "balanced", "small")
     peaks = {mode: peak(plan_of(name, gpu, f"ppo.memory={mode}"), "ppo") for mode in modes}
-    with_room = [mode for mode in modes if peaks[mode] <= 0.9 * GPUS[gpu].memory_bytes]
+    with_room = [mode for mode in modes if peaks[mode] <= 0.95 * GPUS[gpu].memory_bytes]
     assert with_room[0] == best
     for mode in with_room:
         (line,) = advice(path, (f"ppo.memory={mode}",), plan_of(name, gpu, f"ppo.memory={mode}"))
@@ -123,7 +123,7 @@ def test_ranks_of_one_role_are_counted_each() -> None:
     assert set(ppo.memory) == {"learner", "generator", "scorer"}
     colocated = next(stage for stage in plan_of("hh-8b-8gpus", "h200", FAST).stages if stage.name == "ppo").memory[RANK]
     parts = [name for memory in ppo.memory.values() for name in memory.held]
-    assert sorted(parts) == sorted(colocated.held)
+    assert sorted(parts) == sorted([*colocated.held, RESERVED, RESERVED])  # each kind has GPUs of its own
     assert ppo.peak < colocated.peak
 
 
