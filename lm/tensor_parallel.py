@@ -26,8 +26,8 @@ from torch import Tensor
 from lm.block import Block
 from lm.config import ModelConfig, exact_div
 from lm.layers import Head
-from lm.model import LanguageModel
-from lm.source import inference_device
+from lm.model import LanguageModel, count_parameters
+from lm.source import inference_device, on_meta
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,11 @@ class LanguageModelPart(LanguageModel):
     def cut(self, name: str, tensor: Tensor) -> Tensor:
         """Returns this rank's part of the whole model's tensor with this name, as a copy, or the whole tensor."""
         return cut(self.whole, self.team, name, tensor)
+
+
+def parameters_of_part(whole: ModelConfig, size: int) -> int:
+    """Returns how many parameters one rank of a team holds."""
+    return count_parameters([on_meta(lambda: LanguageModelPart(whole, Team(None, 0, size)))])
 
 
 def cut(whole: ModelConfig, team: Team, name: str, tensor: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from stages.planning.ppo import PPOModels, PPOWork, generator, keeps_passes, kep
 from stages.sizes import Lengths
 from training.config import OptimizerConfig
 
-MOST_GENERATOR_RANKS = 64
 FROZEN = OptimizerConfig(learning_rate=1.0)  # for counting parameters that no optimizer trains
 
 
@@ -26,7 +25,7 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
     lengths = planner.answered(config.prompts, config.max_new_tokens, lambda run: run.tokenizer_of("sft"))
     planner.sizes.assume("assumes that every response is max_new_tokens long")
     work, mean = _work(planner, config, models, lengths), round(lengths.mean)
-    memory, missing = _memory(planner, config, models, work)
+    memory = _memory(planner, config, models, work)
     numbers = {
         "rollout_batch_size": config.rollout_batch_size,
         "samples per prompt": config.advantage.samples_per_prompt,
@@ -47,7 +46,7 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
         models.policy_counts.total, work.rollout_rows, mean, config.max_new_tokens
     )
     seconds = max(learning, sampling) if config.placement.max_staleness else learning + sampling
-    return planner.planned("responses", numbers, memory, config.num_iterations, seconds, missing)
+    return planner.planned("responses", numbers, memory, config.num_iterations, seconds)
 
 
 def _models(planner: Planner, config: PPOConfig) -> PPOModels:
@@ -116,6 +115,7 @@ def _work(planner: Planner, config: PPOConfig, models: PPOModels, lengths: Lengt
         config.max_new_tokens,
         micro_batches,
         config.memory,
+        team_size=config.sampler.tensor_parallel_size,
         has_average=config.ema.decay > 0,
         shares_body=config.shared_body,
         gpu_bytes=planner.times.hardware.memory_bytes if layout.is_gpu else 0,
@@ -123,24 +123,12 @@ def _work(planner: Planner, config: PPOConfig, models: PPOModels, lengths: Lengt
     )
 
 
-def _memory(
-    planner: Planner, config: PPOConfig, models: PPOModels, work: PPOWork
-) -> tuple[Mapping[str, Memory], tuple[str, ...]]:
-    """Returns the memory per kind of rank, and what Heed lacks: a policy too large for one GPU would need a generator
-    over several.
-    """
-    available = planner.times.hardware.memory_bytes
-    weights, ranks = planner.layout.compute_bytes * models.policy_counts.total, 1
-    while planner.layout.is_gpu and weights / ranks > available / 2 and ranks < MOST_GENERATOR_RANKS:
-        ranks *= 2
-    missing: tuple[str, ...] = ()
-    if weights > available:
-        work = replace(work, generator_ranks=ranks)
-        missing = (f"a generator over {ranks} GPUs (tensor parallel), since the policy's weights do not fit on one",)
+def _memory(planner: Planner, config: PPOConfig, models: PPOModels, work: PPOWork) -> Mapping[str, Memory]:
+    """Returns the memory per kind of rank."""
     if config.placement.roles_share_ranks:
-        return {RANK: ppo_memory(models, planner.layout, work)}, missing
+        return {RANK: ppo_memory(models, planner.layout, work)}
     roles = {"learner": learner, "generator": generator, "scorer": scorer}
-    return {name: role(models, planner.layout, work).memory() for name, role in roles.items()}, missing
+    return {name: role(models, planner.layout, work).memory() for name, role in roles.items()}
 
 
 def _ptx_tokens(planner: Planner, config: PPOConfig) -> int:

@@ -49,7 +49,6 @@ class StagePlan:
     num_steps: int
     seconds_per_step: float
     assumptions: tuple[str, ...]
-    missing: tuple[str, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -230,10 +229,9 @@ class Planner:
         memory: Mapping[str, Memory],
         num_steps: int,
         seconds_per_step: float,
-        missing: tuple[str, ...] = (),
     ) -> StagePlan:
-        """Return the plan of this stage, with all assumptions made for it, and with what Heed lacks to run it."""
-        return StagePlan(self.name, unit, numbers, memory, num_steps, seconds_per_step, self.sizes.taken(), missing)
+        """Return the plan of this stage, with all assumptions made for it."""
+        return StagePlan(self.name, unit, numbers, memory, num_steps, seconds_per_step, self.sizes.taken())
 
 
 def _if_readable(
