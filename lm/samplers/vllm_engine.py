@@ -63,8 +63,9 @@ class VLLMSampler(SamplingEngine):
             self._require_shape(folder)
         if tensor_parallel_size > 1:
             require_divisible(self._model.config, tensor_parallel_size)
-            # vLLM would only form a single team. In a group of all ranks, its teams are consecutive ranks.
-            dist.init_process_group("nccl" if self._on_gpu else "gloo")
+            if not dist.is_initialized():  # it is in a second round
+                # vLLM itself would form a single team. In a group of all ranks, its teams are consecutive ranks.
+                dist.init_process_group("nccl" if self._on_gpu else "gloo")
         with tempfile.TemporaryDirectory() as shape:
             write_json(Path(shape) / CONFIG, {**config_to_hf(self._model, tokenizer), "tie_word_embeddings": False})
             self._engine: Any = vllm.LLM(

@@ -40,13 +40,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> InitialModels:
     return InitialModels(folder / "sft", folder / "reward", ScoreScale(0.5, 2.0), None)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "size"), [("fp32", 1), ("bf16", 1), ("fp32", 2)])
 def test_vllm_passes_and_every_planted_fault_is_named(
-    vllm_python: str, heed: Callable[..., HeedCommand], models: InitialModels, precision: Precision
+    vllm_python: str, heed: Callable[..., HeedCommand], models: InitialModels, precision: Precision, size: int
 ) -> None:
     command = heed(
         "verify-sampler", "vllm", str(models.sft), "--precision", precision, "--python", vllm_python,
-        environment={"COLUMNS": "400"},
+        "--tensor-parallel-size", str(size), environment={"COLUMNS": "400"},
     )  # fmt: skip
     assert command.wait() == 0, command.output
     lines = [line for line in command.output.splitlines() if line.startswith(("ok", "FAILED"))]
