@@ -43,9 +43,9 @@ class HeedSampler(SamplingEngine):
         """
         self._dtype, self._device, self.end_ids = policy.head.weight.dtype, policy.head.weight.device, end_ids
         self._policy: LanguageModel | None = policy
-        is_part = isinstance(policy, LanguageModelPart)
-        self._whole = policy.whole if is_part else policy.config
-        self._build = partial(LanguageModelPart, policy.whole, policy.team) if is_part else self._build_whole
+        self._whole, self._build = policy.config, self._build_whole
+        if isinstance(policy, LanguageModelPart):
+            self._whole, self._build = policy.whole, partial(LanguageModelPart, policy.whole, policy.team)
         self._digests = dict(digests or digests_of(held_tensors(policy)))
         kept = fixed_steps(policy, "auto") if keeps_steps else None
         self.steps: FixedSteps | Literal["auto"] = kept or "auto"
