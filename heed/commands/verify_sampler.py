@@ -83,7 +83,7 @@ def _checks(engine: str, model: Path, precision: str, seed: int, python: str, te
     environment = os.environ | {"GOMP_SPINCOUNT": "0"}
     if team_size > 1:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        environment |= {"WORLD_SIZE": str(team_size), "LOCAL_RANK": "0", **address}
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(team_size), **address}
     last: dict[str, Any] = {}
     with ExitStack() as ending, tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads would fill up
         for rank in reversed(range(team_size)):
@@ -94,7 +94,7 @@ def _checks(engine: str, model: Path, precision: str, seed: int, python: str, te
                 stderr=said,
                 text=True,
                 pass_fds=(pipe,),
-                env=environment | {"RANK": str(rank)},
+                env=environment | ({"RANK": str(rank)} if rank else {}),
             )
             ending.callback(process.wait)
             ending.callback(process.kill)  # the others wait for one that has failed
