@@ -37,6 +37,7 @@ REDUCE_BUCKET = 500_000_000
 PREFETCH_BUCKET = 50_000_000
 
 GENERATION_ROWS = 128  # lm.generation.generate's max_rows
+CPU_COPY = "weights as the CPU reads them"  # while it samples
 LOGIT_BYTES = 12  # per logit: fp32, divided by the temperature, and exponentiated for the normaliser
 
 
@@ -362,7 +363,7 @@ def sampling_phase(
         "prompts being read, or logits": max(prompt_pass, drawing),
     }
     if not layout.is_gpu and (layout.is_bf16 or not what_a_decoder_misses(config, torch.float32)):
-        held["weights as the CPU reads them"] = c * num_parameters
+        held[CPU_COPY] = c * num_parameters
     return held
 
 

@@ -14,6 +14,7 @@ from lm.native.kernels import library
 from lm.samplers.draws import AT_ONCE
 from lm.tensor_parallel import config_of_part, parameters_of_part
 from stages.planning.memory import (
+    CPU_COPY,
     GENERATION_ROWS,
     Counts,
     Layout,
@@ -260,7 +261,9 @@ def generator(models: PPOModels, layout: Layout, work: PPOWork, other_bytes: int
     weights = layout.compute_bytes * P
     rows, seq_len = min(GENERATION_ROWS, work.rollout_rows * size), work.prompt_tokens + work.response_tokens
     rows = rows_at_once(config, layout, work.gpu_bytes - other_bytes - weights if work.gpu_bytes else 0, rows, seq_len)
-    phases[GENERATE] = sampling_phase(config, layout, P, rows, work.prompt_tokens, work.response_tokens)
+    phases[GENERATE] = phase = sampling_phase(config, layout, P, rows, work.prompt_tokens, work.response_tokens)
+    if size > 1 and not layout.is_bf16:
+        phase.pop(CPU_COPY, None)  # Heed's decoding kernels are for a whole model
     return Role({"generator": weights}, phases)
 
 

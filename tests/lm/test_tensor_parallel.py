@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lm.config import ModelConfig
+from lm.decoding import decoding_steps
 from lm.generation import Generated, generate
 from lm.model import LanguageModel, init_weights
 from lm.samplers.engine import SentWeights, chunks, digests_of, held_tensors, whole_digest
@@ -80,9 +81,11 @@ def test_a_team_computes_the_whole_models_logits(shape: str, size: int) -> None:
         assert torch.equal(logits, found[0])
 
 
-def samples_of(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> Generated:
-    seeds = range(len(prompts))
-    return generate(model, prompts, max_new_tokens=12, end_ids=[2], choice=Choice(0.8), seeds=seeds, max_rows=2)
+def samples_of(
+    model: LanguageModel, prompts: Sequence[Sequence[int]], steps: Literal["auto", "fixed"] = "auto"
+) -> Generated:
+    seeds, choice = range(len(prompts)), Choice(0.8)
+    return generate(model, prompts, max_new_tokens=12, end_ids=[2], choice=choice, seeds=seeds, max_rows=2, steps=steps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -98,6 +101,20 @@ def test_a_team_draws_the_whole_models_samples_and_all_ranks_the_same(
         assert first.responses == expected.responses
         for logprobs, others in zip(first.logprobs, expected.logprobs, strict=True):
             assert logprobs == pytest.approx(others, abs=1e-4)
+
+
+def test_recorded_steps_and_the_rows_that_fit_are_the_same_on_all_ranks() -> None:
+    """On GPUs with different free memory, as many rows run as fit on all of them."""
+    model = model_of("grouped")
+    expected = samples_of(model, PROMPTS).responses
+    assert together(2, lambda team: samples_of(part_of(model, team), PROMPTS, "fixed").responses) == [expected] * 2
+    assert together(4, lambda team: team.least(7 - team.rank, torch.device("cpu"))) == [4] * 4
+
+
+def test_native_steps_are_for_a_whole_model() -> None:
+    part = LanguageModelPart(model_of("grouped").config, Team(None, 0, 2))
+    with pytest.raises(ValueError, match='steps is "native", which needs a decoder that a single rank computes'):
+        decoding_steps(part, "native")
 
 
 def test_cuts_by_hand() -> None:
