@@ -48,7 +48,7 @@ def process_group(meeting: Rendezvous, rank: int, num_ranks: int, device: torch.
     """
     timeout, size = timedelta(seconds=meeting.timeout_seconds), meeting.size
     shared = dist.TCPStore(meeting.host, meeting.port, num_ranks, is_master=rank == 0, timeout=timeout)  # type: ignore[attr-defined]
-    store = dist.PrefixStore(f"group {rank // size}", shared)
+    store = dist.PrefixStore(f"group {rank // size}", shared)  # type: ignore[attr-defined]
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
@@ -79,7 +79,7 @@ class Team:
     def least(self, number: int, device: torch.device) -> int:
         """Returns the smallest of the ranks' numbers."""
         found, options = torch.tensor([number], device=device), dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
+        options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
         self._group.allreduce([found], options).wait()
         return int(found)
 
@@ -151,7 +151,7 @@ class LanguageModelPart(LanguageModel):
         """
         if self.config.tie_word_embeddings:
             del self.head.weight
-            self.head.weight = self.decoder.embedding.weight.detach()[self._rows]  # type: ignore[assignment]
+            self.head.weight = self.decoder.embedding.weight.detach()[self._rows]
 
     def _gathered(self, logits: Tensor) -> Tensor:
         V = self.whole.vocab_size
