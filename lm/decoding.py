@@ -25,6 +25,7 @@ from lm.encoder import EncoderDecoder
 from lm.layers import compute_dtype
 from lm.model import LanguageModel
 from lm.native.decoder import NativeSteps, what_native_steps_miss
+from lm.tensor_parallel import LanguageModelPart
 
 ROWS, COLUMNS = 8, 64  # recorded steps have multiples of these, up to the size of the cache
 # Tokens of one pass over prompts on a GPU: enough to keep it busy, with little memory compared with the weights.
@@ -285,7 +286,8 @@ def rows_that_fit(model: LanguageModel | EncoderDecoder, max_rows: int, num_colu
         return max_rows
     free, _ = torch.cuda.mem_get_info(weight.device)
     free += torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
-    return rows_in(free, model.config, weight.itemsize, max_rows, num_columns)
+    rows = rows_in(free, model.config, weight.itemsize, max_rows, num_columns)
+    return model.team.least(rows, weight.device) if isinstance(model, LanguageModelPart) else rows
 
 
 def rows_in(free: int, config: ModelConfig, itemsize: int, max_rows: int, num_columns: int) -> int:

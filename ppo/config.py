@@ -18,7 +18,19 @@ from training.config import BatchConfig, Config, OptimizerConfig, by_kind, check
 from training.data import DataConfig, OnOverlong, overlong_field
 
 
-class HeedSampler(Config):
+class SamplerConfig(Config):
+    """What the samplers have in common."""
+
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="Ranks that sample together as one generator, each with a share of the policy's weights; for a"
+        " policy that does not fit on one GPU. Ranks with consecutive numbers, which are on the same machine if it has"
+        " room for all of them, work together.",
+    )
+
+
+class HeedSampler(SamplerConfig):
     """The learner's own core samples. A run that resumes samples the same bits."""
 
     model_config = ConfigDict(title="Sampler heed")
@@ -27,7 +39,7 @@ class HeedSampler(Config):
     kind: Literal["heed"] = Field(default="heed", description="The kind of this table.")
 
 
-class VLLM(Config):
+class VLLM(SamplerConfig):
     """vLLM samples, in processes of its own and under its own Python (docs/samplers.md)."""
 
     model_config = ConfigDict(title="Sampler vllm")
@@ -58,7 +70,9 @@ class SeparateRanks(Config):
 
     roles_share_ranks: ClassVar[bool] = False
 
-    num_generators: int = Field(default=1, ge=1, description="Ranks that sample.")
+    num_generators: int = Field(
+        default=1, ge=1, description="Ranks that sample; a multiple of `sampler.tensor_parallel_size`."
+    )
     num_scorers: int = Field(default=1, ge=1, description="Ranks that hold the reward model and the reference policy.")
 
 
@@ -219,10 +233,13 @@ class PPOConfig(Config):
                 f" {oversample * self.num_prompts:g}; a whole number of prompts was expected"
             )
         if not self.placement.roles_share_ranks:
-            for name in ("num_generators", "num_scorers"):
-                times = "" if oversample == 1 else " x advantage.oversample"
-                what = f"rollout_batch_size{times} over placement.{name}"
-                exact_div(self.sampled_batch_size, getattr(self.placement, name), what)
+            num_together = self.sampler.tensor_parallel_size
+            over = "placement.num_generators over sampler.tensor_parallel_size"
+            num_teams = exact_div(self.placement.num_generators, num_together, over)
+            generators = "placement.num_generators" if num_together == 1 else over
+            times = "" if oversample == 1 else " x advantage.oversample"
+            for name, parts in ((generators, num_teams), ("placement.num_scorers", self.placement.num_scorers)):
+                exact_div(self.sampled_batch_size, parts, f"rollout_batch_size{times} over {name}")
         if self.placement.max_staleness >= self.num_iterations:
             raise ValueError(
                 f"placement.max_staleness {self.placement.max_staleness} with num_iterations {self.num_iterations}: no"

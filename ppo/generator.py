@@ -1,21 +1,30 @@
 """Sampling from a copy of the policy: `Generators` on all ranks, `Generator` on one."""
 
+import socket
 from collections.abc import Iterable, Sequence
+
+import torch
 
 from cluster.remote import Handle, Pending
 from lm.samplers.engine import SamplingEngine, SentWeights, chunks, whole_digest
 from lm.samplers.own import HeedSampler
+from lm.tensor_parallel import Rendezvous, Team
 from ppo.config import PPOConfig
 from ppo.rank import InitialModels, Rank
 from ppo.rollout import Rollout, equal_slices
 from training.config import EngineConfig
+from training.notices import RunError, say
 
 
 class Generators:
-    """The generators of all ranks. The controller passes whole batches, which are split among the ranks."""
+    """The generators of all ranks. The controller passes whole batches, which are split among the ranks, or among teams
+    of `team_size` consecutive ranks that compute one policy together (`lm.tensor_parallel`).
+    """
 
-    def __init__(self, ranks: Handle["Generator"]) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Handle["Generator"], team_size: int = 1) -> None:
+        self.ranks, self.team_size = ranks, team_size
+        if team_size > 1:
+            self._report_spread(ranks.call_all(Generator.host))
         # Waits until the weights last sent have arrived. All ranks start with the SFT policy's.
         self.weights_arrived: Pending[object] = lambda: None
 
@@ -30,20 +39,52 @@ class Generators:
         returned. Pass `again` if the next call samples with the same weights.
         """
         weights_arrived = self.weights_arrived
-        slices = equal_slices(len(prompts), self.ranks.num_ranks)
-        parts = self.ranks.start_split(Generator.generate, [(rows[s], prompts[s], seeds[s], again) for s in slices])
+        slices = equal_slices(len(prompts), self.ranks.num_ranks // self.team_size)
+        shares = [(rows[s], prompts[s], seeds[s], again) for s in slices for _ in range(self.team_size)]
+        parts = self.ranks.start_split(Generator.generate, shares)
 
         def collect() -> Rollout:
             weights_arrived()
-            return Rollout.join(parts())
+            return Rollout.join(self._one_per_team(parts()))
 
         return collect
+
+    def _one_per_team(self, parts: Sequence[Rollout]) -> list[Rollout]:
+        """Returns the rollout of each team, whose ranks must all have the same. Raises: RunError if they do not."""
+        for rank, own in enumerate(parts):
+            first = rank - rank % self.team_size
+            leader = parts[first]
+            if not (
+                torch.equal(own.tokens_BT, leader.tokens_BT) and torch.equal(own.sampled_by_B, leader.sampled_by_B)
+            ):
+                raise RunError(
+                    f"ppo: generator rank {rank} sampled other tokens, or with other weights, than rank {first}, with"
+                    " which it computes one policy (ppo.sampler.tensor_parallel_size); this is a defect of Heed"
+                )
+        return list(parts[:: self.team_size])
+
+    def _report_spread(self, hosts: Sequence[str]) -> None:
+        """Say which teams are on several machines, where each token waits for the network."""
+        for first in range(0, len(hosts), self.team_size):
+            names = sorted(set(hosts[first : first + self.team_size]))
+            if len(names) > 1:
+                say(
+                    f"ppo: ranks {first} to {first + self.team_size - 1} compute one policy together, but are on"
+                    f" {' and '.join(names)}; sampling waits for their network in every layer"
+                )
 
 
 class Generator(Rank):
     """Holds a sampler, and turns its samples into rollouts."""
 
-    def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels) -> None:
+    def __init__(
+        self,
+        config: PPOConfig,
+        engine_config: EngineConfig,
+        models: InitialModels,
+        meeting: Rendezvous | None = None,
+    ) -> None:
+        """`meeting` is where ranks that compute one policy together form teams; all ranks construct theirs then."""
         super().__init__(config, engine_config, models)
         precision = engine_config.resolved_precision()
         on_own_device = not config.placement.roles_share_ranks
@@ -51,9 +92,13 @@ class Generator(Rank):
         if config.sampler.has_own_process:
             from lm.samplers.vllm_engine import VLLMSampler
 
-            self.sampler = VLLMSampler.load(self.models.sft, precision, on_own_device=on_own_device)
+            together = config.sampler.tensor_parallel_size
+            self.sampler = VLLMSampler.load(
+                self.models.sft, precision, on_own_device=on_own_device, tensor_parallel_size=together
+            )
         else:
-            self.sampler = HeedSampler.load(self.models.sft, precision, keeps_steps=on_own_device)
+            team = Team.join(meeting) if meeting is not None else None
+            self.sampler = HeedSampler.load(self.models.sft, precision, keeps_steps=on_own_device, team=team)
         # A colocated sampler gets new weights before it samples again, so it can release the old ones in between.
         self._sleeps = config.memory != "fast" and config.placement.roles_share_ranks
 
@@ -77,6 +122,9 @@ class Generator(Rank):
             pad_id=self.tokenizer.pad_id,
             sampled_by=sampled_by,
         )
+
+    def host(self) -> str:
+        return socket.gethostname()
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
         """Receive the learner's weights. Comparing digests of both sides proves that they arrived."""

@@ -17,7 +17,6 @@ from stages.planning.ppo import PPOModels, PPOWork, generator, keeps_passes, kep
 from stages.sizes import Lengths
 from training.config import OptimizerConfig
 
-MOST_GENERATOR_RANKS = 64
 FROZEN = OptimizerConfig(learning_rate=1.0)  # for counting parameters that no optimizer trains
 
 
@@ -26,8 +25,7 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
     layout, batch, models = planner.layout, config.minibatch, _models(planner, config)
     lengths = planner.answered(config.prompts, config.max_new_tokens, lambda run: run.tokenizer_of("sft"))
     planner.sizes.assume("assumes that every response is max_new_tokens long")
-    generator_ranks, missing = _generator_ranks(planner, config, models)
-    work, mean = _work(planner, config, models, lengths, generator_ranks), round(lengths.mean)
+    work, mean = _work(planner, config, models, lengths), round(lengths.mean)
     numbers = {
         "rollout_batch_size": config.rollout_batch_size,
         "samples per prompt": config.advantage.samples_per_prompt,
@@ -46,10 +44,10 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
     learning += times.sync_seconds(size, is_apart=not config.placement.roles_share_ranks)
     if not config.placement.roles_share_ranks:
         planner.sizes.assume("the scorers' time is counted with the learners'")
-    sampling = times.sampling_seconds(size, work.rollout_rows, mean, config.max_new_tokens, generator_ranks)
+    sampling = times.sampling_seconds(size, work.rollout_rows, mean, config.max_new_tokens, work.team_size)
     seconds = max(learning, sampling) if config.placement.max_staleness else learning + sampling
     memory = _memory(planner, config, models, work)
-    return planner.planned("responses", numbers, memory, config.num_iterations, seconds, missing)
+    return planner.planned("responses", numbers, memory, config.num_iterations, seconds)
 
 
 def _models(planner: Planner, config: PPOConfig) -> PPOModels:
@@ -91,7 +89,7 @@ def _named_reward(config: PPOConfig) -> str:
     return config.reward.model if isinstance(config.reward, ModelReward) else ""
 
 
-def _work(planner: Planner, config: PPOConfig, models: PPOModels, lengths: Lengths, generator_ranks: int) -> PPOWork:
+def _work(planner: Planner, config: PPOConfig, models: PPOModels, lengths: Lengths) -> PPOWork:
     """Returns the work of each rank. Every micro-batch of responses also has its share of the pretraining rows.
 
     A pass has as many tokens as `micro_batch_size` of the longest prompts with responses. If prompts are shorter, it
@@ -118,30 +116,13 @@ def _work(planner: Planner, config: PPOConfig, models: PPOModels, lengths: Lengt
         config.max_new_tokens,
         micro_batches,
         config.memory,
-        generator_ranks,
+        team_size=config.sampler.tensor_parallel_size,
         has_average=config.ema.decay > 0,
         shares_body=config.shared_body,
         gpu_bytes=planner.gpu_bytes,
         engine_bytes=_engine_bytes(planner, config),
         keeps=tuple(keeps),
     )
-
-
-def _generator_ranks(planner: Planner, config: PPOConfig, models: PPOModels) -> tuple[int, tuple[str, ...]]:
-    """Returns how many ranks share a generator's weights, and what Heed lacks: a policy too large for one GPU would
-    need a generator over several. vLLM needs its weights in the part of the GPU that it gets.
-    """
-    available, ranks = planner.times.hardware.memory_bytes, 1
-    weights = planner.layout.compute_bytes * models.policy_counts.total
-    missing: list[str] = []
-    if planner.layout.is_gpu and weights > available:
-        while weights / ranks > available / 2 and ranks < MOST_GENERATOR_RANKS:
-            ranks *= 2
-        what = f"a generator over {ranks} GPUs (tensor parallel), since the policy's weights do not fit on one"
-        missing.append(what)
-    if 0 < (engine := _engine_bytes(planner, config)) < weights / ranks:
-        missing.append(f"room for the policy's weights in the {engine / available:.0%} of a GPU that vLLM gets")
-    return ranks, tuple(missing)
 
 
 def _engine_bytes(planner: Planner, config: PPOConfig) -> int:

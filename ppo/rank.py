@@ -8,13 +8,11 @@ V vocabulary.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -25,6 +23,7 @@ from lm.progress import note_progress
 from lm.samplers.draws import NO_EVIDENCE, PARTS, TESTED, Draws, evidence
 from lm.sampling import token_logprobs
 from lm.source import ModelSource, on_meta
+from lm.tensor_parallel import Rendezvous, process_group
 from lm.tokenizer import Tokenizer
 from lm.transfer import upload
 from lm.weights import ModelFolder, WithNewHead, purpose_of
@@ -274,16 +273,8 @@ class WeightBroadcast:
     def __init__(
         self, host: str, port: int, rank: int, num_ranks: int, *, device: torch.device, timeout_seconds: float
     ) -> None:
-        timeout = timedelta(seconds=timeout_seconds)
         self.rank, self.device = rank, device
-        store = dist.TCPStore(host, port, num_ranks, is_master=rank == SENDER, timeout=timeout)  # type: ignore[attr-defined]
-        self._group: Any  # PyTorch's stubs leave out the methods of backends
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(store, rank, num_ranks, options)
-        else:
-            self._group = dist.ProcessGroupGloo(store, rank, num_ranks, timeout)
+        self._group = process_group(Rendezvous(host, port, num_ranks, timeout_seconds), rank, num_ranks, device)
 
     def send(self, weights: Mapping[str, Tensor], digests: Mapping[str, int]) -> None:
         """Send some weights. On a GPU this returns when the transfer is queued; later work on them waits for it."""

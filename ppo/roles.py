@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cluster.remote import Handle, Local, Pending, Remote
+from lm.tensor_parallel import Rendezvous
 from lm.tokenizer import Messages
 from ppo.config import PPOConfig
 from ppo.generator import Generator, Generators
@@ -69,7 +70,11 @@ class Roles:
         config.minibatch.num_micro_batches(learners.num_workers)
         kind = SharedBodyLearner if config.shared_body else Learner  # a SharedBodyLearner also scores
         own = None if config.shared_body else scorers.put("ppo", Scorer, config, engine, models)
-        sampling = generators.put("ppo", Generator, config, engine, models)
+        team_size = config.sampler.tensor_parallel_size
+        meeting = None
+        if team_size > 1:
+            meeting = Rendezvous(*generators.free_address(), team_size, engine.collective_timeout_seconds)
+        sampling = generators.put("ppo", Generator, config, engine, models, meeting)
         learning = learners.put("ppo", kind, config, engine, models, learners.num_workers)
         transport: WeightTransport = Direct(learning, sampling)
         # Generator processes next to learners share their GPUs, which a broadcast between GPUs does not allow.
@@ -78,13 +83,15 @@ class Roles:
             transport = Broadcast.open(learners, learning, sampling)
         makes_room = config.memory == "small" and together
         scorers_ = _scorers(config, models, conversations, learning, own or learning)
-        return cls(config, Learners(learning, config.minibatch), Generators(sampling), scorers_, transport, makes_room)
+        sampling_ = Generators(sampling, team_size)
+        return cls(config, Learners(learning, config.minibatch), sampling_, scorers_, transport, makes_room)
 
     @classmethod
     def in_process(
         cls, config: PPOConfig, engine: EngineConfig, models: InitialModels, conversations: Sequence[Messages] = ()
     ) -> Self:
         """Place all roles on one rank, which is this process. Arguments as for `on_groups`."""
+        assert config.sampler.tensor_parallel_size == 1, "a team has several ranks; one process was expected to sample"
         kind = SharedBodyLearner if config.shared_body else Learner
         own = None if config.shared_body else Local(Scorer(config, engine, models))
         sampling = Local(Generator(config, engine, models))

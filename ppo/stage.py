@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from math import isfinite
+from math import gcd, isfinite
 from pathlib import Path
 from shutil import rmtree
 from statistics import mean, stdev
@@ -19,6 +19,7 @@ from files.records import read_record
 from lm.samplers.draws import Evidence
 from lm.samplers.engine import max_difference
 from lm.samplers.environment import require_vllm
+from lm.tensor_parallel import require_divisible
 from lm.tokenizer import Tokenizer
 from lm.weights import read_config
 from ppo.config import VLLM, PPOConfig
@@ -244,7 +245,11 @@ def score_scale(
             objective_weights=config.reward.objective_weights,
             external_reward=None if isinstance(judge, Path) else judge,
         )
-        samples = sample_everywhere(run, "scale", spec, prompts[:SCALE_PROMPTS], shown=MEASURES_SCALE)
+        # Workers that only learn may be of a number that their generators' teams do not divide.
+        team_size = gcd(config.sampler.tensor_parallel_size, run.workers().num_workers)
+        samples = sample_everywhere(
+            run, "scale", spec, prompts[:SCALE_PROMPTS], shown=MEASURES_SCALE, team_size=team_size
+        )
         scores = [sample.score for sample in samples if isfinite(sample.score)]
         num_failed = len(samples) - len(scores)
         if len(scores) < 2 or num_failed > config.max_failed_share * len(samples):
@@ -324,8 +329,18 @@ def extra_ranks(config: PPOConfig) -> int:
     return config.placement.num_generators + config.placement.num_scorers
 
 
+def worker_teams(config: PPOConfig) -> dict[str, int]:
+    """Returns the size of the teams in which colocated workers sample."""
+    is_colocated = config.placement.roles_share_ranks
+    return {"sampler.tensor_parallel_size": config.sampler.tensor_parallel_size} if is_colocated else {}
+
+
 def check(config: PPOConfig, job: JobView) -> None:
-    """Check that the weights name the objectives of [reward], and that a shared body fits [reward] and [engine]."""
+    """Check that a team can share the policy, that the weights name the objectives of [reward], and that a shared body
+    fits [reward] and [engine].
+    """
+    if job.model is not None:
+        require_divisible(job.model, config.sampler.tensor_parallel_size, "ppo.sampler.tensor_parallel_size")
     reward = job.section(REWARD)
     own_reward = reward is not None and REWARD.name in job.parents(STAGE.name)
     if reward is not None and own_reward:
@@ -380,6 +395,7 @@ STAGE = Stage(
     function_fields=("reward.function",),
     context_tokens=lambda config: {"max_new_tokens": config.max_new_tokens + 1},
     split_rows=lambda config: {"rollout_batch_size": config.sampled_batch_size, "ptx.rows": config.ptx_rows},
+    worker_teams=worker_teams,
     extra_ranks=extra_ranks,
     check=check,
     preflight=preflight,
@@ -390,6 +406,7 @@ STAGE = Stage(
             "placement.num_scorers",
             "placement.weight_transport",
             "sampler.python",
+            "sampler.tensor_parallel_size",
             "memory",
             "reward.timeout_seconds",
             "reward.retries",

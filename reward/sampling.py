@@ -16,9 +16,11 @@ from lm.config import Precision
 from lm.generation import generate
 from lm.hub import on_this_machine
 from lm.model import LanguageModel
+from lm.samplers.own import HeedSampler
 from lm.sampling import Choice
 from lm.sequence_logprobs import sequence_logprobs
 from lm.source import load_for_inference
+from lm.tensor_parallel import Rendezvous, Team
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder, read_config
 from reward.external import ExternalReward, Scored, score_in_parts
@@ -36,7 +38,8 @@ class SamplingSpec:
     """What to sample. `reference` and `reward` are model directories to measure against; "" skips that measurement.
 
     `objective_weights` apply to a reward model with several objectives. `external_reward` scores instead of a reward
-    model. `template_of` names a directory whose chat template replaces the policy's own.
+    model. `template_of` names a directory whose chat template replaces the policy's own. With `meeting`, workers form
+    teams there, each of which computes one policy; only the first worker of a team scores its samples.
     """
 
     policy: Path
@@ -50,6 +53,7 @@ class SamplingSpec:
     objective_weights: Mapping[str, float] = field(default_factory=dict)
     external_reward: ExternalReward | None = None
     template_of: str = ""
+    meeting: Rendezvous | None = None
 
     def on_this_machine(self) -> Self:
         """Returns these settings with model names replaced by this machine's folders."""
@@ -88,6 +92,7 @@ class Sampler:
 
     def __init__(self, spec: SamplingSpec) -> None:
         self.spec = spec.on_this_machine()
+        self._team = Team.join(spec.meeting) if spec.meeting is not None else None
 
     def sample(self, prompts: Sequence[Prompt]) -> list[Sample]:
         """Draws `num_samples` responses per prompt, prompt by prompt.
@@ -155,6 +160,8 @@ class Sampler:
         return RewardModel.load(Path(self.spec.reward), self.spec.objective_weights)
 
     def _load(self, folder: Path) -> LanguageModel:
+        if self._team is not None:
+            return HeedSampler.load(folder, self.spec.precision, team=self._team).policy
         dtype = torch.bfloat16 if self.spec.precision == "bf16" else torch.float32
         return load_for_inference(ModelFolder(folder, LanguageModel), dtype)
 
@@ -173,6 +180,8 @@ class Sampler:
         queries: Sequence[Sequence[int]],
         responses: Sequence[Sequence[int]],
     ) -> list[Scored]:
+        if self._team is not None and self._team.rank > 0:
+            return [Scored(math.nan)] * len(responses)
         external = self.spec.external_reward
         if external is not None:
             texts = [self._tokenizer.decode(response).strip() for response in responses]
@@ -203,11 +212,16 @@ def sample_policy(spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]
 
 
 def sample_everywhere(
-    run: "StageRun", phase: str, spec: SamplingSpec, prompts: Sequence[Prompt], *, shown: str = ""
+    run: "StageRun", phase: str, spec: SamplingSpec, prompts: Sequence[Prompt], *, shown: str = "", team_size: int = 1
 ) -> list[Sample]:
-    """Runs `sample_policy` on all workers, each of which loads the policy once. The result does not depend on their
-    number. The console shows progress under the name `shown`, or if it is empty, under that of the phase.
+    """Runs `sample_policy` on all workers, each of which loads the policy once, or its part in a team of `team_size`
+    workers. The result does not depend on their number. The console shows progress under the name `shown`, or if it is
+    empty, under that of the phase.
     """
     from stages.data import sample_in_parts  # imports Ray, which sampling in this process does without
 
-    return [Sample(**row) for row in sample_in_parts(run, phase, Sampler, spec, prompts, shown=shown)]
+    if team_size > 1:
+        meeting = Rendezvous(*run.workers().free_address(), team_size, run.engine.collective_timeout_seconds)
+        spec = replace(spec, meeting=meeting)
+    rows = sample_in_parts(run, phase, Sampler, spec, prompts, shown=shown, team_size=team_size)
+    return [Sample(**row) for row in rows]

@@ -99,6 +99,7 @@ class Stage(Generic[AnyConfig]):
     model_kinds: tuple[str, ...] = ("decoder",)  # values of model.kind that it works with
     context_tokens: Callable[[AnyConfig], Mapping[str, int]] = lambda _config: {}  # by field: must fit the context
     split_rows: Callable[[AnyConfig], Mapping[str, int]] = lambda _config: {}  # by field: must divide among workers
+    worker_teams: Callable[[AnyConfig], Mapping[str, int]] = lambda _config: {}  # by field: must divide the workers
     extra_ranks: Callable[[AnyConfig], int] = lambda _config: 0  # processes next to the job's workers
     check: Callable[[AnyConfig, JobView], None] = lambda _config, _job: None  # raises ValueError
     preflight: Callable[[StageRun, AnyConfig], None] = lambda _run, _config: None  # reads every row; raises ValueError

@@ -251,9 +251,11 @@ def sample_in_parts(
     prompts: Sequence[Prompt],
     *,
     shown: str = "",
+    team_size: int = 1,
 ) -> list[dict[str, Any]]:
     """Return the rows of `make(spec).sample(prompts)`, computed on all workers. Rows must not depend on how the prompts
-    are split. Each worker makes one sampler and keeps it for all its parts.
+    are split. Each worker makes one sampler and keeps it for all its parts. Teams of `team_size` consecutive workers
+    get the same parts, and the rows are those of the first worker of each team.
 
     Each part is saved in the stage's folder, so a stage that runs again continues with the missing parts.
     """
@@ -264,11 +266,13 @@ def sample_in_parts(
     paths = [folder / f"{number:05d}.jsonl" for number in range(len(parts))]
     missing = [number for number, path in enumerate(paths) if not path.is_file()]
     samplers = run.workers().put(f"{run.name}: {phase}", make, spec)
-    for start in range(0, len(missing), samplers.num_ranks):
-        turn = missing[start : start + samplers.num_ranks]
-        shares = [parts[number] for number in turn] + [[]] * (samplers.num_ranks - len(turn))
-        rows_by_rank = samplers.call_split(PromptSampler.sample, [(share,) for share in shares])
-        for number, rows in zip(turn, rows_by_rank, strict=False):  # a rank without a share has none
+    num_teams = samplers.num_ranks // team_size
+    for start in range(0, len(missing), num_teams):
+        turn = missing[start : start + num_teams]
+        shares = [parts[number] for number in turn] + [[]] * (num_teams - len(turn))
+        of_rank = [(share,) for share in shares for _ in range(team_size)]
+        rows_by_team = samplers.call_split(PromptSampler.sample, of_rank)[::team_size]
+        for number, rows in zip(turn, rows_by_team, strict=False):  # a team without a share has none
             write_text(paths[number], "".join(json.dumps(row.as_dict()) + "\n" for row in rows))
         num_done = len(parts) - len(missing) + start + len(turn)
         run.show(min(num_done * PROMPTS_AT_ONCE, len(prompts)), len(prompts), shown or phase)

@@ -51,7 +51,6 @@ class StagePlan:
     num_steps: int
     seconds_per_step: float
     assumptions: tuple[str, ...]
-    missing: tuple[str, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -239,15 +238,12 @@ class Planner:
         memory: Mapping[str, Memory],
         num_steps: int,
         seconds_per_step: float,
-        missing: tuple[str, ...] = (),
     ) -> StagePlan:
-        """Return the plan of this stage, with all assumptions made for it, and with what Heed lacks to run it. A GPU's
-        memory has to hold what its libraries take, too.
-        """
+        """Return the plan of this stage, with all assumptions made for it. A GPU also holds what its libraries take."""
         if self.layout.is_gpu:
             reserved = {RESERVED: RESERVED_BYTES}
             memory = {kind: replace(of, held={**of.held, **reserved}) for kind, of in memory.items()}
-        return StagePlan(self.name, unit, numbers, memory, num_steps, seconds_per_step, self.sizes.taken(), missing)
+        return StagePlan(self.name, unit, numbers, memory, num_steps, seconds_per_step, self.sizes.taken())
 
 
 def _if_readable(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,6 +37,9 @@ def verify_sampler(
     python: Annotated[
         str, typer.Option(help="Interpreter that has the engine (default: this one; for vllm, that of `make vllm`).")
     ] = "",
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Processes that sample together, each with a share of the weights.")
+    ] = 1,
 ) -> None:
     """Test whether a sampling engine holds the policy that it is sent, and that planted faults are found and named.
 
@@ -54,7 +58,7 @@ def verify_sampler(
         python = require_vllm(python, option="--python")
     found, passed = results_console(), True
     with console.status("loading the engine") as status:
-        for check in _checks(engine, model, precision.value, seed, python):
+        for check in _checks(engine, model, precision.value, seed, python, tensor_parallel_size):
             mark = ("ok    ", "green") if check.passed else ("FAILED", "bold red")
             found.print(Text.assemble(mark, " ", (check.name, "bold"), ": ", check.found))
             status.update(f"after: {check.name}")
@@ -63,32 +67,37 @@ def verify_sampler(
         raise typer.Exit(1)
 
 
-def _checks(engine: str, model: Path, precision: str, seed: int, python: str) -> "Iterator[Check]":
-    """Yields the checks as they finish. Another process makes them.
+def _checks(engine: str, model: Path, precision: str, seed: int, python: str, team_size: int) -> "Iterator[Check]":
+    """Yields the checks as they finish. Other processes make them, all of which make the same.
 
     Raises: ValueError for the user's mistakes; RunError if the process ends before all checks are done.
     """
+    from files.ports import free_port
     from lm.samplers.__main__ import DONE, MISTAKE
     from lm.samplers.verify import Check
     from training.notices import RunError
 
     reading, writing = os.pipe()
-    command = [
-        python or sys.executable,
-        "-P",
-        "-m",
-        "lm.samplers",
-        engine,
-        str(model),
-        precision,
-        str(seed),
-        str(writing),
-    ]
+    command = [python or sys.executable, "-P", "-m", "lm.samplers", engine, str(model), precision, str(seed)]
+    # The test runs thousands of small products: threads that spin between them take three times the CPU time.
+    environment = os.environ | {"GOMP_SPINCOUNT": "0"}
+    if team_size > 1:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(team_size), **address}
     last: dict[str, Any] = {}
-    with tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads would fill up
-        # The test runs thousands of small products: threads that spin between them take three times the CPU time.
-        environment = os.environ | {"GOMP_SPINCOUNT": "0"}
-        process = subprocess.Popen(command, stdout=said, stderr=said, text=True, pass_fds=(writing,), env=environment)
+    with ExitStack() as ending, tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads would fill up
+        for rank in reversed(range(team_size)):
+            pipe = writing if rank == 0 else ending.enter_context(open(os.devnull, "w")).fileno()
+            process = subprocess.Popen(
+                [*command, str(team_size), str(pipe)],
+                stdout=said,
+                stderr=said,
+                text=True,
+                pass_fds=(pipe,),
+                env=environment | ({"RANK": str(rank)} if rank else {}),
+            )
+            ending.callback(process.wait)
+            ending.callback(process.kill)  # the others wait for one that has failed
         os.close(writing)
         with os.fdopen(reading) as lines:
             for line in lines:

@@ -45,6 +45,7 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "save_total_limit": ("engine.keep_checkpoints",),
         "sft_model_path": ("init_from",),
         "torch_compile": ("engine.compile_blocks",),
+        "vllm_tensor_parallel_size": ("sampler.tensor_parallel_size",),
         "weight_decay": ("optimizer.weight_decay", "policy_optimizer.weight_decay"),
         "warmup_steps": ("optimizer.warmup_steps", "policy_optimizer.warmup_steps"),
     },
@@ -74,6 +75,7 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "reward_pretrain": ("reward.model", "reward_from"),
         "train_batch_size": ("minibatch.batch_size", "batch.batch_size"),
         "value_clip": ("advantage.value_clip_range",),
+        "vllm_tensor_parallel_size": ("sampler.tensor_parallel_size",),
         "zero_stage": ("engine.zero_stage",),
     },
     _VERL: {
@@ -95,6 +97,7 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "ppo_micro_batch_size_per_gpu": ("minibatch.micro_batch_size",),
         "ppo_max_token_len_per_gpu": ("minibatch.micro_batch_tokens",),
         "ppo_mini_batch_size": ("minibatch.batch_size",),
+        "tensor_model_parallel_size": ("sampler.tensor_parallel_size",),
         "save_freq": ("save_every_iterations", "save_every_steps"),
         "test_freq": ("evaluate_every_steps",),
         "total_training_steps": ("num_iterations", "num_steps"),

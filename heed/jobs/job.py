@@ -252,6 +252,9 @@ class JobConfig(Config):
             for field, rows in stage.split_rows(section).items():
                 if rows % num_workers:
                     return f"{stage.name}.{field} is {rows}; a multiple of workers = {num_workers} was expected"
+            for field, size in stage.worker_teams(section).items():
+                if num_workers % size:
+                    return f"{stage.name}.{field} is {size}; a divisor of workers = {num_workers} was expected"
         return ""
 
     def _check_optimizers(self) -> None:

@@ -61,8 +61,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage has enough memory, and Heed has every feature that the stages need."""
-        return self.excess == 0 and not any(stage.missing for stage in self.stages)
+        """Whether every stage has enough memory."""
+        return self.excess == 0
 
     @property
     def excess(self) -> int:
@@ -195,9 +195,7 @@ def advice(path: Path | None, overrides: Sequence[str], plan: Plan) -> list[str]
     """Returns lines for the user: what makes the job fit, or if it fits, which mode of `ppo.memory` suits it."""
     if plan.fits:
         return _mode_line(path, overrides, plan)
-    lines = [f"{stage.name} needs {what}, which Heed does not have" for stage in plan.stages for what in stage.missing]
-    if not plan.excess:
-        return lines
+    lines = list[str]()
     fitting_change = changes_that_fit(path, overrides, plan)
     if fitting_change is not None:
         options = " ".join(f"--set {escape(shlex.quote(change))}" for change in fitting_change[0])
@@ -232,6 +230,11 @@ def _mode_line(path: Path | None, overrides: Sequence[str], plan: Plan) -> list[
 def _mode(job: JobConfig) -> str:
     """`ppo.memory`; "" without PPO."""
     return str(getattr(job.section_of(job.stage("ppo")), "memory", "")) if "ppo" in job.stage_names else ""
+
+
+def _team_size(job: JobConfig) -> int:
+    """`ppo.sampler.tensor_parallel_size`, of a job with PPO."""
+    return int(job.section_of(job.stage("ppo")).sampler.tensor_parallel_size)
 
 
 def changes_that_fit(path: Path | None, overrides: Sequence[str], plan: Plan) -> tuple[list[str], Plan] | None:
@@ -279,6 +282,8 @@ def _changes(plan: Plan) -> Iterator[str]:
         yield "ppo.memory=balanced"
     if engine.zero_stage == 3 and engine.node_weights and plan.layout.ranks_per_node < job.workers:
         yield "engine.node_weights=false"
+    if mode:
+        yield f"ppo.sampler.tensor_parallel_size={2 * _team_size(job)}"
     if not engine.checkpoint_activations:
         yield "engine.checkpoint_activations=true"
     if job.workers > 1 and engine.zero_stage < 3:

@@ -71,8 +71,6 @@ def show_plan(
             out.print(host)
         for assumption in stage.assumptions:
             out.print(f"  [dim]{escape(assumption)}")
-        for missing in stage.missing:
-            out.print(f"  [bold red]missing:[/] {escape(missing)}. Memory is counted as if Heed had it")
     out.print()
     out.print(f"[dim]{_how(plan)}")
     return plan.fits
@@ -82,9 +80,6 @@ def _verdict_line(plan: Plan) -> str:
     """Returns whether the job fits, on what, and the stage that needs most memory."""
     chosen, setting = plan.setting.hardware, plan.setting
     where = chosen.name if chosen.is_gpu else "this machine's CPU"
-    lacking = [stage.name for stage in plan.stages if stage.missing]
-    if lacking:
-        return f"{plan.job.name}: [bold red]cannot run[/] on {where}: Heed lacks what {', '.join(lacking)} needs"
     largest = max(plan.stages, key=lambda stage: stage.peak)
     of_node = max(plan.stages, key=plan.node_bytes)
     if largest.peak <= chosen.memory_bytes and setting.node_bytes and plan.node_bytes(of_node) > setting.node_bytes:

@@ -16,6 +16,7 @@ from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.native.kernels import library
 from lm.native.operators import TYPES
+from lm.tensor_parallel import LanguageModelPart
 
 LARGEST_HEAD = 256
 ACTIVATIONS = {"swiglu": 0, "relu2": 1, "gelu_tanh": 2, "relu": 3}  # decoder.cpp's `Activation`
@@ -27,6 +28,8 @@ def what_native_steps_miss(model: nn.Module) -> str:
     """Returns what the native step needs but this model lacks; "" if the native step supports the model."""
     if not isinstance(model, LanguageModel):
         return "a decoder"
+    if isinstance(model, LanguageModelPart):
+        return "a decoder that a single rank computes"
     weight = model.head.weight
     if not weight.is_cpu or torch.is_autocast_enabled("cpu"):
         return "weights on a CPU, without autocast"

@@ -1,6 +1,8 @@
 """Heed's own sampler: the same core as the learner's, so both compute the same log-probs up to rounding."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
@@ -11,9 +13,10 @@ from lm.config import Precision
 from lm.decoding import FixedSteps, fixed_steps
 from lm.generation import Generated, generate
 from lm.model import LanguageModel
-from lm.samplers.engine import SamplingEngine, SentWeights, digests_of, held_tensors, noted, take
+from lm.samplers.engine import SamplingEngine, SentWeights, digests_of, held_tensors, noted, require_same, take
 from lm.sampling import Choice
-from lm.source import load_for_inference, on_meta
+from lm.source import inference_device, load_for_inference, on_meta
+from lm.tensor_parallel import LanguageModelPart, Team
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 
@@ -21,21 +24,46 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class HeedSampler(SamplingEngine):
-    """Holds the policy in compute precision, and samples from it with `lm.generation`."""
+    """Holds the policy, or this rank's part of it, in compute precision, and samples from it with `lm.generation`.
 
-    def __init__(self, policy: LanguageModel, end_ids: Sequence[int], *, keeps_steps: bool = False) -> None:
-        """`keeps_steps`: on its own GPU it keeps its cache and recorded steps; weights arrive in place."""
-        self._config, self._dtype = policy.config, policy.head.weight.dtype
-        self._device, self.end_ids = policy.head.weight.device, end_ids
+    The ranks of a team make all calls together, with the same arguments, and get the same samples.
+    """
+
+    def __init__(
+        self,
+        policy: LanguageModel,
+        end_ids: Sequence[int],
+        *,
+        keeps_steps: bool = False,
+        digests: Mapping[str, int] | None = None,
+    ) -> None:
+        """`keeps_steps`: on its own GPU it keeps its cache and recorded steps; weights arrive in place.
+
+        `digests` are those of the whole weights, if `policy` is only a part.
+        """
+        self._dtype, self._device, self.end_ids = policy.head.weight.dtype, policy.head.weight.device, end_ids
         self._policy: LanguageModel | None = policy
-        self._digests = digests_of(held_tensors(policy))
+        self._whole, self._build = policy.config, self._build_whole
+        if isinstance(policy, LanguageModelPart):
+            self._whole, self._build = policy.whole, partial(LanguageModelPart, policy.whole, policy.team)
+        self._digests = dict(digests or digests_of(held_tensors(policy)))
         kept = fixed_steps(policy, "auto") if keeps_steps else None
         self.steps: FixedSteps | Literal["auto"] = kept or "auto"
 
     @classmethod
-    def load(cls, folder: Path, precision: Precision, *, keeps_steps: bool = False) -> Self:
-        policy = load_for_inference(ModelFolder(folder, LanguageModel), DTYPES[precision])
-        return cls(policy, Tokenizer.load(folder).end_ids, keeps_steps=keeps_steps)
+    def load(cls, folder: Path, precision: Precision, *, keeps_steps: bool = False, team: Team | None = None) -> Self:
+        """Load the model of a directory, or this rank's part of it.
+
+        Raises: ValueError if the team cannot share the model.
+        """
+        source, dtype, end_ids = ModelFolder(folder, LanguageModel), DTYPES[precision], Tokenizer.load(folder).end_ids
+        if team is None:
+            return cls(load_for_inference(source, dtype), end_ids, keeps_steps=keeps_steps)
+        part = _Part(source, team, dtype)
+        return cls(load_for_inference(part, dtype), end_ids, keeps_steps=keeps_steps, digests=part.digests)
+
+    def _build_whole(self) -> LanguageModel:
+        return LanguageModel(self._whole)
 
     @property
     def policy(self) -> LanguageModel:
@@ -57,7 +85,14 @@ class HeedSampler(SamplingEngine):
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
         self._digests = {}
-        take(self.policy, noted(sent, self._digests))
+        chunks, policy = noted(sent, self._digests), self.policy
+        take(policy, map(partial(self._cut, policy), chunks) if isinstance(policy, LanguageModelPart) else chunks)
+
+    def _cut(self, policy: LanguageModelPart, chunk: SentWeights) -> SentWeights:
+        """Check that whole tensors arrived, and returns this rank's part of each, with digests of its own."""
+        whole = {name: tensor.to(self._device) for name, tensor in chunk.weights.items()}
+        require_same(chunk.digests, whole)
+        return SentWeights.of({name: policy.cut(name, tensor) for name, tensor in whole.items()})
 
     def forget_prompts(self) -> None:
         """Does nothing: keys and values are not kept between calls."""
@@ -67,16 +102,41 @@ class HeedSampler(SamplingEngine):
         return self._digests
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
-        yield from held_tensors(self.policy).items()
+        """A part has memory of its own for whole tensors, which are cut when they have arrived."""
+        if not isinstance(self.policy, LanguageModelPart):
+            yield from held_tensors(self.policy).items()
+            return
+        for name, tensor in held_tensors(on_meta(self._build_whole)).items():
+            yield name, torch.empty(tensor.shape, dtype=self._dtype, device=self._device)
 
     def sleep(self) -> None:
         self._policy = None
 
     def wake(self) -> None:
         if self._policy is None:
-            policy = on_meta(lambda: LanguageModel(self._config)).to(self._dtype)
+            policy = on_meta(self._build).to(self._dtype)
             self._policy = policy.to_empty(device=self._device).eval()
             self._policy.tie()
 
     def close(self) -> None:
         """Does nothing: the memory is released with the process."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A rank's part of a model as a source: tensors are cut as they are read. `digests` are those of whole tensors."""
+
+    source: ModelFolder[LanguageModel]
+    team: Team
+    dtype: torch.dtype
+    digests: dict[str, int] = field(default_factory=dict)
+
+    def build(self) -> LanguageModelPart:
+        return LanguageModelPart(self.source.build().config, self.team)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        model = on_meta(self.build)
+        for name, tensor in self.source.tensors():
+            whole = tensor.to(inference_device(), self.dtype)
+            self.digests.update(digests_of({name: whole}))
+            yield name, model.cut(name, whole)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from files.atomic import write_json
@@ -20,6 +21,7 @@ from lm.model import LanguageModel
 from lm.samplers.engine import SamplingEngine, SentWeights, chunks, held_tensors, noted, require_same
 from lm.samplers.own import DTYPES
 from lm.source import on_meta
+from lm.tensor_parallel import require_divisible
 from lm.tokenizer import Tokenizer
 from lm.weights import CONFIG, ModelFolder, config_to_hf, stored_tensors
 
@@ -39,8 +41,14 @@ PREFIX_BLOCK_TOKENS = 32  # on CPUs, whose default is 128; a prompt's cache is k
 class VLLMSampler(SamplingEngine):
     """Passes prompts to vLLM as tokens, and weights under the names of the Hugging Face layout."""
 
-    def __init__(self, folder: Path, precision: Precision, *, on_own_device: bool = False) -> None:
-        """`folder` is a model directory; its weights are the first that the engine receives."""
+    def __init__(
+        self, folder: Path, precision: Precision, *, on_own_device: bool = False, tensor_parallel_size: int = 1
+    ) -> None:
+        """`folder` is a model directory; its weights are the first that the engine receives.
+
+        With a `tensor_parallel_size` above 1, that many consecutive ranks make all calls together, with the same
+        arguments, and get the same samples. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT identify ranks.
+        """
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         import vllm
@@ -53,6 +61,11 @@ class VLLMSampler(SamplingEngine):
         self._digests = dict[str, int]()
         if not self._on_gpu:
             self._require_shape(folder)
+        if tensor_parallel_size > 1:
+            require_divisible(self._model.config, tensor_parallel_size)
+            if not dist.is_initialized():  # it is in a second round
+                # vLLM itself would form a single team. In a group of all ranks, its teams are consecutive ranks.
+                dist.init_process_group("nccl" if self._on_gpu else "gloo")
         with tempfile.TemporaryDirectory() as shape:
             write_json(Path(shape) / CONFIG, {**config_to_hf(self._model, tokenizer), "tie_word_embeddings": False})
             self._engine: Any = vllm.LLM(
@@ -66,6 +79,8 @@ class VLLMSampler(SamplingEngine):
                 enable_prefix_caching=True,
                 logprobs_mode="processed_logprobs",  # after the temperature; the default is before it
                 seed=0,
+                tensor_parallel_size=tensor_parallel_size,
+                distributed_executor_backend="external_launcher" if tensor_parallel_size > 1 else None,
                 **(_gpu_options(on_own_device) if self._on_gpu else {"block_size": PREFIX_BLOCK_TOKENS}),
             )
         dtype = DTYPES[precision]
@@ -81,8 +96,10 @@ class VLLMSampler(SamplingEngine):
             raise ValueError(f"{folder}: head_dim is {head_dim}; vLLM on CPUs has {', '.join(map(str, sizes))}")
 
     @classmethod
-    def load(cls, folder: Path, precision: Precision, *, on_own_device: bool = False) -> Self:
-        return cls(folder, precision, on_own_device=on_own_device)
+    def load(
+        cls, folder: Path, precision: Precision, *, on_own_device: bool = False, tensor_parallel_size: int = 1
+    ) -> Self:
+        return cls(folder, precision, on_own_device=on_own_device, tensor_parallel_size=tensor_parallel_size)
 
     def sample(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float

@@ -38,6 +38,7 @@ PREFETCH_BUCKET = 50_000_000
 
 GENERATION_ROWS = 128  # lm.generation.generate's max_rows
 NODE_COPY = "copy of the weights on each node"
+CPU_COPY = "weights as the CPU reads them"  # while it samples
 LOGIT_BYTES = 12  # per logit: fp32, divided by the temperature, and exponentiated for the normaliser
 
 
@@ -376,7 +377,7 @@ def sampling_phase(
         "prompts being read, or logits": max(prompt_pass, drawing),
     }
     if not layout.is_gpu and (layout.is_bf16 or not what_a_decoder_misses(config, torch.float32)):
-        held["weights as the CPU reads them"] = c * num_parameters
+        held[CPU_COPY] = c * num_parameters
     return held
 
 

@@ -12,7 +12,9 @@ from lm.config import ModelConfig
 from lm.inspection import Pass, forward_bytes
 from lm.native.kernels import library
 from lm.samplers.draws import AT_ONCE
+from lm.tensor_parallel import config_of_part, parameters_of_part
 from stages.planning.memory import (
+    CPU_COPY,
     GENERATION_ROWS,
     Counts,
     Layout,
@@ -36,6 +38,7 @@ CHUNK_BYTES = 1 << 28  # lm.samplers.engine: a chunk ends once it has this many
 DIGESTED_AT_ONCE = 1 << 21  # likewise: elements hashed at once, 16 bytes each
 KEPT_BYTES = 4 << 30  # of a rank's memory, for passes of policy and value function together
 GENERATE, SYNC = "generate", "sync"  # phases in which a generator holds weights
+ARRIVING = "weights on their way"
 VALUES = "values"  # the phase in which the value function scores samples
 MEASURE = "measure"  # the phase in which policy, reference and value function measure samples on their shared body
 REFERENCE, REWARD = "score by the reference", "score by the reward model"
@@ -68,7 +71,7 @@ class PPOWork:
     response_tokens: int  # of each
     num_micro_batches: int
     mode: Mode = "fast"  # ppo.memory
-    generator_ranks: int = 1  # that share a generator's weights
+    team_size: int = 1  # ranks that sample together: ppo.sampler.tensor_parallel_size
     has_average: bool = True
     shares_body: bool = False  # ppo.lora.shared_body
     gpu_bytes: int = 0  # memory of a GPU, which limits the rows sampled at once; 0 = no limit
@@ -189,7 +192,7 @@ def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
     chunk = min(CHUNK_BYTES + 2 * c * policy.largest, c * (policy.total if is_copied else policy.adapted))
     merging = 3 * 4 * policy.largest_adapted  # a map, its addition and their sum, in fp32
     digest = 16 * min(DIGESTED_AT_ONCE, policy.largest)
-    phases[SYNC] = {"weights on their way": chunk + max(merging, digest)}
+    phases[SYNC] = {ARRIVING: chunk + max(merging, digest)}
     return Role(held, phases, host, weights_to_save(policy, layout))
 
 
@@ -246,19 +249,28 @@ def _shared_phases(models: PPOModels, layout: Layout, work: PPOWork) -> dict[str
 
 def generator(models: PPOModels, layout: Layout, work: PPOWork, other_bytes: int = 0) -> Role:
     """Returns the memory of a generator: weights in the compute dtype, and sampling. Other roles hold `other_bytes`.
-    vLLM fills all that it may take with its cache as it starts, and sleeps when Heed's generator would leave the GPU.
+
+    In a team, a rank has the cache and the activations of its own heads, but whole logits. Whole tensors arrive in
+    chunks, and are then cut. vLLM fills all that it may take with its cache as it starts, and sleeps when Heed's
+    generator would leave the GPU.
     """
-    policy, shared_by = models.policy_counts, work.generator_ranks
+    policy, size, config, phases = models.policy_counts, work.team_size, models.policy, dict[str, Parts]()
     P = policy.total - (policy.trained if policy.ranks else 0)  # it receives merged weights
-    weights = layout.compute_bytes * P // shared_by
+    if size > 1:
+        arriving = min(CHUNK_BYTES + 2 * layout.compute_bytes * policy.largest, layout.compute_bytes * P)
+        phases[SYNC] = {ARRIVING: arriving, "a rank's parts of them": arriving // size}
+        P, config = parameters_of_part(config, size), config_of_part(config, size)
+    weights = layout.compute_bytes * P
     if work.engine_bytes:
-        cache = max(0, work.engine_bytes - weights)
-        return Role({"generator": weights, "vLLM's cache and work space": cache}, {GENERATE: {}})
-    rows = min(GENERATION_ROWS, work.rollout_rows * shared_by)
-    free = (work.gpu_bytes - other_bytes - weights) * shared_by if work.gpu_bytes else 0
-    rows = rows_at_once(models.policy, layout, free, rows, work.prompt_tokens + work.response_tokens)
-    phase = sampling_phase(models.policy, layout, P, rows, work.prompt_tokens, work.response_tokens)
-    phases = {GENERATE: {name: size // shared_by for name, size in phase.items()}}
+        held = {"generator": weights, "vLLM's cache and work space": max(0, work.engine_bytes - weights)}
+        if weights > work.engine_bytes:  # the weights need a GPU of which they are vLLM's part
+            held["part of the GPU that vLLM leaves to others"] = weights * work.gpu_bytes // work.engine_bytes - weights
+        return Role(held, {GENERATE: {}, **phases})
+    rows, seq_len = min(GENERATION_ROWS, work.rollout_rows * size), work.prompt_tokens + work.response_tokens
+    rows = rows_at_once(config, layout, work.gpu_bytes - other_bytes - weights if work.gpu_bytes else 0, rows, seq_len)
+    phases[GENERATE] = phase = sampling_phase(config, layout, P, rows, work.prompt_tokens, work.response_tokens)
+    if size > 1 and not layout.is_bf16:
+        phase.pop(CPU_COPY, None)  # Heed's decoding kernels are for a whole model
     return Role({"generator": weights}, phases)
 
 
@@ -322,6 +334,7 @@ def ppo_memory(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
         models, layout, work, sum(size for part, size in other_roles.items() if not (is_away and _moves(part)))
     )
     phases = {**learning.phases, **sampling.phases, **scoring.phases}
+    phases[SYNC] = {**sampling.phases.get(SYNC, {}), **learning.phases[SYNC]}
     if REFERENCE in scoring.phases and work.keeps:
         kept = kept_passes(models, layout, work)["policy"].num_bytes
         phases = _only_in(phases, {"passes kept": kept}, (REFERENCE,))

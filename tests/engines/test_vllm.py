@@ -40,13 +40,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> InitialModels:
     return InitialModels(folder / "sft", folder / "reward", ScoreScale(0.5, 2.0), None)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "size"), [("fp32", 1), ("bf16", 1), ("fp32", 2)])
 def test_vllm_passes_and_every_planted_fault_is_named(
-    vllm_python: str, heed: Callable[..., HeedCommand], models: InitialModels, precision: Precision
+    vllm_python: str, heed: Callable[..., HeedCommand], models: InitialModels, precision: Precision, size: int
 ) -> None:
     command = heed(
         "verify-sampler", "vllm", str(models.sft), "--precision", precision, "--python", vllm_python,
-        environment={"COLUMNS": "400"},
+        "--tensor-parallel-size", str(size), environment={"COLUMNS": "400"},
     )  # fmt: skip
     assert command.wait() == 0, command.output
     lines = [line for line in command.output.splitlines() if line.startswith(("ok", "FAILED"))]
@@ -72,9 +72,14 @@ def config_of(**changes: object) -> PPOConfig:
     return PPOConfig.model_validate({**values, **changes})
 
 
-@pytest.mark.parametrize("transport", ["object_store", "broadcast", "on the learner's place"])
+@pytest.mark.parametrize(
+    ("transport", "team_size"), [("object_store", 1), ("broadcast", 1), ("broadcast", 2), ("on the learner's place", 1)]
+)
 @pytest.mark.usefixtures("_room")
-def test_weights_reach_it_by_every_transport(vllm_python: str, models: InitialModels, transport: str) -> None:
+def test_weights_reach_it_by_every_transport(
+    vllm_python: str, models: InitialModels, transport: str, team_size: int
+) -> None:
+    """With a `team_size` of 2, four ranks are two generators."""
     one_thread = ClusterConfig(cpu_threads=1)
     engine = EngineConfig(precision="fp32", trackers=())
     tokenizer = Tokenizer.load(models.sft)
@@ -83,9 +88,11 @@ def test_weights_reach_it_by_every_transport(vllm_python: str, models: InitialMo
     with WorkerGroup(1, one_thread) as learners:
         is_guest = transport == "on the learner's place"
         host = learners if is_guest else None
-        with WorkerGroup(1, one_thread, python=vllm_python, host=host) as generators:
-            apart = {"kind": "disaggregated", "weight_transport": transport}
-            config = config_of() if is_guest else config_of(placement=apart)
+        num_generators = team_size**2
+        with WorkerGroup(num_generators, one_thread, python=vllm_python, host=host) as generators:
+            apart = {"kind": "disaggregated", "weight_transport": transport, "num_generators": num_generators}
+            sampler = {"kind": "vllm", "tensor_parallel_size": team_size}
+            config = config_of() if is_guest else config_of(placement=apart, sampler=sampler)
             roles = Roles.on_groups(
                 config, engine, models, [], learners=learners, generators=generators, scorers=learners
             )

@@ -265,6 +265,21 @@ def test_a_job_may_go_on_with_fewer_workers() -> None:
     assert load_job(DEBUG, ["workers=2", "min_workers=1", "engine.zero_stage=2"]).world_sizes == (2, 1)
 
 
+def test_colocated_workers_form_teams_that_can_share_the_policy() -> None:
+    two = ["ppo.sampler.tensor_parallel_size=2"]
+    four = ["workers=4", "min_workers=1", *FOUR]
+    assert load_job(DEBUG, [*four, *two]).world_sizes == (4, 2)  # one worker is no team
+    with pytest.raises(ValueError, match=r"ppo.sampler.tensor_parallel_size is 2; a divisor of workers = 1 was exp"):
+        load_job(DEBUG, two)
+    with pytest.raises(
+        ValueError,
+        match=r"ppo.sampler.tensor_parallel_size is 4; a divisor of the model's num_attention_heads = 2 was expected",
+    ):
+        load_job(DEBUG, [*four, "ppo.sampler.tensor_parallel_size=4"])
+    apart = ["ppo.placement.kind=disaggregated", "ppo.placement.num_generators=2"]
+    assert load_job(DEBUG, [*two, *apart]).num_ranks == 1 + 2 + 1
+
+
 FOUR = tuple(
     f"{batch}.micro_batch_size=1" for batch in ("pretrain.batch", "sft.batch", "reward.batch", "ppo.minibatch")
 )

@@ -48,6 +48,23 @@ def test_the_changes_make_it_fit_and_none_is_needless() -> None:
     assert lines[1] == "[bold]fits as it is[/] on h200 (--gpu h200)"
 
 
+def test_a_policy_too_large_for_a_gpu_is_sampled_by_a_team() -> None:
+    name, alone = "hh-70b-64gpus", ("ppo.sampler.tensor_parallel_size=1",)
+    plan, shared = plan_of(name, "h100", *alone), plan_of(name, "h100")
+    assert [stage.name for stage in plan.stages if stage.peak > GPUS["h100"].memory_bytes] == ["ppo"]
+    found = changes_that_fit(CLUSTER / f"{name}.toml", alone, plan)
+    assert found is not None
+    assert found[0] == ["ppo.sampler.tensor_parallel_size=2"] or found[0] == ["ppo.sampler.tensor_parallel_size=4"]
+    # 70.6 GB are 131.5 GiB in bf16. Of these the embedding, 1.96 GiB, is whole on every rank, and norms are negligible.
+    weights = {size: held_by(found_plan, "generator") / GIB for size, found_plan in ((1, plan), (4, shared))}
+    assert weights[4] == pytest.approx((weights[1] - 1.957) / 4 + 1.957, abs=0.01)
+
+
+def held_by(plan: Plan, part: str) -> int:
+    (memory,) = next(stage.memory for stage in plan.stages if stage.name == "ppo").values()
+    return memory.phases["generate"][part]
+
+
 def test_smaller_micro_batches_come_before_anything_that_costs_more_time() -> None:
     name = "hh-0.5b-1gpu"
     overrides = ("sft.batch.micro_batch_size=128",)

@@ -215,9 +215,20 @@ def test_an_engine_that_ends_the_process_does_not_pass(untied: Path, tmp_path: P
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
+def test_the_command_tests_a_team(untied: Path) -> None:
+    done = _run("heed", str(untied), "--tensor-parallel-size", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert all(line.startswith("ok ") for line in lines)
+    assert [name for name in FAULTS if any(f"planted: {name}:" in line for line in lines)] == [*FAULTS]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("heed", "MODEL", "--tensor-parallel-size", "3"), "tensor_parallel_size is 3; a divisor of the model's num_"),
+        (("engine.py:load", "MODEL", "--tensor-parallel-size", "2"), "--tensor-parallel-size is 2; 1 was expected"),
         (("sglang", "MODEL"), 'engine \'sglang\': "heed", "vllm", "FILE.py:FUNCTION"'),
         (("heed", "/nowhere"), "/nowhere: a model directory with a config.json was expected"),
         (("vllm", "MODEL", "--python", "/nowhere/python"), "there is no Python with vLLM at /nowhere/python"),
