@@ -66,7 +66,7 @@ class Roles:
         Raises:
             ValueError: a minibatch does not divide among the learners.
         """
-        config.minibatch.num_micro_batches(learners.num_workers)
+        config.minibatch.num_micro_batches(engine.data_parallel_size(learners.num_workers))
         kind = SharedBodyLearner if config.shared_body else Learner  # a SharedBodyLearner also scores
         own = None if config.shared_body else scorers.put("ppo", Scorer, config, engine, models)
         sampling = generators.put("ppo", Generator, config, engine, models)
@@ -77,8 +77,9 @@ class Roles:
         if not together and broadcasts(config, learning, sampling):
             transport = Broadcast.open(learners, learning, sampling)
         makes_room = config.memory == "small" and together
-        scorers_ = _scorers(config, models, conversations, learning, own or learning)
-        return cls(config, Learners(learning, config.minibatch), Generators(sampling), scorers_, transport, makes_room)
+        scorers_ = _scorers(config, engine, models, conversations, learning, own or learning)
+        learners_ = Learners(learning, config.minibatch, engine.sequence_parallel_size)
+        return cls(config, learners_, Generators(sampling), scorers_, transport, makes_room)
 
     @classmethod
     def in_process(
@@ -90,7 +91,7 @@ class Roles:
         sampling = Local(Generator(config, engine, models))
         learning = Local(kind(config, engine, models, num_workers=1))
         makes_room, direct = config.memory == "small", Direct(learning, sampling)
-        scorers = _scorers(config, models, conversations, learning, own or learning)
+        scorers = _scorers(config, engine, models, conversations, learning, own or learning)
         return cls(config, Learners(learning, config.minibatch), Generators(sampling), scorers, direct, makes_room)
 
     def start_forward_passes(
@@ -159,6 +160,7 @@ class Roles:
 
 def _scorers(
     config: PPOConfig,
+    engine: EngineConfig,
     models: InitialModels,
     conversations: Sequence[Messages],
     learning: Handle[Any],
@@ -166,7 +168,9 @@ def _scorers(
 ) -> Scorers:
     """Returns the scorers. With adapters, the learners compute the reference's log-probs."""
     read = conversations if models.reward_reads_texts else ()
-    return Scorers(scoring, read, config.minibatch, learning if config.lora is not None else scoring)
+    if config.lora is None:
+        return Scorers(scoring, read, config.minibatch, scoring)
+    return Scorers(scoring, read, config.minibatch, learning, engine.sequence_parallel_size)
 
 
 class WeightTransport(Protocol):
