@@ -334,8 +334,8 @@ def check(config: PPOConfig, job: JobView) -> None:
         return
     if job.engine.sequence_parallel_size > 1:
         raise ValueError(
-            f"ppo.lora.shared_body with engine.sequence_parallel_size {job.engine.sequence_parallel_size}: a shared body"
-            " reads whole rows; 1 was expected"
+            f"ppo.lora.shared_body with engine.sequence_parallel_size {job.engine.sequence_parallel_size}: a shared"
+            " body reads whole rows; 1 was expected"
         )
     if job.engine.zero_stage == 3:
         raise ValueError(

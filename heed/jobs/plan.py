@@ -93,6 +93,7 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
         setting.hardware.is_gpu,
         job.engine.offload,
         job.engine.checkpoint_activations,
+        job.engine.sequence_parallel_size,
     )
     sizes = Sizes(
         model.max_position_embeddings,
@@ -284,6 +285,8 @@ def _changes(plan: Plan) -> Iterator[str]:
         yield 'engine.offload=["optimizer"]'
     if engine.zero_stage == 3 and "parameters" not in engine.offload:
         yield 'engine.offload=["optimizer", "parameters"]'
+    if job.workers % (2 * engine.sequence_parallel_size) == 0:
+        yield f"engine.sequence_parallel_size={2 * engine.sequence_parallel_size}"
     if job.workers < MOST_WORKERS:
         yield f"workers={2 * job.workers}"
 
