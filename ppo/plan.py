@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from lm.config import ModelConfig
 from lm.lora import LoRAConfig
+from lm.sequence_parallel import check_sequence_split
 from ppo.config import PPOConfig
 from pretrain.stage import STAGE as PRETRAIN
 from reward.external import ModelReward
@@ -58,6 +59,8 @@ def _models(planner: Planner, config: PPOConfig) -> PPOModels:
     critic, shared = _critic(planner, config), _adapter_of_reward(planner, config)
     num_objectives = max(1, len(config.reward.objective_weights))
     value, lora = config.value_optimizer, shared or config.lora
+    for trained in (planner.model, critic if value is not None else planner.model):
+        check_sequence_split(trained, planner.layout.sequence_ranks)
     return PPOModels(
         planner.model,
         critic,
