@@ -160,16 +160,12 @@ class Transformer(nn.Module):
         positions_BT = upload(segment_positions(segments_BT), tokens_BT.device)
         return self(tokens_BT, positions_BT, mask, None, cross_cache, token_types_BT, sequence_keys_BT)
 
-    def selected(self, selected_BT: Tensor | None, tokens_BT: Tensor) -> Tensor | None:
-        """Returns `selected_BT`; where sequences are split, a mask of all positions, in CPU memory, for None."""
-        is_none = selected_BT is None and self.group is not None
-        return torch.ones(tokens_BT.shape, dtype=torch.bool, device="cpu") if is_none else selected_BT
-
     def states(self, hidden_BTD: Tensor, selected_BT: Tensor | None) -> Tensor:
         """Returns the hidden states at the selected positions [C, D], or all of them for None. With `split_sequences`,
         hidden states are those of this rank's slice, and so are the results.
         """
         if selected_BT is None:
+            assert self.group is None, "positions of split rows are selected by a mask of the whole rows"
             return hidden_BTD
         return at_positions(hidden_BTD, selected_BT if self.group is None else self.group.slice_of(selected_BT))
 
@@ -248,9 +244,11 @@ class LanguageModel(nn.Module):
         With `targets_C`, returns their log-probabilities instead, nats, in the same shape. With `split_sequences`,
         logits are those of this rank's slice of the rows, and log-probabilities those of the whole rows.
         """
-        selected_BT = self.decoder.selected(selected_BT, tokens_BT)
+        group = self.decoder.group
+        if group is not None and selected_BT is None:
+            selected_BT = torch.ones(tokens_BT.shape, dtype=torch.bool, device="cpu")
         hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT)
-        logits_CV, group = self.read(hidden_BTD, selected_BT), self.decoder.group
+        logits_CV = self.read(hidden_BTD, selected_BT)
         if targets_C is None:
             return logits_CV
         if group is None or selected_BT is None:
@@ -289,7 +287,6 @@ class ScalarModel(nn.Module):
 
         With several labels, both have one more dimension, the labels.
         """
-        selected_BT = self.decoder.selected(selected_BT, tokens_BT)
         hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT)
         scores, group = self.read(hidden_BTD, selected_BT), self.decoder.group
         return scores if group is None or selected_BT is None else group.whole(scores, selected_BT)
