@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar, TypeVarTuple
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,15 +17,12 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from cluster.remote import Handle, Pending
+from cluster.remote import Arguments, Handle, Kept, Pending, Result
 from lm.config import exact_div
 from training.config import BatchConfig
 from training.packing import pass_tokens, split_passes
 
 ALIGNMENT = 16  # bytes, of the tensors in a buffer
-Kept = TypeVar("Kept")
-Result = TypeVar("Result")
-Arguments = TypeVarTuple("Arguments")
 
 
 @dataclass(frozen=True)
