@@ -98,19 +98,19 @@ def logprobs_on_all_ranks(
 
 def _of_some(engine: Engine[PolicyLearner], comparisons: Sequence[Comparison], batch: BatchConfig) -> list[Floats]:
     units = [[len(sequence) for sequence in comparison.sequences] for comparison in comparisons]
-    passes = split_passes(units, engine.world_size, pass_tokens(batch, units, with_gradients=False))[engine.rank]
+    shares = split_passes(units, engine.data_parallel_size, pass_tokens(batch, units, with_gradients=False))
     starts = np.cumsum([0, *map(len, units)])
     logprobs = torch.zeros(int(starts[-1]), device=engine.device)
     # ZeRO-3 gathers weights in every pass, so all ranks run the same number of passes. A pass without comparisons reads
     # the first one and discards the result.
-    for places in passes:
+    for places in shares[engine.data_rank]:
         note_progress()
         own, _ = packed_comparisons([comparisons[place] for place in places or [0]], engine.device).logprobs(
             engine.model
         )
         if places:
             logprobs[np.concatenate([np.arange(starts[p], starts[p + 1]) for p in places])] = own.float()
-    return split_by_comparison(engine.sum_over_ranks(logprobs).cpu().numpy(), comparisons)
+    return split_by_comparison(engine.sum_over_shares(logprobs).cpu().numpy(), comparisons)
 
 
 @torch.no_grad()
@@ -126,7 +126,8 @@ def check_first_loss(
     engine.model.eval()
     ratios, tokens = list[Tensor](), list[Tensor]()
     with engine.cache_weight_casts():
-        for mine in objective.rank_passes(rows, batch, engine.world_size, with_gradients=True)[engine.rank]:
+        shares = objective.rank_passes(rows, batch, engine.data_parallel_size, with_gradients=True)
+        for mine in shares[engine.data_rank]:
             note_progress()
             taken = mine if len(mine) else rows[:1]
             packed = packed_comparisons([objective.comparisons[row] for row in taken], engine.device)

@@ -233,7 +233,7 @@ def plan(planner: Planner, config: DPOConfig) -> StagePlan:
     context = planner.model.max_position_embeddings
     lengths = comparison_lengths(planner, config, lambda run: load_tokenizer(run, config), context)
     width = planner.packed_width(lengths.longest)
-    rows, _ = rows_and_passes(config.batch, planner.layout.ranks, width, num_responses)
+    rows, _ = rows_and_passes(config.batch, planner.layout.shares, width, num_responses)
     if lengths.response_share == 1:
         planner.sizes.assume("upper bound: counts every token of a conversation as a response token")
     # Only responses have logits. A pass may be full of conversations with the largest share of response tokens.

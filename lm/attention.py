@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from lm.config import ModelConfig, RopeScaling
 from lm.layers import Linear, Replaceable, RMSNorm, compute_dtype
+from lm.sequence_parallel import SplitRows
 from lm.transfer import upload
 
 
@@ -524,8 +525,19 @@ class Attention(nn.Module):
         self.query_norm = RMSNorm(H, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(H, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary | None, mask: Mask, cache: PassCache | None, layer: int) -> Tensor:
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotary: Rotary | None,
+        mask: Mask,
+        cache: PassCache | None,
+        layer: int,
+        split: SplitRows | None = None,
+    ) -> Tensor:
         q_BNTH, k_BGTH, v_BGTH = self.project(x_BTD, rotary)
+        if split is not None:  # x is this rank's slice of the rows, and the mask is of all their tokens
+            y_BETH = attend(*split.to_heads(q_BNTH, k_BGTH, v_BGTH), mask)
+            return self.out(split.to_tokens(y_BETH).transpose(1, 2).flatten(2))
         if cache is not None:
             k_BGTH, v_BGTH = cache.append(layer, k_BGTH, v_BGTH)
         y_BNTH = attend(q_BNTH, k_BGTH, v_BGTH, mask)

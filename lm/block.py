@@ -15,6 +15,7 @@ from lm.attention import Attention, CrossAttention, CrossAttentionCache, Mask, P
 from lm.config import ModelConfig
 from lm.layers import MLP, Dropout, Replaceable, make_norm, site_offset
 from lm.native.operators import prepare_for_compile
+from lm.sequence_parallel import SplitRows
 
 BRANCHES = 3  # at most, per block; each has its own dropout site
 BACKEND = "inductor"  # of `torch.compile`
@@ -32,6 +33,7 @@ class BlockInputs:
     cache: PassCache | None = None
     cross_cache: CrossAttentionCache | None = None
     dropout_keys_BT: Tensor | None = None
+    split: SplitRows | None = None  # of rows of which each rank of a group has a slice
 
 
 class Block(nn.Module):
@@ -57,7 +59,7 @@ class Block(nn.Module):
         return x_BTD + self.transform(self.mlp_norm(x_BTD), inputs, layer)
 
     def attend(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
-        y_BTD = self.attention(x_BTD, inputs.rotary, inputs.masks[layer], inputs.cache, layer)
+        y_BTD = self.attention(x_BTD, inputs.rotary, inputs.masks[layer], inputs.cache, layer, inputs.split)
         return self.dropout(y_BTD, inputs.dropout_keys_BT, 1 + BRANCHES * layer)
 
     def attend_to_encoder(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:

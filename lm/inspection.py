@@ -143,6 +143,7 @@ class Pass:
 
     `compute_bytes` per number is 2 in bf16 and 4 in fp32; `stream_bytes` is that of the residual stream, which autocast
     leaves in fp32. `is_fused`: attention is one kernel, as on a GPU; `is_tiled`: it is Heed's kernel for CPUs.
+    `split_among` ranks each hold a slice of the rows' tokens (`lm.sequence_parallel`).
     """
 
     rows: int
@@ -152,10 +153,12 @@ class Pass:
     is_fused: bool
     has_dropout: bool
     is_tiled: bool = False
+    split_among: int = 1
 
     @property
     def num_tokens(self) -> int:
-        return self.rows * self.seq_len
+        """Tokens of one rank."""
+        return self.rows * -(-self.seq_len // self.split_among)
 
 
 def block_bytes(config: ModelConfig, of: Pass, *, cross_attention: bool = False) -> int:
@@ -237,10 +240,18 @@ def _attention_bytes(config: ModelConfig, of: Pass) -> int:
     if config.qk_norm and not of.is_fused:
         kept += c * (N + 2 * G) * H
     turned = config.positions == "rotary" or config.qk_norm
+    if of.split_among > 1:  # what was exchanged is kept, not what it was copied from; the output on both sides
+        return kept + c * (exchanged_numbers(config, of) + 2 * N * H) + _score_bytes(config, of)
     if of.is_fused:
         views = (N + 2 * G) * H + ((N + G) * H if turned else 0)
         return kept + c * (views + N * H) + _score_bytes(config, of)
     return kept + c * (2 * N + 2 * G) * H + _score_bytes(config, of)
+
+
+def exchanged_numbers(config: ModelConfig, of: Pass) -> int:
+    """Returns how many numbers of Q, K and V ranks exchange per token. Each rank gets at least one key-value head."""
+    heads = config.num_attention_heads + 2 * max(config.num_key_value_heads, of.split_among)
+    return heads * config.head_dim if of.split_among > 1 else 0
 
 
 def _score_bytes(config: ModelConfig, of: Pass) -> int:

@@ -30,6 +30,8 @@ from lm.attention import (
 from lm.block import Block, BlockInputs, PostNormBlock, run_blocks, run_compiled_blocks
 from lm.config import ModelConfig
 from lm.layers import Dropout, Fp32Linear, Head, compute_dtype, make_norm, token_keys
+from lm.sampling import token_logprobs
+from lm.sequence_parallel import SequenceGroup, SplitRows, check_sequence_split
 from lm.transfer import at_positions, upload
 
 SCORE = "score"  # the label of a model with one number per token
@@ -56,6 +58,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config, self.causal = config, causal
         self.recomputes = self.compiles = False  # set by `checkpoint_activations` and `compile_blocks`
+        self.group: SequenceGroup | None = None  # set by `split_sequences`
         self.embedding = embedding or nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.positions == "learned"
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
@@ -78,7 +81,7 @@ class Transformer(nn.Module):
         token_types_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
-        """Returns hidden states [B, T, D].
+        """Returns hidden states [B, T, D]; with `split_sequences`, those of this rank's slice of the rows.
 
         `mask` [B, T, T]: True = may attend; None = causal, or everything for an encoder.
 
@@ -87,15 +90,21 @@ class Transformer(nn.Module):
         keys_BT = None
         if sequence_keys_BT is not None and self.dropout.is_active:
             keys_BT = token_keys(sequence_keys_BT, positions_BT, DECODES if self.causal else ENCODES)
-        x_BTD = self.embed(tokens_BT, positions_BT, token_types_BT, keys_BT)
         T, packs = tokens_BT.shape[1], self.packs_rows()
         if mask is None and not self.causal:
             everything = torch.ones(1, T, T, dtype=torch.bool, device=tokens_BT.device)
             mask = whole_rows(tokens_BT, causal=False) if packs else everything
         by_window = {window: with_window(mask, window, tokens_BT, packs=packs) for window in self.config.sliding_window}
         masks = [by_window[self.config.window(layer)] for layer in range(len(self.blocks))]
+        split = None
+        if self.group is not None:
+            assert cache is None, "a cache has whole rows"
+            split = SplitRows(self.group, T)
+            tokens_BT, positions_BT = self.group.slice_of(tokens_BT), self.group.slice_of(positions_BT)
+            keys_BT = None if keys_BT is None else self.group.slice_of(keys_BT)
+        x_BTD = self.embed(tokens_BT, positions_BT, token_types_BT, keys_BT)
         rotary = self.rotary(positions_BT, compute_dtype(x_BTD))
-        inputs = BlockInputs(masks, rotary, cache, cross_cache, keys_BT)
+        inputs = BlockInputs(masks, rotary, cache, cross_cache, keys_BT, split)
         recompute = self.recomputes and torch.is_grad_enabled()
         if self.compiles and cache is None and cross_cache is None:
             return self.norm(run_compiled_blocks(self.blocks, x_BTD, inputs, recompute=recompute))
@@ -150,6 +159,15 @@ class Transformer(nn.Module):
         mask = self.mask_of(segments_BT, tokens_BT.device)
         positions_BT = upload(segment_positions(segments_BT), tokens_BT.device)
         return self(tokens_BT, positions_BT, mask, None, cross_cache, token_types_BT, sequence_keys_BT)
+
+    def states(self, hidden_BTD: Tensor, selected_BT: Tensor | None) -> Tensor:
+        """Returns the hidden states at the selected positions [C, D], or all of them for None. With `split_sequences`,
+        hidden states are those of this rank's slice, and so are the results.
+        """
+        if selected_BT is None:
+            assert self.group is None, "positions of split rows are selected by a mask of the whole rows"
+            return hidden_BTD
+        return at_positions(hidden_BTD, selected_BT if self.group is None else self.group.slice_of(selected_BT))
 
     def mask_of(self, segments_BT: Tensor, device: torch.device) -> Mask:
         """Returns the mask of packed rows on `device`. The segments may be on another device."""
@@ -219,13 +237,27 @@ class LanguageModel(nn.Module):
         segments_BT: Tensor | None = None,
         selected_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
+        targets_C: Tensor | None = None,
     ) -> Tensor:
-        """Returns logits [C, V] at the positions where `selected_BT` is True, row by row; [B, T, V] if it is None."""
-        return self.read(self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT), selected_BT)
+        """Returns logits [C, V] at the positions where `selected_BT` is True, row by row; [B, T, V] if it is None.
+
+        With `targets_C`, returns their log-probabilities instead, nats, in the same shape. With `split_sequences`,
+        logits are those of this rank's slice of the rows, and log-probabilities those of the whole rows.
+        """
+        group = self.decoder.group
+        if group is not None and selected_BT is None:
+            selected_BT = torch.ones(tokens_BT.shape, dtype=torch.bool, device="cpu")
+        hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT)
+        logits_CV = self.read(hidden_BTD, selected_BT)
+        if targets_C is None:
+            return logits_CV
+        if group is None or selected_BT is None:
+            return token_logprobs(logits_CV, targets_C)
+        return group.logprobs(logits_CV, targets_C.flatten(), selected_BT).view(targets_C.shape)
 
     def read(self, hidden_BTD: Tensor, selected_BT: Tensor | None) -> Tensor:
-        """Computes `forward` from the decoder's hidden states."""
-        return self.head(hidden_BTD if selected_BT is None else at_positions(hidden_BTD, selected_BT))
+        """Computes `forward` without targets from the decoder's hidden states."""
+        return self.head(self.decoder.states(hidden_BTD, selected_BT))
 
 
 class ScalarModel(nn.Module):
@@ -255,12 +287,13 @@ class ScalarModel(nn.Module):
 
         With several labels, both have one more dimension, the labels.
         """
-        return self.read(self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT), selected_BT)
+        hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT)
+        scores, group = self.read(hidden_BTD, selected_BT), self.decoder.group
+        return scores if group is None or selected_BT is None else group.whole(scores, selected_BT)
 
     def read(self, hidden_BTD: Tensor, selected_BT: Tensor | None) -> Tensor:
-        """Computes `forward` from the decoder's hidden states."""
-        selected = hidden_BTD if selected_BT is None else at_positions(hidden_BTD, selected_BT)
-        return self.score(selected).squeeze(-1) + self.bias
+        """Computes `forward` from the decoder's hidden states; with `split_sequences`, for this rank's slice."""
+        return self.score(self.decoder.states(hidden_BTD, selected_BT)).squeeze(-1) + self.bias
 
 
 def init_weights(model: nn.Module, seed: int) -> None:
@@ -340,6 +373,16 @@ def compile_blocks(model: nn.Module) -> None:
     """Compile the blocks with `torch.compile` at the first pass over whole rows (`lm.block`)."""
     for transformer in _transformers(model).values():
         transformer.compiles = True
+
+
+def split_sequences(model: nn.Module, group: SequenceGroup) -> None:
+    """Compute every pass together with the other ranks of `group`, each for its slice of the rows' tokens.
+
+    Raises: ValueError if the model cannot be split among that many ranks.
+    """
+    for transformer in _transformers(model).values():
+        check_sequence_split(transformer.config, group.size)
+        transformer.group = group
 
 
 TRANSFORMERS = ("encoder", "decoder")  # in the order of the forward pass

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ppo.config import PPOConfig
 from ppo.rollout import Rollout, Share, pass_slices
-from stages.planning.memory import Counts, Layout, count, forward_pass
+from stages.planning.memory import Counts, Layout, count, forward_pass, own_logits
 from stages.planning.ppo import KEPT_BYTES, KeptPass, keeps_passes
 from training.engine import Engine
 from training.packing import padded_tokens, row_width
@@ -60,9 +60,10 @@ class TrainedModel:
 
     def largest_of(self, repeated: Repeated) -> KeptPass:
         config = self.engine.module.config
+        rows = -(-repeated.padded_tokens // repeated.row_width)
+        of = forward_pass(self.layout, rows, repeated.row_width, is_trained=True)
         num_logits = repeated.response_tokens * config.vocab_size if self.has_logits else 0
-        of = forward_pass(self.layout, -(-repeated.padded_tokens // repeated.row_width), repeated.row_width)
-        return KeptPass(config, self.counts, self.layout, of, num_logits)
+        return KeptPass(config, self.counts, self.layout, of, own_logits(config, of, num_logits))
 
 
 class KeptPasses:
@@ -83,6 +84,7 @@ class KeptPasses:
             is_bf16=policy.config.resolved_precision() == "bf16",
             is_gpu=policy.device.type == "cuda",
             recomputes=policy.config.checkpoint_activations,
+            sequence_ranks=policy.config.sequence_parallel_size,
         )
         can_keep = keeps_passes(layout, config.memory, has_ptx=config.ptx_rows > 0, shares_body=config.shared_body)
         models = dict[str, TrainedModel]()

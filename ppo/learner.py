@@ -28,7 +28,17 @@ from ppo.algorithm import GAE, policy_loss, response_kl_loss, value_loss
 from ppo.config import PPOConfig
 from ppo.kept_passes import NOT_REPEATED, KeptPasses, Repeated, Taken
 from ppo.rank import InitialModels, PackedRollout, Rank, value_source
-from ppo.rollout import Drawn, PolicyBatch, Rollout, Share, ValueBatch, joined, shares_by_update, shares_of
+from ppo.rollout import (
+    Drawn,
+    PolicyBatch,
+    Rollout,
+    Share,
+    ValueBatch,
+    joined,
+    shares_by_update,
+    shares_of,
+    start_on_groups,
+)
 from training.checkpoint import ParamShard, SavedState, State, changed_files, share_of_files, state_of, step_of
 from training.config import BatchConfig, EngineConfig
 from training.engine import Engine
@@ -40,14 +50,16 @@ AnyBatch = TypeVar("AnyBatch", PolicyBatch, ValueBatch)
 
 
 class Learners:
-    """The learners of all ranks. The controller passes whole batches, which are split among the ranks.
+    """The learners of all ranks. The controller passes whole batches, which are split among the ranks, or among groups
+    of `sequence_parallel_size` adjacent ranks that split their share's tokens.
 
     Raises:
         ValueError: a batch does not divide among the ranks.
     """
 
-    def __init__(self, ranks: Handle["Learner"], batch: BatchConfig) -> None:
+    def __init__(self, ranks: Handle["Learner"], batch: BatchConfig, sequence_parallel_size: int = 1) -> None:
         self.ranks, self.batch = ranks, batch
+        self.num_shares = ranks.num_ranks // sequence_parallel_size
 
     def start_policy_logprobs(
         self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False, tests_draws: bool = False
@@ -66,7 +78,7 @@ class Learners:
             (part, share.pass_sizes, repeated, drawn and drawn.rows(share.rows))
             for part, share in zip(rollout.shares(shares), shares, strict=True)
         ]
-        return joined(self.ranks.start_split(Learner.policy_logprobs, arguments), shares)
+        return joined(start_on_groups(self.ranks, Learner.policy_logprobs, arguments), shares)
 
     def start_values(self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False) -> Pending[Tensor]:
         """Start computing the value of the state before each response token [B, R]; 0 at padding.
@@ -74,21 +86,21 @@ class Learners:
         Responses are packed as for log-probs, unless `forward_tokens` sets another size for passes without gradients.
         """
         if self.batch.forward_tokens:
-            shares = shares_of(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, with_gradients=False)
+            shares = shares_of(rollout.num_tokens_B, self.num_shares, self.batch, with_gradients=False)
             repeated = NOT_REPEATED
         else:
             shares, repeated = self._by_update(rollout, minibatches, keeps=keeps)
         parts = zip(rollout.shares(shares), shares, strict=True)
         arguments = [(part, share.pass_sizes, repeated) for part, share in parts]
-        return joined(self.ranks.start_split(Learner.values, arguments), shares)
+        return joined(start_on_groups(self.ranks, Learner.values, arguments), shares)
 
     def _by_update(
         self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool
     ) -> tuple[list[Share], Repeated]:
-        shares = shares_by_update(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, minibatches)
+        shares = shares_by_update(rollout.num_tokens_B, self.num_shares, self.batch, minibatches)
         if not keeps:
             return shares, NOT_REPEATED
-        first, *_ = shares_by_update(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, minibatches[:1])
+        first, *_ = shares_by_update(rollout.num_tokens_B, self.num_shares, self.batch, minibatches[:1])
         return shares, Repeated.of(rollout, shares, len(first.pass_sizes))
 
     def update(
@@ -103,11 +115,11 @@ class Learners:
         Returns metrics: means over the batch's counted tokens.
         """
         shares = [(share, learning_rate, update) for share in batch.shares(self.shares(batch.rollout))]
-        return _total(self.ranks.call_split(method, shares))
+        return _total(start_on_groups(self.ranks, method, shares)())
 
     def shares(self, minibatch: Rollout) -> list[Share]:
         """Split an update's minibatch among the ranks."""
-        return shares_of(minibatch.num_tokens_B, self.ranks.num_ranks, self.batch, with_gradients=True)
+        return shares_of(minibatch.num_tokens_B, self.num_shares, self.batch, with_gradients=True)
 
     def make_room(self) -> None:
         """Move what only updates need to CPU memory, until the next update or checkpoint."""
@@ -155,7 +167,7 @@ class Learners:
 class Learner(Rank):
     """Trains the policy and, where advantages need one, the value function; keeps the policy's moving average.
 
-    Updates return this rank's share of each metric's mean: summed over ranks, the shares give the mean.
+    Updates return this share's part of each metric's mean: summed over the batch's shares, the parts give the mean.
     """
 
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels, num_workers: int) -> None:
@@ -168,6 +180,7 @@ class Learner(Rank):
         self.policy: Engine[LanguageModel] = Engine(
             policy, config.policy_optimizer, engine_config, world_size=num_workers, micro_batch=micro
         )
+        self.sequences = self.policy.sequences
         self.engines: dict[str, Engine[Any]] = {"policy": self.policy}
         if config.value_optimizer is not None:
             self.engines["value"] = Engine(
@@ -249,7 +262,7 @@ class Learner(Rank):
         shares = self.policy.accumulate(batch.parts(), lambda part: self._policy_loss(part, batch, kept))
         _, norm = self.policy.step()
         self._say_skipped("policy", self.policy, update)
-        return {**_floats(shares), "policy_gradient_norm": norm / self.num_workers}
+        return {**_floats(shares), "policy_gradient_norm": norm / self.policy.data_parallel_size}
 
     def _policy_loss(self, part: PolicyBatch, whole: PolicyBatch, kept: Taken) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the share of a part in the whole minibatch's loss and metrics."""
@@ -288,7 +301,7 @@ class Learner(Rank):
         shares = self.value.accumulate(batch.parts(), lambda part: self._value_loss(part, batch, kept))
         _, norm = self.value.step()
         self._say_skipped("value", self.value, update)
-        return {**_floats(shares), "value_gradient_norm": norm / self.num_workers}
+        return {**_floats(shares), "value_gradient_norm": norm / self.value.data_parallel_size}
 
     def _value_loss(self, part: ValueBatch, whole: ValueBatch, kept: Taken) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the share of a part in the whole minibatch's loss and metrics."""

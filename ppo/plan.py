@@ -7,6 +7,7 @@ from dataclasses import replace
 from lm.config import ModelConfig
 from lm.lora import LoRAConfig
 from lm.samplers.vllm_engine import GPU_MEMORY_SHARE, GPU_MEMORY_SHARE_OF_GUEST
+from lm.sequence_parallel import check_sequence_split
 from ppo.config import PPOConfig
 from pretrain.stage import STAGE as PRETRAIN
 from reward.external import ModelReward
@@ -32,6 +33,7 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
         "batch_size": batch.batch_size,
         **batch.given_size,
         "ranks": layout.ranks,
+        **layout.numbers,
         "micro-batches per rank and update": work.num_micro_batches,
         "updates per iteration": config.updates_per_iteration,
         "iterations": config.num_iterations,
@@ -57,6 +59,8 @@ def _models(planner: Planner, config: PPOConfig) -> PPOModels:
     critic, shared = _critic(planner, config), _adapter_of_reward(planner, config)
     num_objectives = max(1, len(config.reward.objective_weights))
     value, lora = config.value_optimizer, shared or config.lora
+    for trained in (planner.model, critic if value is not None else planner.model):
+        check_sequence_split(trained, planner.layout.sequence_ranks)
     return PPOModels(
         planner.model,
         critic,
@@ -98,18 +102,18 @@ def _work(planner: Planner, config: PPOConfig, models: PPOModels, lengths: Lengt
     layout, batch, seq_len = planner.layout, config.minibatch, lengths.longest
     # A reward model reads a truncated response with an end token added.
     width, scored_width = (planner.packed_width(tokens) for tokens in (seq_len, seq_len + 1))
-    rows, micro_batches = rows_and_passes(batch, layout.ranks, width)
-    responses = min(batch.batch_size // layout.ranks, rows * seq_len // lengths.shortest)
-    ptx, ptx_tokens = math.ceil(config.ptx_rows / layout.ranks / micro_batches), _ptx_tokens(planner, config)
+    rows, micro_batches = rows_and_passes(batch, layout.shares, width)
+    responses = min(batch.batch_size // layout.shares, rows * seq_len // lengths.shortest)
+    ptx, ptx_tokens = math.ceil(config.ptx_rows / layout.shares / micro_batches), _ptx_tokens(planner, config)
     num_generators = config.placement.num_generators or layout.ranks
     can_keep = keeps_passes(layout, config.memory, has_ptx=config.ptx_rows > 0, shares_body=config.shared_body)
     keeps = ["policy"] if can_keep else []
     if can_keep and config.value_optimizer is not None and not batch.forward_tokens:
         keeps.append("value")
     return PPOWork(
-        forward_pass(layout, rows + ptx, max(width, ptx_tokens)),
-        forward_pass(layout, rows, width),
-        forward_pass(layout, scoring_rows(batch, scored_width), scored_width),
+        forward_pass(layout, rows + ptx, max(width, ptx_tokens), is_trained=True),
+        forward_pass(layout, rows, width, is_trained=True),
+        forward_pass(layout, scoring_rows(batch, scored_width), scored_width, is_trained=True),
         (max(rows, responses) * config.max_new_tokens + ptx * ptx_tokens) * models.policy.vocab_size,
         config.sampled_batch_size // num_generators,
         seq_len - config.max_new_tokens,

@@ -22,6 +22,7 @@ from lm.model import SCORE, LanguageModel, ScalarModel
 from lm.progress import note_progress
 from lm.samplers.draws import NO_EVIDENCE, PARTS, TESTED, Draws, evidence
 from lm.sampling import token_logprobs
+from lm.sequence_parallel import SequenceGroup
 from lm.source import ModelSource, on_meta
 from lm.tensor_parallel import Rendezvous, process_group
 from lm.tokenizer import Tokenizer
@@ -140,6 +141,7 @@ class Rank:
         self.tokenizer = Tokenizer.load(self.models.sft)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.num_workers = 1  # ranks that share this role's batches
+        self.sequences: SequenceGroup | None = None  # ranks that split the tokens of this role's rows
         self.evidence = NO_EVIDENCE  # that sampled tokens are not draws from the policy
         self._compute_dtype = torch.bfloat16 if engine_config.resolved_precision() == "bf16" else torch.float32
 
@@ -170,7 +172,11 @@ class Rank:
         note_progress()
         packed = PackedRollout.of(rollout, self.device)
         logits_CV = model(packed.tokens_LT, packed.segments_LT, packed.states_LT)
-        logprobs_C = token_logprobs(logits_CV, packed.targets_C, self.config.temperature)
+        targets_C, temperature, group = packed.targets_C, self.config.temperature, self.sequences
+        if group is None:
+            logprobs_C = token_logprobs(logits_CV, targets_C, temperature)
+        else:  # logits are those of this rank's slice of the rows
+            logprobs_C = group.logprobs(logits_CV, targets_C, packed.states_LT, temperature)
         if drawn is not None:
             self._test_draws(logits_CV, logprobs_C, packed, rollout, drawn)
         return packed.spread(logprobs_C)
@@ -183,11 +189,13 @@ class Rank:
         """
         R, V = rollout.max_new_tokens, logits_CV.shape[1]
         every = -(-drawn.num_rows * R * V // (self.num_workers * TESTED[self.device.type]))
-        places_C = packed.places_C.cpu()
+        own_C = torch.arange(len(packed.places_C)) if self.sequences is None else self.sequences.own(packed.states_LT)
+        places_C = packed.places_C.cpu()[own_C]
         rows_C, steps_C = places_C // R, places_C % R
         # A prime factor lets neighbouring rows test other places, and one row of many if n exceeds R.
         tested = ((7919 * drawn.rows_B[rows_C] + steps_C) % every == 0).nonzero()[:, 0]
-        rows_C, steps_C, on_device = rows_C[tested], steps_C[tested], upload(tested, self.device)
+        rows_C, steps_C, of_logits_C = rows_C[tested], steps_C[tested], upload(tested, self.device)
+        on_device = upload(own_C[tested], self.device)
         texts_CT, columns = rollout.tokens_BT[rows_C], torch.arange(rollout.tokens_BT.shape[1])
         is_before_CT = columns < (rollout.prompt_tokens_B[rows_C] + steps_C)[:, None]
         weights_C = logprobs_C.detach()[on_device] - upload(rollout.behaviour_logprobs_BR[rows_C, steps_C], self.device)
@@ -200,7 +208,7 @@ class Rank:
             upload(drawn.before_BR[rows_C, steps_C].long(), self.device),
         )
         temperature, end_ids = self.config.temperature, self.tokenizer.end_ids
-        self.evidence += evidence(logits_CV.detach(), draws, temperature, end_ids, on_device)
+        self.evidence += evidence(logits_CV.detach(), draws, temperature, end_ids, of_logits_C)
 
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"

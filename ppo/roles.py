@@ -67,7 +67,7 @@ class Roles:
         Raises:
             ValueError: a minibatch does not divide among the learners.
         """
-        config.minibatch.num_micro_batches(learners.num_workers)
+        config.minibatch.num_micro_batches(engine.data_parallel_size(learners.num_workers))
         kind = SharedBodyLearner if config.shared_body else Learner  # a SharedBodyLearner also scores
         own = None if config.shared_body else scorers.put("ppo", Scorer, config, engine, models)
         team_size = config.sampler.tensor_parallel_size
@@ -82,9 +82,9 @@ class Roles:
         if not together and broadcasts(config, learning, sampling):
             transport = Broadcast.open(learners, learning, sampling)
         makes_room = config.memory == "small" and together
-        scorers_ = _scorers(config, models, conversations, learning, own or learning)
-        sampling_ = Generators(sampling, team_size)
-        return cls(config, Learners(learning, config.minibatch), sampling_, scorers_, transport, makes_room)
+        scorers_ = _scorers(config, engine, models, conversations, learning, own or learning)
+        learners_ = Learners(learning, config.minibatch, engine.sequence_parallel_size)
+        return cls(config, learners_, Generators(sampling, team_size), scorers_, transport, makes_room)
 
     @classmethod
     def in_process(
@@ -97,7 +97,7 @@ class Roles:
         sampling = Local(Generator(config, engine, models))
         learning = Local(kind(config, engine, models, num_workers=1))
         makes_room, direct = config.memory == "small", Direct(learning, sampling)
-        scorers = _scorers(config, models, conversations, learning, own or learning)
+        scorers = _scorers(config, engine, models, conversations, learning, own or learning)
         return cls(config, Learners(learning, config.minibatch), Generators(sampling), scorers, direct, makes_room)
 
     def start_forward_passes(
@@ -166,6 +166,7 @@ class Roles:
 
 def _scorers(
     config: PPOConfig,
+    engine: EngineConfig,
     models: InitialModels,
     conversations: Sequence[Messages],
     learning: Handle[Any],
@@ -173,7 +174,9 @@ def _scorers(
 ) -> Scorers:
     """Returns the scorers. With adapters, the learners compute the reference's log-probs."""
     read = conversations if models.reward_reads_texts else ()
-    return Scorers(scoring, read, config.minibatch, learning if config.lora is not None else scoring)
+    if config.lora is None:
+        return Scorers(scoring, read, config.minibatch, scoring)
+    return Scorers(scoring, read, config.minibatch, learning, engine.sequence_parallel_size)
 
 
 class WeightTransport(Protocol):

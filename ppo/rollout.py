@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from cluster.remote import Pending
+from cluster.remote import Arguments, Handle, Kept, Pending, Result
 from lm.config import exact_div
 from training.config import BatchConfig
 from training.packing import pass_tokens, split_passes
@@ -60,6 +60,17 @@ def shares_by_update(
         own = shares_of(num_tokens_B[rows], num_ranks, batch, with_gradients=True)
         shares = [share.and_then(rows, other) for share, other in zip(shares, own, strict=True)]
     return shares
+
+
+def start_on_groups(
+    ranks: Handle[Kept], method: Callable[[Kept, *Arguments], Result], args_of_share: Sequence[tuple[*Arguments]]
+) -> Pending[list[Result]]:
+    """Start a method on each share of a batch. If there are P times as many ranks as shares, each P adjacent ranks are
+    a sequence group: all get the same share, and the result is that of the first.
+    """
+    size = exact_div(ranks.num_ranks, len(args_of_share), "ranks over shares of a batch")
+    found = ranks.start_split(method, [args for args in args_of_share for _ in range(size)])
+    return lambda: found()[::size]
 
 
 def pass_slices(pass_sizes: Sequence[int]) -> list[slice]:

@@ -31,7 +31,7 @@ from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder
 from ppo.config import PPOConfig
 from ppo.rank import InitialModels, Rank
-from ppo.rollout import Rollout, joined, shares_by_update, shares_of
+from ppo.rollout import Rollout, joined, shares_by_update, shares_of, start_on_groups
 from reward.external import ExternalReward, Scored, score_in_parts
 from reward.scoring import (
     PackedInputs,
@@ -57,7 +57,8 @@ class Scorers:
     """The scorers of all ranks. The controller passes whole rollouts, which are split among the ranks.
 
     `conversations` are the job's prompts by row; it may be empty if the reward reads tokens, not texts.
-    `reference` are the ranks that compute the reference's log-probs: the scorers or, with adapters, the learners.
+    `reference` are the ranks that compute the reference's log-probs: the scorers or, with adapters, the learners, in
+    groups of `sequence_parallel_size` ranks.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class Scorers:
         conversations: Sequence[Messages],
         batch: BatchConfig,
         reference: Handle[Any],
+        sequence_parallel_size: int = 1,
     ) -> None:
         self.ranks, self.conversations, self.batch, self.reference = ranks, conversations, batch, reference
+        self.num_reference_shares = reference.num_ranks // sequence_parallel_size
 
     def start_scores(self, rollout: Rollout) -> Pending[Tensor]:
         """Start scoring the responses [B, O]; higher is better. NaN = scoring failed: mask and count it.
@@ -94,9 +97,9 @@ class Scorers:
         Responses are packed as for the policy (`Learners.start_policy_logprobs`), so with as many scorers as learners
         the KL starts at exactly 0.
         """
-        shares = shares_by_update(rollout.num_tokens_B, self.reference.num_ranks, self.batch, minibatches)
+        shares = shares_by_update(rollout.num_tokens_B, self.num_reference_shares, self.batch, minibatches)
         arguments = [(part, share.pass_sizes) for part, share in zip(rollout.shares(shares), shares, strict=True)]
-        return joined(self.reference.start_split(Scorer.reference_logprobs, arguments), shares)
+        return joined(start_on_groups(self.reference, Scorer.reference_logprobs, arguments), shares)
 
 
 class Scorer(Rank):

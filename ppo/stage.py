@@ -347,6 +347,11 @@ def check(config: PPOConfig, job: JobView) -> None:
         weights_by_label("[reward]", reward.labels, config.reward.objective_weights)
     if not config.shared_body:
         return
+    if job.engine.sequence_parallel_size > 1:
+        raise ValueError(
+            f"ppo.lora.shared_body with engine.sequence_parallel_size {job.engine.sequence_parallel_size}: a shared"
+            " body reads whole rows; 1 was expected"
+        )
     if job.engine.zero_stage == 3:
         raise ValueError(
             "ppo.lora.shared_body with engine.zero_stage 3, which shards each role's body; 0 to 2 was expected"

@@ -220,17 +220,17 @@ def scores_on_all_ranks(engine: Engine[RewardLearner], sequences: Sequence[Seque
     engine.model.eval()
     network = engine.module.network
     scores_BO = torch.zeros(len(sequences), len(network.labels), device=engine.device)
-    passes = split_passes([[len(sequence)] for sequence in sequences], engine.world_size, MAX_TOKENS)[engine.rank]
+    shares = split_passes([[len(sequence)] for sequence in sequences], engine.data_parallel_size, MAX_TOKENS)
     with engine.cache_weight_casts():
         # ZeRO-3 gathers weights in every pass, so all ranks run the same number of passes. A pass without sequences
         # reads the first one and discards the result.
-        for rows in passes if sequences else ():
+        for rows in shares[engine.data_rank] if sequences else ():
             note_progress()
             packed = PackedInputs.of([sequences[row] for row in rows or [0]], network.config.kind, engine.device)
             found_BO, _, _ = engine.model(*packed.read)
             if rows:
                 scores_BO[rows] = packed.in_order(found_BO).to(scores_BO)
-    return engine.sum_over_ranks(scores_BO).cpu()
+    return engine.sum_over_shares(scores_BO).cpu()
 
 
 def calibration_sequences(config: RewardConfig, tokenizer: Tokenizer, max_tokens: int) -> list[tuple[int, ...]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lm.config import ModelConfig
+from lm.sequence_parallel import check_sequence_split
 from lm.tokenizer import Tokenizer
 from lm.transfer import MAX_TOKENS
 from stages.data import PROMPTS_AT_ONCE, prompt_lengths
@@ -163,15 +164,16 @@ class Planner:
         batch, layout, model = config.batch, self.layout, self.shape(init_from)
         times = replace(self.times, model=model)
         width = self.packed_width(seq_len) if config.packs_sequences else seq_len
-        rows, micro_batches = rows_and_passes(batch, layout.ranks, width, rows_per_unit)
+        check_sequence_split(model, layout.sequence_ranks)
+        rows, micro_batches = rows_and_passes(batch, layout.shares, width, rows_per_unit)
         lora = config.lora if isinstance(config, FineTuningConfig) else None
         counts = count(model, config.optimizer, num_scores=num_scores, lora=lora)
-        of = forward_pass(layout, rows, width, dropout=config.dropout)
+        of = forward_pass(layout, rows, width, dropout=config.dropout, is_trained=True)
         memory = training_memory(model, counts, layout, of, num_logits, micro_batches)
         if num_scores:  # the trained model scores the held-out comparisons
             passes = {
-                "evaluate": forward_pass(layout, scoring_rows(batch, width, rows_per_unit), width),
-                "score held-out": forward_pass(layout, max(1, MAX_TOKENS // width), width),
+                "evaluate": forward_pass(layout, scoring_rows(batch, width, rows_per_unit), width, is_trained=True),
+                "score held-out": forward_pass(layout, max(1, MAX_TOKENS // width), width, is_trained=True),
             }
             scoring = {name: scoring_phase(model, counts, layout, of) for name, of in passes.items()}
             memory = replace(memory, phases={**memory.phases, **scoring})
@@ -184,6 +186,7 @@ class Planner:
             "batch_size": batch.batch_size,
             **batch.given_size,
             "ranks": layout.ranks,
+            **layout.numbers,
             "micro-batches per rank and step": micro_batches,
             "steps": num_steps,
             "tokens per step": tokens,

@@ -1,5 +1,5 @@
 """No split of a batch changes its loss or its gradients, in any stage: not micro-batches, ranks, ZeRO stages, packing,
-offload or recomputed activations.
+offload, recomputed activations or sequence parallelism.
 
 Expected is a plain PyTorch loop over single sequences, without padding, followed by SGD. This file is also the ranks'
 program, `python test_splits.py FOLDER`: one process imports everything and forks the groups of 1, 2 and 4 ranks, since
@@ -40,7 +40,7 @@ from ppo.generator import Generator
 from ppo.kept_passes import Repeated
 from ppo.learner import Learner
 from ppo.rank import InitialModels, ScoreScale, TokenStream
-from ppo.rollout import PolicyBatch, ResponseKL, Rollout, ValueBatch, shares_by_update, shares_of
+from ppo.rollout import Drawn, PolicyBatch, ResponseKL, Rollout, ValueBatch, shares_by_update, shares_of
 from ppo.scorer import Scorer
 from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective
 from reward.comparisons import Comparison, Verdict
@@ -67,6 +67,8 @@ SHAPE = {
 }
 DECODER = ModelConfig(num_hidden_layers=2, **SHAPE)
 ENCODER = ModelConfig(kind="encoder", num_hidden_layers=2, mlp="gelu", positions="learned", **SHAPE)
+# More ranks than key-value heads may split a sequence: each has a query head of its own.
+GROUPED = ModelConfig(num_hidden_layers=2, **{**SHAPE, "num_attention_heads": 4})
 BOTH = ModelConfig(kind="encoder-decoder", num_hidden_layers=1, num_encoder_layers=1, mlp="gelu", **SHAPE)
 PAD, END, MASK = 0, 1, 2
 
@@ -273,6 +275,11 @@ CASES = {
         lambda model: conversations_sum(model) / NUM_COUNTED,
         max_grad_norm=0.2,
     ),
+    "grouped": Case(
+        RandomInit(lambda: LanguageModel(GROUPED), 1),
+        PackedObjective(PACKED),
+        lambda model: conversations_sum(model) / NUM_COUNTED,
+    ),
     "pairs": Case(
         TRANSLATE, PairsObjective(PAIRS, END), lambda model: sum_of(pair_sum(model, *pair) for pair in PAIRS) / 31
     ),
@@ -444,8 +451,13 @@ class Split:
     def __str__(self) -> str:
         engine = self.engine
         parts = [self.name, f"{self.num_ranks}-ranks", f"micro-{self.micro_batch}", f"zero-{engine.zero_stage}"]
+        parts += [f"sequence-{engine.sequence_parallel_size}"] * (engine.sequence_parallel_size > 1)
         offloaded = [f"offload-{name}" for name in engine.offload]
         return "-".join(parts + offloaded + ["checkpoint"] * engine.checkpoint_activations)
+
+    @property
+    def num_shares(self) -> int:
+        return self.engine.data_parallel_size(self.num_ranks)
 
 
 OFFLOADS: list[list[tuple[str, ...]]] = [
@@ -461,7 +473,11 @@ def batch_of(split: Split, num_rows: int) -> BatchConfig:
 
 
 # New ones come last, so that the others keep their splits.
-NAMES = [*(name for name in CASES if not name.startswith(("dpo", "lora"))), "ppo", "dpo", "dpo" + DROPOUT, "lora"]
+LATER = ("ppo", "dpo", "dpo" + DROPOUT, "lora", "grouped")
+NAMES = [*(name for name in CASES if name not in LATER), *LATER]
+# How many ranks split a sequence: of the first two ranks, and of four. An encoder's sequences stay whole.
+NEVER_SPLIT = ("masked", "denoising", "pairs", "encoder-ranking")
+SPLIT_OF_FOUR = {"packed": 2, "ppo": 2, "grouped": 4}
 
 
 def draw_splits() -> list[Split]:
@@ -471,17 +487,22 @@ def draw_splits() -> list[Split]:
         num_rows = 16 if name.startswith("unpacked") else NUM_ROWS
         splits.append(Split(name, 1, num_rows, EngineConfig(precision="fp32", trackers=())))
         zero_stages = np.roll(range(4), place - 1).tolist()
-        for num_ranks, zero_stage in zip((1, 2, 2, 4), zero_stages, strict=True):
+        of_two = 1 if name.removesuffix(DROPOUT) in NEVER_SPLIT else 2
+        sequence_ranks = (1, of_two, 1, SPLIT_OF_FOUR.get(name, 1))
+        for num_ranks, zero_stage, split_by in zip((1, 2, 2, 4), zero_stages, sequence_ranks, strict=True):
             micros = [size for size in (1, 2, 4, 8) if num_rows % (size * num_ranks) == 0 and size < num_rows]
             values = {
                 "precision": "fp32",
                 "zero_stage": zero_stage,
+                "sequence_parallel_size": split_by,
                 "trackers": (),
                 "offload": OFFLOADS[zero_stage][generator.integers(len(OFFLOADS[zero_stage]))],
                 "checkpoint_activations": bool(generator.integers(2)),
                 "collective_timeout_seconds": 240.0,  # what the others wait for a rank that failed
             }
-            splits.append(Split(name, num_ranks, int(generator.choice(micros)), EngineConfig.model_validate(values)))
+            split = Split(name, num_ranks, int(generator.choice(micros)), EngineConfig.model_validate(values))
+            if name != "grouped" or split_by > 1:
+                splits.append(split)
     # Of four ranks, one reads a sequence per row and the others packed rows; all have to gather the same shards.
     values = {"precision": "fp32", "zero_stage": 3, "trackers": (), "collective_timeout_seconds": 240.0}
     splits.append(Split("ranking", 4, 1, EngineConfig.model_validate(values)))
@@ -522,7 +543,7 @@ def train(split: Split, folder: Path) -> dict[str, Any]:
             "weights": weights, "shares": shares}  # fmt: skip
 
 
-def train_ppo(split: Split, folder: Path, rank: int) -> dict[str, Any]:
+def train_ppo(split: Split, folder: Path) -> dict[str, Any]:
     """Two updates of the policy and of the value function, each rank with its share of the minibatch."""
     models = InitialModels(
         folder / "sft", folder / "reward", ScoreScale(0.0, 1.0), TokenStream(folder / "train.bin", 9)
@@ -531,18 +552,21 @@ def train_ppo(split: Split, folder: Path, rank: int) -> dict[str, Any]:
     scorer, generator = Scorer(config, split.engine, models), Generator(config, split.engine, models)
     learner = Learner(config, split.engine, models, split.num_ranks)
     lengths_B, everything = ROLLOUT.num_tokens_B, [torch.arange(NUM_ROWS)]
-    shares = shares_of(lengths_B, split.num_ranks, config.minibatch, with_gradients=True)
-    policy = policy_batch(config).shares(shares)[rank]
-    value = ValueBatch(ROLLOUT, OLD_VALUES_BR, RETURNS_BR, SCORED_BR, NUM_RESPONSE_TOKENS).shares(shares)[rank]
-    by_update = shares_by_update(lengths_B, split.num_ranks, config.minibatch, everything)
-    mine = by_update[rank]
+    shares = shares_of(lengths_B, split.num_shares, config.minibatch, with_gradients=True)
+    place = learner.policy.data_rank
+    policy = policy_batch(config).shares(shares)[place]
+    value = ValueBatch(ROLLOUT, OLD_VALUES_BR, RETURNS_BR, SCORED_BR, NUM_RESPONSE_TOKENS).shares(shares)[place]
+    by_update = shares_by_update(lengths_B, split.num_shares, config.minibatch, everything)
+    mine = by_update[place]
     repeated = Repeated.of(ROLLOUT, by_update, len(mine.pass_sizes))  # the first update takes the passes, without ZeRO
-    mine_alone, prompts = ROLLOUT.rows(mine.rows), [PROMPTS[row] for row in mine.rows.tolist()]
+    sampled = replace(ROLLOUT, behaviour_logprobs_BR=OLD_LOGPROBS_BR * ROLLOUT.response_mask_BR)
+    drawn = Drawn.of(sampled).rows(mine.rows)
+    mine_alone, prompts = sampled.rows(mine.rows), [PROMPTS[row] for row in mine.rows.tolist()]
     passes = {
         "generate": lambda: generator.generate(mine.rows.tolist(), prompts, range(len(prompts))),
         "scores": lambda: scorer.scores(mine_alone, []),
         "reference_logprobs": lambda: scorer.reference_logprobs(mine_alone, mine.pass_sizes),
-        "policy_logprobs": lambda: learner.policy_logprobs(mine_alone, mine.pass_sizes, repeated),
+        "policy_logprobs": lambda: learner.policy_logprobs(mine_alone, mine.pass_sizes, repeated, drawn),
     }
     collectives = {name: num_collectives(run) for name, run in passes.items()}
     metrics = []
@@ -556,7 +580,8 @@ def train_ppo(split: Split, folder: Path, rank: int) -> dict[str, Any]:
         for name, weight in engine.full_weights().items()
     }
     learner.close()
-    return {"shares": metrics, "weights": weights, "collectives": collectives}
+    evidence = learner.take_evidence().sums_3N
+    return {"shares": metrics, "weights": weights, "collectives": collectives, "evidence": evidence}
 
 
 def num_collectives(run: Callable[[], object]) -> int:
@@ -575,7 +600,7 @@ def rank_program(rank: int, num_ranks: int, port: int, folder: Path) -> None:
     # Accelerate goes from plain ranks to DeepSpeed within a process, but not back.
     for split in sorted(SPLITS, key=lambda split: split.engine.zero_stage):
         if split.num_ranks == num_ranks:
-            found = train_ppo(split, folder, rank) if split.name in PPO_MODES else train(split, folder)
+            found = train_ppo(split, folder) if split.name in PPO_MODES else train(split, folder)
             torch.save(found, folder / f"{split}-rank-{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -698,7 +723,7 @@ def test_a_split_changes_no_update_of_ppo(folder: Path, split: Split) -> None:
     value = descend(ModelFolder(folder / "reward", ScalarModel), value_mean, MAX_VALUE_NORM)
     ranks = [torch.load(folder / f"{split}-rank-{rank}.pt") for rank in range(split.num_ranks)]
     for step in range(NUM_STEPS):
-        figures = {name: sum(rank["shares"][step][name] for rank in ranks) for name in ranks[0]["shares"][step]}
+        figures = sum_of_shares(split, [rank["shares"][step] for rank in ranks])
         assert figures["policy_gradient_norm"] == pytest.approx(policy[1][step], rel=1e-5)
         assert figures["value_gradient_norm"] == pytest.approx(value[1][step], rel=1e-5)
         total = figures["policy_loss"] + PTX_COEF * figures["ptx_loss"]
@@ -712,13 +737,21 @@ def test_a_split_changes_no_update_of_ppo(folder: Path, split: Split) -> None:
         assert_same_weights(rank["weights"], expected)
 
 
+def sum_of_shares(split: Split, metrics: list[dict[str, float]]) -> dict[str, float]:
+    """Sum the metrics of the batch's shares. All ranks of a sequence group have their share's."""
+    size = split.engine.sequence_parallel_size
+    for first in range(0, len(metrics), size):
+        assert metrics[first : first + size] == [metrics[first]] * size
+    return {name: sum(of_share[name] for of_share in metrics[::size]) for name in metrics[0]}
+
+
 @pytest.mark.parametrize("split", [s for s in SPLITS if s.name in PPO_MODES and s.name != "ppo"], ids=str)
 def test_a_split_changes_no_update_without_a_value_function(folder: Path, split: Split) -> None:
     norm = MAX_POLICY_NORM
     policy = descend(ModelFolder(folder / "sft", LanguageModel), lambda m: mean_without_values(m, split.name), norm)
     ranks = [torch.load(folder / f"{split}-rank-{rank}.pt") for rank in range(split.num_ranks)]
     for step in range(NUM_STEPS):
-        figures = {name: sum(rank["shares"][step][name] for rank in ranks) for name in ranks[0]["shares"][step]}
+        figures = sum_of_shares(split, [rank["shares"][step] for rank in ranks])
         assert figures["policy_gradient_norm"] == pytest.approx(policy[1][step], rel=1e-5)
         total = figures["policy_loss"] + figures["kl_loss"] + PTX_COEF * figures["ptx_loss"]
         assert total == pytest.approx(policy[0][step], rel=1e-5)
@@ -727,12 +760,22 @@ def test_a_split_changes_no_update_without_a_value_function(folder: Path, split:
 
 
 @pytest.mark.parametrize("split", [split for split in SPLITS if split.name == "ppo"], ids=str)
+def test_a_split_changes_no_evidence_about_draws(folder: Path, split: Split) -> None:
+    whole = next(other for other in SPLITS if other.name == "ppo")
+    expected = torch.load(folder / f"{whole}-rank-0.pt")["evidence"]
+    assert expected.abs().max() > 1
+    found = sum(torch.load(folder / f"{split}-rank-{rank}.pt")["evidence"] for rank in range(split.num_ranks))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("split", [split for split in SPLITS if split.name == "ppo"], ids=str)
 def test_only_the_learners_passes_gather_shards(folder: Path, split: Split) -> None:
     """Sampling and the frozen models have whole weights; under ZeRO-3 a pass of a learner gathers them."""
     for rank in range(split.num_ranks):
         collectives = torch.load(folder / f"{split}-rank-{rank}.pt")["collectives"]
         assert [collectives[name] for name in ("generate", "scores", "reference_logprobs")] == [0, 0, 0]
-        assert (collectives["policy_logprobs"] > 0) == (split.engine.zero_stage == 3)
+        is_split = split.engine.sequence_parallel_size > 1
+        assert (collectives["policy_logprobs"] > 0) == (split.engine.zero_stage == 3 or is_split)
 
 
 def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -76,6 +76,14 @@ class EngineConfig(Config):
         default=False,
         description="Keep only each block's input and recompute the rest in the backward pass (arXiv 1604.06174).",
     )
+    sequence_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="Split each row's tokens among this many ranks, which exchange them for heads around attention"
+        " (DeepSpeed-Ulysses, arXiv 2309.14509); 1 = none. For rows too long for one GPU: activations and logits per"
+        " rank shrink by this factor, and so does the number of ranks that share a batch. It divides `workers`, the"
+        " attention heads, and the key-value heads or is a multiple of them. For decoders.",
+    )
     compile_blocks: bool = Field(
         default=False,
         description="Compile each block with `torch.compile` (up to ZeRO 2): fewer kernels on GPUs, after minutes of"
@@ -118,11 +126,23 @@ class EngineConfig(Config):
                 "compile_blocks with zero_stage 3, which must gather each layer's weights within a block;"
                 " zero_stage 0 to 2 was expected"
             )
+        if self.compile_blocks and self.sequence_parallel_size > 1:
+            raise ValueError(
+                f"compile_blocks with sequence_parallel_size {self.sequence_parallel_size}, whose exchanges between"
+                " ranks are not compiled; only one of the two was expected"
+            )
         return self
 
     def node_weights_limit(self, device_bytes: int) -> int:
         """Return the most bytes of a rank's memory that its part of a node's copy of the weights may take."""
         return device_bytes // 4 if self.node_weights else 0
+
+    def data_parallel_size(self, num_workers: int) -> int:
+        """Return how many shares a batch has: one per group of ranks that read the same rows.
+
+        Raises: ValueError unless the workers divide into groups.
+        """
+        return exact_div(num_workers, self.sequence_parallel_size, "workers over engine.sequence_parallel_size")
 
     def resolved_precision(self) -> Precision:
         if self.precision != "auto":

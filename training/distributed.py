@@ -20,6 +20,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, Ini
 from torch import Tensor, nn
 
 from lm.progress import note_progress
+from lm.sequence_parallel import SequenceGroup
 from lm.source import ModelSource
 from training.checkpoint import ParamShard
 from training.config import EngineConfig, ranks_sharing_weights
@@ -116,6 +117,15 @@ def _name_the_only_rank() -> None:
     """
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+
+
+def make_sequence_group(config: EngineConfig) -> SequenceGroup | None:
+    """Create the group of adjacent ranks that split their rows' tokens; None if rows are whole. A collective call."""
+    if config.sequence_parallel_size == 1:
+        return None
+    timeout = timedelta(seconds=config.collective_timeout_seconds)
+    own, _ = dist.new_subgroups(config.sequence_parallel_size, timeout=timeout)
+    return SequenceGroup(own)
 
 
 def deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: int, num_trained: int) -> dict[str, Any]:

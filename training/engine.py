@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from files.atomic import write_json
 from files.records import as_json
 from lm.layers import align_heads, cache_weight_casts, round_products
-from lm.model import checkpoint_activations, compile_blocks, freeze_all_but_last
+from lm.model import checkpoint_activations, compile_blocks, freeze_all_but_last, split_sequences
 from lm.progress import note_progress
 from lm.source import ModelSource, load, on_meta
 from training.checkpoint import STEP, ParamShard, SavedState, State, state_of, whole_params, whole_tensors
@@ -30,6 +30,7 @@ from training.distributed import (
     build_sharded,
     deepspeed_config,
     make_accelerator,
+    make_sequence_group,
     whole_zero3_weight,
     write_back,
     zero_shards,
@@ -82,6 +83,10 @@ class Engine(Generic[AnyModule]):
         settings = deepspeed_config(config, optimizer.max_grad_norm, micro_batch, num_trained)
         self._accelerator = make_accelerator(config, settings, world_size, num_parameters)
         self.rank, self.world_size = self._accelerator.process_index, world_size
+        # The ranks of a group, which are adjacent, share their rows and have the same place among the batch's shares.
+        self.data_parallel_size = config.data_parallel_size(world_size)
+        self.data_rank = self.rank // config.sequence_parallel_size
+        self.sequences = make_sequence_group(config)
         self.device = self._accelerator.device
         if config.zero_stage == 3:
             model = build_sharded(source, settings)
@@ -90,6 +95,8 @@ class Engine(Generic[AnyModule]):
             model = load(source, self.device, self.held_dtype)
         if optimizer.trained_layers is not None:
             freeze_all_but_last(model, optimizer.trained_layers)
+        if self.sequences is not None:
+            split_sequences(model, self.sequences)
         if config.checkpoint_activations:
             checkpoint_activations(model)
         if config.compile_blocks:
@@ -150,6 +157,11 @@ class Engine(Generic[AnyModule]):
         """Element-wise sum over all ranks."""
         return values if self.world_size == 1 else self._accelerator.reduce(values, reduction="sum")
 
+    def sum_over_shares(self, values: Tensor) -> Tensor:
+        """Element-wise sum over the shares of a batch. The ranks of a sequence group all have their share's values."""
+        total = self.sum_over_ranks(values)
+        return total if self.sequences is None else total / self.config.sequence_parallel_size
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank; a collective call."""
         if self.world_size == 1:
@@ -161,7 +173,7 @@ class Engine(Generic[AnyModule]):
     def accumulate(
         self, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch], LossAndMetrics]
     ) -> dict[str, Tensor]:
-        """Add up the gradients of this rank's micro-batches, which are its part of one global batch; `step` follows.
+        """Add up the gradients of this rank's micro-batches, which are its share of one global batch; `step` follows.
 
         `loss` returns a micro-batch's share of the loss, and metrics. The share is the micro-batch's sum divided by the
         count of the whole global batch, so shares add up over micro-batches and ranks however the batch is split. Its
@@ -237,7 +249,8 @@ class Engine(Generic[AnyModule]):
             share = share * self._one_or_nan()
             if self._is_ddp:
                 expect_gradients(self.model)
-        self._accelerator.backward(share * self.world_size)  # backends average over ranks; the factor undoes that
+        # Backends average over ranks; the factor undoes that. All ranks of a sequence group have the same share.
+        self._accelerator.backward(share * self.data_parallel_size)
 
     def step(self) -> tuple[float, float]:
         """Clip, update the weights, clear the gradients. Returns the global loss and gradient norm.
@@ -248,7 +261,7 @@ class Engine(Generic[AnyModule]):
         Raises:
             RunError: more steps in a row were skipped than `max_skipped_steps` allows.
         """
-        loss_sum = self.sum_over_ranks(self._loss_sum.clone())
+        loss_sum = self.sum_over_shares(self._loss_sum.clone())
         self._loss_sum.zero_()
         if self.config.zero_stage > 0:  # DeepSpeed stepped in the last backward, with the learning rate set before it
             loss, norm = float(loss_sum), gradient_norm(self.model)
@@ -395,6 +408,8 @@ class Engine(Generic[AnyModule]):
         self._accelerator.free_memory()
         if self.config.zero_stage == 3:
             release_zero3(self.module)
+        if self.sequences is not None:
+            torch.distributed.destroy_process_group(self.sequences.processes)
         del self.model, self.module, self._optimizers
         reset_accelerate()
         gc.collect()

@@ -99,7 +99,7 @@ class TrainingLoop(Generic[AnyModule]):
         folder: Path,
     ) -> None:
         self.engine, self.config, self.training, self.heldout, self.folder = engine, config, training, heldout, folder
-        config.batch.num_micro_batches(engine.world_size)  # raises if the batch does not divide
+        config.batch.num_micro_batches(engine.data_parallel_size)  # raises if the batch does not divide
         self._heldout_passes: list[IntArray] = []  # of this rank, the same in every evaluation
         self.sampler = Sampler(len(training), config.batch.batch_size, derive_seed(config.seed, config.stage, "order"))
 
@@ -152,13 +152,13 @@ class TrainingLoop(Generic[AnyModule]):
         seed = derive_seed(self.config.seed, self.config.stage, "dropout", step)
         rows = self.sampler.batch(step)
         count = self.training.count(rows)
-        micro_batches = _passes(self.training, rows, self.config.batch, engine.world_size, with_gradients=True)
+        micro_batches = _passes(self.training, rows, self.config.batch, engine.data_parallel_size, with_gradients=True)
 
         def loss(mine: IntArray) -> LossAndMetrics:
             loss_sum, metrics = self._loss_of(self.training, mine, rows, seed)
             return loss_sum / (count or 1), metrics
 
-        sums = engine.accumulate(micro_batches[engine.rank], loss)
+        sums = engine.accumulate(micro_batches[engine.data_rank], loss)
         loss_mean, norm = engine.step()
         seconds = time.monotonic() - started
         if engine.has_skipped and engine.is_main:
@@ -177,7 +177,7 @@ class TrainingLoop(Generic[AnyModule]):
         if not sums:
             return {}
         flat = [value.detach().float().reshape(-1) for value in sums.values()]
-        totals = self.engine.sum_over_ranks(torch.cat(flat)).split([len(value) for value in flat])
+        totals = self.engine.sum_over_shares(torch.cat(flat)).split([len(value) for value in flat])
         counts = [float(total[1]) if len(total) > 1 else count for total in totals]
         return {name: float(total[0] / n) for name, total, n in zip(sums, totals, counts, strict=True) if n}
 
@@ -190,8 +190,9 @@ class TrainingLoop(Generic[AnyModule]):
         count = self.heldout.count(everything)
         sums: dict[str, Tensor] = {}
         if not self._heldout_passes:
-            passes = _passes(self.heldout, everything, self.config.batch, engine.world_size, with_gradients=False)
-            self._heldout_passes = passes[engine.rank]
+            shares = engine.data_parallel_size
+            passes = _passes(self.heldout, everything, self.config.batch, shares, with_gradients=False)
+            self._heldout_passes = passes[engine.data_rank]
         for mine in self._heldout_passes:
             note_progress()
             loss, extra = self._loss_of(self.heldout, mine, everything, seed=0)

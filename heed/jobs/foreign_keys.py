@@ -103,6 +103,7 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "total_training_steps": ("num_iterations", "num_steps"),
         "train_batch_size": ("rollout_batch_size",),
         "train_files": ("prompts.source",),
+        "ulysses_sequence_parallel_size": ("engine.sequence_parallel_size",),
         "warmup_style": ("schedule", "optimizer.schedule", "policy_optimizer.schedule"),
     },
     _HF: {

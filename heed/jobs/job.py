@@ -10,6 +10,7 @@ from heed.jobs.registry import BUILT_IN, WORLD, AnyStage, Registry, section_of_r
 from heed.worlds.reviews import ReviewsConfig, ReviewsWorld
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from lm.config import ModelConfig
+from lm.sequence_parallel import check_sequence_split
 from stages.contract import POLICIES, Parent, Stage
 from stages.run import StageView, sources_in
 from stages.world import World
@@ -86,6 +87,7 @@ class JobConfig(Config):
         self._check_world()
         self._check_kind()
         self._check_room()
+        self._check_sequence_split()
         self._check_batches()
         self._check_optimizers()
         for stage in self.stages:
@@ -242,13 +244,18 @@ class JobConfig(Config):
 
     def _batch_problem(self, num_workers: int) -> str:
         """Says why the batches do not divide among this many workers; "" if they do."""
+        try:
+            num_shares = self.engine.data_parallel_size(num_workers)
+        except ValueError as error:
+            return str(error)
         for stage in self.stages:
             section = self.section_of(stage)
             for field, batch in tables_in(section, BatchConfig):
                 try:
-                    batch.num_micro_batches(num_workers)
+                    batch.num_micro_batches(num_shares)
                 except ValueError as error:
-                    return f"{stage.name}.{field} with workers = {num_workers}: {error}"
+                    groups = f" in groups of {num_workers // num_shares}" if num_shares < num_workers else ""
+                    return f"{stage.name}.{field} with workers = {num_workers}{groups}: {error}"
             for field, rows in stage.split_rows(section).items():
                 if rows % num_workers:
                     return f"{stage.name}.{field} is {rows}; a multiple of workers = {num_workers} was expected"
@@ -256,6 +263,13 @@ class JobConfig(Config):
                 if num_workers % size:
                     return f"{stage.name}.{field} is {size}; a divisor of workers = {num_workers} was expected"
         return ""
+
+    def _check_sequence_split(self) -> None:
+        """Check that the heads of a trained model can be split as the engine says. The engine checks other shapes."""
+        for stage in self.stages:
+            trains = any(tables_in(self.section_of(stage), OptimizerConfig))
+            if self.model is not None and trains and not self._has_own_shape(stage):
+                check_sequence_split(self.model, self.engine.sequence_parallel_size)
 
     def _check_optimizers(self) -> None:
         for stage in self.stages:

@@ -95,7 +95,7 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
         job.engine.checkpoint_activations,
         ranks_per_node=min(setting.gpus_per_node, job.workers),
         node_weights_limit=job.engine.node_weights_limit(setting.hardware.memory_bytes),
-        sequence_parallel=1,
+        sequence_ranks=job.engine.sequence_parallel_size,
     )
     sizes = Sizes(
         model.max_position_embeddings,
@@ -294,6 +294,8 @@ def _changes(plan: Plan) -> Iterator[str]:
         yield 'engine.offload=["optimizer"]'
     if engine.zero_stage == 3 and "parameters" not in engine.offload:
         yield 'engine.offload=["optimizer", "parameters"]'
+    if job.workers % (2 * engine.sequence_parallel_size) == 0:
+        yield f"engine.sequence_parallel_size={2 * engine.sequence_parallel_size}"
     if job.workers < MOST_WORKERS:
         yield f"workers={2 * job.workers}"
 

@@ -15,7 +15,15 @@ from torch import nn
 from lm.block import Block
 from lm.config import ModelConfig
 from lm.decoding import PROMPT_TOKENS, rows_in
-from lm.inspection import Pass, block_bytes, cache_bytes_per_token, ends_bytes, forward_bytes, gradient_bytes
+from lm.inspection import (
+    Pass,
+    block_bytes,
+    cache_bytes_per_token,
+    ends_bytes,
+    exchanged_numbers,
+    forward_bytes,
+    gradient_bytes,
+)
 from lm.layers import rounded_weights
 from lm.lora import LoRAConfig, adapted_maps, add_adapters
 from lm.model import ScalarModel, freeze_all_but_last
@@ -48,7 +56,8 @@ class Layout:
 
     `offload` names the parts that a GPU keeps in CPU memory. With `recomputes`, the backward pass recomputes each
     block's activations. A node has `ranks_per_node`, 0 = all. A copy of ZeRO-3's weights on each of several nodes may
-    take `node_weights_limit` bytes of a rank. Groups of `sequence_parallel` ranks share the tokens of each row.
+    take `node_weights_limit` bytes of a rank. Groups of `sequence_ranks` ranks split each row's tokens, and share their
+    part of a batch.
     """
 
     ranks: int
@@ -59,7 +68,17 @@ class Layout:
     recomputes: bool = False
     ranks_per_node: int = 0
     node_weights_limit: int = 0
-    sequence_parallel: int = 1
+    sequence_ranks: int = 1
+
+    @property
+    def shares(self) -> int:
+        """Parts that a batch is split into."""
+        return self.ranks // self.sequence_ranks
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """What a plan shows next to the number of ranks."""
+        return {"ranks that split a row": self.sequence_ranks} if self.sequence_ranks > 1 else {}
 
     def is_offloaded(self, part: str) -> bool:
         """Returns whether a part is in CPU memory. Without a GPU there is nowhere to offload to."""
@@ -173,13 +192,25 @@ def casts_of(counts: Counts, layout: Layout) -> int:
     return 2 * (counts.linear - counts.rounded) if layout.is_autocast else 0
 
 
-def forward_pass(layout: Layout, rows: int, seq_len: int, *, dropout: float = 0.0) -> Pass:
+def forward_pass(layout: Layout, rows: int, seq_len: int, *, dropout: float = 0.0, is_trained: bool = False) -> Pass:
     """Returns the pass of one micro-batch. Without ZeRO, autocast leaves the residual stream in fp32.
+
+    Only models in training (`is_trained`) split rows among ranks.
 
     On a GPU, attention is fused for every layout of rows (`lm.attention`).
     """
     is_tiled = not layout.is_gpu and library() is not None  # assumes that the ranks have a compiler if this machine has
-    return Pass(rows, seq_len, layout.compute_bytes, layout.weight_bytes, layout.is_gpu, dropout > 0, is_tiled)
+    split_among = layout.sequence_ranks if is_trained else 1
+    return Pass(
+        rows, seq_len, layout.compute_bytes, layout.weight_bytes, layout.is_gpu, dropout > 0, is_tiled, split_among
+    )
+
+
+def own_logits(config: ModelConfig, of: Pass, num_logits: int) -> int:
+    """Returns the most of a micro-batch's logits that one rank has. If rows are split, all counted positions may be in
+    one rank's slice.
+    """
+    return num_logits if of.split_among == 1 else min(num_logits, of.num_tokens * config.vocab_size)
 
 
 def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layout) -> int:
@@ -212,10 +243,11 @@ def logit_bytes(num_logits: int, layout: Layout, *, with_gradient: bool) -> int:
 
 def _backward_of_block(config: ModelConfig, of: Pass, layout: Layout) -> int:
     """Returns the bytes that the backward pass of a block adds. If blocks are recomputed, that is all their activations
-    except the input."""
+    except the input. Ranks that split rows exchange gradients, with a buffer to send and one to receive."""
+    exchange = 2 * layout.compute_bytes * of.num_tokens * exchanged_numbers(config, of)
     if not layout.recomputes:
-        return gradient_bytes(config, of)
-    kept = block_bytes(config, of, cross_attention=config.kind == "encoder-decoder")
+        return gradient_bytes(config, of) + exchange
+    kept = exchange + block_bytes(config, of, cross_attention=config.kind == "encoder-decoder")
     return gradient_bytes(config, of) + kept - of.num_tokens * config.hidden_size * of.stream_bytes
 
 
@@ -277,13 +309,14 @@ def training_phases(
     config: ModelConfig, counts: Counts, layout: Layout, of: Pass, num_logits: int, num_micro_batches: int
 ) -> dict[str, dict[str, int]]:
     """Returns what a training step adds to `states`, by phase. `num_logits` is counted positions times vocabulary, or
-    the number of scores.
+    the number of scores, in all slices of the rows.
 
     The backward pass peaks near its start, while all activations exist: together with the logits and their gradient,
     or with the latter and the gradient of the head's weights, or with the gradients inside the last block. Gradients of
     earlier micro-batches add to each of these.
     """
     p, N, w, stage = counts.trained, layout.ranks, layout.weight_bytes, layout.zero_stage
+    num_logits = own_logits(config, of, num_logits)
     # Gradients that accumulate in the backward pass. ZeRO-3's are among the states; DDP's buckets get only those of the
     # last micro-batch.
     share = {0: p, 1: p, 2: p // N, 3: 0}[stage]

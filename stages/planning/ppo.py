@@ -23,6 +23,7 @@ from stages.planning.memory import (
     casts_of,
     host_states,
     logit_bytes,
+    own_logits,
     rows_at_once,
     sampling_phase,
     scoring_phase,
@@ -180,7 +181,8 @@ def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
         if value is not None:
             phases[VALUES] = scoring_phase(models.critic, value, layout, work.scoring_pass)
         if policy.ranks:  # the reference is then the policy without its adapters
-            logits = logit_bytes(work.num_logits, layout, with_gradient=False)
+            num_logits = own_logits(models.policy, work.policy_pass, work.num_logits)
+            logits = logit_bytes(num_logits, layout, with_gradient=False)
             head = casts_of(policy, layout) + logits  # of the frozen body, only the head's table is rounded in passes
             phases[REFERENCE] = {"a pass, or logits": max(forward_bytes(models.policy, work.policy_pass), head)}
     phases |= _kept_phases(kept_passes(models, layout, work), work, phases)
@@ -201,6 +203,7 @@ def kept_passes(models: PPOModels, layout: Layout, work: PPOWork) -> dict[str, K
     to the memory limit.
     """
     num_logits = work.critic_pass.rows * work.response_tokens * models.policy.vocab_size
+    num_logits = own_logits(models.policy, work.critic_pass, num_logits)
     shapes = {"policy": (models.policy, models.policy_counts, num_logits)}
     if models.value_counts is not None:
         shapes["value"] = (models.critic, models.value_counts, 0)
@@ -292,7 +295,8 @@ def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
     if models.reward_counts is not None:
         both["reward model"] = (models.critic, models.reward_counts, 0, work.scoring_pass, 0)
     held, host, phases = dict[str, int](), dict[str, int](), dict[str, Parts]()
-    for name, (config, counts, in_fp32, of, more) in both.items():
+    for name, (config, counts, in_fp32, split, more) in both.items():
+        of = replace(split, split_among=1)  # a frozen model reads whole rows
         size = _frozen_bytes(counts.total, counts.linear - in_fp32, layout)
         needed = max(forward_bytes(config, of), more)
         passes = {"a pass": needed}

@@ -95,7 +95,7 @@ class Times:
 
     def _exchanged(self, tokens: float) -> float:
         """Returns the seconds of four all-to-alls per layer, if the GPUs of a node share each row's tokens."""
-        model, ranks = self.model, self.layout.sequence_parallel
+        model, ranks = self.model, self.layout.sequence_ranks
         numbers = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
         sent = tokens * numbers * self.layout.compute_bytes * (ranks - 1) / ranks
         return self.num_layers * (4 * EXCHANGE_SECONDS * (ranks > 1) + self._link_seconds(sent))

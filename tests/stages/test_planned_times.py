@@ -118,7 +118,7 @@ def test_generators_over_several_gpus_read_parts_and_add_them_up() -> None:
 
 def test_ranks_that_share_rows_exchange_heads() -> None:
     tokens = 100_000
-    more = times(ranks=8, sequence_parallel=2).forward_seconds(tokens, 1024, 1.0)
+    more = times(ranks=8, sequence_ranks=2).forward_seconds(tokens, 1024, 1.0)
     exchanged = 4 * (4 * 10e-6 + tokens * 2 * (8 + 2) * 64 * 2 / 2 / LINK)
     assert more - times(ranks=8).forward_seconds(tokens, 1024, 1.0) == pytest.approx(exchanged)
 

@@ -230,6 +230,31 @@ def test_muon_under_zero_is_refused_before_anything_runs(section: str) -> None:
     assert load_job(DEBUG, [f"{section}.kind=muon"])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["workers=3"], "workers over engine.sequence_parallel_size: 3 is not a multiple of 2$"),
+        (["model.num_attention_heads=3", "model.num_key_value_heads=3", "model.hidden_size=48"], "has 3 attention"),
+        (["engine.sequence_parallel_size=4", "workers=4", "model.num_attention_heads=12", "model.num_key_value_heads=3",
+          "model.hidden_size=48"], "the model has 12 attention heads and 3 key-value heads; a divisor of the former"),
+        (["engine.compile_blocks=true"], "compile_blocks with sequence_parallel_size 2"),
+        (["workers=4", "pretrain.batch={ batch_size = 6, micro_batch_size = 2 }"],
+         r"pretrain\.batch with workers = 4 in groups of 2: batch_size over ranks x micro_batch_size: 6 is not"),
+    ],
+)  # fmt: skip
+def test_a_sequence_that_cannot_be_split_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_job(DEBUG, ["workers=2", "engine.sequence_parallel_size=2", *overrides])
+
+
+def test_an_encoders_sequences_and_a_shared_body_stay_whole() -> None:
+    split = ["workers=2", "engine.sequence_parallel_size=2"]
+    with pytest.raises(ValueError, match="sequence_parallel_size is 2, but the model is an encoder; 1 was expected"):
+        load_job(ROOT / "configs" / "jobs" / "encoder.toml", split)
+    with pytest.raises(ValueError, match=r"ppo\.lora\.shared_body with engine\.sequence_parallel_size 2: a shared"):
+        load_job(DEBUG, [*split, "reward.lora={}", "ppo.lora={ shared_body = true }"])
+
+
 def test_a_missing_section_is_named(tmp_path: Path) -> None:
     values = tomllib.loads(DEBUG.read_text(encoding="utf-8"))
     del values["reward"], values["ppo"]["num_iterations"]
@@ -263,6 +288,8 @@ def test_a_job_may_go_on_with_fewer_workers() -> None:
     with pytest.raises(ValueError, match=r"min_workers is 3; at most workers = 2 was expected"):
         load_job(DEBUG, ["workers=2", "min_workers=3"])
     assert load_job(DEBUG, ["workers=2", "min_workers=1", "engine.zero_stage=2"]).world_sizes == (2, 1)
+    split = ["workers=4", "min_workers=1", "engine.sequence_parallel_size=2", *FOUR]
+    assert load_job(DEBUG, split).world_sizes == (4, 2)  # whole groups
 
 
 def test_colocated_workers_form_teams_that_can_share_the_policy() -> None:

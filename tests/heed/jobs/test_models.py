@@ -35,6 +35,7 @@ PUBLISHED = {
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
     "Qwen/Qwen2.5-7B": 7_615_616_512,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "meta-llama/Meta-Llama-3-8B": 8_030_261_248,
     "meta-llama/Meta-Llama-3-70B": 70_553_706_496,
     "mistralai/Mistral-7B-v0.1": 7_241_732_096,

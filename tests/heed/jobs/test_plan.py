@@ -222,6 +222,26 @@ def test_with_more_micro_batches_gradients_are_held_with_activations() -> None:
     assert growth(ranks=2) == growth(ranks=1)
 
 
+def test_ranks_that_split_rows_keep_their_share_of_activations_and_logits() -> None:
+    config = read_shape(ROOT / "configs" / "models" / "meta-llama" / "Llama-3.1-8B.toml")
+    counts, num_logits = count(config, ADAMW), 65536 * config.vocab_size
+
+    def turn(by: int, *, recomputes: bool, num_logits: int = num_logits) -> list[int]:
+        layout = Layout(8, 3, is_bf16=True, is_gpu=True, recomputes=recomputes, sequence_ranks=by)
+        of = forward_pass(layout, 1, 65536, is_trained=True)
+        return list(training_memory(config, counts, layout, of, num_logits, 8).phases["backward"].values())[:2]
+
+    for recomputes in (False, True):
+        whole, split = turn(1, recomputes=recomputes), turn(8, recomputes=recomputes)
+        assert split[0] == pytest.approx(whole[0] / 8, rel=0.05)
+        assert split[1] < whole[1] / 7
+    # All counted positions may be in one rank's slice.
+    few = 8192 * config.vocab_size
+    assert turn(8, recomputes=False, num_logits=few)[1] == turn(1, recomputes=False, num_logits=few)[1]
+    # A frozen model reads whole rows.
+    assert forward_pass(Layout(8, 3, is_bf16=True, is_gpu=True, sequence_ranks=8), 1, 65536).num_tokens == 65536
+
+
 def test_what_is_offloaded_or_computed_again_is_not_held() -> None:
     config = read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml")
     counts = count(config, ADAMW)

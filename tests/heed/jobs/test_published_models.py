@@ -15,8 +15,8 @@ from tests.lm.test_published_tokens import write
 ROOT = Path(__file__).parents[3]
 CLUSTER_JOBS = sorted((ROOT / "configs" / "jobs" / "cluster").glob("*.toml"))
 FINE_TUNING = [path for path in CLUSTER_JOBS if not path.stem.startswith(("gpt2-pretrain", "gpt3"))]
-# The tokens of a family's other sizes.
-SAME_TOKENS = {"meta-llama/Meta-Llama-3-70B": "meta-llama/Meta-Llama-3-8B"}
+# The tokens of a family's other sizes and versions.
+SAME_TOKENS = dict.fromkeys(("meta-llama/Llama-3.1-8B", "meta-llama/Meta-Llama-3-70B"), "meta-llama/Meta-Llama-3-8B")
 
 TURNS = [
     ("Why is the sky blue?", "Air scatters blue light.", "It is paint."),
