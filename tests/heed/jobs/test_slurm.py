@@ -115,7 +115,7 @@ def test_a_job_on_two_nodes_is_stopped_and_resumes_to_its_end(
     job_id = call(*arguments, "--no-follow").split()[-1]
     assert job_id.startswith("slurm:")
     checkpoints = tmp_path / "debug" / "pretrain" / "checkpoints"
-    in_time(lambda: checkpoints.is_dir() and any(checkpoints.glob("*")), 400, lambda: call("jobs", "logs", job_id))
+    in_time(lambda: checkpoints.is_dir() and any(checkpoints.glob("step-*")), 400, lambda: call("jobs", "logs", job_id))
     assert call("jobs", "stop", job_id, seconds=400).splitlines()[-1] == f"{job_id}: STOPPED"
     status = call("jobs", "status", job_id)
     assert "STOPPED" in status
