@@ -392,9 +392,10 @@ def test_skypilot_reads_the_task(heed: Heed, tools: Path, monkeypatch: pytest.Mo
     assert submit(heed, tools, "sky")[0] == 0
     monkeypatch.setenv("PATH", os.environ["PATH"].partition(os.pathsep)[2])  # the real one
     monkeypatch.setenv("HOME", str(tools))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "x")
     python = Path(str(shutil.which("sky"))).resolve().parent / "python"
     program = (
-        "import sky; task = sky.Task.from_yaml('out/sky.yaml', secrets_overrides=[('RAY_AUTH_TOKEN', 'x')]);"
+        "import sky; task = sky.Task.from_yaml('out/sky.yaml');"
         "print(task.name, task.num_nodes, [*task.resources][0].accelerators)"
     )
     done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=False)
