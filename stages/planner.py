@@ -180,8 +180,7 @@ class Planner:
         mean = round(mean_tokens) or seq_len
         tokens = batch.batch_size * rows_per_unit * mean
         head_share = min(1.0, num_logits / (rows * width * model.vocab_size))
-        pass_tokens = rows * width // layout.sequence_parallel
-        seconds = times.step_seconds(counts, tokens / layout.ranks, pass_tokens, mean, head_share)
+        seconds = times.step_seconds(counts, tokens / layout.ranks, of.num_tokens, mean, head_share)
         numbers = {
             "batch_size": batch.batch_size,
             **batch.given_size,
