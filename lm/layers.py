@@ -257,7 +257,11 @@ def fused_rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) 
     return normed.to(dtype)
 
 
-rms_norm.replace_where(takes_fused_norm, fused_rms_norm)
+@Replaceable
+def add_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Returns x + branch and its norm, [..., D] each."""
+    total = x + branch
+    return total, norm(total)
 
 
 def make_norm(config: ModelConfig, width: int) -> nn.Module:
