@@ -1,7 +1,7 @@
 """A policy in training, with the tie parameter ν that its loss may also learn; and its log-probs of whole responses,
 which are packed with their prompts into few rows.
 
-Shape letters: N responses, R response tokens, L rows, T tokens of a row, C tokens of all responses, V vocabulary.
+Shape letters: N responses, R response tokens, L rows, T tokens of a row, C tokens of all responses.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lm.layers import sequence_keys
 from lm.model import LanguageModel
-from lm.sampling import token_logprobs
 from lm.source import ModelSource
 from lm.transfer import upload
 from reward.objective import NETWORK
@@ -23,7 +22,7 @@ from training.tokens import Sequences
 
 
 class PolicyLearner(nn.Module):
-    """Logits and log ν from one forward pass, so that every backend gathers what it shards.
+    """Log-probs and log ν from one forward pass, so that every backend gathers what it shards.
 
     log ν = start + hidden_size · θ, where θ starts at 0, as in a reward model's training (`reward.objective`).
     """
@@ -38,13 +37,20 @@ class PolicyLearner(nn.Module):
         self.network.tie()
 
     def forward(
-        self, tokens_BT: Tensor, segments_BT: Tensor, selected_BT: Tensor, sequence_keys_BT: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        segments_BT: Tensor,
+        selected_BT: Tensor,
+        sequence_keys_BT: Tensor | None,
+        targets_C: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns logits [C, V] of the positions where `selected_BT` is True, and log ν, None if it is not learned."""
-        logits_CV = self.network(tokens_BT, segments_BT, selected_BT, sequence_keys_BT)
+        """Returns the targets' log-probs [C] at the positions where `selected_BT` is True, and log ν, None if it is
+        not learned.
+        """
+        logprobs_C = self.network(tokens_BT, segments_BT, selected_BT, sequence_keys_BT, targets_C)
         if self.nu is None or self.starting_log_nu is None:
-            return logits_CV, None
-        return logits_CV, self.starting_log_nu + self.network.config.hidden_size * self.nu.float()
+            return logprobs_C, None
+        return logprobs_C, self.starting_log_nu + self.network.config.hidden_size * self.nu.float()
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,6 @@ class PackedResponses:
 
         Log-probs are first arranged as [N, R], so a response's sum adds in the same order wherever it was packed.
         """
-        logits_CV, log_nu = model(self.tokens_LT, self.segments_LT, self.predicts_LT, keys_LT)
-        logprobs_C = token_logprobs(logits_CV, self.targets_C)
+        logprobs_C, log_nu = model(self.tokens_LT, self.segments_LT, self.predicts_LT, keys_LT, self.targets_C)
         N, R = len(self.tokens_N), self.num_columns
         return logprobs_C.new_zeros(N * R).scatter(0, self.places_C, logprobs_C).view(N, R).sum(dim=1), log_nu

@@ -19,11 +19,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.utils.checkpoint import checkpoint
 
 from lm.config import ModelConfig
 from lm.transfer import upload
 
 ALIGNED_ROWS = 64  # a head's row multiple on a GPU: 128 bytes in bf16
+CHUNK_LOGITS = 2**28  # of one chunk of positions on a GPU: half a GB in bf16
 LEVELS = 1 << 16  # dropout: a column is dropped if its 16 bits are below rate · LEVELS
 GROUP = 4  # columns that share 64 bits
 Arguments = ParamSpec("Arguments")
@@ -129,10 +131,33 @@ class Head(Linear):
 
     row_multiple = 1
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, reduce: Callable[[Tensor, Tensor], Tensor] | None = None, targets: Tensor | None = None
+    ) -> Tensor:
+        """With `reduce`, returns reduce(logits, targets) of all positions; `targets` has x's dimensions without the last.
+
+        A GPU then has no more than `CHUNK_LOGITS` logits at a time: gradients compute each chunk's logits again. That
+        is one product more, where there would be four bytes or more per logit. Chunks are made here and not by the
+        caller, because under ZeRO-3 all ranks must call a module equally often.
+        """
+        if reduce is None:
+            return self._logits(x)
+        assert targets is not None, "a function of logits and targets, without targets"
+
+        def reduced(x_CD: Tensor, targets_C: Tensor) -> Tensor:
+            return reduce(self._logits(x_CD), targets_C)
+
+        size = max(1, CHUNK_LOGITS // len(self.weight))
+        if not x.is_cuda or targets.numel() <= size:
+            return reduced(x, targets)
+        run = partial(checkpoint, reduced, use_reentrant=False) if torch.is_grad_enabled() else reduced
+        chunks = zip(x.flatten(0, -2).split(size), targets.flatten().split(size), strict=True)
+        return torch.cat([run(x_CD, targets_C) for x_CD, targets_C in chunks]).view(targets.shape)
+
+    def _logits(self, x: Tensor) -> Tensor:
         V = len(self.weight)
         if V % self.row_multiple == 0:
-            return super().forward(x)
+            return linear(x, self.weight, self.bias)
         P, dtype = -(-V // self.row_multiple) * self.row_multiple, compute_dtype(x)
         weight_PD, bias_P = (part if part is None else pad_rows(part, P, dtype) for part in (self.weight, self.bias))
         assert weight_PD is not None

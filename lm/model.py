@@ -7,6 +7,7 @@ Shape letters: B batch, T query tokens, S key tokens, D model width, V vocabular
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from lm.attention import (
 from lm.block import Block, BlockInputs, PostNormBlock, run_blocks, run_compiled_blocks
 from lm.config import ModelConfig
 from lm.layers import Dropout, Fp32Linear, Head, compute_dtype, make_norm, token_keys
+from lm.sampling import token_logprobs
 from lm.transfer import at_positions, upload
 
 SCORE = "score"  # the label of a model with one number per token
@@ -219,13 +221,28 @@ class LanguageModel(nn.Module):
         segments_BT: Tensor | None = None,
         selected_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
+        targets: Tensor | None = None,
+        temperature: float = 1.0,
     ) -> Tensor:
-        """Returns logits [C, V] at the positions where `selected_BT` is True, row by row; [B, T, V] if it is None."""
-        return self.read(self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT), selected_BT)
+        """Returns logits [C, V] at the positions where `selected_BT` is True, row by row; [B, T, V] if it is None.
 
-    def read(self, hidden_BTD: Tensor, selected_BT: Tensor | None) -> Tensor:
+        With `targets` [C] or [B, T], returns their log-probs instead (`lm.sampling.token_logprobs`).
+        """
+        hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT)
+        return self.read(hidden_BTD, selected_BT, targets, temperature)
+
+    def read(
+        self,
+        hidden_BTD: Tensor,
+        selected_BT: Tensor | None,
+        targets: Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> Tensor:
         """Computes `forward` from the decoder's hidden states."""
-        return self.head(hidden_BTD if selected_BT is None else at_positions(hidden_BTD, selected_BT))
+        states = hidden_BTD if selected_BT is None else at_positions(hidden_BTD, selected_BT)
+        if targets is None:
+            return self.head(states)
+        return self.head(states, partial(token_logprobs, temperature=temperature), targets)
 
 
 class ScalarModel(nn.Module):

@@ -170,10 +170,12 @@ class Rank:
         """
         note_progress()
         packed = PackedRollout.of(rollout, self.device)
-        logits_CV = model(packed.tokens_LT, packed.segments_LT, packed.states_LT)
-        logprobs_C = token_logprobs(logits_CV, packed.targets_C, self.config.temperature)
-        if drawn is not None:
-            self._test_draws(logits_CV, logprobs_C, packed, rollout, drawn)
+        read, temperature = (packed.tokens_LT, packed.segments_LT, packed.states_LT), self.config.temperature
+        if drawn is None:
+            return packed.spread(model(*read, targets=packed.targets_C, temperature=temperature))
+        logits_CV = model(*read)
+        logprobs_C = token_logprobs(logits_CV, packed.targets_C, temperature)
+        self._test_draws(logits_CV, logprobs_C, packed, rollout, drawn)
         return packed.spread(logprobs_C)
 
     def _test_draws(

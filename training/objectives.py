@@ -41,8 +41,8 @@ class CausalLMObjective:
         self, model: LanguageModel, rows: IntArray, device: torch.device, seed: int = 0
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         tokens_BT = self.batch(rows, device)
-        logits_BTV = model(tokens_BT[:, :-1], sequence_keys_BT=sequence_keys(seed, rows[:, None], device))
-        return -token_logprobs(logits_BTV, tokens_BT[:, 1:]).sum(), {}
+        keys_B1 = sequence_keys(seed, rows[:, None], device)
+        return -model(tokens_BT[:, :-1], sequence_keys_BT=keys_B1, targets=tokens_BT[:, 1:]).sum(), {}
 
 
 class PackedObjective:
@@ -77,8 +77,8 @@ class PackedObjective:
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         tokens_BT, segments_BT, counted_BT, targets_C, numbers_BT = self.batch(rows, device)
         keys_BT = sequence_keys(seed, numbers_BT, device)
-        logits_CV = model(tokens_BT[:, :-1], segments_BT[:, :-1], counted_BT[:, 1:], keys_BT[:, :-1])
-        return -token_logprobs(logits_CV, targets_C).sum(), {}
+        logprobs_C = model(tokens_BT[:, :-1], segments_BT[:, :-1], counted_BT[:, 1:], keys_BT[:, :-1], targets_C)
+        return -logprobs_C.sum(), {}
 
 
 class PairsObjective:

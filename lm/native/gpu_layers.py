@@ -192,7 +192,8 @@ def takes_add_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> bool:
         is_norm = norm.elementwise_affine and len(norm.normalized_shape) == 1
     else:
         is_norm = isinstance(norm, RMSNorm)
-    return is_norm and takes(x, branch, *norm.parameters(recurse=False)) and x.shape[-1] <= WIDEST
+    keeps_dtype = torch.promote_types(x.dtype, branch.dtype) == x.dtype
+    return is_norm and keeps_dtype and takes(x, branch, *norm.parameters(recurse=False)) and x.shape[-1] <= WIDEST
 
 
 def add_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
