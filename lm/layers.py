@@ -134,11 +134,11 @@ class Head(Linear):
     def forward(
         self, x: Tensor, reduce: Callable[[Tensor, Tensor], Tensor] | None = None, targets: Tensor | None = None
     ) -> Tensor:
-        """With `reduce`, returns reduce(logits, targets) of all positions; `targets` has x's dimensions without the last.
+        """With `reduce`, returns reduce(logits, targets), one number per position of x, as `targets` has them.
 
-        A GPU then has no more than `CHUNK_LOGITS` logits at a time: gradients compute each chunk's logits again. That
-        is one product more, where there would be four bytes or more per logit. Chunks are made here and not by the
-        caller, because under ZeRO-3 all ranks must call a module equally often.
+        A GPU then holds no more than `CHUNK_LOGITS` logits at a time: the backward pass computes each chunk's logits
+        again. This takes one more product, and memory for one chunk instead of for all positions. The head makes the
+        chunks itself, because under ZeRO-3 all ranks must call a module equally often.
         """
         if reduce is None:
             return self._logits(x)

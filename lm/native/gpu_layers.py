@@ -19,6 +19,7 @@ from lm.layers import RMSNorm, compute_dtype
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 16384  # numbers of a row that one program holds
 NORM_PROGRAMS = 512  # of a norm's backward pass; a constant, so that sums have the same bits on every GPU
+SUM_ROWS, SUM_COLUMNS = 64, 32  # of the programs' sums that are added up at a time
 MLP_BLOCK = 1024
 HEADS_BLOCK = 16
 
@@ -63,11 +64,11 @@ def _norm_kernel(
 @triton.jit
 def _norm_backward_kernel(
     gradient, carried, total, weight, means, inverses, x_gradient, branch_gradient, parts, num_rows, width,
-    CARRIES: tl.constexpr, CENTERS: tl.constexpr, NARROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CARRIES: tl.constexpr, CENTERS: tl.constexpr, NARROWS: tl.constexpr, SHIFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every P-th row: dx = (g·w - n · mean(g·w·n)) / rms(x), less the mean of g·w if CENTERS, + the stream's gradient.
 
-    `parts` [P, 2, D] gets this program's sums of g·n and g.
+    `parts` [P, 2, D] gets this program's sums of g·n and g; [P, 1, D] those of g·n, unless SHIFTS.
     """
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -95,9 +96,23 @@ def _norm_backward_kernel(
         tl.store(x_gradient + place, result.to(x_gradient.dtype.element_ty), mask=inside)
         if NARROWS:
             tl.store(branch_gradient + place, result.to(branch_gradient.dtype.element_ty), mask=inside)
-    sums = parts + program * 2 * width + columns
+    sums = parts + program * (2 if SHIFTS else 1) * width + columns
     tl.store(sums, of_weight, mask=inside)
-    tl.store(sums + width, of_bias, mask=inside)
+    if SHIFTS:
+        tl.store(sums + width, of_bias, mask=inside)
+
+
+@triton.jit
+def _sum_kernel(parts, result, num_parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """One block of columns of Σ parts."""
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for first in range(0, num_parts, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        mask = (rows < num_parts)[:, None] & inside[None, :]
+        total += tl.sum(tl.load(parts + rows[:, None] * width + columns[None, :], mask=mask, other=0.0), axis=0)
+    tl.store(result + columns, total.to(result.dtype.element_ty), mask=inside)
 
 
 def _block(width: int) -> dict[str, int]:
@@ -119,7 +134,8 @@ def _norm(
     if R:
         _norm_kernel[(R,)](
             x, x if branch is None else branch, weight_D, weight_D if bias_D is None else bias_D, total, normed,
-            means_R, inverses_R, D, eps, ADDS=branch is not None, CENTERS=centers, SHIFTS=bias_D is not None, **_block(D),
+            means_R, inverses_R, D, eps, ADDS=branch is not None, CENTERS=centers, SHIFTS=bias_D is not None,
+            **_block(D),
         )  # fmt: skip
     return total, normed, means_R, inverses_R
 
@@ -134,15 +150,17 @@ def _norm_gradients(
     P = min(R, NORM_PROGRAMS)
     of_x = torch.empty_like(total)
     of_branch = of_x if branch_dtype in (None, total.dtype) else torch.empty_like(total, dtype=branch_dtype)
-    parts = torch.empty(P, 2, D, device=total.device)
+    sums = 2 if ctx.shifts else 1
+    parts = torch.empty(P, sums, D, device=total.device)
     if R:
         _norm_backward_kernel[(P,)](
             gradient.contiguous(), of_x if carried is None else carried.contiguous(), total, weight_D, means_R,
             inverses_R, of_x, of_branch, parts, R, D, CARRIES=carried is not None, CENTERS=ctx.centers,
-            NARROWS=of_branch is not of_x, **_block(D),
+            NARROWS=of_branch is not of_x, SHIFTS=ctx.shifts, **_block(D),
         )  # fmt: skip
-    of_weight_D, of_bias_D = parts.sum(dim=0).to(weight_D.dtype).unbind()
-    return of_x, of_branch, of_weight_D, of_bias_D if ctx.shifts else None
+    of_weights = torch.empty(sums, D, dtype=weight_D.dtype, device=total.device)
+    _sum_kernel[(triton.cdiv(sums * D, SUM_COLUMNS),)](parts, of_weights, P, sums * D, ROWS=SUM_ROWS, BLOCK=SUM_COLUMNS)
+    return of_x, of_branch, of_weights[0], of_weights[1] if ctx.shifts else None
 
 
 class _Norm(torch.autograd.Function):
@@ -224,7 +242,7 @@ def _swiglu_kernel(gate_and_up, result, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _swiglu_backward_kernel(gradient, gate_and_up, result, width, BLOCK: tl.constexpr):
-    """One block of a row: d gate = g · up · s · (1 + gate · (1 - s)) and d up = g · gate · s, with s = sigmoid(gate)."""
+    """One block of a row: d gate = g · up · s · (1 + gate · (1 - s)), d up = g · gate · s, with s = sigmoid(gate)."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     place = row * 2 * width + columns
@@ -288,7 +306,7 @@ def _heads_kernel(
     JOINS: tl.constexpr, ROTATES: tl.constexpr, NORMS: tl.constexpr, CACHES: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token: q, k and v out of qkv, normed and rotated; or if JOINS the gradient of qkv out of theirs.
+    """Some heads of one token: q, k and v out of qkv, normed and rotated; if JOINS, the gradient of qkv out of theirs.
 
     The pairs (x_i, x_{i+H/2}) are rotated, by the transposed rotation if JOINS. If CACHES, row b's keys and values go
     to `columns[b]` instead of to the token's place.

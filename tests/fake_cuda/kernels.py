@@ -281,7 +281,7 @@ def interpret_triton() -> None:
     """Run Triton's kernels in its interpreter, on the CPU's memory; each launch is one kernel."""
     from triton.runtime.interpreter import GridExecutor
 
-    from tests.lm.native import triton_interpreter  # noqa: F401 - products of bf16
+    from tests.lm.native import triton_interpreter  # noqa: F401 - bf16
 
     interpret = GridExecutor.__call__
 

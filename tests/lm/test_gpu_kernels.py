@@ -27,9 +27,11 @@ KERNELS = [
     (gpu._logprobs_kernel, "{0} *i64 *fp32 *fp32 i32 i32 fp32", dict(BLOCK=gpu.BLOCK)),
     (gpu._gradient_kernel, "{0} *i64 *fp32 *fp32 i32 i32 i32 fp32", dict(BLOCK=gpu.BLOCK)),
     (gpu._sample_kernel, "{0} *fp32 *i64 *fp32 i32 i32 fp32", dict(BLOCK=gpu.BLOCK)),
-    (gpu_layers._norm_kernel, "{0} *bf16 *fp32 *fp32 {0} *bf16 *fp32 *fp32 i32 fp32", dict(ADDS=True, SHIFTS=True, **NORM)),
+    (gpu_layers._norm_kernel, "{0} *bf16 *fp32 *fp32 {0} *bf16 *fp32 *fp32 i32 fp32",
+     dict(ADDS=True, SHIFTS=True, **NORM)),
     (gpu_layers._norm_backward_kernel, "*bf16 {0} {0} *fp32 *fp32 *fp32 {0} *bf16 *fp32 i32 i32",
-     dict(CARRIES=True, NARROWS=True, **NORM)),
+     dict(CARRIES=True, NARROWS=True, SHIFTS=True, **NORM)),
+    (gpu_layers._sum_kernel, "*fp32 {0} i32 i32", dict(ROWS=gpu_layers.SUM_ROWS, BLOCK=gpu_layers.SUM_COLUMNS)),
     (gpu_layers._swiglu_kernel, "{0} {0} i32", dict(BLOCK=gpu_layers.MLP_BLOCK)),
     (gpu_layers._swiglu_backward_kernel, "{0} {0} {0} i32", dict(BLOCK=gpu_layers.MLP_BLOCK)),
     (gpu_layers._heads_kernel, HEADS, dict(JOINS=False, ROTATES=True, NORMS=True, CACHES=True, HEADS=16, BLOCK=32)),
@@ -50,7 +52,7 @@ for kernel, types, constants in KERNELS:
         assert found.metadata.shared <= MOST_SHARED[capability], (kernel, capability, found.metadata.shared)
         print("compiled", kernel.arg_names[0], capability, floats)
 """
-NUM_COMPILED = 12 * 4
+NUM_COMPILED = 13 * 4
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:

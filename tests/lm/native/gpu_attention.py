@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lm.attention import OwnKeys, attend_written_out
 from lm.native.gpu_attention import SPLIT, attend_own_keys, takes_own_keys
-from tests.lm.native import triton_interpreter  # noqa: F401 - products of bf16
+from tests.lm.native import triton_interpreter  # noqa: F401 - bf16
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEADS = st.sampled_from([(1, 1), (4, 2), (14, 2), (3, 3), (17, 1)])

@@ -21,6 +21,7 @@ from lm.layers import add_norm as plain_add_norm
 from lm.layers import swiglu as plain_swiglu
 from lm.native import gpu_layers
 from lm.native.gpu_layers import MLP_BLOCK, NORM_PROGRAMS, add_norm, rms_norm, split_heads, store_heads, swiglu
+from tests.lm.native import triton_interpreter  # noqa: F401 - bf16
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEEDS = st.integers(0, 10**6)
