@@ -1,7 +1,7 @@
 """The layers of a transformer other than attention: linear maps, the head, norms, the MLP, dropout.
 
 Functions with more than one implementation are `Replaceable`: the code here is the equation in plain PyTorch, and
-`lm.native.install` replaces it with kernels on a CPU.
+`lm.native.install` replaces it with kernels on CPUs and GPUs.
 
 Shape letters: B batch, T tokens, D model width, M MLP width, C positions, V vocabulary, P padded vocabulary,
 G groups of four columns.
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 class Replaceable(Generic[Arguments, Result]):
     """A function in plain PyTorch, and other implementations for the arguments that they accept.
 
-    A replacement returns the same numbers up to rounding. `lm.native.install` adds those for CPUs.
+    A replacement returns the same numbers up to rounding. `lm.native.install` adds them.
     """
 
     def __init__(self, plain: Callable[Arguments, Result]) -> None:

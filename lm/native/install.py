@@ -258,4 +258,5 @@ if torch.cuda.is_available() and find_spec("triton") is not None:
     sampling.logprobs_of_rows.replace_where(gpu.takes_logprobs, gpu.token_logprobs)
     sampling.sample.replace_where(gpu.takes_sampling, gpu.sample)
     run_blocks.replace_where(_gpu_takes_blocks, _run_blocks)
+# After Triton's, which round in the same pass; a GPU may have no Triton.
 layers.rms_norm.replace_where(layers.takes_fused_norm, layers.fused_rms_norm)
