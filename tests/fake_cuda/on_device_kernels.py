@@ -109,17 +109,17 @@ def test_recorded_steps_draw_the_same_tokens() -> None:
 @pytest.mark.parametrize(
     ("name", "stream", "before", "after"),
     [
-        ("qwen", torch.bfloat16, 49, 33),
-        ("qwen", torch.float32, 65, 41),
-        ("gpt2", torch.bfloat16, 47, 39),
-        ("gpt2", torch.float32, 69, 55),
+        ("qwen", torch.bfloat16, 42, 28),
+        ("qwen", torch.float32, 58, 38),
+        ("gpt2", torch.bfloat16, 35, 31),
+        ("gpt2", torch.float32, 57, 47),
     ],
     ids=str,
 )
 def test_kernels_of_a_layer_in_training(name: str, stream: torch.dtype, before: int, after: int) -> None:
     """Forward and backward: the difference between models of four and of two layers. The gradients are the same.
 
-    The counts have one kernel per parameter that adds its gradient up. An fp32 stream is under autocast.
+    An fp32 stream is under autocast.
     """
     found: dict[int, tuple[int, int]] = {}
     for layers in (2, 4):
@@ -136,7 +136,7 @@ def test_kernels_of_a_layer_in_training(name: str, stream: torch.dtype, before: 
                 loss, _ = PackedObjective(ROWS).loss(model, np.arange(len(ROWS)), CUDA)
             loss.backward()
             losses.append(float(loss.detach()))
-            sums.append({name: gradient.float() for name, gradient in gradients(model).items()})
+            sums.append(gradients(model))
 
         without, with_kernels = counted(passes)
         found[layers] = without.num_kernels, with_kernels.num_kernels
