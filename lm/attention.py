@@ -311,6 +311,7 @@ def sliding_window_mask(mask_BTT: Tensor | None, window: int, num_tokens: int, d
 
 def with_window(mask: Mask, window: int, tokens_BT: Tensor, *, packs: bool) -> Mask:
     """Apply `sliding_window_mask` to any kind of mask; `packs` = these rows use variable-length attention."""
+    assert not isinstance(mask, OwnKeys), "the mask of a decoding step has its window"
     T = tokens_BT.shape[1]
     if isinstance(mask, PackedMask):
         return replace(mask, window=window)

@@ -449,9 +449,7 @@ def store_heads(
     (B, T, _), N, H = qkv_BTE.shape, attention.num_heads, attention.head_dim
     q_BNTH = qkv_BTE.new_empty(B, N, T, H)
     keys, values = cache.kept(layer)
-    norms = attention.query_norm, attention.key_norm
-    _launch_heads(
-        qkv_BTE, q_BNTH, keys, values, rotary, columns_B=cache.columns_B,
-        norms=(norms[0], norms[1]) if norms[0] is not None and norms[1] is not None else None,
-    )  # fmt: skip
+    query_norm, key_norm = attention.query_norm, attention.key_norm
+    norms = None if query_norm is None or key_norm is None else (query_norm, key_norm)
+    _launch_heads(qkv_BTE, q_BNTH, keys, values, rotary, columns_B=cache.columns_B, norms=norms)
     return q_BNTH, keys, values
