@@ -1,7 +1,7 @@
 """A policy in training, with the tie parameter ν that its loss may also learn; and its log-probs of whole responses,
 which are packed with their prompts into few rows.
 
-Shape letters: N responses, R response tokens, L rows, T tokens of a row, C tokens of all responses, V vocabulary.
+Shape letters: N responses, R response tokens, L rows, T tokens of a row, C tokens of all responses.
 """
 
 from collections.abc import Iterator, Sequence

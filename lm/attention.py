@@ -7,7 +7,8 @@ two sequences is computed. On a GPU, PyTorch's kernels are used (none of this ha
 |----------------------------------------------------|-------------------------------------------------------|
 | packed, padded (encoder), or with a sliding window | variable-length flash attention                       |
 | one sequence each, padding on the right at most    | flash attention, causal                               |
-| one query each, over a cache                       | memory-efficient; heads that share keys are its rows  |
+| one query each, over a cache                       | Heed's own (`lm.native.gpu_attention`); without Triton |
+|                                                    | memory-efficient; heads that share keys are its rows  |
 | any other, and all in fp32                         | memory-efficient with a mask, keys and values repeated |
 
 Memory-efficient attention does not support grouped heads. With a mask and grouped heads, PyTorch would fall back to the
@@ -107,9 +108,13 @@ class TokenWriter:
         self.slots_B = torch.arange(len(columns_B), device=columns_B.device)
 
     def append(self, layer: int, k_BGTH: Tensor, v_BGTH: Tensor) -> tuple[Tensor, Tensor]:
-        cache, B, S = self.cache, len(self.columns_B), self.num_columns
-        cache.write(layer, k_BGTH[:, :, 0], v_BGTH[:, :, 0], self.slots_B, self.columns_B)
-        return cache.keys[layer, :B, :, :S], cache.values[layer, :B, :, :S]
+        self.cache.write(layer, k_BGTH[:, :, 0], v_BGTH[:, :, 0], self.slots_B, self.columns_B)
+        return self.kept(layer)
+
+    def kept(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of one layer, [B, G, S, H] each: views of the cache."""
+        B, S = len(self.columns_B), self.num_columns
+        return self.cache.keys[layer, :B, :, :S], self.cache.values[layer, :B, :, :S]
 
 
 @dataclass(frozen=True)
@@ -262,8 +267,25 @@ class PackedMask:
     window: int = 0
 
 
+class OwnKeys:
+    """The mask of a decoding step: a row's query attends to columns 0 to `last_B` of its row, [B], or to the last
+    `window` of them (0 = all), out of `num_columns`. `like` has the dtype of the products' inputs.
+    """
+
+    def __init__(self, last_B: Tensor, num_columns: int, window: int, like: Tensor) -> None:
+        self.last_B, self.num_columns, self.window, self.like = last_B, num_columns, window, like
+
+    @functools.cached_property
+    def written_out(self) -> Tensor:
+        """The mask [B, 1, S], made once for all layers: on a GPU as numbers to add to the scores."""
+        distance_BS = self.last_B[:, None] - torch.arange(self.num_columns, device=self.last_B.device)
+        seen_BS = distance_BS >= 0
+        seen_BTS = (seen_BS & (distance_BS < self.window) if self.window else seen_BS)[:, None]
+        return scores_bias(seen_BTS, self.like) if is_on_gpu(self.like) else seen_BTS
+
+
 # What each query attends to: [B, T, S], True = may attend, or numbers that are added to the scores; None = causal.
-Mask = Tensor | PackedMask | GroupedMask | None
+Mask = Tensor | PackedMask | GroupedMask | OwnKeys | None
 
 
 def attention_mask(segments_BT: Tensor, *, causal: bool = True) -> Tensor:
@@ -290,6 +312,7 @@ def sliding_window_mask(mask_BTT: Tensor | None, window: int, num_tokens: int, d
 
 def with_window(mask: Mask, window: int, tokens_BT: Tensor, *, packs: bool) -> Mask:
     """Apply `sliding_window_mask` to any kind of mask; `packs` = these rows use variable-length attention."""
+    assert not isinstance(mask, OwnKeys), "the mask of a decoding step has its window"
     T = tokens_BT.shape[1]
     if isinstance(mask, PackedMask):
         return replace(mask, window=window)
@@ -355,6 +378,8 @@ def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Mask) -> Tensor
     same code with and without gradients, so that both round alike: PPO divides the probabilities of one by those of the
     other.
     """
+    if isinstance(mask, OwnKeys):
+        return attend_own_keys(q_BNTH, k_BGSH, v_BGSH, mask)
     if isinstance(mask, GroupedMask):
         return _attend_in_groups(q_BNTH, k_BGSH, v_BGSH, mask)
     if is_on_gpu(q_BNTH):
@@ -366,6 +391,12 @@ def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Mask) -> Tensor
             q_BNTH, k_BGSH, v_BGSH, mask_B1TS, is_causal=mask is None, enable_gqa=True
         )
     return attend_written_out(q_BNTH, k_BGSH, v_BGSH, mask)
+
+
+@Replaceable
+def attend_own_keys(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: OwnKeys) -> Tensor:
+    """Compute `attend` of a decoding step, one query per row."""
+    return attend(q_BNTH, k_BGSH, v_BGSH, mask.written_out)
 
 
 @Replaceable
@@ -456,7 +487,7 @@ def _attend_packed(q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask: PackedM
 
 
 def scores_bias(mask_BTS: Tensor, like: Tensor) -> Tensor:
-    """Returns the mask as numbers to add to the scores. Call once per step; PyTorch would make them in every layer."""
+    """Returns the mask as numbers to add to the scores. PyTorch would make them in every layer."""
     return torch.zeros(mask_BTS.shape, dtype=compute_dtype(like), device=like.device).masked_fill_(
         ~mask_BTS, -torch.inf
     )
@@ -534,19 +565,23 @@ class Attention(nn.Module):
         layer: int,
         split: SplitRows | None = None,
     ) -> Tensor:
-        q_BNTH, k_BGTH, v_BGTH = self.project(x_BTD, rotary)
+        if cache is None:
+            q_BNTH, k_BGTH, v_BGTH = self.project(x_BTD, rotary)
+        else:
+            q_BNTH, k_BGTH, v_BGTH = store_heads(self, self.qkv(x_BTD), rotary, cache, layer)
         if split is not None:  # x is this rank's slice of the rows, and the mask is of all their tokens
             y_BETH = attend(*split.to_heads(q_BNTH, k_BGTH, v_BGTH), mask)
             return self.out(split.to_tokens(y_BETH).transpose(1, 2).flatten(2))
-        if cache is not None:
-            k_BGTH, v_BGTH = cache.append(layer, k_BGTH, v_BGTH)
         y_BNTH = attend(q_BNTH, k_BGTH, v_BGTH, mask)
         return self.out(y_BNTH.transpose(1, 2).flatten(2))
 
     def project(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries [B, N, T, H], keys and values [B, G, T, H]; queries and keys are rotated by position."""
+        return self.split(self.qkv(x_BTD), rotary)
+
+    def split(self, qkv_BTE: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Computes `project` from the product for Q, K and V."""
         N, G = self.num_heads, self.num_kv_heads
-        qkv_BTE = self.qkv(x_BTD)
         if self.query_norm is None or self.key_norm is None:
             return split_heads(qkv_BTE, rotary, N, G)
         q, k, v = qkv_BTE.unflatten(-1, (N + 2 * G, -1)).split([N, G, G], dim=2)
@@ -555,6 +590,15 @@ class Attention(nn.Module):
             qk = rotate(qk, rotary)
         q, k = qk.split([N, G], dim=2)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+@Replaceable
+def store_heads(
+    attention: Attention, qkv_BTE: Tensor, rotary: Rotary | None, cache: PassCache, layer: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split as `attention` does and store keys and values; return q [B, N, T, H] and the k and v that it attends to."""
+    q_BNTH, k_BGTH, v_BGTH = attention.split(qkv_BTE, rotary)
+    return q_BNTH, *cache.append(layer, k_BGTH, v_BGTH)
 
 
 class CrossAttention(nn.Module):

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from lm.attention import CrossAttentionCache, KVCache, TokenWriter, is_on_gpu, scores_bias
+from lm.attention import CrossAttentionCache, KVCache, OwnKeys, TokenWriter
 from lm.block import BlockInputs, run_blocks
 from lm.config import ModelConfig
 from lm.encoder import EncoderDecoder
@@ -92,11 +92,7 @@ def decode(
     positions_BT = columns_B.clamp(max=config.max_position_embeddings - 1)[:, None]
     x_BTD = stack.embed(tokens_B[:, None], positions_BT)
     rotary = stack.rotary(positions_BT, compute_dtype(x_BTD))
-    distance_BTS = (columns_B[:, None] - torch.arange(num_columns, device=tokens_B.device))[:, None]
-    seen_BTS = distance_BTS >= 0
-    by_window = {window: seen_BTS & (distance_BTS < window) if window else seen_BTS for window in config.sliding_window}
-    if is_on_gpu(x_BTD):
-        by_window = {window: scores_bias(mask_BTS, x_BTD) for window, mask_BTS in by_window.items()}
+    by_window = {window: OwnKeys(columns_B, num_columns, window, x_BTD) for window in config.sliding_window}
     masks = [by_window[config.window(layer)] for layer in range(config.num_hidden_layers)]
     inputs = BlockInputs(masks, rotary, TokenWriter(cache, columns_B, num_columns), cross_cache)
     hidden_BTD = run_blocks(stack.blocks, stack.norm, x_BTD, inputs)

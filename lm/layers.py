@@ -1,7 +1,7 @@
 """The layers of a transformer other than attention: linear maps, the head, norms, the MLP, dropout.
 
 Functions with more than one implementation are `Replaceable`: the code here is the equation in plain PyTorch, and
-`lm.native.install` replaces it with kernels on a CPU.
+`lm.native.install` replaces it with kernels on CPUs and GPUs.
 
 Shape letters: B batch, T tokens, D model width, M MLP width, C positions, V vocabulary, P padded vocabulary,
 G groups of four columns.
@@ -19,11 +19,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.utils.checkpoint import checkpoint
 
 from lm.config import ModelConfig
 from lm.transfer import upload
 
 ALIGNED_ROWS = 64  # a head's row multiple on a GPU: 128 bytes in bf16
+CHUNK_LOGITS = 2**28  # of one chunk of positions on a GPU: half a GB in bf16
 LEVELS = 1 << 16  # dropout: a column is dropped if its 16 bits are below rate · LEVELS
 GROUP = 4  # columns that share 64 bits
 Arguments = ParamSpec("Arguments")
@@ -33,7 +35,7 @@ Result = TypeVar("Result")
 class Replaceable(Generic[Arguments, Result]):
     """A function in plain PyTorch, and other implementations for the arguments that they accept.
 
-    A replacement returns the same numbers up to rounding. `lm.native.install` adds those for CPUs.
+    A replacement returns the same numbers up to rounding. `lm.native.install` adds them.
     """
 
     def __init__(self, plain: Callable[Arguments, Result]) -> None:
@@ -129,10 +131,33 @@ class Head(Linear):
 
     row_multiple = 1
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, reduce: Callable[[Tensor, Tensor], Tensor] | None = None, targets: Tensor | None = None
+    ) -> Tensor:
+        """With `reduce`, returns reduce(logits, targets), one number per position of x, as `targets` has them.
+
+        A GPU then holds no more than `CHUNK_LOGITS` logits at a time: the backward pass computes each chunk's logits
+        again. This takes one more product, and memory for one chunk instead of for all positions. The head makes the
+        chunks itself, because under ZeRO-3 all ranks must call a module equally often.
+        """
+        if reduce is None:
+            return self._logits(x)
+        assert targets is not None, "a function of logits and targets, without targets"
+
+        def reduced(x_CD: Tensor, targets_C: Tensor) -> Tensor:
+            return reduce(self._logits(x_CD), targets_C)
+
+        size = max(1, CHUNK_LOGITS // len(self.weight))
+        if not x.is_cuda or targets.numel() <= size:
+            return reduced(x, targets)
+        run = partial(checkpoint, reduced, use_reentrant=False) if torch.is_grad_enabled() else reduced
+        chunks = zip(x.flatten(0, -2).split(size), targets.flatten().split(size), strict=True)
+        return torch.cat([run(x_CD, targets_C) for x_CD, targets_C in chunks]).view(targets.shape)
+
+    def _logits(self, x: Tensor) -> Tensor:
         V = len(self.weight)
         if V % self.row_multiple == 0:
-            return super().forward(x)
+            return linear(x, self.weight, self.bias)
         P, dtype = -(-V // self.row_multiple) * self.row_multiple, compute_dtype(x)
         weight_PD, bias_P = (part if part is None else pad_rows(part, P, dtype) for part in (self.weight, self.bias))
         assert weight_PD is not None
@@ -257,7 +282,11 @@ def fused_rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) 
     return normed.to(dtype)
 
 
-rms_norm.replace_where(takes_fused_norm, fused_rms_norm)
+@Replaceable
+def add_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Returns x + branch and its norm, [..., D] each."""
+    total = x + branch
+    return total, norm(total)
 
 
 def make_norm(config: ModelConfig, width: int) -> nn.Module:

@@ -7,6 +7,7 @@ Shape letters: B batch, T query tokens, S key tokens, D model width, V vocabular
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -237,27 +238,35 @@ class LanguageModel(nn.Module):
         segments_BT: Tensor | None = None,
         selected_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
-        targets_C: Tensor | None = None,
+        targets: Tensor | None = None,
+        temperature: float = 1.0,
     ) -> Tensor:
         """Returns logits [C, V] at the positions where `selected_BT` is True, row by row; [B, T, V] if it is None.
 
-        With `targets_C`, returns their log-probabilities instead, nats, in the same shape. With `split_sequences`,
-        logits are those of this rank's slice of the rows, and log-probabilities those of the whole rows.
+        With `targets` [C] or [B, T], returns their log-probs instead (`lm.sampling.token_logprobs`). With
+        `split_sequences`, logits are those of this rank's slice of the rows, and log-probs those of the whole rows.
         """
-        group = self.decoder.group
-        if group is not None and selected_BT is None:
+        if self.decoder.group is not None and selected_BT is None:
             selected_BT = torch.ones(tokens_BT.shape, dtype=torch.bool, device="cpu")
         hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT)
-        logits_CV = self.read(hidden_BTD, selected_BT)
-        if targets_C is None:
-            return logits_CV
-        if group is None or selected_BT is None:
-            return token_logprobs(logits_CV, targets_C)
-        return group.logprobs(logits_CV, targets_C.flatten(), selected_BT).view(targets_C.shape)
+        return self.read(hidden_BTD, selected_BT, targets, temperature)
 
-    def read(self, hidden_BTD: Tensor, selected_BT: Tensor | None) -> Tensor:
-        """Computes `forward` without targets from the decoder's hidden states."""
-        return self.head(self.decoder.states(hidden_BTD, selected_BT))
+    def read(
+        self,
+        hidden_BTD: Tensor,
+        selected_BT: Tensor | None,
+        targets: Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """Computes `forward` from the decoder's hidden states."""
+        states, group = self.decoder.states(hidden_BTD, selected_BT), self.decoder.group
+        if targets is None:
+            return self.head(states)
+        logprobs = partial(token_logprobs, temperature=temperature)
+        if group is None or selected_BT is None:
+            return self.head(states, logprobs, targets)
+        own_C = upload(group.own(selected_BT), targets.device)
+        return group.whole(self.head(states, logprobs, targets.flatten()[own_C]), selected_BT).view(targets.shape)
 
 
 class ScalarModel(nn.Module):

@@ -171,14 +171,15 @@ class Rank:
         """
         note_progress()
         packed = PackedRollout.of(rollout, self.device)
-        logits_CV = model(packed.tokens_LT, packed.segments_LT, packed.states_LT)
-        targets_C, temperature, group = packed.targets_C, self.config.temperature, self.sequences
-        if group is None:
+        read, temperature = (packed.tokens_LT, packed.segments_LT, packed.states_LT), self.config.temperature
+        if drawn is None:
+            return packed.spread(model(*read, targets=packed.targets_C, temperature=temperature))
+        logits_CV, targets_C = model(*read), packed.targets_C
+        if self.sequences is None:
             logprobs_C = token_logprobs(logits_CV, targets_C, temperature)
         else:  # logits are those of this rank's slice of the rows
-            logprobs_C = group.logprobs(logits_CV, targets_C, packed.states_LT, temperature)
-        if drawn is not None:
-            self._test_draws(logits_CV, logprobs_C, packed, rollout, drawn)
+            logprobs_C = self.sequences.logprobs(logits_CV, targets_C, packed.states_LT, temperature)
+        self._test_draws(logits_CV, logprobs_C, packed, rollout, drawn)
         return packed.spread(logprobs_C)
 
     def _test_draws(

@@ -42,7 +42,7 @@ class CausalLMObjective:
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         tokens_BT = self.batch(rows, device)
         keys_B1 = sequence_keys(seed, rows[:, None], device)
-        return -model(tokens_BT[:, :-1], sequence_keys_BT=keys_B1, targets_C=tokens_BT[:, 1:]).sum(), {}
+        return -model(tokens_BT[:, :-1], sequence_keys_BT=keys_B1, targets=tokens_BT[:, 1:]).sum(), {}
 
 
 class PackedObjective:

@@ -110,6 +110,10 @@ def supports(logits_CV: Tensor) -> bool:
     return logits_CV.is_cuda and logits_CV.is_floating_point() and logits_CV.stride(-1) == 1
 
 
+def takes_sampling(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> bool:
+    return supports(logits_BV)
+
+
 def sample(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """`lm.sampling.sample` in one kernel."""
     B, V = logits_BV.shape
@@ -119,6 +123,10 @@ def sample(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[T
         logits_BV, uniforms_B, tokens_B, logprobs_B, logits_BV.stride(0), V, temperature, BLOCK=BLOCK, num_warps=8
     )
     return tokens_B, logprobs_B
+
+
+def takes_logprobs(logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> bool:
+    return supports(logits_CV)
 
 
 def token_logprobs(logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> Tensor:

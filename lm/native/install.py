@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.utils.checkpoint import checkpoint
 
 from lm import attention, layers, sampling
 from lm.attention import Rotary
 from lm.block import Block, BlockInputs, run_blocks
 from lm.layers import RMSNorm, cast_weight, compute_dtype
 from lm.native import operators
-from lm.native.operators import TYPES, add_rms_norm, is_available, runs
+from lm.native.operators import TYPES, is_available, runs
 
 # In fp32, PyTorch's default, MKL, does not use AVX-512 on AMD: .11 TFLOP/s per core instead of .24. Without AVX-512,
 # MKL is faster (docs/negative-results.md).
@@ -176,47 +177,66 @@ def _takes_blocks(
     return isinstance(final_norm, RMSNorm) and runs(x_BTD, final_norm.weight) and not recompute
 
 
+def _gpu_takes_blocks(
+    blocks: nn.ModuleList, final_norm: nn.Module, x_BTD: Tensor, inputs: BlockInputs, recompute: bool = False
+) -> bool:
+    return gpu_layers.takes_add_norm(x_BTD, x_BTD, final_norm)
+
+
 def _run_blocks(
     blocks: nn.ModuleList, final_norm: nn.Module, x_BTD: Tensor, inputs: BlockInputs, recompute: bool = False
 ) -> Tensor:
     """`lm.block.run_blocks`, with the residual stream and its norms in one pass over memory.
 
     A block ends by adding its last branch to the stream, and the next one begins by reading the stream for its norm.
-    Here the addition waits for that norm, and one kernel does both. Each number is computed and rounded as in
-    `lm.block`.
+    Here the addition waits for that norm, and one kernel does both. On a CPU each number is computed and rounded as in
+    `lm.block`. With `recompute`, a block still ends with its own sum, the only tensor that the next one saves.
     """
     branch_BTD: Tensor | None = None
     for layer, block in enumerate(blocks):
         assert isinstance(block, Block), type(block)
-        x_BTD, branch_BTD = _run_block(block, x_BTD, branch_BTD, inputs, layer)
-    return add_norm(x_BTD, branch_BTD, final_norm)[1]
+        if recompute:
+            x_BTD = checkpoint(_run_whole_block, block, x_BTD, inputs, layer, use_reentrant=False)
+        else:
+            x_BTD, branch_BTD = _run_block(block, x_BTD, branch_BTD, inputs, layer)
+    return _norm_of_sum(x_BTD, branch_BTD, final_norm)[1]
+
+
+def _run_whole_block(block: Block, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
+    x_BTD, branch_BTD = _run_block(block, x_BTD, None, inputs, layer)
+    return x_BTD + branch_BTD
 
 
 def _run_block(
     block: Block, x_BTD: Tensor, branch_BTD: Tensor | None, inputs: BlockInputs, layer: int
 ) -> tuple[Tensor, Tensor]:
     """Returns the stream and the branch that is still to be added to it, given those of the previous block."""
-    x_BTD, normed_BTD = add_norm(x_BTD, branch_BTD, block.attention_norm)
+    x_BTD, normed_BTD = _norm_of_sum(x_BTD, branch_BTD, block.attention_norm)
     branch_BTD = block.attend(normed_BTD, inputs, layer)
     if block.cross_norm is not None:
-        x_BTD, normed_BTD = add_norm(x_BTD, branch_BTD, block.cross_norm)
+        x_BTD, normed_BTD = _norm_of_sum(x_BTD, branch_BTD, block.cross_norm)
         branch_BTD = block.attend_to_encoder(normed_BTD, inputs, layer)
-    x_BTD, normed_BTD = add_norm(x_BTD, branch_BTD, block.mlp_norm)
+    x_BTD, normed_BTD = _norm_of_sum(x_BTD, branch_BTD, block.mlp_norm)
     return x_BTD, block.transform(normed_BTD, inputs, layer)
 
 
-def add_norm(x_BTD: Tensor, branch_BTD: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def _norm_of_sum(x_BTD: Tensor, branch_BTD: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Returns x + branch (or x, if there is no branch) and its norm."""
-    if branch_BTD is None:
-        return x_BTD, norm(x_BTD)
-    if isinstance(norm, RMSNorm) and branch_BTD.dtype == compute_dtype(x_BTD) and runs(x_BTD, branch_BTD, norm.weight):
-        total_BTD, normed_BTD, _ = add_rms_norm(x_BTD, branch_BTD, norm.weight, norm.eps)
-        return total_BTD, normed_BTD
-    x_BTD = x_BTD + branch_BTD
-    return x_BTD, norm(x_BTD)
+    return (x_BTD, norm(x_BTD)) if branch_BTD is None else layers.add_norm(x_BTD, branch_BTD, norm)
+
+
+def _takes_add_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> bool:
+    return isinstance(norm, RMSNorm) and branch.dtype == compute_dtype(x) and runs(x, branch, norm.weight)
+
+
+def _add_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    assert isinstance(norm, RMSNorm)
+    total, normed, _ = operators.add_rms_norm(x, branch, norm.weight, norm.eps)
+    return total, normed
 
 
 layers.rms_norm.replace_where(_takes_rms_norm, _rms_norm)
+layers.add_norm.replace_where(_takes_add_norm, _add_norm)
 layers.swiglu.replace_where(_takes_swiglu, _swiglu)
 layers.drop.replace_where(_takes_dropout, _dropout)
 attention.split_heads.replace_where(_takes_heads, _split_heads)
@@ -227,13 +247,16 @@ layers.linear.replace_where(takes_linear, _linear)
 layers.linear.replace_where(takes_fp32_linear, operators.fp32_linear)
 run_blocks.replace_where(_takes_blocks, _run_blocks)
 if torch.cuda.is_available() and find_spec("triton") is not None:
-    from lm.native import gpu
+    from lm.native import gpu, gpu_attention, gpu_layers
 
-    def _gpu_takes_logprobs(logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> bool:
-        return gpu.supports(logits_CV)
-
-    def _gpu_takes_sampling(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> bool:
-        return gpu.supports(logits_BV)
-
-    sampling.logprobs_of_rows.replace_where(_gpu_takes_logprobs, gpu.token_logprobs)
-    sampling.sample.replace_where(_gpu_takes_sampling, gpu.sample)
+    layers.rms_norm.replace_where(gpu_layers.takes_rms_norm, gpu_layers.rms_norm)
+    layers.add_norm.replace_where(gpu_layers.takes_add_norm, gpu_layers.add_norm)
+    layers.swiglu.replace_where(gpu_layers.takes_swiglu, gpu_layers.swiglu)
+    attention.split_heads.replace_where(gpu_layers.takes_heads, gpu_layers.split_heads)
+    attention.attend_own_keys.replace_where(gpu_attention.takes_own_keys, gpu_attention.attend_own_keys)
+    attention.store_heads.replace_where(gpu_layers.takes_stored_heads, gpu_layers.store_heads)
+    sampling.logprobs_of_rows.replace_where(gpu.takes_logprobs, gpu.token_logprobs)
+    sampling.sample.replace_where(gpu.takes_sampling, gpu.sample)
+    run_blocks.replace_where(_gpu_takes_blocks, _run_blocks)
+# After Triton's, which round in the same pass; a GPU may have no Triton.
+layers.rms_norm.replace_where(layers.takes_fused_norm, layers.fused_rms_norm)

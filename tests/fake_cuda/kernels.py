@@ -281,6 +281,23 @@ def product(operation: Any, *args: Any, out: Tensor | None = None, **kwargs: Any
     return result if out is None else out.copy_(result)
 
 
+def interpret_triton() -> None:
+    """Run Triton's kernels in its interpreter, on the CPU's memory; each launch is one kernel."""
+    from triton.runtime.interpreter import GridExecutor
+
+    from tests.lm.native import triton_interpreter  # noqa: F401 - bf16
+
+    interpret = GridExecutor.__call__
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        host = [host_view(arg) if on_device(arg) else arg for arg in args]
+        interpret(self, *host, **kwargs)
+        note_kernel(self.fn.__name__, list({arg.data_ptr(): arg for arg in args if on_device(arg)}.values()))
+        record(lambda: interpret(self, *host, **kwargs))
+
+    GridExecutor.__call__ = launch
+
+
 _libraries: list[Any] = []
 
 

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from lm import block as compiled
+from lm import layers
 from lm.attention import attention_mask
 from lm.decoding import FixedSteps
 from lm.generation import generate
 from lm.layers import align_heads, rms_norm, swiglu
 from lm.model import compile_blocks
 from lm.native import operators  # noqa: F401  (registers the CPU's operators)
-from lm.sampling import Choice
+from lm.sampling import Choice, token_logprobs
 from tests.fake_cuda import attention, kernels, runtime
 from tests.gpu.models import SHAPES, pair, prompts, shape, tokens
 from training.objectives import CausalLMObjective, PackedObjective
@@ -251,3 +252,33 @@ def test_what_a_step_of_generation_launches_and_waits_for() -> None:
     per_step = (longer.num_kernels - shorter.num_kernels) / (3 * 8)
     # The replay counts as none; these draw a token and copy it into the recorded buffers.
     assert per_step <= 36, longer.kernels
+
+
+# --- the head --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("takes_gradients", [True, False])
+def test_a_head_reads_its_logits_in_chunks(takes_gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 positions of 8,192 logits in eight chunks: the same numbers, in 1/8 of the memory for logits."""
+    _, model = pair(shape(vocab_size=8192), torch.bfloat16)
+    head, generator = model.head, torch.Generator().manual_seed(0)
+    states = torch.randn(4, 64, 128, generator=generator).to(CUDA, torch.bfloat16).requires_grad_(takes_gradients)
+    targets, weights = torch.randint(8192, (4, 64), generator=generator).to(CUDA), torch.randn(4, 64).to(CUDA)
+    found, peaks = [], []
+    for chunk in (2**28, 2**18):
+        monkeypatch.setattr(layers, "CHUNK_LOGITS", chunk)
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.set_grad_enabled(takes_gradients):
+            logprobs = head(states, token_logprobs, targets)
+            assert logprobs.shape == targets.shape
+            results = [logprobs.detach().clone()]
+            if takes_gradients:
+                results += torch.autograd.grad((logprobs * weights).sum(), [states, head.weight])
+        peaks.append(torch.cuda.max_memory_allocated() - held)
+        found.append([part.float() for part in results])
+        del logprobs, results
+    for whole, parts in zip(*found, strict=True):
+        assert float((whole - parts).norm() / whole.norm()) < 0.01
+    table = 2 * 256 * 8192
+    assert peaks[0] - peaks[1] > 0.8 * table * (2 if takes_gradients else 1), peaks

@@ -1,6 +1,7 @@
 """`torch.cuda` of the fake device: streams that do everything at once, graphs that are replayed, memory that counts."""
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -182,6 +183,8 @@ def install() -> None:
 
     kernels.register()
     attention.register()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        kernels.interpret_triton()
     for name, value in REPLACED.items():
         # A function for each name: `torch.compile` has a rule per function.
         setattr(torch.cuda, name, value if isinstance(value, type) else partial(value))

@@ -1,23 +1,30 @@
-"""Runs `tests/gpu`, and the tests in on_device*.py, in a process whose "cuda" is the fake device (device.py)."""
+"""Runs `tests/gpu`, and the tests in on_device*.py, in a process whose "cuda" is the fake device (device.py).
+
+Triton's kernels have a process of their own, since PyTorch behaves differently where it finds Triton.
+"""
 
 import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from tests.real.packages import unpacked
+
 ROOT = Path(__file__).parents[2]
 FEWEST = {
     "tests/gpu": 43,
-    "tests/fake_cuda/on_device.py": 12,
+    "tests/fake_cuda/on_device.py": 14,
     "tests/fake_cuda/on_device_stages.py": 4,
     "tests/fake_cuda/on_device_memory.py": 16,
     "tests/fake_cuda/on_device_first_quarter.py": 9,
     "tests/fake_cuda/on_device_times.py": 4,
 }  # tests that pass
+KERNELS = {"tests/fake_cuda/on_device_kernels.py": 17}  # likewise, in Triton's interpreter
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +33,14 @@ def passed(tmp_path_factory: pytest.TempPathFactory) -> Counter[str]:
 
     One process runs all, for the libraries take it longer to load than many of the tests to run.
     """
-    found = tmp_path_factory.mktemp("found") / "tests.xml"
+    return run(tmp_path_factory.mktemp("found") / "tests.xml", FEWEST, PYTHONPATH=str(ROOT))
+
+
+def run(found: Path, tests: Iterable[str], **variables: str) -> Counter[str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "MASTER_PORT")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"OMP_NUM_THREADS": "1", **variables}
     options = ["-q", "-p", "tests.fake_cuda.plugin", "-p", "no:cacheprovider", "--confcutdir=tests/gpu"]
-    command = [sys.executable, "-m", "pytest", *options, f"--junitxml={found}", *FEWEST]
+    command = [sys.executable, "-m", "pytest", *options, f"--junitxml={found}", *tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     cases = ElementTree.parse(found).iter("testcase")
@@ -43,3 +53,10 @@ def test_it_passes_on_the_fake_device(passed: Counter[str], tests: str) -> None:
     module = tests.removesuffix(".py").replace("/", ".")
     number = sum(count for name, count in passed.items() if f"{name}.".startswith(f"{module}."))
     assert number >= FEWEST[tests]
+
+
+@pytest.mark.long
+def test_the_triton_kernels_pass_on_the_fake_device(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(ROOT), str(unpacked("triton==3.7.1"))])
+    passed = run(tmp_path / "tests.xml", KERNELS, PYTHONPATH=path, TRITON_INTERPRET="1")
+    assert passed.total() >= sum(KERNELS.values()), passed

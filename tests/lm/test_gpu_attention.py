@@ -65,7 +65,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Call]]:
         return sdpa(q, k, v, mask, **options)
 
     def start(options: frozenset[str] = frozenset({"window_size", "enable_gqa"})) -> list[Call]:
-        for module in (attention, decoding, model):
+        for module in (attention, model):
             monkeypatch.setattr(module, "is_on_gpu", lambda _: True)
         kernel = VarlenAttention(varlen, options)
         monkeypatch.setattr(attention, "varlen_attention", lambda: kernel)

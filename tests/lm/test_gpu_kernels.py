@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.real.packages import unpacked
 
 ROOT = Path(__file__).parents[2]
@@ -15,22 +17,42 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from lm.native import gpu
+from lm.native import gpu, gpu_attention, gpu_layers
 
-KERNELS = {
-    gpu._logprobs_kernel: "{} *i64 *fp32 *fp32 i32 i32 fp32 constexpr",
-    gpu._gradient_kernel: "{} *i64 *fp32 *fp32 i32 i32 i32 fp32 constexpr",
-    gpu._sample_kernel: "{} *fp32 *i64 *fp32 i32 i32 fp32 constexpr",
-}
-for capability in (80, 90, 100):
-    for kernel, types in KERNELS.items():
-        for logits in ("*fp32", "*bf16"):
-            signature = dict(zip(kernel.arg_names, types.format(logits).split(), strict=True))
-            source = ASTSource(kernel, signature, constexprs={(len(signature) - 1,): gpu.BLOCK})
-            found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
-            assert found.asm["cubin"], (kernel, capability)
-            print("compiled", kernel.arg_names[0], capability, logits)
+HEADS = "{0} {0} {0} {0} {0} {0} *fp32 *fp32 *i64 i32 i32 i32 i32 fp32 i32 i32 i32 i32 i32 i32"
+ATTENTION = "{0} {0} {0} *i64 {0} *fp32 *fp32 i32 i32 i32 fp32 i32 i32 i32 i32 i32"
+NORM = dict(CENTERS=True, BLOCK=1024)
+SPLIT = dict(SPLIT=gpu_attention.SPLIT, QUERIES=16)
+KERNELS = [
+    (gpu._logprobs_kernel, "{0} *i64 *fp32 *fp32 i32 i32 fp32", dict(BLOCK=gpu.BLOCK)),
+    (gpu._gradient_kernel, "{0} *i64 *fp32 *fp32 i32 i32 i32 fp32", dict(BLOCK=gpu.BLOCK)),
+    (gpu._sample_kernel, "{0} *fp32 *i64 *fp32 i32 i32 fp32", dict(BLOCK=gpu.BLOCK)),
+    (gpu_layers._norm_kernel, "{0} *bf16 *fp32 *fp32 {0} *bf16 *fp32 *fp32 i32 fp32",
+     dict(ADDS=True, SHIFTS=True, **NORM)),
+    (gpu_layers._norm_backward_kernel, "*bf16 {0} {0} *fp32 *fp32 *fp32 {0} *bf16 *fp32 i32 i32",
+     dict(CARRIES=True, NARROWS=True, SHIFTS=True, **NORM)),
+    (gpu_layers._sum_kernel, "*fp32 {0} i32 i32", dict(ROWS=gpu_layers.SUM_ROWS, BLOCK=gpu_layers.SUM_COLUMNS)),
+    (gpu_layers._swiglu_kernel, "{0} {0} i32", dict(BLOCK=gpu_layers.MLP_BLOCK)),
+    (gpu_layers._swiglu_backward_kernel, "{0} {0} {0} i32", dict(BLOCK=gpu_layers.MLP_BLOCK)),
+    (gpu_layers._heads_kernel, HEADS, dict(JOINS=False, ROTATES=True, NORMS=True, CACHES=True, HEADS=16, BLOCK=32)),
+    (gpu_layers._heads_kernel, HEADS, dict(JOINS=True, ROTATES=True, NORMS=False, CACHES=False, HEADS=16, BLOCK=64)),
+    (gpu_attention._attend_kernel, ATTENTION, dict(SPLITS=True, BLOCK=64, HEAD=64, **SPLIT)),
+    (gpu_attention._attend_kernel, ATTENTION, dict(SPLITS=False, BLOCK=32, HEAD=256, **SPLIT)),
+    (gpu_attention._merge_kernel, "*fp32 *fp32 *i64 {0} i32 i32 i32 i32 i32", dict(SPLIT=gpu_attention.SPLIT, HEAD=64)),
+]
+MOST_SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that one program may use
+for kernel, types, constants in KERNELS:
+    for capability, floats in ((80, "*bf16"), (90, "*bf16"), (90, "*fp32"), (100, "*bf16")):
+        types_of = types.format(floats).split() + ["constexpr"] * len(constants)
+        signature = dict(zip(kernel.arg_names, types_of, strict=True))
+        places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        source = ASTSource(kernel, signature, constexprs=places)
+        found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+        assert found.asm["cubin"], (kernel, capability)
+        assert found.metadata.shared <= MOST_SHARED[capability], (kernel, capability, found.metadata.shared)
+        print("compiled", kernel.arg_names[0], capability, floats)
 """
+NUM_COMPILED = 13 * 4
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -41,8 +63,9 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_the_triton_kernels_pass_their_tests_in_the_interpreter() -> None:
-    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/lm/native/gpu_kernels.py")
+@pytest.mark.parametrize("name", ["gpu_kernels", "gpu_layers", "gpu_attention"])
+def test_the_triton_kernels_pass_their_tests_in_the_interpreter(name: str) -> None:
+    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/lm/native/{name}.py")
     done = run(*tests, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     assert "skipped" not in done.stdout.splitlines()[-1], done.stdout[-4000:]
@@ -51,4 +74,4 @@ def test_the_triton_kernels_pass_their_tests_in_the_interpreter() -> None:
 def test_the_triton_kernels_compile_for_gpus(tmp_path: Path) -> None:
     done = run("-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("compiled") == 3 * 3 * 2
+    assert done.stdout.count("compiled") == NUM_COMPILED

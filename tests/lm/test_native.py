@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.attention import rotary_tables, split_heads
-from lm.layers import RMSNorm
+from lm.layers import RMSNorm, add_norm
 from lm.native import kernels as ops
 from lm.native import operators
-from lm.native.install import add_norm
 from lm.sampling import Choice
 
 pytestmark = pytest.mark.skipif(ops.library() is None, reason="needs a C++ compiler")

@@ -19,7 +19,7 @@ from lm.attention import Mask, attend, packed_mask, scores_bias, varlen_attentio
 
 # Parts of kernels' names; the first kind that matches counts.
 KINDS = (
-    ("attention", ("fmha", "flash")),
+    ("attention", ("fmha", "flash", "_attend_kernel", "_merge_kernel")),
     ("product", ("gemm", "cutlass", "nvjet", "cublas", "wgmma", "splitk")),
     ("attention", ("attention",)),
     ("optimizer", ("adam", "multi_tensor", "lamb", "l2norm", "foreach")),

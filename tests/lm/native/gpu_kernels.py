@@ -11,6 +11,7 @@ from torch import Tensor
 from lm.native.gpu import BLOCK, sample, supports, token_logprobs
 from lm.sampling import logprobs_of_rows
 from lm.sampling import sample as plain_sample
+from tests.lm.native import triton_interpreter  # noqa: F401 - bf16
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = st.one_of(st.integers(1, 300), st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 17]))
