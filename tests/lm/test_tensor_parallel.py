@@ -27,11 +27,11 @@ from lm.weights import save_model
 
 Result = TypeVar("Result")
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16]]
-SHAPE = {
+SHAPE: dict[str, object] = {
     "vocab_size": 301, "max_position_embeddings": 48, "hidden_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 4, "intermediate_size": 96,
 }  # fmt: skip
-SHAPES = {
+SHAPES: dict[str, dict[str, object]] = {
     "grouped": {"num_key_value_heads": 2, "tie_word_embeddings": False},
     "one key-value head": {"num_key_value_heads": 1, "qk_norm": True},
     "GPT-2": {
@@ -43,7 +43,7 @@ SHAPES = {
 
 def together(size: int, work: Callable[[Team], Result]) -> list[Result]:
     """Returns what `work` returns on each rank of a team."""
-    store, limit = dist.HashStore(), timedelta(seconds=60)
+    store, limit = dist.HashStore(), timedelta(seconds=60)  # type: ignore[attr-defined]
 
     def run(rank: int) -> Result:
         return work(Team(dist.ProcessGroupGloo(store, rank, size, limit), rank, size))

@@ -73,9 +73,8 @@ def train(adapted: InitialModels, prompts: list[list[int]]) -> Callable[[Roles, 
         controller.kl.coef, controller.evidence = metrics[2]["kl_coef"], evidence
         controller.in_flight = {ahead: _held(rollout) for ahead, rollout in stale.items()}
         assert controller.step(2) == metrics[2]
-        one_prompt = roles.generators.start_sampling([3], prompts[3:4], [9])
         if roles.generators.ranks.num_ranks == roles.generators.team_size:
-            assert len(one_prompt()) == 1
+            assert len(roles.generators.start_sampling([3], prompts[3:4], [9])()) == 1
         roles.close()
         return rollouts, metrics
 
