@@ -38,8 +38,10 @@ import tomli_w
 
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
+from lm.model import ScalarModel
+from lm.source import load
 from lm.tokenizer import Tokenizer
-from lm.weights import load_scalar_model, save_model
+from lm.weights import ModelFolder, save_model
 from ppo.config import PPOConfig
 from ppo.stage import STAGE as PPO
 from preferences.records import Ranking
@@ -336,7 +338,7 @@ def indifferent(folder: Path) -> Path:
 def write_indifferent(folder: Path) -> None:
     """Writes that model: `reward-full` with a head of zeros."""
     judge = folder / "reward-full" / "reward" / "model"
-    model = load_scalar_model(judge)
+    model = load(ModelFolder(judge, ScalarModel))
     weights = model.state_dict()
     weights["score.weight"].zero_()
     save_model(indifferent(folder), model, weights, Tokenizer.load(judge))

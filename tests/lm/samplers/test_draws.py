@@ -116,7 +116,7 @@ FOUND = (
     "every tenth token greedy",
     "repetition penalty 1.1",
     "rows share random numbers in pairs",
-    "last eighth of the rows: temperature / 1.1",
+    "last eighth of the rows: temperature / 1.2",
 )
 
 
