@@ -246,7 +246,7 @@ class Planner:
         """
         if self.layout.is_gpu:
             reserved = {RESERVED: RESERVED_BYTES}
-            memory = {kind: replace(of, held={**of.held, **reserved}) for kind, of in memory.items()}
+            memory = {kind: replace(of, held={**of.held, **reserved}) if of.peak else of for kind, of in memory.items()}
         return StagePlan(self.name, unit, numbers, memory, num_steps, seconds_per_step, self.sizes.taken(), missing)
 
 
