@@ -244,7 +244,7 @@ class Planner:
         """Return the plan of this stage, with all assumptions made for it. A GPU also holds what its libraries take."""
         if self.layout.is_gpu:
             reserved = {RESERVED: RESERVED_BYTES}
-            memory = {kind: replace(of, held={**of.held, **reserved}) for kind, of in memory.items()}
+            memory = {kind: replace(of, held={**of.held, **reserved}) if of.peak else of for kind, of in memory.items()}
         return StagePlan(self.name, unit, numbers, memory, num_steps, seconds_per_step, self.sizes.taken())
 
 

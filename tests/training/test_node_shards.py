@@ -18,7 +18,7 @@ from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import RandomInit
 from training.config import EngineConfig, OptimizerConfig, ranks_sharing_weights
-from training.distributed import write_back
+from training.distributed import _ranks_sharing_weights, write_back
 from training.engine import Engine
 from training.internals import node_group, zero3_shard
 
@@ -50,6 +50,20 @@ def test_nodes_keep_a_second_copy_if_there_are_several_and_it_fits(
 def test_nodes_keep_no_second_copy_if_the_user_says_so() -> None:
     limit = EngineConfig(zero_stage=3, node_weights=False).node_weights_limit(79 * GIB)
     assert ranks_sharing_weights(15 * GIB, 64, 8, limit) == 1
+
+
+@pytest.mark.parametrize(("hosts", "expected"), [("aabb", 2), ("aaab", 1), ("abab", 1), ("aaaa", 1), ("abcd", 1)])
+def test_ranks_share_a_copy_if_each_node_has_as_many_one_after_another(
+    hosts: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(found: list[str], _own: str) -> None:
+        found[:] = hosts
+
+    monkeypatch.setattr("training.distributed.dist.all_gather_object", gather)
+    config = EngineConfig(zero_stage=3)
+    assert _ranks_sharing_weights(config, 1000, len(hosts), torch.device("cpu")) == expected
+    off = config.model_copy(update={"node_weights": False})
+    assert _ranks_sharing_weights(off, 1000, len(hosts), torch.device("cpu")) == 1
 
 
 def start_engine(hosts: str, seed: int, trained_layers: int | None = None) -> Engine[LanguageModel]:
