@@ -54,7 +54,8 @@ def test_a_policy_too_large_for_a_gpu_is_sampled_by_a_team() -> None:
     assert [stage.name for stage in plan.stages if stage.peak > GPUS["h100"].memory_bytes] == ["ppo"]
     found = changes_that_fit(CLUSTER / f"{name}.toml", alone, plan)
     assert found is not None
-    assert found[0] == ["ppo.sampler.tensor_parallel_size=2"] or found[0] == ["ppo.sampler.tensor_parallel_size=4"]
+    (change,) = found[0]
+    assert change.startswith("ppo.sampler.tensor_parallel_size=")
     # 70.6 GB are 131.5 GiB in bf16. Of these the embedding, 1.96 GiB, is whole on every rank, and norms are negligible.
     weights = {size: held_by(found_plan, "generator") / GIB for size, found_plan in ((1, plan), (4, shared))}
     assert weights[4] == pytest.approx((weights[1] - 1.957) / 4 + 1.957, abs=0.01)
