@@ -1,13 +1,13 @@
 """Attention: positions, masks, the cache of keys and values, the equation and its kernels, and the modules around it.
 
 A row may hold several sequences. On a CPU, sequences of similar length are batched in groups, so that no score between
-two sequences is computed. On a GPU, PyTorch's kernels are used (none of this has run on one yet):
+two sequences is computed. On a GPU, these kernels are used (none of this has run on one yet):
 
 | rows                                               | kernel                                                |
 |----------------------------------------------------|-------------------------------------------------------|
 | packed, padded (encoder), or with a sliding window | variable-length flash attention                       |
 | one sequence each, padding on the right at most    | flash attention, causal                               |
-| one query each, over a cache                       | Heed's own (`lm.native.gpu_attention`); without Triton |
+| one query each, over a cache                       | Heed's (`lm.native.gpu_attention`); without Triton    |
 |                                                    | memory-efficient; heads that share keys are its rows  |
 | any other, and all in fp32                         | memory-efficient with a mask, keys and values repeated |
 
