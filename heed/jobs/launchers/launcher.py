@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -122,7 +122,7 @@ def packed(shipment: Shipment, folder: Path) -> Path:
 def render(template: str, launch: Launch, **more: object) -> str:
     """Fill one of this package's templates. A comment in it is a digest, by which `write` recognises rendered text."""
     environment = Environment(
-        loader=PackageLoader(__package__, "."),
+        loader=PackageLoader("heed.jobs.launchers", "."),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -154,9 +154,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def call(
-    words: Sequence[str], where: str, *, stdin: IO[bytes] | None = None, environment: Mapping[str, str] | None = None
-) -> str:
+def call(words: Sequence[str], where: str, environment: Mapping[str, str] | None = None) -> str:
     """Run a system's command and return its standard output. Secrets go into `environment`, never into `words`.
 
     Raises: ValueError if the command is not installed (`where` says on which machines it is), or with its message.
@@ -164,7 +162,7 @@ def call(
     if shutil.which(words[0]) is None:
         raise ValueError(f"no {words[0]} on the PATH; expected {where}")
     done = subprocess.run(
-        words, stdin=stdin or subprocess.DEVNULL, capture_output=True, env={**os.environ, **(environment or {})},
+        words, stdin=subprocess.DEVNULL, capture_output=True, env={**os.environ, **(environment or {})},
         check=False,
     )  # fmt: skip
     if done.returncode:
