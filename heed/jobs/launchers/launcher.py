@@ -5,6 +5,7 @@ system's own command. The file holds no secret: keys are named there and read wh
 """
 
 import hashlib
+import math
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -39,20 +40,23 @@ class Machines:
 
     @classmethod
     def of(cls, job: JobConfig, nodes: int, gpus_per_node: int, gpu: str = "") -> "Machines":
-        """Return the machines that hold a job's ranks. `nodes` 0 means as many as needed; with GPUs, a rank takes one.
+        """Return the machines that hold a job's ranks, spread evenly. `nodes` 0 means as many as needed.
 
-        Raises: ValueError if the ranks do not fit, or do not divide among CPU nodes evenly enough to leave none idle.
+        Raises: ValueError if the ranks do not fit, or would leave a machine idle.
         """
-        if not job.cluster.use_gpus or gpus_per_node == 0:
-            if gpu:
-                raise ValueError(f"--gpu {gpu!r}: the job's ranks run on CPUs; expected --gpus-per-node and use_gpus")
-            nodes = nodes or 1
-            if nodes > job.num_ranks:
-                raise ValueError(f"--nodes {nodes}: the job has {job.num_ranks} ranks; expected at most one node each")
-            return cls(nodes, 0, -(-job.num_ranks // nodes))
-        needed = places(nodes, gpus_per_node, job.num_ranks)
-        taken = min(gpus_per_node, job.num_ranks)
-        return cls(nodes or needed, taken, CPUS_PER_GPU * taken, gpu)
+        is_gpu = job.cluster.use_gpus and gpus_per_node > 0
+        if gpu and not is_gpu:
+            raise ValueError(
+                f"--gpu {gpu!r}: the job's ranks run on CPUs; expected --gpus-per-node above 0 and"
+                " cluster.use_gpus = true"
+            )
+        needed = places(nodes, gpus_per_node, job.num_ranks) if is_gpu else 1
+        if nodes > job.num_ranks:
+            raise ValueError(f"--nodes {nodes}: the job has {job.num_ranks} ranks; expected at most one node each")
+        ranks_per_node = math.ceil(job.num_ranks / (nodes or needed))
+        if is_gpu:
+            return cls(nodes or needed, ranks_per_node, CPUS_PER_GPU * ranks_per_node, gpu)
+        return cls(nodes or needed, 0, ranks_per_node)
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ def packed(shipment: Shipment, folder: Path) -> Path:
 def render(template: str, launch: Launch, **more: object) -> str:
     """Fill one of this package's templates. A comment in it is a digest, by which `write` recognises rendered text."""
     environment = Environment(
-        loader=PackageLoader(__package__, "."),
+        loader=PackageLoader("heed.jobs.launchers", "."),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -150,9 +154,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def call(
-    words: Sequence[str], where: str, *, stdin: IO[bytes] | None = None, environment: Mapping[str, str] | None = None
-) -> str:
+def call(words: Sequence[str], where: str, environment: Mapping[str, str] | None = None) -> str:
     """Run a system's command and return its standard output. Secrets go into `environment`, never into `words`.
 
     Raises: ValueError if the command is not installed (`where` says on which machines it is), or with its message.
@@ -160,7 +162,7 @@ def call(
     if shutil.which(words[0]) is None:
         raise ValueError(f"no {words[0]} on the PATH; expected {where}")
     done = subprocess.run(
-        words, stdin=stdin or subprocess.DEVNULL, capture_output=True, env={**os.environ, **(environment or {})},
+        words, stdin=subprocess.DEVNULL, capture_output=True, env={**os.environ, **(environment or {})},
         check=False,
     )  # fmt: skip
     if done.returncode:

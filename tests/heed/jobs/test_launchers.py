@@ -175,7 +175,7 @@ def test_an_edited_file_is_kept(heed: Heed, tools: Path) -> None:
         ("slurm", ["--gpus-per-node", "0", "--nodes", "3"],
          "--nodes 3: the job has 1 ranks; expected at most one node each"),
         ("slurm", ["--gpus-per-node", "0", "--gpu", "h100"],
-         "--gpu 'h100': the job's ranks run on CPUs; expected --gpus-per-node and use_gpus"),
+         "--gpu 'h100': the job's ranks run on CPUs; expected --gpus-per-node above 0 and cluster.use_gpus = true"),
         ("sky", ["--gpu", ""], "--gpu is missing; --sky expects the kind of GPU, such as h100"),
         ("sky", [*TWO_GPU_NODES, "--volume", ""],
          "--volume is missing; a job on 2 nodes expects a SkyPilot volume that all nodes mount at --runs"
@@ -216,6 +216,7 @@ def test_ranks_are_spread_over_machines() -> None:
     job = load_job(Path(DEBUG), ["workers=2"], opens_models=False)
     assert Machines.of(job, 0, 8) == Machines(1, 2, 8)
     assert Machines.of(job, 0, 1, "h100") == Machines(2, 1, 4, "h100")
+    assert Machines.of(job, 2, 8) == Machines(2, 1, 4)  # no more GPUs than ranks
     assert Machines.of(job, 2, 0) == Machines(2, 0, 1)
     on_cpus = load_job(Path(DEBUG), ["workers=2", "cluster.use_gpus=false"], opens_models=False)
     assert Machines.of(on_cpus, 0, 8) == Machines(1, 0, 2)
