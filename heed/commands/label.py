@@ -62,22 +62,23 @@ def import_labels(
     subset: Annotated[str, typer.Option(help="Subset of a hub id that has several.")] = "",
 ) -> None:
     """Import judgments into a label store: all of a file or nothing. Repeating an import changes nothing."""
-    from files.rows import read_source
+    from files.rows import InvalidRows, read_source
     from preferences.formats.registry import AUTO, format_to_read, sniff
 
     if not check and not store:
         raise ValueError("--store is missing; a label store, or --check to store nothing, was expected")
     if form == AUTO:
-        guessed, why = sniff(read_source(file, split=split, subset=subset))
+        guessed, why = sniff(read_source(file, split=split, subset=subset), file)
         console.print(f"format: {guessed.name} ({guessed.description}): {why}")
         form = guessed.name
     if not check and not batch and form != "heed":
         raise ValueError(f"--batch is missing; format {form!r} names no batches of its own")
     from preferences.formats.merging import collect
 
-    rows = read_source(file, split=split, subset=subset)
+    invalid = None if strict else InvalidRows(file, hint="")  # a strict import stops at the first row
+    rows = read_source(file, split=split, subset=subset, invalid=invalid)
     with console.status("reading") as status:
-        for found in collect(format_to_read(form), rows, strict=strict, objective=objective):
+        for found in collect(format_to_read(form), rows, strict=strict, objective=objective, invalid=invalid):
             if found.report.num_rows % STATUS_ROWS == 0:
                 status.update(f"reading: {found.report.num_rows:,} rows, {len(found.report.warnings):,} warnings")
     print_warnings(found.report, report)
@@ -397,15 +398,16 @@ def _summary(found: "Found", done: str) -> str:
     judgments = found.judgments
     labelers = {judgment.labeler for judgment in judgments}
     lines = [
-        f"{found.report.num_rows:,} rows: {len(found.found_tasks):,} tasks, {len(judgments):,} judgments by"
-        f" {_names(sorted(labelers))}; {done}",
+        f"{found.report.num_rows:,} rows: {len(found.found_tasks):,} tasks, "
+        + (f"{len(judgments):,} judgments by {_names(sorted(labelers))}" if judgments else "not yet judged")
+        + f"; {done}",
         *(f"  {count:>7,}  {kind}" for kind, count in found.report.counts().items()),
     ]
     return "\n".join(lines)
 
 
 def _names(labelers: Sequence[str]) -> str:
-    return ", ".join(labelers) if 0 < len(labelers) <= 3 else f"{len(labelers):,} labelers"
+    return ", ".join(labelers) if len(labelers) <= 3 else f"{len(labelers):,} labelers"
 
 
 @contextmanager

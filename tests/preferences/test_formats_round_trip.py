@@ -187,7 +187,7 @@ def test_other_formats_keep_the_preferences_that_they_can_hold(name: str, new_st
         )
         assert len(rows) + len(report.warnings) == num_pairs
         if rows and name != "trl_text":
-            assert sniff(iter([("row 1", rows[0])]))[0].name == name
+            assert sniff(iter([("row 1", rows[0])]), "t")[0].name == name
 
     there_and_back()
 
@@ -222,7 +222,9 @@ PAIR = Task("t", (Message("user", "q"),), ("a", "b"), ("x", "y"))
     ("judgments", "chosen", "counts"),
     [
         ([act("ann", 0), act("ann", 1, ranks=(2, 1))], ["b"], {"superseded": 1}),
-        ([act("ann", 0), act("ann", 1, "undo")], [], {"superseded": 1, "undo": 1}),
+        ([act("ann", 0), act("ann", 1, "undo")], [], {"undo": 1}),
+        ([act("ann", 0), act("ann", 1, "undo"), act("ann", 2, ranks=(2, 1))], ["b"], {"undo": 1}),
+        ([act("ann", 0), act("ann", 1, "void"), act("ann", 2, "skip")], [], {"void": 1, "skip": 1}),
         ([act("ann", 0, "skip"), act("bo", 0)], ["a"], {"skip": 1}),
         ([act("ann", 0), act("bo", 0, "adjudication", (2, 1))], ["b"], {"superseded": 1}),
         ([act("ann", 0, ranks=(1, 1)), act("bo", 0)], ["a"], {"tie": 1}),

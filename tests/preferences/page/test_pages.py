@@ -507,13 +507,31 @@ def test_new_instructions_are_read_again(world, visit):
     assert "Be strict." in page.text
 
 
+def test_a_batch_that_does_not_exist_is_named_to_leads(world, visit):
+    misspelt = LabelingConfig(batches=("mian", "main"))
+    assert "&#39;mian&#39;, &#39;main&#39;; it has none yet." in visit("eve", misspelt).get("/lead").text
+    world.add(make_task("t1"))
+    assert "&#39;mian&#39;; it has &#39;main&#39;." in visit("eve", misspelt).get("/lead").text
+    screened = LabelingConfig(screening=Screening(batch="gold"))
+    assert "&#39;gold&#39;; it has &#39;main&#39;." in visit("eve", screened).get("/lead").text
+    page = visit("ann", screened).get("/task").text
+    assert ("none has been added" in page, "all of the first tasks" in page) == (True, False)
+    world.add(make_task("g1"), batch="gold")
+    assert "does not have" not in visit("eve", screened).get("/lead").text
+
+
 def test_a_lead_configures_by_a_file(tmp_path):
     path = tmp_path / "label.toml"
     path.write_text('title = "Helpful"\nbatches = ["a"]\nflags = ["rude"]\n[screening]\nbatch = "gold"\n')
     config = LabelingConfig.load(path)
     assert (config.title, config.flags, config.screening.min_tasks) == ("Helpful", ("rude",), 10)
-    path.write_text('titel = "x"\nlease_seconds = 0\n')
-    with pytest.raises(ValueError, match=r"label.toml: .*lease_seconds: .*titel: "):
+    path.write_text('titel = "x"\nlease_seconds = -4\n[server]\nzzz = 1\npublic_url = "x"\n')
+    with pytest.raises(
+        ValueError,
+        match=r"label.toml: lease_seconds: Input should be greater than 0, found -4; server.public_url: 'x' was given; "
+        r".*"
+        r"server.zzz: unknown key; titel: unknown key; did you mean title\?$",
+    ):
         LabelingConfig.load(path)
     path.write_text("title = \n")
     with pytest.raises(ValueError, match=r"label.toml: .*line 1"):
