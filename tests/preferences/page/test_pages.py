@@ -323,7 +323,7 @@ def test_a_lead_sees_progress_quality_and_adjudicates(world, visit):
     for name in ("ann", "bob"):
         assert ranked[name] in page.text.split(f'<th scope="row">{name}</th>')[1].split("</tr>")[0]
     page = eve.post("/task/answer", data=form(page) | ranks(1, 1))
-    assert "1 adjudications" in page.text
+    assert "1 adjudication." in page.text
     assert [(r.task_id, r.labeler) for r in world.store.rankings("main")] == [
         ("t1", "ann"), ("t1", "bob"), ("t2", "eve"),
     ]  # fmt: skip
@@ -351,6 +351,9 @@ def test_a_lead_reads_every_answer_note_and_skip(world, visit):
     assert "It is too upsetting" not in eve.get("/lead/answers?batch=main&labeler=ann").text
     assert "hallucinates" not in eve.get("/lead/answers?batch=main&kind=skip&start=x").text
     assert "Nothing here yet" in eve.get("/lead/answers?batch=main&start=3").text
+    own = [re.findall(r"ranks ([A-I] \d, [A-I] \d)", page) for page in (found, eve.get("/lead/task?task=t1").text)]
+    own += [re.findall(r"ranks ([A-I] \d, [A-I] \d)", eve.get("/lead/task?task=t2").text)]
+    assert (len(own[0]), own[0]) == (1, own[1] or own[2])  # the same letters on both pages
     assert ann.get("/lead/answers").status_code == 403
     assert "What labelers said" not in ann.get("/task").text
 
@@ -712,7 +715,7 @@ def test_a_lead_voids_a_judgment_with_a_reason(world, visit):
     world.add(make_task("t1", 2))
     ann, eve = visit("ann", PLAIN), visit("eve", PLAIN)
     ann.post("/task/answer", data=form(ann.get("/task")) | ranks(1, 2))
-    assert "1 answers to 1 tasks" in eve.get("/lead/quality").text
+    assert "1 answer to 1 task, 0 skips" in eve.get("/lead/quality").text
     fields = form(eve.get("/lead/task?task=t1"), "/lead/void")
     assert ann.post("/lead/void", data=fields | {"reason": "x"}).status_code == 403
     assert eve.post("/lead/void", data=fields | {"csrf": "x", "reason": "x"}).status_code == 403
