@@ -45,10 +45,13 @@ Item = TypeVar("Item")
 
 
 class InvalidRows:
-    """Counts the invalid rows of one source, and keeps the messages about the first KEPT_ROWS of them."""
+    """Counts the invalid rows of one source, and keeps the messages about the first KEPT_ROWS of them.
 
-    def __init__(self, source: str, on_invalid: OnInvalid = "refuse") -> None:
-        self.source, self.on_invalid = source, on_invalid
+    `hint` says how to leave such rows out; "" where nobody can.
+    """
+
+    def __init__(self, source: str, on_invalid: OnInvalid = "refuse", hint: str = HINT) -> None:
+        self.source, self.on_invalid, self.hint = source, on_invalid, hint
         self.num_rows = self.num_invalid = 0
         self.messages: list[str] = []
         self._last_row = 0  # where counting stops once a row has been refused
@@ -87,7 +90,7 @@ class InvalidRows:
         """Raises: ValueError that names the first invalid rows, if they are refused or if no row is valid."""
         if not self.num_invalid or (self.on_invalid == "skip" and self.num_invalid < self.num_rows):
             return
-        skips = f" ({HINT})" if self.on_invalid == "refuse" else ""
+        skips = f" ({self.hint})" if self.hint and self.on_invalid == "refuse" else ""
         if self.num_invalid == 1:
             raise ValueError(f"{self.first[0]}{skips}")
         if self.num_invalid == self.num_rows > SHOWN_ROWS:  # most often the same mistake in all of them

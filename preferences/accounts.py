@@ -88,6 +88,10 @@ class AuditEvent:
     created_at: float
 
 
+class AccountClosedError(Exception):
+    """Name and key match, but the account is closed."""
+
+
 class Accounts:
     """Accounts, sessions and invitations in the label store's database. `clock` returns seconds since the epoch."""
 
@@ -226,16 +230,20 @@ class Accounts:
     # ---- sessions ----
 
     def sign_in(self, name: str, key: str) -> str | None:
-        """Returns a session's token, or None for a wrong name or key, or a closed account.
+        """Returns a session's token, or None for a wrong name or key.
 
-        A name without an account takes just as long to refuse. Raises: BusyError.
+        A name without an account takes just as long to refuse, and only the right key learns that an account is closed.
+        Raises: BusyError, AccountClosedError.
         """
         if not is_name(name):
             return None
         with self._reader.begin() as connection:
             row = connection.execute(select(accounts).where(accounts.c.name == name)).one_or_none()
         if self._hasher.verify(row.key_hash if row is not None else "", key):
-            return self._open_session(name)
+            token = self._open_session(name)
+            if token is None:
+                raise AccountClosedError("your account is closed; ask a labeling lead to admit you")
+            return token
         with self._writer.begin() as connection:  # for unknown names too, so that the time does not give them away
             # An unknown name is not stored, because somebody may have typed their key there.
             subject = pseudonym_of(connection, name) if row is not None else UNKNOWN

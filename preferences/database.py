@@ -56,23 +56,28 @@ def _open(engine: Engine) -> None:
         raise ValueError(f"label store {engine.url.render_as_string()} cannot be opened: {reason}") from error
 
 
-def require_store(url_or_path: str | Path) -> None:
+def require_store(url_or_path: str | Path, hint: str = "") -> None:
     """Checks that a SQLite store exists and is undamaged; creates nothing.
 
-    Raises: ValueError if the file is missing or damaged.
+    Raises: ValueError if the file is missing or empty, with `hint` (how to create a store), or if it is damaged.
     """
     path = store_file(url_or_path)
     if path is None:
         return
     if not path.is_file():
-        raise ValueError(f"label store {str(path)!r}: there is no such file")
+        raise ValueError(f"label store {str(path)!r}: there is no such file{hint}")
+    if not path.stat().st_size:
+        raise ValueError(f"label store {str(path)!r}: the file is empty{hint}")
     _require_sound(path)
 
 
 def create_or_check(url_or_path: str | Path) -> str:
-    """Like `require_store`, but for a missing file returns the notice to print once the store is created, else ""."""
+    """Like `require_store`, but for a missing file returns the notice to print once the store is created, else "".
+
+    An empty file counts as missing: SQLite makes a database of it.
+    """
     path = store_file(url_or_path)
-    if path is None or path.exists():
+    if path is None or (path.exists() and path.stat().st_size):
         require_store(url_or_path)
         return ""
     return f"created a new label store at {path}"
@@ -94,6 +99,8 @@ def _require_sound(path: Path) -> None:
     except sqlite3.OperationalError as error:
         raise ValueError(f"label store {str(path)!r} cannot be read: {error}") from error
     except sqlite3.DatabaseError as error:
+        if error.sqlite_errorcode == sqlite3.SQLITE_NOTADB:
+            raise ValueError(f"{path}: not a SQLite database; a label store was expected") from error
         found = str(error)
     if found != "ok":
         raise ValueError(

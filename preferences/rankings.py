@@ -26,8 +26,6 @@ class CurrentJudgments:
     skips: tuple[Judgment, ...]
     adjudications: tuple[Judgment, ...]  # the last one of each task
     replaced: tuple[Judgment, ...]  # revised or undone by the same labeler, or voided by a lead
-    undos: tuple[Judgment, ...]  # those without a later event
-    voids: tuple[Judgment, ...]  # those without a later event
 
     @property
     def final(self) -> tuple[Judgment, ...]:
@@ -71,8 +69,6 @@ def current_judgments(judgments: Iterable[Judgment]) -> CurrentJudgments:
         skips=tuple(judgment for judgment in last.values() if judgment.kind == "skip"),
         adjudications=tuple(adjudications.values()),
         replaced=tuple(replaced),
-        undos=tuple(judgment for judgment in last.values() if judgment.kind == "undo"),
-        voids=tuple(judgment for judgment in last.values() if judgment.kind == "void"),
     )
 
 

@@ -81,7 +81,7 @@ def read_judgments(data: RankingsConfig, tell: Callable[[str], None] = untold) -
     if first is None:
         invalid.finish()
         raise ValueError(f"{data.source}: no rankings; at least one was expected")
-    form, rows = read_as(data.format, chain([first], rows))
+    form, rows = read_as(data.format, chain([first], rows), data.source, option="`format`")
     judgments = collect_all(form, rows, invalid)
     if not any(found.judgments for found in judgments.found_tasks):
         reasons = f" ({SourceRows.of(invalid, judgments.report.outcomes())})" if judgments.report.num_rows else ""

@@ -12,7 +12,7 @@ from evaluation.verdicts import Response, Side, Verdict
 from files.rows import read_source
 from preferences.formats.merging import FoundTask, collect_all
 from preferences.formats.parts import UNKNOWN, Report, as_turns
-from preferences.formats.registry import AUTO, format_to_read, sniff
+from preferences.formats.registry import AUTO, read_as
 from preferences.rankings import current_judgments
 from preferences.records import Judgment, Message, Task
 from training.data import Prompt
@@ -49,8 +49,8 @@ def read_verdict_file(source: str, form: str = AUTO, *, judge: str, category: st
     category; if "", it is the first of `category`, `kind` and `dataset`.
     Raises: ValueError naming file and line of a malformed row, and if no verdict on two policies is left.
     """
-    chosen = sniff(read_source(source))[0] if form == AUTO else format_to_read(form)
-    found = collect_all(chosen, read_source(source))
+    chosen, file_rows = read_as(form, read_source(source), source)
+    found = collect_all(chosen, file_rows)
     rows = _Rows(judge, category, is_soft=chosen.name == "alpacaeval")
     acts: dict[str, list[Judgment]] = {}
     stands = current_judgments(found.judgments)

@@ -13,7 +13,7 @@ import scipy
 from evaluation.measures.calibration import Calibration, ScoredPairs, by_category, calibration
 from files.rows import read_source
 from preferences.formats.merging import Found, collect_all, report_excluded
-from preferences.formats.registry import AUTO, format_to_read, sniff
+from preferences.formats.registry import AUTO, read_as
 from preferences.rankings import is_heldout
 from preferences.records import Ranking, Task
 from preferences.statistics.agreement import pairwise_agreement
@@ -96,13 +96,13 @@ def read_judged(source: str, form: str = AUTO) -> Judgments:
 
     Raises: ValueError naming file, line and field; for rows in an unknown format, and if none holds a judgment.
     """
-    name = sniff(read_source(source))[0].name if form == AUTO else form
-    found: Found = collect_all(format_to_read(name), read_source(source))
+    chosen, rows = read_as(form, read_source(source), source)
+    found: Found = collect_all(chosen, rows)
     report_excluded(found)
     rankings = tuple(found.rankings)
     if not rankings:
         raise ValueError(f"{source}: {found.report.num_rows} rows, but no valid ranking")
-    return Judgments(name, found.tasks, rankings, found.report.counts())
+    return Judgments(chosen.name, found.tasks, rankings, found.report.counts())
 
 
 def heldout_only(judged: Judgments, share: float, seed: int) -> Judgments:

@@ -62,22 +62,23 @@ def import_labels(
     subset: Annotated[str, typer.Option(help="Subset of a hub id that has several.")] = "",
 ) -> None:
     """Import judgments into a label store: all of a file or nothing. Repeating an import changes nothing."""
-    from files.rows import read_source
+    from files.rows import InvalidRows, read_source
     from preferences.formats.registry import AUTO, format_to_read, sniff
 
     if not check and not store:
         raise ValueError("--store is missing; a label store, or --check to store nothing, was expected")
     if form == AUTO:
-        guessed, why = sniff(read_source(file, split=split, subset=subset))
+        guessed, why = sniff(read_source(file, split=split, subset=subset), file)
         console.print(f"format: {guessed.name} ({guessed.description}): {why}")
         form = guessed.name
     if not check and not batch and form != "heed":
         raise ValueError(f"--batch is missing; format {form!r} names no batches of its own")
     from preferences.formats.merging import collect
 
-    rows = read_source(file, split=split, subset=subset)
+    invalid = None if strict else InvalidRows(file, hint="")  # a strict import stops at the first row
+    rows = read_source(file, split=split, subset=subset, invalid=invalid)
     with console.status("reading") as status:
-        for found in collect(format_to_read(form), rows, strict=strict, objective=objective):
+        for found in collect(format_to_read(form), rows, strict=strict, objective=objective, invalid=invalid):
             if found.report.num_rows % STATUS_ROWS == 0:
                 status.update(f"reading: {found.report.num_rows:,} rows, {len(found.report.warnings):,} warnings")
     print_warnings(found.report, report)
@@ -94,6 +95,7 @@ def _store(file: str, found: "Found", batch: str, store: str, *, only_check: boo
 
     from preferences.database import store_file
     from preferences.formats.exchange import store_found
+    from preferences.store import LabelStore
 
     path = store_file(store) if store else None
     with ExitStack() as stack:
@@ -101,7 +103,7 @@ def _store(file: str, found: "Found", batch: str, store: str, *, only_check: boo
             store = str(Path(stack.enter_context(TemporaryDirectory(prefix="heed-check-"))) / "empty.sqlite")
             if not all(own.batch for own in found.found_tasks):  # a check needs no --batch, even if the rows name none
                 batch = batch or "check"
-        opened = stack.enter_context(open_store(store))
+        opened = stack.enter_context(LabelStore(store) if only_check else open_store(store))
         try:
             store_found(opened, found, batch, only_check=only_check)
         except DBAPIError as error:  # a full disk, a lost server, a lock that somebody else holds
@@ -211,7 +213,10 @@ def label_outputs(
     ] = "",
     labelers: Annotated[int, typer.Option(min=1, help="How many labelers judge each task.")] = 1,
 ) -> None:
-    """Make labeling tasks of outputs that two or more models have left in files, one per prompt."""
+    """Make labeling tasks of outputs that two or more models have left in files, one per prompt.
+
+    Repeating the command adds nothing. A changed prompt or response makes a new task, and the old one stays.
+    """
     from files.rows import read_source
     from stages.reports.text import count_of
 
@@ -221,12 +226,15 @@ def label_outputs(
         raise ValueError("--prompts is missing; the prompts that these outputs answer were expected")
     tasks, num_same = tasks_of_files(outputs, prompts) if prompts else tasks_of_rows(read_source(outputs[0]))
     if not tasks:
-        raise ValueError(f"{prompts or outputs[0]}: no prompt has two different responses")
+        why = "no prompt has two different responses" if num_same else "there are no rows; at least one was expected"
+        raise ValueError(f"{prompts or outputs[0]}: {why}")
     with open_store(store) as opened:
         stored = [one.task for one in opened.tasks(batch)]
         opened.add_tasks(as_stored(tasks, stored), batch=batch, num_labelers=labelers)
-    made = count_of(len(tasks), "task")
-    typer.echo(f"{made} in batch {batch!r} of {store}, each for {count_of(labelers, 'labeler')}")
+    num_new = len({task.task_id for task in tasks} - {task.task_id for task in stored})
+    made = f"{count_of(num_new, 'new task')} in batch {batch!r} of {store}, each for {count_of(labelers, 'labeler')}"
+    there = f"; {len(tasks) - num_new:,} already there; the batch now has {count_of(len(stored) + num_new, 'task')}"
+    typer.echo(made + (there if stored else ""))
     if num_same:
         left_out = f"{count_of(num_same, 'prompt')} {'is' if num_same == 1 else 'are'} left out"
         typer.echo(f"{left_out}: all responses to it are the same, or the prompt came twice")
@@ -255,7 +263,7 @@ def serve_labels(
     from preferences.page.serve import serve
 
     if not new:
-        require_store(store)
+        require_store(store, "; a store that exists, or --new to create one, was expected")
     merged = labeling_config(config, public_url, trusted_proxy or [], trusted_host or [])
     serve(store, merged, host=host, port=port, announce=typer.echo)
 
@@ -274,7 +282,10 @@ def invite_labeler(
         link = server.link(accounts.invite(name, "lead" if lead else "labeler"))
     typer.echo(f"Send this link to {name}. It works once, within a week, and shows the key to sign in with:\n{link}")
     if not server.public_url:
-        console.print("It points to a server on this machine; use --public-url for another address.", markup=False)
+        console.print(
+            "It points to port 8100 of this machine. If the server has another port or address, use --public-url.",
+            markup=False,
+        )
 
 
 @label_app.command("links")
@@ -371,9 +382,15 @@ def restore_store(
 
 
 def open_store(url_or_path: str) -> "LabelStore":
+    """Opens a label store, or creates one and says so. Raises: ValueError for a damaged one."""
+    from preferences.database import create_or_check
     from preferences.store import LabelStore
 
-    return LabelStore(url_or_path)
+    created = create_or_check(url_or_path)
+    store = LabelStore(url_or_path)
+    if created:
+        console.print(created, markup=False)
+    return store
 
 
 def print_warnings(report: "Report", path: Path | None) -> None:
@@ -397,15 +414,16 @@ def _summary(found: "Found", done: str) -> str:
     judgments = found.judgments
     labelers = {judgment.labeler for judgment in judgments}
     lines = [
-        f"{found.report.num_rows:,} rows: {len(found.found_tasks):,} tasks, {len(judgments):,} judgments by"
-        f" {_names(sorted(labelers))}; {done}",
+        f"{found.report.num_rows:,} rows: {len(found.found_tasks):,} tasks, "
+        + (f"{len(judgments):,} judgments by {_names(sorted(labelers))}" if judgments else "not yet judged")
+        + f"; {done}",
         *(f"  {count:>7,}  {kind}" for kind, count in found.report.counts().items()),
     ]
     return "\n".join(lines)
 
 
 def _names(labelers: Sequence[str]) -> str:
-    return ", ".join(labelers) if 0 < len(labelers) <= 3 else f"{len(labelers):,} labelers"
+    return ", ".join(labelers) if len(labelers) <= 3 else f"{len(labelers):,} labelers"
 
 
 @contextmanager
@@ -479,10 +497,12 @@ def _responses_of(where: str, row: Mapping[str, Any]) -> dict[str, str]:
     if found is None:
         fields = [name for name in row if name.startswith(RESPONSE_PREFIXES) and row[name] is not None]
         found = {name: row[name] for name in fields}
-    if not isinstance(found, Mapping) or not MIN_RESPONSES <= len(found) <= MAX_RESPONSES:
+    num_found = len(found) if isinstance(found, Mapping) else 0
+    if not MIN_RESPONSES <= num_found <= MAX_RESPONSES:
+        what = field_names(row) if num_found == 0 else "1 response" if num_found == 1 else f"{num_found} responses"
         raise ValueError(
             f"{where}: {MIN_RESPONSES} to {MAX_RESPONSES} responses were expected, in 'responses' (a list, or an object"
-            f" {{model: text}}) or in fields such as 'response_a' and 'response_b'; found {field_names(row)}"
+            f" {{model: text}}) or in fields such as 'response_a' and 'response_b'; found {what}"
         )
     return {name: any_text(where, found, name) for name in found}
 

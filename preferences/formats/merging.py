@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from files.fields import shown
 from files.rows import InvalidRows
@@ -19,6 +19,7 @@ from preferences.rankings import current_judgments, ranking_of, why_excluded
 from preferences.records import MAX_LABELERS, NO_LOCATIONS, Judgment, Ranking, StoredTask, Task, named
 
 RECENT_TASKS = 4096  # kept in memory while rows are read; rows about the same task are usually close together
+TAKES_BACK = ("undo", "void")  # kinds of events that are no judgments, but end the one before them
 UNFORESEEN = "not readable as"  # in the message about an error that a format's reader does not handle
 
 
@@ -348,12 +349,17 @@ def final_rankings(
 ) -> Iterator[tuple[Task, Ranking]]:
     """Yields the final rankings that are training data, in the order of the tasks.
 
-    It reports judgments that are not final and those that are excluded (`preferences.rankings.why_excluded`).
+    It reports each judgment that is not final once, and those that are excluded (`preferences.rankings.why_excluded`).
     """
-    current = current_judgments(judgments)
-    for judgment in current.replaced:
-        _report_not_final(report, judgment, "superseded", "was revised")
-    for judgment in (*current.skips, *current.undos, *current.voids):
+    events = sorted(judgments, key=lambda event: (event.task_id, event.labeler, event.revision))
+    current = current_judgments(events)
+    for event, following in pairwise(events):
+        is_same = (event.task_id, event.labeler) == (following.task_id, following.labeler)
+        if is_same and event.kind not in TAKES_BACK:
+            taken_back = following.kind in TAKES_BACK
+            kind, why = (following.kind, following.note) if taken_back else ("superseded", "was revised")
+            _report_not_final(report, event, kind, why)
+    for judgment in current.skips:
         _report_not_final(report, judgment, judgment.kind, judgment.note)
     final: dict[str, list[Judgment]] = {}
     for judgment in current.final:

@@ -17,10 +17,14 @@ from files.fields import (
     any_messages,
     any_text,
     checked_messages,
+    kind_of,
     list_field,
+    names,
     number_field,
     numbers_field,
     objects_field,
+    optional_text,
+    present,
     shown,
     text_field,
     whole_field,
@@ -37,6 +41,7 @@ from preferences.formats.parts import (
     as_messages,
     as_turns,
     is_sound_prompt,
+    plain,
 )
 from preferences.rankings import why_excluded
 from preferences.records import (
@@ -56,35 +61,40 @@ from preferences.records import (
 )
 
 MAX_FLAGS = 100  # per response
+REQUIRED = ("task_id", "prompt", "responses")  # of a row of `heed`; the other fields have defaults
 
 
 # ---- heed ----
 
 
 def read_heed(where: str, row: Row, _report: Report, objective: str) -> Iterator[JudgedTask]:
-    """Reads a task as it was stored, with every event on it."""
+    """Reads a task as it was stored, with every event on it, or a new task, which may have only the fields REQUIRED."""
+    row = {name: value for name, value in row.items() if value is not None}
+    missing = [name for name in REQUIRED if name not in row]
+    if len(missing) > 1:
+        raise ValueError(f"{where}: fields {', '.join(map(repr, missing))} are missing; found {names(row)}")
     responses = _texts(where, row, "responses", MIN_RESPONSES, MAX_RESPONSES)
     num_responses = len(responses)
     task = Task(
         task_id=text_field(where, row, "task_id"),
-        prompt=as_messages(any_messages(where, row.get("prompt"), "prompt")),
+        prompt=as_messages(any_messages(where, present(where, row, "prompt"), "prompt")),
         responses=responses,
-        sources=_texts(where, row, "sources", num_responses, num_responses),
-        objective=objective or any_text(where, row, "objective"),
-        gold_ranks=_ranks(where, row, "gold_ranks", num_responses, may_be_empty=True),
-        repeat_of=any_text(where, row, "repeat_of"),
+        sources=_texts(where, {"sources": (UNKNOWN,) * num_responses, **row}, "sources", num_responses, num_responses),
+        objective=objective or any_text(where, {"objective": OVERALL, **row}, "objective"),
+        gold_ranks=_ranks(where, {"gold_ranks": (), **row}, "gold_ranks", num_responses, may_be_empty=True),
+        repeat_of=optional_text(where, row, "repeat_of"),
         details=_details(where, row),
-        warning=any_text(where, row, "warning") if "warning" in row else "",
+        warning=optional_text(where, row, "warning"),
     )
     judgments = []
-    for number, judged in enumerate(objects_field(where, row, "judgments")):
+    for number, judged in enumerate(objects_field(where, {"judgments": (), **row}, "judgments")):
         judgments.append(_judgment(f"{where}: judgments[{number}]", judged, task))
     yield JudgedTask(
         where,
         task,
         judgments=tuple(judgments),
-        batch=text_field(where, row, "batch"),
-        num_labelers=whole_field(where, row, "num_labelers", 1, MAX_LABELERS),
+        batch=text_field(where, row, "batch") if "batch" in row else "",
+        num_labelers=whole_field(where, row, "num_labelers", 1, MAX_LABELERS) if "num_labelers" in row else 0,
     )
 
 
@@ -156,7 +166,9 @@ def _judgment(where: str, row: Row, task: Task) -> Judgment:
 
 
 def _details(where: str, row: Row) -> dict[str, Any]:
-    details = parse_json(f"{where}: field 'details'", any_text(where, row, "details"))
+    details = plain(row.get("details", {}))
+    if isinstance(details, str):  # as exports have it, because each Parquet column has a single type
+        details = parse_json(f"{where}: field 'details'", details)
     if not isinstance(details, dict):
         raise ValueError(f"{where}: field 'details' holds {type(details).__name__}; a JSON object was expected")
     return details
@@ -167,7 +179,7 @@ def _details(where: str, row: Row) -> dict[str, Any]:
 
 def read_rankings(where: str, row: Row, _report: Report, objective: str) -> Iterator[JudgedTask]:
     """Reads {"task_id", "prompt", "responses", "ranks", "labeler"}, and "objective" and "ratings" if present."""
-    prompt = checked_messages(where, row.get("prompt"), "prompt", ends_with="user")
+    prompt = checked_messages(where, present(where, row, "prompt"), "prompt", ends_with="user")
     responses = _texts(where, row, "responses", MIN_RESPONSES, MAX_RESPONSES)
     ranks = _ranks(where, row, "ranks", len(responses))
     ratings = numbers_field(where, row, "ratings") if row.get("ratings") is not None else ()
@@ -196,9 +208,9 @@ def ranking_row(ranking: Ranking) -> dict[str, Any]:
 
 
 def _texts(where: str, row: Row, field: str, low: int, high: int) -> tuple[str, ...]:
-    texts = row.get(field)
+    texts = present(where, row, field)
     if not isinstance(texts, list | tuple) or not low <= len(texts) <= high:
-        found = f"{len(texts)} entries" if isinstance(texts, list | tuple) else type(texts).__name__
+        found = f"{len(texts)} entries" if isinstance(texts, list | tuple) else kind_of(texts)
         size = f"{low}" if low == high else f"{low} to {high}"
         raise ValueError(f"{where}: field {field!r} has {found}; a list of {size} was expected")
     if not all(isinstance(text, str) for text in texts):
@@ -207,7 +219,7 @@ def _texts(where: str, row: Row, field: str, low: int, high: int) -> tuple[str, 
 
 
 def _ranks(where: str, row: Row, field: str, num_responses: int, *, may_be_empty: bool = False) -> tuple[int, ...]:
-    ranks = row.get(field)
+    ranks = present(where, row, field)
     if not isinstance(ranks, list | tuple) or not all(type(rank) is int and rank >= 1 for rank in ranks):
         raise ValueError(f"{where}: field {field!r} is {shown(ranks)}; a list of whole numbers from 1 was expected")
     if len(ranks) != num_responses and not (may_be_empty and not ranks):

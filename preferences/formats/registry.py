@@ -16,7 +16,11 @@ def _never(_row: Row) -> str:
     return ""
 
 
-_heed = has_fields("task_id", "responses", "judgments", reason="task_id, responses and judgments")
+def _heed(row: Row) -> str:
+    is_ranking = "ranks" in row or "labeler" in row  # one labeler's; a task holds them in `judgments`
+    return "task_id, prompt and responses" if row.keys() >= {*own.REQUIRED} and not is_ranking else ""
+
+
 _rankings = has_fields("task_id", "responses", "ranks", reason="responses and ranks")
 _openai = has_fields("info", "summaries", "choice", reason="info, summaries and choice")
 _webgpt = has_fields("answer_0", "answer_1", "score_0", reason="answer_0, answer_1, score_0 and score_1")
@@ -89,52 +93,36 @@ def _named(name: str, known: Sequence[Format]) -> Format:
     return found
 
 
-def read_as(name: str, rows: Rows) -> tuple[Format, Rows]:
-    """Returns the named format (for "auto", the one that recognises most of the first rows), and all the rows.
+def read_as(name: str, rows: Rows, source: str, *, option: str = "--format") -> tuple[Format, Rows]:
+    """Returns the named format (for "auto", what `sniff` finds), and all the rows.
 
-    Rows that it does not recognise are left to its reader, whose error names the field.
-
-    Raises: ValueError for an unknown format, and if no format recognises any of the first rows.
+    Raises: ValueError for an unknown format, and as `sniff`.
     """
     if name != AUTO:
         return format_to_read(name), rows
     first = list(islice(rows, SNIFFED_ROWS))
-    best, most = None, 0
-    for form in _ALL:
-        num_recognised = sum(bool(form.recognise(row)) for _, row in first)
-        if num_recognised > most:
-            best, most = form, num_recognised
-        if best is not None and most == len(first):
-            return best, chain(first, rows)
-    if best is None:
-        sniff(iter(first[:1]), option="`format`")
-        raise AssertionError("rows that no format recognises are refused")
-    return best, chain(first, rows)
+    return sniff(iter(first), source, option=option)[0], chain(first, rows)
 
 
-def sniff(rows: Rows, *, option: str = "--format") -> tuple[Format, str]:
-    """Returns the format of the first rows, and why. Messages refer to `option` as the way to choose a format.
+def sniff(rows: Rows, source: str, *, option: str = "--format") -> tuple[Format, str]:
+    """Returns the format that recognises most of the first rows of `source`, and why.
 
-    Raises: ValueError if the rows are in no format, or there are none.
+    Rows that it does not recognise are left to its reader, whose error names the field. Messages refer to `option` as
+    the way to choose a format.
+
+    Raises: ValueError if no format recognises any of the first rows, or there are none.
     """
     first = list(islice(rows, SNIFFED_ROWS))
     if not first:
-        raise ValueError("there are no rows to guess the format from; at least one was expected")
-    for form in _ALL:
-        reasons = [form.recognise(row) for _, row in first]
-        if all(reasons):
-            return form, f"its rows have {reasons[0]}"
+        raise ValueError(f"{source}: there are no rows; at least one was expected")
+    found = {form.name: [why for _, row in first if (why := form.recognise(row))] for form in _ALL}
+    best = max(_ALL, key=lambda form: len(found[form.name]))
+    if found[best.name]:
+        return best, f"its rows have {found[best.name][0]}"
     where, row = first[0]
-    for form in _ALL:
-        if form.recognise(row):
-            wrong, other = next(placed for placed in first if not form.recognise(placed[1]))
-            raise ValueError(
-                f"{wrong}: the row is not in the format {form.name}, as {where} is: found {names(other)};"
-                f" correct the row, or name the format with {option}"
-            )
     is_demonstration = {"prompt", "completion"} <= row.keys() or "messages" in row or "conversations" in row
     belongs = "; demonstrations belong in sft.demonstrations" if is_demonstration else ""
     raise ValueError(
         f"{where}: no known format has the fields {names(row)}; name one with {option} (a pair has the fields 'prompt',"
-        f" 'chosen' and 'rejected'){belongs}"
+        f" 'chosen' and 'rejected'; a task has 'task_id', 'prompt' and 'responses'){belongs}"
     )

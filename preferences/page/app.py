@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.staticfiles import StaticFiles
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from preferences.accounts import Accounts
+from preferences.accounts import AccountClosedError, Accounts
 from preferences.keys import BusyError
 from preferences.leases import LeaseLostError
 from preferences.page.api import Api, describe_answers
@@ -111,6 +111,10 @@ def _handle_errors(app: FastAPI, site: Site, routes: Sequence[BaseRoute]) -> Non
     @app.exception_handler(RefusedError)
     def refused(request: Request, error: RefusedError) -> Response:
         return problem(request, 403, "Not possible", str(error))
+
+    @app.exception_handler(AccountClosedError)
+    def closed(request: Request, error: AccountClosedError) -> Response:
+        return problem(request, 403, "Account closed", str(error))
 
     @app.exception_handler(LeaseLostError)
     def too_late(request: Request, error: LeaseLostError) -> Response:  # noqa: ARG001

@@ -4,7 +4,8 @@ import hashlib
 import ipaddress
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, Self
 from urllib.parse import urlsplit
@@ -167,6 +168,15 @@ class LabelingConfig(BaseModel):
         content = json.dumps([self.instructions, self.flags, self.asks_ratings])
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
+    def warning(self, batches: Sequence[str]) -> str:
+        """Returns a warning that names configured batches which are not among the store's `batches`; "" if none is."""
+        named = (*self.batches, *((self.screening.batch,) if self.screening is not None else ()))
+        missing = [repr(name) for name in dict.fromkeys(named) if name not in batches]
+        if not missing:
+            return ""
+        found = f"it has {', '.join(map(repr, batches))}" if batches else "it has none yet"
+        return f"The configuration names batches that the store does not have: {', '.join(missing)}; {found}."
+
     @classmethod
     def load(cls, path: Path) -> Self:
         """Reads a TOML file. Raises: ValueError naming the file and each invalid field."""
@@ -189,4 +199,15 @@ class LabelingConfig(BaseModel):
 
 
 def _wrong(error: ValidationError) -> str:
-    return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+    """Names each invalid field: what was expected and what was found, or which key an unknown one may stand for."""
+    known = {name for model in (LabelingConfig, Screening, ServerConfig) for name in model.model_fields}
+    problems = []
+    for problem in error.errors():
+        key, value = ".".join(map(str, problem["loc"])), problem["input"]
+        if problem["type"] == "extra_forbidden":
+            close = get_close_matches(str(problem["loc"][-1]), known, n=1)
+            problems.append(f"{key}: unknown key" + (f"; did you mean {close[0]}?" if close else ""))
+        else:
+            found = f", found {value!r}" if isinstance(value, str | int | float) else ""
+            problems.append(f"{key}: {problem['msg'].removeprefix('Value error, ')}{found}")
+    return "; ".join(problems)

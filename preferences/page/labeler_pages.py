@@ -40,7 +40,7 @@ USED_UP = (
 WAITING = {
     "nothing open": (
         "Nothing to judge just now",
-        "Thank you. All tasks are done or are with other labelers; check again later.",
+        "There is no task for you: all are done or with other labelers, or none has been added. Check again later.",
     ),
     "screening": ("Thank you", "You have judged all of the first tasks. The labeling lead will look at them."),
 }

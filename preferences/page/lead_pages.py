@@ -29,7 +29,9 @@ class LeadPages:
 
     def progress(self, request: Request) -> Response:
         account, token = self.site.lead(request)
-        return self.site.page("lead", account, token, batches=self.lead.batches(), export_formats=EXPORTS)
+        batches = self.lead.batches()
+        wrong = self.site.config.warning([batch.name for batch in batches])
+        return self.site.page("lead", account, token, batches=batches, export_formats=EXPORTS, wrong=wrong)
 
     def quality(self, request: Request) -> Response:
         account, token = self.site.lead(request)

@@ -211,7 +211,10 @@ def address_of(request: Request) -> str:
 
 
 def sign_in(accounts: Accounts, attempts: Attempts, request: Request, name: str, key: str) -> str | None:
-    """Returns a session's token, or None if name and key do not match. Raises: TooManyTriesError, BusyError."""
+    """Returns a session's token, or None if name and key do not match.
+
+    Raises: TooManyTriesError, BusyError, AccountClosedError.
+    """
     tried = attempts.reserve_sign_in(name[:MAX_NAME_CHARACTERS], address_of(request))
     try:
         token = accounts.sign_in(name, key)

@@ -48,6 +48,8 @@ def serve(
                 if created:
                     announce(created)
                 announce(f"labeling page: {server.public_url}")
+                if warning := config.warning(store.batches()):
+                    announce(f"warning: {warning}")
                 first = accounts.invite_first_lead()
                 if first is not None:
                     announce(f"there is no lead yet; one-time link for {first[0]!r}: {server.link(first[1])}")

@@ -102,7 +102,7 @@ class LabelingService:
             if lease is not None:
                 return self._presented(lease, session)
             if not screened(self.store, account.name, self.config.screening):
-                return "screening"
+                return "screening" if self.config.screening.batch in self.store.batches() else "nothing open"
             self.accounts.admit_screened(account.name)
         for batch in self.batches():
             lease = self._lease(account, batch)

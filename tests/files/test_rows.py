@@ -122,7 +122,7 @@ def test_formats_are_recognised_by_the_columns(
 
 def test_preference_pairs(tmp_path: Path) -> None:
     path = written(tmp_path / "a.csv", ("prompt", "chosen", "rejected"), ("2 + 2?", "4", "5"))
-    form, rows = read_as("auto", read_source(str(path)))
+    form, rows = read_as("auto", read_source(str(path)), str(path))
     (ranking,) = collect_all(form, rows).rankings
     assert (form.name, ranking.responses, ranking.ranks) == ("trl", ("4", "5"), (1, 2))
 

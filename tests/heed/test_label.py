@@ -18,6 +18,7 @@ from preferences.store import LabelStore
 ROOT = Path(__file__).parents[2]
 REAL = Path(__file__).parents[3] / "shared" / "data"
 GOOD = {"chosen": "\n\nHuman: Why?\n\nAssistant: So.", "rejected": "\n\nHuman: Why?\n\nAssistant: No."}
+TASK = {"task_id": "t", "batch": "b", "prompt": [{"role": "user", "content": "Why?"}], "responses": ["So.", "No."]}
 EMPTY = GOOD | {"chosen": "\n\nHuman: Why?\n\nAssistant:"}
 
 
@@ -57,6 +58,25 @@ def test_import_tells_what_it_found_and_stores_the_rest(tmp_path: Path, book: La
         assert (stored.task.objective, stored.num_labelers, len(book.judgments("b"))) == ("harmless", 1, 1)
 
 
+def test_a_task_that_nobody_has_judged_needs_four_fields(tmp_path: Path, book: LabelStore, heed_label: Any) -> None:
+    """The example of docs/labels.md, with and without its other fields."""
+    shown = re.search(r'^(\{"task_id": .*\})$', (ROOT / "docs/labels.md").read_text(), re.MULTILINE)
+    assert shown is not None
+    example = json.loads(shown[1])
+    file = write(tmp_path / "tasks.jsonl", example, TASK, {**TASK, "task_id": "u", "details": {"from": "x"}})
+    code, out, err = heed_label("import", file, *STORE)
+    assert (code, "format: heed" in err) == (0, True)
+    assert "3 rows: 3 tasks, not yet judged; stored in labels.sqlite" in out
+    (stored,) = book.tasks(example["batch"])
+    assert stored.task.sources == tuple(example["sources"])
+    plain, detailed = book.tasks("b")
+    assert (plain.task.sources, plain.task.objective, plain.num_labelers) == (("unknown",) * 2, "overall", 1)
+    assert (plain.task.gold_ranks, plain.task.details, detailed.task.details) == ((), {}, {"from": "x"})
+    nowhere = {name: value for name, value in TASK.items() if name != "batch"}
+    code, _, err = heed_label("import", write(tmp_path / "none.jsonl", nowhere), *STORE)
+    assert (code, "has no batch; a batch name was expected (--batch)" in err) == (2, True)
+
+
 def test_check_stores_nothing(tmp_path: Path, book: LabelStore, heed_label: Any) -> None:
     code, out, _ = heed_label("import", write(tmp_path / "hh.jsonl", GOOD), "--check")
     assert (code, book.batches()) == (0, [])
@@ -79,7 +99,10 @@ def test_every_warning_goes_to_the_report_file(tmp_path: Path, heed_label: Any) 
         ([GOOD, {"chosen": GOOD["chosen"]}], ("--format", "hh"), "line 2: field 'rejected' is missing"),
         ([EMPTY], (), "1 rows, none of which holds a judgment"),
         ([{"text": "a"}], (), "no known format has the fields"),
-        ([], (), "there are no rows"),
+        ([], (), "a.jsonl: there are no rows; at least one was expected"),
+        ([TASK, GOOD], (), "line 2: fields 'task_id', 'prompt', 'responses' are missing; found ['chosen', 'rejected']"),
+        ([GOOD, *[{"chosen": GOOD["chosen"]}] * 2], (), "2 of 3 rows are invalid:"),
+        ([GOOD, *[{"chosen": GOOD["chosen"]}] * 2], (), "line 3: field 'rejected' is missing; found ['chosen']"),
         ([GOOD], ("--format", "hhh"), "format 'hhh': one of heed, rankings"),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 import sqlalchemy
 
-from preferences.accounts import INVITATION_SECONDS, SESSION_SECONDS, Accounts
+from preferences.accounts import INVITATION_SECONDS, SESSION_SECONDS, AccountClosedError, Accounts
 from preferences.database import open_engines
 
 pytestmark = pytest.mark.usefixtures("cheap_hashes")
@@ -73,7 +73,9 @@ def test_a_closed_account(accounts):
     token = accounts.sign_in("ann", key)
     accounts.set_state("ann", "closed")
     assert accounts.session(token) is None
-    assert accounts.sign_in("ann", key) is None
+    assert accounts.sign_in("ann", key + "x") is None  # a wrong key learns nothing
+    with pytest.raises(AccountClosedError, match="your account is closed; ask a labeling lead"):
+        accounts.sign_in("ann", key)
     with pytest.raises(ValueError, match="'bob' has no account"):
         accounts.set_state("bob", "closed")
 

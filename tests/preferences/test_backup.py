@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from heed.cli import app
-from preferences.accounts import Accounts
+from preferences.accounts import AccountClosedError, Accounts
 from preferences.backup import Restored, backup, restore
 from preferences.database import open_engines, store_file
 from preferences.records import Answer, Message, Task
@@ -141,7 +141,9 @@ def test_nobody_who_was_shut_out_since_the_backup_comes_back(new_database, new_t
         assert restore(old, target, current=current) == Restored(9, 4, 1, 1)
         restored = Accounts(target)
         assert people_in(restored) == {"lea": "new", "bob": "closed", "cy": "new", "dan": "new"}
-        assert [restored.sign_in(name, keys[name]) for name in ("ann", "bob", "cy")] == [None, None, None]
+        assert [restored.sign_in(name, keys[name]) for name in ("ann", "cy")] == [None, None]
+        with pytest.raises(AccountClosedError):
+            restored.sign_in("bob", keys["bob"])
         assert restored.sign_in("cy", accepted[1])
         assert restored.sign_in("dan", keys["dan"])
         assert (restored.session(token), restored.accept(link), restored.links()) == (None, None, [])
@@ -161,7 +163,8 @@ def test_nobody_who_was_shut_out_since_the_backup_comes_back(new_database, new_t
     assert restore(old, target) == Restored(9, 4, 0, 5)
     restored = Accounts(target)
     assert set(people_in(restored).values()) == {"closed"}
-    assert restored.sign_in("lea", keys["lea"]) is None
+    with pytest.raises(AccountClosedError):
+        restored.sign_in("lea", keys["lea"])
     first = restored.invite_first_lead()
     assert first is not None
     assert restored.accept(first[1]) is not None

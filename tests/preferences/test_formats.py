@@ -89,18 +89,27 @@ def test_every_format_that_is_read_has_a_row_here() -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_format_is_guessed_from_its_fields(name: str) -> None:
-    form, why = sniff(iter(placed(ROWS[name])))
+    form, why = sniff(iter(placed(ROWS[name])), "file")
     assert form.name == name
     assert why.startswith("its rows have ")
 
 
 def test_what_cannot_be_guessed_is_refused() -> None:
     with pytest.raises(ValueError, match=r"demonstrations belong in sft\.demonstrations"):
-        sniff(iter(placed({"prompt": "a", "completion": "b"})))
+        sniff(iter(placed({"prompt": "a", "completion": "b"})), "file")
     with pytest.raises(ValueError, match=r"file: line 1: no known format has the fields \['text'\]; .* --format"):
-        sniff(iter(placed({"text": "a"})))
-    with pytest.raises(ValueError, match="there are no rows"):
-        sniff(iter(()))
+        sniff(iter(placed({"text": "a"})), "file")
+    with pytest.raises(ValueError, match=r"empty\.jsonl: there are no rows"):
+        sniff(iter(()), "empty.jsonl")
+
+
+def test_one_row_that_is_incomplete_does_not_hide_the_format() -> None:
+    for name, field in (("trl", "chosen"), ("rankings", "ranks"), ("heed", "responses")):
+        row = ROWS[name]
+        incomplete = {key: value for key, value in row.items() if key != field}
+        assert sniff(iter(placed(row, incomplete, row)), "file")[0].name == name
+        with pytest.raises(ValueError, match=f"file: line 2: field '{field}' is missing"):
+            read(name, row, incomplete, row)
 
 
 def test_a_row_read_again_is_one_judgment_and_one_oddity() -> None:
@@ -245,7 +254,7 @@ def test_every_form_of_trl(row: dict[str, Any], prompt: str, chosen: str) -> Non
     (ranking,) = read("trl", row).rankings
     assert ranking.prompt == (Message("user", prompt),)
     assert by_rank(ranking)[0][0] == chosen
-    assert sniff(iter(placed(row)))[0].name == "trl"
+    assert sniff(iter(placed(row)), "file")[0].name == "trl"
 
 
 def test_what_json_has_no_word_for_is_kept_as_text() -> None:
@@ -416,7 +425,7 @@ def test_a_malformed_judgment_is_refused(change: dict[str, Any], words: str) -> 
 
 
 REQUIRED = {
-    "heed": "task_id batch num_labelers prompt responses sources objective gold_ranks repeat_of details judgments",
+    "heed": "task_id prompt responses",
     "rankings": "task_id prompt responses ranks labeler",
     "hh": "chosen rejected",
     "trl": "chosen rejected",
@@ -446,7 +455,7 @@ def test_a_missing_field_is_named(name: str, field: str) -> None:
 def test_the_other_fields_may_be_missing(name: str) -> None:
     needed = REQUIRED[name].split() + (["prompt"] if name == "trl" else [])
     found = read(name, {field: ROWS[name][field] for field in needed})
-    assert len(found.judgments) == (1 if name == "helpsteer3" else len(EXPECTED[name]))
+    assert len(found.judgments) == {"helpsteer3": 1, "heed": 0}.get(name, len(EXPECTED[name]))
 
 
 def test_unpaired_preferences_are_refused_with_a_reason() -> None:
@@ -454,7 +463,7 @@ def test_unpaired_preferences_are_refused_with_a_reason() -> None:
         ValueError, match=r"TRL's unpaired preferences, which rank nothing; fields 'chosen' and 'rejected'"
     ):
         read("trl", {"prompt": "a", "completion": "b", "label": True})
-    assert sniff(iter(placed({"prompt": "a", "completion": "b", "label": True})))[0].name == "trl"
+    assert sniff(iter(placed({"prompt": "a", "completion": "b", "label": True})), "file")[0].name == "trl"
 
 
 def test_one_id_for_two_tasks_is_refused() -> None:

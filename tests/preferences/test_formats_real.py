@@ -16,7 +16,7 @@ def read_real(name: str, expected: str) -> Found:
     path = REAL / name
     if not path.is_file():
         pytest.skip(f"the real data ({path}) is not on this machine")
-    form, _ = sniff(read_source(str(path)))
+    form, _ = sniff(read_source(str(path)), str(path))
     assert form.name == expected
     return collect_all(form, read_source(str(path)))
 

@@ -187,7 +187,7 @@ def test_other_formats_keep_the_preferences_that_they_can_hold(name: str, new_st
         )
         assert len(rows) + len(report.warnings) == num_pairs
         if rows and name != "trl_text":
-            assert sniff(iter([("row 1", rows[0])]))[0].name == name
+            assert sniff(iter([("row 1", rows[0])]), "t")[0].name == name
 
     there_and_back()
 
@@ -222,7 +222,9 @@ PAIR = Task("t", (Message("user", "q"),), ("a", "b"), ("x", "y"))
     ("judgments", "chosen", "counts"),
     [
         ([act("ann", 0), act("ann", 1, ranks=(2, 1))], ["b"], {"superseded": 1}),
-        ([act("ann", 0), act("ann", 1, "undo")], [], {"superseded": 1, "undo": 1}),
+        ([act("ann", 0), act("ann", 1, "undo")], [], {"undo": 1}),
+        ([act("ann", 0), act("ann", 1, "undo"), act("ann", 2, ranks=(2, 1))], ["b"], {"undo": 1}),
+        ([act("ann", 0), act("ann", 1, "void"), act("ann", 2, "skip")], [], {"void": 1, "skip": 1}),
         ([act("ann", 0, "skip"), act("bo", 0)], ["a"], {"skip": 1}),
         ([act("ann", 0), act("bo", 0, "adjudication", (2, 1))], ["b"], {"superseded": 1}),
         ([act("ann", 0, ranks=(1, 1)), act("bo", 0)], ["a"], {"tie": 1}),
@@ -305,9 +307,10 @@ def test_demonstrations_and_prompts_for_the_other_stages(new_store: Callable[[],
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.parquet", "a"])
-def test_every_container_gives_its_rows_back(tmp_path: Path, name: str) -> None:
+def test_every_container_gives_its_rows_back(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"chosen": "a\n山", "rejected": f"b{n}"} for n in range(3)]
     assert write_rows(tmp_path / "new" / name, iter(rows)) == 3
+    assert capsys.readouterr().err == ""  # no progress bars of libraries
     read = list(read_source(str(tmp_path / "new" / name)))
     assert [row for _, row in read] == rows
     word = "line" if ".jsonl" in name else "row"

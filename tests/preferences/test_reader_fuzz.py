@@ -104,7 +104,7 @@ def test_mutated_lines_are_read_reported_or_refused_by_file_and_line(form: Forma
             bad = mutated(good, random, hostile)
             path.write_text(f"{json.dumps(good)}\n{as_text(bad)}\n{json.dumps(good)}\n", encoding="utf-8")
             try:
-                sniff(read_source(str(path)))
+                sniff(read_source(str(path)), str(path))
                 found = collect_all(form, read_source(str(path)))
                 require_told(found, second, 3)
                 store_found(store, found, "" if form.name == "heed" else "b", only_check=True)
@@ -122,7 +122,7 @@ def test_mutated_rows_of_tables_are_read_reported_or_refused(form: Format) -> No
     for _ in range(NUM_ROWS):
         rows = [("t: row 1", good), ("t: row 2", mutated(good, random, [*PLAIN, *FROM_PARQUET])), ("t: row 3", good)]
         try:
-            sniff(iter(rows))
+            sniff(iter(rows), "t")
             require_told(collect_all(form, rows), "t: row 2", 3)
         except ValueError as error:
             require_refusal(error, "t: row 2", "t: row 3")

@@ -45,16 +45,22 @@ def test_two_models_outputs_and_their_prompts(heed_label: Any) -> None:
     large = write("large.jsonl", *({"prompt": f"Question {i}?", "output": f"{('large', 'small')[i == 1]} {i}"}
                                    for i in range(3)))  # fmt: skip
     command = ("outputs", f"small={small}", f"large={large}", "--prompts", prompts, *STORE, "--labelers", "3")
-    for _ in range(2):  # a command that is repeated adds nothing
-        code, out, _ = heed_label(*command)
-        assert code == 0
-        assert "2 tasks in batch 'main' of labels.sqlite, each for 3 labelers" in out
+    for there in (
+        "2 new tasks in batch 'main' of labels.sqlite, each for 3 labelers\n",
+        "0 new tasks in batch 'main' of labels.sqlite, each for 3 labelers; 2 already there; the batch now"
+        " has 2 tasks\n",
+    ):  # a command that is repeated adds nothing
+        code, out, err = heed_label(*command)
+        assert (code, "created a new label store at labels.sqlite" in err) == (0, "; " not in there)
+        assert there in out
         assert "1 prompt is left out: all responses to it are the same" in out
         assert stored() == [
             ("Question 0?", ("small 0", "large 0"), ("small", "large"), 3),
             ("Question 2?", ("small 2", "large 2"), ("small", "large"), 3),
         ]
     assert warnings() == ["", "blood"]
+    write("small.jsonl", *({"prompt_id": f"p{i}", "response": f"corrected {i // 2}"} for i in range(3)))
+    assert "; 0 already there; the batch now has 5 tasks" in heed_label(*command)[1]
     write("small.jsonl", {"prompt_id": "p0", "response": "small 0"})
     code, _, err = heed_label(*command)
     assert (code, "p1" in err) == (2, True)
@@ -133,12 +139,17 @@ def test_rows_that_hold_prompt_and_responses(heed_label: Any, row: Any, sources:
         (("rows.jsonl",), "rows.jsonl: line 1: 2 to 9 responses were expected, in 'responses'"),
         (("a=rows.jsonl", "b=rows.jsonl"), "--prompts is missing"),
         (("a=rows.jsonl", "--prompts", "rows.jsonl"), "one model's outputs; NAME=FILE of two or more were expected"),
+        (("rows.jsonl",), "found 1 response"),
+        (("bare.jsonl",), "found ['prompt']"),
         (("same.jsonl",), "same.jsonl: no prompt has two different responses"),
+        (("empty.jsonl",), "empty.jsonl: there are no rows; at least one was expected"),
     ],
 )
 def test_what_cannot_become_tasks_makes_no_store(heed_label: Any, arguments: tuple[str, ...], said: str) -> None:
     write("rows.jsonl", {"prompt": "Why?", "response_a": "So."})
     write("same.jsonl", {"prompt": "Why?", "response_a": "So.", "response_b": "So."})
+    write("bare.jsonl", {"prompt": "Why?"})
+    write("empty.jsonl")
     code, out, err = heed_label("outputs", *arguments, *STORE)
     assert (code, out) == (2, "")
     assert said in err

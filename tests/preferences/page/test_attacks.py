@@ -124,7 +124,9 @@ def test_a_closed_account_does_not_come_back_by_a_link(site, role):
     assert mal.get("/task").url.path == "/sign-in"
     assert mal.get("/lead/export", params={"batch": "main", "format": "heed"}).url.path == "/sign-in"
     assert kept.get("/api/judgments/main").status_code == 401
-    assert stranger.post("/api/session", json={"name": "mal", "key": opened.keys["mal"]}).status_code == 403
+    credentials = {"name": "mal", "key": opened.keys["mal"]}
+    for refused in (stranger.post("/api/session", json=credentials), stranger.post("/sign-in", data=credentials)):
+        assert (refused.status_code, "account is closed; ask a labeling lead" in refused.text) == (403, True)
     page = opened.visit("eve").post("/lead/invite", data={"csrf": token_of(eve), "name": "mal", "role": role})
     assert page.status_code in (403, 422)  # of another session, or of a closed account
     with pytest.raises(ValueError, match="the account is closed"):

@@ -323,7 +323,7 @@ def test_a_lead_sees_progress_quality_and_adjudicates(world, visit):
     for name in ("ann", "bob"):
         assert ranked[name] in page.text.split(f'<th scope="row">{name}</th>')[1].split("</tr>")[0]
     page = eve.post("/task/answer", data=form(page) | ranks(1, 1))
-    assert "1 adjudications" in page.text
+    assert "1 adjudication." in page.text
     assert [(r.task_id, r.labeler) for r in world.store.rankings("main")] == [
         ("t1", "ann"), ("t1", "bob"), ("t2", "eve"),
     ]  # fmt: skip
@@ -351,6 +351,9 @@ def test_a_lead_reads_every_answer_note_and_skip(world, visit):
     assert "It is too upsetting" not in eve.get("/lead/answers?batch=main&labeler=ann").text
     assert "hallucinates" not in eve.get("/lead/answers?batch=main&kind=skip&start=x").text
     assert "Nothing here yet" in eve.get("/lead/answers?batch=main&start=3").text
+    own = [re.findall(r"ranks ([A-I] \d, [A-I] \d)", page) for page in (found, eve.get("/lead/task?task=t1").text)]
+    own += [re.findall(r"ranks ([A-I] \d, [A-I] \d)", eve.get("/lead/task?task=t2").text)]
+    assert (len(own[0]), own[0]) == (1, own[1] or own[2])  # the same letters on both pages
     assert ann.get("/lead/answers").status_code == 403
     assert "What labelers said" not in ann.get("/task").text
 
@@ -507,13 +510,31 @@ def test_new_instructions_are_read_again(world, visit):
     assert "Be strict." in page.text
 
 
+def test_a_batch_that_does_not_exist_is_named_to_leads(world, visit):
+    misspelt = LabelingConfig(batches=("mian", "main"))
+    assert "&#39;mian&#39;, &#39;main&#39;; it has none yet." in visit("eve", misspelt).get("/lead").text
+    world.add(make_task("t1"))
+    assert "&#39;mian&#39;; it has &#39;main&#39;." in visit("eve", misspelt).get("/lead").text
+    screened = LabelingConfig(screening=Screening(batch="gold"))
+    assert "&#39;gold&#39;; it has &#39;main&#39;." in visit("eve", screened).get("/lead").text
+    page = visit("ann", screened).get("/task").text
+    assert ("none has been added" in page, "all of the first tasks" in page) == (True, False)
+    world.add(make_task("g1"), batch="gold")
+    assert "does not have" not in visit("eve", screened).get("/lead").text
+
+
 def test_a_lead_configures_by_a_file(tmp_path):
     path = tmp_path / "label.toml"
     path.write_text('title = "Helpful"\nbatches = ["a"]\nflags = ["rude"]\n[screening]\nbatch = "gold"\n')
     config = LabelingConfig.load(path)
     assert (config.title, config.flags, config.screening.min_tasks) == ("Helpful", ("rude",), 10)
-    path.write_text('titel = "x"\nlease_seconds = 0\n')
-    with pytest.raises(ValueError, match=r"label.toml: .*lease_seconds: .*titel: "):
+    path.write_text('titel = "x"\nlease_seconds = -4\n[server]\nzzz = 1\npublic_url = "x"\n')
+    with pytest.raises(
+        ValueError,
+        match=r"label.toml: lease_seconds: Input should be greater than 0, found -4; server.public_url: 'x' was given; "
+        r".*"
+        r"server.zzz: unknown key; titel: unknown key; did you mean title\?$",
+    ):
         LabelingConfig.load(path)
     path.write_text("title = \n")
     with pytest.raises(ValueError, match=r"label.toml: .*line 1"):
@@ -694,7 +715,7 @@ def test_a_lead_voids_a_judgment_with_a_reason(world, visit):
     world.add(make_task("t1", 2))
     ann, eve = visit("ann", PLAIN), visit("eve", PLAIN)
     ann.post("/task/answer", data=form(ann.get("/task")) | ranks(1, 2))
-    assert "1 answers to 1 tasks" in eve.get("/lead/quality").text
+    assert "1 answer to 1 task, 0 skips" in eve.get("/lead/quality").text
     fields = form(eve.get("/lead/task?task=t1"), "/lead/void")
     assert ann.post("/lead/void", data=fields | {"reason": "x"}).status_code == 403
     assert eve.post("/lead/void", data=fields | {"csrf": "x", "reason": "x"}).status_code == 403

@@ -46,12 +46,13 @@ def test_every_start_leaves_one_link_for_the_first_lead(new_database, serve):
     assert len(links_in(server.log.read_text())) == 3  # somebody leads
 
 
-def test_a_store_that_is_made_is_named(tmp_path, serve):
+def test_a_store_that_is_made_and_a_batch_that_is_missing_are_named(tmp_path, serve):
     path = tmp_path / "new" / "labels.sqlite"
-    server = serve(str(path))
+    server = serve(str(path), 'batches = ["nope"]')
     server.kill()
     server.start()
     assert server.log.read_text().count(f"created a new label store at {path}") == 1
+    assert server.log.read_text().count("that the store does not have: 'nope'; it has none yet.") == 2
 
 
 def test_a_port_that_is_taken(heed_label, tmp_path):
@@ -72,7 +73,12 @@ def test_a_port_that_is_taken(heed_label, tmp_path):
 def test_a_store_that_is_not_there_is_refused_and_not_made(heed_label, tmp_path, command):
     code, out, err = heed_label(*command, "--store", "away/labels.sqlite")
     assert (code, out, "there is no such file" in err) == (2, "", True)
+    assert ("or --new to create one" in err) == (command == ("serve",))
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "empty.sqlite").touch()
+    code, out, err = heed_label(*command, "--store", "empty.sqlite")
+    assert (code, out, "'empty.sqlite': the file is empty" in err) == (2, "", True)
+    assert (tmp_path / "empty.sqlite").stat().st_size == 0
 
 
 def make_store(path):
@@ -100,8 +106,15 @@ def overwritten(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [no_database, cut, overwritten])
-def test_a_damaged_store_is_one_line(heed_label, tmp_path, damage):
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (no_database, "labels.sqlite: not a SQLite database; a label store was expected"),
+        (cut, "labels.sqlite' is damaged"),
+        (overwritten, "labels.sqlite' is damaged"),
+    ],
+)
+def test_a_damaged_store_is_one_line(heed_label, tmp_path, damage, words):
     path = tmp_path / "labels.sqlite"
     make_store(path)
     require_store(path)
@@ -111,7 +124,7 @@ def test_a_damaged_store_is_one_line(heed_label, tmp_path, damage):
     for command in (("serve", "--port", port), ("invite", "ann"), ("export", "--out", "x.jsonl")):
         code, out, err = heed_label(*command, "--store", "labels.sqlite")
         assert (code, out) == (2, "")
-        assert "labels.sqlite' is damaged" in err
+        assert words in err
         assert "Traceback" not in err
         assert err.count("\n") == 1
 
@@ -126,7 +139,7 @@ def test_links_on_the_command_line(heed_label, tmp_path):
     LabelStore(tmp_path / "labels.sqlite").close()
     store = ("--store", "labels.sqlite")
     code, out, err = heed_label("invite", "ann", *store)
-    assert (code, "Send this link to ann." in out, "--public-url" in err) == (0, True, True)
+    assert (code, "Send this link to ann." in out, "points to port 8100" in err) == (0, True, True)
     (path,) = links_in(out)
     code, out, err = heed_label("invite", "eve", "--lead", "--public-url", "https://labels.example.org/", *store)
     assert (code, err, "\nhttps://labels.example.org/welcome/" in out) == (0, "", True)
