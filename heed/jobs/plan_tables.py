@@ -173,8 +173,8 @@ def _how(plan: Plan) -> str:
         f"Times and costs are estimates: each rank computes at {share:.0%} of {_rate(chosen.flops / 1e12)}"
         f" TFLOP/s ({rate}); sampling reads weights and cache at {share:.0%} of"
         f" {_rate(chosen.bytes_per_second / 1e9)} GB/s. ${chosen.dollars_per_hour:.2f} per hour and rank (--price)."
-        " Loading, evaluation, checkpoints and waiting for the network are not counted. Memory excludes what CUDA,"
-        " NCCL and Python use themselves."
+        " Loading, evaluation, checkpoints, waiting for the network and the overhead of each step, which dominates in"
+        " steps of less than a second, are not counted. Memory excludes what CUDA, NCCL and Python use themselves."
     )
 
 
@@ -195,4 +195,4 @@ def _time(seconds: float) -> str:
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.2g} ms"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

@@ -115,6 +115,7 @@ def _write_list(file: IO[str], rows: list[dict[str, Any]]) -> int:
 def _write_table(path: Path, rows: list[dict[str, Any]], *, is_folder: bool) -> int:
     import datasets  # takes seconds, so import it only if needed
 
+    datasets.disable_progress_bars()
     table = datasets.Dataset.from_list(rows)
     if is_folder:
         table.save_to_disk(str(path))

@@ -305,9 +305,10 @@ def test_demonstrations_and_prompts_for_the_other_stages(new_store: Callable[[],
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.parquet", "a"])
-def test_every_container_gives_its_rows_back(tmp_path: Path, name: str) -> None:
+def test_every_container_gives_its_rows_back(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"chosen": "a\n山", "rejected": f"b{n}"} for n in range(3)]
     assert write_rows(tmp_path / "new" / name, iter(rows)) == 3
+    assert capsys.readouterr().err == "", "no library draws its own progress"
     read = list(read_source(str(tmp_path / "new" / name)))
     assert [row for _, row in read] == rows
     word = "line" if ".jsonl" in name else "row"
