@@ -259,7 +259,7 @@ def test_the_summary_says_what_struck_and_what_became_of_it() -> None:
         "operator restart after the disk full for 9 s in ppo: error: free space there",
         "not possible here: partition: no root",
         "60 s undisturbed, 150 s per run under faults, 5.0 min in all",
-        "effective training time   faults  seconds lost  at most   with one fault per run",
+        "effective training time   faults  seconds lost  at most  with one fault per run",
         "worker                         1           3.0      3.0                     94%",
         "node                           2          10.0     11.0                     83%",
         "driver                         1           6.0      6.0                     89%",

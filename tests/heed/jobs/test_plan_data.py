@@ -139,7 +139,7 @@ def test_prompts_are_as_long_as_they_are(folder: Path, tokenizer: Tokenizer) -> 
 
 LONG = "~ " * CONTEXT  # more tokens than any model here reads
 LONG_ROWS: dict[str, tuple[str, str, dict[str, str], str]] = {
-    "ppo": (GRPO, "prompts", {"prompt": LONG}, "prompt '3' has "),
+    "ppo": (GRPO, "prompts", {"prompt": LONG}, "prompt '2' has "),
     "sft": (SFT, "demos", {"prompt": "q", "completion": LONG}, "the conversation has "),
     "reward": (
         REWARD.replace('on_overlong = "skip"\n', ""),
