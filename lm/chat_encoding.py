@@ -417,11 +417,18 @@ def encode_texts(vocabulary: Tokenizer, texts: Sequence[str], *, finds_names: bo
 
 
 def require_unicode(text: str) -> None:
-    """Raises: ValueError for a string with half of a surrogate pair, which UTF-8 cannot encode."""
+    """Raises: ValueError for a string with half of a surrogate pair, or a byte that was not UTF-8."""
     place = next((place for place, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
     if place is not None:
+        code = ord(text[place])
+        is_byte = 0xDC80 <= code <= 0xDCFF  # how Python reads a byte of standard input that is not UTF-8
+        what = (
+            f"byte 0x{code - 0xDC00:02X}, which is not UTF-8,"
+            if is_byte
+            else f"half of a surrogate pair, U+{code:04X},"
+        )
         raise ValueError(
-            f"a text has half of a surrogate pair, U+{ord(text[place]):04X}, at character {place}"
+            f"a text has {what} at character {place}"
             f" ({text[max(0, place - 20) : place + 20]!a}); Unicode text was expected"
         )
 

@@ -24,7 +24,9 @@ FROZEN = OptimizerConfig(learning_rate=1.0)  # for counting parameters that no o
 def plan(planner: Planner, config: PPOConfig) -> StagePlan:
     """Estimate an iteration: sampling, the passes before the updates, and the updates."""
     layout, batch, models = planner.layout, config.minibatch, _models(planner, config)
-    lengths = planner.answered(config.prompts, config.max_new_tokens, lambda run: run.tokenizer_of("sft"))
+    lengths = planner.answered(
+        config.prompts, config.max_new_tokens, config.on_overlong, lambda run: run.tokenizer_of("sft")
+    )
     planner.sizes.assume("assumes that every response is max_new_tokens long")
     work, mean = _work(planner, config, models, lengths), round(lengths.mean)
     numbers = {

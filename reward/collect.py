@@ -248,7 +248,9 @@ def preflight(run: StageRun, config: CollectConfig) -> None:
 
 def plan(planner: Planner, config: CollectConfig) -> StagePlan:
     num_prompts, num_responses = planner.sizes.num_rows(config.prompts), config.responses_per_prompt
-    lengths = planner.answered(config.prompts, config.max_new_tokens, lambda run: run.tokenizer_of("sft"))
+    lengths = planner.answered(
+        config.prompts, config.max_new_tokens, config.on_overlong, lambda run: run.tokenizer_of("sft")
+    )
     return planner.sampling(num_prompts, num_responses, config.max_new_tokens, lengths, at_once=num_responses)
 
 

@@ -6,7 +6,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
@@ -21,13 +21,12 @@ from preferences.rankings import is_heldout, split_rankings
 from preferences.records import OVERALL, Message, Ranking
 from preferences.statistics.agreement import labeler_reliability, labeler_weights
 from reward.comparisons import (
-    Answer,
     Comparison,
     Encoded,
+    Judged,
     LabelerWeights,
     RankingsConfig,
     comparison_of,
-    encode_answers,
     fit_tasks,
     rankings_by_task,
     read_judgments,
@@ -38,7 +37,7 @@ from stages.planner import Planner
 from stages.progress import console
 from stages.run import StageRun
 from stages.sizes import Lengths, RowSample
-from training.data import SourceRows, untold
+from training.data import OnOverlong, SourceRows, untold
 from training.tokens import (
     CHECKED_SEQUENCES,
     SKIPPED,
@@ -345,31 +344,47 @@ def _num_tasks(planner: Planner, rankings: RankingsConfig) -> tuple[int, int]:
 def comparison_lengths(
     planner: Planner, config: ComparisonsConfig, tokenizer: Callable[[StageRun], Tokenizer], context: int
 ) -> Lengths:
-    """Returns the lengths of prompts with responses, cut to the model's context, or a bound on them. The plan reports
-    which of the two it is.
+    """Returns the lengths of prompts with responses, or a bound on them. The plan reports which of the two it is.
+
+    Raises: ValueError as `ranking_lengths`.
     """
 
     def measure(known: Tokenizer) -> Lengths:
-        templated = known.with_template(config.chat_template)
-        return ranking_lengths(templated, read_judgments(config.rankings), context)
+        templated, judgments = known.with_template(config.chat_template), read_judgments(config.rankings)
+        return ranking_lengths(
+            templated, judgments, context, config.on_overlong, config.section, keeps_end=config.keeps_end
+        )
 
     measured = planner.measured((config.rankings,), "prompts with a response", tokenizer, measure)
     return planner.bound(config.rankings, 0) if measured is None else measured
 
 
-def ranking_lengths(tokenizer: Tokenizer, judgments: Found, most_tokens: int) -> Lengths:
-    """Returns the length of each prompt with its response, counting at most `most_tokens`.
+def ranking_lengths(
+    tokenizer: Tokenizer,
+    judgments: Found,
+    most_tokens: int,
+    on_overlong: OnOverlong,
+    section: str = "reward",
+    *,
+    keeps_end: bool = False,
+) -> Lengths:
+    """Returns the length of each prompt with its response. Whether it is too long is decided one response at a time,
+    while a run skips all responses of a task together.
 
-    Raises: ValueError naming file and line of a conversation that the chat template refuses.
+    Raises: ValueError as `fit_tasks`.
     """
-    sample = RowSample[Answer]()
+    sample = RowSample[Judged]()
     for where, task in judgments.ranked_tasks():
-        prompt = task[0].prompt
-        prompt_bytes = sum(len(message.content.encode()) for message in prompt)
+        prompt_bytes = sum(len(message.content.encode()) for message in task[0].prompt)
         for response in task[0].responses:
-            sample.add((where, prompt, response), prompt_bytes + len(response.encode()))
+            alone = [replace(task[0], responses=(response,))]
+            sample.add((where, alone), prompt_bytes + len(response.encode()))
 
-    def count(answers: Sequence[Answer]) -> Iterator[tuple[int, int]]:
-        return ((len(of.tokens), of.response_tokens) for of in encode_answers(tokenizer, answers))
+    def count(responses: Sequence[Judged]) -> Iterator[tuple[int, int, int]]:
+        for _, sequences, fate in fit_tasks(
+            tokenizer, responses, most_tokens, on_overlong, section, keeps_end=keeps_end
+        ):
+            of = sequences[0] if sequences else Encoded((), 0)
+            yield len(of.tokens), of.response_tokens, fate
 
     return sample.lengths(count, most_tokens)

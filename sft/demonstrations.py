@@ -124,18 +124,21 @@ def encoded_all(
 
 
 def demonstration_lengths(
-    tokenizer: Tokenizer, sources: Sequence[DataConfig], most_tokens: int, tell: Callable[[str], None] = untold
+    tokenizer: Tokenizer, sources: Sequence[DataConfig], limit: Limit, tell: Callable[[str], None] = untold
 ) -> Lengths:
-    """Returns the conversations' lengths, of at most `most_tokens` each. Raises: ValueError as `read_conversations`."""
+    """Returns the conversations' lengths.
+
+    Raises: ValueError as `read_conversations` and `encode_demonstrations`.
+    """
     sample = RowSample[tuple[str, Messages]]()
     for where, turns in read_conversations(sources, tell, takes_texts=True):
         sample.add((where, turns), sum(len(turn["content"].encode()) for turn in turns))
 
-    def count(conversations: Sequence[tuple[str, Messages]]) -> Iterator[tuple[int, int]]:
-        for tokens, is_response in encoded_all(tokenizer, conversations):
-            yield len(tokens), sum(is_response)
+    def count(conversations: Sequence[tuple[str, Messages]]) -> Iterator[tuple[int, int, int]]:
+        for tokens, is_response, fate in encode_demonstrations(tokenizer, conversations, limit):
+            yield len(tokens), sum(is_response), fate
 
-    return sample.lengths(count, most_tokens)
+    return sample.lengths(count, limit.seq_len)
 
 
 def _shortened(

@@ -226,7 +226,9 @@ def plan(planner: Planner, config: RejectionConfig) -> StagePlan:
     """Estimate both halves, sampling and training, which run one after the other: total time, and memory of each."""
     num_prompts, tokens = planner.sizes.num_rows(config.prompts), config.seq_len - 1
     measured_by: Mapping[str, int] = {"reward model": 2 if planner.layout.is_gpu else 4}
-    lengths = planner.answered(config.prompts, config.max_new_tokens, lambda run: load_tokenizer(run, config))
+    lengths = planner.answered(
+        config.prompts, config.max_new_tokens, config.on_overlong, lambda run: load_tokenizer(run, config)
+    )
     sampling = planner.sampling(
         num_prompts,
         config.num_samples,

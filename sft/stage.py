@@ -186,11 +186,12 @@ def plan(planner: Planner, config: SFTConfig) -> StagePlan:
 
 def _num_packed_rows(planner: Planner, config: SFTConfig) -> float | None:
     """Returns the number of rows that the demonstrations are packed into; None if they cannot be read."""
+    limit = Limit(has_source=False, seq_len=config.seq_len, on_overlong=config.on_overlong)
     lengths = planner.measured(
         config.demonstrations,
         "conversations",
         lambda run: load_tokenizer(run, config),
-        lambda tokenizer: demonstration_lengths(tokenizer, config.demonstrations, config.seq_len),
+        lambda tokenizer: demonstration_lengths(tokenizer, config.demonstrations, limit),
     )
     if lengths is None:
         return None

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from files.atomic import write_text
-from lm.tokenizer import Messages, Tokenizer
+from lm.tokenizer import Tokenizer
 from stages.lineage import path_hash
 from stages.run import StageRun
 from stages.sizes import Lengths, RowSample
@@ -141,6 +141,41 @@ def _entry(array: NDArray[Any], ends: NDArray[np.int64], row: int) -> NDArray[An
     return array[ends[row - 1] if row else 0 : ends[row]]
 
 
+@dataclass(frozen=True)
+class PromptLimit:
+    """How many tokens of the context a stage's responses need, and what happens to prompts that do not leave them."""
+
+    section: str
+    context: int
+    max_new_tokens: int
+    on_overlong: OnOverlong
+
+    @property
+    def room(self) -> int:
+        """The most tokens of a prompt."""
+        return self.context - self.max_new_tokens
+
+    def fit(self, tokenizer: Tokenizer, where: str, prompt: Prompt, tokens: list[int]) -> tuple[Prompt, list[int], int]:
+        """Return the prompt, its tokens, and whether it fits, was shortened or is to be skipped.
+
+        A prompt is shortened by dropping its oldest turns, except the system's. It is skipped if its last turn is too
+        long. Raises: ValueError naming file and line if prompts that are too long are refused.
+        """
+        if len(tokens) <= self.room:
+            return prompt, tokens, FITS
+        if self.on_overlong == "refuse":
+            raise ValueError(
+                f"{where}: prompt {prompt.prompt_id!r} has {len(tokens)} tokens; at most {self.room} leave room in"
+                f" model.max_position_embeddings for {self.section}.max_new_tokens = {self.max_new_tokens}"
+                f' ({self.section}.on_overlong = "skip" or "truncate" accepts longer ones)'
+            )
+        if self.on_overlong == "truncate":
+            for messages in _shorter(prompt.messages):
+                if len(tokens := tokenizer.encode_prompt(messages)) <= self.room:
+                    return prompt.model_copy(update={"messages": messages}), tokens, TRUNCATED
+        return prompt, [], SKIPPED
+
+
 def fitting_prompts(
     run: StageRun,
     tokenizer: Tokenizer,
@@ -149,36 +184,19 @@ def fitting_prompts(
     on_overlong: OnOverlong,
     tell: Callable[[str], None] = untold,
 ) -> Fitting:
-    """Read and encode the prompts once, into files, and skip or shorten those that leave no room for a response. `tell`
-    receives lines about what was read.
-
-    A prompt is shortened by dropping its oldest turns, except the system's. It is skipped if its last turn is too long.
+    """Read and encode the prompts once, into files, and skip or shorten those that leave no room for a response, as
+    `PromptLimit.fit` does. `tell` receives lines about what was read.
 
     Raises: ValueError if no prompt is left, if a prompt is too long or the chat template refuses it (naming file and
         line), or if a row is not a prompt (naming the field too).
     """
-    room = run.model.max_position_embeddings - max_new_tokens
-
-    def fitted(where: str, prompt: Prompt, tokens: list[int]) -> tuple[Prompt, list[int], int]:
-        if len(tokens) <= room:
-            return prompt, tokens, FITS
-        if on_overlong == "refuse":
-            raise ValueError(
-                f"{where}: prompt {prompt.prompt_id!r} has {len(tokens)} tokens; at most {room} leave room in"
-                f" model.max_position_embeddings for {run.name}.max_new_tokens = {max_new_tokens}"
-                f' ({run.name}.on_overlong = "skip" or "truncate" accepts longer ones)'
-            )
-        if on_overlong == "truncate":
-            for messages in _shorter(prompt.messages):
-                if len(tokens := tokenizer.encode_prompt(messages)) <= room:
-                    return prompt.model_copy(update={"messages": messages}), tokens, TRUNCATED
-        return prompt, [], SKIPPED
+    limit = PromptLimit(run.name, run.model.max_position_embeddings, max_new_tokens, on_overlong)
 
     def parts(first_row: int) -> Iterator[Part]:
         lines, counted = list[str](), list[SourceRows]()
         for chunk in chunks(itertools.islice(stream_prompts(data, lines.append, counted.append), first_row, None)):
             encoded = encode_rows(tokenizer.encode_prompts, [(where, prompt.messages) for where, prompt in chunk])
-            of_rows = [fitted(where, prompt, tokens) for (where, prompt), tokens in zip(chunk, encoded, strict=True)]
+            of_rows = [limit.fit(tokenizer, *row, tokens) for row, tokens in zip(chunk, encoded, strict=True)]
             kept = [(prompt, tokens) for prompt, tokens, fate in of_rows if fate != SKIPPED]
             texts = [json.dumps([of.prompt_id, of.kind, of.messages]).encode() for of, _ in kept]
             arrays = {
@@ -193,30 +211,34 @@ def fitting_prompts(
             tell(line)
         yield from unusual_rows(counted)
 
-    settings = {"room": room, "on_overlong": on_overlong}
+    settings = {"room": limit.room, "on_overlong": on_overlong}
     fitting = Fitting.read(token_folder(run, "prompts", tokenizer, (data,), PROMPTS, parts, **settings))
     if fitting.overlong:
-        tell(f"{data.source}: {fitting.overlong} ({run.name}.max_new_tokens leaves {room} tokens for a prompt)")
+        tell(f"{data.source}: {fitting.overlong} ({run.name}.max_new_tokens leaves {limit.room} tokens for a prompt)")
     if not fitting.prompts:
-        raise ValueError(f"{data.source}: every prompt is too long; at most {room} tokens were expected")
+        raise ValueError(f"{data.source}: every prompt is too long; at most {limit.room} tokens were expected")
     return fitting
 
 
 def prompt_lengths(
-    tokenizer: Tokenizer, data: DataConfig, most_tokens: int, tell: Callable[[str], None] = untold
+    tokenizer: Tokenizer, data: DataConfig, limit: PromptLimit, tell: Callable[[str], None] = untold
 ) -> Lengths:
-    """Return the lengths of a source's prompts, each counted as at most `most_tokens`.
+    """Return the lengths of a source's prompts.
 
-    Raises: ValueError as `stream_prompts`, and naming file and line of a prompt that the chat template refuses.
+    Raises: ValueError as `stream_prompts` and `PromptLimit.fit`, and naming file and line of a prompt that the chat
+        template refuses.
     """
-    sample = RowSample[tuple[str, Messages]]()
+    sample = RowSample[tuple[str, Prompt]]()
     for where, prompt in stream_prompts(data, tell):
-        sample.add((where, prompt.messages), sum(len(message["content"].encode()) for message in prompt.messages))
+        sample.add((where, prompt), sum(len(message["content"].encode()) for message in prompt.messages))
 
-    def count(prompts: Sequence[tuple[str, Messages]]) -> Iterator[tuple[int, int]]:
-        return ((len(tokens), 0) for tokens in encode_rows(tokenizer.encode_prompts, prompts))
+    def count(prompts: Sequence[tuple[str, Prompt]]) -> Iterator[tuple[int, int, int]]:
+        encoded = encode_rows(tokenizer.encode_prompts, [(where, prompt.messages) for where, prompt in prompts])
+        for row, tokens in zip(prompts, encoded, strict=True):
+            _, kept, fate = limit.fit(tokenizer, *row, tokens)
+            yield len(kept), 0, fate
 
-    return sample.lengths(count, most_tokens)
+    return sample.lengths(count, limit.room)
 
 
 def _shorter(messages: Sequence[Mapping[str, str]]) -> Iterator[tuple[Mapping[str, str], ...]]:

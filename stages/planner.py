@@ -13,7 +13,7 @@ from lm.config import ModelConfig
 from lm.sequence_parallel import check_sequence_split
 from lm.tokenizer import Tokenizer
 from lm.transfer import MAX_TOKENS
-from stages.data import PROMPTS_AT_ONCE, prompt_lengths
+from stages.data import PROMPTS_AT_ONCE, PromptLimit, prompt_lengths
 from stages.planning.hardware import RESERVED_BYTES
 from stages.planning.memory import (
     GENERATION_ROWS,
@@ -31,7 +31,7 @@ from stages.planning.times import Times
 from stages.run import JobView, StageRun
 from stages.sizes import Lengths, Sizes
 from training.config import BatchConfig, FineTuningConfig, OptimizerConfig, TrainingConfig
-from training.data import DataConfig, SourceConfig
+from training.data import DataConfig, OnOverlong, SourceConfig
 from training.packing import bucket
 
 RANK = "rank"  # the kind of every rank, if all are alike
@@ -105,7 +105,10 @@ class Planner:
         tokenizer: Callable[[StageRun], Tokenizer],
         measure: Callable[[Tokenizer], Lengths],
     ) -> Lengths | None:
-        """Measure and report the row lengths of a stage's sources; None if files or the vocabulary are missing."""
+        """Measure and report the row lengths of a stage's sources; None if files or the vocabulary are missing.
+
+        Raises: ValueError as `measure` and `Lengths.line`.
+        """
         names = ", ".join(data.source for data in sources)
         if self.run is None or not all(Path(data.source).exists() for data in sources):
             return None
@@ -115,10 +118,19 @@ class Planner:
             self.sizes.assume(lengths.line(names, what))
         return lengths
 
-    def answered(self, source: DataConfig, response_tokens: int, tokenizer: Callable[[StageRun], Tokenizer]) -> Lengths:
-        """Return the lengths of prompts with responses of `response_tokens` each, or a bound on them; reports which."""
-        room = self.model.max_position_embeddings - response_tokens
-        measured = self.measured((source,), "prompts", tokenizer, lambda known: prompt_lengths(known, source, room))
+    def answered(
+        self,
+        source: DataConfig,
+        response_tokens: int,
+        on_overlong: OnOverlong,
+        tokenizer: Callable[[StageRun], Tokenizer],
+    ) -> Lengths:
+        """Return the lengths of prompts with responses of `response_tokens` each, or a bound on them; reports which.
+
+        Raises: ValueError as `measured`, and as the run for a prompt that is too long.
+        """
+        limit = PromptLimit(self.name, self.model.max_position_embeddings, response_tokens, on_overlong)
+        measured = self.measured((source,), "prompts", tokenizer, lambda known: prompt_lengths(known, source, limit))
         return self.bound(source, response_tokens) if measured is None else measured.plus(response_tokens)
 
     def bound(self, source: SourceConfig, response_tokens: int) -> Lengths:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from files.rows import InvalidRows
-from training.data import SourceConfig, read_valid
+from training.data import Overlong, SourceConfig, read_valid
+from training.tokens import SKIPPED, TRUNCATED
 
 SAMPLE_ROWS = 1000  # the longest in bytes, plus one to two times as many rows spread evenly over the source
 
@@ -109,7 +110,7 @@ class Lengths:
     """Tokens of a source's rows. `longest` is an upper bound if only a sample was measured.
 
     `response_share` is the largest fraction of a row's tokens that belongs to its response; `spread` has the token
-    counts of rows spread evenly over the source.
+    counts of rows spread evenly over the source. Skipped rows count only in `overlong`, which is about measured rows.
     """
 
     num_rows: int
@@ -120,6 +121,7 @@ class Lengths:
     longest_response: int = 0
     response_share: float = 1.0
     spread: tuple[int, ...] = ()
+    overlong: Overlong = field(default_factory=Overlong)
 
     @classmethod
     def bound(cls, num_tokens: int) -> "Lengths":
@@ -138,10 +140,18 @@ class Lengths:
         )
 
     def line(self, source: str, what: str) -> str:
-        """Describe what was measured, such as "p.jsonl: 1,000 prompts of 61 tokens on average, 118 at most"."""
+        """Describe what was measured, such as "p.jsonl: 1,000 prompts of 61 tokens on average, 118 at most".
+
+        Raises: ValueError if all rows are too long.
+        """
+        if self.overlong and not self.num_measured:
+            raise ValueError(
+                f"{source}: all {self.overlong.num_rows:,} measured {what} are too long; shorter ones were expected"
+            )
         text = f"{source}: {self.num_rows:,} {what} of {self.mean:,.0f} tokens on average, {self.longest:,} at most"
         sampled = f" (estimated from {self.num_measured:,} of them, the longest texts included)"
-        return text + (sampled if self.num_measured < self.num_rows else "")
+        overlong = f"; {self.overlong}" if self.overlong else ""
+        return text + (sampled if self.num_measured < self.num_rows else "") + overlong
 
 
 class RowSample(Generic[Row]):
@@ -166,31 +176,35 @@ class RowSample(Generic[Row]):
         elif num_bytes > self._longest[0][0]:
             heapq.heapreplace(self._longest, (num_bytes, -number, row))
 
-    def lengths(self, encode: Callable[[Sequence[Row]], Iterable[tuple[int, int]]], most_tokens: int) -> Lengths:
-        """Returns the lengths of all rows, each cut off at `most_tokens`. `encode` returns, for each of the given rows,
-        how many tokens it has and how many of them are the response's.
+    def lengths(self, encode: Callable[[Sequence[Row]], Iterable[tuple[int, int, int]]], most_tokens: int) -> Lengths:
+        """Returns the lengths of the rows that are not skipped. `encode` returns, for each of the given rows, how many
+        tokens it keeps, at most `most_tokens`, how many of them are the response's, and its fate: FITS, TRUNCATED or
+        SKIPPED.
         """
-        if not self.num_rows:
-            return Lengths(0, 0, 0.0, 0, 0)
         rows = self._spread | {-number: (num_bytes, row) for num_bytes, number, row in self._longest}
-        counted = encode([row for _, row in rows.values()])
-        lengths_by_row = {number: (min(n, most_tokens), min(response, most_tokens)) for number, (n, response) in
-                 zip(rows, counted, strict=True)}  # fmt: skip
-        tokens = {number: total for number, (total, _) in lengths_by_row.items()}
-        spread = tuple(tokens[number] for number in self._spread)
-        is_sample = len(rows) < self.num_rows
-        longest = self._bound({n: (rows[n][0], tokens[n]) for n in rows}) if is_sample else max(tokens.values())
+        counted = list(zip(rows, encode([row for _, row in rows.values()]), strict=True))
+        fates = [fate for _, (*_, fate) in counted]
+        overlong = Overlong(len(fates), fates.count(TRUNCATED), fates.count(SKIPPED))
+        kept = {number: (total, response) for number, (total, response, fate) in counted if fate != SKIPPED}
+        if not kept:
+            return Lengths(0, 0, 0.0, 0, 0, overlong=overlong)
+        tokens = {number: total for number, (total, _) in kept.items()}
+        spread = tuple(tokens[number] for number in self._spread if number in tokens)
+        num_others, is_sample = self.num_rows - len(rows), len(rows) < self.num_rows
+        if is_sample:
+            longest = most_tokens if overlong else self._bound({n: (rows[n][0], tokens[n]) for n in tokens})
+        else:
+            longest = max(tokens.values())
         return Lengths(
-            num_rows=self.num_rows,
-            num_measured=len(rows),
-            mean=sum(spread) / len(spread),
+            num_rows=len(kept) + round(num_others * len(spread) / len(self._spread)),
+            num_measured=len(kept),
+            mean=sum(spread) / max(1, len(spread)),
             shortest=min(tokens.values()),
             longest=min(longest, most_tokens),
-            longest_response=max(response for _, response in lengths_by_row.values()),
-            response_share=1.0
-            if is_sample
-            else max(response / total for total, response in lengths_by_row.values() if total),
+            longest_response=max(response for _, response in kept.values()),
+            response_share=1.0 if is_sample else max(response / total for total, response in kept.values() if total),
             spread=spread,
+            overlong=overlong,
         )
 
     def _bound(self, measured: Mapping[int, tuple[int, int]]) -> int:

@@ -224,7 +224,9 @@ def plan(planner: Planner, config: CompareConfig) -> StagePlan:
     per_prompt = pool + config.num_samples * others
     # Reward models of this stage are bf16 on a GPU, otherwise fp32 (`lm.source`).
     measured_by = {"reference": planner.layout.compute_bytes, "reward model": 2 if planner.layout.is_gpu else 4}
-    lengths = planner.answered(config.prompts, config.max_new_tokens, lambda run: start_of(run).tokenizer)
+    lengths = planner.answered(
+        config.prompts, config.max_new_tokens, config.on_overlong, lambda run: start_of(run).tokenizer
+    )
     return planner.sampling(
         planner.sizes.num_rows(config.prompts),
         per_prompt,

@@ -68,7 +68,7 @@ def summary(result: ChaosResult) -> str:
     """Summarises in a few lines: faults by kind and stage, outcomes, time to notice, and whether any output differs."""
     faults, outcomes = result.faults, Counter(fault.outcome for fault in result.faults)
     lines = [
-        f"{len(faults)} faults in {result.rounds} runs: {_counts([fault.kind for fault in faults])}",
+        f"{_struck(result)}: {_counts([fault.kind for fault in faults])}",
         f"by stage: {_counts([fault.stage for fault in faults])}",
         "; ".join(f"{outcomes[name]} {name}" for name in (TOLERATED, RECOVERED, RESTARTED, FAILED) if outcomes[name]),
     ]
@@ -76,7 +76,7 @@ def summary(result: ChaosResult) -> str:
         noticed = [f.noticed_seconds for f in faults if f.kind == kind and f.noticed_seconds >= 0]
         if noticed:
             lines.append(
-                f"{kind}: {len(noticed)} losses noticed after {median(noticed):.1f} s (median),"
+                f"{kind}: {_num(len(noticed), 'loss', 'losses')} noticed after {median(noticed):.1f} s (median),"
                 f" {max(noticed):.1f} s at most"
             )
     operator = [fault for fault in faults if fault.outcome == RESTARTED and fault.kind != "driver"]
@@ -98,7 +98,7 @@ def summary(result: ChaosResult) -> str:
 
 def _effective_time(result: ChaosResult) -> list[str]:
     """Returns a table of the time that faults cost: one row per kind, and one for all faults."""
-    rows = [("effective training time", "faults", "seconds lost", "at most", "share with one per run")]
+    rows = [("effective training time", "faults", "seconds lost", "at most", "with one fault per run")]
     for kind in dict.fromkeys(fault.kind for fault in result.faults):
         lost = [fault.lost_seconds for fault in result.faults if fault.kind == kind]
         share = result.useful_seconds / (result.useful_seconds + fmean(lost))
@@ -108,14 +108,25 @@ def _effective_time(result: ChaosResult) -> list[str]:
         f"{name:<24}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
         for name, *cells in rows
     ]
-    useful = f"{result.rounds} x {result.useful_seconds:.0f} s of {result.chaos_seconds:.0f} s"
-    return [*lines, f"{'in all':<24}{len(result.faults):>8}{useful:>23}{f'{result.effective_share:.0%}':>24}"]
+    useful, share = result.rounds * result.useful_seconds, result.effective_share
+    return [
+        *lines,
+        f"{_struck(result)}: {useful:.0f} s of training in {result.chaos_seconds:.0f} s, {share:.0%}",
+    ]
 
 
 def worse(one: tuple[str, str], other: tuple[str, str]) -> tuple[str, str]:
     """Returns the worse of two (outcome, message)."""
     order = (TOLERATED, RECOVERED, RESTARTED, FAILED)
     return max(one, other, key=lambda found: order.index(found[0]))
+
+
+def _struck(result: ChaosResult) -> str:
+    return f"{_num(len(result.faults), 'fault', 'faults')} in {_num(result.rounds, 'run', 'runs')}"
+
+
+def _num(number: int, one: str, several: str) -> str:
+    return f"{number} {one if number == 1 else several}"
 
 
 def _counts(names: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
-from heed.commands.options import Weights, read_weights
+from heed.commands.options import Weights, read_weights, refuse_run_folder
 from stages.progress import console
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 HELP = """/help   show this
 /reset  start over, as an empty line does
-/exit   leave, as `exit`, `quit` and the end of input do (Ctrl-D)
+/exit   leave, as `/quit`, `exit`, `quit` and the end of input do (Ctrl-D)
 Ctrl-C stops a response; at the prompt it leaves.
 The arrow keys bring back earlier lines, also of earlier sessions; they are kept in {history}."""
 HISTORY_LINES = 1000
@@ -81,7 +81,7 @@ def _converse(speaker: "Speaker", system: str, is_terminal: bool) -> None:
     with closing(_lines(is_terminal)) as lines:
         for line in lines:
             command = line.strip()
-            if command == "/exit" or (is_terminal and command in ("exit", "quit")):
+            if command in ("/exit", "/quit") or (is_terminal and command in ("exit", "quit")):
                 return
             if command == "/help":
                 print(HELP.format(history=_history_file()))
@@ -205,12 +205,7 @@ class Speaker:
         from reward.scoring import RewardModel
 
         folder = model_directory(name)
-        if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
-            raise ValueError(f"{folder} is the folder of a stage; its model is {folder / 'model'}")
-        models = sorted(folder.glob("*/model/config.json"), key=lambda path: path.stat().st_mtime)
-        if models and not (folder / "config.json").is_file():
-            listed = ", ".join(str(path.parent) for path in models)
-            raise ValueError(f"{folder} is the folder of a run; its models are {listed}")
+        refuse_run_folder(folder)
         tokenizer, model = Tokenizer.load(folder), load_writer(folder)
         context = model.config.max_position_embeddings
         reward_model = RewardModel.load(model_directory(judge), weights) if judge else None

@@ -72,6 +72,18 @@ def model_folder(name: Path) -> Path:
     return model_directory(str(name))
 
 
+def refuse_run_folder(folder: Path) -> None:
+    """Raise ValueError naming the models in the folder of a run or a stage, which is no model itself."""
+    if (folder / "config.json").is_file():
+        return
+    if (folder / "model" / "config.json").is_file():
+        raise ValueError(f"{folder} is the folder of a stage; its model is {folder / 'model'}")
+    models = sorted(folder.glob("*/model/config.json"), key=lambda path: path.stat().st_mtime)
+    if models:
+        listed = ", ".join(str(path.parent) for path in models)
+        raise ValueError(f"{folder} is the folder of a run; its models are {listed}")
+
+
 def length_that_fits(policies: "Sequence[Path]", prompts: "Sequence[Prompt]", max_new_tokens: int) -> int:
     """Returns the longest response that fits next to every prompt, at most `max_new_tokens`; says so if it is less."""
     from reward.sampling import length_that_fits as found

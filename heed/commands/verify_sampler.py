@@ -45,13 +45,14 @@ def verify_sampler(
 
     Exit code 1: it does not, or a fault was not found.
     """
-    from heed.commands.options import model_folder
+    from heed.commands.options import model_folder, refuse_run_folder
     from lm.hub import is_gguf, refuse_adapter
     from lm.samplers.__main__ import VLLM
     from lm.samplers.environment import require_vllm
 
     refuse_adapter(model)
     model = model_folder(model) if is_gguf(str(model)) else model
+    refuse_run_folder(model)
     if not (model / "config.json").is_file():
         raise ValueError(f"{model}: a model directory with a config.json was expected")
     if engine == VLLM:
@@ -64,7 +65,9 @@ def verify_sampler(
             status.update(f"after: {check.name}")
             passed = passed and check.passed
     if not passed:
+        found.print("the engine does not hold the policy, or a planted fault was not found", style="bold red")
         raise typer.Exit(1)
+    found.print("the engine holds the policy that it is sent, and every planted fault was found", style="green")
 
 
 def _checks(engine: str, model: Path, precision: str, seed: int, python: str, team_size: int) -> "Iterator[Check]":

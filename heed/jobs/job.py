@@ -1,5 +1,6 @@
 """A job: the sections of its stages, checked as a whole before anything runs."""
 
+import re
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -40,9 +41,7 @@ class JobConfig(Config):
 
     known_stages: ClassVar[Registry] = Registry(())
 
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the job, and of its folder below the runs folder."
-    )
+    name: str = Field(description="Name of the job, and of its folder below the runs folder.")
     note: str = Field(default="", description="A caution to show in the report.")
     custom_stages: tuple[str, ...] = Field(
         default=(),
@@ -71,9 +70,11 @@ class JobConfig(Config):
 
     @field_validator("name")
     @classmethod
-    def _no_hidden_name(cls, name: str) -> str:
-        if ".." in name:
-            raise ValueError("a folder name without '..' was expected")
+    def _is_a_folder_name(cls, name: str) -> str:
+        if ".." in name or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise ValueError(
+                "letters, digits, '.', '_' and '-' were expected, with a letter or digit first and no '..'"
+            )
         return name
 
     @model_validator(mode="after")

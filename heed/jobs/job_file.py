@@ -239,6 +239,8 @@ def explain(problem: Mapping[str, Any], model: type[BaseModel]) -> str:
         kinds = _kinds_at(key.split("."), model)
         return f"{key}: missing; a table with kind {kinds} was expected" if kinds else f"{key}: missing"
     message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        message = f"a table{_example(key.split('.'), problem['input'], model)} was expected"
     if problem["type"] == "kind" and (kind := _foreign_kind(problem["input"])):
         message += f' (docs/algorithms.md: it is "{kind}" here)'
     simple = isinstance(problem["input"], str | int | float | bool)
@@ -294,6 +296,16 @@ def _foreign_kind(value: Any) -> str:
 def _kinds_at(place: Sequence[str], model: type[BaseModel]) -> str:
     """Returns the kinds of table that a key may hold, in words; "" if it has no kinds."""
     return _or([f'"{kind}"' for table in _sections(place, model) for kind in _kind(table)])
+
+
+def _example(place: Sequence[str], value: Any, model: type[BaseModel]) -> str:
+    """Shows a value given without its table in the table's only required key, such as ` { source = "a.jsonl" }`; "" if
+    that is unclear.
+    """
+    required = [
+        name for table in _sections(place, model) for name, field in table.model_fields.items() if field.is_required()
+    ]
+    return f' {{ {required[0]} = "{value}" }}' if len(required) == 1 and isinstance(value, str) else ""
 
 
 def _kinds_with(key: str, section: Sequence[str], model: type[BaseModel]) -> list[str]:

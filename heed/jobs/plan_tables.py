@@ -179,7 +179,8 @@ def _how(plan: Plan) -> str:
         f"Times and costs are estimates: products run at {share:.0%} of {_rate(chosen.flops / 1e12)} TFLOP/s ({rate},"
         f" --share), and memory is read at {BANDWIDTH_SHARE if chosen.is_gpu else share:.0%} of"
         f" {_rate(chosen.bytes_per_second / 1e9)} GB/s.{links} ${chosen.dollars_per_hour:.2f} per hour and rank"
-        " (--price). Loading, evaluation, checkpoints and moving what is offloaded are not counted."
+        " (--price). Loading, evaluation, checkpoints, moving what is offloaded and the overhead of each step, which"
+        " dominates in steps of less than a second, are not counted."
     )
 
 
@@ -200,4 +201,4 @@ def _time(seconds: float) -> str:
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.2g} ms"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

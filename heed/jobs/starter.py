@@ -24,8 +24,8 @@ from preferences.rankings import split_rankings
 from preferences.records import Ranking
 from reward.comparisons import RankingsConfig, read_judgments
 from reward.prepared import ranking_lengths
-from sft.demonstrations import demonstration_lengths
-from stages.data import prompt_lengths
+from sft.demonstrations import Limit, demonstration_lengths
+from stages.data import PromptLimit, prompt_lengths
 from stages.sizes import Lengths
 from training.data import DataConfig
 from training.packing import best_fit
@@ -379,7 +379,12 @@ class Starter:
         if not self.demonstrations:
             return None
         data = self._conversations(self.demonstrations)
-        lengths = demonstration_lengths(self._tokenizer, [data], self._shape.context, lines.append)
+        lengths = demonstration_lengths(
+            self._tokenizer,
+            [data],
+            Limit(has_source=False, seq_len=self._shape.context, on_overlong="truncate"),
+            lines.append,
+        )
         lines.append(lengths.line(self.demonstrations, "conversations"))
         return Source(self.demonstrations, lengths, self.format, self.on_invalid)
 
@@ -397,7 +402,7 @@ class Starter:
                 " file with one objective, or --prompts for PPO, GRPO or RLOO, was expected"
             )
         share = self._heldout_share(judgments.rankings, objectives)
-        lengths = ranking_lengths(self._tokenizer, judgments, self._shape.context)
+        lengths = ranking_lengths(self._tokenizer, judgments, self._shape.context, "skip")
         lines.append(lengths.line(self.preferences, "prompts with a response"))
         return Preferences(
             self.preferences,
@@ -432,7 +437,9 @@ class Starter:
 
     def _prompts(self, lines: list[str]) -> Source:
         data = self._conversations(self.prompts)
-        lengths = prompt_lengths(self._tokenizer, data, self._shape.context, lines.append)
+        lengths = prompt_lengths(
+            self._tokenizer, data, PromptLimit("ppo", self._shape.context, 0, "skip"), lines.append
+        )
         lines.append(lengths.line(self.prompts, "prompts"))
         return Source(self.prompts, lengths, self.format, self.on_invalid)
 

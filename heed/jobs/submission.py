@@ -112,17 +112,20 @@ def _files_below(key: str, folder: Path, above: tuple[Path, ...], left_out: list
 
     `above` are the real paths of the named folder and of the folders between it and `folder`.
 
-    Raises: ValueError for a link that leads out of the named folder, to a folder that contains the link, or to nothing.
+    Raises: ValueError for a link to send that leads out of the named folder, to a folder that contains the link, or to
+        nothing.
     """
     for path in sorted(folder.iterdir()):
         target = path.resolve()
-        if path.is_symlink() and (not target.exists() or target in above or not target.is_relative_to(above[0])):
+        if path.name.startswith("."):
+            left_out.append(path)
+        elif path.is_symlink() and (not target.exists() or target in above or not target.is_relative_to(above[0])):
             raise ValueError(
                 f"{key}: {path} is a link to {target}; in a folder that is sent, links to other files in that folder"
                 " were expected: put the file there itself, or give an absolute path on storage that all machines of"
                 " the cluster share"
             )
-        if any(part.startswith(".") for part in (path.name, *target.relative_to(above[0]).parts)):
+        elif any(part.startswith(".") for part in target.relative_to(above[0]).parts):
             left_out.append(path)
         elif path.is_dir():
             yield from _files_below(key, path, (*above, target), left_out)

@@ -122,7 +122,7 @@ def more_draws(sampler: SamplingEngine, trial: Trial) -> Evidence:
 
 
 def _draws(found: Evidence) -> Check:
-    measured = f"{found.nats:+.1f} nats of evidence that they are not, of {ALARM:.1f} allowed"
+    measured = f"the evidence against it is {found.nats:+.1f} nats; above {ALARM:.1f} is an alarm"
     return Check("draws from the policy", not found.is_alarm, _biased(found) or measured)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from files.conversations import implicit_prompt
-from files.fields import any_messages, any_text, number_field, present, text_or_messages
+from files.fields import any_messages, any_text, number_field, present, text_field, text_or_messages
 from preferences.formats.merging import Pair, single_turn, untied_pairs
 from preferences.formats.parts import (
     UNKNOWN,
@@ -83,10 +83,12 @@ def _sides(where: str, row: Row, report: Report) -> Sides | None:
     if isinstance(given, list) and given:
         prompt = as_messages(any_messages(where, given, "prompt"))
     elif given is not None and given != []:
-        text = any_text(where, row, "prompt")
-        prompt = user(text) if len(turns[0]) == len(turns[1]) == 1 else ()
+        is_alone = len(turns[0]) == len(turns[1]) == 1
+        prompt = user(text_field(where, row, "prompt")) if is_alone else ()
     if prompt and len(turns[0]) == len(turns[1]) == 1:
         turns = [(*prompt, *side) for side in turns]
+    if not turns[0][:-1] and not turns[1][:-1]:
+        _refuse_empty_prompt(where, row)
     if turns[0][:-1] != turns[1][:-1] or not turns[0][:-1]:
         found = f"{len(turns[0])} and {len(turns[1])} turns, which differ before the last"
         report.add("prompts differ", where, found if turns[0][:-1] or turns[1][:-1] else "no prompt", "left out")
@@ -100,12 +102,22 @@ def _sides(where: str, row: Row, report: Report) -> Sides | None:
 
 def _of_texts(where: str, row: Row, chosen: str, rejected: str, report: Report) -> Sides | None:
     if row.get("prompt") is not None:
-        return user(any_text(where, row, "prompt")), chosen, rejected
+        return user(text_field(where, row, "prompt")), chosen, rejected
     length = implicit_prompt(chosen, rejected)
     if not length:
+        _refuse_empty_prompt(where, row)
         report.add("prompts differ", where, f"{chosen[:30]!r} and {rejected[:30]!r} begin differently", "left out")
         return None
     return user(chosen[:length]), chosen[length:], rejected[length:]
+
+
+def _refuse_empty_prompt(where: str, row: Row) -> None:
+    """Raise ValueError if a row has the field, but no prompt in it. (A null is fine if `chosen` and `rejected` begin
+    with the prompt, as in tables that mix both kinds of rows.)
+    """
+    if "prompt" in row:
+        what = "null" if row["prompt"] is None else "empty"
+        raise ValueError(f"{where}: field 'prompt' is {what}, and 'chosen' and 'rejected' do not begin with one")
 
 
 def write(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[dict[str, Any]]:

@@ -39,11 +39,12 @@ def answer(model_folder: Path, seed: int) -> str:
     return tokenizer.decode(response).strip()
 
 
+@pytest.mark.parametrize("leave", ["/exit", "/quit"])
 def test_a_conversation_on_a_pipe(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    leave: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seed, expected = printable(model_folder)
-    typed = f"{ASKED}\n/nope\n/reset\n{ASKED}\n/exit\nnever read\n"
+    typed = f"{ASKED}\n/nope\n/reset\n{ASKED}\n{leave}\nnever read\n"
     monkeypatch.setattr(sys, "argv", ["heed", "chat", str(model_folder), *OPTIONS, seed])
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     with pytest.raises(SystemExit, match="0"):

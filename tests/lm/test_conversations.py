@@ -249,6 +249,8 @@ def test_half_of_a_surrogate_pair_is_named(tokenizer: Tokenizer) -> None:
     ):
         with pytest.raises(ValueError, match=r"half of a surrogate pair, U\+D800, at character \d+ \('.*a\\ud800b"):
             encode("a\ud800b")
+        with pytest.raises(ValueError, match=r"a text has byte 0xFF, which is not UTF-8, at character \d+"):
+            encode(b"a\xffb".decode(errors="surrogateescape"))
 
 
 def test_a_file_that_cuts_and_fills_up_is_read_without_both(tokenizer: Tokenizer, tmp_path: Path) -> None:

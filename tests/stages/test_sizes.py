@@ -6,17 +6,20 @@ import numpy as np
 import pytest
 
 from stages.sizes import Lengths, Measures, RowSample
+from training.tokens import FITS, SKIPPED, TRUNCATED
 
 Row = tuple[int, int, int]  # bytes, tokens, tokens of the response
 
 
-def lengths_of(rows: Iterable[Row], limit: int, most_tokens: int = 10**6) -> Lengths:
+def lengths_of(rows: Iterable[Row], limit: int, most_tokens: int = 10**6, *, skips: bool = False) -> Lengths:
     sample = RowSample[Row](limit)
     for row in rows:
         sample.add(row, row[0])
 
-    def encode(chosen: Sequence[Row]) -> Iterable[tuple[int, int]]:
-        return ((tokens, response) for _, tokens, response in chosen)
+    def encode(chosen: Sequence[Row]) -> Iterable[tuple[int, int, int]]:
+        for _, tokens, response in chosen:
+            fate = FITS if tokens <= most_tokens else SKIPPED if skips else TRUNCATED
+            yield min(tokens, most_tokens), min(response, most_tokens), fate
 
     return sample.lengths(encode, most_tokens)
 
@@ -32,6 +35,20 @@ def test_a_small_source_is_measured_whole() -> None:
 def test_what_no_model_reads_does_not_count() -> None:
     found = lengths_of([(40, 10, 4), (80, 30, 25)], limit=4, most_tokens=20)
     assert (found.mean, found.longest, found.longest_response) == (15.0, 20, 20)
+    assert found.line("p", "prompts") == (
+        "p: 2 prompts of 15 tokens on average, 20 at most; 1 of 2 too long: 1 truncated"
+    )
+
+
+def test_a_skipped_row_counts_only_as_such() -> None:
+    found = lengths_of([(40, 10, 4), (80, 30, 25)], limit=4, most_tokens=20, skips=True)
+    assert (found.num_rows, found.mean, found.longest, found.spread) == (1, 10.0, 10, (10,))
+    assert found.line("p", "prompts") == "p: 1 prompts of 10 tokens on average, 10 at most; 1 of 2 too long: 1 skipped"
+    many = lengths_of([(40, 10 if index % 2 else 30, 4) for index in range(1000)], limit=10, most_tokens=20, skips=True)
+    assert 490 <= many.num_rows <= 510 or many.num_rows == many.num_measured
+    assert many.longest == 20, "rows that were not measured may be as long as is allowed"
+    with pytest.raises(ValueError, match=r"^p: all 1 measured prompts are too long"):
+        lengths_of([(80, 30, 25)], limit=4, most_tokens=20, skips=True).line("p", "prompts")
 
 
 @pytest.mark.parametrize("seed", range(4))

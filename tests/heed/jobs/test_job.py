@@ -154,7 +154,13 @@ def test_none_removes_a_key() -> None:
         ("sft.optimizer.schedule=cosinus", r"sft\.optimizer\.schedule: .*'constant', 'linear' or 'cosine'.*'cosinus'"),
         ("engine.zero_stage=4", r"engine\.zero_stage: .*found 4"),
         ("name=../up", r"name: .*found '\.\./up'"),
-        ("name=a..b", r"name: a folder name without '\.\.' was expected, found 'a\.\.b'"),
+        ("name=a..b", r"name: letters, digits, '\.', '_' and '-' were expected, .* no '\.\.', found 'a\.\.b'"),
+        ("name=my job", r"name: letters, digits, '\.', '_' and '-' were expected, .*, found 'my job'"),
+        (
+            "collect.prompts=a.jsonl",
+            r"collect\.prompts: a table \{ source = \"a\.jsonl\" \} was expected, found 'a\.jsonl'",
+        ),
+        ("reward.optimizer=adam", r"reward\.optimizer: a table .*was expected, found 'adam'"),
         ("pretrain=3", r"pretrain: .*found 3"),
         ("world.kind=moon", r"world: .*'playground', 'reviews'"),
         # Checks across fields: batches must divide, sequences must fit.

@@ -117,9 +117,10 @@ def test_files_with_a_dot_stay_here(model_is_sent: Path) -> None:
     for name in (".env", ".git/config", "tokenizer.json"):
         (model_is_sent / name).write_text("KEY=secret")
     (model_is_sent / "settings").symlink_to(".env")
+    (model_is_sent / ".outside").symlink_to("/etc/hostname")
     shipment = Shipment.of(DEBUG, (), load_job(DEBUG))
     assert shipment.files == [model_is_sent / "config.json", model_is_sent / "tokenizer.json"]
-    assert shipment.left_out == [model_is_sent / name for name in (".env", ".git", "settings")]
+    assert shipment.left_out == [model_is_sent / name for name in (".env", ".git", ".outside", "settings")]
     sent = pack_debug()
     assert not {path for path in sent if path.startswith("data/model/.") or path == "data/model/settings"}
     assert {"data/model/config.json", "data/model/tokenizer.json"} <= sent

@@ -135,8 +135,37 @@ def test_prompts_are_as_long_as_they_are(folder: Path, tokenizer: Tokenizer) -> 
     assert stage.batch["tokens per iteration"] == 48 * (61 + 48), "the mean decides on time"
     assert "prompts.jsonl: 40 prompts of 61 tokens on average, 100 at most" in stage.assumptions
     assert not any(line.startswith("assumes at most ") for line in stage.assumptions)
-    longer = plan_of(folder, GRPO, "ppo.max_new_tokens=8140").stages[0]
-    assert longer.batch["tokens per iteration"] == 48 * CONTEXT, "52 tokens are left for a prompt"
+
+
+LONG = "~ " * CONTEXT  # more tokens than any model here reads
+LONG_ROWS: dict[str, tuple[str, str, dict[str, str], str]] = {
+    "ppo": (GRPO, "prompts", {"prompt": LONG}, "prompt '2' has "),
+    "sft": (SFT, "demos", {"prompt": "q", "completion": LONG}, "the conversation has "),
+    "reward": (
+        REWARD.replace('on_overlong = "skip"\n', ""),
+        "pairs",
+        {"prompt": "q", "chosen": LONG, "rejected": "no"},
+        "prompt and response have ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("section", "of"), LONG_ROWS.items(), ids=LONG_ROWS)
+def test_a_row_that_is_too_long_is_refused_or_left_out_as_in_the_run(
+    folder: Path, section: str, of: tuple[str, str, dict[str, str], str]
+) -> None:
+    job, name, long, message = of
+    write(
+        folder / f"{name}.jsonl",
+        [*({key: f"{text[:2]}{number}" for key, text in long.items()} for number in "12"), long],
+    )
+    with pytest.raises(ValueError, match=rf"^{name}\.jsonl: line 3: {message}.*{section}\.on_overlong = "):
+        plan_of(folder, job)
+    (stage,) = plan_of(folder, job, f"{section}.on_overlong=skip").stages
+    said = next(line for line in stage.assumptions if line.startswith(f"{name}.jsonl: "))
+    assert said.endswith(" too long: 1 skipped")
+    longest = int(said.partition(" at most")[0].split()[-1])
+    assert longest < 40
 
 
 def test_without_a_vocabulary_lengths_are_bounded(folder: Path, tokenizer: Tokenizer) -> None:

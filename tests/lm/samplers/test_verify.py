@@ -241,6 +241,13 @@ def test_mistakes_are_one_line(
     assert message in refused("verify-sampler", *(str(untied) if word == "MODEL" else word for word in arguments))
 
 
+def test_the_folder_of_a_run_leads_to_its_models(untied: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    (tmp_path / "ppo").mkdir()
+    (tmp_path / "ppo" / "model").symlink_to(untied)
+    line = refused("verify-sampler", "heed", str(tmp_path))
+    assert f"is the folder of a run; its models are {tmp_path}/ppo/model" in line
+
+
 def test_without_vllm_the_commands_own_option_is_named(
     untied: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
