@@ -1,8 +1,10 @@
 """Replaces plain functions by CPU kernels, or Triton kernels on a GPU, for the arguments that the kernels support.
 
-Importing this module installs them; `lm.model` imports it.
+Importing this module installs them; `lm.model` imports it. With HEED_TRITON=0 in the environment, a GPU computes with
+PyTorch's kernels alone, for machines on which Triton does not work and for comparisons.
 """
 
+import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -246,7 +248,7 @@ sampling.sample.replace_where(_takes_sampling, _sample)
 layers.linear.replace_where(takes_linear, _linear)
 layers.linear.replace_where(takes_fp32_linear, operators.fp32_linear)
 run_blocks.replace_where(_takes_blocks, _run_blocks)
-if torch.cuda.is_available() and find_spec("triton") is not None:
+if torch.cuda.is_available() and find_spec("triton") is not None and os.environ.get("HEED_TRITON", "1") != "0":
     from lm.native import gpu, gpu_attention, gpu_layers
 
     layers.rms_norm.replace_where(gpu_layers.takes_rms_norm, gpu_layers.rms_norm)
