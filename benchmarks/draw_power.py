@@ -113,9 +113,12 @@ def one_row_of_32_colder(logits_BV: Tensor, _place: int, _texts: Sequence[list[i
     return logits_BV * factor_B[:, None]
 
 
-def last_eighth_colder(logits_BV: Tensor, _place: int, _texts: Sequence[list[int]]) -> Tensor:
-    factor_B = torch.where(torch.arange(len(logits_BV)) >= len(logits_BV) * 7 // 8, 1.2, 1.0)
-    return logits_BV * factor_B[:, None]
+def last_eighth_colder(factor: float) -> Change:
+    def change(logits_BV: Tensor, _place: int, _texts: Sequence[list[int]]) -> Tensor:
+        factor_B = torch.where(torch.arange(len(logits_BV)) >= len(logits_BV) * 7 // 8, factor, 1.0)
+        return logits_BV * factor_B[:, None]
+
+    return change
 
 
 def as_they_are(seeds: Sequence[int]) -> Sequence[int]:
@@ -145,7 +148,8 @@ def faults(trial: Trial) -> Mapping[str, tuple[Change, Reseed, int]]:
         "top_p .99": top_p(0.99),
         "top_p .95": top_p(0.95),
         "min_p .01": min_p(0.01),
-        "last eighth of the rows: temperature / 1.2": last_eighth_colder,
+        "last eighth of the rows: temperature / 1.1": last_eighth_colder(1.1),
+        "last eighth of the rows: temperature / 1.2": last_eighth_colder(1.2),
         "one row of 32: temperature / 1.5": one_row_of_32_colder,
     }
     found = {name: (change, as_they_are, 0) for name, change in changes.items()}
