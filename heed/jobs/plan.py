@@ -222,7 +222,7 @@ def _mode_line(path: Path | None, overrides: Sequence[str], plan: Plan) -> list[
         peak = next(stage.peak for stage in tried.stages if stage.name == "ppo")
         if peak <= COMFORTABLE * available:
             what = f"{mode}, as set," if mode == chosen else f"{mode} (--set ppo.memory={mode})"
-            room = f"ppo {peak / GIB:.3g} of {available / GIB:.0f} GiB"
+            room = f"ppo {math.ceil(10 * peak / GIB) / 10:.1f} of {available / GIB:.0f} GiB"
             return [f"[bold]ppo.memory[/]: {what} is the fastest mode that fits with room to spare: {room}"]
     return []
 
@@ -330,4 +330,4 @@ def _on(plan: Plan, name: str) -> Plan:
 
 def _peaks(plan: Plan) -> str:
     """Formats the peak of each stage."""
-    return ", ".join(f"{stage.name} {stage.peak / GIB:.3g} GiB" for stage in plan.stages)
+    return ", ".join(f"{stage.name} {stage.peak / GIB:.1f} GiB" for stage in plan.stages)

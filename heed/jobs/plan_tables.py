@@ -201,4 +201,6 @@ def _time(seconds: float) -> str:
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+    if 0 < seconds < 0.001:
+        return "< 1 ms"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"

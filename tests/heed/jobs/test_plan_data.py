@@ -1,6 +1,7 @@
 """`heed plan` reads the data that is there: lengths decide on memory and time, and only missing data is bounded."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -336,7 +337,9 @@ def test_the_verdict_comes_first(folder: Path, tokenizer: Tokenizer) -> None:
         options = [part for override in overrides for part in ("--set", override)]
         return CliRunner().invoke(app, ["plan", "job.toml", "--gpu", gpu, *options]).output
 
-    assert planned("h100").startswith("grpo: fits on h100: ppo needs most, ")
+    fits = planned("h100")
+    assert fits.startswith("grpo: fits on h100: ppo needs most, ")
+    assert not re.search(r"e[+-]\d|\d\.\d+ ms| 0\.0 of ", fits), "small numbers are written out"
     refused = planned("l40s", "ppo.minibatch.micro_batch_size=24", "ppo.max_new_tokens=8100")
     assert refused.startswith("grpo: does not fit on l40s: ppo needs most, ")
     assert refused.index("fits with") < refused.index("memory of a rank"), "what to change comes next"
