@@ -53,7 +53,7 @@ def test_ratings_and_an_objective_are_read_as_collecting_writes_them(tmp_path: P
         ({"responses": ["one"], "ranks": [1]}, "field 'responses' has 1 entries; a list of 2 to 9 was expected"),
         ({"responses": ["x"] * 10, "ranks": [1] * 10}, "field 'responses' has 10 entries"),
         ({"responses": "two"}, "field 'responses' has str; a list"),
-        ({"responses": None}, "field 'responses' has NoneType"),
+        ({"responses": None}, "field 'responses' has null"),
         ({"responses": ["a", 3, "c"]}, "field 'responses': strings were expected"),
         ({"ranks": [1, 2]}, "field 'ranks' has 2 entries for 3 responses"),
         ({"ranks": [0, 1, 2]}, r"field 'ranks' is \[0, 1, 2\]; a list of whole numbers from 1"),
