@@ -173,17 +173,21 @@ def test_a_store_of_an_unreleased_heed_is_answered_with_one_line(tmp_path, heed_
 
 
 def test_no_part_of_an_answer_waits_for_an_acknowledgement(world, serve_app):
-    """Clients acknowledge after 40 ms what they do not answer, and a page is sent in two parts."""
+    """Clients acknowledge after 40 ms what they do not answer, and a page is sent in two parts.
+
+    If parts waited, no page would take less than 40 ms; on a busy machine, some of many take less than 30.
+    """
     config = LabelingConfig()
     address, stop = serve_app(make_app(world.store, world.accounts, config), config.server)
     seconds = []
     with httpx.Client(base_url=address) as client:
-        for _ in range(20):  # the kernel acknowledges a connection's first segments at once
+        while len(seconds) < 20 or (min(seconds[12:]) >= 0.03 and len(seconds) < 300):
             began = time.monotonic()
             assert client.get("/sign-in").status_code == 200
             seconds.append(time.monotonic() - began)
     stop()
-    assert min(seconds[-8:]) < 0.03, seconds
+    # The kernel acknowledges a connection's first segments at once.
+    assert min(seconds[12:]) < 0.03, seconds
 
 
 def test_listening_comes_before_anything_is_announced(tmp_path):
