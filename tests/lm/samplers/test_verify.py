@@ -219,8 +219,9 @@ def test_an_engine_that_ends_the_process_does_not_pass(untied: Path, tmp_path: P
 def test_the_command_tests_a_team(untied: Path) -> None:
     done = _run("heed", str(untied), "--tensor-parallel-size", "2")
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+    *lines, verdict = done.stdout.splitlines()
     assert all(line.startswith("ok ") for line in lines)
+    assert verdict == "the engine holds the policy that it is sent, and every planted fault was found"
     assert [name for name in FAULTS if any(f"planted: {name}:" in line for line in lines)] == [*FAULTS]
 
 
