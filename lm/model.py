@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-import lm.native.install  # noqa: F401 - puts the CPU's kernels in place
+import lm.native.install  # noqa: F401 - puts the kernels in place
 from lm.attention import (
     CrossAttentionCache,
     Mask,

@@ -14,14 +14,17 @@ Shape letters: M rows, F outputs of a rank's part of the head, V vocabulary.
 """
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from math import gcd
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lm.block import Block
 from lm.config import ModelConfig, exact_div
@@ -112,6 +115,16 @@ def require_divisible(config: ModelConfig, size: int, what: str = "tensor_parall
             raise ValueError(f"{what} is {size}; a divisor of the model's {name} = {number} was expected")
 
 
+def largest_team(config: ModelConfig, size: int, num_ranks: int) -> int:
+    """Returns the largest size of teams that divides `num_ranks` and `size` and that can share the model."""
+    common = gcd(size, num_ranks)
+    for divisor in (number for number in range(common, 1, -1) if common % number == 0):
+        with suppress(ValueError):
+            require_divisible(config, divisor)
+            return divisor
+    return 1
+
+
 def config_of_part(config: ModelConfig, size: int) -> ModelConfig:
     """Returns the shape of one rank's part of a model; `vocab_size` and all widths outside of blocks are the whole's.
 
@@ -139,7 +152,8 @@ class LanguageModelPart(LanguageModel):
         super().__init__(config_of_part(whole, team.size))
         if not whole.tie_word_embeddings:
             self.head = Head(whole.hidden_size, self._rows.stop - self._rows.start, bias=False)
-        self.head.register_forward_hook(lambda _head, _inputs, logits: self._gathered(logits))
+        # Hooks do not refer to the model: a cycle would keep its weights until Python's garbage collection.
+        self.head.register_forward_hook(partial(_gathered, team, whole.vocab_size))
         for block in self.decoder.blocks:
             assert isinstance(block, Block), type(block)
             for linear in (block.attention.out, block.mlp.down):
@@ -153,13 +167,14 @@ class LanguageModelPart(LanguageModel):
             del self.head.weight
             self.head.weight = self.decoder.embedding.weight.detach()[self._rows]
 
-    def _gathered(self, logits: Tensor) -> Tensor:
-        V = self.whole.vocab_size
-        return self.team.gather_columns(logits.flatten(0, -2), V).view(*logits.shape[:-1], V)
-
     def cut(self, name: str, tensor: Tensor) -> Tensor:
         """Returns this rank's part of the whole model's tensor with this name, as a copy, or the whole tensor."""
         return cut(self.whole, self.team, name, tensor)
+
+
+def _gathered(team: Team, num_columns: int, _head: nn.Module, _inputs: Any, logits: Tensor) -> Tensor:
+    whole = team.gather_columns(logits.flatten(0, -2), num_columns)
+    return whole.view(*logits.shape[:-1], num_columns)
 
 
 def parameters_of_part(whole: ModelConfig, size: int) -> int:

@@ -94,8 +94,8 @@ class Scorers:
     def start_reference_logprobs(self, rollout: Rollout, minibatches: Sequence[Tensor]) -> Pending[Tensor]:
         """Start computing log π_ref of each response token [B, R], nats, at the sampling temperature; 0 at padding.
 
-        Responses are packed as for the policy (`Learners.start_policy_logprobs`), so with as many scorers as learners
-        the KL starts at exactly 0.
+        Responses are packed as for the policy (`Learners.start_policy_logprobs`), so with as many scorers as shares
+        of the learners the KL starts at exactly 0.
         """
         shares = shares_by_update(rollout.num_tokens_B, self.num_reference_shares, self.batch, minibatches)
         arguments = [(part, share.pass_sizes) for part, share in zip(rollout.shares(shares), shares, strict=True)]

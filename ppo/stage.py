@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from math import gcd, isfinite
+from math import isfinite
 from pathlib import Path
 from shutil import rmtree
 from statistics import mean, stdev
@@ -19,7 +19,7 @@ from files.records import read_record
 from lm.samplers.draws import Evidence
 from lm.samplers.engine import max_difference
 from lm.samplers.environment import require_vllm
-from lm.tensor_parallel import require_divisible
+from lm.tensor_parallel import largest_team, require_divisible
 from lm.tokenizer import Tokenizer
 from lm.weights import read_config
 from ppo.config import VLLM, PPOConfig
@@ -246,7 +246,8 @@ def score_scale(
             external_reward=None if isinstance(judge, Path) else judge,
         )
         # Workers that only learn may be of a number that their generators' teams do not divide.
-        team_size = gcd(config.sampler.tensor_parallel_size, run.workers().num_workers)
+        shape = read_config(policy, "language")[0]
+        team_size = largest_team(shape, config.sampler.tensor_parallel_size, run.workers().num_workers)
         samples = sample_everywhere(
             run, "scale", spec, prompts[:SCALE_PROMPTS], shown=MEASURES_SCALE, team_size=team_size
         )

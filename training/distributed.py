@@ -97,15 +97,18 @@ def _make_accelerator(config: EngineConfig, deepspeed: dict[str, Any]) -> Accele
 
 
 def _ranks_sharing_weights(config: EngineConfig, weight_bytes: int, world_size: int, device: torch.device) -> int:
-    """Return `ranks_sharing_weights` for the machines that the ranks run on; a collective call."""
-    hosts: list[str] = [""] * world_size
-    dist.all_gather_object(hosts, socket.gethostname())
-    sizes = {len([*ranks]) for _, ranks in itertools.groupby(hosts)}
-    per_node = sizes.pop() if len(sizes) == 1 else 0
+    """Return `ranks_sharing_weights` for the ranks' machines and the least memory of one; a collective call."""
     if device.type == "cuda":
-        device_bytes = torch.cuda.get_device_properties(device).total_memory
+        own_bytes = torch.cuda.get_device_properties(device).total_memory
     else:
-        device_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, per_node)
+        own_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ranks: list[tuple[str, int]] = [("", 0)] * world_size
+    dist.all_gather_object(ranks, (socket.gethostname(), own_bytes))
+    sizes = {len([*of_host]) for _, of_host in itertools.groupby(host for host, _ in ranks)}
+    per_node = sizes.pop() if len(sizes) == 1 else 0
+    device_bytes = min(size for _, size in ranks)
+    if device.type == "cpu":
+        device_bytes //= max(1, per_node)
     return ranks_sharing_weights(weight_bytes, world_size, per_node, config.node_weights_limit(device_bytes))
 
 

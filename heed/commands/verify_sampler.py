@@ -84,9 +84,11 @@ def _checks(engine: str, model: Path, precision: str, seed: int, python: str, te
     command = [python or sys.executable, "-P", "-m", "lm.samplers", engine, str(model), precision, str(seed)]
     # The test runs thousands of small products: threads that spin between them take three times the CPU time.
     environment = os.environ | {"GOMP_SPINCOUNT": "0"}
+    by_rank: list[dict[str, str]] = [{}]
     if team_size > 1:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(team_size), **address}
+        environment |= {"LOCAL_RANK": "0", "WORLD_SIZE": str(team_size), **address}
+        by_rank = [{"RANK": str(rank), **device} for rank, device in enumerate(_own_devices(team_size))]
     last: dict[str, Any] = {}
     with ExitStack() as ending, tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads would fill up
         for rank in reversed(range(team_size)):
@@ -97,7 +99,7 @@ def _checks(engine: str, model: Path, precision: str, seed: int, python: str, te
                 stderr=said,
                 text=True,
                 pass_fds=(pipe,),
-                env=environment | ({"RANK": str(rank)} if rank else {}),
+                env=environment | by_rank[rank],
             )
             ending.callback(process.wait)
             ending.callback(process.kill)  # the others wait for one that has failed
@@ -115,3 +117,21 @@ def _checks(engine: str, model: Path, precision: str, seed: int, python: str, te
     if DONE not in last:
         why = output[-1] if output else "it wrote nothing"
         raise RunError(f"{engine} ended with exit code {code} before the test did: {why}")
+
+
+def _own_devices(team_size: int) -> list[dict[str, str]]:
+    """Returns by rank the variable that shows it a GPU of its own; nothing on a machine without GPUs.
+
+    Raises: ValueError for too few GPUs.
+    """
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count:
+        return [{}] * team_size
+    if count < team_size:
+        raise ValueError(
+            f"--tensor-parallel-size is {team_size}; at most {count} was expected, as many as there are GPUs"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return [{"CUDA_VISIBLE_DEVICES": name} for name in visible.split(",")[:team_size]]

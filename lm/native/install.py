@@ -175,7 +175,7 @@ def takes_fp32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def _takes_blocks(
     blocks: nn.ModuleList, final_norm: nn.Module, x_BTD: Tensor, inputs: BlockInputs, recompute: bool = False
 ) -> bool:
-    """Whether norms come first and are RMSNorm. Not if `recompute`: then each block must end with its own sum."""
+    """Whether norms come first and are RMSNorm. Recomputed blocks run as `lm.block` runs them."""
     return isinstance(final_norm, RMSNorm) and runs(x_BTD, final_norm.weight) and not recompute
 
 

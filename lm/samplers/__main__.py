@@ -4,7 +4,7 @@ pipe.
 `heed verify-sampler` runs this with an engine's own Python, if it has one. Engines may print anything and may end the
 process, so checks have a separate pipe (a file descriptor), and a last line says how many there were. With a TEAM_SIZE
 above 1, so many processes run the same test together, each with a share of the weights; RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR and MASTER_PORT identify them, as for torchrun.
+MASTER_ADDR and MASTER_PORT identify them. Each sees one GPU at most, so LOCAL_RANK is 0.
 """
 
 import json

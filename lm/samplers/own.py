@@ -43,9 +43,10 @@ class HeedSampler(SamplingEngine):
         """
         self._dtype, self._device, self.end_ids = policy.head.weight.dtype, policy.head.weight.device, end_ids
         self._policy: LanguageModel | None = policy
-        self._whole, self._build = policy.config, self._build_whole
+        self._build_whole = self._build = partial(LanguageModel, policy.config)
         if isinstance(policy, LanguageModelPart):
-            self._whole, self._build = policy.whole, partial(LanguageModelPart, policy.whole, policy.team)
+            self._build_whole = partial(LanguageModel, policy.whole)
+            self._build = partial(LanguageModelPart, policy.whole, policy.team)
         self._digests = dict(digests or digests_of(held_tensors(policy)))
         kept = fixed_steps(policy, "auto") if keeps_steps else None
         self.steps: FixedSteps | Literal["auto"] = kept or "auto"
@@ -61,9 +62,6 @@ class HeedSampler(SamplingEngine):
             return cls(load_for_inference(source, dtype), end_ids, keeps_steps=keeps_steps)
         part = _Part(source, team, dtype)
         return cls(load_for_inference(part, dtype), end_ids, keeps_steps=keeps_steps, digests=part.digests)
-
-    def _build_whole(self) -> LanguageModel:
-        return LanguageModel(self._whole)
 
     @property
     def policy(self) -> LanguageModel:

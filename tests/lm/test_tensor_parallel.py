@@ -1,5 +1,7 @@
 """Tensor parallelism: teams of two and four ranks, which are threads here, against the whole model."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,7 +23,7 @@ from lm.samplers.engine import SentWeights, chunks, digests_of, held_tensors, wh
 from lm.samplers.own import HeedSampler
 from lm.samplers.verify import verify_sampler
 from lm.sampling import Choice
-from lm.tensor_parallel import LanguageModelPart, Team, cut, parameters_of_part, require_divisible
+from lm.tensor_parallel import LanguageModelPart, Team, cut, largest_team, parameters_of_part, require_divisible
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 
@@ -212,6 +214,32 @@ def test_a_part_is_sent_whole_weights_and_has_their_digests(saved: Path) -> None
 
     for found in together(2, work):
         assert found == [before.responses, after.responses, after.responses]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_are_released_at_once(saved: Path, size: int) -> None:
+    """Not only by Python's garbage collection, which runs late, and never for what `gc.freeze` has seen."""
+    sampler = HeedSampler.load(saved, "fp32", team=Team(None, 0, 2) if size == 2 else None)
+    gc.collect()
+    gc.disable()
+    try:
+        weights = weakref.ref(sampler.policy)
+        sampler.sleep()
+        assert weights() is None
+        sampler.wake()
+        weights = weakref.ref(sampler.policy)
+        del sampler
+        assert weights() is None
+    finally:
+        gc.enable()
+
+
+def test_teams_that_share_a_model_and_the_ranks_are_as_large_as_possible() -> None:
+    config = ModelConfig.model_validate(
+        SHAPE | {"head_dim": 8, "num_attention_heads": 12, "num_key_value_heads": 3, "intermediate_size": 96}
+    )
+    found = [largest_team(config, 6, num_ranks) for num_ranks in (1, 2, 3, 4, 6, 12)]
+    assert found == [1, 1, 3, 1, 6, 6]  # teams of 2 cannot share 3 key-value heads
 
 
 def test_a_tensor_that_arrives_with_other_bits_is_named(saved: Path) -> None:

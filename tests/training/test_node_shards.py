@@ -56,14 +56,24 @@ def test_nodes_keep_no_second_copy_if_the_user_says_so() -> None:
 def test_ranks_share_a_copy_if_each_node_has_as_many_one_after_another(
     hosts: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gather(found: list[str], _own: str) -> None:
-        found[:] = hosts
+    def gather(found: list[tuple[str, int]], own: tuple[str, int]) -> None:
+        found[:] = [(host, own[1]) for host in hosts]
 
     monkeypatch.setattr("training.distributed.dist.all_gather_object", gather)
     config = EngineConfig(zero_stage=3)
     assert _ranks_sharing_weights(config, 1000, len(hosts), torch.device("cpu")) == expected
     off = config.model_copy(update={"node_weights": False})
     assert _ranks_sharing_weights(off, 1000, len(hosts), torch.device("cpu")) == 1
+
+
+def test_the_least_memory_of_a_machine_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If each rank looked at its own memory, some would make the groups of a copy and the others would not."""
+
+    def gather(found: list[tuple[str, int]], own: tuple[str, int]) -> None:
+        found[:] = [("a", own[1]), ("a", own[1]), ("b", 1000), ("b", 1000)]
+
+    monkeypatch.setattr("training.distributed.dist.all_gather_object", gather)
+    assert _ranks_sharing_weights(EngineConfig(zero_stage=3), 1000, 4, torch.device("cpu")) == 1
 
 
 def start_engine(hosts: str, seed: int, trained_layers: int | None = None) -> Engine[LanguageModel]:
