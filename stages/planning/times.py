@@ -17,7 +17,8 @@ from lm.inspection import cache_bytes_per_token, flops_per_source_token, flops_p
 from stages.planning.hardware import Hardware
 from stages.planning.memory import GENERATION_ROWS, Counts, Layout, node_copies
 
-# Assumed, like the share of the memory's bandwidth, until a GPU has measured them.
+# Assumed, like the share of the memory's bandwidth, until a GPU has measured them. Kernels are counted without those of
+# `lm.native.gpu_layers`, which launch about half as many.
 LAUNCH_SECONDS = 6e-6  # the CPU's, per kernel of a pass
 REPLAYED_SECONDS = 3e-6  # the GPU's, per kernel of a recorded step that reads little
 BLOCK_KERNELS = (17, 43)  # of a block's forward and backward pass

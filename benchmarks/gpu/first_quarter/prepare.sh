@@ -1,7 +1,8 @@
 #!/bin/sh
 # In the root of Heed's tree: `sh benchmarks/gpu/first_quarter/prepare.sh`. Makes .first_quarter/, which git ignores, for
 # a machine with a GPU and no network: src/ with these scripts and the commit, whl/ with the wheels that it lacks (51 MiB,
-# for Python 3.12 on x86-64 Linux). full/ is not needed there. $PY is the Python with pip (default: .venv/bin/python).
+# for Python 3.12 on x86-64 Linux), smollm2-0 and -1 with the halves of a real model. full/ is not needed there. $PY is the
+# Python with pip (default: .venv/bin/python).
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PY:-.venv/bin/python}
