@@ -29,6 +29,7 @@ JobId = Annotated[
 ]
 
 MACHINES = "Machines, if no Ray cluster is running"
+GPUS_PER_NODE = 8
 TABLE_COLUMNS = 10_000
 
 
@@ -67,7 +68,7 @@ def submit(
     ] = 0,
     gpus_per_node: Annotated[
         int, typer.Option(help="GPUs per machine; 0 for ranks on CPUs.", min=0, rich_help_panel=MACHINES)
-    ] = 8,
+    ] = GPUS_PER_NODE,
     gpu: Annotated[
         str, typer.Option(help="Kind of GPU, such as h100.", show_default=False, rich_help_panel=MACHINES)
     ] = "",
@@ -100,27 +101,35 @@ def submit(
     from heed.jobs.submission import Shipment
     from stages.lineage import CODE_VERSION, code_version
 
+    launcher = _chosen_launcher(slurm=slurm, kubernetes=kubernetes, sky=sky)
+    if launcher is None:
+        _refuse_given({
+            "--nodes": nodes, "--gpus-per-node": gpus_per_node != GPUS_PER_NODE, "--gpu": gpu, "--image": image,
+            "--volume": volume, "--out": out,
+        })  # fmt: skip
     checked = read_job(job, override, workers, first, only)
     shipment = Shipment.of(job, all_overrides(override, workers), checked)
     options = [word for option, stage in (("--from", first), ("--only", only)) if stage for word in (option, stage)]
     command = shipment.command(options, runs)
-    launcher = _chosen_launcher(slurm=slurm, kubernetes=kubernetes, sky=sky)
     if dry_run:
         _list_files(shipment, command)
     elif shipment.left_out:
         console.print(f"not sent: {', '.join(map(str, shipment.left_out))}", markup=False)
     jobs: JobSource
     if launcher is not None:
-        from heed.jobs.launchers.launcher import Launch, Machines, packed, write
+        from heed.jobs.launchers.launcher import Launch, Machines, payload_name, write
 
         machines = Machines.of(checked, nodes, gpus_per_node, gpu)
         folder = (out or (runs / checked.name / "launch" if runs.is_dir() else Path("launch", checked.name))).absolute()
-        payload = packed(shipment, folder)
-        launch = Launch(checked.name, machines, command, runs, folder, payload, code_version(), image, volume)
+        with shipment.packed() as packing:
+            payload = folder / payload_name(packing)
+            launch = Launch(checked.name, machines, command, runs, folder, payload, code_version(), image, volume)
+            is_rendered = write(launcher, launch, packing)
         path = folder / launcher.file
-        write(path, launcher.render(launch), launcher.again(launch, path))
-        console.print(f"rendered: {path}; to submit it: {launcher.again(launch, path)}", markup=False, soft_wrap=True)
+        line = "rendered: {}" if is_rendered else "edited, so used as it is: {} (remove it to render it again)"
+        console.print(line.format(path), markup=False, soft_wrap=True)
         if dry_run:
+            console.print("the same command without --dry-run submits it, edited or not", markup=False)
             return
         jobs, job_id = launcher, launcher.submit(launch, path)
     elif dry_run:
@@ -147,6 +156,11 @@ def _chosen_launcher(*, slurm: bool, kubernetes: bool, sky: bool) -> "Launcher |
     if len(chosen) > 1:
         raise ValueError(f"--{' --'.join(chosen)}: one of them was expected")
     return _launcher(chosen[0]) if chosen else None
+
+
+def _refuse_given(options: dict[str, object]) -> None:
+    if given := [option for option, value in options.items() if value]:
+        raise ValueError(f"{', '.join(given)}: expected only with --slurm, --kubernetes or --sky, which start machines")
 
 
 def _launcher(name: str) -> "Launcher | None":
@@ -250,7 +264,8 @@ def _cluster(address: str) -> "Jobs":
 
     if not address:
         raise ValueError(
-            "no cluster address; pass --address http://HEAD:8265 or set the environment variable HEED_ADDRESS"
+            "no cluster address; pass --address http://HEAD:8265 or set the environment variable HEED_ADDRESS; without"
+            " a running cluster, `heed submit` takes --slurm, --kubernetes or --sky"
         )
     if line := token_warning():
         console.print(line, markup=False)
@@ -281,9 +296,9 @@ def _clock(seconds: float) -> str:
 
 
 def _took(job: "ClusterJob") -> str:
-    if not job.submitted_at:
-        return "unknown"
     end = job.ended_at if job.is_over else time.time()
+    if not job.submitted_at or not end:  # KubeRay notes no end of a job that was stopped
+        return "unknown"
     minutes, seconds = divmod(max(0, round(end - job.submitted_at)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"

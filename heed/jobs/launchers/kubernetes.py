@@ -1,6 +1,7 @@
 """Kubernetes: one RayJob for the KubeRay operator, which makes a Ray cluster for it and takes it down afterwards."""
 
 import json
+import secrets
 import shlex
 import subprocess
 import tarfile
@@ -53,7 +54,7 @@ class Kubernetes:
             target=_target(launch),
             resources=json.dumps(resources),
             ray_version=version("ray"),
-            again=self.again(launch, launch.folder / self.file),
+            again=f"kubectl create -f {shlex.quote(str(launch.folder / self.file))}",
         )
 
     def submit(self, launch: Launch, path: Path) -> str:
@@ -61,10 +62,6 @@ class Kubernetes:
         # Not `apply`: a RayJob runs once, and each submission is one of its own, with a name that Kubernetes completes.
         named = call(["kubectl", "create", "-f", str(path), "-o", "name"], WHERE)
         return "kubernetes:" + named.strip().rpartition("/")[2]
-
-    def again(self, launch: Launch, path: Path) -> str:
-        del launch
-        return f"kubectl create -f {shlex.quote(str(path))}"
 
     def find(self, job_id: str) -> ClusterJob:
         try:
@@ -120,7 +117,7 @@ def _target(launch: Launch) -> Path:
 
 def _copy(launch: Launch) -> None:
     """Copy the payload to the volume, through a pod that is deleted afterwards."""
-    pod, target = f"heed-{launch.label}-copy", str(_target(launch))
+    pod, target = f"heed-{launch.label}-copy-{secrets.token_hex(3)}", str(_target(launch))
     container = {
         "name": "copy",
         "image": launch.image,
@@ -130,11 +127,11 @@ def _copy(launch: Launch) -> None:
     volumes = [{"name": "runs", "persistentVolumeClaim": {"claimName": launch.volume}}]
     spec = {"spec": {"containers": [container], "volumes": volumes, "restartPolicy": "Never"}}
     run = ["kubectl", "run", pod, f"--image={launch.image}", "--restart=Never", f"--overrides={json.dumps(spec)}"]
+    call(run, WHERE)
     try:
-        call([*run], WHERE)
         call(["kubectl", "wait", "--for=condition=Ready", f"pod/{pod}", f"--timeout={COPY_SECONDS}s"], WHERE)
         call(["kubectl", "exec", pod, "--", "mkdir", "-p", target], WHERE)
-        unpack = ["kubectl", "exec", "-i", pod, "--", "tar", "--extract", f"--directory={target}"]
+        unpack = ["kubectl", "exec", "-i", pod, "--", "tar", "--extract", "--no-same-owner", f"--directory={target}"]
         with subprocess.Popen(
             unpack, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         ) as process:

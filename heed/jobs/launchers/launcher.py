@@ -11,7 +11,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +22,6 @@ from cluster.jobs import JobSource, UnreachableError
 from files.atomic import atomic_folder, write_text
 from heed.jobs.job import JobConfig
 from heed.jobs.plan import places
-from heed.jobs.submission import Shipment
 
 CPUS_PER_GPU = 4  # a rank's own thread, its data, and its share of writing checkpoints
 KEYS = ("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_TOKEN")  # what runs read themselves
@@ -40,7 +39,10 @@ class Machines:
 
     @classmethod
     def of(cls, job: JobConfig, nodes: int, gpus_per_node: int, gpu: str = "") -> "Machines":
-        """Return the machines that hold a job's ranks, spread evenly. `nodes` 0 means as many as needed.
+        """Return the machines that hold a job's ranks. `nodes` 0 means as many as needed.
+
+        Ranks fill one machine's GPUs after another, so that a team of ranks, such as one of tensor parallelism, stays
+        on one machine. On CPUs, they are spread evenly over `nodes` machines.
 
         Raises: ValueError if the ranks do not fit, or would leave a machine idle.
         """
@@ -50,13 +52,18 @@ class Machines:
                 f"--gpu {gpu!r}: the job's ranks run on CPUs; expected --gpus-per-node above 0 and"
                 " cluster.use_gpus = true"
             )
-        needed = places(nodes, gpus_per_node, job.num_ranks) if is_gpu else 1
-        if nodes > job.num_ranks:
-            raise ValueError(f"--nodes {nodes}: the job has {job.num_ranks} ranks; expected at most one node each")
-        ranks_per_node = math.ceil(job.num_ranks / (nodes or needed))
         if is_gpu:
-            return cls(nodes or needed, ranks_per_node, CPUS_PER_GPU * ranks_per_node, gpu)
-        return cls(nodes or needed, 0, ranks_per_node)
+            places(nodes, gpus_per_node, job.num_ranks)
+        ranks_per_node = min(gpus_per_node, job.num_ranks) if is_gpu else math.ceil(job.num_ranks / (nodes or 1))
+        needed = math.ceil(job.num_ranks / ranks_per_node)
+        if nodes > needed:
+            raise ValueError(
+                f"--nodes {nodes}: with up to {ranks_per_node} ranks each, {needed} machines hold the job's"
+                f" {job.num_ranks} ranks; expected --nodes {needed}{' or fewer --gpus-per-node' if is_gpu else ''}"
+            )
+        if is_gpu:
+            return cls(needed, ranks_per_node, CPUS_PER_GPU * ranks_per_node, gpu)
+        return cls(needed, 0, ranks_per_node)
 
 
 @dataclass(frozen=True)
@@ -97,26 +104,13 @@ class Launcher(JobSource, Protocol):
         """Hand the rendered file at `path` to the system. Returns the job's id. Raises: ValueError in one line."""
         ...
 
-    def again(self, launch: Launch, path: Path) -> str:
-        """Return the system's own command that submits the file again."""
-        ...
 
-
-def packed(shipment: Shipment, folder: Path) -> Path:
-    """Copy what a job needs into `folder`, unless it is there already. Returns the copy's path.
-
-    A queued or running job keeps the code with which it was submitted, whatever the tree here becomes.
-    """
-    with shipment.packed() as packing:
-        digest = hashlib.sha256()
-        for file in sorted(path for path in packing.rglob("*") if path.is_file()):
-            digest.update(f"{file.relative_to(packing)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
-        payload = folder / f"payload-{digest.hexdigest()[:10]}"
-        if not payload.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with atomic_folder(payload) as partial:
-                shutil.copytree(packing, partial, dirs_exist_ok=True)
-    return payload
+def payload_name(packing: Path) -> str:
+    """Return a name for the content of a folder that `Shipment.packed` has made."""
+    digest = hashlib.sha256()
+    for file in sorted(path for path in packing.rglob("*") if path.is_file()):
+        digest.update(f"{file.relative_to(packing)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return f"payload-{digest.hexdigest()[:10]}"
 
 
 def render(template: str, launch: Launch, **more: object) -> str:
@@ -136,28 +130,43 @@ def render(template: str, launch: Launch, **more: object) -> str:
     return "\n".join([*before, first, f"# sha256 of the other lines: {_digest(text)}", rest])
 
 
-def write(path: Path, text: str, again: str) -> None:
-    """Write a rendered file.
+def write(launcher: Launcher, launch: Launch, packing: Path) -> bool:
+    """Write the rendered file, and a copy of `packing` as the launch's payload unless that is there already.
 
-    Raises: ValueError if a file is there that a person has edited; `again` is the command that submits that one.
+    A queued or running job keeps the code with which it was submitted, whatever the tree here becomes. Returns False if
+    a person has edited the file, which stays as it is.
+
+    Raises: ValueError for a wrong option, or if the file was edited and the job would now be rendered differently.
     """
-    if path.exists():
-        old = path.read_text(encoding="utf-8")
-        found = RENDERED.search(old)
-        if found is None or found[1] != _digest(RENDERED.sub("", old)):
-            raise ValueError(f"{path} was edited; submit it as it is ({again}), or remove it to render it again")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text)
+    path, text = launch.folder / launcher.file, launcher.render(launch)
+    old = path.read_text(encoding="utf-8") if path.exists() else ""
+    found = RENDERED.search(old)
+    is_edited = bool(old) and (found is None or found[1] != _digest(RENDERED.sub("", old)))
+    if is_edited and (found is None or found[0] not in text):
+        raise ValueError(
+            f"{path} was edited, and the job, its code or an option has changed since it was rendered; undo that"
+            " change, or remove the file to have it rendered again"
+        )
+    if not launch.payload.exists():
+        launch.folder.mkdir(parents=True, exist_ok=True)
+        with atomic_folder(launch.payload) as partial:
+            shutil.copytree(packing, partial, dirs_exist_ok=True)
+    if not is_edited:
+        write_text(path, text)
+    return not is_edited
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def call(words: Sequence[str], where: str, environment: Mapping[str, str] | None = None) -> str:
+def call(
+    words: Sequence[str], where: str, environment: Mapping[str, str] | None = None, accepted: Container[int] = (0,)
+) -> str:
     """Run a system's command and return its standard output. Secrets go into `environment`, never into `words`.
 
-    Raises: ValueError if the command is not installed (`where` says on which machines it is), or with its message.
+    Raises: ValueError if the command is not installed (`where` says on which machines it is), or with its message if
+        its exit code is not one of `accepted`.
     """
     if shutil.which(words[0]) is None:
         raise ValueError(f"no {words[0]} on the PATH; expected {where}")
@@ -165,7 +174,7 @@ def call(words: Sequence[str], where: str, environment: Mapping[str, str] | None
         words, stdin=subprocess.DEVNULL, capture_output=True, env={**os.environ, **(environment or {})},
         check=False,
     )  # fmt: skip
-    if done.returncode:
+    if done.returncode not in accepted:
         said = " ".join(done.stderr.decode(errors="replace").split()) or f"exit code {done.returncode}"
         raise ToolError(f"{shlex.join(words[:2])}: {said}", done.returncode)
     return done.stdout.decode(errors="replace")

@@ -11,7 +11,7 @@ from heed.jobs.launchers.launcher import KEYS, Launch, ToolError, call, render
 
 WHERE = "a machine with SkyPilot (pip install skypilot)"
 TOKEN = "RAY_AUTH_TOKEN"
-# Exit codes of `sky logs --status`.
+# Exit codes of `sky logs`; with --no-follow, a running job's is 0.
 STATES = {0: "SUCCEEDED", 100: "FAILED", 101: "RUNNING", 103: "STOPPED"}
 NOT_FOUND = 102
 
@@ -37,18 +37,18 @@ class Sky:
                 f"--volume is missing; a job on {machines.nodes} nodes expects a SkyPilot volume that all nodes"
                 " mount at --runs (`sky volumes apply`)"
             )
-        again = self.again(launch, launch.folder / self.file)
-        return render("sky.yaml.jinja", launch, keys=(TOKEN, *_keys_here()), again=again)
+        again = f"{TOKEN}=$(openssl rand -hex 32) {shlex.join(_launch(launch, launch.folder / self.file))}"
+        gpus = machines.gpus_per_node
+        if gpus and machines.nodes == 1:
+            gpus = 1 << (gpus - 1).bit_length()  # clouds sell machines with 1, 2, 4 or 8 GPUs
+        return render("sky.yaml.jinja", launch, keys=(TOKEN, *_keys_here()), again=again, gpus=gpus)
 
     def submit(self, launch: Launch, path: Path) -> str:
         # The cluster's token is made for this launch, and only this process and the nodes see it.
-        environment = {TOKEN: os.environ.get(TOKEN) or secrets.token_hex(32)}
+        environment = {TOKEN: secrets.token_hex(32)}
         said = call([*_launch(launch, path), "--yes", "--detach-run"], WHERE, environment=environment)
         found = re.search(r"Job submitted, ID: (\d+)", re.sub(r"\x1b\[[0-9;]*m", "", said))
         return f"sky:heed-{launch.label}/{found[1] if found else 1}"
-
-    def again(self, launch: Launch, path: Path) -> str:
-        return f"{TOKEN}=$(openssl rand -hex 32) {shlex.join(_launch(launch, path))}"
 
     def find(self, job_id: str) -> ClusterJob:
         code, said = 0, ""
@@ -73,7 +73,7 @@ class Sky:
         )
 
     def logs(self, job_id: str) -> str:
-        return call(["sky", "logs", "--no-follow", "--tail", "0", *_words(job_id)], WHERE)
+        return call(["sky", "logs", "--no-follow", "--tail", "0", *_words(job_id)], WHERE, accepted=STATES)
 
     def stop(self, job_id: str) -> ClusterJob:
         """Cancel a job. Its machines go ten minutes later, and `sky down` takes them at once."""

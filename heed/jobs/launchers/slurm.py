@@ -32,11 +32,13 @@ class Slurm:
             raise ValueError(
                 "--image and --volume are for --kubernetes and --sky; Slurm uses this environment and --runs"
             )
+        if '"' in str(launch.runs):
+            raise ValueError(f'--runs {launch.runs}: Slurm reads " in options; expected a folder without it')
         if not launch.runs.is_dir():
             raise ValueError(f"--runs {launch.runs}: no such folder here; expected one that all of Slurm's nodes share")
         if '"' in str(launch.folder) or "%" in str(launch.folder):
             raise ValueError(f'--out {launch.folder}: Slurm reads " and % in paths; expected a folder without them')
-        again = self.again(launch, launch.folder / self.file)
+        again = f"sbatch {shlex.quote(str(launch.folder / self.file))}"
         return render("slurm.sbatch.jinja", launch, again=again, python_folder=Path(sys.executable).parent)
 
     def submit(self, launch: Launch, path: Path) -> str:
@@ -49,10 +51,6 @@ class Slurm:
                 names = ", ".join(sorted(set(call(["sinfo", "--noheader", "--format=%R"], WHERE).split())))
                 said += f"; expected one of: {names} (SBATCH_PARTITION, or a line in {path})"
             raise ValueError(said) from None
-
-    def again(self, launch: Launch, path: Path) -> str:
-        del launch
-        return f"sbatch {shlex.quote(str(path))}"
 
     def find(self, job_id: str) -> ClusterJob:
         shown = self._shown(job_id)

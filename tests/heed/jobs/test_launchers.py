@@ -26,7 +26,7 @@ import yaml
 from heed.cli import main
 from heed.jobs.job_file import load_job
 from heed.jobs.launchers.kubernetes import Kubernetes
-from heed.jobs.launchers.launcher import Machines
+from heed.jobs.launchers.launcher import Launch, Machines
 from heed.jobs.launchers.sky import Sky
 
 ROOT = Path(__file__).parents[3]
@@ -44,7 +44,11 @@ esac""",
 printenv RAY_AUTH_TOKEN HF_TOKEN >> seen
 case "$1" in
     launch) echo "Job submitted, ID: 4" ;;
-    logs) [[ $2 == --status ]] && exit "$(cat status)"; echo "pretrain: done in" ;;
+    logs)
+        code=$(cat status)
+        [[ $2 == --status ]] && exit "$code"
+        echo "pretrain: done in"
+        [[ $code == 101 ]] || exit "$code" ;;
 esac""",
 }
 OPTIONS = {
@@ -102,6 +106,7 @@ def test_a_job_is_rendered_and_submitted(heed: Heed, tools: Path, kind: str) -> 
     rendered = (tools / "out" / FILES[kind]).read_text()
     assert re.search(r"python -m heed run debug.toml --runs \S+/runs", rendered)
     (payload,) = (tools / "out").glob("payload-*")
+    assert payload.stat().st_mode & 0o777 == 0o700
     assert (payload / "debug.toml").stat().st_mode & 0o777 == 0o600
     assert (payload / "heed" / "cli.py").is_file()
     # The same job again is the same file, and the same copy of the code.
@@ -117,7 +122,7 @@ def test_a_dry_run_renders_and_calls_nothing(heed: Heed, tools: Path, kind: str)
     path = tools / "out" / FILES[kind]
     assert path.is_file()
     assert "bytes in all" in said
-    assert f"rendered: {path}; to submit it: " in said
+    assert f"rendered: {path}\nthe same command without --dry-run submits it, edited or not" in said
     assert (tools / "calls").read_text() == ""
 
 
@@ -135,12 +140,18 @@ def test_no_secret_leaves_the_environment(heed: Heed, tools: Path, kind: str, mo
     assert [path for path in files if secret in path.read_text(errors="replace")] == []
     if kind == "sky":  # the names are on the command line, the values in the environment alone
         assert "--secret RAY_AUTH_TOKEN --secret HF_TOKEN --secret WANDB_API_KEY" in (tools / "calls").read_text()
-        assert (tools / "seen").read_text() == f"{secret}\n{secret}\n"
+        token, key = (tools / "seen").read_text().splitlines()
+        assert token != secret
+        assert key == secret
         rendered = yaml.safe_load((tools / "out" / "sky.yaml").read_text())
         assert rendered["secrets"] == {"RAY_AUTH_TOKEN": None, "HF_TOKEN": None, "WANDB_API_KEY": None}
 
 
-def test_each_launch_in_a_cloud_gets_a_token_of_its_own(heed: Heed, tools: Path) -> None:
+def test_each_launch_in_a_cloud_gets_a_token_of_its_own(
+    heed: Heed, tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of-another-cluster")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
     for _ in range(2):
         submit(heed, tools, "sky")
     first, second = (tools / "seen").read_text().split()
@@ -149,17 +160,35 @@ def test_each_launch_in_a_cloud_gets_a_token_of_its_own(heed: Heed, tools: Path)
     assert first not in (tools / "calls").read_text()
 
 
-def test_an_edited_file_is_kept(heed: Heed, tools: Path) -> None:
-    submit(heed, tools, "slurm")
-    path = tools / "out" / "heed.sbatch"
-    edited = path.read_text().replace("--time=24:00:00", "--time=1:00:00")
+@pytest.mark.parametrize("kind", [*OPTIONS])
+def test_an_edited_file_is_submitted_as_it_is(heed: Heed, tools: Path, kind: str) -> None:
+    submit(heed, tools, kind, *TWO_GPU_NODES, "--dry-run")
+    path = tools / "out" / FILES[kind]
+    edited = path.read_text() + "# mine\n"
     path.write_text(edited)
-    code, said = submit(heed, tools, "slurm")
+    code, said = submit(heed, tools, kind)
+    assert code == 0, said
+    assert f"edited, so used as it is: {path} (remove it to render it again)\n" in said
+    assert path.read_text() == edited
+    if kind == "kubernetes":  # only this takes the code to where the file expects it
+        assert (tools / "volume" / "heed" / "cli.py").is_file()
+    assert FILES[kind] in (tools / "calls").read_text().splitlines()[-1]
+
+
+def test_an_edited_file_of_another_job_is_refused(heed: Heed, tools: Path) -> None:
+    submit(heed, tools, "slurm", *TWO_GPU_NODES, "--dry-run")
+    path = tools / "out" / "heed.sbatch"
+    edited = path.read_text() + "# mine\n"
+    path.write_text(edited)
+    code, said = submit(heed, tools, "slurm", *TWO_GPU_NODES, "--set", "pretrain.num_steps=7")
     assert code == 2
     assert said.strip() == (
-        f"error: {path} was edited; submit it as it is (sbatch {path}), or remove it to render it again"
+        f"error: {path} was edited, and the job, its code or an option has changed since it was rendered; undo that"
+        " change, or remove the file to have it rendered again"
     )
     assert path.read_text() == edited
+    assert len([*path.parent.glob("payload-*")]) == 1
+    assert (tools / "calls").read_text() == ""
     path.unlink()
     assert submit(heed, tools, "slurm")[0] == 0
 
@@ -173,7 +202,9 @@ def test_an_edited_file_is_kept(heed: Heed, tools: Path) -> None:
         ("slurm", ["--image", "x"],
          "--image and --volume are for --kubernetes and --sky; Slurm uses this environment and --runs"),
         ("slurm", ["--gpus-per-node", "0", "--nodes", "3"],
-         "--nodes 3: the job has 1 ranks; expected at most one node each"),
+         "--nodes 3: with up to 1 ranks each, 1 machines hold the job's 1 ranks; expected --nodes 1"),
+        ("slurm", ["--runs", '/ru"ns'],
+         '--runs /ru"ns: Slurm reads " in options; expected a folder without it'),
         ("slurm", ["--gpus-per-node", "0", "--gpu", "h100"],
          "--gpu 'h100': the job's ranks run on CPUs; expected --gpus-per-node above 0 and cluster.use_gpus = true"),
         ("sky", ["--gpu", ""], "--gpu is missing; --sky expects the kind of GPU, such as h100"),
@@ -190,6 +221,16 @@ def test_mistakes_are_one_line(heed: Heed, tools: Path, kind: str, arguments: li
     assert code == 2
     assert " ".join(said.split()) == f"error: {expected}"
     assert (tools / "calls").read_text() == ""
+    assert not (tools / "out").exists()
+
+
+def test_options_for_machines_need_a_system_that_starts_them(heed: Heed) -> None:
+    code, said = heed("submit", DEBUG, "--runs", "/runs", "--nodes", "2", "--gpus-per-node", "4", "--out", "x")
+    assert code == 2
+    assert said.strip() == (
+        "error: --nodes, --gpus-per-node, --out: expected only with --slurm, --kubernetes or --sky, which start"
+        " machines"
+    )
 
 
 @pytest.mark.parametrize(
@@ -212,14 +253,21 @@ def test_a_missing_command_is_named(
     assert " ".join(said.splitlines()[-1].split()) == f"error: no {tool} on the PATH; expected {where}"
 
 
-def test_ranks_are_spread_over_machines() -> None:
+def test_ranks_fill_one_machine_after_another() -> None:
     job = load_job(Path(DEBUG), ["workers=2"], opens_models=False)
     assert Machines.of(job, 0, 8) == Machines(1, 2, 8)
     assert Machines.of(job, 0, 1, "h100") == Machines(2, 1, 4, "h100")
-    assert Machines.of(job, 2, 8) == Machines(2, 1, 4)  # no more GPUs than ranks
+    assert Machines.of(job, 2, 1) == Machines(2, 1, 4)
     assert Machines.of(job, 2, 0) == Machines(2, 0, 1)
+    three_teams_of_four = job.model_copy(update={"workers": 12})
+    assert Machines.of(three_teams_of_four, 0, 8) == Machines(2, 8, 32)
     on_cpus = load_job(Path(DEBUG), ["workers=2", "cluster.use_gpus=false"], opens_models=False)
     assert Machines.of(on_cpus, 0, 8) == Machines(1, 0, 2)
+    said = "--nodes 5: with up to 2 ranks each, 3 machines hold the job's 6 ranks; expected --nodes 3"
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        Machines.of(on_cpus.model_copy(update={"workers": 6}), 5, 0)
+    with pytest.raises(ValueError, match=f"^{said} or fewer --gpus-per-node$"):
+        Machines.of(job.model_copy(update={"workers": 6}), 5, 2)
 
 
 # Kubernetes
@@ -300,6 +348,7 @@ def test_the_ray_job_has_the_fields_that_kuberay_knows(ray_job: Any, tools: Path
     assert cluster["rayVersion"] == version("ray")
     (workers,) = cluster["workerGroupSpecs"]
     assert (workers["replicas"], workers["minReplicas"], workers["maxReplicas"]) == (2, 2, 2)
+    assert ray_job["spec"]["backoffLimit"] == 0  # a failed run is not repeated
     (container,) = workers["template"]["spec"]["containers"]
     assert container["resources"]["limits"] == {"cpu": "4", "memory": "32Gi", "nvidia.com/gpu": "1"}
     assert container["resources"]["requests"] == container["resources"]["limits"]
@@ -341,15 +390,31 @@ def without_unknown_fields(schema: Any) -> Any:
     return copy
 
 
+def test_a_claim_may_have_any_name(heed: Heed, tools: Path) -> None:
+    for kind in ("kubernetes", "sky"):
+        assert submit(heed, tools, kind, *TWO_GPU_NODES, "--volume", "1234", "--dry-run")[0] == 0
+    rendered = yaml.safe_load((tools / "out" / "rayjob.yaml").read_text())
+    jsonschema.validate(rendered, RAY_JOB)
+    assert yaml.safe_load((tools / "out" / "sky.yaml").read_text())["volumes"] == {str(tools / "runs"): "1234"}
+
+
 def test_the_code_is_copied_to_the_volume(heed: Heed, tools: Path) -> None:
     assert submit(heed, tools, "kubernetes")[0] == 0
     assert (tools / "volume" / "debug.toml").is_file()
     assert (tools / "volume" / "heed" / "cli.py").is_file()
-    calls = [" ".join(line.split()[:3]) for line in (tools / "calls").read_text().splitlines()]
-    assert calls == [
-        "kubectl run heed-debug-copy", "kubectl wait --for=condition=Ready", "kubectl exec heed-debug-copy",
+    text = (tools / "calls").read_text()
+    (pod,) = set(re.findall(r"heed-debug-copy-[0-9a-f]{6}", text))  # of this submission alone
+    assert [" ".join(line.split()[:3]) for line in text.splitlines()] == [
+        f"kubectl run {pod}", "kubectl wait --for=condition=Ready", f"kubectl exec {pod}",
         "kubectl exec -i", "kubectl delete pod", "kubectl create -f",
     ]  # fmt: skip
+    assert f"kubectl exec -i {pod} -- tar --extract --no-same-owner " in text
+
+
+def test_a_pod_of_another_submission_is_left_alone(heed: Heed, tools: Path) -> None:
+    (tools / "bin" / "kubectl").write_text(f'#!/bin/sh\necho "$1" >> {tools}/calls\necho "exists" >&2\nexit 1\n')
+    assert submit(heed, tools, "kubernetes")[0] == 2
+    assert (tools / "calls").read_text() == "run\n"
 
 
 @pytest.mark.parametrize(
@@ -378,6 +443,18 @@ def test_the_states_of_a_ray_job(tools: Path, status: dict[str, str], expected: 
     assert job.submitted_at == 1795748400
 
 
+def test_a_stopped_ray_job_has_no_end_to_count_to(heed: Heed, tools: Path) -> None:
+    shown = {
+        "metadata": {"creationTimestamp": "2026-11-27T03:00:00Z"},
+        "spec": {"entrypoint": "python -m heed run debug.toml"},
+        "status": {"jobDeploymentStatus": "Suspended"},
+    }
+    (tools / "rayjob.json").write_text(json.dumps(shown))
+    code, said = heed("jobs", "status", IDS["kubernetes"])
+    assert code == 0
+    assert re.search(r"^took +unknown *$", said, re.MULTILINE)
+
+
 # SkyPilot
 
 
@@ -386,6 +463,18 @@ def test_the_states_of_a_job_of_skypilot(tools: Path, code: int, status: str) ->
     (tools / "status").write_text(str(code))
     assert Sky().find("sky:heed-debug/4").status == status
     assert (tools / "calls").read_text() == "sky logs --status heed-debug 4\n"
+    assert Sky().logs("sky:heed-debug/4") == "pretrain: done in\n"
+
+
+@pytest.mark.parametrize(
+    ("machines", "expected"),
+    [(Machines(1, 1, 4, "h100"), "H100:1"), (Machines(1, 3, 12, "h100"), "H100:4"),
+     (Machines(1, 6, 24, "h100"), "H100:8"), (Machines(2, 8, 32, "h100"), "H100:8")],
+)  # fmt: skip
+def test_clouds_are_asked_for_machines_that_they_have(machines: Machines, expected: str) -> None:
+    here = Path("/x")
+    launch = Launch("debug", machines, "true", here, here, here, "unknown", image="heed:1", volume="runs")
+    assert yaml.safe_load(Sky().render(launch))["resources"]["accelerators"] == expected
 
 
 @pytest.mark.skipif(not shutil.which("sky"), reason="SkyPilot is not installed")
@@ -421,8 +510,8 @@ def test_the_slurm_script_is_sized_by_the_job(heed: Heed, tools: Path) -> None:
     submit(heed, tools, "slurm", *TWO_GPU_NODES, "--gpu", "h100")
     options = set(re.findall(r"^#SBATCH (\S+)$", (tools / "out" / "heed.sbatch").read_text(), re.MULTILINE))
     assert options >= {
-        "--nodes=2", "--gpus-per-node=h100:1", "--cpus-per-task=4", "--requeue", "--signal=B:USR1@300",
-        "--open-mode=append", "--export=HOME,USER,PATH,LANG,LD_LIBRARY_PATH",
+        "--nodes=2", "--gpus-per-node=h100:1", "--cpus-per-task=4", "--mem=0", "--requeue",
+        "--signal=B:USR1@300", "--open-mode=append", "--export=HOME,USER,PATH,LANG,LD_LIBRARY_PATH",
     }  # fmt: skip
 
 
