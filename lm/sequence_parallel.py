@@ -26,7 +26,7 @@ from lm.transfer import upload
 
 
 def check_sequence_split(config: ModelConfig, size: int) -> None:
-    """Raises: ValueError if sequences of a model of this shape cannot be split among `size` ranks."""
+    """Check that sequences of a model of this shape can be split among `size` ranks. Raises: ValueError if not."""
     if size == 1:
         return
     N, G = config.num_attention_heads, config.num_key_value_heads
@@ -41,7 +41,7 @@ def check_sequence_split(config: ModelConfig, size: int) -> None:
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """The ranks that share rows, this one among them. In a process group, ranks are in the order of their slices."""
+    """The ranks that share rows, including this one. The process group orders ranks by their slices."""
 
     processes: dist.ProcessGroup
 
@@ -61,7 +61,7 @@ class SequenceGroup:
         return F.pad(own, (0, len(columns) - own.shape[1]))
 
     def own(self, selected_BT: Tensor) -> Tensor:
-        """Returns which of the selected positions [C] are in this rank's slice, as indices."""
+        """Returns the indices, into the selected positions [C], of those in this rank's slice."""
         columns = self.columns(selected_BT.shape[1])
         is_own_BT = torch.zeros_like(selected_BT)
         is_own_BT[:, columns.start : columns.stop] = True
@@ -82,10 +82,10 @@ class SequenceGroup:
 
 
 class _Whole(torch.autograd.Function):
-    """Sums over the group tensors that have each rank's own values at their places, and 0 elsewhere.
+    """Sums over the group: each rank contributes a tensor with its own values at their places, and 0 elsewhere.
 
-    Every rank computes the same loss from the result, and the engine averages the ranks' gradients, P of them per
-    group. A value has gradients on its own rank only, hence the factor P.
+    Every rank computes the same loss from the result, and the engine averages gradients over all ranks, P of them per
+    group. A value has a gradient on its own rank only, hence the factor P.
     """
 
     @staticmethod
@@ -104,7 +104,7 @@ class _Whole(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SplitRows:
-    """Rows of `num_tokens` tokens in slices, as a model's blocks exchange them around attention."""
+    """Sliced rows of `num_tokens` tokens, with the two exchanges that a model's blocks make around attention."""
 
     group: SequenceGroup
     num_tokens: int
@@ -133,8 +133,8 @@ class SplitRows:
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all: entry i of the first dimension goes to rank i, and arrives in the place of its sender. Gradients
-    go the same ways back, which is the same exchange.
+    """An all-to-all: entry i of the first dimension goes to rank i, which stores it at its sender's index. Gradients
+    return by the same exchange.
     """
 
     @staticmethod

@@ -44,8 +44,8 @@ class Rendezvous:
 
 
 def process_group(meeting: Rendezvous, rank: int, num_ranks: int, device: torch.device) -> Any:
-    """Returns this rank's group of `meeting.size` ranks, separate from the one that learners train in. It is of NCCL
-    between GPUs, else of gloo. All `num_ranks` ranks call this at the same time.
+    """Returns this rank's group of `meeting.size` ranks, separate from the one that learners train in. It uses NCCL
+    between GPUs, and gloo otherwise. All `num_ranks` ranks must call this at the same time.
 
     Raises: RuntimeError if a peer is missing after `meeting.timeout_seconds`.
     """
@@ -67,7 +67,7 @@ class Team:
 
     @classmethod
     def join(cls, meeting: Rendezvous) -> Self:
-        """Form the teams. RANK and WORLD_SIZE identify the ranks, which call this at the same time."""
+        """Form the teams. RANK and WORLD_SIZE identify the ranks, which must call this at the same time."""
         rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         exact_div(num_ranks, meeting.size, "ranks over tensor_parallel_size")
         group = process_group(meeting, rank, num_ranks, inference_device())
@@ -103,7 +103,7 @@ class Team:
 def require_divisible(config: ModelConfig, size: int, what: str = "tensor_parallel_size") -> None:
     """Check that a team of `size` ranks can share a model. Raises: ValueError naming `what` and what does not divide.
 
-    A team with more ranks than key-value heads repeats each of them on the same number of ranks.
+    A team with more ranks than key-value heads repeats each head on the same number of ranks.
     """
     kv_heads = config.num_key_value_heads
     for name, number in (
@@ -126,7 +126,7 @@ def largest_team(config: ModelConfig, size: int, num_ranks: int) -> int:
 
 
 def config_of_part(config: ModelConfig, size: int) -> ModelConfig:
-    """Returns the shape of one rank's part of a model; `vocab_size` and all widths outside of blocks are the whole's.
+    """Returns the shape of one rank's part of a model; `vocab_size` and all widths outside of blocks stay whole.
 
     Raises: as `require_divisible`.
     """
@@ -141,7 +141,7 @@ def config_of_part(config: ModelConfig, size: int) -> ModelConfig:
 
 
 class LanguageModelPart(LanguageModel):
-    """One rank's part of a language model. Called by all ranks of the team together, it returns whole logits.
+    """One rank's part of a language model. All ranks of the team call it together, and it returns whole logits.
 
     `config` is the shape of the part, so a key-value cache made for it has this rank's heads.
     Raises: ValueError as `require_divisible`.
@@ -160,15 +160,15 @@ class LanguageModelPart(LanguageModel):
                 linear.register_forward_hook(lambda _linear, _inputs, part: team.sum(part))
 
     def tie(self) -> None:
-        """Use this rank's rows of the embedding's matrix as the head, if the config says so. They are no parameter of
-        their own.
+        """Use this rank's rows of the embedding's matrix as the head, if the config says so. They are not a separate
+        parameter.
         """
         if self.config.tie_word_embeddings:
             del self.head.weight
             self.head.weight = self.decoder.embedding.weight.detach()[self._rows]
 
     def cut(self, name: str, tensor: Tensor) -> Tensor:
-        """Returns this rank's part of the whole model's tensor with this name, as a copy, or the whole tensor."""
+        """Returns a copy of this rank's part of the whole model's tensor `name`, or the tensor if it is not split."""
         return cut(self.whole, self.team, name, tensor)
 
 
@@ -192,10 +192,10 @@ def cut(whole: ModelConfig, team: Team, name: str, tensor: Tensor) -> Tensor:
         q, k, v = tensor.split([N * H, G * H, G * H])
         first, heads = rank * G // size, max(1, G // size)
         return torch.cat([q.chunk(size)[rank], *(part[first * H : (first + heads) * H] for part in (k, v))])
-    if layer == "mlp.up":  # SwiGLU's gate has rows of its own
+    if layer == "mlp.up":  # SwiGLU's gate is split separately
         return torch.cat([part.chunk(size)[rank] for part in tensor.split(M)])
     if layer in ("attention.out", "mlp.down"):
-        if name.endswith(".bias"):  # added once
+        if name.endswith(".bias"):  # only one rank adds it
             return tensor if rank == 0 else torch.zeros_like(tensor)
         return tensor.chunk(size, dim=1)[rank].contiguous()
     return tensor

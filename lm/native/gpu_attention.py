@@ -2,7 +2,7 @@
 
 Like `lm.native.gpu`, importing this module needs Triton.
 
-Shape letters: B rows, N heads, G key-value heads, R = N/G queries of a key-value head, S columns, H head dim, P splits.
+Shape letters: B rows, N heads, G key-value heads, R = N/G queries per key-value head, S columns, H head dim, P splits.
 """
 
 import math
@@ -15,9 +15,9 @@ from torch import Tensor
 from lm.attention import OwnKeys
 from lm.native.gpu_layers import DTYPES
 
-# Keys that one program reads. It is a constant, so that the bits of a row's result depend on nothing but the row.
+# Keys that one program reads. It is a constant, so that the bits of a row's result depend only on the row.
 SPLIT = 256
-FEWEST_QUERIES = 16  # rows of the smallest matrix product of a GPU's tensor cores
+FEWEST_QUERIES = 16  # rows of the smallest matrix product on a GPU's tensor cores
 
 
 @triton.jit
@@ -26,10 +26,10 @@ def _attend_kernel(
     kv_batch, kv_head, kv_column, num_splits,
     SPLITS: tl.constexpr, SPLIT: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
-    """The queries of one key-value head of one row, over one split of the row's keys.
+    """Attend from the queries of one key-value head of one row to one split of the row's keys.
 
-    Writes softmax(q Kᵀ · scale) V of the split (arXiv 2205.14135), to `out` if there is one split at most; else to
-    `parts` in fp32, and to `totals` ln Σ exp of the split's scores.
+    Writes softmax(q Kᵀ · scale) V of the split (arXiv 2205.14135) to `out` if there is only one split. Otherwise
+    writes it to `parts` in fp32, and ln Σ exp of the split's scores to `totals`.
     """
     pair, split = tl.program_id(0), tl.program_id(1)
     batch, head = (pair // num_kv_heads).to(tl.int64), pair % num_kv_heads
@@ -76,7 +76,7 @@ def _merge_kernel(
     parts, totals, last_columns, out, num_kv_heads, num_queries, head_dim, window, num_splits,
     SPLIT: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
-    """One query: Σ exp(total_p) · part_p / Σ exp(total_p) over the splits of its row, one after another."""
+    """Merge one query's splits, one after another: Σ exp(total_p) · part_p / Σ exp(total_p)."""
     query = tl.program_id(0)
     pair, own = query // num_queries, query % num_queries
     last = tl.load(last_columns + pair // num_kv_heads).to(tl.int32)
@@ -99,16 +99,16 @@ def _merge_kernel(
 
 
 def takes_own_keys(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: OwnKeys) -> bool:
-    """Whether the kernel runs on one query per row: without gradients, keys and values of one dtype and layout."""
+    """Returns whether the kernel runs: one query per row, no gradients, keys and values of one dtype and layout."""
     is_one_type = q_BNTH.dtype == k_BGSH.dtype == v_BGSH.dtype and q_BNTH.dtype in DTYPES
     fits = k_BGSH.shape == v_BGSH.shape and k_BGSH.stride() == v_BGSH.stride() and k_BGSH.stride(-1) == 1
     return q_BNTH.is_cuda and is_one_type and fits and q_BNTH.shape[2] == 1 and not q_BNTH.requires_grad
 
 
 def attend_own_keys(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: OwnKeys) -> Tensor:
-    """`lm.attention.attend_own_keys` in one kernel, or two where a row may have more than `SPLIT` keys.
+    """Compute `lm.attention.attend_own_keys` in one kernel, or in two if a row may have more than `SPLIT` keys.
 
-    A row's result has the same bits whatever the other rows are, and whatever S is.
+    A row's result has the same bits whatever S and the other rows are.
     """
     (B, N, _, H), (G, S) = q_BNTH.shape, k_BGSH.shape[1:3]
     R, P = N // G, triton.cdiv(S, SPLIT)
@@ -119,7 +119,7 @@ def attend_own_keys(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: OwnKey
         parts = torch.empty(B * G * P * R * H, dtype=torch.float32, device=q_BNTH.device)
         totals = torch.empty(B * G * P * R, dtype=torch.float32, device=q_BNTH.device)
     head = max(16, triton.next_power_of_2(H))
-    # Keys and values of two blocks fit an A100's 160 KB next to each other.
+    # Keys and values of two blocks fit together in an A100's 160 KB.
     block = min(64, max(16, 32768 // (head * k_BGSH.element_size())))
     _attend_kernel[(B * G, P)](
         q_BNTH, k_BGSH, v_BGSH, mask.last_B, y_BNTH, parts, totals, G, R, H, 1 / math.sqrt(H), mask.window,

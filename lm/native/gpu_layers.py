@@ -1,4 +1,4 @@
-"""Triton kernels for what lies between a transformer's matrix products: norms of the residual stream, SwiGLU, heads.
+"""Triton kernels for the work between a transformer's matrix products: norms of the residual stream, SwiGLU, heads.
 
 Like `lm.native.gpu`, importing this module needs Triton. All numbers are computed in fp32 and rounded once.
 
@@ -17,15 +17,15 @@ from lm.attention import Attention, PassCache, Rotary, TokenWriter
 from lm.layers import RMSNorm, compute_dtype
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIDEST = 16384  # numbers of a row that one program holds
-NORM_PROGRAMS = 512  # of a norm's backward pass; a constant, so that sums have the same bits on every GPU
-SUM_ROWS, SUM_COLUMNS = 64, 32  # of the programs' sums that are added up at a time
+WIDEST = 16384  # most numbers of a row that one program can hold
+NORM_PROGRAMS = 512  # programs of a norm's backward pass; constant, so that sums have the same bits on every GPU
+SUM_ROWS, SUM_COLUMNS = 64, 32  # block of the programs' sums that is added up at a time
 MLP_BLOCK = 1024
 HEADS_BLOCK = 16
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the kernels run on these tensors: contiguous floats on a GPU. Compiled graphs fuse by themselves."""
+    """Returns whether the kernels run on these: contiguous floats on a GPU. Compiled graphs fuse without them."""
     return all(x.is_cuda and x.dtype in DTYPES and x.is_contiguous() for x in tensors) and (
         not torch.compiler.is_compiling()
     )
@@ -39,7 +39,7 @@ def _norm_kernel(
     x, branch, weight, bias, total, normed, means, inverses, width, eps,
     ADDS: tl.constexpr, CENTERS: tl.constexpr, SHIFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: x + branch, rounded as the stream is, and its RMSNorm, or LayerNorm if CENTERS."""
+    """Compute one row of x + branch, rounded to the stream's dtype, and its RMSNorm, or its LayerNorm if CENTERS."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -66,9 +66,10 @@ def _norm_backward_kernel(
     gradient, carried, total, weight, means, inverses, x_gradient, branch_gradient, parts, num_rows, width,
     CARRIES: tl.constexpr, CENTERS: tl.constexpr, NARROWS: tl.constexpr, SHIFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every P-th row: dx = (g·w - n · mean(g·w·n)) / rms(x), less the mean of g·w if CENTERS, + the stream's gradient.
+    """Compute every P-th row of dx = (g·w - n · mean(g·w·n)) / rms(x) + the stream's gradient.
 
-    `parts` [P, 2, D] gets this program's sums of g·n and g; [P, 1, D] those of g·n, unless SHIFTS.
+    If CENTERS, the numerator is also reduced by mean(g·w). `parts` gets this program's sums: [P, 2, D] of g·n and g
+    if SHIFTS, otherwise [P, 1, D] of g·n.
     """
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -104,7 +105,7 @@ def _norm_backward_kernel(
 
 @triton.jit
 def _sum_kernel(parts, result, num_parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of columns of Σ parts."""
+    """Compute one block of columns of Σ parts."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -200,12 +201,12 @@ def takes_rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) 
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """`lm.layers.rms_norm` in one kernel, and in two for its gradients."""
+    """Compute `lm.layers.rms_norm` in one kernel, and its gradients in two."""
     return _Norm.apply(x.contiguous(), weight_D, eps, dtype)  # type: ignore[no-untyped-call]
 
 
 def takes_add_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> bool:
-    """Whether the kernels run on this sum and norm: RMSNorm, or LayerNorm with a scale over the last dimension."""
+    """Returns whether the kernels run on this sum and norm: RMSNorm, or LayerNorm scaled over the last dimension."""
     if isinstance(norm, nn.LayerNorm):
         is_norm = norm.elementwise_affine and len(norm.normalized_shape) == 1
     else:
@@ -215,7 +216,7 @@ def takes_add_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> bool:
 
 
 def add_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """`lm.layers.add_norm` in one kernel, and in two for its gradients. The norm has the dtype of the next product."""
+    """Compute `lm.layers.add_norm` in one kernel, and its gradients in two. The norm has the next product's dtype."""
     centers = isinstance(norm, nn.LayerNorm)
     assert isinstance(norm, nn.LayerNorm | RMSNorm)
     bias_D = norm.bias if isinstance(norm, nn.LayerNorm) else None
@@ -230,7 +231,7 @@ def add_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor
 
 @triton.jit
 def _swiglu_kernel(gate_and_up, result, width, BLOCK: tl.constexpr):
-    """One block of a row: silu(gate) · up."""
+    """Compute one block of a row of silu(gate) · up."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     place = gate_and_up + row * 2 * width + columns
@@ -242,7 +243,7 @@ def _swiglu_kernel(gate_and_up, result, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _swiglu_backward_kernel(gradient, gate_and_up, result, width, BLOCK: tl.constexpr):
-    """One block of a row: d gate = g · up · s · (1 + gate · (1 - s)), d up = g · gate · s, with s = sigmoid(gate)."""
+    """Compute a row's block of d gate = g · up · s · (1 + gate · (1 - s)) and d up = g · gate · s; s = σ(gate)."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     place = row * 2 * width + columns
@@ -281,7 +282,7 @@ def takes_swiglu(gate_and_up: Tensor) -> bool:
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:
-    """`lm.layers.swiglu` in one kernel, and in one for its gradient."""
+    """Compute `lm.layers.swiglu` in one kernel, and its gradient in one."""
     return _SwiGLU.apply(gate_and_up)  # type: ignore[no-untyped-call]
 
 
@@ -290,7 +291,7 @@ def swiglu(gate_and_up: Tensor) -> Tensor:
 
 @triton.jit
 def _normed(lower, upper, weight, columns, inside, head_dim, eps, dtype: tl.constexpr):
-    """Both halves of each head's RMSNorm, rounded to `dtype`."""
+    """Returns both halves of each head's RMSNorm, rounded to `dtype`."""
     half = head_dim // 2
     squares = tl.sum(lower * lower, axis=1) + tl.sum(upper * upper, axis=1)
     inverse = (1.0 / tl.sqrt(squares / head_dim + eps))[:, None]
@@ -306,7 +307,7 @@ def _heads_kernel(
     JOINS: tl.constexpr, ROTATES: tl.constexpr, NORMS: tl.constexpr, CACHES: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token: q, k and v out of qkv, normed and rotated; if JOINS, the gradient of qkv out of theirs.
+    """Compute, for some heads of one token, normed and rotated q, k and v from qkv; if JOINS, d qkv from theirs.
 
     The pairs (x_i, x_{i+H/2}) are rotated, by the transposed rotation if JOINS. If CACHES, row b's keys and values go
     to `columns[b]` instead of to the token's place.
@@ -388,7 +389,7 @@ def _launch_heads(
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Values are copied with the rest: as views, they would keep the whole product for the backward pass."""
+    """Values are copied like queries and keys: as views, they would keep the whole product for the backward pass."""
 
     @staticmethod
     def forward(
@@ -413,14 +414,14 @@ class _SplitHeads(torch.autograd.Function):
 
 
 def takes_heads(qkv_BTE: Tensor, rotary: Rotary | None, num_heads: int, num_kv_heads: int) -> bool:
-    """Whether the kernels split these heads. Without rotary positions, splitting only makes views."""
+    """Returns whether the kernels split these heads. Without rotary positions, splitting only makes views."""
     return rotary is not None and takes(qkv_BTE, *rotary) and rotary[0].shape[:2] == qkv_BTE.shape[:2]
 
 
 def split_heads(
     qkv_BTE: Tensor, rotary: Rotary | None, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`lm.attention.split_heads` in one kernel, and in one for its gradient."""
+    """Compute `lm.attention.split_heads` in one kernel, and its gradient in one."""
     assert rotary is not None
     found: tuple[Tensor, Tensor, Tensor] = _SplitHeads.apply(  # type: ignore[no-untyped-call]
         qkv_BTE, *rotary, num_heads, num_kv_heads
@@ -431,7 +432,7 @@ def split_heads(
 def takes_stored_heads(
     attention: Attention, qkv_BTE: Tensor, rotary: Rotary | None, cache: PassCache, layer: int
 ) -> bool:
-    """Whether the kernel stores these heads: one token per row, in the dtype of the cache, without gradients."""
+    """Returns whether the kernel stores these heads: one token per row, in the cache's dtype, without gradients."""
     return (
         isinstance(cache, TokenWriter)
         and takes(qkv_BTE, *(rotary or ()))
@@ -444,7 +445,7 @@ def takes_stored_heads(
 def store_heads(
     attention: Attention, qkv_BTE: Tensor, rotary: Rotary | None, cache: PassCache, layer: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`lm.attention.store_heads` in one kernel."""
+    """Compute `lm.attention.store_heads` in one kernel."""
     assert isinstance(cache, TokenWriter)
     (B, T, _), N, H = qkv_BTE.shape, attention.num_heads, attention.head_dim
     q_BNTH = qkv_BTE.new_empty(B, N, T, H)

@@ -1,10 +1,11 @@
 """How long work takes on a rank's hardware.
 
-On a GPU, a pass takes the time of its matrix products at a share of the peak, plus that of what its other kernels read
-and write, but at least as long as the CPU needs to launch its kernels. What DDP and ZeRO send while they compute counts
-only as far as it takes longer than the computing. On a CPU, products are all that counts.
+On a GPU, a pass takes the time of its matrix products at a share of the peak, plus the time in which its other
+kernels read and write, but at least as long as the CPU needs to launch its kernels. If DDP and ZeRO send while they
+compute, only the time by which sending takes longer counts. On a CPU, only products count.
 
-Kernels and bytes are counts of today's code on the fake CUDA device; `tests/fake_cuda/on_device_times.py` compares.
+Kernels and bytes were counted with the current code on the fake CUDA device; `tests/fake_cuda/on_device_times.py`
+checks the counts.
 
 Letters: D width, M MLP width, H head dim, N heads, G key-value heads, c bytes per number.
 """
@@ -17,17 +18,17 @@ from lm.inspection import cache_bytes_per_token, flops_per_source_token, flops_p
 from stages.planning.hardware import Hardware
 from stages.planning.memory import GENERATION_ROWS, Counts, Layout, node_copies
 
-# Assumed, like the share of the memory's bandwidth, until a GPU has measured them. Kernels are counted without those of
-# `lm.native.gpu_layers`, which launch about half as many.
-LAUNCH_SECONDS = 6e-6  # the CPU's, per kernel of a pass
-REPLAYED_SECONDS = 3e-6  # the GPU's, per kernel of a recorded step that reads little
+# Assumed, like the share of the memory's bandwidth, until they are measured on a GPU. Kernels are counted without
+# `lm.native.gpu_layers`, which launches about half as many.
+LAUNCH_SECONDS = 6e-6  # of CPU time per kernel of a pass
+REPLAYED_SECONDS = 3e-6  # of GPU time per kernel that reads little, in a recorded step
 BLOCK_KERNELS = (17, 43)  # of a block's forward and backward pass
 STEP_KERNELS = (17, 30)  # of a decoding step: per block, and outside the blocks with the draw
-BANDWIDTH_SHARE = 0.8  # of the memory's peak that kernels reach which read and write much
-LINK_SHARE = 0.8  # of NVLink's and the network's peak that NCCL reaches (nccl-tests on A100: 240 of 300 GB/s)
-EXCHANGE_SECONDS = 10e-6  # the least that one small collective of a node's GPUs takes
-STEP_BYTES = 28  # per trained number, that AdamW reads and writes: weight, two moments and gradient in fp32
-# Per logit, in numbers that fused kernels (lm.native.gpu) read and write: forward, backward, and to draw a token.
+BANDWIDTH_SHARE = 0.8  # of the memory's peak, reached by kernels that read and write much
+LINK_SHARE = 0.8  # of NVLink's and the network's peak, reached by NCCL (nccl-tests on A100: 240 of 300 GB/s)
+EXCHANGE_SECONDS = 10e-6  # least time of a small collective among a node's GPUs
+STEP_BYTES = 28  # that AdamW reads and writes per trained number: weight, two moments and gradient in fp32
+# Numbers that fused kernels (lm.native.gpu) read and write per logit: forward, backward, and to draw a token.
 LOGIT_NUMBERS = (1, 2, 3)
 
 
@@ -60,8 +61,9 @@ class Times:
         return self._pass(tokens, self.forward_flops(seq_len, head_share), head_share, is_backward=False)
 
     def backward_seconds(self, counts: Counts, tokens: float, seq_len: int, head_share: float) -> float:
-        """Returns the seconds of the backward pass, which stops at frozen blocks. It computes two products per product;
-        through frozen maps with adapters, whose weights get no gradient, only one. Recomputed blocks run forward again.
+        """Returns the seconds of the backward pass, which stops at frozen blocks. It computes two products per forward
+        product, but only one through frozen maps with adapters, whose weights get no gradient. Recomputed blocks run
+        forward again.
         """
         share = counts.trained_layers / self.num_layers
         flops = self.forward_flops(seq_len, head_share)
@@ -105,8 +107,8 @@ class Times:
         return num_bytes / (self.hardware.link_bytes_per_second * LINK_SHARE) if self.layout.is_gpu else 0.0
 
     def gather_seconds(self, num_bytes: float, *, in_node: bool = False) -> float:
-        """Returns the seconds in which all ranks gather `num_bytes` of which each has a part, or reduce and scatter as
-        many. NCCL's rings cross between nodes through the network cards of all of a node's GPUs.
+        """Returns the seconds in which all ranks gather `num_bytes` from the part that each has, or reduce and scatter
+        as many. Between nodes, NCCL's rings use the network cards of all of a node's GPUs.
         """
         layout, hardware = self.layout, self.hardware
         per_node = layout.ranks_per_node or layout.ranks
@@ -121,7 +123,8 @@ class Times:
     def scoring_seconds(self, counts: Counts, num_passes: int, forward: float) -> float:
         """Returns the seconds of passes without gradients through a model in training, `forward` seconds each.
 
-        ZeRO-3 gathers the weights in each, for the first one after a step over all ranks, even if nodes keep a copy.
+        ZeRO-3 gathers the weights in each pass. In the first one after a step, it gathers over all ranks even if nodes
+        keep a copy.
         """
         first, later = (self._weights_seconds(counts, is_first=is_first) for is_first in (True, False))
         return max(forward, first) + (num_passes - 1) * max(forward, later)
@@ -135,9 +138,9 @@ class Times:
     def step_seconds(self, counts: Counts, tokens: float, pass_tokens: int, seq_len: int, head_share: float) -> float:
         """Returns the seconds of one optimizer step over `tokens` per rank, in passes of up to `pass_tokens` of them.
 
-        Backward passes hide what is sent meanwhile: ZeRO-2 and 3 reduce the gradients of each, DDP and ZeRO-1 those of
-        the last one, and ZeRO-3 gathers the weights again. Nothing hides the weights that ZeRO-1 and 2 gather after the
-        step.
+        Backward passes hide the communication during them: ZeRO-2 and 3 reduce gradients in each, DDP and ZeRO-1 in the
+        last one, and ZeRO-3 gathers the weights again. Nothing hides the gather of weights with which ZeRO-1 and 2 end
+        a step.
         """
         layout = self.layout
         num_passes = max(1, math.ceil(tokens / pass_tokens))
@@ -160,8 +163,8 @@ class Times:
         """Returns the seconds in which each rank samples `rows` responses; `tensor_parallel` ranks sample theirs
         together, each with its part of the weights and heads.
 
-        Each token of each batch of rows reads all weights and the cache. On a GPU a step computes while it reads, its
-        kernels take their least time, and two all-reduces per layer add up the parts.
+        For each token, a batch of rows reads all weights and the cache. On a GPU, a step computes while it reads, each
+        kernel adds its least time, and two all-reduces per layer add up the parts.
         """
         layout, hardware, c = self.layout, self.hardware, self.layout.compute_bytes
         parts, rows = tensor_parallel, rows * tensor_parallel
