@@ -2,7 +2,7 @@
 
 On a GPU, a pass takes the time of its matrix products at a share of the peak, plus the time in which its other
 kernels read and write, but at least as long as the CPU needs to launch its kernels. If DDP and ZeRO send while they
-compute, only the time by which sending takes longer counts. On a CPU, only products count.
+compute, only the time by which sending takes longer counts. On a CPU, products count, and in sampling what is read.
 
 Kernels and bytes were counted with the current code on the fake CUDA device; `tests/fake_cuda/on_device_times.py`
 checks the counts.
