@@ -351,8 +351,9 @@ def final_rankings(
 
     It reports each judgment that is not final once, and those that are excluded (`preferences.rankings.why_excluded`).
     """
+    judgments = list(judgments)
+    current = current_judgments(judgments)
     events = sorted(judgments, key=lambda event: (event.task_id, event.labeler, event.revision))
-    current = current_judgments(events)
     for event, following in pairwise(events):
         is_same = (event.task_id, event.labeler) == (following.task_id, following.labeler)
         if is_same and event.kind not in TAKES_BACK:

@@ -1,5 +1,6 @@
 """What `heed plan` advises for a job that does not fit, and how it counts a node's memory."""
 
+import math
 import shlex
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def test_a_job_that_fits_is_advised_the_fastest_mode_that_fits(gpu: str, best: s
     assert with_room[0] == best
     for mode in with_room:
         (line,) = advice(path, (f"ppo.memory={mode}",), plan_of(name, gpu, f"ppo.memory={mode}"))
-        assert f"{peaks[best] / GIB:.1f} of " in line
+        assert f"{math.ceil(peaks[best] / GIB * 10) / 10:.1f} of " in line  # rounded up
         assert (f"--set ppo.memory={best}" in line) == (mode != best)
 
 

@@ -56,6 +56,8 @@ def overrides_for(path: Path, folder: Path) -> list[str]:
                 home.mkdir()
                 write(home, PUBLISHED[SAME_TOKENS.get(model, model)])
             changes.append(f'{stage.name}.init_from="{home}"')
+        if section.get("sampler", {}).get("tensor_parallel_size", 1) > 1:  # the tiny models have two heads
+            changes.append("ppo.sampler.tensor_parallel_size=1")
         if section.get("seq_len", 0) > 2048:  # more than the tiny models have, as are four heads
             changes += [f"{stage.name}.seq_len=2048", "engine.sequence_parallel_size=1"]
         if "rankings" in section:
