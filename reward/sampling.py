@@ -91,7 +91,7 @@ class Sampler:
     """
 
     def __init__(self, spec: SamplingSpec) -> None:
-        assert spec.meeting is None or spec.reference is None, "a part's logits are not compared with a reference's"
+        assert spec.meeting is None or not spec.reference, "a part's logits are not compared with a reference's"
         self.spec = spec.on_this_machine()
         self._team = Team.join(spec.meeting) if spec.meeting is not None else None
 

@@ -1,6 +1,6 @@
 """Heed's own sampler: the same core as the learner's, so both compute the same log-probs up to rounding."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,9 @@ class HeedSampler(SamplingEngine):
         """
         self._dtype, self._device, self.end_ids = policy.head.weight.dtype, policy.head.weight.device, end_ids
         self._policy: LanguageModel | None = policy
-        self._build_whole = self._build = partial(LanguageModel, policy.config)
+        # Not methods, which would refer to this object: a cycle keeps weights until Python's garbage collection.
+        self._build_whole: Callable[[], LanguageModel] = partial(LanguageModel, policy.config)
+        self._build: Callable[[], LanguageModel] = self._build_whole
         if isinstance(policy, LanguageModelPart):
             self._build_whole = partial(LanguageModel, policy.whole)
             self._build = partial(LanguageModelPart, policy.whole, policy.team)
