@@ -134,12 +134,8 @@ class Jobs:
         """Stop a job that has not ended, and wait until it has."""
         with self._explained(job_id):
             self._client.stop_job(job_id)
-        end = time.monotonic() + STOP_SECONDS
-        while not (job := self.find(job_id)).is_over:
-            if time.monotonic() > end:
-                raise ValueError(f"{job_id}: asked to stop, but still running after {STOP_SECONDS:.0f} s; try again")
-            time.sleep(POLL_SECONDS / 2)
-        return job
+        late = f"{job_id}: asked to stop, but still running after {STOP_SECONDS:.0f} s; try again"
+        return wait_until_over(self, job_id, STOP_SECONDS, late)
 
     @contextmanager
     def _explained(self, job_id: str = "") -> Iterator[None]:
@@ -162,6 +158,16 @@ class Jobs:
                 raise ValueError(f"{self.address} knows no job {job_id!r}; `heed jobs list` shows its jobs") from None
             kind = UnreachableError if "status code 5" in text else ValueError
             raise kind(f"{self.address}: the request failed: {text}") from error
+
+
+def wait_until_over(jobs: JobSource, job_id: str, seconds: float, late: str) -> ClusterJob:
+    """Wait until a job has ended. Raises: ValueError with the message `late` after so many seconds."""
+    end = time.monotonic() + seconds
+    while not (job := jobs.find(job_id)).is_over:
+        if time.monotonic() > end:
+            raise ValueError(late)
+        time.sleep(jobs.poll_seconds)
+    return job
 
 
 def follow(jobs: JobSource, job_id: str, write: Callable[[str], None], say: Callable[[str], None]) -> ClusterJob:

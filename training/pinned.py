@@ -38,9 +38,7 @@ def host_bytes(num_bytes: int, *, pinned: bool) -> Tensor:
 def _note_refusal(num_bytes: int, error: int) -> None:
     """Say once per process that memory could not be pinned, and clear CUDA's error."""
     global _refused
-    with suppress(
-        RuntimeError
-    ):  # CUDA reports the refusal again after the next kernel, whichever it is: let it be this
+    with suppress(RuntimeError):  # CUDA reports the refusal again after the next kernel; let it be this one
         torch.ones(1, device="cuda")
     if _refused:
         return

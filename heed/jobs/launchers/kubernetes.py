@@ -5,13 +5,12 @@ import secrets
 import shlex
 import subprocess
 import tarfile
-import time
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cluster.jobs import ClusterJob
+from cluster.jobs import ClusterJob, wait_until_over
 from heed.jobs.launchers.launcher import Launch, ToolError, call, render
 
 WHERE = "a machine with kubectl, whose context is the cluster and namespace"
@@ -99,15 +98,11 @@ class Kubernetes:
     def stop(self, job_id: str) -> ClusterJob:
         """Suspend a job: its pods end, and the object stays."""
         call(["kubectl", "patch", "rayjob", _name(job_id), "--type=merge", '--patch={"spec":{"suspend":true}}'], WHERE)
-        end = time.monotonic() + STOP_SECONDS
-        while not (job := self.find(job_id)).is_over:
-            if time.monotonic() > end:
-                raise ValueError(
-                    f"{job_id}: asked to stop, still running after {STOP_SECONDS:.0f} s; `kubectl delete rayjob"
-                    f" {_name(job_id)}` ends it"
-                )
-            time.sleep(self.poll_seconds)
-        return job
+        late = (
+            f"{job_id}: asked to stop, still running after {STOP_SECONDS:.0f} s; `kubectl delete rayjob"
+            f" {_name(job_id)}` ends it"
+        )
+        return wait_until_over(self, job_id, STOP_SECONDS, late)
 
 
 def _target(launch: Launch) -> Path:

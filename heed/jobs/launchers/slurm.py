@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.jobs import ClusterJob
+from cluster.jobs import ClusterJob, wait_until_over
 from heed.jobs.launchers.launcher import Launch, ToolError, call, render
 
 WHERE = "a machine of the Slurm cluster, such as its login node"
@@ -81,15 +81,11 @@ class Slurm:
             call(["scancel", "--batch", "--signal=USR2", _number(job_id)], WHERE)
         else:
             call(["scancel", _number(job_id)], WHERE)
-        end = time.monotonic() + STOP_SECONDS
-        while not (job := self.find(job_id)).is_over:
-            if time.monotonic() > end:
-                raise ValueError(
-                    f"{job_id}: asked to stop, still running after {STOP_SECONDS:.0f} s;"
-                    f" `scancel {_number(job_id)}` ends it without saving"
-                )
-            time.sleep(self.poll_seconds)
-        return job
+        late = (
+            f"{job_id}: asked to stop, still running after {STOP_SECONDS:.0f} s;"
+            f" `scancel {_number(job_id)}` ends it without saving"
+        )
+        return wait_until_over(self, job_id, STOP_SECONDS, late)
 
     def _shown(self, job_id: str) -> dict[str, str]:
         """Return what `scontrol show job` says."""
