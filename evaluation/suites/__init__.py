@@ -1,0 +1,1 @@
+"""Evaluation suites: published benchmarks, one file each."""
