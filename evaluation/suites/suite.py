@@ -1,7 +1,7 @@
 """The contract of an evaluation suite: its items, what a model is asked about them, and what the answers are worth.
 
-A suite is one file. It reads its items, asks the model, and returns values per item. `evaluation.suites.evaluating` does
-everything else: it opens models, caches their answers, compares models with paired intervals, and writes the report.
+A suite is one file. It reads its items, asks the model, and returns values per item. `evaluation.suites.evaluating`
+does everything else: it opens models, caches their answers, compares models with paired intervals, and writes the report.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +17,8 @@ class Item:
     """One item of a suite. Its ids are unique within the suite.
 
     Items of one `cluster` are not independent, such as questions made from one template: intervals treat a cluster as
-    one observation. "" means that the item is its own cluster. `group` is the part of the suite that it belongs to, such
-    as a category; "" if the suite has no parts. `messages` is the conversation that a model is asked, which ends with a
+    one observation. "" means that the item is its own cluster. `group` is the part of the suite that it belongs to,
+    such as a category; "" if the suite has no parts. `messages` is the conversation that a model is asked, which ends with a
     user's turn; later turns of a conversation, and what scoring needs, are in `data`.
     """
 
@@ -80,7 +80,7 @@ class Continuation:
 
 
 class Model(Protocol):
-    """A model under evaluation. Each method raises ValueError, naming the model, if its kind cannot do what is asked."""
+    """A model under evaluation. Methods raise ValueError, naming the model, if its kind cannot do what is asked."""
 
     @property
     def name(self) -> str: ...
