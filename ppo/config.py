@@ -126,6 +126,12 @@ class PPOLoRAConfig(LoRAConfig):
         " PPO needs about as much memory as SFT. Needs a reward model trained with [reward] lora on the same initial"
         " model.",
     )
+    sends: Literal["merged", "adapter"] = Field(
+        default="merged",
+        description="What generators receive after each iteration: merged weights, or the adapter alone. Then each"
+        " generator reads the initial policy again and merges the adapter into it, which gives the same weights."
+        " This saves most of the traffic where generators are on other machines.",
+    )
 
 
 class PTXConfig(Config):

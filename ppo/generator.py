@@ -1,14 +1,19 @@
 """Sampling from a copy of the policy: `Generators` on all ranks, `Generator` on one."""
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from cluster.remote import Handle, Pending
-from lm.samplers.engine import SamplingEngine, SentWeights, chunks, whole_digest
+from lm.lora import LoRAConfig, add_adapters, interleaved, is_adapter, merged
+from lm.model import LanguageModel
+from lm.samplers.engine import SamplingEngine, SentWeights, chunks, require_same, whole_digest
 from lm.samplers.own import HeedSampler
+from lm.source import on_meta
 from lm.tensor_parallel import Rendezvous, Team
+from lm.weights import ModelFolder
 from ppo.config import PPOConfig
 from ppo.rank import InitialModels, Rank
 from ppo.rollout import Rollout, equal_slices
@@ -99,6 +104,8 @@ class Generator(Rank):
         else:
             team = Team.join(meeting) if meeting is not None else None
             self.sampler = HeedSampler.load(self.models.sft, precision, keeps_steps=on_own_device, team=team)
+        sends_adapter = config.lora is not None and config.lora.sends == "adapter"
+        self.merging = Merging(self, config.lora) if config.lora is not None and sends_adapter else None
         # A colocated sampler gets new weights before it samples again, so it can release the old ones in between.
         self._sleeps = config.memory != "fast" and config.placement.roles_share_ranks
 
@@ -109,7 +116,8 @@ class Generator(Rank):
         sampled = self.sampler.sample(
             prompts, seeds, max_new_tokens=config.max_new_tokens, temperature=config.temperature
         )
-        sampled_by = whole_digest(self.sampler.digests)
+        received = self.merging.digests if self.merging is not None else {}
+        sampled_by = whole_digest(received or self.sampler.digests)  # the learner's digests of what it sent
         if self._sleeps and not again:
             self.sampler.sleep()
         return Rollout.of(
@@ -129,13 +137,50 @@ class Generator(Rank):
     def receive(self, sent: Iterable[SentWeights]) -> None:
         """Receive the learner's weights. Comparing digests of both sides proves that they arrived."""
         self.sampler.wake()
-        self.sampler.receive(sent)
+        self.sampler.receive(sent if self.merging is None else self.merging.merged(sent))
 
     def receive_broadcast(self) -> None:
         """As `receive`, from the first learner's broadcast."""
         self.sampler.wake()
-        slots = chunks(self.sampler.slots())
-        self.sampler.receive(SentWeights(chunk, self.broadcast.receive(chunk)) for chunk in slots)
+        slots = chunks((self.merging or self.sampler).slots())
+        self.receive(SentWeights(chunk, self.broadcast.receive(chunk)) for chunk in slots)
 
     def close(self) -> None:
         self.sampler.close()
+
+
+class Merging:
+    """Makes whole weights of an adapter: adds it to the initial policy, which is read again from its directory.
+
+    The frozen weights are rounded to compute precision, as the learner holds them, and the sum is in fp32, so the
+    merged weights have the same bits as if the learner had merged them. `digests` are those of the adapter.
+    """
+
+    def __init__(self, rank: Rank, lora: LoRAConfig) -> None:
+        self._frozen, self._dtype, self._device = (
+            ModelFolder(rank.models.sft, LanguageModel),
+            rank.compute_dtype,
+            rank.device,
+        )
+        self._model = add_adapters(on_meta(self._frozen.build), lora)
+        self.digests: Mapping[str, int] = {}
+
+    def slots(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields memory for each tensor of the adapter, in fp32."""
+        for name, parameter in self._model.named_parameters():
+            if is_adapter(name):
+                yield name, torch.empty(parameter.shape, device=self._device)
+
+    def merged(self, sent: Iterable[SentWeights]) -> Iterator[SentWeights]:
+        """Yields the policy's weights once the whole adapter has arrived."""
+        adapter, digests = dict[str, Tensor](), dict[str, int]()
+        for chunk in sent:
+            own = {name: tensor.to(self._device) for name, tensor in chunk.weights.items()}
+            require_same(chunk.digests, own)
+            adapter |= own
+            digests |= chunk.digests
+        assert adapter.keys() == dict(self.slots()).keys(), "the adapter has not arrived whole"
+        self.digests = digests
+        frozen = ((name, tensor.to(self._device, self._dtype)) for name, tensor in self._frozen.tensors())
+        whole = merged(self._model, interleaved(self._model, frozen, iter(adapter.items())))
+        yield from map(SentWeights.of, chunks((name, tensor.to(self._dtype)) for name, tensor in whole))

@@ -16,7 +16,7 @@ from cluster.remote import Handle, Pending
 from files.atomic import atomic_folder
 from files.hashes import derive_seed
 from lm.adapters import save_trained
-from lm.lora import adapted, merged, without_adapters
+from lm.lora import adapted, is_adapter, merged, without_adapters
 from lm.model import LanguageModel, ScalarModel
 from lm.progress import note_progress
 from lm.samplers.draws import NO_EVIDENCE, Evidence
@@ -333,10 +333,12 @@ class Learner(Rank):
         return noted(map(SentWeights.of, chunks(self._sampled_weights())), self._sent_digests)
 
     def _sampled_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Adapters are merged in fp32, and the sum is rounded once."""
-        alone, dtype = self.config.samples_apart, self._compute_dtype
+        """Adapters are merged in fp32, and the sum is rounded once, here or by generators (`ppo.generator.Merging`)."""
+        alone, dtype = self.config.samples_apart, self.compute_dtype
         if self.config.lora is None:
             return self.policy.weights(dtype, on_main_alone=alone)
+        if self.config.lora.sends == "adapter":
+            return self.policy.weights(torch.float32, on_main_alone=alone, wanted=is_adapter)
         whole = merged(self.policy.module, self.policy.weights(torch.float32, on_main_alone=alone))
         return ((name, tensor.to(dtype)) for name, tensor in whole)
 

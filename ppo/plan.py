@@ -45,7 +45,11 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
     }
     times, size = planner.times, models.policy_counts.total
     learning = _learning_seconds(planner, config, models, work, mean)
-    learning += times.sync_seconds(size, is_apart=not config.placement.roles_share_ranks)
+    adapter_sent = config.lora is not None and config.lora.sends == "adapter"
+    sent = models.policy_counts.trained if adapter_sent else size
+    learning += times.sync_seconds(sent, is_apart=not config.placement.roles_share_ranks)
+    if adapter_sent:
+        planner.sizes.assume('lora.sends "adapter": the time to read the initial policy again is not counted')
     if not config.placement.roles_share_ranks:
         planner.sizes.assume("the scorers' time is counted with the learners'")
     sampling = times.sampling_seconds(size, work.rollout_rows, mean, config.max_new_tokens, work.team_size)

@@ -143,7 +143,7 @@ class Rank:
         self.num_workers = 1  # ranks that share this role's batches
         self.sequences: SequenceGroup | None = None  # ranks that split the tokens of this role's rows
         self.evidence = NO_EVIDENCE  # that sampled tokens are not draws from the policy
-        self._compute_dtype = torch.bfloat16 if engine_config.resolved_precision() == "bf16" else torch.float32
+        self.compute_dtype = torch.bfloat16 if engine_config.resolved_precision() == "bf16" else torch.float32
 
     @property
     def _autocast(self) -> bool:
@@ -151,7 +151,7 @@ class Rank:
         learner's weights themselves are bf16. The frozen models round wherever the learner does, so that the KL from
         the reference starts at exactly 0.
         """
-        return self._compute_dtype == torch.bfloat16 and self.engine_config.zero_stage == 0
+        return self.compute_dtype == torch.bfloat16 and self.engine_config.zero_stage == 0
 
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast)

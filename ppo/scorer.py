@@ -129,7 +129,7 @@ class Scorer(Rank):
     def _fixed(self, source: PartialSource[AnyModule]) -> "FrozenModel[AnyModule]":
         if self.config.memory == "fast":
             whole = (torch.device("cpu"), torch.float32)  # weights that autocast would round are rounded on the CPU
-            device, dtype = whole if self._autocast else (self.device, self._compute_dtype)
+            device, dtype = whole if self._autocast else (self.device, self.compute_dtype)
             model = load(source, device, dtype).eval().requires_grad_(False)
             self._set_types(model)
             return HeldModel(model.to(self.device))
@@ -139,7 +139,7 @@ class Scorer(Rank):
     def _set_types(self, model: nn.Module) -> None:
         """Set the weights' dtypes so that passes round as the learner's do."""
         for parameter in model.parameters():  # a score's bias, a buffer, stays in fp32
-            parameter.data = parameter.data.to(torch.float32 if self._autocast else self._compute_dtype)
+            parameter.data = parameter.data.to(torch.float32 if self._autocast else self.compute_dtype)
         if self._autocast:
             round_products(model)
         align_heads(model, self.device)

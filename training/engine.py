@@ -305,8 +305,12 @@ class Engine(Generic[AnyModule]):
                 ' engine.precision = "fp32", may help'
             )
 
-    def weights(self, dtype: torch.dtype, *, on_main_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, dtype: torch.dtype, *, on_main_alone: bool = False, wanted: Callable[[str], bool] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that passes read, rounded to `dtype`: one whole tensor at a time on this rank's device.
+
+        `wanted` chooses parameters by name; by default all parameters and buffers come.
 
         Tied weights come once. A tensor may be the weight itself, so copy what you keep. Under ZeRO-3 this is a
         collective call, and every rank has to consume all tensors; with `on_main_alone`, other ranks take part but get
@@ -314,6 +318,8 @@ class Engine(Generic[AnyModule]):
         """
         keep = self.is_main or not on_main_alone
         for name, parameter in self.module.named_parameters():
+            if wanted is not None and not wanted(name):
+                continue
             whole: Tensor | None = parameter.detach() if keep else None
             if self.config.zero_stage == 3:
                 whole = whole_zero3_weight(
@@ -322,7 +328,7 @@ class Engine(Generic[AnyModule]):
             if whole is not None:
                 yield name, whole.to(dtype)
             del whole  # before the next one is gathered
-        if keep:
+        if keep and wanted is None:
             yield from ((name, buffer.detach().to(dtype)) for name, buffer in self.module.named_buffers())
 
     def full_weights(self) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from files.hashes import derive_seed
 from lm.adapters import FromAdapter
 from lm.lora import LoRAConfig, WithAdapters, adapted_maps, is_adapter
 from lm.model import LanguageModel, ScalarModel
+from lm.samplers.engine import whole_digest
 from lm.source import load, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, WithNewHead, load_language_model, load_scalar_model, save_model
@@ -34,6 +35,7 @@ LORA = {"rank": 3, "alpha": 6.0}
 MUON = {"learning_rate": 1, "kind": "muon"}
 LAST_LAYER = {"learning_rate": 1, "trained_layers": 1}
 SHARED = {"lora": {**LORA, "shared_body": True}}
+ADAPTER_SENT = {"lora": {**LORA, "sends": "adapter"}}
 
 
 @pytest.fixture
@@ -175,7 +177,7 @@ def test_updates_on_one_body_are_those_of_separate_models(start: Start, prompts:
             )
 
 
-@pytest.mark.parametrize("changes", [{}, SHARED], ids=["own models", "shared body"])
+@pytest.mark.parametrize("changes", [{}, SHARED, ADAPTER_SENT], ids=["own models", "shared body", "adapter sent"])
 def test_a_sync_merges_in_fp32_and_rounds_once(start: Start, prompts: Prompts, changes: dict[str, object]) -> None:
     worker = start("bf16", learning_rate=1e-2, **changes)
     controller_of(worker, prompts).step(0)
@@ -189,6 +191,30 @@ def test_a_sync_merges_in_fp32_and_rounds_once(start: Start, prompts: Prompts, c
         moved += float((held[f"{name}.weight"] - folder[f"{name}.weight"].bfloat16()).abs().sum())
     assert moved > 0
     assert torch.equal(held["decoder.embedding.weight"], folder["decoder.embedding.weight"].bfloat16())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_generators_that_merge_hold_and_sample_the_same(start: Start, prompts: Prompts, precision: str) -> None:
+    whole, alone = start(precision, learning_rate=1e-2), start(precision, learning_rate=1e-2, **ADAPTER_SENT)
+    for iteration in range(2):
+        metrics = [controller_of(worker, prompts).step(iteration) for worker in (whole, alone)]
+        assert metrics[0] == metrics[1]
+    assert whole.generator.sampler.digests == alone.generator.sampler.digests
+    sent = {name: tensor for chunk in alone.learner.send() for name, tensor in chunk.weights.items()}
+    assert sent
+    assert all(map(is_adapter, sent))
+    assert alone.sample(prompts, range(16)).sampled_by_B[0] == whole_digest(alone.learner.sent_digests())
+
+
+def test_an_adapter_that_changed_on_its_way_is_named(start: Start) -> None:
+    worker = start(**ADAPTER_SENT)
+    chunks = [*worker.learner.send()]
+    name = next(name for name in chunks[0].weights if name.endswith("lora_a"))
+    chunks[0].weights[name][0, 0] += 1
+    with pytest.raises(AssertionError, match=f"the generator's {name} has digest"):
+        worker.generator.receive(chunks)
+    with pytest.raises(AssertionError, match="the adapter has not arrived whole"):
+        worker.generator.receive(chunks[1:])
 
 
 @pytest.mark.parametrize("changes", [{}, SHARED], ids=["own models", "shared body"])
