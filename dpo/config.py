@@ -7,8 +7,12 @@ from pydantic import Field, model_validator
 from reward.config import ComparisonsConfig
 from training.config import BatchConfig, OptimizerConfig
 
-Loss = Literal["sigmoid", "ipo", "length_normalised", "ipo_length_normalised"]
-LENGTH_NORMALISED_BETA = 5.0  # Tülu 3's (arXiv 2411.15124): log-ratios per token are smaller than sums
+Loss = Literal["sigmoid", "ipo", "length_normalised", "ipo_length_normalised", "simpo"]
+# Defaults of losses whose log-probs are per token, and so smaller than sums.
+DEFAULTS = {
+    "length_normalised": {"beta": 5.0},  # Tülu 3's (arXiv 2411.15124)
+    "simpo": {"beta": 2.5, "margin": 1.375},  # for Llama 3 8B Instruct in SimPO's own repository
+}
 
 OPTIMIZER = {"learning_rate": 1e-6, "schedule": "linear", "warmup_steps": 20}
 LORA_LEARNING_RATE = 1e-5  # ten times as much (`lm.lora.LoRAConfig`)
@@ -27,13 +31,21 @@ class DPOConfig(ComparisonsConfig):
         default="sigmoid",
         description="`sigmoid` is DPO (arXiv 2305.18290, eq. 7); `ipo` its squared form (arXiv 2310.12036, eq. 17);"
         " `length_normalised` and `ipo_length_normalised` are these with log-probabilities per token (Tülu 3, arXiv"
-        " 2411.15124; TRL's IPO).",
+        " 2411.15124; TRL's IPO); `simpo` has log-probabilities per token, a margin and no reference (arXiv 2405.14734,"
+        " eq. 6).",
     )
     beta: float = Field(
         default=0.1,
         gt=0,
         description="Weight of the KL from the reference: smaller lets the policy move further. The default with"
-        f" `length_normalised` is {LENGTH_NORMALISED_BETA:g}.",
+        f" `length_normalised` is {DEFAULTS['length_normalised']['beta']:g}, and with `simpo`, where it scales"
+        f" log-probabilities, {DEFAULTS['simpo']['beta']:g}.",
+    )
+    margin: float = Field(
+        default=0.0,
+        ge=0,
+        description="Lead that the better response's implicit reward should have, for `simpo` alone; its default there"
+        f" is {DEFAULTS['simpo']['margin']:g}.",
     )
     sft_coef: float = Field(
         default=0.0,
@@ -55,19 +67,27 @@ class DPOConfig(ComparisonsConfig):
     def _set_defaults(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        if values.get("loss") == "length_normalised":
-            values = {"beta": LENGTH_NORMALISED_BETA, **values}
+        values = {**DEFAULTS.get(str(values.get("loss")), {}), **values}
         if values.get("lora") is not None:
             values = {"optimizer": {**OPTIMIZER, "learning_rate": LORA_LEARNING_RATE}, **values}
         return values
 
     @model_validator(mode="after")
-    def _check_ties(self) -> Self:
+    def _check_loss(self) -> Self:
+        if self.margin and self.loss != "simpo":
+            raise ValueError(f'margin is {self.margin:g} with loss "{self.loss}"; only "simpo" has a margin')
+        if self.margin and self.ties == "davidson":
+            raise ValueError('ties is "davidson", which has no margins; ties = "soft" or margin = 0 was expected')
         if self.loss.startswith("ipo") and self.ties == "davidson":
             raise ValueError(
                 f'ties is "davidson" with loss "{self.loss}", which has no probabilities; ties = "soft" was expected'
             )
         return self
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the policy with the model that it starts from."""
+        return self.loss != "simpo"
 
     @property
     def named_objectives(self) -> tuple[str, ...]:

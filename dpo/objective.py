@@ -1,4 +1,5 @@
-"""The training objective: losses of direct preference optimisation, from log-ratios to a fixed reference.
+"""The training objective: losses of direct preference optimisation, from log-ratios to a fixed reference or, for
+SimPO, from log-probs alone.
 
 A response's log-ratio is log π(y|x) - log π_ref(y|x) in nats: a sum over its tokens, including the end token. β times
 it is the response's implicit reward (arXiv 2305.18290, eq. 5), up to a constant per prompt that cancels in differences.
@@ -46,30 +47,38 @@ def ipo_loss(log_ratios_BK: Tensor, ranks_BK: Tensor, beta: float) -> tuple[Tens
 
 
 def preference_loss(
-    loss: str, log_ratios_BK: Tensor, tokens_BK: Tensor, ranks_BK: Tensor, beta: float, log_nu: Tensor | None
+    loss: str,
+    log_ratios_BK: Tensor,
+    tokens_BK: Tensor,
+    ranks_BK: Tensor,
+    beta: float,
+    log_nu: Tensor | None,
+    margin: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Returns loss and accuracy per comparison, both [B]; lower loss is better.
 
     "sigmoid" is -log σ(β Δ) per pair (DPO's eq. 7), computed by `ranking_loss`: the mean over the C(K,2) pairs, with a
     tie as half a win for each side. "length_normalised" is the same with log-ratios per token (Tülu 3, arXiv
-    2411.15124), and "ipo_length_normalised" is `ipo_loss` with these. With `log_nu`, a tie is a separate outcome
-    (`davidson_loss`). `tokens_BK` counts response tokens.
+    2411.15124), and "ipo_length_normalised" is `ipo_loss` with these. "simpo" is -log σ(β Δ - margin), where Δ is the
+    difference of log-probs per token, so its `log_ratios_BK` are to a reference of 0 (arXiv 2405.14734, eq. 6). With
+    `log_nu`, a tie is a separate outcome (`davidson_loss`). `tokens_BK` counts response tokens.
 
     Raises: ValueError if there is no loss of this name.
     """
     if loss in ("ipo", "ipo_length_normalised"):
         return ipo_loss(implicit_rewards(loss, log_ratios_BK, tokens_BK, 1.0), ranks_BK, beta)
-    if loss not in ("sigmoid", "length_normalised"):
-        raise ValueError(f"loss {loss!r}; sigmoid, ipo, length_normalised or ipo_length_normalised was expected")
+    if loss not in ("sigmoid", "length_normalised", "simpo"):
+        raise ValueError(f"loss {loss!r}; sigmoid, ipo, length_normalised, ipo_length_normalised or simpo was expected")
     scores_BK = implicit_rewards(loss, log_ratios_BK, tokens_BK, beta)
     if log_nu is not None:
         return davidson_loss(scores_BK, ranks_BK, log_nu.expand(len(ranks_BK)))
-    return ranking_loss(scores_BK, ranks_BK)
+    return ranking_loss(scores_BK, ranks_BK, margin)
 
 
 def implicit_rewards(loss: str, log_ratios: Tensor, tokens: Tensor, beta: float) -> Tensor:
     """Returns β times the log-ratio, or the log-ratio per token if the loss is length-normalised; higher is better."""
-    return beta * (log_ratios / tokens.clamp(min=1) if loss.endswith("length_normalised") else log_ratios)
+    is_per_token = loss.endswith("length_normalised") or loss == "simpo"
+    return beta * (log_ratios / tokens.clamp(min=1) if is_per_token else log_ratios)
 
 
 def sft_loss(logprobs_BK: Tensor, tokens_BK: Tensor, ranks_BK: Tensor) -> Tensor:
@@ -126,11 +135,11 @@ class PreferenceObjective(ComparisonObjective):
     """A loss of `preference_loss`, and the SFT term.
 
     Each response takes one forward pass, however many pairs and labelers it has. `reference` has log π_ref of each
-    comparison's responses, in nats.
+    comparison's responses, in nats; it is None for a loss without a reference.
     """
 
     comparisons: Sequence[Comparison]
-    reference: Sequence[Floats]
+    reference: Sequence[Floats] | None
     config: DPOConfig
 
     def loss(
@@ -141,7 +150,7 @@ class PreferenceObjective(ComparisonObjective):
         # A sequence's number depends only on its comparison's row and its place there, not on the rest of the batch.
         numbers_N = np.array([r * MAX_RESPONSES + k for r, c in zip(rows, chosen, strict=True) for k in range(_num(c))])
         logprobs_N, log_nu = packed.logprobs(model, packed.keys(seed, numbers_N))
-        reference_N = upload(torch.from_numpy(np.concatenate([self.reference[row] for row in rows])), device)
+        reference_N = self._reference(rows, device)
         lengths = torch.tensor([_num(c) for c in chosen])
         real_BK = torch.arange(int(lengths.max())) < lengths[:, None]
         logprobs_BK, log_ratios_BK, tokens_BK = (
@@ -155,7 +164,9 @@ class PreferenceObjective(ComparisonObjective):
         places_J = upload(torch.tensor(rows_J), device)
         logprobs_JK, log_ratios_JK, tokens_JK = (of_BK[places_J] for of_BK in (logprobs_BK, log_ratios_BK, tokens_BK))
         ranks_JK = upload(torch.tensor([[*v.ranks, *[0] * (K - len(v.ranks))] for v in verdicts_J]), device)
-        loss_J, accuracy_J = preference_loss(config.loss, log_ratios_JK, tokens_JK, ranks_JK, config.beta, log_nu)
+        loss_J, accuracy_J = preference_loss(
+            config.loss, log_ratios_JK, tokens_JK, ranks_JK, config.beta, log_nu, config.margin
+        )
         loss, metrics = (share_J * loss_J).sum(), {"accuracy": (share_J * accuracy_J).sum()}
         if config.sft_coef:
             metrics["sft_loss"] = (share_J * sft_loss(logprobs_JK, tokens_JK, ranks_JK)).sum()
@@ -169,6 +180,12 @@ class PreferenceObjective(ComparisonObjective):
         metrics["margin"] = metrics["chosen_reward"] - metrics["rejected_reward"]
         metrics["margin"][1] = weight_J.sum()
         return loss, {name: metric.detach() for name, metric in metrics.items()}
+
+    def _reference(self, rows: IntArray, device: torch.device) -> Tensor | float:
+        """Returns log π_ref of the rows' responses [N], or 0."""
+        if self.reference is None:
+            return 0.0
+        return upload(torch.from_numpy(np.concatenate([self.reference[row] for row in rows])), device)
 
 
 def _num(comparison: Comparison) -> int:

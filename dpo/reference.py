@@ -123,6 +123,8 @@ def check_first_loss(
     another template, dropout, counted padding or a truncated row would change that.
     Raises: ValueError naming the loss that it measured.
     """
+    reference = objective.reference
+    assert reference is not None, f"loss {objective.config.loss} has no reference"
     engine.model.eval()
     ratios, tokens = list[Tensor](), list[Tensor]()
     with engine.cache_weight_casts():
@@ -133,7 +135,7 @@ def check_first_loss(
             packed = packed_comparisons([objective.comparisons[row] for row in taken], engine.device)
             own, _ = packed.logprobs(engine.model)
             if len(mine):
-                ratios.append(own.cpu() - torch.from_numpy(np.concatenate([objective.reference[r] for r in mine])))
+                ratios.append(own.cpu() - torch.from_numpy(np.concatenate([reference[r] for r in mine])))
                 tokens.append(packed.tokens_N.cpu())
     everything = [pair for of_rank in engine.gather((ratios, tokens)) for pair in zip(*of_rank, strict=True)]
     ratios_N, tokens_N = (torch.cat(part) for part in zip(*everything, strict=True))

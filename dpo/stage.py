@@ -1,6 +1,7 @@
 """DPO as a stage: training on each rank, metrics on held-out rankings, checks before a run, and its plan.
 
-The reference's log-probs are the policy's own before the first step, so there is no second model in memory.
+The reference's log-probs are the policy's own before the first step, so there is no second model in memory. A loss
+without a reference needs them only for the report, on held-out rankings.
 """
 
 import itertools
@@ -76,13 +77,18 @@ def train(context: StageContext, config: DPOConfig, start: Path, data: PreparedR
     policy = ModelFolder(start, LanguageModel, config.dropout)
     network = adapted(policy, config.lora, derive_seed(context.seed, "dpo", "lora"))
     engine = build_engine(context, PolicySource(network, log_nu), config)
-    reference = reference_logprobs(engine, context.folder, [*trained_on, *unseen], config.batch)
-    before = reference[len(trained_on) :]
-    training = PreferenceObjective(trained_on, reference[: len(trained_on)], config)
+    read_before = [*trained_on, *unseen] if config.has_reference else unseen
+    reference = reference_logprobs(engine, context.folder, read_before, config.batch)
+    before = reference[len(read_before) - len(unseen) :]
+    training, heldout = (
+        PreferenceObjective(rankings, logprobs if config.has_reference else None, config)
+        for rankings, logprobs in ((trained_on, reference[: len(trained_on)]), (unseen, before))
+    )
     num_steps = max(1, round(config.num_epochs * len(trained_on) / config.batch.batch_size))
     loop_config = LoopConfig.of("dpo", context.seed, num_steps, config)
-    loop = TrainingLoop(engine, loop_config, training, PreferenceObjective(unseen, before, config), context.folder)
-    check_first_loss(engine, training, loop.sampler.batch(0), config.batch)
+    loop = TrainingLoop(engine, loop_config, training, heldout, context.folder)
+    if config.has_reference:
+        check_first_loss(engine, training, loop.sampler.batch(0), config.batch)
     loop.run()
     after = logprobs_on_all_ranks(engine, unseen, config.batch)
     weights, others = engine.weights_for_file(), dict[str, Tensor]()
@@ -159,7 +165,7 @@ def write_results(
 
 def _measured(config: DPOConfig, comparison: Comparison, before: Floats, after: Floats) -> Measured:
     tokens = np.array(comparison.response_tokens, dtype=np.float32)
-    ratios, lengths = torch.from_numpy(after - before), torch.from_numpy(tokens)
+    ratios, lengths = torch.from_numpy(after - before if config.has_reference else after), torch.from_numpy(tokens)
     return Measured(before, after, implicit_rewards(config.loss, ratios, lengths, config.beta).numpy(), tokens)
 
 

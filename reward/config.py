@@ -1,8 +1,8 @@
 """Settings of the stages that learn from rankings, and those that only the reward model's stage has."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from lm.model import SCORE
 from reward.comparisons import RankingsConfig
@@ -71,6 +71,12 @@ class RewardConfig(ComparisonsConfig):
         ge=0,
         description="Weight of the loss on labelers' ratings, relative to the ranking loss; 0 = none.",
     )
+    margin_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="By how much the better response's score should exceed the other's, per standard deviation of the"
+        " ratings by which they differ (Llama 2, arXiv 2307.09288, eq. 2); 0 = no margin.",
+    )
     num_calibration: int = Field(
         default=512,
         ge=1,
@@ -84,6 +90,12 @@ class RewardConfig(ComparisonsConfig):
         if len(set(names)) < len(names) or not all(names):
             raise ValueError(f"objectives is {list(names)}; distinct names that are not empty were expected")
         return names
+
+    @model_validator(mode="after")
+    def _check_margin(self) -> Self:
+        if self.margin_coef and self.ties == "davidson":
+            raise ValueError('margin_coef with ties "davidson", which has no margins; ties = "soft" was expected')
+        return self
 
     @property
     def named_objectives(self) -> tuple[str, ...]:

@@ -125,18 +125,19 @@ def spread_of_ratings(comparisons: Sequence[Comparison], objective: int) -> floa
     return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
 
 
-def ranking_loss(scores_BK: Tensor, ranks_BK: Tensor) -> tuple[Tensor, Tensor]:
+def ranking_loss(scores_BK: Tensor, ranks_BK: Tensor, margin_BP: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
     """Returns loss and accuracy per comparison, both [B]; a tie counts as half a win.
 
     loss = 1/C(K,2) · Σ_{i<j} BCE(σ(s_i - s_j), P(i beats j)), with P = 1, ½ (a tie) or 0. For a strict order this is
     InstructGPT's -1/C(K,2) · Σ log σ(s_w - s_l) (arXiv 2203.02155, eq. 1): all pairs of one prompt are one batch
-    element, and each completion takes one forward pass.
+    element, and each completion takes one forward pass. A margin m makes it -log σ(s_w - s_l - m); ties have none.
     accuracy = share of the untied pairs that the scores order as the ranks do; ½ if all are tied.
     A comparison of one response has no pairs, and a loss of 0.
     """
     difference_BP, ahead_BP, real_BP = pairs_of(scores_BK, ranks_BK)
-    target_BP = (ahead_BP + 1) / 2
-    loss_BP = F.binary_cross_entropy_with_logits(difference_BP, target_BP.to(difference_BP.dtype), reduction="none")
+    target_BP = ((ahead_BP + 1) / 2).to(difference_BP.dtype)
+    lead_BP = difference_BP - margin_BP * ahead_BP
+    loss_BP = F.binary_cross_entropy_with_logits(lead_BP, target_BP, reduction="none")
     return mean_over_pairs(loss_BP, real_BP), accuracy_of(difference_BP, ahead_BP, real_BP)
 
 
@@ -176,6 +177,17 @@ def rating_loss(scores_BK: Tensor, ratings_BK: Tensor, scale_B: Tensor) -> Tenso
     num_B = real_BK.sum(dim=1).clamp(min=1)
     error_BK = _centred(ratings_BK, real_BK) - scale_B[:, None] * _centred(scores_BK, real_BK)
     return 0.5 * (error_BK**2).sum(dim=1) / num_B
+
+
+def rating_margins(ratings_BK: Tensor, ranks_BK: Tensor) -> Tensor:
+    """Returns by how much the ratings of each pair's better response exceed the other's, [B, P], for columns i < j.
+
+    It is 0 for a pair without ratings, and where ratings contradict ranks.
+    """
+    K = ratings_BK.shape[1]
+    first, second = torch.triu_indices(K, K, offset=1, device=ratings_BK.device)
+    ahead_BP = (ranks_BK[:, second] - ranks_BK[:, first]).sign()
+    return (ahead_BP * (ratings_BK[:, first] - ratings_BK[:, second])).nan_to_num(0.0).clamp(min=0)
 
 
 def _centred(values_BK: Tensor, real_BK: Tensor) -> Tensor:
@@ -248,7 +260,9 @@ class RankingObjective(ComparisonObjective):
     A comparison reads and trains only the head of its own objective. If all labelers weigh the same, so do all
     comparisons, and the shared trunk gets gradient from each objective in proportion to its comparisons. With several
     `objectives`, accuracy is also reported for each by name. Ratings, in units of `rating_std`
-    (`reward.objective.AuxiliaryParameters`), have the weight `rating_coef`; 0 leaves them out.
+    (`reward.objective.AuxiliaryParameters`), have the weight `rating_coef`; 0 leaves them out. The better response of a
+    pair must score higher by `margin_coef` times the difference of its ratings, in the same units (Llama 2, arXiv
+    2307.09288, eq. 2).
     """
 
     def __init__(
@@ -258,10 +272,12 @@ class RankingObjective(ComparisonObjective):
         *,
         objectives: Sequence[str] = (),
         rating_coef: float = 0.0,
+        margin_coef: float = 0.0,
         rating_std: Sequence[float] = (),
     ) -> None:
         self.comparisons, self.kind, self.objectives = comparisons, kind, objectives if len(objectives) > 1 else ()
-        self.rating_coef, self.rating_std = rating_coef, [std or 1.0 for std in rating_std]
+        self.rating_coef, self.margin_coef = rating_coef, margin_coef
+        self.rating_std = [std or 1.0 for std in rating_std]
 
     def loss(
         self, model: RewardLearner, rows: IntArray, device: torch.device, seed: int = 0
@@ -289,20 +305,24 @@ class RankingObjective(ComparisonObjective):
         scores_JK, K = scores_BK[upload(torch.tensor(rows_J), device)], real_BK.shape[1]
         ranks_JK = upload(torch.tensor([[*v.ranks, *[0] * (K - len(v.ranks))] for v in verdicts_J]), device)
         objective_J = upload(torch.tensor([chosen[row].objective for row in rows_J]), device)
+        ratings_JK: Tensor | None = None
+        if self.rating_coef or self.margin_coef:
+            ratings = torch.tensor([[*v.ratings, *[torch.nan] * (K - len(v.ratings))] for v in verdicts_J])
+            std_J1 = upload(torch.tensor(self.rating_std), device)[objective_J, None]
+            ratings_JK = upload(ratings, device) / std_J1
         if len(log_nu_O):
             loss_J, accuracy_J = davidson_loss(scores_JK, ranks_JK, log_nu_O[objective_J])
         else:
-            loss_J, accuracy_J = ranking_loss(scores_JK, ranks_JK)
+            margin = 0.0 if ratings_JK is None else self.margin_coef * rating_margins(ratings_JK, ranks_JK)
+            loss_J, accuracy_J = ranking_loss(scores_JK, ranks_JK, margin)
         metrics = {"accuracy": (share_J * accuracy_J).sum()}
         for place, name in enumerate(self.objectives):
             own_J = share_J * (objective_J == place)
             metrics[f"accuracy/{name}"] = torch.stack([(own_J * accuracy_J).sum(), own_J.sum()])
         loss = (share_J * loss_J).sum()
-        if self.rating_coef:
-            ratings_JK = torch.tensor([[*v.ratings, *[torch.nan] * (K - len(v.ratings))] for v in verdicts_J])
+        if self.rating_coef and ratings_JK is not None:
             scale_J = scale_O.expand(len(verdicts_J), -1).gather(1, objective_J[:, None]).squeeze(1)
-            std_J1 = upload(torch.tensor(self.rating_std), device)[objective_J, None]
-            error_J = rating_loss(scores_JK, upload(ratings_JK, device) / std_J1, scale_J)
+            error_J = rating_loss(scores_JK, ratings_JK, scale_J)
             metrics["rating_loss"] = (share_J * error_J).sum()
             loss = loss + self.rating_coef * metrics["rating_loss"]
         return loss, {name: metric.detach() for name, metric in metrics.items()}

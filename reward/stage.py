@@ -110,7 +110,7 @@ def network_source(
 def train(context: StageContext, config: RewardConfig, start: Path, data: PreparedRankings) -> None:
     """Train on this rank; rank 0 writes `model/`, `heldout_scores.json` and `results.json`.
 
-    Raises: ValueError if `rating_coef` is set and the rankings have no ratings.
+    Raises: ValueError if `rating_coef` or `margin_coef` is set and the rankings have no ratings.
     """
     tokenizer = Tokenizer.load(start, end=config.end_token)
     tokenizer = tokenizer.with_template(config.chat_template)
@@ -119,7 +119,8 @@ def train(context: StageContext, config: RewardConfig, start: Path, data: Prepar
     split = data.split
     trained_on = data.comparisons(split.train, weights_of_labelers(split, config))
     unseen = data.comparisons(split.heldout)  # all labelers weigh the same in measurements
-    auxiliary = auxiliary_parameters(config, split, trained_on)
+    rating_std = ratings_spread(config, split, trained_on)
+    auxiliary = auxiliary_parameters(config, split, trained_on, rating_std)
     network = adapted(source, config.lora, derive_seed(context.seed, "reward", "lora"))
     engine = build_engine(context, LearnerSource(network, auxiliary), config)
     objectives = [
@@ -128,7 +129,8 @@ def train(context: StageContext, config: RewardConfig, start: Path, data: Prepar
             shape.kind,
             objectives=split.objectives,
             rating_coef=config.rating_coef,
-            rating_std=auxiliary.rating_std,
+            margin_coef=config.margin_coef,
+            rating_std=rating_std,
         )
         for part in (trained_on, unseen)
     ]
@@ -149,20 +151,31 @@ def train(context: StageContext, config: RewardConfig, start: Path, data: Prepar
     engine.close()
 
 
-def auxiliary_parameters(config: RewardConfig, split: Split, comparisons: Sequence[Comparison]) -> AuxiliaryParameters:
-    """Returns initial values for the auxiliary parameters of the configured losses, from the training comparisons.
+def ratings_spread(config: RewardConfig, split: Split, comparisons: Sequence[Comparison]) -> tuple[float, ...]:
+    """Returns the spread of each objective's ratings, the unit in which they enter the loss; () if they do not.
 
     Raises: ValueError if ratings are to be learned and there are none, or none that differ.
     """
-    places = range(len(split.objectives))
-    spread = tuple(spread_of_ratings(comparisons, place) for place in places) if config.rating_coef else ()
-    if config.rating_coef and not any(spread):
+    used = next((name for name in ("rating_coef", "margin_coef") if getattr(config, name)), "")
+    if not used:
+        return ()
+    spread = tuple(spread_of_ratings(comparisons, place) for place in range(len(split.objectives)))
+    if not any(spread):
         raise ValueError(
-            f"reward.rating_coef is {config.rating_coef}, but no ranking of {config.rankings.source} has ratings that"
+            f"reward.{used} is {getattr(config, used)}, but no ranking of {config.rankings.source} has ratings that"
             " differ between its responses; a field 'ratings' with one number per response was expected"
         )
-    log_nu = (starting_log_nu(comparisons, place) for place in places)
-    return AuxiliaryParameters(tuple(log_nu) if config.ties == "davidson" else (), spread)
+    return spread
+
+
+def auxiliary_parameters(
+    config: RewardConfig, split: Split, comparisons: Sequence[Comparison], rating_std: tuple[float, ...]
+) -> AuxiliaryParameters:
+    """Returns initial values for the auxiliary parameters of the configured losses, from the training comparisons."""
+    log_nu = (starting_log_nu(comparisons, place) for place in range(len(split.objectives)))
+    return AuxiliaryParameters(
+        tuple(log_nu) if config.ties == "davidson" else (), rating_std if config.rating_coef else ()
+    )
 
 
 def write_results(

@@ -23,7 +23,7 @@ def loss_and_gradient(loss: str, difference: float, tokens: int = 4, **options: 
     tokens_12, ranks_12 = torch.tensor([[tokens, tokens]]), torch.tensor([[1, 2]])
     beta, log_nu = options.get("beta", BETA), options.get("log_nu")
     nu = None if log_nu is None else torch.tensor([log_nu])
-    found, _ = preference_loss(loss, ratios, tokens_12, ranks_12, beta, nu)
+    found, _ = preference_loss(loss, ratios, tokens_12, ranks_12, beta, nu, options.get("margin", 0.0))
     (gradient,) = torch.autograd.grad(found.sum(), ratios)
     assert float(gradient.sum()) == pytest.approx(0, abs=1e-7)  # what one gains the other loses
     return float(found.detach()), float(gradient[0, 0])
@@ -49,6 +49,20 @@ def sigmoid(x: float) -> float:
 def test_a_pair_by_hand(loss: str, difference: float, beta: float, value: float, gradient: float) -> None:
     found = loss_and_gradient(loss, difference, beta=beta)
     assert found == pytest.approx((value, gradient), abs=6e-5)
+
+
+def test_simpo_by_hand() -> None:
+    """-log σ(β Δ - margin) with Δ per token, here 6 / 4 nats; a tie has no margin."""
+    beta, margin = 2.0, 1.0
+    found = loss_and_gradient("simpo", 6.0, beta=beta, margin=margin)
+    lead = beta * 6 / 4 - margin
+    assert found == pytest.approx((-math.log(sigmoid(lead)), -beta / 4 * sigmoid(-lead)), abs=6e-5)
+    logprobs_12, tokens_12, tie_12 = torch.tensor([[-6.0, -3.0]]), torch.tensor([[3, 3]]), torch.tensor([[1, 1]])
+    tied, accuracy = preference_loss("simpo", logprobs_12, tokens_12, tie_12, beta, None, margin)
+    assert float(tied) == pytest.approx(-(math.log(sigmoid(2)) + math.log(sigmoid(-2))) / 2)
+    close, right = preference_loss("simpo", logprobs_12, tokens_12, torch.tensor([[2, 1]]), beta, None, 3.0)
+    assert float(close) == pytest.approx(-math.log(sigmoid(2.0 - 3.0)))
+    assert (float(accuracy), float(right)) == (0.5, 1.0)  # the better response leads, if by less than the margin
 
 
 def test_a_tie_by_hand() -> None:
@@ -100,11 +114,15 @@ def test_the_sft_loss_is_of_the_best_responses_per_token() -> None:
 def test_another_name_of_a_loss_is_refused() -> None:
     one = torch.ones(1, 2)
     with pytest.raises(
-        ValueError, match="loss 'hinge'; sigmoid, ipo, length_normalised or ipo_length_normalised was expected"
+        ValueError, match="loss 'hinge'; sigmoid, ipo, length_normalised, ipo_length_normalised or simpo was expected"
     ):
         preference_loss("hinge", one, one, torch.tensor([[1, 2]]), BETA, None)
-    with pytest.raises(ValueError, match="'sigmoid', 'ipo', 'length_normalised' or 'ipo_length_normalised'"):
+    with pytest.raises(ValueError, match="'sigmoid', 'ipo', 'length_normalised', 'ipo_length_normalised' or 'simpo'"):
         DPOConfig.model_validate({"rankings": {"source": "x.jsonl"}, "loss": "hinge"})
+    with pytest.raises(ValueError, match=r'margin is 1 with loss "sigmoid"; only "simpo" has a margin'):
+        DPOConfig.model_validate({"rankings": {"source": "x.jsonl"}, "margin": 1.0})
+    with pytest.raises(ValueError, match=r'ties is "davidson", which has no margins'):
+        DPOConfig.model_validate({"rankings": {"source": "x.jsonl"}, "loss": "simpo", "ties": "davidson"})
     with pytest.raises(ValueError, match=r'ties is "davidson" with loss "ipo", which has no probabilities'):
         DPOConfig.model_validate({"rankings": {"source": "x.jsonl"}, "loss": "ipo", "ties": "davidson"})
 
@@ -114,6 +132,8 @@ def test_beta_depends_on_the_loss_unless_it_is_given() -> None:
     assert DPOConfig.model_validate(rankings).beta == 0.1
     assert DPOConfig.model_validate({**rankings, "loss": "length_normalised"}).beta == 5
     assert DPOConfig.model_validate({**rankings, "loss": "length_normalised", "beta": 2.0}).beta == 2
+    simpo = DPOConfig.model_validate({**rankings, "loss": "simpo"})
+    assert (simpo.beta, simpo.margin, simpo.has_reference) == (2.5, 1.375, False)
 
 
 SEQUENCES = [([5, 6, 7, 8, 1], 3), ([9, 1], 1), ([4, 4, 4, 4, 4, 2, 3, 1], 2), ([5, 6, 7, 8, 1], 3), ([7, 7, 7], 0)]

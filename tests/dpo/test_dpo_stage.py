@@ -166,10 +166,11 @@ def _header(path: Path) -> bytes:
     [
         ({"loss": "ipo", "beta": 0.2}, None),
         ({"loss": "length_normalised"}, math.log(2)),
+        ({"loss": "simpo", "margin": 0.5}, None),
         ({"ties": "davidson"}, None),
         ({"sft_coef": 1.0, "labeler_weights": "reliability", "dropout": 0.1}, None),
     ],
-    ids=["ipo", "length-normalised", "davidson", "sft-term"],
+    ids=["ipo", "length-normalised", "simpo", "davidson", "sft-term"],
 )
 def test_other_losses_learn_it_too(
     tmp_path: Path, model_folder: Path, changes: Values, first_loss: float | None
@@ -186,6 +187,10 @@ def test_other_losses_learn_it_too(
         assert results["learned_nu"] > 0
         # The folder holds a language model and nothing else.
         assert "nu" not in load_file(tmp_path / "run" / "model" / "model.safetensors")
+    if not config.has_reference:  # the report's log-probs from before training are those of held-out rankings alone
+        stored = load_file(tmp_path / "run" / REFERENCE)[LOGPROBS]
+        assert 3 <= len(stored) / results["heldout_comparisons"] <= 4  # responses of each
+        assert results["pairs"]["chosen_logprob"] != results["pairs"]["chosen_logprob_before"]
     if config.sft_coef:
         assert lines[-1]["sft_loss"] < lines[0]["sft_loss"]
         assert results["pairs"]["chosen_logprob"] > results["pairs"]["chosen_logprob_before"]

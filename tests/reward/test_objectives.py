@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,39 @@ def test_each_objective_is_learned_as_if_it_were_alone(two_heads: RewardLearner,
         )
         total += float(own.loss(learner, np.array(rows), CPU)[0].detach())
     assert float(mixed.detach()) == pytest.approx(total, rel=1e-5)
+
+
+def test_margins_are_the_gaps_of_the_ratings(tiny_config: ModelConfig) -> None:
+    """-log σ(s_w - s_l - m), by hand: a pair, a tie, a pair without ratings, ratings that contradict the ranks."""
+    model = ScalarModel(tiny_config)
+    init_weights(model, 5)
+    learner = RewardLearner(model, AuxiliaryParameters())
+    comparisons = [
+        Comparison("pair", ((4, 5, 6), (7, 8)), (Verdict((2, 1), (1.0, 4.0)),)),
+        Comparison("tie", ((9, 4), (5, 5, 7)), (Verdict((1, 1), (2.0, 2.0)),)),
+        Comparison("no ratings", ((6, 8, 9), (7,)), (Verdict((1, 2)),)),
+        Comparison("contradiction", ((6, 8), (7, 4)), (Verdict((1, 2), (1.0, 3.0)),)),
+    ]
+    scores = [
+        [float(model(torch.tensor([tokens]))[0, -1].detach()) for tokens in comparison.sequences]
+        for comparison in comparisons
+    ]
+    objective = RankingObjective(comparisons, "decoder", margin_coef=0.5, rating_std=(2.0,))
+    leads = [scores[0][1] - scores[0][0] - 0.5 * 3 / 2, None, *(first - second for first, second in scores[2:])]
+    for row, lead in enumerate(leads):
+        loss, _ = objective.loss(learner, np.array([row]), CPU)
+        gap = scores[1][0] - scores[1][1]
+        expected = math.log1p(math.exp(-lead)) if lead is not None else math.log(2 * math.cosh(gap / 2))
+        assert float(loss.detach()) == pytest.approx(expected, rel=1e-5), comparisons[row].task_id
+
+
+def test_margins_need_ratings_that_differ(tmp_path: Path, model_folder: Path) -> None:
+    rows = [{name: value for name, value in row.items() if name != "ratings"} for row in ranking_rows()]
+    config = config_for(tmp_path, rows, margin_coef=1.0)
+    with pytest.raises(ValueError, match=r"reward.margin_coef is 1.0, but no ranking of .* has ratings"):
+        train_reward(context_of(tmp_path / "run"), config, model_folder)
+    with pytest.raises(ValueError, match=r'margin_coef with ties "davidson", which has no margins'):
+        config_for(tmp_path, rows, margin_coef=1.0, ties="davidson")
 
 
 def test_rankings_of_one_task_by_two_objectives_are_refused(tokenizer: Tokenizer) -> None:
