@@ -145,31 +145,49 @@ def test_groups_of_one_give_the_same_bits(
         assert torch.equal(weights[name], tensor), name
 
 
+def merging_agrees(
+    groups: Groups,
+    adapted: InitialModels,
+    ppo_config: Callable[..., PPOConfig],
+    prompts: list[list[int]],
+    transport: str,
+    zero_stage: Literal[0, 3],
+) -> None:
+    """Checks that a generator which is sent the adapter alone gives the same bits as one that gets merged weights."""
+    engine = EngineConfig(precision="bf16", zero_stage=zero_stage, trackers=())
+    assert adapted.pretraining is not None
+    num_rows = len(stream_rows(adapted.pretraining.path, adapted.pretraining.seq_len))
+
+    def trained(sends: str) -> list[dict[str, float]]:
+        placement = {"kind": "disaggregated", "weight_transport": transport}
+        lora = {"rank": 3, "alpha": 6.0, "sends": sends}
+        config = ppo_config(micro=4, learning_rate=1e-2, num_iterations=2, lora=lora, placement=placement)
+        roles = disaggregated(*groups, config, engine, adapted)
+        controller = PPOController(config, roles, prompts, adapted.scale, num_pretraining_rows=num_rows, seed=5)
+        metrics = [controller.step(iteration) for iteration in range(2)]
+        roles.close()
+        return metrics
+
+    assert trained("adapter") == trained("merged")
+
+
 @pytest.mark.parametrize("transport", ["object_store", "broadcast"])
-@pytest.mark.parametrize("zero_stage", [0, 3])
 def test_generators_elsewhere_merge_the_adapter_that_they_are_sent(
     adapted: InitialModels,
     ppo_config: Callable[..., PPOConfig],
     prompts: list[list[int]],
     groups: Groups,
     transport: str,
-    zero_stage: Literal[0, 3],
 ) -> None:
-    engine = EngineConfig(precision="bf16", zero_stage=zero_stage, trackers=())
+    merging_agrees(groups, adapted, ppo_config, prompts, transport, 0)
 
-    def trained(sends: str) -> list[dict[str, float]]:
-        placement = {"kind": "disaggregated", "weight_transport": transport}
-        lora = {"rank": 3, "alpha": 6.0, "sends": sends}
-        config = ppo_config(learning_rate=1e-2, num_iterations=2, lora=lora, placement=placement)
-        roles = disaggregated(*groups, config, engine, adapted)
-        assert adapted.pretraining is not None
-        rows = stream_rows(adapted.pretraining.path, adapted.pretraining.seq_len)
-        controller = PPOController(config, roles, prompts, adapted.scale, num_pretraining_rows=len(rows), seed=5)
-        metrics = [controller.step(iteration) for iteration in range(2)]
-        roles.close()
-        return metrics
 
-    assert trained("adapter") == trained("merged")
+@pytest.mark.long
+def test_an_adapter_in_shards_is_sent_alone(
+    adapted: InitialModels, ppo_config: Callable[..., PPOConfig], prompts: list[list[int]]
+) -> None:
+    with group_of(2) as learners, group_of(1) as generators, group_of(1) as scorers:
+        merging_agrees((learners, generators, scorers), adapted, ppo_config, prompts, "broadcast", 3)
 
 
 @pytest.mark.long
