@@ -2,12 +2,12 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from reward.config import ComparisonsConfig
-from training.config import BatchConfig, OptimizerConfig
+from training.config import BatchConfig, Config, OptimizerConfig
 
-Loss = Literal["sigmoid", "ipo", "length_normalised", "ipo_length_normalised", "simpo"]
+Loss = Literal["sigmoid", "ipo", "length_normalised", "ipo_length_normalised", "simpo", "kto"]
 # Defaults of losses whose log-probs are per token, and so smaller than sums.
 DEFAULTS = {
     "length_normalised": {"beta": 5.0},  # Tülu 3's (arXiv 2411.15124)
@@ -16,6 +16,28 @@ DEFAULTS = {
 
 OPTIMIZER = {"learning_rate": 1e-6, "schedule": "linear", "warmup_steps": 20}
 LORA_LEARNING_RATE = 1e-5  # ten times as much (`lm.lora.LoRAConfig`)
+
+
+class KTOConfig(Config):
+    """What `loss = "kto"` makes of ratings and flags, and how it weighs the two kinds of responses."""
+
+    model_config = ConfigDict(title="KTO")
+
+    desirable_above: float = Field(
+        default=0.5,
+        description="Responses rated above this are desirable, all other rated ones undesirable. The default suits"
+        " labels of true and false, which are ratings of 1 and 0.",
+    )
+    undesirable_flags: tuple[str, ...] = Field(
+        default=(), description="Flags of the labeling page that make a response undesirable, whatever its rating."
+    )
+    desirable_weight: float = Field(default=1.0, gt=0, description="Weight of the loss of desirable responses.")
+    undesirable_weight: float = Field(
+        default=1.0,
+        gt=0,
+        description="Weight of the loss of undesirable responses. The paper advises that the number of desirable"
+        " responses times their weight be 1 to 4/3 times that of the undesirable ones.",
+    )
 
 
 class DPOConfig(ComparisonsConfig):
@@ -32,7 +54,7 @@ class DPOConfig(ComparisonsConfig):
         description="`sigmoid` is DPO (arXiv 2305.18290, eq. 7); `ipo` its squared form (arXiv 2310.12036, eq. 17);"
         " `length_normalised` and `ipo_length_normalised` are these with log-probabilities per token (Tülu 3, arXiv"
         " 2411.15124; TRL's IPO); `simpo` has log-probabilities per token, a margin and no reference (arXiv 2405.14734,"
-        " eq. 6).",
+        " eq. 6); `kto` learns from labels of single responses (arXiv 2402.01306).",
     )
     beta: float = Field(
         default=0.1,
@@ -47,6 +69,7 @@ class DPOConfig(ComparisonsConfig):
         description="Lead that the better response's implicit reward should have, for `simpo` alone; its default there"
         f" is {DEFAULTS['simpo']['margin']:g}.",
     )
+    kto: KTOConfig = Field(default=KTOConfig(), description="How `kto` reads labels; for that loss alone.")
     sft_coef: float = Field(
         default=0.0,
         ge=0,
@@ -76,6 +99,11 @@ class DPOConfig(ComparisonsConfig):
     def _check_loss(self) -> Self:
         if self.margin and self.loss != "simpo":
             raise ValueError(f'margin is {self.margin:g} with loss "{self.loss}"; only "simpo" has a margin')
+        if "kto" in self.model_fields_set and self.loss != "kto":
+            raise ValueError(f'kto is set, but loss is "{self.loss}"; loss = "kto" was expected')
+        if self.loss == "kto" and (self.ties == "davidson" or self.sft_coef):
+            given = 'ties "davidson"' if self.ties == "davidson" else f"sft_coef {self.sft_coef:g}"
+            raise ValueError(f'{given} with loss "kto", which learns from single responses; its default was expected')
         if self.margin and self.ties == "davidson":
             raise ValueError('ties is "davidson", which has no margins; ties = "soft" or margin = 0 was expected')
         if self.loss.startswith("ipo") and self.ties == "davidson":
@@ -83,6 +111,11 @@ class DPOConfig(ComparisonsConfig):
                 f'ties is "davidson" with loss "{self.loss}", which has no probabilities; ties = "soft" was expected'
             )
         return self
+
+    @property
+    def least_responses(self) -> int:
+        """A label of a single response is enough for KTO; other losses need pairs."""
+        return 1 if self.loss == "kto" else super().least_responses
 
     @property
     def has_reference(self) -> bool:

@@ -147,9 +147,7 @@ class PreferenceObjective(ComparisonObjective):
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         chosen, config = [self.comparisons[row] for row in rows], self.config
         packed = packed_comparisons(chosen, device)
-        # A sequence's number depends only on its comparison's row and its place there, not on the rest of the batch.
-        numbers_N = np.array([r * MAX_RESPONSES + k for r, c in zip(rows, chosen, strict=True) for k in range(_num(c))])
-        logprobs_N, log_nu = packed.logprobs(model, packed.keys(seed, numbers_N))
+        logprobs_N, log_nu = packed.logprobs(model, packed.keys(seed, numbers_of(rows, chosen)))
         reference_N = self._reference(rows, device)
         lengths = torch.tensor([_num(c) for c in chosen])
         real_BK = torch.arange(int(lengths.max())) < lengths[:, None]
@@ -186,6 +184,12 @@ class PreferenceObjective(ComparisonObjective):
         if self.reference is None:
             return 0.0
         return upload(torch.from_numpy(np.concatenate([self.reference[row] for row in rows])), device)
+
+
+def numbers_of(rows: IntArray, comparisons: Sequence[Comparison]) -> IntArray:
+    """Returns the number of each response [N], from its comparison's row and its place there alone."""
+    pairs = zip(rows, comparisons, strict=True)
+    return np.array([row * MAX_RESPONSES + k for row, comparison in pairs for k in range(_num(comparison))])
 
 
 def _num(comparison: Comparison) -> int:

@@ -38,6 +38,20 @@ class PairMeans:
 
 
 @dataclass(frozen=True)
+class UnpairedResults:
+    """Results of KTO: how many labelled responses it learned from and was measured on, the share of held-out ones on
+    the right side of the baseline, with an interval over prompts, and the baseline at the end, in nats.
+    """
+
+    train_desirable: int
+    train_undesirable: int
+    heldout_desirable: int
+    heldout_undesirable: int
+    heldout_accuracy: Interval
+    baseline: float
+
+
+@dataclass(frozen=True)
 class DPOResults:
     """DPO's results. `heldout_accuracy` is the accuracy of implicit rewards; `margin` is the better response's implicit
     reward minus the worse's. `length_correlation` is between implicit rewards and lengths within comparisons, None if
@@ -58,6 +72,7 @@ class DPOResults:
     num_pairs: int
     num_equal_pairs: int
     learned_nu: float | None = None
+    unpaired: UnpairedResults | None = None
     labelers: Mapping[str, LabelerResults] = field(default_factory=dict)
     overlong: Overlong | None = None  # of the comparisons
     sources: tuple[SourceRows, ...] = ()  # of the rankings, if rows are unusual
@@ -113,6 +128,17 @@ def _facts(results: DPOResults) -> list[tuple[str, str]]:
                 f"{number(of.chosen_tokens, 1)} and {number(of.rejected_tokens, 1)}",
             ),
         ]
+    if results.unpaired is not None:
+        of_labels = results.unpaired
+        facts += [
+            ("Desirable and undesirable, train", _two(of_labels.train_desirable, of_labels.train_undesirable)),
+            ("Desirable and undesirable, held-out", _two(of_labels.heldout_desirable, of_labels.heldout_undesirable)),
+            (
+                "Held-out responses on the right side of the baseline",
+                f"{percent(of_labels.heldout_accuracy.mean)} (95% {ends_of(of_labels.heldout_accuracy) or 'unknown'})",
+            ),
+            ("Baseline (KL), nats", number(of_labels.baseline)),
+        ]
     if results.length_correlation is not None:
         facts.append(("Correlation of implicit reward and length", number(results.length_correlation)))
     if results.num_equal_pairs:
@@ -123,6 +149,10 @@ def _facts(results: DPOResults) -> list[tuple[str, str]]:
         facts.append(("Comparisons read", str(results.overlong)))
     facts += [rows.fact for rows in results.sources]
     return facts
+
+
+def _two(desirable: int, undesirable: int) -> str:
+    return f"{count(desirable)} and {count(undesirable)}"
 
 
 def _change(before: float, after: float) -> str:

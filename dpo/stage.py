@@ -18,7 +18,8 @@ from dpo.config import DPOConfig
 from dpo.learner import PolicyLearner, PolicySource
 from dpo.objective import Floats, PreferenceObjective, implicit_rewards
 from dpo.reference import check_first_loss, logprobs_on_all_ranks, reference_logprobs
-from dpo.report import REPORTER, DPOResults, PairMeans
+from dpo.report import REPORTER, DPOResults, PairMeans, UnpairedResults
+from dpo.unpaired import UnpairedObjective, labelled, labels_of, mismatched, require_labels
 from files.atomic import write_json
 from files.hashes import derive_seed
 from files.records import record_of
@@ -73,17 +74,14 @@ def train(context: StageContext, config: DPOConfig, start: Path, data: PreparedR
     tokenizer = tokenizer.with_template(config.chat_template)
     trained_on = data.comparisons(data.split.train, weights_of_labelers(data.split, config))
     unseen = data.comparisons(data.split.heldout)  # all labelers weigh the same in measurements
+    if config.loss == "kto":
+        require_labels(data.split, config)
+        trained_on, unseen = labelled(trained_on, config.kto), labelled(unseen, config.kto)
     log_nu = starting_log_nu(trained_on, 0) if config.ties == "davidson" else None
     policy = ModelFolder(start, LanguageModel, config.dropout)
     network = adapted(policy, config.lora, derive_seed(context.seed, "dpo", "lora"))
     engine = build_engine(context, PolicySource(network, log_nu), config)
-    read_before = [*trained_on, *unseen] if config.has_reference else unseen
-    reference = reference_logprobs(engine, context.folder, read_before, config.batch)
-    before = reference[len(read_before) - len(unseen) :]
-    training, heldout = (
-        PreferenceObjective(rankings, logprobs if config.has_reference else None, config)
-        for rankings, logprobs in ((trained_on, reference[: len(trained_on)]), (unseen, before))
-    )
+    training, heldout, before = objectives(engine, context, config, trained_on, unseen)
     num_steps = max(1, round(config.num_epochs * len(trained_on) / config.batch.batch_size))
     loop_config = LoopConfig.of("dpo", context.seed, num_steps, config)
     loop = TrainingLoop(engine, loop_config, training, heldout, context.folder)
@@ -96,9 +94,36 @@ def train(context: StageContext, config: DPOConfig, start: Path, data: PreparedR
         own, trained = network_weights(weights, others), engine.module.network
         save_trained(context.folder, on_meta(policy.build), trained, own, tokenizer, config.lora, start)
         learned_nu = None if log_nu is None else _learned_nu(engine, log_nu, others)
-        write_results(context, config, data, (trained_on, unseen), (before, after), num_steps, learned_nu)
+        unpaired = unpaired_results(data, heldout, trained_on, after) if config.loss == "kto" else None
+        write_results(context, config, data, (trained_on, unseen), (before, after), num_steps, learned_nu, unpaired)
     engine.barrier()
     engine.close()
+
+
+def objectives(
+    engine: Engine[PolicyLearner],
+    context: StageContext,
+    config: DPOConfig,
+    trained_on: Sequence[Comparison],
+    unseen: Sequence[Comparison],
+) -> tuple[PreferenceObjective, PreferenceObjective, Sequence[Floats]]:
+    """Returns the objectives of training and of held-out rankings, and the reference's log-probs of the latter."""
+    room, others = engine.module.network.config.max_position_embeddings, list[list[Comparison]]()
+    if config.loss == "kto":
+        seed = derive_seed(context.seed, "dpo", "others")
+        others = [mismatched(part, seed, room) for part in (trained_on, unseen)]
+    parts = [trained_on if config.has_reference else [], unseen, *others]
+    everything = [comparison for part in parts for comparison in part]
+    flat = iter(reference_logprobs(engine, context.folder, everything, config.batch))
+    of_training, before, *of_others = ([next(flat) for _ in part] for part in parts)
+    if config.loss == "kto":
+        return (
+            UnpairedObjective(trained_on, of_training, config, others[0], of_others[0]),
+            UnpairedObjective(unseen, before, config, others[1], of_others[1]),
+            before,
+        )
+    training, heldout = (of_training, before) if config.has_reference else (None, None)
+    return PreferenceObjective(trained_on, training, config), PreferenceObjective(unseen, heldout, config), before
 
 
 def _learned_nu(engine: Engine[PolicyLearner], log_nu: float, others: dict[str, Tensor]) -> float:
@@ -123,6 +148,7 @@ def write_results(
     logprobs: tuple[Sequence[Floats], Sequence[Floats]],
     num_steps: int,
     learned_nu: float | None,
+    unpaired: UnpairedResults | None,
 ) -> None:
     """Write the results. `comparisons` are those trained on and those held out; `logprobs` are the reference's and the
     trained policy's of those held out.
@@ -138,7 +164,8 @@ def write_results(
     num_pairs, num_equal = count_pairs(trained_on)
     if num_equal:
         say(f"dpo: in {num_equal:,} of {num_pairs:,} pairs the responses are equal; DPO learns nothing from these")
-    margin, pairs = margin_and_means(split.heldout, measured)
+    rankings = [ranking for ranking in split.heldout if ranking.task_id in measured]  # KTO leaves out unlabelled ones
+    margin, pairs = margin_and_means(rankings, measured)
     weights = {name: weight for (_, name), weight in weights_of_labelers(split, config).items()}
     labelers = labeler_metrics(split.train, weights)
     context.write_results(
@@ -149,17 +176,48 @@ def write_results(
             train_comparisons=len(trained_on),
             train_rankings=len(split.train),
             heldout_comparisons=len(unseen),
-            heldout_accuracy=accuracy_against(split.heldout, rewards),
+            heldout_accuracy=accuracy_against(rankings, rewards),
             margin=margin,
             pairs=pairs,
             length_correlation=length_correlation(list(measured.values())),
             num_pairs=num_pairs,
             num_equal_pairs=num_equal,
             learned_nu=learned_nu,
+            unpaired=unpaired,
             labelers={name: record_of(of, LabelerResults, name) for name, of in labelers.items()},
             overlong=read_overlong(data.folder) or None,
             sources=data.sources,
         )
+    )
+
+
+def unpaired_results(
+    data: PreparedRankings, heldout: PreferenceObjective, trained_on: Sequence[Comparison], after: Sequence[Floats]
+) -> UnpairedResults:
+    """Counts the labels that were learned, and measures the held-out ones. `after` has the policy's log-probs."""
+    assert isinstance(heldout, UnpairedObjective)
+    assert heldout.reference is not None
+    config = heldout.config
+    learned = [label for of in trained_on for verdict in of.verdicts for label in labels_of(verdict, config.kto)]
+    prompts = {ranking.task_id: ranking.prompt for ranking in data.split.heldout}
+    numbers: dict[object, int] = {}
+    labels, leads, clusters = list[int](), list[float](), list[int]()
+    for comparison, before, now in zip(heldout.comparisons, heldout.reference, after, strict=True):
+        cluster = numbers.setdefault(prompts[comparison.task_id], len(numbers))
+        for verdict in comparison.verdicts:
+            for label, ratio in zip(labels_of(verdict, config.kto), (now - before).tolist(), strict=True):
+                if label:
+                    labels.append(label)
+                    leads.append(ratio - heldout.baseline.value)
+                    clusters.append(cluster)
+    is_right = np.sign(leads) == labels
+    return UnpairedResults(
+        learned.count(1),
+        learned.count(-1),
+        labels.count(1),
+        labels.count(-1),
+        clustered_mean(is_right.astype(np.float64), np.array(clusters)),
+        heldout.baseline.value,
     )
 
 
@@ -231,6 +289,8 @@ def preflight(run: StageRun, config: DPOConfig) -> None:
         return
     most_tokens = run.model.max_position_embeddings
     prepared = tokenize(run, config, load_tokenizer(run, config), most_tokens, run.tell)
+    if config.loss == "kto":
+        require_labels(prepared.split, config)
     report_rankings(run, config, prepared, most_tokens)
 
 

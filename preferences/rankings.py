@@ -84,7 +84,14 @@ def why_excluded(task: Task) -> str:
 def ranking_of(task: Task, answer: Judgment) -> Ranking:
     """Turns an answer or an adjudication into what a reward model learns from."""
     return Ranking(
-        task.task_id, task.prompt, task.responses, answer.ranks, answer.labeler, task.objective, answer.ratings
+        task.task_id,
+        task.prompt,
+        task.responses,
+        answer.ranks,
+        answer.labeler,
+        task.objective,
+        answer.ratings,
+        answer.flags,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, Protocol, get_args
 
-MIN_RESPONSES = 2
+MIN_RESPONSES = 2  # that a labeler ranks
 MAX_RESPONSES = 9
 MAX_LABELERS = 1_000  # per task; adding a task creates a row for each
 MAX_REVISION = 10_000  # events of one labeler on one task
@@ -34,7 +34,8 @@ class Message:
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt and the K responses to rank, in canonical order. `sources[i]` names who wrote `responses[i]`.
+    """A prompt and the K responses to rank, in canonical order. `sources[i]` names who wrote `responses[i]`. A single
+    response cannot be ranked, but published data label it.
 
     `objective` is what labelers judge by ("helpful", ...). `gold_ranks` is the correct ranking of a gold task.
     `repeat_of` names the task that this one repeats for labelers who judged that task. Both are hidden from labelers,
@@ -57,10 +58,10 @@ class Task:
             raise ValueError("task_id is empty; every task needs a unique name")
         if not self.prompt:
             raise ValueError(f"task {self.task_id!r}: prompt has no messages; at least one was expected")
-        if not MIN_RESPONSES <= len(self.responses) <= MAX_RESPONSES:
+        if not 1 <= len(self.responses) <= MAX_RESPONSES:
             raise ValueError(
                 f"task {self.task_id!r}: responses has {len(self.responses)} entries;"
-                f" a ranking needs {MIN_RESPONSES} to {MAX_RESPONSES}"
+                f" 1 to {MAX_RESPONSES} were expected"
             )
         if len(self.sources) != len(self.responses):
             raise ValueError(
@@ -132,6 +133,7 @@ class Ranking:
     labeler: str
     objective: str = OVERALL
     ratings: tuple[float, ...] = ()  # one per response, higher is better; () = no ratings
+    flags: Flags = ()  # of each response; () = no flags
 
 
 @dataclass(frozen=True)

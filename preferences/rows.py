@@ -12,6 +12,7 @@ from preferences.records import (
     MAX_ID_CHARACTERS,
     MAX_LABELERS,
     MAX_MILLISECONDS,
+    MIN_RESPONSES,
     NO_LOCATIONS,
     Answer,
     Judgment,
@@ -172,6 +173,8 @@ def task_row(task: Task, batch: str, quota: int, locations: Locations = NO_LOCAT
     where = named(locations, task.task_id)
     for field, name in (("batch", batch), *((field, getattr(task, field)) for field in NAMES)):
         require_name(where, field, name)
+    if len(task.responses) < MIN_RESPONSES:
+        raise ValueError(f"{where}: responses has 1 entry; labelers rank at least {MIN_RESPONSES}")
     if not 1 <= quota <= MAX_LABELERS:
         raise ValueError(f"{where}: num_labelers is {quota}; 1 to {MAX_LABELERS:,} was expected")
     for turn, message in enumerate(task.prompt):

@@ -16,7 +16,7 @@ from pydantic import Field, field_validator
 from files.conversations import AUTO
 from files.rows import InvalidRows
 from lm.tokenizer import Messages, Tokenizer
-from preferences.records import Message, Ranking
+from preferences.records import MIN_RESPONSES, Flags, Message, Ranking
 from training.data import OnOverlong, SourceConfig, SourceRows, read_rows, report_rows, untold
 from training.tokens import FITS, SKIPPED, TRUNCATED, chunks, encode_rows
 
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One labeler's ranks of a task's responses, ratings if any, and its weight in the loss."""
+    """One labeler's ranks of a task's responses, ratings and flags if any, and its weight in the loss."""
 
     ranks: tuple[int, ...]
     ratings: tuple[float, ...] = ()
     weight: float = 1.0
+    flags: Flags = ()
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,13 @@ class RankingsConfig(SourceConfig):
         return name if name == AUTO else format_to_read(name).name
 
 
-def read_judgments(data: RankingsConfig, tell: Callable[[str], None] = untold) -> "Found":
+def read_judgments(
+    data: RankingsConfig, tell: Callable[[str], None] = untold, *, least_responses: int = MIN_RESPONSES
+) -> "Found":
     """Read tasks, judgments, warnings about rows, and what is excluded from training.
 
-    `tell` gets lines about the number of comparisons, their format, and unusual rows.
+    `tell` gets lines about the number of comparisons, their format, and unusual rows. A task with fewer than
+    `least_responses` is refused.
 
     Raises: ValueError naming file, line, field.
     """
@@ -86,6 +90,12 @@ def read_judgments(data: RankingsConfig, tell: Callable[[str], None] = untold) -
     if not any(found.judgments for found in judgments.found_tasks):
         reasons = f" ({SourceRows.of(invalid, judgments.report.outcomes())})" if judgments.report.num_rows else ""
         raise ValueError(f"{data.source}: no rankings{reasons}; at least one was expected")
+    for found in judgments.found_tasks:
+        if len(found.task.responses) < least_responses:
+            raise ValueError(
+                f"{found.where}: a single response, which ranks nothing; 'chosen' and 'rejected' or several responses"
+                ' were expected ([dpo] with loss = "kto" learns from labels of single responses)'
+            )
     tell(f"{data.source}: {len(judgments.found_tasks):,} comparisons, {form.description}")
     report_excluded(judgments)
     report_rows(invalid, judgments.report.outcomes(), tell)
@@ -261,7 +271,7 @@ def comparison_of(
 ) -> Comparison:
     """Build the comparison of a task from its responses' tokens and its rankings."""
     task = judged[0]
-    verdicts = [Verdict(r.ranks, r.ratings, weights.get((r.objective, r.labeler), 1.0)) for r in judged]
+    verdicts = [Verdict(r.ranks, r.ratings, weights.get((r.objective, r.labeler), 1.0), r.flags) for r in judged]
     objective = objectives.index(task.objective) if objectives else 0
     tokens, response_tokens = zip(*((of.tokens, of.response_tokens) for of in sequences), strict=True)
     return Comparison(task.task_id, tokens, tuple(verdicts), objective, response_tokens)

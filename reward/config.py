@@ -5,6 +5,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from lm.model import SCORE
+from preferences.records import MIN_RESPONSES
 from reward.comparisons import RankingsConfig
 from reward.objective import Ties
 from training.config import FineTuningConfig
@@ -43,6 +44,11 @@ class ComparisonsConfig(FineTuningConfig):
         " with them (counted on training rankings only). Training loss and accuracy are then weighted means; held-out"
         " metrics weigh all rankings the same.",
     )
+
+    @property
+    def least_responses(self) -> int:
+        """How many responses a task must have to be learned from."""
+        return MIN_RESPONSES
 
     @property
     def named_objectives(self) -> tuple[str, ...]:

@@ -25,7 +25,6 @@ from reward.comparisons import (
     Encoded,
     Judged,
     LabelerWeights,
-    RankingsConfig,
     comparison_of,
     fit_tasks,
     rankings_by_task,
@@ -149,19 +148,28 @@ class JudgedRow(NamedTuple):
     is_heldout: bool
     prompt: str  # a hash
     num_responses: int
-    verdicts: Sequence[tuple[str, Sequence[int], Sequence[float]]]  # labeler, ranks, ratings
+    verdicts: Sequence[tuple[str, Sequence[int], Sequence[float], Sequence[Sequence[str]]]]  # ..., ratings, flags
 
     @classmethod
     def of(cls, judged: Sequence[Ranking], *, is_heldout: bool) -> Self:
         task = judged[0]
         prompt = json_hash(*((message.role, message.content) for message in task.prompt))[:16]
-        verdicts = [(ranking.labeler, ranking.ranks, ranking.ratings) for ranking in judged]
+        verdicts = [(ranking.labeler, ranking.ranks, ranking.ratings, ranking.flags) for ranking in judged]
         return cls(task.task_id, task.objective, is_heldout, prompt, len(task.responses), verdicts)
 
     def rankings(self) -> Iterator[Ranking]:
         prompt, no_texts = (Message("user", self.prompt),), ("",) * self.num_responses
-        for labeler, ranks, ratings in self.verdicts:
-            yield Ranking(self.task_id, prompt, no_texts, tuple(ranks), labeler, self.objective, tuple(ratings))
+        for labeler, ranks, ratings, flags in self.verdicts:
+            yield Ranking(
+                self.task_id,
+                prompt,
+                no_texts,
+                tuple(ranks),
+                labeler,
+                self.objective,
+                tuple(ratings),
+                tuple(map(tuple, flags)),
+            )
 
 
 ARRAYS = (*CHECKED_SEQUENCES, "texts", "text_bytes", "warnings")  # in a folder of rankings
@@ -181,7 +189,7 @@ def ranking_parts(
 
     Raises: as `read_judgments` and `fit_tasks`.
     """
-    judgments = read_judgments(config.rankings, tell)
+    judgments = read_judgments(config.rankings, tell, least_responses=config.least_responses)
     warnings = np.frombuffer(json.dumps(warnings_about(judgments)).encode(), np.uint8)
     written_once = {} if first_task else {"warnings": warnings}  # goes with the first tasks
     tasks = itertools.islice(judgments.ranked_tasks(), first_task, None)
@@ -227,6 +235,7 @@ def tokenize(
         "max_tokens": max_tokens,
         "on_overlong": config.on_overlong,
         "keeps_end": config.keeps_end,
+        "least_responses": config.least_responses,
         "heldout_share": str(config.heldout_share),
         "seed": run.seed,
     }
@@ -318,19 +327,21 @@ def objectives_of(counts: Counter[tuple[str, bool]], config: ComparisonsConfig) 
 
 def comparison_steps(planner: Planner, config: ComparisonsConfig) -> tuple[int, int]:
     """Returns the number of training steps, and the largest number of responses of a comparison."""
-    num_tasks, num_responses = _num_tasks(planner, config.rankings)
+    num_tasks, num_responses = _num_tasks(planner, config)
     planner.sizes.assume("assumes one ranking per task (several rankings of a task are one comparison)")
     steps = config.num_epochs * num_tasks * (1 - config.heldout_share) / config.batch.batch_size
     return max(1, round(steps)), num_responses
 
 
-def _num_tasks(planner: Planner, rankings: RankingsConfig) -> tuple[int, int]:
+def _num_tasks(planner: Planner, config: ComparisonsConfig) -> tuple[int, int]:
     """Returns the number of tasks, and the largest number of responses of one. If the file exists, tasks are counted,
     since a row may hold several tasks, and several rows one.
     """
 
+    rankings = config.rankings
+
     def count() -> tuple[int, int]:
-        found = read_judgments(rankings).found_tasks
+        found = read_judgments(rankings, least_responses=config.least_responses).found_tasks
         return len(found), max(len(own.task.responses) for own in found)
 
     if Path(rankings.source).exists():
@@ -350,7 +361,8 @@ def comparison_lengths(
     """
 
     def measure(known: Tokenizer) -> Lengths:
-        templated, judgments = known.with_template(config.chat_template), read_judgments(config.rankings)
+        templated = known.with_template(config.chat_template)
+        judgments = read_judgments(config.rankings, least_responses=config.least_responses)
         return ranking_lengths(
             templated, judgments, context, config.on_overlong, config.section, keeps_end=config.keeps_end
         )

@@ -71,6 +71,15 @@ class RaggedObjective(Protocol):
         ...
 
 
+@runtime_checkable
+class PreparedObjective(Protocol):
+    """An objective whose loss needs a number that depends on the whole batch."""
+
+    def prepare(self, engine: Any, rows: IntArray, batch: BatchConfig) -> None:
+        """Compute it for a batch over all ranks, before its passes. A collective call."""
+        ...
+
+
 @dataclass(frozen=True)
 class LoopConfig:
     """How long to train, and how often to save and evaluate."""
@@ -148,9 +157,10 @@ class TrainingLoop(Generic[AnyModule]):
         engine = self.engine
         rate = engine.optimizer_config.rate(step, self.config.num_steps)
         engine.set_learning_rate(rate)
-        engine.model.train()
         seed = derive_seed(self.config.seed, self.config.stage, "dropout", step)
         rows = self.sampler.batch(step)
+        self._prepare(self.training, rows)
+        engine.model.train()
         count = self.training.count(rows)
         micro_batches = _passes(self.training, rows, self.config.batch, engine.data_parallel_size, with_gradients=True)
 
@@ -172,6 +182,10 @@ class TrainingLoop(Generic[AnyModule]):
             **({"skipped": 1.0} if engine.has_skipped else {}),
         }
 
+    def _prepare(self, objective: Objective[AnyModule], rows: IntArray) -> None:
+        if isinstance(objective, PreparedObjective):
+            objective.prepare(self.engine, rows, self.config.batch)
+
     def _means(self, sums: Mapping[str, Tensor], count: float) -> dict[str, float]:
         """Return means over `count` units, or over a metric's own count; a metric with a count of 0 is left out."""
         if not sums:
@@ -185,8 +199,9 @@ class TrainingLoop(Generic[AnyModule]):
     def evaluate(self) -> dict[str, float]:
         """Return means over all held-out rows, which are split among the ranks."""
         engine = self.engine
-        engine.model.eval()
         everything = torch.arange(len(self.heldout)).numpy()
+        self._prepare(self.heldout, everything)
+        engine.model.eval()
         count = self.heldout.count(everything)
         sums: dict[str, Tensor] = {}
         if not self._heldout_passes:

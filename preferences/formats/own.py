@@ -52,6 +52,7 @@ from preferences.records import (
     MAX_REVISION,
     MIN_RESPONSES,
     OVERALL,
+    Flags,
     Judgment,
     Ranking,
     StoredTask,
@@ -155,7 +156,7 @@ def _judgment(where: str, row: Row, task: Task) -> Judgment:
         kind=kind,
         ranks=_ranks(where, row, "ranks", num_responses, may_be_empty=kind in ("skip", "undo", "void")),
         ratings=ratings,
-        flags=tuple(_texts(f"{where}: flags", {str(i): f}, str(i), 0, MAX_FLAGS) for i, f in enumerate(flags)),
+        flags=_flags(where, flags),
         note=any_text(where, row, "note"),
         shown_order=tuple(order),
         instructions_version=any_text(where, row, "instructions_version"),
@@ -178,13 +179,15 @@ def _details(where: str, row: Row) -> dict[str, Any]:
 
 
 def read_rankings(where: str, row: Row, _report: Report, objective: str) -> Iterator[JudgedTask]:
-    """Reads {"task_id", "prompt", "responses", "ranks", "labeler"}, and "objective" and "ratings" if present."""
+    """Reads {"task_id", "prompt", "responses", "ranks", "labeler"}, and "objective", "ratings", "flags" if present."""
     prompt = checked_messages(where, present(where, row, "prompt"), "prompt", ends_with="user")
     responses = _texts(where, row, "responses", MIN_RESPONSES, MAX_RESPONSES)
     ranks = _ranks(where, row, "ranks", len(responses))
     ratings = numbers_field(where, row, "ratings") if row.get("ratings") is not None else ()
-    if ratings and len(ratings) != len(responses):
-        raise ValueError(f"{where}: field 'ratings' has {len(ratings)} entries for {len(responses)} responses")
+    flags = list_field(where, row, "flags") if row.get("flags") is not None else []
+    for name, entries in (("ratings", ratings), ("flags", flags)):
+        if entries and len(entries) != len(responses):
+            raise ValueError(f"{where}: field {name!r} has {len(entries)} entries for {len(responses)} responses")
     task = Task(
         task_id=text_field(where, row, "task_id"),
         prompt=as_messages(prompt),
@@ -192,7 +195,7 @@ def read_rankings(where: str, row: Row, _report: Report, objective: str) -> Iter
         sources=(UNKNOWN,) * len(responses),
         objective=objective or (text_field(where, row, "objective") if row.get("objective") is not None else OVERALL),
     )
-    yield JudgedTask(where, task, (Vote(text_field(where, row, "labeler"), ranks, ratings),))
+    yield JudgedTask(where, task, (Vote(text_field(where, row, "labeler"), ranks, ratings, _flags(where, flags)),))
 
 
 def write_rankings(
@@ -204,7 +207,14 @@ def write_rankings(
 
 
 def ranking_row(ranking: Ranking) -> dict[str, Any]:
-    return {**asdict(ranking), "prompt": as_turns(ranking.prompt), "ratings": [float(r) for r in ranking.ratings]}
+    row = {**asdict(ranking), "prompt": as_turns(ranking.prompt), "ratings": [float(r) for r in ranking.ratings]}
+    if not any(ranking.flags):
+        del row["flags"]
+    return row
+
+
+def _flags(where: str, flags: Sequence[Any]) -> Flags:
+    return tuple(_texts(f"{where}: flags", {str(i): of}, str(i), 0, MAX_FLAGS) for i, of in enumerate(flags))
 
 
 def _texts(where: str, row: Row, field: str, low: int, high: int) -> tuple[str, ...]:

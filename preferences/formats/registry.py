@@ -68,6 +68,7 @@ _ALL = (
     Format("llmbar", "LLMBar", _llmbar, judges.read_llmbar, None),
     Format("arena", "Chatbot Arena, MT-Bench", _arena, judges.read_arena, judges.write_arena),
     Format("hh", "Anthropic's HH-RLHF", hh.recognise, hh.read, hh.write),
+    Format("trl_unpaired", "TRL's unpaired labels", trl.recognise_unpaired, trl.read_unpaired, None),
     Format("trl", "TRL's preferences, conversational or texts", trl.recognise, trl.read, trl.write),
     Format("trl_text", "TRL's preferences, written as texts", _never, trl.read, trl.write_text),
     Format("demonstrations", "the best responses, for SFT", _never, None, own.write_demonstrations),

@@ -1,4 +1,5 @@
-"""TRL's preference type: `chosen` and `rejected`, with a `prompt` field or with the prompt inside both.
+"""TRL's preference type: `chosen` and `rejected`, with a `prompt` field or with the prompt inside both; and its
+unpaired type: `prompt`, `completion` and `label`.
 
 Both are texts (standard) or lists of {role, content} (conversational). An implicit prompt is their common beginning, as
 in TRL's extract_prompt. `ultrafeedback_binarized` adds `prompt_id`, `score_chosen` and `score_rejected`.
@@ -8,7 +9,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from files.conversations import implicit_prompt
-from files.fields import any_messages, any_text, number_field, present, text_field, text_or_messages
+from files.fields import (
+    any_messages,
+    any_text,
+    checked_messages,
+    number_field,
+    present,
+    shown,
+    text_field,
+    text_or_messages,
+)
 from preferences.formats.merging import Pair, single_turn, untied_pairs
 from preferences.formats.parts import (
     UNKNOWN,
@@ -32,17 +42,42 @@ Sides = tuple[tuple[Message, ...], str, str]  # prompt, chosen, rejected
 def recognise(row: Row) -> str:
     if {"chosen", "rejected"} <= row.keys():
         return "chosen and rejected" + (" and prompt" if "prompt" in row else "")
-    if {"completion", "label"} <= row.keys():
-        return "completion and label (TRL's unpaired type)"
     return ""
 
 
+def recognise_unpaired(row: Row) -> str:
+    return "completion and label (TRL's unpaired type)" if {"completion", "label"} <= row.keys() else ""
+
+
+def read_unpaired(where: str, row: Row, _report: Report, objective: str) -> Iterator[JudgedTask]:
+    """Reads one response with a label: true if it is desirable. The label becomes a rating of 1 or 0."""
+    label = present(where, row, "label")
+    if not isinstance(label, bool) and label not in (0, 1):
+        raise ValueError(f"{where}: field 'label' is {shown(label)}; true or false was expected")
+    given = text_or_messages(where, row, "prompt")
+    prompt = (
+        user(text_field(where, row, "prompt"))
+        if isinstance(given, str)
+        else as_messages(checked_messages(where, given, "prompt", ends_with="user"))
+    )
+    completion = text_or_messages(where, row, "completion")
+    if not isinstance(completion, str):
+        turns = as_messages(any_messages(where, completion, "completion"))
+        if [turn.role for turn in turns] != ["assistant"]:
+            raise ValueError(f"{where}: field 'completion' has {len(turns)} turns; one of the assistant was expected")
+        completion = turns[0].content
+    task = Task(
+        task_id=content_id("trl", prompt, (completion,), ()),
+        prompt=prompt,
+        responses=(completion,),
+        sources=(UNKNOWN,),
+        objective=objective or OVERALL,
+        details=rest(row, "prompt", "completion", "label"),
+    )
+    yield JudgedTask(where, task, (Vote(UNKNOWN, (1,), (float(label),)),))
+
+
 def read(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
-    if "label" in row and "completion" in row:
-        raise ValueError(
-            f"{where}: fields 'completion' and 'label' are TRL's unpaired preferences, which rank nothing; fields"
-            " 'chosen' and 'rejected' were expected"
-        )
     sides = _sides(where, row, report)
     if sides is None:
         return

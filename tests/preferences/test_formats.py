@@ -48,6 +48,7 @@ EXPECTED: dict[str, list[Any]] = {
     "rankings": [(("b", "a", "c"), (1, 2, 2), "ann")],
     "hh": [(("Yes.", " No?\n"), (1, 2), "unknown")],
     "trl": [(("A crow.", "A cow."), (1, 2), "unknown")],
+    "trl_unpaired": [(("A crow.",), (1,), "unknown")],
     "openai": [((" Birds.", " Crows."), (1, 2), "w7")],
     "webgpt": [(("A crow [1].", "A cow."), (1, 2), "unknown")],
     # Means 4.5, 4/3 (without the N/A) and 4.5.
@@ -432,6 +433,7 @@ REQUIRED = {
     "heed": "task_id prompt responses",
     "rankings": "task_id prompt responses ranks labeler",
     "hh": "chosen rejected",
+    "trl_unpaired": "prompt completion label",
     "trl": "chosen rejected",
     "openai": "info summaries choice",
     "webgpt": "question answer_0 answer_1 score_0 score_1",
@@ -462,12 +464,9 @@ def test_the_other_fields_may_be_missing(name: str) -> None:
     assert len(found.judgments) == {"helpsteer3": 1, "heed": 0}.get(name, len(EXPECTED[name]))
 
 
-def test_unpaired_preferences_are_refused_with_a_reason() -> None:
-    with pytest.raises(
-        ValueError, match=r"TRL's unpaired preferences, which rank nothing; fields 'chosen' and 'rejected'"
-    ):
-        read("trl", {"prompt": "a", "completion": "b", "label": True})
-    assert sniff(iter(placed({"prompt": "a", "completion": "b", "label": True})), "file")[0].name == "trl"
+def test_unpaired_preferences_are_no_pairs() -> None:
+    with pytest.raises(ValueError, match="field 'chosen' is missing"):
+        read("trl", ROWS["trl_unpaired"])
 
 
 def test_one_id_for_two_tasks_is_refused() -> None:

@@ -107,7 +107,8 @@ def test_mutated_lines_are_read_reported_or_refused_by_file_and_line(form: Forma
                 sniff(read_source(str(path)), str(path))
                 found = collect_all(form, read_source(str(path)))
                 require_told(found, second, 3)
-                store_found(store, found, "" if form.name == "heed" else "b", only_check=True)
+                if form.name != "trl_unpaired":  # single responses, which no store takes
+                    store_found(store, found, "" if form.name == "heed" else "b", only_check=True)
             except ValueError as error:
                 # A third row that contradicts the task as the second one describes it can be at fault too.
                 require_refusal(error, second, third)
