@@ -117,7 +117,9 @@ def test_another_name_of_a_loss_is_refused() -> None:
         ValueError, match="loss 'hinge'; sigmoid, ipo, length_normalised, ipo_length_normalised or simpo was expected"
     ):
         preference_loss("hinge", one, one, torch.tensor([[1, 2]]), BETA, None)
-    with pytest.raises(ValueError, match="'sigmoid', 'ipo', 'length_normalised', 'ipo_length_normalised', 'simpo' or 'kto'"):
+    with pytest.raises(
+        ValueError, match="'sigmoid', 'ipo', 'length_normalised', 'ipo_length_normalised', 'simpo' or 'kto'"
+    ):
         DPOConfig.model_validate({"rankings": {"source": "x.jsonl"}, "loss": "hinge"})
     with pytest.raises(ValueError, match=r'margin is 1 with loss "sigmoid"; only "simpo" has a margin'):
         DPOConfig.model_validate({"rankings": {"source": "x.jsonl"}, "margin": 1.0})
