@@ -49,6 +49,10 @@ class LabelerConfig(BaseModel):
         default=0.0, ge=0, le=1, description="Fraction of tasks ranked at random, without reading."
     )
     tie_threshold: float = Field(default=0.02, ge=0, description="Utilities closer than this are a tie.")
+    rates: bool = Field(
+        default=False,
+        description="Whether labelers also rate each response from 1 to 7, in proportion to its utility from 0 to 1.",
+    )
     length_words: int = Field(default=40, gt=0, description="Length that earns the whole length bonus, in words.")
 
     @model_validator(mode="after")
@@ -133,7 +137,8 @@ class ScriptedLabeler:
         for better, worse in itertools.pairwise(order):
             tied = utilities[better] - utilities[worse] < self._config.tie_threshold
             ranks[worse] = ranks[better] + (not tied)
-        return Answer(ranks=tuple(ranks), milliseconds=self._milliseconds(shown))
+        ratings = tuple(min(7.0, max(1.0, 1.0 + round(6 * utility))) for utility in utilities)
+        return Answer(tuple(ranks), self._milliseconds(shown), ratings if self._config.rates else ())
 
     def _answer_unread(self, shown: ShownTask, *, in_order: bool) -> Answer:
         ranks = list(range(1, len(shown.responses) + 1))

@@ -107,6 +107,27 @@ def test_stages_run_alone_from_directories(tmp_path: Path, model_folder: Path, e
 
 @pytest.mark.long
 @pytest.mark.usefixtures("workers")
+def test_kto_learns_from_the_ratings_of_scripted_labelers(tmp_path: Path) -> None:
+    """The debug job, with the shipped job's labelers and loss."""
+    shipped, debug = (tomllib.loads((DEBUG.parent / name).read_text()) for name in ("kto.toml", "debug.toml"))
+    kept = {name: debug[name] for name in ("name", "world", "engine", "model", "pretrain", "sft", "collect")}
+    kept["world"] |= shipped["world"]
+    batch, optimizer = {"batch_size": 8, "micro_batch_size": 4}, {"learning_rate": 1e-3}
+    counts = {"save_every_steps": 4, "evaluate_every_steps": 4, "heldout_share": 0.3}
+    rankings = {"source": "collect:rankings"}
+    kept["dpo"] = {"rankings": rankings, "batch": batch, "optimizer": optimizer, **counts, **shipped["dpo"]}
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(kept))
+    run = run_job(load_job(tmp_path / "job.toml"), tmp_path)
+    results = json.loads((run / "dpo" / "results.json").read_text())
+    found = results["unpaired"]
+    assert min(found["train_desirable"], found["train_undesirable"]) > 0
+    assert 0 <= found["heldout_accuracy"]["mean"] <= 1
+    report = (run / "report.html").read_text()
+    assert "Held-out responses on the right side of the baseline" in report
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("workers")
 def test_published_rankings_do_not_set_the_scale_of_scores(tmp_path: Path, model_folder: Path) -> None:
     """PPO's scores are in units of the starting policy's own samples, whatever a published file says."""
     demonstrations = rows(

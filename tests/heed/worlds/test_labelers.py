@@ -187,3 +187,14 @@ def test_a_lazy_labeler_takes_no_time() -> None:
 def test_more_than_all_tasks_lazy_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"lazy_first 0\.6 and lazy_random 0\.5"):
         LabelerConfig(lazy_first=0.6, lazy_random=0.5)
+
+
+def test_ratings_follow_the_utility_and_change_no_rank() -> None:
+    task = shown("t", "x", "xxxxx", "xxxxxxxxxx", "x" * 30, "")
+    labeler, rater = (
+        ScriptedLabeler("l", length_gold, config, NO_TASTE, 0)
+        for config in (EXACT, EXACT.model_copy(update={"rates": True}))
+    )
+    assert labeler.judge(task).ratings == ()
+    assert rater.judge(task).ratings == (2.0, 4.0, 7.0, 7.0, 1.0)  # utilities of .1, .5, 1, 3 and 0
+    assert rater.judge(task).ranks == labeler.judge(task).ranks
