@@ -324,7 +324,7 @@ def likeliest_words(tokenizer: "Tokenizer", before: str, ranked: Sequence[int]) 
     left = tokenizer.encode_plain([before.removesuffix(" ")])[0]
     words, pieces = list[tuple[int, str]](), list[tuple[int, str]]()
     for token in ranked:
-        word = tokenizer.decode([token]).strip()
+        word = tokenizer.decode([token]).strip().removeprefix("##")  # WordPiece's mark of a continuation
         if not any(map(str.isalnum, word)):
             continue
         if len(pieces) < NUM_WORDS:
