@@ -267,7 +267,7 @@ class Speaker:
         """Returns the response, and the scores of all. `show` receives the text so far if only one is sampled."""
         from files.hashes import derive_seed
         from lm.encoder import EncoderDecoder
-        from lm.generation import never, prompts_and_sources
+        from lm.generation import never
         from lm.search import beam_search, best_of
 
         prompt = self.tokenizer.encode_prompt(messages)
@@ -281,14 +281,13 @@ class Speaker:
         room = self.context - (1 if isinstance(self.model, EncoderDecoder) else len(prompt))
         max_new_tokens = min(self.max_new_tokens, room)
         if self.beams:
-            (start,), sources = prompts_and_sources(self.model, [prompt], self.tokenizer.end_id)
             found = beam_search(
                 self.model,
-                start,
+                prompt,
                 num_beams=self.beams,
                 max_new_tokens=max_new_tokens,
+                start_id=self.tokenizer.end_id,
                 end_ids=self.tokenizer.end_ids,
-                source=None if sources is None else sources[0],
             )
             return self.tokenizer.decode(found[0].response).strip(), [hypothesis.score for hypothesis in found]
         (best,) = best_of(

@@ -26,7 +26,6 @@ from stages.progress import console, results_console
 
 if TYPE_CHECKING:
     from lm.encoder import EncoderDecoder
-    from lm.generation import Stop
     from lm.model import LanguageModel
     from lm.sampling import Choice
     from lm.tokenizer import Tokenizer
@@ -132,7 +131,7 @@ class Asked:
     def read(self) -> list[int]:
         """What the model reads: a decoder the start token and the text, as in pretraining; the others also its end."""
         tokenizer = self.tokenizer
-        if self.purpose == "language":
+        if self.purpose in ("language", "score"):
             return [tokenizer.start_id, *self.tokens]
         has_start = self.purpose != "translate" or tokenizer.start
         return [*([tokenizer.start_id] if has_start else []), *self.tokens, tokenizer.end_id]
@@ -150,6 +149,9 @@ def write(
     asked: Asked, choice: "Choice", beams: int, num_samples: int, max_new_tokens: int, seed: int, logprobs: bool
 ) -> None:
     """Prints continuations of the text, or an encoder-decoder's outputs for it."""
+    from files.hashes import derive_seed
+    from lm.generation import generate, never, prompts_and_sources
+    from lm.search import beam_search
     from lm.weights import read_config
 
     is_decoder, most = asked.purpose == "language", read_config(asked.folder, asked.purpose)[0].max_position_embeddings
@@ -169,54 +171,34 @@ def write(
         show_logprobs(asked, model, [])
         return
     printed = _Printed(asked)
-    stop = printed.stream if num_samples == 1 and not beams and sys.stdout.isatty() else None
-    responses = _responses(asked, model, choice, beams, num_samples, max_new_tokens, seed, stop)
-    for place, (title, response) in enumerate(responses):
+    start_id, end_ids = asked.tokenizer.end_id, asked.tokenizer.end_ids
+    if beams:
+        hypotheses = beam_search(
+            model, asked.read, num_beams=beams, max_new_tokens=max_new_tokens, start_id=start_id, end_ids=end_ids
+        )
+        titles = [f"score {one.score:.4f}, log p {one.logprob:.4f}" for one in hypotheses]
+        responses = [one.response for one in hypotheses]
+    else:
+        prompts, sources = prompts_and_sources(model, [asked.read] * num_samples, start_id)
+        seeds = [derive_seed(seed, "complete", number) for number in range(num_samples)]
+        stop = printed.stream if num_samples == 1 and sys.stdout.isatty() else never
+        found = generate(
+            model,
+            prompts,
+            sources=sources,
+            max_new_tokens=max_new_tokens,
+            end_ids=end_ids,
+            choice=choice,
+            seeds=seeds,
+            stop=stop,
+        )
+        titles, responses = [f"sample {number}" for number in range(1, num_samples + 1)], found.responses
+    for place, (title, response) in enumerate(zip(titles, responses, strict=True)):
         if beams or num_samples > 1:
             print(f"--- {title}")
         printed.whole(response)
         if logprobs:
             show_logprobs(asked, model, response, has_text=place == 0)
-
-
-def _responses(
-    asked: Asked,
-    model: "LanguageModel | EncoderDecoder",
-    choice: "Choice",
-    beams: int,
-    num_samples: int,
-    max_new_tokens: int,
-    seed: int,
-    stop: "Stop | None",
-) -> list[tuple[str, list[int]]]:
-    """Returns (title, tokens) of each continuation, the best one first."""
-    from files.hashes import derive_seed
-    from lm.generation import generate, never, prompts_and_sources
-    from lm.search import beam_search
-
-    prompts, sources = prompts_and_sources(model, [asked.read], asked.tokenizer.end_id)
-    end_ids = asked.tokenizer.end_ids
-    if beams:
-        hypotheses = beam_search(
-            model,
-            prompts[0],
-            num_beams=beams,
-            max_new_tokens=max_new_tokens,
-            end_ids=end_ids,
-            source=None if sources is None else sources[0],
-        )
-        return [(f"score {one.score:.4f}, log p {one.logprob:.4f}", one.response) for one in hypotheses]
-    found = generate(
-        model,
-        prompts * num_samples,
-        sources=None if sources is None else sources * num_samples,
-        max_new_tokens=max_new_tokens,
-        end_ids=end_ids,
-        choice=choice,
-        seeds=[derive_seed(seed, "complete", number) for number in range(num_samples)],
-        stop=stop or never,
-    )
-    return [(f"sample {number}", response) for number, response in enumerate(found.responses, 1)]
 
 
 class _Printed:
