@@ -302,9 +302,10 @@ class Tokenizer:
     def spelled(self, token: int) -> str | bytes:
         """Returns the text that a token stands for, or its bytes if it holds only a part of a character.
 
-        WordPiece's continuations keep their `##`, and special tokens are their names.
+        WordPiece's continuations keep their `##`, special tokens are their names, and a number beyond the vocabulary
+        (models may have more rows than it has tokens) is "".
         """
-        name = self.token_text(token)
+        name = str(self._bpe.id_to_token(token) or "")
         single = re.fullmatch("<0x([0-9A-F]{2})>", name)  # how SentencePiece names bytes
         if single:
             raw = bytes.fromhex(single[1])

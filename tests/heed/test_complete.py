@@ -1,6 +1,7 @@
 """`heed complete` as a user calls it, against `transformers` and against enumeration."""
 
 import io
+import itertools
 import math
 import re
 import sys
@@ -162,6 +163,36 @@ def test_samples_repeat_with_their_seed(complete: Callable[..., str], model_fold
     assert [title for title, _ in blocks(first)] == ["sample 1", "sample 2", "sample 3"]
     assert all(text.startswith(TEXT) for _, text in blocks(first))
     assert len({text for _, text in blocks(first)}) == 3
+
+
+class Terminal(io.StringIO):
+    """Standard output that says it is a terminal, and keeps what it had at each flush."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = list[str]()
+
+    def isatty(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        self.seen.append(self.getvalue())
+
+
+def test_a_terminal_gets_the_text_as_it_is_sampled(
+    complete: Callable[..., str], model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = (model_folder, TEXT, "--max-new-tokens", 12, "--top-k", 9)
+    expected = complete(*asked)
+    with monkeypatch.context() as patch:
+        terminal = Terminal()
+        patch.setattr(sys, "stdout", terminal)
+        complete(*asked)
+    assert terminal.getvalue() == expected
+    growing = list(dict.fromkeys(terminal.seen))
+    assert len(growing) > 3
+    assert all(after.startswith(before) for before, after in itertools.pairwise(growing))
+    assert not any(text.endswith("\ufffd") for text in growing[:-1])
 
 
 def test_a_vocabulary_that_drops_the_first_space(
