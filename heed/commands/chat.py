@@ -75,8 +75,8 @@ def chat(
         )
     if best_of > 1 and (beams or choice.temperature == 0):
         raise ValueError(
-            f"--best-of {best_of} with {'--beams' if beams else '--greedy'}: responses that differ were expected, which"
-            " only sampling gives"
+            f"--best-of {best_of} with {'--beams' if beams else 'greedy choice'}: responses that differ were expected,"
+            " which only sampling gives"
         )
     if weight and not judge:
         raise ValueError("--weight applies to the objectives of --judge, which is missing")

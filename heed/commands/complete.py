@@ -71,8 +71,8 @@ def complete(
     choice = read_choice(context, greedy=greedy, beams=beams, temperature=temperature, top_k=top_k, top_p=top_p)
     if samples > 1 and (beams or choice.temperature == 0):
         raise ValueError(
-            f"--samples {samples} with {'--beams' if beams else '--greedy'}: continuations that differ were expected,"
-            " which only sampling gives"
+            f"--samples {samples} with {'--beams' if beams else 'greedy choice'}: continuations that differ were"
+            " expected, which only sampling gives"
         )
     if max_new_tokens == 0 and (not logprobs or set(given) - {"--max-new-tokens", "--logprobs"}):
         raise ValueError(
@@ -113,7 +113,7 @@ class Asked:
         from lm.weights import purpose_of
 
         if not text:
-            raise ValueError("the text is empty; at least one character was expected")
+            raise ValueError("TEXT is empty; at least one character was expected")
         folder = model_directory(name) if has_weights else shape_and_tokenizer(name)
         refuse_run_folder(folder)
         purpose = purpose_of(folder) if has_weights or (folder / "config.json").is_file() else "language"
@@ -140,7 +140,7 @@ class Asked:
         """Raises: ValueError if the model reads more tokens than `most`."""
         if len(self.read) > most:
             raise ValueError(
-                f"the text has {len(self.tokens)} tokens, and {self.name} reads at most"
+                f"TEXT has {len(self.tokens)} tokens, and {self.name} reads at most"
                 f" {most - len(self.read) + len(self.tokens)}"
             )
 
@@ -277,7 +277,7 @@ def fill_in(asked: Asked) -> None:
     tokenizer, mask_id = asked.tokenizer, asked.tokenizer.mask_id
     if mask_id not in asked.tokens:
         raise ValueError(
-            f"the text has no [MASK]: {asked.name} is an encoder, which fills in masks; [MASK]"
+            f"TEXT has no [MASK]: {asked.name} is an encoder, which fills in masks; [MASK]"
             + (f" or {tokenizer.mask}" if tokenizer.mask != "[MASK]" else "")
             + " was expected in place of each hidden word"
         )

@@ -386,7 +386,7 @@ def test_bytes_that_sentencepiece_names(complete: Callable[..., str], tmp_path: 
         (["--greedy", "--beams", "3"], "--greedy with --beams: one way to choose tokens was expected"),
         (["--temperature", "0", "--top-k", "5"], "--temperature 0, --top-k 5, --top-p 1: a temperature and a --top-p"),
         (["--top-p", "0"], "--temperature 1, --top-k 0, --top-p 0: a temperature and a --top-p above 0 were expected"),
-        (["--greedy", "--samples", "2"], "--samples 2 with --greedy: continuations that differ were expected"),
+        (["--greedy", "--samples", "2"], "--samples 2 with greedy choice: continuations that differ were expected"),
         (["--beams", "2", "--samples", "2"], "--samples 2 with --beams: continuations that differ were expected"),
         (["--max-new-tokens", "0"], "--max-new-tokens 0 writes nothing; only --logprobs was expected with it"),
         (["--max-new-tokens", "0", "--logprobs", "--greedy"], "only --logprobs was expected with it"),
@@ -400,15 +400,15 @@ def test_options_that_exclude_each_other(
 
 
 def test_texts_that_do_not_fit(refused: Callable[..., str], model_folder: Path, encoder_folder: Path) -> None:
-    assert "the text is empty; at least one character was expected" in refused("complete", str(model_folder), "")
+    assert "TEXT is empty; at least one character was expected" in refused("complete", str(model_folder), "")
     long = "x!" * 48  # 96 tokens, as many as the context has
     said = refused("complete", str(model_folder), long)
-    assert f"the text has 96 tokens, and {model_folder} reads at most 94" in said
+    assert f"TEXT has 96 tokens, and {model_folder} reads at most 94" in said
     said = refused("complete", str(model_folder), long, "--logprobs", "--max-new-tokens", "0")
-    assert "the text has 96 tokens" in said
+    assert "TEXT has 96 tokens" in said
     assert "reads at most 95" in said
     said = refused("complete", str(encoder_folder), f"{long} [MASK]")
-    assert "the text has 97 tokens" in said
+    assert "TEXT has 97 tokens" in said
     assert "reads at most 62" in said
 
 
