@@ -78,7 +78,11 @@ def complete(
         raise ValueError(
             "--max-new-tokens 0 writes nothing; only --logprobs was expected with it, which scores the text"
         )
-    asked = Asked.of(model, sys.stdin.read().removesuffix("\n") if text == "-" else text, has_weights=not tokens)
+    if text == "-":
+        if sys.stdin.isatty():
+            console.print("type the text; Ctrl-D on a line of its own ends it")
+        text = sys.stdin.read().removesuffix("\n")
+    asked = Asked.of(model, text, has_weights=not tokens)
     if tokens:
         show_tokens(asked)
     elif asked.purpose == "masked":
