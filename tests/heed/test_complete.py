@@ -457,3 +457,20 @@ def test_folders_of_runs_lead_to_their_models(refused: Callable[..., str], model
     assert f"its model is {tmp_path}/sft/model" in refused("complete", str(tmp_path / "sft"), TEXT)
     assert "its models are" in refused("complete", str(tmp_path), TEXT, "--tokens")
     assert "no such folder" in refused("complete", str(tmp_path / "nothing"), TEXT)
+
+
+def test_an_adapter_leads_to_the_model_it_is_merged_into(
+    refused: Callable[..., str], model_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "model").symlink_to(model_folder)
+    said = refused("complete", str(tmp_path / "adapter"), TEXT)
+    assert f"it is an adapter, not a model. {tmp_path / 'model'} is the model that it is merged into" in said
+
+
+def test_text_that_is_no_unicode(
+    refused: Callable[..., str], model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a \udcff b"))  # how Python reads a byte that is not UTF-8
+    assert "byte 0xFF, which is not UTF-8" in refused("complete", str(model_folder), "--greedy")
