@@ -67,16 +67,19 @@ def chat(
     Lines typed at a terminal are kept for the arrow keys in ~/.local/state/heed/chat_history (or below
     $XDG_STATE_HOME), which only you can read.
     """
-    choice = read_choice(context, greedy=greedy, beams=beams, temperature=temperature, top_k=top_k, top_p=top_p)
+    choice = read_choice(
+        context,
+        greedy=greedy,
+        beams=beams,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        several=f"--best-of {best_of}" if best_of > 1 else "",
+    )
     if (best_of > 1) != bool(judge):
         raise ValueError(
             f"--best-of is {best_of}, --judge {judge!r}; expected either several responses and a reward model to"
             " choose among them, or neither"
-        )
-    if best_of > 1 and (beams or choice.temperature == 0):
-        raise ValueError(
-            f"--best-of {best_of} with {'--beams' if beams else 'greedy choice'}: responses that differ were expected,"
-            " which only sampling gives"
         )
     if weight and not judge:
         raise ValueError("--weight applies to the objectives of --judge, which is missing")

@@ -68,12 +68,15 @@ def complete(
     given = [option for option in typed(context) if option != "--tokens"]
     if tokens and given:
         raise ValueError(f"--tokens with {', '.join(given)}: --tokens alone was expected, since nothing is computed")
-    choice = read_choice(context, greedy=greedy, beams=beams, temperature=temperature, top_k=top_k, top_p=top_p)
-    if samples > 1 and (beams or choice.temperature == 0):
-        raise ValueError(
-            f"--samples {samples} with {'--beams' if beams else 'greedy choice'}: continuations that differ were"
-            " expected, which only sampling gives"
-        )
+    choice = read_choice(
+        context,
+        greedy=greedy,
+        beams=beams,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        several=f"--samples {samples}" if samples > 1 else "",
+    )
     if max_new_tokens == 0 and (not logprobs or set(given) - {"--max-new-tokens", "--logprobs"}):
         raise ValueError(
             "--max-new-tokens 0 writes nothing; only --logprobs was expected with it, which scores the text"

@@ -91,10 +91,11 @@ def typed(context: typer.Context) -> list[str]:
 
 
 def read_choice(
-    context: typer.Context, *, greedy: bool, beams: int, temperature: float, top_k: int, top_p: float
+    context: typer.Context, *, greedy: bool, beams: int, temperature: float, top_k: int, top_p: float, several: str
 ) -> "Choice":
     """Returns how the next token is chosen; greedy with `--greedy` and, where it has no effect, with `--beams`.
 
+    `several` is the option that asks for more than one sample, or "".
     Raises: ValueError for options that exclude each other.
     """
     from lm.sampling import Choice
@@ -110,6 +111,11 @@ def read_choice(
         raise ValueError(
             f"--temperature {temperature:g}, --top-k {top_k}, --top-p {top_p:g}: a temperature and a --top-p above 0"
             " were expected; --greedy takes the likeliest token"
+        )
+    if several and (found or temperature == 0):
+        raise ValueError(
+            f"{several} with {found[0] if found else '--temperature 0'}: samples that differ were expected, which need"
+            " a --temperature above 0"
         )
     return Choice(temperature=0) if found else Choice(temperature, top_k, top_p)
 

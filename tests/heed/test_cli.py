@@ -244,7 +244,7 @@ def test_chat_chooses_tokens_as_complete_does(
     assert "--beams with --top-p: one way to choose tokens was expected" in refused(
         *asked, "--beams", "3", "--top-p", "0.9"
     )
-    assert "--best-of 3 with greedy choice: responses that differ" in refused(
+    assert "--best-of 3 with --greedy: samples that differ" in refused(
         *asked, "--greedy", "--best-of", "3", "--judge", str(chat_model)
     )
 
