@@ -19,6 +19,7 @@ from cluster.environment import LAUNCHER_VARIABLES
 from files.importing import imports_uncollected
 from heed.commands.chat import chat
 from heed.commands.compare import compare, judge_again, verdicts
+from heed.commands.complete import complete
 from heed.commands.export import export_app
 from heed.commands.init import init
 from heed.commands.inspect import inspect_app
@@ -183,6 +184,7 @@ def watch(
 
 
 app.command(rich_help_panel=LOOK)(chat)
+app.command(rich_help_panel=LOOK)(complete)
 
 
 @app.command("few-shot", rich_help_panel=RESEARCH)

@@ -57,6 +57,13 @@ heed chat runs/mine/ppo/model
 heed chat runs/mine/sft/model --best-of 16 --judge runs/mine/reward/model
 echo "Please thank Mia." | heed chat runs/mine/ppo/model --temperature 0
 """,
+    "heed complete": """
+heed complete runs/demo/pretrain/model "Mia has a red"
+heed complete runs/demo/pretrain/model "Mia has a red" --beams 3 --max-new-tokens 8
+heed complete runs/demo/pretrain/model "Mia has a red kite." --max-new-tokens 0 --logprobs    # score a sentence
+heed complete runs/encoder/pretrain/model "Mia has a [MASK] kite."
+heed complete runs/demo/pretrain/model "Mia has a red kite." --tokens
+""",
     "heed few-shot": """
 heed few-shot runs/demo/pretrain/model examples.jsonl --shots 0 --shots 4
 """,

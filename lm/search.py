@@ -88,15 +88,15 @@ class Hypothesis:
 @torch.inference_mode()
 def beam_search(
     model: LanguageModel | EncoderDecoder,
-    prompt: Sequence[int],
+    asked: Sequence[int],
     *,
     num_beams: int,
     max_new_tokens: int,
+    start_id: int,
     end_ids: Collection[int],
     length_penalty: float = 1.0,
-    source: Sequence[int] | None = None,
 ) -> list[Hypothesis]:
-    """Returns the `num_beams` best responses found, best score first; `source` is what an encoder-decoder reads.
+    """Returns the `num_beams` best responses found, best score first; `asked` and `start_id` are as for `best_of`.
 
     Each step extends every running response by every token. Responses that end are set aside, and the `num_beams`
     likeliest others continue, until none of them can beat the worst of the `num_beams` best set aside. Responses still
@@ -105,10 +105,10 @@ def beam_search(
     """
     if num_beams < 1 or length_penalty < 0:
         raise ValueError(f"num_beams is {num_beams}, length_penalty {length_penalty}; from 1 and from 0 were expected")
-    check_room(model, [prompt], max_new_tokens)
-    sources = None if source is None else [source]
+    prompts, sources = prompts_and_sources(model, [asked], start_id)
+    check_room(model, prompts, max_new_tokens)
     check_sources(model, sources, 1)
-    batch = Batch.start(model, [0], [prompt], max_new_tokens, sources, num_slots=num_beams)
+    batch = Batch.start(model, [0], prompts, max_new_tokens, sources, num_slots=num_beams)
     running: list[tuple[list[int], float]] = [([], 0.0)]
     over: list[Hypothesis] = []
     for step in range(1, max_new_tokens + 1):

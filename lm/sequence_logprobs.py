@@ -1,6 +1,6 @@
 """Log-probabilities of given responses, with the vocabulary's logits in memory for one chunk of positions at a time.
 
-Shape letters: B of a batch, T tokens, C response tokens, D model, V vocabulary.
+Shape letters: B of a batch, T tokens, C response tokens of a batch, R tokens of a response, D model, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lm.encoder import EncoderDecoder
 from lm.model import LanguageModel
 from lm.progress import note_progress
 from lm.sampling import LOGITS_AT_ONCE, token_logprobs
 from lm.transfer import batches_of, pad_right
 
 
-@torch.inference_mode()
 def sequence_logprobs(
     model: LanguageModel,
     queries: Sequence[Sequence[int]],
@@ -23,7 +23,19 @@ def sequence_logprobs(
     temperature: float,
 ) -> list[float]:
     """Returns log π(response | query) per pair, nats, at the sampling temperature."""
-    totals: list[float] = []
+    per_response = response_logprobs(model, queries, responses, temperature)
+    return torch.stack([logprobs_R.sum() for logprobs_R in per_response]).tolist() if per_response else []
+
+
+@torch.inference_mode()
+def response_logprobs(
+    model: LanguageModel,
+    queries: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    temperature: float,
+) -> list[Tensor]:
+    """Returns the log-probability of each response's tokens, [R] nats per pair, at the sampling temperature."""
+    found: list[Tensor] = []
     logits, pairs = logits_function(model), list(zip(queries, responses, strict=True))
     for batch in batches_of([len(query) + len(response) for query, response in pairs]):
         note_progress()
@@ -36,9 +48,16 @@ def sequence_logprobs(
                 for part in position_chunks(states_CD, model.config.vocab_size)
             ]
         )
-        per_response = logprobs_C.split([len(response) for _, response in chosen])
-        totals += torch.stack([part.sum() for part in per_response]).tolist()
-    return totals
+        found += logprobs_C.split([len(response) for _, response in chosen])
+    return found
+
+
+@torch.inference_mode()
+def output_logprobs(model: EncoderDecoder, source: Sequence[int], output: Sequence[int], start_id: int) -> Tensor:
+    """Returns the log-probability of each token that an encoder-decoder writes for a source, [R] nats."""
+    device = model.head.weight.device
+    sources_1S, targets_1R = (torch.tensor([tokens], device=device) for tokens in (source, [start_id, *output[:-1]]))
+    return token_logprobs(model(sources_1S, targets_1R)[0], torch.tensor(output, device=device))
 
 
 def predicting_states(model: LanguageModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from lm.chat_template import ChatTemplate, turn_of
 from lm.chat_template import Messages as Messages
 
 PAD, END, MASK = "<|pad|>", "<|end|>", "<|mask|>"
+ANY_MASK = "[MASK]"  # how a text names a hidden word, whatever the vocabulary's mask token is called
 ROLES = ("system", "user", "assistant")
 SPECIAL_TOKENS = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
 
@@ -24,6 +26,12 @@ GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_CONFIG)
 
 
+# How byte-level vocabularies write bytes: a printable one as its character in Latin-1, the others from U+0100 on, in
+# order, as in `bytes_to_unicode` of GPT-2's encoder.py.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + place): byte for place, byte in enumerate(sorted({*range(0x100)} - {*_PRINTABLE}))
+}
 _OWN_FIELDS = ("pad", "end", "start", "mask", "chat_template", "other_ends", "model_start")
 
 
@@ -290,6 +298,42 @@ class Tokenizer:
 
     def token_text(self, token: int) -> str:
         return str(self._bpe.id_to_token(token))
+
+    def spelled(self, token: int) -> str | bytes:
+        """Returns the text that a token stands for, or its bytes if it holds only a part of a character.
+
+        WordPiece's continuations keep their `##`, special tokens are their names, and a number beyond the vocabulary
+        (models may have more rows than it has tokens) is "".
+        """
+        name = str(self._bpe.id_to_token(token) or "")
+        single = re.fullmatch("<0x([0-9A-F]{2})>", name)  # how SentencePiece names bytes
+        if single:
+            raw = bytes.fromhex(single[1])
+        elif isinstance(self._bpe.decoder, decoders.ByteLevel) and _BYTES.keys() >= set(name):
+            raw = bytes(_BYTES[character] for character in name)
+        else:
+            return name.replace("▁", " ")
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return raw
+
+    def is_special(self, token: int) -> bool:
+        return self._names.is_special(token)
+
+    def encode_masked(self, text: str) -> list[int]:
+        """Encodes user text in which `[MASK]`, or the mask token's own name, stands for a hidden word.
+
+        A space before a mask belongs to the hidden word, as in a vocabulary whose words begin with their space.
+        Raises: ValueError for a mask if the vocabulary has no mask token.
+        """
+        *before, last = self.split_at_masks(text)
+        first, *others = self.encode_plain([*(part.removesuffix(" ") for part in before), last])
+        return first + [token for part in others for token in (self.mask_id, *part)]
+
+    def split_at_masks(self, text: str) -> list[str]:
+        """Returns the text before, between and after masks."""
+        return (text.replace(self.mask, ANY_MASK) if self.mask else text).split(ANY_MASK)
 
     @cached_property
     def _names(self) -> Names:

@@ -13,12 +13,23 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
-from heed.commands.options import Weights, read_weights, refuse_run_folder
+from heed.commands.options import (
+    Beams,
+    Greedy,
+    Temperature,
+    TopK,
+    TopP,
+    Weights,
+    read_choice,
+    read_weights,
+    refuse_run_folder,
+)
 from stages.progress import console
 
 if TYPE_CHECKING:
     from lm.encoder import EncoderDecoder
     from lm.model import LanguageModel
+    from lm.sampling import Choice
     from lm.search import Scorer
     from lm.tokenizer import Messages, Tokenizer
     from reward.scoring import RewardModel
@@ -33,11 +44,16 @@ HISTORY_LINES = 1000
 
 
 def chat(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="A model directory, such as runs/demo/ppo/model, a .gguf file, or a hub id.")
     ],
     system: Annotated[str, typer.Option(help="The system's turn, with which each conversation starts.")] = "",
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.7,
+    temperature: Temperature = 0.7,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    greedy: Greedy = False,
+    beams: Beams = 0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of a response, in tokens.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Seed for sampling.")] = 0,
     best_of: Annotated[
@@ -51,6 +67,15 @@ def chat(
     Lines typed at a terminal are kept for the arrow keys in ~/.local/state/heed/chat_history (or below
     $XDG_STATE_HOME), which only you can read.
     """
+    choice = read_choice(
+        context,
+        greedy=greedy,
+        beams=beams,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        several=f"--best-of {best_of}" if best_of > 1 else "",
+    )
     if (best_of > 1) != bool(judge):
         raise ValueError(
             f"--best-of is {best_of}, --judge {judge!r}; expected either several responses and a reward model to"
@@ -61,7 +86,8 @@ def chat(
     with console.status("loading"):
         speaker = Speaker.load(
             model,
-            temperature=temperature,
+            choice=choice,
+            beams=beams,
             max_new_tokens=max_new_tokens,
             seed=seed,
             num_samples=best_of,
@@ -146,40 +172,50 @@ def _answer(speaker: "Speaker", messages: list[dict[str, str]], line: str, is_te
         shortest = [message for message in messages[:1] if message["role"] == "system"] + messages[-1:]
         print(f"(that is {speaker.num_tokens(shortest)} tokens; the model reads at most {speaker.context - 1})")
         return []
-    shown = ""
-
-    def show(text: str) -> None:
-        nonlocal shown
-        if text.startswith(shown) and not text.endswith("\ufffd"):  # otherwise a character is still incomplete
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
-
+    streamed = Streamed()
     try:
-        answer, scores = speaker.respond(kept, line, show if is_terminal else None)
+        answer, scores = speaker.respond(kept, line, streamed.show if is_terminal else None)
     except KeyboardInterrupt:
         if not is_terminal:
             raise
         print(" (stopped)")
-        return [*kept, {"role": "assistant", "content": shown}]
-    rest = answer[len(shown) :] if answer.startswith(shown) else f"\n{answer}"
-    print(rest or ("" if answer else "(an empty response)" if is_terminal else ""), flush=True)
+        return [*kept, {"role": "assistant", "content": streamed.shown}]
+    streamed.finish(answer or ("(an empty response)" if is_terminal else ""))
     if len(scores) > 1:
         listed = ", ".join(f"{score:.2f}" for score in sorted(scores, reverse=True))
         console.print(f"scores: {listed}", style="dim")
     return [*kept, {"role": "assistant", "content": answer}]
 
 
+class Streamed:
+    """Prints a text that grows, and never half of a character."""
+
+    def __init__(self) -> None:
+        self.shown = ""
+
+    def show(self, text: str) -> None:
+        """Print what the text has more than the last one, unless a character is still incomplete."""
+        if text.startswith(self.shown) and not text.endswith("\ufffd"):
+            print(text[len(self.shown) :], end="", flush=True)
+            self.shown = text
+
+    def finish(self, text: str) -> None:
+        """Print the rest of the whole text, or all of it if it does not begin with what was shown."""
+        print(text[len(self.shown) :] if text.startswith(self.shown) else f"\n{text}", flush=True)
+
+
 @dataclass(frozen=True)
 class Speaker:
     """A model that answers with whichever of `num_samples` responses the reward model scores highest, or without a
-    reward model, with the first. It reads at most `context` tokens.
+    reward model, with the first; with `beams`, with the best that beam search finds. It reads at most `context` tokens.
     """
 
     tokenizer: "Tokenizer"
     model: "LanguageModel | EncoderDecoder"
     reward_model: "RewardModel | None"
     context: int
-    temperature: float
+    choice: "Choice"
+    beams: int
     max_new_tokens: int
     seed: int
     num_samples: int
@@ -189,7 +225,8 @@ class Speaker:
         cls,
         name: str,
         *,
-        temperature: float,
+        choice: "Choice",
+        beams: int,
         max_new_tokens: int,
         seed: int,
         num_samples: int,
@@ -211,7 +248,7 @@ class Speaker:
         reward_model = RewardModel.load(model_directory(judge), weights) if judge else None
         if reward_model is not None:  # it also reads the end token after a truncated response
             context = min(context, reward_model.network.config.max_position_embeddings - 1)
-        return cls(tokenizer, model, reward_model, context, temperature, max_new_tokens, seed, num_samples)
+        return cls(tokenizer, model, reward_model, context, choice, beams, max_new_tokens, seed, num_samples)
 
     def num_tokens(self, messages: "Messages") -> int:
         return len(self.tokenizer.encode_prompt(messages))
@@ -234,8 +271,7 @@ class Speaker:
         from files.hashes import derive_seed
         from lm.encoder import EncoderDecoder
         from lm.generation import never
-        from lm.sampling import Choice
-        from lm.search import best_of
+        from lm.search import beam_search, best_of
 
         prompt = self.tokenizer.encode_prompt(messages)
 
@@ -246,14 +282,25 @@ class Speaker:
 
         num_turns = sum(message["role"] != "system" for message in messages)
         room = self.context - (1 if isinstance(self.model, EncoderDecoder) else len(prompt))
+        max_new_tokens = min(self.max_new_tokens, room)
+        if self.beams:
+            found = beam_search(
+                self.model,
+                prompt,
+                num_beams=self.beams,
+                max_new_tokens=max_new_tokens,
+                start_id=self.tokenizer.end_id,
+                end_ids=self.tokenizer.end_ids,
+            )
+            return self.tokenizer.decode(found[0].response).strip(), [hypothesis.score for hypothesis in found]
         (best,) = best_of(
             self.model,
             [prompt],
             _no_preference if self.reward_model is None else _scorer(self.reward_model, self.tokenizer, messages),
-            max_new_tokens=min(self.max_new_tokens, room),
+            max_new_tokens=max_new_tokens,
             start_id=self.tokenizer.end_id,
             end_ids=self.tokenizer.end_ids,
-            choice=Choice(self.temperature),
+            choice=self.choice,
             seeds=[[derive_seed(self.seed, "chat", num_turns, line, number) for number in range(self.num_samples)]],
             stop=stream if show is not None and self.num_samples == 1 else never,
         )

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from heed.jobs.job import JobConfig
+    from lm.sampling import Choice
     from training.data import Prompt
 
 JobFile = Annotated[Path | None, typer.Argument(help="Job file; the built-in demo if left out.")]
@@ -27,6 +28,23 @@ Only = Annotated[str, typer.Option(help="Run this stage only.")]
 Weights = Annotated[
     list[str] | None,
     typer.Option("--weight", help="NAME=NUMBER: weight of one of the reward model's objectives; may repeat."),
+]
+Greedy = Annotated[bool, typer.Option("--greedy", help="Take the likeliest token at each step.")]
+Beams = Annotated[
+    int,
+    typer.Option(
+        help="Beam search: this many texts, ranked by log-probability per token (default: none).",
+        min=0,
+        show_default=False,
+    ),
+]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")]
+TopK = Annotated[int, typer.Option(min=0, help="Sample from this many of the likeliest tokens; 0 is all.")]
+TopP = Annotated[
+    float,
+    typer.Option(
+        min=0.0, max=1.0, help="Sample from the fewest tokens whose probabilities sum to this (nucleus sampling)."
+    ),
 ]
 RunsFolder = Annotated[Path, typer.Option("--runs", help="Folder that holds run folders.")]
 
@@ -60,6 +78,46 @@ def read_weights(weights: list[str] | None) -> dict[str, float]:
             raise ValueError(f"--weight {given!r}: NAME=NUMBER was expected, each name once")
         found[name] = weight
     return found
+
+
+def typed(context: typer.Context) -> list[str]:
+    """Returns the options that were given on the command line, as they are written there."""
+    return [
+        option.opts[0]
+        for option in context.command.params
+        if option.opts[0].startswith("--")
+        and getattr(context.get_parameter_source(option.name or ""), "name", "DEFAULT") != "DEFAULT"
+    ]
+
+
+def read_choice(
+    context: typer.Context, *, greedy: bool, beams: int, temperature: float, top_k: int, top_p: float, several: str
+) -> "Choice":
+    """Returns how the next token is chosen; greedy with `--greedy` and, where it has no effect, with `--beams`.
+
+    `several` is the option that asks for more than one sample, or "".
+    Raises: ValueError for options that exclude each other.
+    """
+    from lm.sampling import Choice
+
+    found = [option for option, is_on in (("--greedy", greedy), ("--beams", beams > 0)) if is_on]
+    sampling = [option for option in typed(context) if option in ("--temperature", "--top-k", "--top-p")]
+    if len(found) + bool(sampling) > 1:
+        raise ValueError(
+            f"{' with '.join([*found, *sampling])}: one way to choose tokens was expected: --greedy, --beams, or"
+            " sampling with --temperature, --top-k and --top-p"
+        )
+    if top_p == 0 or (temperature == 0 and len(sampling) > 1):
+        raise ValueError(
+            f"--temperature {temperature:g}, --top-k {top_k}, --top-p {top_p:g}: a temperature and a --top-p above 0"
+            " were expected; --greedy takes the likeliest token"
+        )
+    if several and (found or temperature == 0):
+        raise ValueError(
+            f"{several} with {found[0] if found else '--temperature 0'}: samples that differ were expected, which need"
+            " a --temperature above 0"
+        )
+    return Choice(temperature=0) if found else Choice(temperature, top_k, top_p)
 
 
 def model_folder(name: Path) -> Path:

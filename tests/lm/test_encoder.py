@@ -306,7 +306,7 @@ def test_one_source_with_two_beginnings_is_two_sequences(model: EncoderDecoder) 
 @torch.no_grad()
 def test_beam_search_reads_the_source(model: EncoderDecoder) -> None:
     for source in READ[:3]:
-        found = beam_search(model, [START], num_beams=3, max_new_tokens=5, end_ids=[END], source=source)
+        found = beam_search(model, source, num_beams=3, max_new_tokens=5, start_id=START, end_ids=[END])
         for hypothesis in found:
             target = torch.tensor([[START, *hypothesis.response]])
             logprobs = torch.log_softmax(model(torch.tensor([source]), target[:, :-1])[0].double(), dim=-1)
@@ -319,9 +319,6 @@ def test_a_source_belongs_to_an_encoder_decoder_alone(model: EncoderDecoder, lla
     for wrong, sources in ((model, None), (llama, [[5]]), (model, [[5], [6]])):
         with pytest.raises(ValueError, match="an encoder-decoder needs a source for every prompt"):
             generate(wrong, [[START]], sources=sources, **common)
-    for wrong, source in ((model, None), (llama, [5])):
-        with pytest.raises(ValueError, match="an encoder-decoder needs a source for every prompt"):
-            beam_search(wrong, [START], num_beams=2, max_new_tokens=2, end_ids=[END], source=source)
 
 
 @pytest.mark.parametrize("length", [0, 25])
@@ -332,7 +329,7 @@ def test_a_source_that_is_empty_or_does_not_fit_is_refused(model: EncoderDecoder
             sources=[[5], [6] * length],
         )  # fmt: skip
     with pytest.raises(ValueError, match=rf"source 0 has {length} tokens; 1 to 24 were expected"):
-        beam_search(model, [START], num_beams=2, max_new_tokens=2, end_ids=[END], source=[6] * length)
+        beam_search(model, [6] * length, num_beams=2, max_new_tokens=2, start_id=START, end_ids=[END])
 
 
 @pytest.mark.long

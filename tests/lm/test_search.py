@@ -107,7 +107,7 @@ def naive(
 def test_beam_search_equals_its_naive_twin(decoder: LanguageModel, num_beams: int, penalty: float) -> None:
     for prompt in ([5], [1, 2, 4, 6, 7]):
         found = beam_search(
-            decoder, prompt, num_beams=num_beams, max_new_tokens=6, end_ids=[END], length_penalty=penalty
+            decoder, prompt, num_beams=num_beams, max_new_tokens=6, start_id=END, end_ids=[END], length_penalty=penalty
         )  # fmt: skip
         expected = naive(decoder, prompt, num_beams, 6, penalty)
         assert [h.response for h in found] == [response for _, response in expected]
@@ -138,13 +138,13 @@ def test_with_beams_enough_it_finds_the_best_of_all_responses() -> None:
         return sum(logprobs(model, (6, *response[:i]))[token] for i, token in enumerate(response))
 
     best = sorted(responses, key=lambda response: -total(response) / len(response))[:4]
-    found = beam_search(model, [6], num_beams=64, max_new_tokens=3, end_ids=[END])
+    found = beam_search(model, [6], num_beams=64, max_new_tokens=3, start_id=END, end_ids=[END])
     assert [h.response for h in found[:4]] == best
     assert found[0].logprob == pytest.approx(total(best[0]), abs=1e-4)
 
 
 def test_one_beam_without_length_penalty_is_greedy_until_it_ends(llama: LanguageModel) -> None:
-    (found,) = beam_search(llama, [5, 8], num_beams=1, max_new_tokens=8, end_ids=(), length_penalty=0)
+    (found,) = beam_search(llama, [5, 8], num_beams=1, max_new_tokens=8, start_id=END, end_ids=(), length_penalty=0)
     tokens = [5, 8]
     for _ in range(8):
         ranked = logprobs(llama, tuple(tokens))
@@ -158,6 +158,6 @@ def test_one_beam_without_length_penalty_is_greedy_until_it_ends(llama: Language
 )
 def test_impossible_searches_are_refused(llama: LanguageModel, change: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        beam_search(llama, [5], **{"num_beams": 2, "max_new_tokens": 4, "end_ids": [END], **change})  # type: ignore[arg-type]
+        beam_search(llama, [5], **{"num_beams": 2, "max_new_tokens": 4, "start_id": END, "end_ids": [END], **change})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prompt 0 has 40 tokens"):
-        beam_search(llama, [5] * 40, num_beams=2, max_new_tokens=4, end_ids=[END])
+        beam_search(llama, [5] * 40, num_beams=2, max_new_tokens=4, start_id=END, end_ids=[END])

@@ -287,3 +287,29 @@ def test_a_template_may_write_the_start_token(tokenizer: Tokenizer, tmp_path: Pa
     started = Tokenizer.load(tmp_path).with_template("plain")
     messages = [{"role": "user", "content": "fox"}]
     assert started.encode_prompt(messages) == tokenizer.encode(f"<|system|>fox{END}")
+
+
+def test_what_a_token_stands_for(tokenizer: Tokenizer, wordpiece: Tokenizer) -> None:
+    """Text, bytes of an incomplete character, a continuation with its mark, and nothing beyond the vocabulary."""
+    spelled = [tokenizer.spelled(token) for token in tokenizer.encode_plain(["The fox\n\u00a0é"])[0]]
+    assert b"".join(part.encode() if isinstance(part, str) else part for part in spelled) == "The fox\n\u00a0é".encode()
+    assert {part for part in spelled if isinstance(part, bytes)} == {b"\xc2", b"\xa0", b"\xc3", b"\xa9"}
+    assert tokenizer.spelled(tokenizer.end_id) == "<|end|>"
+    assert tokenizer.spelled(tokenizer.vocab_size + 3) == ""
+    assert [wordpiece.spelled(token) for token in wordpiece.encode_plain(["The dogs!"])[0]] == [
+        "the",
+        "dog",
+        "##s",
+        "!",
+    ]
+
+
+def test_masks_take_the_space_before_them(masking_tokenizer: Tokenizer, tokenizer: Tokenizer) -> None:
+    mask, encode = masking_tokenizer.mask_id, masking_tokenizer.encode_plain
+    the, sleeps = (encode([text])[0] for text in ("The", " sleeps"))
+    assert masking_tokenizer.encode_masked("The [MASK] sleeps<|mask|>") == [*the, mask, *sleeps, mask]
+    assert masking_tokenizer.encode_masked("The<|mask|>[MASK] sleeps") == [*the, mask, mask, *sleeps]
+    assert masking_tokenizer.encode_masked("[MASK]") == [mask]
+    assert masking_tokenizer.encode_masked("The sleeps") == encode(["The sleeps"])[0]
+    with pytest.raises(ValueError, match="mask_token is missing"):
+        tokenizer.encode_masked("The [MASK]")

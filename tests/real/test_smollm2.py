@@ -74,6 +74,25 @@ def test_it_knows_the_capital_of_france(
     assert "Paris" in capsys.readouterr().out
 
 
+def test_it_continues_and_scores_a_sentence(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def complete(text: str, *options: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["heed", "complete", str(smollm2), text, *options])
+        with pytest.raises(SystemExit, match="0"):
+            main()
+        return capsys.readouterr().out
+
+    def score(text: str) -> float:
+        said = complete(text, "--max-new-tokens", "0", "--logprobs")
+        return float(said.splitlines()[-1].split()[-2])
+
+    assert (
+        complete("The capital of France is", "--greedy", "--max-new-tokens", "1") == "The capital of France is Paris\n"
+    )
+    assert score("The train pulled into the station.") > score("The peanut pulled into the station.") + 3
+
+
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 def test_a_written_file_is_read_by_transformers(short_smollm2: Path, tmp_path: Path, kind: str) -> None:
     tokenizer = Tokenizer.load(short_smollm2)
