@@ -47,7 +47,7 @@ def _by_text(response: str, options: dict[str, str]) -> set[str]:
 
 
 def score_choice(response: str, options: Sequence[str], answer: str) -> Scored:
-    """Returns 1 if the response chooses the option with the letter `answer`, 0 if another, and a failure if it is unclear.
+    """Returns 1 if the response chooses the option with the letter `answer`, 0 if another one, a failure if unclear.
 
     Raises: ValueError if there are not 2 to 10 options that differ, or `answer` is the letter of none.
     """

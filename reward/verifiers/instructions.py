@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Any, Literal
 
+import regex  # unlike re, it takes vowel signs, as of Hindi, for parts of words
 from pydantic import AfterValidator, Field
 
 Text = Annotated[str, Field(min_length=1)]
@@ -24,10 +25,11 @@ CONSTRAINED_RESPONSES = ("My answer is yes.", "My answer is no.", "My answer is 
 WORD_SEPARATORS = re.compile(r"[\s\"'`‘’“”„«»()\[\]{}<>,:;!?@#$%&…]+|--+")
 
 OPENING, CLOSING = "\"'“‘([{*_", "\"'”’)]}*_"
-ABBREVIATIONS = frozenset(
-    "mr mrs ms dr prof st jr sr rev gen sen rep gov lt col maj sgt capt messrs inc ltd co corp bros ave vs"
-    " jan feb aug sept oct nov dec".split()
-)
+ABBREVIATIONS = {
+    *("mr", "mrs", "ms", "dr", "prof", "st", "jr", "sr", "rev", "gen", "sen", "rep", "gov", "lt", "col", "maj", "sgt"),
+    *("capt", "messrs", "inc", "ltd", "co", "corp", "bros", "ave", "vs"),
+    *("jan", "feb", "aug", "sept", "oct", "nov", "dec"),
+}
 LETTERS_WITH_PERIODS = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]")  # "J", "U.S", "p.m", before the last period
 
 
@@ -137,8 +139,9 @@ def number_sentences(response: str, *, num_sentences: Count, relation: Relation)
 
 
 def number_words(response: str, *, num_words: Count, relation: Relation) -> bool:
-    """Whether there are that many words: runs of letters, digits and underscores, so "don't" is two."""
-    return _holds(len(re.findall(r"\w+", response)), relation, num_words)
+    """Whether there are that many words: runs of letters with their marks, digits and underscores, so "don't" is two.
+    """
+    return _holds(len(regex.findall(r"\w+", response)), relation, num_words)
 
 
 def number_paragraphs(response: str, *, num_paragraphs: Count) -> bool:
