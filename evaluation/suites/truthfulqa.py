@@ -73,8 +73,8 @@ class TruthfulQA:
         Raises: ValueError naming file, line and field.
         """
         invalid = InvalidRows(source, hint="")
-        wanted = {} if is_file_name(source) else {"split": "validation", "subset": "multiple_choice"}
-        rows = valid_rows(read_source(source, **wanted, invalid=invalid), _item, invalid)
+        subset = "" if is_file_name(source) else "multiple_choice"  # of the hub's data set
+        rows = valid_rows(read_source(source, split="validation", subset=subset, invalid=invalid), _item, invalid)
         return [Item(str(number), *item) for number, (_, item) in enumerate(rows, start=1)]
 
     def score(self, model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:  # noqa: ARG002

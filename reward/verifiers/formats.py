@@ -1,6 +1,7 @@
 """Checks of a response's form: a regular expression, a JSON schema."""
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import regex
@@ -57,4 +58,4 @@ def json_schema(response: str, *, schema: Annotated[dict[str, Any], AfterValidat
     return Draft202012Validator(schema, registry=Registry()).is_valid(value)
 
 
-KINDS = {"format:regex": matches, "format:json_schema": json_schema}
+KINDS: dict[str, Callable[..., bool]] = {"format:regex": matches, "format:json_schema": json_schema}

@@ -139,8 +139,7 @@ def number_sentences(response: str, *, num_sentences: Count, relation: Relation)
 
 
 def number_words(response: str, *, num_words: Count, relation: Relation) -> bool:
-    """Whether there are that many words: runs of letters with their marks, digits and underscores, so "don't" is two.
-    """
+    """Whether there are that many words: runs of letters, their marks, digits and underscores ("don't" is two)."""
     return _holds(len(regex.findall(r"\w+", response)), relation, num_words)
 
 

@@ -9,7 +9,7 @@ import pytest
 from evaluation.suites.ifeval import SUITE, variants
 from evaluation.suites.suite import Tools
 from reward.verifiers.instructions import KINDS
-from tests.evaluation.suites.models import Answering
+from tests.evaluation.suites.answering import Answering
 
 REAL = Path(__file__).parents[4] / "shared" / "data" / "benchmarks" / "ifeval_input_data.jsonl.gz"
 ROWS = [

@@ -16,7 +16,7 @@ import pytest
 from evaluation.suites.ifeval import SUITE, variants
 from evaluation.suites.suite import Item, Scored, Tools
 from reward.verifiers.instructions import WORD_SEPARATORS, count_sentences, detected_language
-from tests.evaluation.suites.models import Answering
+from tests.evaluation.suites.answering import Answering
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install '.[harness]'")
 nltk = pytest.importorskip("nltk", reason="lm_eval's ifeval needs nltk: pip install nltk immutabledict")
@@ -111,7 +111,9 @@ def changed(answer: str, kind: str, given: dict[str, Any], draw: random.Random) 
             return draw.choice(['"{}"', ' "{}"\n', '"{}', "“{}”"]).replace("{}", answer)
         case "capital_word_frequency":
             words = ["NASA", "I'm", "A.M.", "DON'T", "STATE-OF-THE-ART", "AND/OR", "C3PO,", "(OK)", "**YES**", "R&D"]
-            return f"{answer} {' '.join(draw.choices(words, k=max(0, given['capital_frequency'] + draw.randint(-4, 2))))}"
+            return (
+                f"{answer} {' '.join(draw.choices(words, k=max(0, given['capital_frequency'] + draw.randint(-4, 2))))}"
+            )
         case "english_capital":
             return answer.upper() + draw.choice(["", "", "x"])
         case "english_lowercase":

@@ -11,7 +11,11 @@ import pytest
 from evaluation.measures.kl import Policy
 from evaluation.suites.suite import Continuation, Item, Tools
 from evaluation.suites.truthfulqa import PRIMER, SUITE, Choices, mc1, mc2
-from tests.evaluation.suites.models import Answering, Scoring
+from lm.config import ModelConfig
+from lm.model import LanguageModel, init_weights
+from lm.tokenizer import Tokenizer
+from lm.weights import save_model
+from tests.evaluation.suites.answering import Answering, Scoring
 
 REAL = Path(__file__).parents[4] / "shared" / "data" / "benchmarks" / "TruthfulQA.csv.gz"
 HEADER = "Type,Category,Question,Best Answer,Correct Answers,Incorrect Answers,Source\n"
@@ -81,7 +85,10 @@ def test_rows_of_the_hub_have_no_categories(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (ROW.replace("Adversarial", "Easy"), "field 'Type' is 'Easy'; one of Adversarial, Non-Adversarial was expected"),
+        (
+            ROW.replace("Adversarial", "Easy"),
+            "field 'Type' is 'Easy'; one of Adversarial, Non-Adversarial was expected",
+        ),
         (ROW.replace("All do; None does", "; ;"), "field 'Incorrect Answers' has no answer"),
         (ROW.replace("Most do,Most", ",Most"), "field 'Best Answer' is empty"),
     ],
@@ -115,7 +122,44 @@ def test_all_published_rows_are_read() -> None:
     assert len({item.group for item in items}) == 38
 
 
+@pytest.fixture(scope="module")
+def long_model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, tiny_config: ModelConfig) -> Path:
+    """The tiny model with positions enough for the primer, whose tokens are mostly bytes."""
+    model = LanguageModel(tiny_config.model_copy(update={"max_position_embeddings": 2048}))
+    init_weights(model, seed=7)
+    folder = tmp_path_factory.mktemp("long") / "model"
+    save_model(folder, model, model.state_dict(), tokenizer)
+    return folder
+
+
 @needs_real
-def test_values_are_those_of_the_harness_on_the_same_documents(model_folder: Path, tmp_path: Path) -> None:
-    """The tiny model's 96 positions hold no primer, so both ask without it; `test_..._on_a_published_model` asks with it."""
-    pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install '.[harness]'")
+def test_values_are_those_of_the_harness_on_the_same_documents(long_model_folder: Path, tmp_path: Path) -> None:
+    """The harness' own tasks, with the CSV's questions in the place of the hub's data set."""
+    lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install '.[harness]'")
+    from evaluation.harness import run_tasks
+
+    items = [item for item in SUITE.read(str(REAL)) if "Unknown" not in item.data["mc2"].answers][::40]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(hub_row(item)) + "\n" for item in items))
+    for name in ("truthfulqa_mc1", "truthfulqa_mc2"):
+        theirs = Path(lm_eval.__file__).parent / "tasks" / "truthfulqa" / f"{name}.yaml"
+        (tmp_path / f"{name}.yaml").write_text(
+            f"include: {theirs}\ntask: own_{name}\ndataset_path: json\ndataset_name: null\n"
+            f"dataset_kwargs: {{data_files: {{validation: {tmp_path / 'rows.jsonl'}}}}}\n"
+        )
+    found = run_tasks(long_model_folder, ["own_truthfulqa_mc1", "own_truthfulqa_mc2"], include=tmp_path)
+    expected = {row.task.removeprefix("own_truthfulqa_"): row.value for row in found}
+    scored = SUITE.score(Scoring({}, policy=Policy.load(long_model_folder)), items, Tools())
+    means = {name: sum(one.values[name] for one in scored) / len(scored) for name in ("mc1", "mc2")}
+    assert means == pytest.approx(expected, rel=1e-5)
+    assert 0 < means["mc1"] < 1
+    assert {row.num_documents for row in found} == {len(items)}
+
+
+def hub_row(item: Item) -> dict[str, Any]:
+    return {"question": item.messages[-1]["content"]} | {
+        f"{name}_targets": {
+            "choices": list(item.data[name].answers),
+            "labels": [int(is_right) for is_right in item.data[name].are_right],
+        }
+        for name in ("mc1", "mc2")
+    }

@@ -7,6 +7,7 @@ from evaluation.endpoint import Answer
 from evaluation.measures.kl import Policy
 from evaluation.suites.suite import Continuation, Request
 from lm.sequence_logprobs import sequence_logprobs
+from lm.tokenizer import Messages
 
 
 @dataclass
@@ -25,10 +26,10 @@ class Answering:
             for prompt in prompts
         ]
 
-    def logprobs(self, continuations: Sequence[Continuation]) -> list[float]:
+    def logprobs(self, continuations: Sequence[Continuation]) -> list[float]:  # noqa: ARG002
         raise ValueError(f"{self.name}: it gives no probabilities")
 
-    def rewards(self, conversations: Sequence[object]) -> list[Answer | float]:
+    def rewards(self, conversations: Sequence[Messages]) -> list[Answer | float]:  # noqa: ARG002
         raise ValueError(f"{self.name}: it is no reward model")
 
 
