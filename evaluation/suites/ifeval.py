@@ -53,10 +53,10 @@ class IFEval:
 
     def score(self, model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:  # noqa: ARG002
         """Each prompt is asked once. Its two measures of the whole prompt are values of its first instruction."""
-        prompts = {item.cluster: item.messages for item in items}
-        requests = [Request(messages=messages, max_new_tokens=MAX_NEW_TOKENS) for messages in prompts.values()]
+        prompts = {item.cluster: item for item in items}
+        requests = [Request(messages=item.messages, max_new_tokens=MAX_NEW_TOKENS) for item in prompts.values()]
         answers = dict(zip(prompts, model.answer(requests), strict=True))
-        verdicts = {item.cluster: _verdicts(item.data["checks"], answers[item.cluster].text) for item in items}
+        verdicts = {key: _verdicts(item.data["checks"], answers[key].text) for key, item in prompts.items()}
         return [_scored(item, answers[item.cluster], *verdicts[item.cluster]) for item in items]
 
     def published(self, source: str) -> Mapping[str, Sequence[Scored]]:  # noqa: ARG002
