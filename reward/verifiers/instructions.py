@@ -174,7 +174,7 @@ def nth_paragraph_first_word(response: str, *, num_paragraphs: Count, nth_paragr
 
 def number_placeholders(response: str, *, num_placeholders: Count) -> bool:
     """Whether there are at least so many placeholders in square brackets, such as [address]."""
-    return len(re.findall(r"\[[^\]\n]*\]", response)) >= num_placeholders
+    return len(re.findall(r"\[[^\[\]\n]*\]", response)) >= num_placeholders
 
 
 def postscript(response: str, *, postscript_marker: Text) -> bool:

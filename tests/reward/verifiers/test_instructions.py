@@ -3,9 +3,12 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from reward.verifiers import instructions
 from reward.verifiers.checks import Check
+from tests.examples import examples
 
 ENGLISH = "The house on the hill is old and nobody has lived there for many years"
 GERMAN = "Das Haus auf dem Hügel ist alt und niemand hat dort seit vielen Jahren gewohnt"
@@ -93,7 +96,7 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
     (
         "detectable_content:number_placeholders",
         {"num_placeholders": 2},
-        ["[name] of [address]", "[a][b][c]"],
+        ["[name] of [address]", "[a][b][c]", "[[a] and [b]]"],
         ["[name]", "[name\n] and [address]"],
     ),
     (
@@ -217,3 +220,17 @@ def test_sentences_are_counted(text: str, count: int) -> None:
 def test_the_language_of_a_short_text_does_not_change_between_calls() -> None:
     found = {instructions.detected_language(text) for text in ["the end"] * 30}
     assert len(found) == 1
+
+
+@examples(100)
+@given(st.text())
+def test_no_response_raises(response: str) -> None:
+    for kind, arguments, *_ in CASES:
+        assert Check(kind, arguments).passes(response) in (True, False)
+
+
+@pytest.mark.timeout(60)  # a pattern that backtracks would take hours
+@pytest.mark.parametrize("piece", ["<<", "*", "a", "[", " ", "\n", "A.", "***", "-", '"', "P.", "1. ", "```"])
+def test_long_responses_are_checked_in_seconds(piece: str) -> None:
+    for kind, arguments, *_ in CASES:
+        Check(kind, arguments).passes(f"x{piece * 20_000}x")
