@@ -65,6 +65,8 @@ class IFEval:
 
 def _row(where: str, row: Mapping[str, Any]) -> list[Item]:
     key, prompt = name_field(where, row, "key"), text_field(where, row, "prompt")
+    if not key:
+        raise ValueError(f"{where}: field 'key' is missing or empty; a number or a name was expected")
     kinds, arguments = list_field(where, row, "instruction_id_list"), objects_field(where, row, "kwargs")
     if not kinds or len(kinds) != len(arguments):
         raise ValueError(

@@ -40,7 +40,7 @@ def chosen(response: str, options: Sequence[str]) -> set[str]:
 def _by_text(response: str, options: dict[str, str]) -> set[str]:
     rest, found = " ".join(response.split()).lower(), set()
     for letter, option in sorted(options.items(), key=lambda pair: -len(pair[1])):  # longest first
-        text = " ".join(option.split()).rstrip(".").lower()
+        text = re.sub(r"(?<=\w)\.$", "", " ".join(option.split()).lower())
         rest, count = re.subn(rf"(?<!\w){re.escape(text)}(?!\w)", "\n", rest)
         found |= {letter} if count else set()
     return found
@@ -49,9 +49,10 @@ def _by_text(response: str, options: dict[str, str]) -> set[str]:
 def score_choice(response: str, options: Sequence[str], answer: str) -> Scored:
     """Returns 1 if the response chooses the option with the letter `answer`, 0 if another one, a failure if unclear.
 
-    Raises: ValueError if there are not 2 to 10 options that differ, or `answer` is the letter of none.
+    Raises: ValueError unless there are 2 to 10 options that differ, and `answer` is the letter of one.
     """
-    if not 2 <= len(options) <= len(LETTERS) or len({option.strip().lower() for option in options}) < len(options):
+    texts = {option.strip().lower() for option in options} - {""}
+    if not 2 <= len(options) <= len(LETTERS) or len(texts) < len(options):
         raise ValueError(f"options {list(options)}: 2 to {len(LETTERS)} different ones were expected")
     if answer not in tuple(LETTERS[: len(options)]):
         raise ValueError(f"answer {answer!r}: a letter from A to {LETTERS[len(options) - 1]} was expected")

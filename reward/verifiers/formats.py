@@ -12,7 +12,9 @@ from referencing import Registry
 
 from reward.verifiers.instructions import without_fence
 
-SEARCH_SECONDS = 1.0  # of computing, for one response; some patterns take exponentially long for texts that do not match
+SEARCH_SECONDS = (
+    1.0  # of computing, for one response; some patterns take exponentially long for texts that do not match
+)
 
 
 def _pattern(text: str) -> str:

@@ -85,6 +85,7 @@ def test_a_failed_answer_has_no_values_but_a_reason(tmp_path: Path) -> None:
         ({"kwargs": [{}, {}]}, "argument 'num_bullets': it is missing"),
         ({"instruction_id_list": ["a:b", "punctuation:no_comma"]}, "check 'a:b'; one of keywords:existence"),
         ({"prompt": " "}, "field 'prompt' is empty"),
+        ({"key": None}, "field 'key' is missing or empty"),
         ({"key": 8}, "field 'key' is '8', as in an earlier row"),
     ],
 )

@@ -84,6 +84,8 @@ def test_wrong_questions_are_refused() -> None:
         score_choice("A", ["one"], "A")
     with pytest.raises(ValueError, match="2 to 10 different ones were expected"):
         score_choice("A", ["one", "One "], "A")
+    with pytest.raises(ValueError, match="2 to 10 different ones were expected"):
+        score_choice("A", ["one", " "], "A")
     with pytest.raises(ValueError, match="answer 'E': a letter from A to D was expected"):
         score_choice("A", OPTIONS, "E")
     with pytest.raises(ValueError, match="answer 'AB': a letter from A to D was expected"):
