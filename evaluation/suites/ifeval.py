@@ -1,0 +1,112 @@
+"""IFEval (Zhou et al. 2023, arXiv 2311.07911): instructions whose following a program can check.
+
+An item is one instruction. The instructions of one prompt share its answer, so they form a cluster.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evaluation.endpoint import Answer
+from evaluation.suites.suite import Item, Measure, Model, Request, Scored, Tools
+from files.fields import list_field, name_field, objects_field, text_field
+from files.rows import InvalidRows, read_source, valid_rows
+from reward.verifiers.checks import Check
+
+MAX_NEW_TOKENS = 1280  # as lm-evaluation-harness allows
+
+MEASURES = (
+    Measure("prompt_strict", "Share of prompts whose answer follows every instruction."),
+    Measure("instruction_strict", "Share of instructions that are followed."),
+    Measure(
+        "prompt_loose",
+        "Share of prompts whose answer follows every instruction, each in at least one of eight variants of the answer:"
+        " with or without asterisks, first line and last line.",
+    ),
+    Measure("instruction_loose", "Share of instructions that are followed in at least one of these variants."),
+)
+
+
+@dataclass(frozen=True)
+class IFEval:
+    name: str = "ifeval"
+    title: str = "IFEval: checkable instructions (Zhou et al. 2023, arXiv 2311.07911)"
+    source: str = "google/IFEval"
+    needs: frozenset[str] = frozenset()
+    measures: Sequence[Measure] = MEASURES
+
+    def read(self, source: str) -> list[Item]:
+        """Reads rows with `key`, `prompt`, `instruction_id_list` and `kwargs`, one of each per instruction.
+
+        Raises: ValueError naming file, line and field.
+        """
+        invalid = InvalidRows(source, hint="")
+        prompts: dict[str, list[Item]] = {}
+        for where, items in valid_rows(read_source(source, invalid=invalid), _row, invalid):
+            key = items[0].cluster
+            if key in prompts:
+                raise ValueError(
+                    f"{where}: field 'key' is {key!r}, as in an earlier row; a key of its own was expected"
+                )
+            prompts[key] = items
+        return [item for items in prompts.values() for item in items]
+
+    def score(self, model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:  # noqa: ARG002
+        """Each prompt is asked once. Its two measures of the whole prompt are values of its first instruction."""
+        prompts = {item.cluster: item for item in items}
+        requests = [Request(messages=item.messages, max_new_tokens=MAX_NEW_TOKENS) for item in prompts.values()]
+        answers = dict(zip(prompts, model.answer(requests), strict=True))
+        verdicts = {key: _verdicts(item.data["checks"], answers[key].text) for key, item in prompts.items()}
+        return [_scored(item, answers[item.cluster], *verdicts[item.cluster]) for item in items]
+
+    def published(self, source: str) -> Mapping[str, Sequence[Scored]]:  # noqa: ARG002
+        return {}
+
+
+def _row(where: str, row: Mapping[str, Any]) -> list[Item]:
+    key, prompt = name_field(where, row, "key"), text_field(where, row, "prompt")
+    if not key:
+        raise ValueError(f"{where}: field 'key' is missing or empty; a number or a name was expected")
+    kinds, arguments = list_field(where, row, "instruction_id_list"), objects_field(where, row, "kwargs")
+    if not kinds or len(kinds) != len(arguments):
+        raise ValueError(
+            f"{where}: {len(kinds)} of field 'instruction_id_list' and {len(arguments)} of field 'kwargs'; at least one"
+            " instruction, and as many of both, were expected"
+        )
+    checks = [
+        Check.of(where, text_field(where, {"instruction_id_list": kind}, "instruction_id_list"), given)
+        for kind, given in zip(kinds, arguments, strict=True)
+    ]
+    messages = [{"role": "user", "content": prompt}]
+    return [
+        Item(f"{key}:{number}", messages, check.kind, key, {"checks": checks, "number": number})
+        for number, check in enumerate(checks, start=1)
+    ]
+
+
+def variants(answer: str) -> list[str]:
+    """Returns the eight variants of an answer for the loose measures: whole, without its first line, without its last
+    line, without both, and each of these again without asterisks.
+    """
+    lines = answer.split("\n")
+    cut = [answer, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    return cut + [text.replace("*", "") for text in cut]
+
+
+def _verdicts(checks: Sequence[Check], answer: str) -> tuple[list[bool], list[bool]]:
+    """Returns which instructions an answer follows, strictly and loosely."""
+    loosely = [any(map(check.passes, variants(answer))) for check in checks]
+    return [check.passes(answer) for check in checks], loosely
+
+
+def _scored(item: Item, answer: Answer, strictly: Sequence[bool], loosely: Sequence[bool]) -> Scored:
+    index = item.data["number"] - 1
+    values = {"instruction_strict": float(strictly[index]), "instruction_loose": float(loosely[index])}
+    if index == 0:
+        values |= {"prompt_strict": float(all(strictly)), "prompt_loose": float(all(loosely))}
+    if answer.failure:
+        return Scored(item.item_id, {}, failures=dict.fromkeys(values, answer.failure))
+    return Scored(item.item_id, values, answer.text)
+
+
+SUITE = IFEval()

@@ -1,0 +1,92 @@
+"""Which option a response chooses."""
+
+import math
+
+import pytest
+
+from reward.verifiers.choice import score_choice
+
+OPTIONS = ["blue", "light blue", "green", "a red house"]
+TEN = [f"option number {number}" for number in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("B", "B"),
+        (" b \n", "B"),
+        ("(B)", "B"),
+        ("B.", "B"),
+        ("**B**", "B"),
+        ("**B)** light blue", "B"),
+        ("B) light blue", "B"),
+        ("C: because leaves are green", "C"),
+        ("Answer: B", "B"),
+        ("Answer: b", "B"),
+        ("answer: (d).", "D"),
+        ("**Answer:** C", "C"),
+        ("Answer:\nC", "C"),
+        ("The answer is (A), since the sky is blue.", "A"),
+        ("The answer is A because the sky is.", "A"),
+        ("The correct answer is **D**", "D"),
+        ("Option A and option B are wrong, so the answer is C.", "C"),
+        ("I would choose option B here.", "B"),
+        ("Some steps first.\nThen more.\n\\boxed{D}", "D"),
+        ("\\boxed{\\text{C}}", "C"),
+        ("It is clearly (C), as seen.", "C"),
+        ("It is green.", "C"),
+        ("The sky is light  blue.", "B"),
+        ("I think that a good answer is a red house.", "D"),
+    ],
+)
+def test_a_clear_choice_is_read(response: str, letter: str) -> None:
+    assert score_choice(response, OPTIONS, letter).score == 1
+    wrong = "A" if letter != "A" else "B"
+    assert score_choice(response, OPTIONS, wrong).score == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("", "no option is chosen"),
+        ("I do not know.", "no option is chosen"),
+        ("A dog is not among them.", "no option is chosen"),
+        ("The answer is not B.", "no option is chosen"),
+        ("greenish", "no option is chosen"),
+        ("J", "no option is chosen"),  # there are four
+        ("A) blue\nB) light blue", "options A, B are chosen"),
+        ("The answer is A. No: the answer is C.", "options A, C are chosen"),
+        ("Either (A) or (D)", "options A, D are chosen"),
+        ("blue or green", "options A, C are chosen"),
+        ("light blue or blue", "options A, B are chosen"),
+    ],
+)
+def test_an_unclear_one_is_a_failure_and_never_zero(response: str, reason: str) -> None:
+    scored = score_choice(response, OPTIONS, "A")
+    assert math.isnan(scored.score)
+    assert scored.failure == f"{reason}; one was expected"
+
+
+def test_ten_options_have_letters_a_to_j() -> None:
+    assert [score_choice(f"({letter})", TEN, letter).score for letter in "ABCDEFGHIJ"] == [1.0] * 10
+    assert score_choice("Answer: I", TEN, "I").score == 1
+    assert math.isnan(score_choice("Answer: I think none", TEN, "I").score)
+
+
+@pytest.mark.timeout(20)  # a pattern that backtracks would take hours
+def test_long_responses_are_read_in_seconds() -> None:
+    for response in ("(" * 50_000, "* " * 50_000, "answer " * 20_000, "is " * 30_000, "A" * 50_000, "\n" * 50_000):
+        assert math.isnan(score_choice(response, OPTIONS, "A").score)
+
+
+def test_wrong_questions_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 to 10 different ones were expected"):
+        score_choice("A", ["one"], "A")
+    with pytest.raises(ValueError, match="2 to 10 different ones were expected"):
+        score_choice("A", ["one", "One "], "A")
+    with pytest.raises(ValueError, match="2 to 10 different ones were expected"):
+        score_choice("A", ["one", " "], "A")
+    with pytest.raises(ValueError, match="answer 'E': a letter from A to D was expected"):
+        score_choice("A", OPTIONS, "E")
+    with pytest.raises(ValueError, match="answer 'AB': a letter from A to D was expected"):
+        score_choice("A", OPTIONS, "AB")
