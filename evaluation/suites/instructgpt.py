@@ -221,11 +221,13 @@ def item_id(part: Part, sample: Sample) -> str:
 
 def _items(part: Part, samples: Iterable[Sample]) -> list[Item]:
     """Returns an item per question and prompt type, in the order of the file."""
-    distinct = {item_id(part, sample): sample for sample in reversed(list(samples))}
+    distinct = dict[str, Sample]()
+    for sample in samples:
+        distinct.setdefault(item_id(part, sample), sample)
     texts = {sample.number: _ending(part, sample.row) for sample in distinct.values()}
     examples = {sample.number: _example(sample.row) for sample in distinct.values()} if part.name == "squadv2" else {}
     items = []
-    for name, sample in reversed(distinct.items()):
+    for name, sample in distinct.items():
         shown = "".join(_other_examples(sample.number, examples)) if sample.prompt_type == "fewshot" else ""
         prompt = part.prefixes[sample.prompt_type] + shown + texts[sample.number]
         items.append(
