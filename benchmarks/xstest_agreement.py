@@ -68,7 +68,7 @@ def table(folder: str) -> str:
 
 
 def _shown(mean: float, low: float, high: float) -> str:
-    short = [f"{number:.3f}".replace("0.", ".", 1) for number in (mean, low, high)]
+    short = [f"{round(number, 3) + 0.0:.3f}".replace("0.", ".", 1) for number in (mean, low, high)]
     return f"{short[0]} ({short[1]} to {short[2]})"
 
 

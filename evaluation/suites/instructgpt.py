@@ -123,7 +123,7 @@ def references_of(cell: str) -> tuple[str, ...]:
 def squad_values(answer: str, references: Sequence[str]) -> dict[str, float]:
     """Returns F1 and exact match. "Not in background.", however punctuated, is the prediction that there is no answer.
 
-    OpenAI computed F1 with "Not in background." as a text like any other, so that "background" alone got half of it.
+    The paper's F1 compares with "Not in background." as a text like any other, so that "background" gets .5.
     """
     prediction = "" if normalized(answer) == normalized(NO_ANSWER) else answer
     return {"f1": token_f1(prediction, references), "exact_match": exact_match(prediction, references)}
