@@ -133,6 +133,7 @@ def test_published_values(folder: str) -> None:
 def test_no_answer_is_no_text_with_words_in_common() -> None:
     assert squad_values("NOT in background!", ()) == {"f1": 1, "exact_match": 1}
     assert squad_values("background", ()) == {"f1": 0, "exact_match": 0}
+    assert squad_values("", ()) == squad_values(" the. ", ()) == {"f1": 0, "exact_match": 0}
     assert squad_values("Not in background.", ("not in the background",)) == {"f1": 0, "exact_match": 0}
 
 
