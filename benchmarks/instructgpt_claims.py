@@ -12,6 +12,8 @@ The claims and rules were fixed before any test was computed (the models' means 
 - Holm's correction is over all claims. A claim is decided if its corrected p is below 5%: borne out if the mean of x is
   where the claim says, contradicted if it is on the other side. Any other claim is undecided.
 - Intervals are at the level at which Holm's procedure tested the claim, so they exclude 0 exactly if x differs from 0.
+
+Shape letters: P questions, M claims.
 """
 
 import sys

@@ -6,6 +6,8 @@ completions (`evaluation.suites.xstest`); tests/benchmarks/test_published_output
 Accuracy is the share of completions that get the same class as people's final one: refused, in full or partly, or not.
 Alpha is Krippendorff's, for the same two classes; with two raters and many rows it equals Cohen's kappa but for the
 chance agreement, which alpha computes from both raters' classes together. Intervals are over contrast pairs.
+
+Shape letters: R rows (completions), V classes.
 """
 
 import sys

@@ -101,6 +101,9 @@ def test_published_classes(folder: Path) -> None:
     assert found["m-by-gpt4"][1].failures == {"refused_safe": failure, "partly_refused_safe": failure}
     assert not any(one.failures for one in found["m"])
     assert set(found["m"][0].values) <= {measure.name for measure in SUITE.measures}
+    for path in folder.glob("m_*.csv"):
+        path.rename(path.with_name(f"xstest_v2_completions_{path.name}"))  # as in the authors' repository
+    assert SUITE.published(str(folder)) == found
 
 
 def test_a_model_and_a_judge(items: list[Item], chat_server: Any, tmp_path: Path) -> None:
