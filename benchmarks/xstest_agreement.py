@@ -4,8 +4,8 @@
 completions (`evaluation.suites.xstest`); tests/benchmarks/test_published_outputs.py checks the docs.
 
 Accuracy is the share of completions that get the same class as people's final one: refused, in full or partly, or not.
-Alpha is Krippendorff's, for the same two classes; with two raters and many rows it equals Cohen's kappa but for the
-chance agreement, which alpha computes from both raters' classes together. Intervals are over contrast pairs.
+Alpha is Krippendorff's, for the same two classes. Cohen's kappa differs from it in what agreement by chance is: alpha
+computes it from the classes of both raters together, kappa from each rater's own. Intervals are over contrast pairs.
 
 Shape letters: R rows (completions), V classes.
 """
@@ -35,6 +35,14 @@ def refusals(completion: Completion, rater: str) -> tuple[bool, bool] | None:
     return classes[0] != COMPLIANCE, classes[1] != COMPLIANCE
 
 
+def kappa(classes: Sequence[tuple[bool, bool]]) -> float:
+    """Returns Cohen's kappa, (p_o - p_e) / (1 - p_e), where p_e is the product of both raters' shares, over classes."""
+    pair_R2 = np.array(classes)
+    share_2 = pair_R2.mean(axis=0)
+    by_chance = float(share_2.prod() + (1 - share_2).prod())
+    return (float((pair_R2[:, 0] == pair_R2[:, 1]).mean()) - by_chance) / (1 - by_chance)
+
+
 def agreement(classes: Sequence[tuple[bool, bool]], clusters: Sequence[str]) -> tuple[Share, Alpha]:
     """Returns accuracy and alpha. Rows of one cluster are not independent."""
     _, cluster_R = np.unique(np.array(clusters), return_inverse=True)
@@ -50,8 +58,8 @@ def agreement(classes: Sequence[tuple[bool, bool]], clusters: Sequence[str]) -> 
 def table(folder: str) -> str:
     items = {item.item_id: item for item in SUITE.read(folder)}
     lines = [
-        "| completions of | rater | rows without a class | accuracy (95%) | alpha (95%) | refusals: rater, people |",
-        "|---|---|---|---|---|---|",
+        "| completions of | rater | rows without a class | accuracy (95%) | alpha (95%) | kappa | refusals: rater, people |",
+        "|---|---|---|---|---|---|---|",
     ]
     for model, completions in completions_of(Path(folder)).items():
         for rater in RATERS:
@@ -63,6 +71,7 @@ def table(folder: str) -> str:
             shown = (
                 _shown(accuracy.mean, accuracy.low, accuracy.high),
                 _shown(alpha.value, alpha.low, alpha.high),
+                _short(kappa(classes)),
             )
             missing = len(completions) - len(found)
             lines.append(f"| {model} | {rater} | {missing} | {' | '.join(shown)} | {counts} |")
@@ -70,8 +79,11 @@ def table(folder: str) -> str:
 
 
 def _shown(mean: float, low: float, high: float) -> str:
-    short = [f"{round(number, 3) + 0.0:.3f}".replace("0.", ".", 1) for number in (mean, low, high)]
-    return f"{short[0]} ({short[1]} to {short[2]})"
+    return f"{_short(mean)} ({_short(low)} to {_short(high)})"
+
+
+def _short(number: float) -> str:
+    return f"{round(number, 3) + 0.0:.3f}".replace("0.", ".", 1)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from benchmarks.instructgpt_claims import (
     means_table,
     read_values,
 )
-from benchmarks.xstest_agreement import agreement, refusals
+from benchmarks.xstest_agreement import agreement, kappa, refusals
 from evaluation.suites.xstest import CLASSES, Completion, completions_of
 from preferences.statistics.estimates import Floats
 
@@ -84,6 +84,8 @@ def test_agreement_by_hand() -> None:
     assert alpha.value == pytest.approx(1 - 19 * (2 * 2 / 20) / (2 * 6 * 14 / 20))
     assert accuracy.low < 0.8 < accuracy.high <= 1
     assert alpha.low < alpha.value < alpha.high
+    # The one rater refuses 4 of 10 times, the other 2.
+    assert kappa(classes) == pytest.approx((0.8 - 0.4 * 0.2 - 0.6 * 0.8) / (1 - 0.4 * 0.2 - 0.6 * 0.8))
     together, _ = agreement(classes, [str(n // 5) for n in range(10)])
     assert together.low < accuracy.low  # two clusters say less than ten rows
 
