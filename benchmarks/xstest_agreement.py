@@ -58,7 +58,7 @@ def agreement(classes: Sequence[tuple[bool, bool]], clusters: Sequence[str]) -> 
 def table(folder: str) -> str:
     items = {item.item_id: item for item in SUITE.read(folder)}
     lines = [
-        "| completions of | rater | rows without a class | accuracy (95%) | alpha (95%) | kappa | refusals: rater, people |",
+        "| completions of | rater | without a class | accuracy (95%) | alpha (95%) | kappa | refusals: rater, people |",
         "|---|---|---|---|---|---|---|",
     ]
     for model, completions in completions_of(Path(folder)).items():
