@@ -246,8 +246,9 @@ def read_csv(path: Path, on_unreadable: Callable[[ValueError], None] = refuse) -
     """Yields (where, row) for every row after the first, whose cells name the columns. Every value is a string.
 
     It reads RFC 4180: commas, quotes doubled inside quotes, line breaks inside quotes. `where` names the line on which
-    the row begins. Blank lines are skipped. `on_unreadable` gets the error about a row with too few or too many
-    cells; unless it raises, the next row is read.
+    the row begins. Blank lines are skipped. The first of several columns may have no name, like the index that pandas
+    writes; its key is "". `on_unreadable` gets the error about a row with too few or too many cells; unless it raises,
+    the next row is read.
 
     Raises: ValueError naming the file and the line, and the column where there is one.
     """
@@ -284,7 +285,7 @@ def read_csv(path: Path, on_unreadable: Callable[[ValueError], None] = refuse) -
 def _csv_columns(where: str, cells: list[str]) -> list[str]:
     columns = [cell.strip() for cell in cells]
     for number, name in enumerate(columns, start=1):
-        if not name:
+        if not name and (number > 1 or len(columns) == 1):
             raise ValueError(f"{where}: column {number} has no name; the first line names the columns")
         if name in columns[: number - 1]:
             raise ValueError(f"{where}: two columns are named {name!r}; each name was expected once")

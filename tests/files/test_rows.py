@@ -127,6 +127,11 @@ def test_preference_pairs(tmp_path: Path) -> None:
     assert (form.name, ranking.responses, ranking.ranks) == ("trl", ("4", "5"), (1, 2))
 
 
+def test_the_index_that_pandas_writes_needs_no_name(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", ("", "prompt", "completion"), ("0", "2 + 2?", "4"))
+    assert [row for _, row in read_source(str(path))] == [{"": "0", "prompt": "2 + 2?", "completion": "4"}]
+
+
 def test_an_empty_cell_is_named_by_line_and_column(tmp_path: Path) -> None:
     reader = ConversationReader("demonstration", "auto")
     path = written(tmp_path / "a.csv", ("prompt", "completion"), ("2 + 2?", "4"), ("3 + 3?", ""))
