@@ -11,11 +11,10 @@ import numpy as np
 
 from evaluation.endpoint import Answer
 from evaluation.judges.language_model import OWN_TEMPLATE, read_verdict
-from evaluation.statistics.win_rates import length_controlled
+from evaluation.statistics.win_rates import win_rate_at_equal_length
 from evaluation.suites.items import Row, read_items
 from evaluation.suites.judging import CONSISTENCY, check_baseline, failed, leads_over
 from evaluation.suites.suite import Item, Measure, Model, Request, Scored, Suite, Tools
-from evaluation.verdicts import Comparisons
 from files.conversations import ConversationReader
 from files.fields import any_text, optional_text
 
@@ -28,24 +27,10 @@ LENGTH_DIFFERENCE = "length_difference"
 
 
 def at_equal_length(scored: Sequence[Scored]) -> float:
-    """Returns the win rate that would remain at equal lengths (`length_controlled`); NaN if it is not identified."""
+    """Returns the win rate that would remain at equal lengths; NaN if it is not identified."""
     rows = [one.values for one in scored if WIN_RATE in one.values]
-    zeros_V = np.zeros(len(rows), dtype=np.int64)
-    pair = Comparisons(
-        policies=("model", "baseline"),
-        prompts=tuple(map(str, range(len(rows)))),
-        labelers=("judge",),
-        categories=("",),
-        a_V=zeros_V,
-        b_V=zeros_V + 1,
-        prompt_V=np.arange(len(rows)),
-        labeler_V=zeros_V,
-        category_V=zeros_V,
-        won_V=np.array([row[WIN_RATE] for row in rows]),
-        first_V=zeros_V,
-        longer_V=np.array([row[LENGTH_DIFFERENCE] for row in rows]),
-    )
-    return length_controlled(pair).mean
+    won_V, longer_V = (np.array([row[name] for row in rows]) for name in (WIN_RATE, LENGTH_DIFFERENCE))
+    return win_rate_at_equal_length(won_V, longer_V)
 
 
 class AlpacaEval:

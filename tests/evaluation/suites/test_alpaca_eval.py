@@ -9,8 +9,10 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 
 from evaluation.endpoint import Answer
+from evaluation.statistics.win_rates import length_controlled
 from evaluation.suites.alpaca_eval import SUITE, at_equal_length
 from evaluation.suites.suite import Scored, Tools
+from evaluation.verdicts import Verdict, comparisons_of
 from tests.conftest import SHOWN, ChatServer
 from tests.evaluation.suites.recorded import EndpointJudge, RecordedModel
 
@@ -93,6 +95,14 @@ def test_the_win_rate_at_equal_length_is_a_logistic_fits() -> None:
     assert expected < won.mean() - 0.1  # the longer answers had been preferred for their length
     assert at_equal_length([*scored, Scored("failed", {}, failures={"win_rate": "x"})]) == at_equal_length(scored)
     assert math.isnan(at_equal_length(scored[:3]))
+    verdicts = [
+        Verdict(f"p{n}", "model", "base", 0, 0, "j", "j", float(y), length_a=1000 + int(x), length_b=1000)
+        for n, (y, x) in enumerate(zip(won, longer, strict=True))
+    ]
+    compared = comparisons_of(verdicts, ("model", "base")).between(0, 1)
+    assert at_equal_length(scored) == pytest.approx(length_controlled(compared).mean, abs=1e-9)  # as `heed compare`
+    alike = [Scored(str(n), {"win_rate": 1.0, "length_difference": float(n)}) for n in range(9)]
+    assert 0.5 < at_equal_length(alike) < 1  # without a finite maximum: the prior of `length_controlled`
 
 
 @pytest.mark.parametrize(
