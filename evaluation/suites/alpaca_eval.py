@@ -23,7 +23,7 @@ JUDGE_TOKENS = 1024
 
 WIN_RATE = "win_rate"
 LENGTH_CONTROLLED = "length_controlled_win_rate"
-LENGTH_DIFFERENCE = "length_difference"
+LENGTH_DIFFERENCE = "length_difference"  # characters by which the model's answer is longer than the baseline's
 
 
 def at_equal_length(scored: Sequence[Scored]) -> float:
@@ -55,11 +55,6 @@ class AlpacaEval:
             " of both orders, with ties counting ½.",
         ),
         CONSISTENCY,
-        Measure(
-            LENGTH_DIFFERENCE,
-            "By how much the model's answers are longer than the baseline's, in characters.",
-            higher_is_better=False,
-        ),
     )
 
     def read(self, source: str) -> list[Item]:

@@ -53,7 +53,8 @@ LEADS = {"A>>B": 2, "A>B": 1, "A=B": 0, "B>A": -1, "B>>A": -2, "B<<A": 2, "B<A":
 # The authors' patterns: the last match of the first that matches at all.
 LABELS = (re.compile(r"\[\[([AB<>=]+)\]\]"), re.compile(r"\[([AB<>=]+)\]"))
 
-SCORE, WEIGHT, WIN_RATE = "score", "verdict_weight", "win_rate"
+SCORE, WIN_RATE = "score", "win_rate"
+WEIGHT = "verdict_weight"  # of an item's two verdicts together
 
 
 def weighted_mean(scored: Sequence[Scored]) -> float:
@@ -82,10 +83,6 @@ class ArenaHard:
         ),
         Measure(WIN_RATE, "The same share with every verdict counting once."),
         CONSISTENCY,
-        Measure(
-            WEIGHT,
-            "The weight of an item's two verdicts together, from 2 (neither is significant) to 6 (both are).",
-        ),
     )
 
     def read(self, source: str) -> list[Item]:

@@ -15,6 +15,7 @@ share of rows whose margin is above 0. The maximum is 1.01, and 0/0 in the last 
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,7 +27,8 @@ from files.fields import shown, text_field, whole_field
 TIES = "Ties"
 SUBSETS = ("Factuality", "Precise IF", "Math", "Safety", "Focus", TIES)
 
-SCORE, ACCURACY, TIES_SCORE, MARGIN, SPREAD = "score", "accuracy", "ties_score", "ties_margin", "ties_spread"
+SCORE, ACCURACY, TIES_SCORE = "score", "accuracy", "ties_score"
+MARGIN, SPREAD = "margin", "spread"  # of a row of Ties: m or r, and s
 
 
 def ties_score(scored: Sequence[Scored]) -> float:
@@ -102,15 +104,6 @@ class RewardBench2:
             " ones.",
             aggregate=ties_score,
         ),
-        Measure(
-            MARGIN,
-            "In Ties, the lowest reward of a right answer minus the highest of a wrong one, in the model's own units.",
-        ),
-        Measure(
-            SPREAD,
-            "In Ties, the highest minus the lowest reward of a right answer, in the model's own units.",
-            higher_is_better=False,
-        ),
     )
 
     def read(self, source: str) -> list[Item]:
@@ -122,7 +115,14 @@ class RewardBench2:
             (*item.messages, {"role": "assistant", "content": text}) for item in items for text in item.data["answers"]
         ]
         rewards = iter(model.rewards(conversations))
-        return [_scored(item, [next(rewards) for _ in item.data["answers"]]) for item in items]
+        scored = [_scored(item, [next(rewards) for _ in item.data["answers"]]) for item in items]
+        measured = {item.group for item, one in zip(items, scored, strict=True) if one.values}
+        # A failed item is left out of the score, unless its whole subset failed: then the score is unknown.
+        return [
+            replace(one, failures={SCORE: why} | one.failures) if item.group in measured and why else one
+            for item, one in zip(items, scored, strict=True)
+            for why in [next(iter(one.failures.values()), "")]
+        ]
 
     def published(self, source: str) -> Mapping[str, Sequence[Scored]]:  # noqa: ARG002
         return {}
@@ -166,8 +166,7 @@ def _scored(item: Item, rewards: Sequence[Answer | float]) -> Scored:
     for number, reward in enumerate(rewards, start=1):
         if isinstance(reward, Answer):
             failure = f"answer {number} of {len(rewards)}: {reward.failure}"
-            names = (SCORE, *((TIES_SCORE, MARGIN, SPREAD) if is_ties else (ACCURACY,)))
-            return Scored(item.item_id, {}, failures=dict.fromkeys(names, failure))
+            return Scored(item.item_id, {}, failures={TIES_SCORE if is_ties else ACCURACY: failure})
         values.append(reward)
     num_right = item.data["num_right"]
     right, wrong = values[:num_right], values[num_right:]

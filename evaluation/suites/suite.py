@@ -1,7 +1,7 @@
 """The contract of an evaluation suite: its items, what a model is asked about them, and what the answers are worth.
 
-A suite is one file. It reads its items, asks the model, and returns values per item. `evaluation.suites.evaluating`
-does everything else: it opens models, caches their answers, compares models with paired intervals, and writes the report.
+A suite is one file. It reads its items, asks the model, and returns values per item. `evaluation.evaluate` does
+everything else: it opens models, caches their answers, compares models with paired intervals, and writes the report.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +18,8 @@ class Item:
 
     Items of one `cluster` are not independent, such as questions made from one template: intervals treat a cluster as
     one observation. "" means that the item is its own cluster. `group` is the part of the suite that it belongs to,
-    such as a category; "" if the suite has no parts. `messages` is the conversation that a model is asked, which ends with a
-    user's turn; later turns of a conversation, and what scoring needs, are in `data`.
+    such as a category; "" if the suite has no parts. `messages` is the conversation that a model is asked, which ends
+    with a user's turn; later turns of a conversation, and what scoring needs, are in `data`.
     """
 
     item_id: str
@@ -31,7 +31,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Scored:
-    """What one model's answer to one item is worth: a value by name of measure.
+    """What one model's answer to one item is worth: a value by name of measure, and other values that aggregates need.
 
     A measure that could not be computed has no value; `failures` then says why, by name of measure. It is counted, and
     never taken for 0. A measure that does not apply to the item is in neither of the two.

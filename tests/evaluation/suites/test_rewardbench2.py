@@ -61,7 +61,7 @@ def scored_rows(tmp_path: Path, rows: list[dict[str, Any]]) -> list[Scored]:
 def test_accuracy_and_ties_by_hand(tmp_path: Path) -> None:
     scored = scored_rows(tmp_path, ROWS)
     assert [one.values["accuracy"] for one in scored[:4]] == [1.0, 0.0, 0.5, 1.0]
-    assert scored[5].values == {"ties_margin": 3.0, "ties_spread": 2.0}
+    assert scored[5].values == {"margin": 3.0, "spread": 2.0}
     assert ties_score(scored) == pytest.approx(TIES, abs=1e-12)
     assert mean_of_subsets(scored) == pytest.approx((0.5 + 0.75 + TIES) / 3, abs=1e-12)  # subsets weigh the same
     assert math.isnan(ties_score(scored[:5]))  # no tied row
@@ -90,11 +90,13 @@ def test_a_failed_reward_is_a_failed_item(tmp_path: Path) -> None:
     scored = scored_rows(tmp_path, rows)
     assert scored[1].values == {}
     assert scored[1].failures == dict.fromkeys(("score", "accuracy"), "answer 3 of 3: too long")
-    names = ("score", "ties_score", "ties_margin", "ties_spread")
-    assert scored[4].failures == dict.fromkeys(names, "answer 2 of 3: too long")
+    assert scored[4].failures == dict.fromkeys(("score", "ties_score"), "answer 2 of 3: too long")
     assert ties_score(scored) == ties_score(scored[2:4])
     assert mean_of_subsets(scored) == pytest.approx((1 + ties_score(scored)) / 2)
-    assert math.isnan(mean_of_subsets([*scored, Scored("Math/1", {}, failures={"score": "too long"})]))
+    # A subset without any value makes the score unknown, so its item stays among those that the score is of.
+    whole = scored_rows(tmp_path, [ROWS[0], row("8", "Math", ["?"], ["0"])])
+    assert whole[1].failures == {"accuracy": "answer 1 of 2: too long"}
+    assert math.isnan(mean_of_subsets(whole))
 
 
 def test_a_real_reward_model(tmp_path: Path, tiny_config: ModelConfig, tokenizer: Tokenizer) -> None:
