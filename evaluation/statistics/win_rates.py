@@ -206,9 +206,10 @@ def length_controlled(pair: Comparisons) -> LengthControlled:
 def win_rate_at_equal_length(won_V: Floats, longer_V: Floats) -> float:
     """Returns the mean of `length_controlled` for one verdict per prompt, or NaN if it is not identified.
 
-    It leaves out the interval, which takes 20 times as long as the fit, for callers that resample prompts.
+    It leaves out the interval, which takes 20 times as long as the fit, for callers that resample prompts. Resamples of
+    verdicts that are all alike are alike, too. Their spread would be that of the prior only, so the mean is then NaN.
     """
-    if len(won_V) < MIN_PROMPTS or np.ptp(longer_V) == 0:
+    if len(won_V) < MIN_PROMPTS or np.ptp(longer_V) == 0 or np.ptp(won_V) == 0:
         return math.nan
     tanh_V = np.tanh(longer_V / math.sqrt(float((longer_V**2).mean())))
     beta_K, _, _ = _length_fit(np.stack([won_V, 1 - won_V], axis=1), _length_features(tanh_V))

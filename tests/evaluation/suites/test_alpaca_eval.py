@@ -102,7 +102,11 @@ def test_the_win_rate_at_equal_length_is_a_logistic_fits() -> None:
     compared = comparisons_of(verdicts, ("model", "base")).between(0, 1)
     assert at_equal_length(scored) == pytest.approx(length_controlled(compared).mean, abs=1e-9)  # as `heed compare`
     alike = [Scored(str(n), {"win_rate": 1.0, "length_difference": float(n)}) for n in range(9)]
-    assert 0.5 < at_equal_length(alike) < 1  # without a finite maximum: the prior of `length_controlled`
+    assert math.isnan(at_equal_length(alike))
+    by_length = [Scored(str(n), {"win_rate": float(n > 4), "length_difference": n - 4.5}) for n in range(10)]
+    assert at_equal_length(by_length) == pytest.approx(
+        0.5
+    )  # without a finite maximum: the prior of `length_controlled`
 
 
 @pytest.mark.parametrize(
