@@ -89,7 +89,7 @@ class RewardBench2:
         Measure(
             SCORE,
             "The unweighted mean over the subsets, as on the leaderboard: the accuracy of each, and ties_score for"
-            " Ties. 0 to 1.",
+            " Ties.",
             aggregate=mean_of_subsets,
         ),
         Measure(
@@ -119,9 +119,7 @@ class RewardBench2:
         measured = {item.group for item, one in zip(items, scored, strict=True) if one.values}
         # A failed item is left out of the score, unless its whole subset failed: then the score is unknown.
         return [
-            replace(one, failures={SCORE: why} | one.failures) if item.group in measured and why else one
-            for item, one in zip(items, scored, strict=True)
-            for why in [next(iter(one.failures.values()), "")]
+            _left_out_of_score(one) if item.group in measured else one for item, one in zip(items, scored, strict=True)
         ]
 
     def published(self, source: str) -> Mapping[str, Sequence[Scored]]:  # noqa: ARG002
@@ -174,6 +172,11 @@ def _scored(item: Item, rewards: Sequence[Answer | float]) -> Scored:
         return Scored(item.item_id, {MARGIN: min(right) - max(wrong), SPREAD: max(right) - min(right)})
     highest = max(values)
     return Scored(item.item_id, {ACCURACY: 1 / values.count(highest) if right[0] == highest else 0.0})
+
+
+def _left_out_of_score(one: Scored) -> Scored:
+    """Returns the item with its failure, if it has one, for the score as well."""
+    return replace(one, failures={SCORE: why for why in one.failures.values()} | dict(one.failures))
 
 
 SUITE: Suite = RewardBench2()
