@@ -176,7 +176,10 @@ def _scored(item: Item, rewards: Sequence[Answer | float]) -> Scored:
 
 def _left_out_of_score(one: Scored) -> Scored:
     """Returns the item with its failure, if it has one, for the score as well."""
-    return replace(one, failures={SCORE: why for why in one.failures.values()} | dict(one.failures))
+    if not one.failures:
+        return one
+    (why,) = one.failures.values()
+    return replace(one, failures={SCORE: why, **one.failures})
 
 
 SUITE: Suite = RewardBench2()
