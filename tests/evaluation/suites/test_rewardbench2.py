@@ -109,7 +109,8 @@ def test_a_real_reward_model(tmp_path: Path, tiny_config: ModelConfig, tokenizer
         (found,) = score([conversation[:-1]], [conversation[-1]["content"]])
         return Answer("", failure=found.failure) if found.failure else found.score
 
-    rows = [row(str(n), "Focus", [f"the dog {n}"], ["a bird", "the bush", "far"]) for n in range(4)]
+    texts = ["the dog", "a bird", "the bush", "far"]
+    rows = [row(str(n), "Focus", [texts[n]], texts[:n] + texts[n + 1 :]) | {"prompt": "What?"} for n in range(4)]
     rows += [row("4", "Focus", ["word " * 200], ["a", "b", "c"])]
     items = SUITE.read(write(tmp_path / "test.jsonl", rows))
     scored = SUITE.score(RewardingModel(reward), items, Tools())
@@ -124,6 +125,7 @@ def test_a_real_reward_model(tmp_path: Path, tiny_config: ModelConfig, tokenizer
         first, *others = model.score_sequences(whole)
         expected.append(float(first > max(others)))
     assert [one.values["accuracy"] for one in scored[:4]] == expected
+    assert sum(expected) == 1  # each of the four answers was once the right one
     assert scored[4].failures["accuracy"].endswith("tokens; the reward model reads at most 96")
 
 
