@@ -7,7 +7,7 @@ A template is a text that contains $prompt, $first and $second ($$ is a dollar s
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -45,6 +45,8 @@ FIELDS = ("prompt", "first", "second")
 SHOWN_CHARACTERS = 120
 _VERDICT = re.compile(r"[*_`\s]*verdict:[*_`\s]*(1|2|tie)[*_`\s.]*", re.IGNORECASE)
 _FIRST_WINS = {"1": 1.0, "2": 0.0, "tie": 0.5}
+
+Read = Callable[[str], tuple[float, str]]  # a reply -> (value, "") or (NaN, why there is none)
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,7 @@ class LanguageModelJudge:
         }
 
     def _verdict(self, pair: Pair, first: Side, answer: Answer) -> Verdict:
-        first_wins, failure = read_verdict(answer.text) if not answer.failure else (0.0, answer.failure)
-        if failure and answer.finished is False:
-            failure = f"{failure}; the answer was truncated at {self.max_tokens} tokens"
+        first_wins, failure = read_reply(answer, read_verdict, self.max_tokens)
         return pair.verdict(self.name, first_wins if first == "a" else 1 - first_wins, first=first, failure=failure)
 
 
@@ -126,11 +126,27 @@ def fill(template: str, messages: Messages, first: str, second: str) -> str:
     return Template(template).substitute(prompt="\n\n".join(turns), first=first, second=second)
 
 
+def read_reply(reply: Answer, read: Read, max_tokens: int) -> tuple[float, str]:
+    """Returns what `read` finds in a judge's reply, or (NaN, why there is nothing)."""
+    if reply.failure:
+        return math.nan, reply.failure
+    value, failure = read(reply.text)
+    if failure and reply.finished is False:
+        failure = f"{failure}; the answer was truncated at {max_tokens} tokens"
+    return value, failure
+
+
 def read_verdict(answer: str) -> tuple[float, str]:
     """Returns (preference for the first response, "") from an answer, or (NaN, why there is none)."""
+    found, failure = read_last_line(answer, _VERDICT, "verdict", "a line 'Verdict: 1', '2' or 'tie'")
+    return (_FIRST_WINS[found.lower()], "") if found else (math.nan, failure)
+
+
+def read_last_line(answer: str, pattern: re.Pattern[str], what: str, expected: str) -> tuple[str, str]:
+    """Returns (the pattern's group, "") if the last line of an answer matches, otherwise ("", why it does not)."""
     lines = [line for line in answer.splitlines() if line.strip()]
-    found = _VERDICT.fullmatch(lines[-1]) if lines else None
+    found = pattern.fullmatch(lines[-1]) if lines else None
     if found:
-        return _FIRST_WINS[found[1].lower()], ""
+        return found[1], ""
     last = lines[-1].strip()[:SHOWN_CHARACTERS] if lines else ""
-    return math.nan, f"no verdict: the answer ends with {last!r}; a line 'Verdict: 1', '2' or 'tie' was expected"
+    return "", f"no {what}: the answer ends with {last!r}; {expected} was expected"

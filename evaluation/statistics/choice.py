@@ -8,6 +8,8 @@ of 0.7 is 0.7 of a win). The fit is then a quasi-likelihood: its mean is right, 
 Shape letters: B fits at once, C clusters (prompts), V questions, O outcomes, K coefficients.
 """
 
+import math
+
 import numpy as np
 
 from preferences.statistics.estimates import Floats
@@ -18,10 +20,11 @@ _MAX_CHANGE = 2.0  # per step, in log-odds; Newton's method overshoots far from 
 _TOLERANCE = 1e-10
 
 
-def fit(y_BVO: Floats, F_VOK: Floats) -> Floats:
+def fit(y_BVO: Floats, F_VOK: Floats, bound: float = math.inf) -> Floats:
     """Returns the coefficients [B, K] that maximise Σ_v Σ_o y_vo·log P_vo, by Newton's method.
 
-    Raises: ValueError if it does not converge: the maximum is infinite, or coefficients cannot be told apart.
+    Raises: ValueError if it does not converge: the maximum is infinite, or coefficients cannot be told apart. A
+    coefficient beyond ±`bound` counts as an infinite one, without further steps.
     """
     beta_BK = np.zeros((len(y_BVO), F_VOK.shape[2]))
     for _ in range(_MAX_STEPS):
@@ -34,6 +37,8 @@ def fit(y_BVO: Floats, F_VOK: Floats) -> Floats:
             break
         largest_B = np.abs(step_BK).max(axis=1, initial=0.0)
         beta_BK += step_BK * np.minimum(1.0, _MAX_CHANGE / np.maximum(largest_B, _TOLERANCE))[:, None]
+        if np.abs(beta_BK).max(initial=0.0) > bound:
+            break
         if largest_B.max(initial=0.0) < _TOLERANCE:
             return beta_BK
     raise ValueError("the fit has no finite maximum, or its coefficients cannot be told apart")

@@ -31,7 +31,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Scored:
-    """What one model's answer to one item is worth: a value by name of measure.
+    """What one model's answer to one item is worth: a value by name of measure, and other values that aggregates need.
 
     A measure that could not be computed has no value; `failures` then says why, by name of measure. It is counted, and
     never taken for 0. A measure that does not apply to the item is in neither of the two.

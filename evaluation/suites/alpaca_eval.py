@@ -1,0 +1,101 @@
+"""AlpacaEval: how often a judge prefers the model's answer to a baseline's, plain and at equal length.
+
+Dubois et al. 2024, Length-controlled AlpacaEval (arXiv 2404.04475). The judge's question is that of `heed compare`, and
+not AlpacaEval's, so values are comparable among models that were evaluated here, but not with its leaderboard.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+import numpy as np
+
+from evaluation.endpoint import Answer
+from evaluation.judges.language_model import OWN_TEMPLATE, read_verdict
+from evaluation.statistics.win_rates import win_rate_at_equal_length
+from evaluation.suites.items import Row, read_items
+from evaluation.suites.judging import CONSISTENCY, check_baseline, failed, leads_over
+from evaluation.suites.suite import Item, Measure, Model, Request, Scored, Suite, Tools
+from files.conversations import ConversationReader
+from files.fields import any_text, optional_text
+
+MAX_NEW_TOKENS = 2048
+JUDGE_TOKENS = 1024
+
+WIN_RATE = "win_rate"
+LENGTH_CONTROLLED = "length_controlled_win_rate"
+LENGTH_DIFFERENCE = "length_difference"  # characters by which the model's answer is longer than the baseline's
+
+
+def at_equal_length(scored: Sequence[Scored]) -> float:
+    """Returns the win rate that would remain at equal lengths; NaN if it is not identified."""
+    rows = [one.values for one in scored if WIN_RATE in one.values]
+    won_V, longer_V = (np.array([row[name] for row in rows]) for name in (WIN_RATE, LENGTH_DIFFERENCE))
+    return win_rate_at_equal_length(won_V, longer_V)
+
+
+class AlpacaEval:
+    """Rows of AlpacaEval's `alpaca_eval.json`; an item's id is the row's number, from 0, and its group the `dataset`.
+
+    The baseline's answers are the rows' `output`, unless the user gives others.
+    """
+
+    name = "alpaca-eval"
+    title = "AlpacaEval 2 (Dubois et al. 2024, arXiv 2404.04475)"
+    source = ""
+    needs = frozenset({"judge"})
+    measures = (
+        Measure(
+            LENGTH_CONTROLLED,
+            "The win rate over the baseline that a logistic fit predicts for answers of equal length, from 0 to 1.",
+            aggregate=at_equal_length,
+        ),
+        Measure(
+            WIN_RATE,
+            "The share of items on which the judge prefers the model's answer to the baseline's, from 0 to 1: the mean"
+            " of both orders, with ties counting ½.",
+        ),
+        CONSISTENCY,
+    )
+
+    def read(self, source: str) -> list[Item]:
+        """Reads a file in AlpacaEval's format. Raises: ValueError naming file, line and field."""
+        numbers, reader = count(), ConversationReader("prompt", "alpaca")
+        return read_items(source, lambda where, row: _item(where, row, str(next(numbers)), reader))
+
+    def score(self, model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:
+        """Raises: ValueError if an item has no answer of the baseline."""
+        assert tools.judge is not None
+        own = {item.item_id: Answer(item.data["output"]) for item in items if "output" in item.data}
+        baseline = tools.baseline or own
+        check_baseline(self.name, items, baseline)
+        answers = model.answer([Request(item.messages, max_new_tokens=MAX_NEW_TOKENS) for item in items])
+        leads = leads_over(
+            baseline, items, answers, tools.judge, template=OWN_TEMPLATE, read=_lead, max_tokens=JUDGE_TOKENS
+        )
+        scored = []
+        for item, answer, lead in zip(items, answers, leads, strict=True):
+            if lead.failure:
+                scored.append(failed(item, answer, lead.failure, [measure.name for measure in self.measures]))
+                continue
+            values = {
+                WIN_RATE: (2 + lead.shown_first + lead.shown_second) / 4,
+                LENGTH_DIFFERENCE: float(len(answer.text) - len(baseline[item.item_id].text)),
+            }
+            scored.append(Scored(item.item_id, values | lead.consistency(), answer.text))
+        return scored
+
+    def published(self, source: str) -> Mapping[str, Sequence[Scored]]:  # noqa: ARG002
+        return {}
+
+
+def _item(where: str, row: Row, item_id: str, reader: ConversationReader) -> Item:
+    data = {} if row.get("output") is None else {"output": any_text(where, row, "output")}
+    return Item(item_id, tuple(reader.read(where, row)), optional_text(where, row, "dataset"), data=data)
+
+
+def _lead(reply: str) -> tuple[float, str]:
+    first_wins, failure = read_verdict(reply)
+    return 2 * first_wins - 1, failure
+
+
+SUITE: Suite = AlpacaEval()

@@ -1,0 +1,97 @@
+"""Judges a model's answers against a baseline's: a language model reads each pair twice, once in either order.
+
+A pair counts only if both orders gave a verdict. With one of them, the judge's preference for a position would pass for
+a preference for a model.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from evaluation.endpoint import Answer
+from evaluation.judges.language_model import Read, fill, read_reply
+from evaluation.suites.suite import Item, Judge, Measure, Scored
+
+CONSISTENCY = Measure(
+    "position_consistency",
+    "The share of items on which the judge prefers the same answer (or ties) in both orders. Identical answers are not"
+    " shown to the judge and do not count.",
+)
+
+
+@dataclass(frozen=True)
+class Leads:
+    """How far the model's answer is ahead of the baseline's according to the judge, once per order.
+
+    Above 0, the model's answer is better; 0 is a tie. Both are NaN if there is a `failure`. Identical answers tie
+    without being `asked` about.
+    """
+
+    shown_first: float  # the model's answer was shown first
+    shown_second: float
+    failure: str = ""
+    asked: bool = True
+
+    def consistency(self) -> dict[str, float]:
+        """Returns the value of CONSISTENCY; none if it does not apply."""
+        agree = (self.shown_first > 0) == (self.shown_second > 0) and (self.shown_first < 0) == (self.shown_second < 0)
+        return {CONSISTENCY.name: float(agree)} if self.asked else {}
+
+
+def check_baseline(suite: str, items: Sequence[Item], baseline: Mapping[str, Answer]) -> None:
+    """Raises: ValueError unless the baseline has an answer, or the reason for having none, for every item."""
+    missing = [item.item_id for item in items if item.item_id not in baseline]
+    if missing:
+        raise ValueError(
+            f"{suite}: the baseline has no answer to {len(missing)} of {len(items)} items, such as"
+            f" {missing[0]!r}; one per item was expected"
+        )
+
+
+def leads_over(
+    baseline: Mapping[str, Answer],
+    items: Sequence[Item],
+    answers: Sequence[Answer],
+    judge: Judge,
+    *,
+    template: str,
+    read: Read,
+    max_tokens: int,
+) -> list[Leads]:
+    """Returns the leads of a model's answers, in the order of the items.
+
+    `template` has the fields of `evaluation.judges.language_model`. `read` returns from the judge's reply how far the
+    answer shown first is ahead.
+    """
+    prompts = []
+    for item, own in zip(items, answers, strict=True):
+        other = baseline[item.item_id]
+        if not _known(own, other):
+            for first, second in ((own, other), (other, own)):
+                prompts.append(({"role": "user", "content": fill(template, item.messages, first.text, second.text)},))
+    replies = iter(judge.ask(prompts, max_tokens) if prompts else ())
+    leads = []
+    for item, own in zip(items, answers, strict=True):
+        known = _known(own, baseline[item.item_id])
+        leads.append(known or _leads(next(replies), next(replies), read, max_tokens))
+    return leads
+
+
+def _known(own: Answer, other: Answer) -> Leads | None:
+    """Returns the leads that need no judge: those of a failed answer, and of identical answers."""
+    if own.failure or other.failure:
+        return Leads(math.nan, math.nan, own.failure or f"the baseline: {other.failure}", asked=False)
+    return Leads(0.0, 0.0, asked=False) if own.text == other.text else None
+
+
+def _leads(own_first: Answer, own_second: Answer, read: Read, max_tokens: int) -> Leads:
+    first, first_failure = read_reply(own_first, read, max_tokens)
+    second, second_failure = read_reply(own_second, read, max_tokens)
+    if first_failure or second_failure:
+        return Leads(math.nan, math.nan, f"the judge: {first_failure or second_failure}")
+    return Leads(first, -second)
+
+
+def failed(item: Item, answer: Answer, failure: str, measures: Sequence[str]) -> Scored:
+    """Returns an item without values, with the same reason for each of these measures."""
+    return Scored(item.item_id, {}, answer.text, dict.fromkeys(measures, failure))
