@@ -1,7 +1,7 @@
 """The contract of an evaluation suite: its items, what a model is asked about them, and what the answers are worth.
 
-A suite is one file. It reads its items, asks the model, and returns values per item. `evaluation.suites.evaluating`
-does everything else: it opens models, caches their answers, compares models with paired intervals, and writes the report.
+A suite is one file. It reads its items, asks the model, and returns values per item. `evaluation.evaluate` does
+everything else: it opens models, caches their answers, compares models with paired intervals, and writes the report.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +18,8 @@ class Item:
 
     Items of one `cluster` are not independent, such as questions made from one template: intervals treat a cluster as
     one observation. "" means that the item is its own cluster. `group` is the part of the suite that it belongs to,
-    such as a category; "" if the suite has no parts. `messages` is the conversation that a model is asked, which ends with a
-    user's turn; later turns of a conversation, and what scoring needs, are in `data`.
+    such as a category; "" if the suite has no parts. `messages` is the conversation that a model is asked, which ends
+    with a user's turn; later turns of a conversation, and what scoring needs, are in `data`.
     """
 
     item_id: str
@@ -60,7 +60,9 @@ class Measure:
 class Request:
     """What a model is asked to write: the next turn of `messages`, or the continuation of `text` without any template.
 
-    Exactly one of the two is set. Temperature 0 is greedy. Generation ends before the first of `stop`.
+    Exactly one of the two is set. Temperature 0 is greedy. Generation ends before the first of `stop`. Equal requests
+    of one call are different samples if the temperature is above 0. Saved answers are found by `item_id`, or by the
+    item's messages, which `messages` then begins with.
     """
 
     messages: Messages = ()
@@ -68,6 +70,7 @@ class Request:
     max_new_tokens: int = 512
     temperature: float = 0.0
     stop: tuple[str, ...] = ()
+    item_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,10 @@ class Model(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it can be asked conversations. A model without a template only continues plain text."""
 
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
         """Returns one answer per request. A failed one has a reason in `failure` instead of a text."""

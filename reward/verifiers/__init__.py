@@ -1,0 +1,1 @@
+"""Rewards that check a response by a program."""
