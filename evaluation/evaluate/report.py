@@ -186,14 +186,13 @@ def _warnings(suites: Sequence[SuiteReport]) -> list[str]:
     """What readers of the numbers must know: answers that could not be scored, and items seen in training."""
     found = []
     for suite in suites:
-        failed: dict[str, int] = {}
-        for row in suite.statistics.failures:
-            failed[row.model] = max(failed.get(row.model, 0), _num_failed(suite, row.model))
-        for model, num_failed in failed.items():
-            found.append(
-                f"{suite.suite}: a measure could not be computed on {number(num_failed)} of"
-                f" {count_of(suite.statistics.num_items, 'item')} of {model}; they are left out of that measure."
-            )
+        for model in suite.statistics.models:
+            num_failed = _num_failed(suite, model)
+            if num_failed:
+                found.append(
+                    f"{suite.suite}: a measure could not be computed on {number(num_failed)} of"
+                    f" {count_of(suite.statistics.num_items, 'item')} of {model}; they are left out of that measure."
+                )
         for row in suite.contamination:
             if row.item_ids:
                 share = percent(len(row.item_ids) / row.num_items)
@@ -333,13 +332,23 @@ def _failures(suite: SuiteReport, styles: Styles) -> Table:
     rows = [
         Row(
             (styles[row.model],),
-            (Cell(row.measure), Cell(number(row.num_items)), Cell(row.reason[:300]), Cell(row.item_id, is_code=True)),
+            (
+                Cell(", ".join(row.measures)),
+                Cell(number(row.num_items)),
+                Cell(row.reason[:300]),
+                Cell(row.item_id, is_code=True),
+            ),
         )
         for row in found[:MAX_FAILURES]
     ]
     rest = f" The {number(MAX_FAILURES)} most frequent of {number(len(found))}." if len(found) > MAX_FAILURES else ""
     caption = f"Items on which a measure could not be computed; they are in no mean.{rest} From {VALUES}."
-    return Table(caption, ("Model", "Measure", "Items", "Reason", "First item"), tuple(rows), title="Failures")
+    return Table(
+        caption,
+        ("Model", "Measures", "Items", "Reason, of the first item", "First item"),
+        tuple(rows),
+        title="Failures",
+    )
 
 
 def _contamination(suite: SuiteReport, row: Contamination, styles: Styles) -> Part:

@@ -13,7 +13,8 @@ Shape letters: I items, C clusters, N resamples.
 
 import itertools
 import math
-from collections import Counter, defaultdict
+import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -27,6 +28,8 @@ from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, I
 from preferences.statistics.intervals import clustered_mean, mean_is_zero, percentiles, share_interval
 
 NUM_RESAMPLES = 1_000
+
+_VARYING = re.compile(r"\d[\d,.]*|'[^']*'|\"[^\"]*\"")  # in reasons: numbers and quoted texts
 
 Unit = Literal["share", "number"]
 ByModel = Mapping[str, Mapping[str, Scored]]  # by name of model and item id
@@ -69,10 +72,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Failure:
-    """How many items of a model a measure could not score for one reason. `item_id` is the first of them."""
+    """On how many items of a model measures could not be computed for one kind of reason.
+
+    Reasons of one kind differ in numbers and quoted texts only; `reason` and `item_id` are those of the first item.
+    """
 
     model: str
-    measure: str
+    measures: tuple[str, ...]
     reason: str
     num_items: int
     item_id: str
@@ -281,11 +287,15 @@ def _resampled(columns: Sequence[_Column], ids: Sequence[str], cluster_I: Ints, 
 
 
 def _failures(scored: ByModel) -> tuple[Failure, ...]:
-    counts: Counter[tuple[str, str, str]] = Counter()
-    first: dict[tuple[str, str, str], str] = {}
+    """Returns the kinds of failures, the most frequent first."""
+    found: list[Failure] = []
     for model, rows in scored.items():
+        kinds: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
         for row in rows.values():
             for measure, reason in row.failures.items():
-                counts[model, measure, reason] += 1
-                first.setdefault((model, measure, reason), row.item_id)
-    return tuple(Failure(*key, number, first[key]) for key, number in counts.most_common())
+                kinds[_VARYING.sub("*", reason)].append((measure, reason, row.item_id))
+        for of_kind in kinds.values():
+            measures = tuple(dict.fromkeys(measure for measure, _, _ in of_kind))
+            num_items = len({item_id for _, _, item_id in of_kind})
+            found.append(Failure(model, measures, of_kind[0][1], num_items, of_kind[0][2]))
+    return tuple(sorted(found, key=lambda failure: -failure.num_items))
