@@ -137,7 +137,7 @@ def training_files(model: Path) -> tuple[list[str], list[str]]:
     The second list names data that are recorded but are no longer files, or are no text (a label store).
     """
     found: dict[str, bool] = {}
-    waiting, seen = [model.resolve().parent], set[Path]()
+    waiting, seen = [model.absolute().parent], set[Path]()
     while waiting:
         stage = waiting.pop()
         if stage in seen or not (stage / LINEAGE).is_file():

@@ -30,7 +30,7 @@ from lm.model import LanguageModel
 from lm.sampling import Choice
 from lm.sequence_logprobs import sequence_logprobs
 from lm.source import load_for_inference
-from lm.tokenizer import Messages, Tokenizer
+from lm.tokenizer import Messages, Tokenizer, has_chat_template
 from lm.weights import ModelFolder, purpose_of, read_config
 
 PUBLISHED, ALL = "published:", "all"
@@ -102,7 +102,7 @@ class LocalModel:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
+        return has_chat_template(self.folder)
 
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
         """Raises: ValueError for conversations without a chat template, or that the template refuses."""

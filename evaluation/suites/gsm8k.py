@@ -1,8 +1,8 @@
 """GSM8K: 1,319 grade-school maths problems whose answer is one number (Cobbe et al. 2021, arXiv 2110.14168).
 
-A model with a chat template gets the question and the instruction to end with "#### N". A model without one continues
-plain text after eight solved problems, the first of train.jsonl if the data are a folder that has it (chain of thought
-as in Wei et al. 2022, arXiv 2201.11903), or after none.
+A model with a chat template gets the question and the instruction to end with "####" and the number. A model without
+one continues plain text after eight solved problems, the first of train.jsonl if the data are a folder that has it
+(chain of thought as in Wei et al. 2022, arXiv 2201.11903), or after none.
 
 `strict_match` and `flexible_extract` are those of EleutherAI's lm-evaluation-harness (gsm8k.yaml), on these prompts.
 """
@@ -18,9 +18,7 @@ from files.fields import text_field
 from files.rows import read_source
 from reward.verifiers.final_number import final_number
 
-INSTRUCTION = (
-    'Solve the problem step by step. Then end with a line "#### N", where N is the answer as a number, without units.'
-)
+INSTRUCTION = 'Solve the problem step by step. On the last line, write "####" and then the answer, as a number only.'
 NUM_SHOTS = 8
 MAX_NEW_TOKENS = 512
 STOP = ("\nQuestion:",)  # where a base model would make up another problem

@@ -12,8 +12,13 @@ __all__ = ["heed_main", "models"]
 
 SUITE = '''
 import json
+import pathlib
 
 from evaluation.suites.suite import Continuation, Item, Measure, Request, Scored
+
+
+def longest(rows):
+    return max(len(row.answer) for row in rows)
 
 
 class Foxes:
@@ -26,7 +31,7 @@ class Foxes:
     measures = (
         Measure("even", "Whether the answer has an even number of characters."),
         Measure("length", "Characters of the answer.", higher_is_better=False),
-        Measure("longest", "Characters of the longest answer.", aggregate=lambda rows: max(len(r.answer) for r in rows)),
+        Measure("longest", "Characters of the longest answer.", aggregate=longest),
         Measure("judged", "What a judge says."),
         Measure("scored", "What a scorer says."),
         Measure("beats", "Whether the answer is longer than the baseline's."),
@@ -35,7 +40,7 @@ class Foxes:
     def read(self, source):
         return [
             Item(row["id"], ({"role": "user", "content": row["question"]},), row["group"], row["cluster"], row)
-            for row in map(json.loads, open(source))
+            for row in map(json.loads, pathlib.Path(source).read_text().splitlines())
         ]
 
     def score(self, model, items, tools):
@@ -114,7 +119,7 @@ NUM_ITEMS = 6
 
 
 @pytest.fixture
-def place(tmp_path: Path, models: Path) -> Path:  # noqa: F811
+def place(tmp_path: Path, models: Path) -> Path:
     """A folder with a suite, its items, saved answers, a scorer, and the models."""
     (tmp_path / "suite.py").write_text(SUITE)
     items = [

@@ -63,9 +63,7 @@ def test_two_models_are_evaluated_and_never_asked_twice(
         assert value_in(report, name, "longest")["value"]["mean"] == max(own)
         groups = [value_in(report, name, "length", group) for group in "ab"]
         assert [group["num_items"] for group in groups] == [3, 3]
-    (difference,) = [
-        row for row in report["suites"][0]["statistics"]["differences"] if row["measure"] == "length"
-    ]
+    (difference,) = [row for row in report["suites"][0]["statistics"]["differences"] if row["measure"] == "length"]
     means = [value_in(report, name, "length")["value"]["mean"] for name in ("one", "two")]
     assert difference["difference"]["mean"] == pytest.approx(means[0] - means[1])
     # A second suite, or the same one in another folder, generates nothing: every answer is in the cache.
