@@ -110,6 +110,8 @@ def evaluate(wanted: Evaluation, folder: Path) -> EvaluationReport:
             for suite in suites
         }
         scored = _scored(models, suites, items, sources, tools)
+        if judge is not None:
+            judge.model.close()
         reports = _reports(suites, sources, items, scored, training, how.seed)
         shown = tuple(dict.fromkeys(model for own in scored.values() for model in own))
         report = EvaluationReport(shown, reports, settings)
@@ -233,8 +235,8 @@ def _training_data(given: Sequence[str], models: Sequence[Opened]) -> dict[str, 
         path = path if is_named else value
         if not Path(path).exists():
             raise ValueError(f"--training-data {value!r}: no such file; [MODEL=]FILE was expected")
-        for model in [name] if is_named else found:
-            found[model][0].append(path)
+        for trained in [name] if is_named else found:
+            found[trained][0].append(path)
     return {name: data for name, data in found.items() if any(data)}
 
 

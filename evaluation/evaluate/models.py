@@ -21,7 +21,7 @@ from evaluation.evaluate.saved import SavedAnswers
 from evaluation.inputs import named_specs
 from evaluation.judges.scorers import BATCH, ScoreJudge
 from evaluation.policies import SEEDS, is_saved
-from evaluation.suites.suite import Continuation, Judge, Model, Request
+from evaluation.suites.suite import Continuation, Model, Request
 from files.hashes import derive_seed, json_hash
 from lm.config import Precision
 from lm.generation import generate, never
@@ -403,7 +403,7 @@ def open_model(name: str, spec: str, how: Answering) -> Opened:
     return LocalModel.open(name, spec, how)
 
 
-def open_judge(spec: str, how: Answering) -> Judge | None:
+def open_judge(spec: str, how: Answering) -> ModelJudge | None:
     """Returns the judge of SPEC or NAME=SPEC; None for "". Raises: ValueError if it is no language model."""
     if not spec:
         return None

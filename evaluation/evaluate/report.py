@@ -26,6 +26,7 @@ from stages.reports.parts import (
     Dot,
     Forest,
     ForestRow,
+    Head,
     Note,
     Part,
     Row,
@@ -64,6 +65,7 @@ NUM_SAMPLES = 12  # items per suite
 MAX_CHARACTERS = 1_000_000  # of their texts
 MAX_FAILURES = 20  # reasons per suite
 MAX_GROUPS = 60
+MAX_DIFFERENCES = 200  # rows per suite
 TWO_MODELS = (
     "A difference is one between two sets of weights: another seed of the same algorithm may do better or worse, and"
     " these intervals do not cover that."
@@ -90,6 +92,7 @@ def page_of(found: EvaluationFolder) -> str:
     sentences = [sentence for suite in report.suites for sentence in conclusions(suite)]
     num_items = sum(suite.statistics.num_items for suite in report.suites)
     is_shown = any(row.better for suite in report.suites for row in _primary(suite))
+    caveat = (TWO_MODELS,) if any(_primary(suite) for suite in report.suites) else ()
     samples = _samples(found, styles)
     page = Page(
         kicker="Heed evaluation",
@@ -99,7 +102,7 @@ def page_of(found: EvaluationFolder) -> str:
             count_of(len(report.suites), "suite"),
             count_of(num_items, "item"),
         ),
-        answer=Answer("better" if is_shown else "unclear", sentences[0], (*sentences[1:6], TWO_MODELS)),
+        answer=Answer("better" if is_shown else "unclear", sentences[0], (*sentences[1:6], *caveat)),
         sections=(
             *(_section(suite, styles) for suite in report.suites),
             Section("samples", "Answers", (_about_samples(samples), samples)),
@@ -291,6 +294,8 @@ def _dot(found: Interval, start: float, end: float) -> Dot:
 
 
 def _differences(suite: SuiteReport, styles: Styles) -> Table:
+    place = {measure.name: number_of for number_of, measure in enumerate(suite.measures)}
+    found = sorted(suite.statistics.differences, key=lambda row: place[row.measure])
     rows = [
         Row(
             (styles[row.model_a], styles[row.model_b]),
@@ -303,14 +308,13 @@ def _differences(suite: SuiteReport, styles: Styles) -> Table:
             ),
             is_strong=bool(row.better),
         )
-        for measure in suite.measures
-        for row in suite.statistics.differences
-        if row.measure == measure.name
+        for row in found[:MAX_DIFFERENCES]
     ]
+    rest = f" The first {number(len(rows))} of {number(len(found))}." if len(rows) < len(found) else ""
     caption = (
         "The first model minus the second, on the items that both have, paired. p is two-sided and corrected for all"
         " pairs of models (Holm); the interval excludes 0 exactly if it is below 5%. "
-        f"{TWO_MODELS} From {REPORT}."
+        f"{TWO_MODELS}{rest} From {REPORT}."
     )
     columns = ("Models", "Measure", "Difference (95%)", "p (Holm)", "Items", "Which is better")
     return Table(caption, columns, tuple(rows), title="Differences")
@@ -322,7 +326,7 @@ def _group_table(suite: SuiteReport, measure: ReportedMeasure, groups: Sequence[
         found = [suite.statistics.of(model, measure.name, group) for model in suite.statistics.models]
         num_items = max((value.num_items for value in found if value is not None), default=0)
         rows.append(Row((group,), (Cell(number(num_items)), *(_cell(value) for value in found))))
-    columns = ("Group", "Items", *(styles[model] for model in suite.statistics.models))
+    columns: tuple[Head, ...] = ("Group", "Items", *(styles[model] for model in suite.statistics.models))
     caption = f"{measure.name} by group, each with its 95% interval, not corrected for the number of groups."
     return Table(caption, columns, tuple(rows), title=measure.name)
 
@@ -379,7 +383,7 @@ def _about_samples(samples: Samples) -> Note:
 
 def _samples(found: EvaluationFolder, styles: Styles) -> Samples:
     suites = [suite.suite for suite in found.report.suites]
-    shown = []
+    shown: list[ShownPrompt] = []
     for place, suite in enumerate(suites):
         items = [item for of, item in found.items if of == suite]
         sizes = [sum(len(message["content"]) for message in item.messages) for item in items]

@@ -93,8 +93,10 @@ def _turns(where: str, row: Mapping[str, Any]) -> list[str]:
     if turns is None:
         name = next((name for name in ANSWER_FIELDS if name in row), ANSWER_FIELDS[0])
         return [any_text(where, row, name)]
-    texts = [turn.get("content") if isinstance(turn, dict) else turn for turn in turns] if turns else []
-    if not texts or not all(isinstance(text, str) for text in texts):
+    given = turns if isinstance(turns, list) else []
+    contents = [turn.get("content") if isinstance(turn, dict) else turn for turn in given]
+    texts = [content for content in contents if isinstance(content, str)]
+    if not texts or len(texts) < len(contents):
         raise ValueError(f"{where}: field 'turns' is {shown(turns)}; a list of answers was expected")
     return texts
 

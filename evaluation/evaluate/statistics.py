@@ -202,7 +202,7 @@ def _differences(
             own_seed = derive_seed(seed, "difference", measure.name, name_a, name_b)
             test = _paired_test(a, b, ids, cluster_I, own_seed)
             found.append((name_a, name_b, test, len(ids), len(np.unique(cluster_I))))
-    corrected = holm(np.array([test.p for _, _, test, _, _ in found])) if found else []
+    corrected = holm(np.array([test.p for _, _, test, _, _ in found]))
     rows = []
     for (name_a, name_b, test, num_items, num_clusters), holm_p in zip(found, corrected, strict=True):
         interval = test.interval(holm_level(test.p, float(holm_p)))

@@ -3,7 +3,7 @@
 import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from evaluation.judges.scorers import BATCH, ScoreJudge
 from evaluation.suites.suite import Item, Request, Scorer, Suite
 from files.importing import load_module
 from lm.tokenizer import Messages
+from reward.external import Scored
 
 _HOLDS_SUITE = re.compile(r"^SUITE\b", re.MULTILINE)
 SUITE_FIELDS = ("name", "title", "source", "needs", "measures", "read", "score", "published")
@@ -34,7 +35,7 @@ def open_suite(name: str) -> Suite:
     """Returns a suite by its name, or that of FILE.py:NAME. Raises: ValueError listing the names there are."""
     if ".py" in name or ":" in name:
         place, _, attribute = name.partition(":")
-        found = getattr(load_module(place, "suite"), attribute or "SUITE", None)
+        found: Any = getattr(load_module(place, "suite"), attribute or "SUITE", None)
         missing = [wanted for wanted in SUITE_FIELDS if not hasattr(found, wanted)]
         if missing:
             raise ValueError(
@@ -55,7 +56,7 @@ class TextScorer:
     judge: ScoreJudge
 
     def score(self, asked: Sequence[Messages], answers: Sequence[str]) -> list[float | str]:
-        found = []
+        found: list[Scored] = []
         for start in range(0, len(answers), BATCH):
             part = slice(start, start + BATCH)
             found += self.judge.score(asked[part], answers[part])
@@ -93,26 +94,25 @@ class Baseline(Mapping[str, Answer]):
 
     opened: Opened
     suite: str
-    items: Sequence[Item]
-    max_new_tokens: int = field(default=Request.max_new_tokens)
+    of_items: Sequence[Item]
 
     @cached_property
     def _answers(self) -> dict[str, Answer]:
         assert not isinstance(self.opened, Published | RewardUnderTest), self.opened
-        requests = [Request(item.messages, item_id=item.item_id) for item in self.items]
-        answers = of_suite(self.opened, self.suite, self.items).answer(requests)
+        requests = [Request(item.messages, item_id=item.item_id) for item in self.of_items]
+        answers = of_suite(self.opened, self.suite, self.of_items).answer(requests)
         if isinstance(self.opened, LocalModel):
             self.opened.close()
-        return {item.item_id: answer for item, answer in zip(self.items, answers, strict=True)}
+        return {item.item_id: answer for item, answer in zip(self.of_items, answers, strict=True)}
 
     def __getitem__(self, item_id: str) -> Answer:
         return self._answers[item_id]
 
     def __iter__(self) -> Iterator[str]:
-        return (item.item_id for item in self.items)
+        return (item.item_id for item in self.of_items)
 
     def __len__(self) -> int:
-        return len(self.items)
+        return len(self.of_items)
 
 
 def by_suite(given: Sequence[str], names: Sequence[str]) -> dict[str, str]:

@@ -9,9 +9,7 @@ import typer
 
 from heed.commands.compare import (
     LONGEST_NAME,
-    Cache,
     Concurrency,
-    MaxFailedShare,
     Retries,
     Timeout,
     answers_cache,
@@ -25,6 +23,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from evaluation.evaluate.folder import EvaluationReport
+
+MAX_SENTENCES = 10  # per suite
 
 
 def evaluate(
@@ -84,8 +84,12 @@ def evaluate(
     concurrency: Concurrency = 8,
     timeout: Timeout = 120.0,
     retries: Retries = 4,
-    max_failed_share: MaxFailedShare = 0.1,
-    cache: Cache = None,
+    max_failed_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of requests that may fail before the command stops.")
+    ] = 0.1,
+    cache: Annotated[
+        Path | None, typer.Option(help="Cache of all answers (default: answers.sqlite next to the output folder).")
+    ] = None,
 ) -> None:
     """Evaluate models on benchmarks: ask, score, compare, report. See docs/evaluate.md.
 
@@ -126,8 +130,11 @@ def _print_results(report: "EvaluationReport") -> None:
 
     for suite in report.suites:
         results_console().print(values_table(report, suite.suite))
-        for sentence in conclusions(suite):
+        sentences = conclusions(suite)
+        for sentence in sentences[:MAX_SENTENCES]:
             results_console().print(sentence, markup=False)
+        if len(sentences) > MAX_SENTENCES:
+            results_console().print(f"and {len(sentences) - MAX_SENTENCES:,} more differences, in the report")
 
 
 def values_table(report: "EvaluationReport", name: str) -> "Table":

@@ -192,7 +192,48 @@ def test_reward_models_are_evaluated_on_rewards(heed_main: Call, evaluate: Argum
     rewards = values_of(place / "out", "reward")
     assert [rewards["length", f"q{n}"] for n in range(6)] == [6.0 * (n + 1) for n in range(6)]
     assert len({rewards["net", f"q{n}"] for n in range(5)}) == 5
-    assert rewards["net", "q5"] != rewards["net", "q5"] or isinstance(rewards["net", "q5"], float | str)
+    # What a reward model cannot read has failed.
+    assert (
+        sum(isinstance(value, str) for value in rewards.values())
+        == value_in(report_of(place / "out"), "net", "reward")["num_failed"]
+    )
+
+
+def test_two_suites_and_a_judge_in_this_process(heed_main: Call, evaluate: Arguments, place: Path) -> None:
+    items = place / "items.jsonl"
+    one, two = (str(place / "models" / name / "model") for name in ("one", "two"))
+    more = ["--suite", f"{place / 'suite.py'}:LIKELY", "--data", f"likely={items}", "--judge", f"strict={two}"]
+    arguments = evaluate(place, one, two, *more)
+    code, said = heed_main(*arguments)
+    assert (code, "--data" in said, "SUITE=PATH was expected" in said) == (2, True, True)
+    arguments[arguments.index(str(items))] = f"foxes={items}"
+    code, said = heed_main(*arguments)
+    assert code == 0, said
+    report = report_of(place / "out")
+    assert [suite["suite"] for suite in report["suites"]] == ["likely", "foxes"]
+    assert {row["suite"] for row in rows_of(place / "out", "values.parquet")} == {"likely", "foxes"}
+    judged = values_of(place / "out", "judged")
+    assert {judged["one", f"q{n}"] == judged["two", f"q{n}"] for n in range(6)} == {True}  # it reads the question only
+
+
+def test_a_base_model_continues_gsm8k_as_plain_text(
+    heed_main: Call, tmp_path: Path, tiny_config: ModelConfig, tokenizer: Tokenizer
+) -> None:
+    rows = [
+        {"question": f"What is {n} and 1?", "answer": f"It is <<{n}+1={n + 1}>>{n + 1}.\n#### {n + 1}"}
+        for n in range(9)
+    ]
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base = Tokenizer(tokenizer.vocabulary, end=tokenizer.end, pad=tokenizer.pad, chat_template="")
+    model = LanguageModel(tiny_config.model_copy(update={"max_position_embeddings": 1_024}))
+    init_weights(model, seed=0)
+    save_model(tmp_path / "base", model, model.state_dict(), base)
+    given = ["--suite", "gsm8k", "--data", str(tmp_path), "--max-new-tokens", "8", "--out", str(tmp_path / "out")]
+    code, said = heed_main("evaluate", str(tmp_path / "base"), *given)
+    assert code == 0, said
+    assert set(values_of(tmp_path / "out", "accuracy")) == {("base", str(n)) for n in range(9)}
+    assert not any(isinstance(value, str) for value in values_of(tmp_path / "out", "accuracy").values())
 
 
 def test_more_items_than_wanted_are_thinned_evenly(heed_main: Call, evaluate: Arguments, place: Path) -> None:
@@ -234,6 +275,9 @@ def test_a_model_without_a_chat_template_is_refused_in_a_line(
         (["{place}/none.jsonl"], "SUITE", "none.jsonl: no such file"),
         (["{place}/items.jsonl"], "SUITE", "field 'response' is missing"),
         (["{place}/other.jsonl"], "SUITE", "answers none of the 6 items of foxes (1 other rows)"),
+        (["{place}/turns.jsonl"], "SUITE", "turns.jsonl: line 1: field 'turns' is"),
+        (["{place}/twice.jsonl"], "SUITE", "twice.jsonl: line 2: item 'q0' is already answered in"),
+        (["{place}/both.jsonl"], "SUITE", "choose one with both="),
         (["{place}/models/reward"], "SUITE", "is a reward model; the suite needs answers"),
         (["{place}/models/one/model"], "PREFERRED", "is a language model; the suite needs a reward model"),
         (["{place}/other.jsonl"], "LIKELY", "answers none"),
@@ -253,6 +297,9 @@ def test_mistakes_are_one_line(
     heed_main: Call, evaluate: Arguments, place: Path, given: list[str], suite: str, expected: str
 ) -> None:
     (place / "other.jsonl").write_text('{"item_id": "zzz", "output": "a"}\n')
+    (place / "turns.jsonl").write_text('{"item_id": "q0", "turns": "a"}\n')
+    (place / "twice.jsonl").write_text('{"item_id": "q0", "output": "a"}\n' * 2)
+    (place / "both.jsonl").write_text("".join(f'{{"item_id": "q0", "output": "a", "model": "{m}"}}\n' for m in "ab"))
     code, said = heed_main(*evaluate(place, *(part.format(place=place) for part in given), suite=suite))
     if not given:
         assert code == 2  # typer's own message
