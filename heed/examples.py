@@ -41,7 +41,7 @@ heed judge runs/mine/compare strict=judge.py:score
 """,
     "heed evaluate": """
 heed evaluate runs/mine/sft/model runs/mine/ppo/model --suite gsm8k --data grade-school-math
-heed evaluate old=old.jsonl new=http://127.0.0.1:8000/v1#my-model --suite gsm8k --max-items 200 --budget 200
+heed evaluate old=old.jsonl new=runs/mine/ppo/model --suite gsm8k --max-items 200
 """,
     "heed plan": """
 heed plan mine.toml                                 # on this machine's CPU

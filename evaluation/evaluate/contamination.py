@@ -81,11 +81,15 @@ class OverlapSearch:
         numbers = np.fromiter((self._number.get(word, 0) for word in words), dtype=np.int64, count=len(words))
         if not numbers.any():
             return found
+        num_unknown = np.concatenate([[0], np.cumsum(numbers == 0)])
         for size, known in self._known.items():
             if len(words) >= size:
-                hashes = self._hashes(numbers, size)
-                for hashed in hashes[np.isin(hashes, known)].tolist():
-                    found |= self._places[size][hashed]
+                is_known = num_unknown[size:] == num_unknown[:-size]  # no word of the window is 0
+                if is_known.any():
+                    hashes = self._hashes(numbers, size)[is_known]
+                    nearest = known[np.minimum(np.searchsorted(known, hashes), len(known) - 1)]
+                    for hashed in hashes[nearest == hashes].tolist():
+                        found |= self._places[size][hashed]
         return found
 
 
