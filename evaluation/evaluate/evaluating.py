@@ -46,8 +46,9 @@ from evaluation.evaluate.tools import (
 )
 from evaluation.suites.suite import Item, Scored, Suite, Tools
 from files.atomic import atomic_folder, write_json
-from files.hashes import derive_seed, file_hash
+from files.hashes import derive_seed
 from files.records import as_json
+from stages.lineage import path_hash
 from stages.reports.text import clean_json
 
 Rows = dict[str, Scored]  # by item id
@@ -142,7 +143,7 @@ def _read(suite: Suite, source: str, max_items: int) -> list[Item]:
 
 def _described(suite: Suite, source: str, items: Sequence[Item]) -> dict[str, Any]:
     path = Path(source)
-    sha256 = file_hash(path) if path.is_file() else ""
+    sha256 = path_hash(source) if path.exists() else ""
     return {"name": suite.name, "title": suite.title, "source": source, "sha256": sha256, "num_items": len(items)}
 
 

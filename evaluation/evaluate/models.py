@@ -58,16 +58,18 @@ class Answering:
         return [replace(request, max_new_tokens=self.max_new_tokens) for request in requests]
 
     def numbered(self, requests: Sequence[Request]) -> list[tuple[dict[str, Any], int]]:
-        """Returns what is asked, as JSON, with a seed. Equal requests have different seeds if they are sampled."""
+        """Returns what is asked, as JSON, with a seed. Equal requests have different seeds if they are sampled; greedy
+        answers depend on no seed, so theirs is 0.
+        """
         seen: Counter[str] = Counter()
         found = []
         for request in requests:
             asked = {key: value for key, value in asdict(request).items() if key != "item_id"}
             asked["messages"] = [dict(message) for message in request.messages]
             key = json_hash(asked)
-            number = seen[key] if request.temperature > 0 else 0
+            is_sampled = request.temperature > 0
+            found.append((asked, derive_seed(self.seed, "evaluate", key, seen[key]) if is_sampled else 0))
             seen[key] += 1
-            found.append((asked, derive_seed(self.seed, "evaluate", key, number)))
         return found
 
 

@@ -222,7 +222,7 @@ def _section(suite: SuiteReport, styles: Styles) -> Section:
     if statistics.differences:
         parts.append(_differences(suite, styles))
     if groups:
-        tables = tuple(_group_table(suite, measure, groups[:MAX_GROUPS], styles) for measure in suite.measures)
+        tables = tuple(_group_table(suite, measure, groups, styles) for measure in suite.measures)
         parts.append(Details("By group", tables))
     if statistics.failures:
         parts.append(Details("Failures", (_failures(suite, styles),), is_open=True))
@@ -322,12 +322,13 @@ def _differences(suite: SuiteReport, styles: Styles) -> Table:
 
 def _group_table(suite: SuiteReport, measure: ReportedMeasure, groups: Sequence[str], styles: Styles) -> Table:
     rows = []
-    for group in groups:
+    for group in groups[:MAX_GROUPS]:
         found = [suite.statistics.of(model, measure.name, group) for model in suite.statistics.models]
         num_items = max((value.num_items for value in found if value is not None), default=0)
         rows.append(Row((group,), (Cell(number(num_items)), *(_cell(value) for value in found))))
     columns: tuple[Head, ...] = ("Group", "Items", *(styles[model] for model in suite.statistics.models))
-    caption = f"{measure.name} by group, each with its 95% interval, not corrected for the number of groups."
+    cut = f" The first {number(MAX_GROUPS)} of {number(len(groups))} groups." if len(groups) > MAX_GROUPS else ""
+    caption = f"{measure.name} by group, each with its 95% interval, not corrected for the number of groups.{cut}"
     return Table(caption, columns, tuple(rows), title=measure.name)
 
 

@@ -3,10 +3,10 @@
 An item that a measure could not score is counted as a failure and enters no mean. Two models are compared on the items
 that both have a value for. A cluster of items (questions made from one template, say) is one observation.
 
-    interval of a mean      Wilson's if all values are 0 or 1 and no items share a cluster, else Student's over clusters
-    interval of an aggregate  percentiles over resampled clusters (a BLEU score, for example, is no mean)
-    difference              the same, of the paired differences; test and interval are one, so the interval excludes 0
-                            exactly if the p-value, corrected for all pairs of models by Holm's method, is below 5%
+    interval of a mean         Wilson's if all values are 0 or 1, else Student's over clusters
+    interval of an aggregate   percentiles over resampled clusters (a BLEU score, for example, is no mean)
+    difference                 of the paired values, with a test: the interval excludes 0 exactly if the p-value,
+                               corrected for all pairs of models by Holm's method, is below 5%
 
 Shape letters: I items, C clusters, N resamples.
 """
@@ -24,10 +24,11 @@ import numpy as np
 from evaluation.statistics.significance import ALPHA, EqualityTest, GainTest, holm, holm_level
 from evaluation.suites.suite import Item, Measure, Scored
 from files.hashes import derive_seed
-from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints
-from preferences.statistics.intervals import clustered_mean, mean_is_zero, percentiles, share_interval
+from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints, Z
+from preferences.statistics.intervals import clustered_mean, mean_is_zero, percentiles, share_interval, wilson
 
 NUM_RESAMPLES = 1_000
+_SMALLEST = 1e-9  # half an interval; smaller ones are rounding
 
 _VARYING = re.compile(r"\d[\d,.]*|'[^']*'|\"[^\"]*\"")  # in reasons: numbers and quoted texts
 
@@ -166,17 +167,28 @@ def value_of(model: str, column: _Column, items: Sequence[Item], group: str, see
 
 
 def mean_interval(value_I: Floats, cluster_I: Ints) -> Interval:
-    """Returns the mean of items' values with its 95% interval over clusters.
+    """Returns the mean of items' values with its 95% interval over clusters: Student's, or for values of 0 and 1
+    Wilson's, which stays between 0 and 1 and has a width even if all values are alike.
 
-    If all values are 0 or 1, and either all alike or no items share a cluster, it is Wilson's: its width is never 0.
+    Among I items in clusters, Wilson's interval is that of n* independent ones (as in `clustered_shares`):
+
+        n* = min(I, p(1 - p)/v · (z/t)²) = min(I, p(1 - p)·z²/h²)
+
+    v is the variance of the mean over clusters, and h = t·√v half of Student's interval. If all values are alike, n* is
+    the number of clusters. A single cluster has no interval.
     """
     if len(value_I) == 0:
         return UNKNOWN
+    found = clustered_mean(value_I, cluster_I)
     num_clusters = len(np.unique(cluster_I))
-    is_alike = bool((value_I == value_I[0]).all())
-    if _is_binary(value_I) and (is_alike or num_clusters == len(value_I)):
-        return share_interval(value_I[:num_clusters] if is_alike else value_I)
-    return clustered_mean(value_I, cluster_I)
+    if not _is_binary(value_I) or (num_clusters == 1 and len(value_I) > 1):
+        return found
+    if num_clusters == len(value_I):
+        return share_interval(value_I)
+    half, spread = found.high - found.mean, found.mean * (1 - found.mean)
+    num = float(num_clusters) if spread == 0 else min(float(len(value_I)), spread * Z**2 / max(half, _SMALLEST) ** 2)
+    low, high = wilson(np.array([found.mean]), np.array([num]))
+    return Interval(found.mean, float(low[0]), float(high[0]))
 
 
 def _is_binary(value_I: Floats) -> bool:

@@ -11,6 +11,7 @@ from evaluation.suites.suite import Item, Measure, Scored
 from preferences.statistics.intervals import wilson
 
 RIGHT = Measure("right", "Share of right answers.")
+EDGE = 1.4  # of a normal value, above which an answer is right
 LOSS = Measure("loss", "Nats.", higher_is_better=False)
 
 
@@ -116,17 +117,32 @@ def test_values_by_group_and_a_single_cluster() -> None:
     assert (one.mean, math.isnan(one.low)) == (0.75, True)
 
 
+def test_shares_of_clustered_items_stay_between_0_and_1() -> None:
+    """Items of a cluster that are all alike are worth one item, and independent ones as many as they are."""
+    right_C = np.array([1.0] * 19 + [0.0])
+    alone, copied = mean_interval(right_C, np.arange(20)), mean_interval(np.repeat(right_C, 5), np.arange(100) // 5)
+    assert (copied.low, copied.high) == pytest.approx((alone.low, alone.high), abs=0.03)
+    assert copied.high < 1
+    alike = mean_interval(np.ones(100), np.arange(100) // 5)
+    assert (alike.low, alike.high) == (pytest.approx(float(wilson(np.array([1.0]), np.array([20.0]))[0][0])), 1.0)
+    spread = mean_interval(np.tile([0.0, 1.0, 0.0, 0.0], 25), np.arange(100) // 4)  # every cluster has one right answer
+    low, high = (float(end[0]) for end in wilson(np.array([0.25]), np.array([100.0])))
+    assert (spread.low, spread.high) == pytest.approx((low, high))
+
+
 @pytest.mark.parametrize("binary", [True, False])
 def test_intervals_over_clusters_cover_and_those_over_items_do_not(binary: bool) -> None:
-    """400 worlds of 25 clusters of 8 items that share most of their difficulty; the standard error is about 1%."""
+    """400 worlds of 25 clusters of 8 items that share most of their difficulty; the standard error is about 1%. A share
+    is far from ½, where Student's interval would cover less.
+    """
     generator = np.random.default_rng(3)
     cluster_I = np.repeat(np.arange(25), 8)
     covered = covered_by_items = 0
     for _ in range(400):
         shared = generator.normal(size=25)[cluster_I]
         value_I = shared + 0.5 * generator.normal(size=200)
-        value_I = (value_I > 0).astype(float) if binary else value_I
-        truth = 0.5 if binary else 0.0
+        value_I = (value_I > EDGE).astype(float) if binary else value_I
+        truth = 1 - _phi(EDGE / math.sqrt(1.25)) if binary else 0.0
         over_clusters = mean_interval(value_I, cluster_I)
         over_items = mean_interval(value_I, np.arange(200))
         covered += over_clusters.low <= truth <= over_clusters.high
