@@ -116,18 +116,21 @@ def page_of(found: EvaluationFolder) -> str:
 
 
 def _primary(suite: SuiteReport) -> list[Difference]:
-    return [row for row in suite.statistics.differences if row.measure == suite.measures[0].name]
+    """Returns the differences in the first measure that two models have in common; empty if there is none."""
+    by_measure = ([row for row in suite.statistics.differences if row.measure == m.name] for m in suite.measures)
+    return next(filter(None, by_measure), [])
 
 
 def conclusions(suite: SuiteReport) -> list[str]:
-    """Says in words what the first measure shows: which models differ, or the only model's value."""
-    measure, rows = suite.measures[0], _primary(suite)
+    """Says in words what the most important measure shows: which models differ, or the only model's value."""
+    rows = _primary(suite)
     shown = [row for row in rows if row.better]
     if shown:
         return [f"{suite.suite}: {in_words(row, suite)}" for row in shown]
     if rows:
         pairs = "the two models" if len(rows) == 1 else f"any of {number(len(rows))} pairs of models"
-        return [f"{suite.suite}: no difference in {measure.name} is shown between {pairs}."]
+        return [f"{suite.suite}: no difference in {rows[0].measure} is shown between {pairs}."]
+    measure = suite.measures[0]
     values = [value for value in suite.statistics.values if value.measure == measure.name and not value.group]
     listed = [f"{value.model} {value_text(value)} ({interval_text(value)})" for value in values]
     return [f"{suite.suite}: {measure.name} of {'; '.join(listed) or 'no model'}."]

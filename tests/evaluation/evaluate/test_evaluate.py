@@ -82,6 +82,25 @@ def test_two_models_are_evaluated_and_never_asked_twice(
     assert "two sets of weights" in page
 
 
+def test_what_is_better_is_said_in_words_and_follows_the_direction(
+    heed_main: Call, evaluate: Arguments, place: Path
+) -> None:
+    for name, text in (("long", "x" * 9), ("short", "xx")):
+        saved = [{"item_id": f"q{n}", "turns": [text, "y" * (n % 2)]} for n in range(6)]
+        (place / f"{name}.json").write_text(json.dumps(saved))
+    items = [json.loads(line) | {"cluster": ""} for line in (place / "items.jsonl").read_text().splitlines()]
+    (place / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    code, said = heed_main(*evaluate(place, str(place / "long.json"), str(place / "short.json")))
+    assert code == 0, said
+    # Of the 2^6 sign vectors of the six lengths, 2 are as extreme.
+    rows = report_of(place / "out")["suites"][0]["statistics"]["differences"]
+    found = {row["measure"]: (row["difference"]["mean"], row["p"], row["better"]) for row in rows}
+    assert found["even"] == (0.0, 1.0, "")
+    assert found["length"] == (7.0, pytest.approx(2 / 2**6), "short")
+    assert "foxes: no difference in even is shown between the two models." in said
+    assert "short is better" in (place / "out" / "report.html").read_text()
+
+
 def test_an_interrupted_evaluation_continues(
     heed_main: Call, evaluate: Arguments, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
