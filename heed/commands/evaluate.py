@@ -15,6 +15,7 @@ from heed.commands.compare import (
     answers_cache,
     progress_bars,
 )
+from heed.commands.options import refuse_run_folder
 from stages.progress import console, results_console
 
 if TYPE_CHECKING:
@@ -100,7 +101,11 @@ def evaluate(
     from evaluation.evaluate.evaluating import Evaluation
     from evaluation.evaluate.evaluating import evaluate as evaluate_models
     from evaluation.evaluate.models import Answering
+    from evaluation.inputs import named_specs
 
+    for _, spec in named_specs(models, "model"):
+        if Path(spec).is_dir():
+            refuse_run_folder(Path(spec))
     folder = out or _folder_of(models, suite)
     allowed = Budget(budget) if budget else Budget()
     asking = Asking(cache or answers_cache(folder), concurrency, timeout, retries, max_failed_share, allowed)

@@ -291,6 +291,8 @@ def test_a_model_without_a_chat_template_is_refused_in_a_line(
     [
         ([], "SUITE", "no model was given"),
         (["{place}/models/none"], "SUITE", "no such folder"),
+        (["{place}/models/one"], "SUITE", "is the folder of a stage; its model is"),
+        (["{place}/models/one/model", "x={place}/models/one/model", "x={place}/other.jsonl"], "SUITE", "used twice"),
         (["{place}/none.jsonl"], "SUITE", "none.jsonl: no such file"),
         (["{place}/items.jsonl"], "SUITE", "field 'response' is missing"),
         (["{place}/other.jsonl"], "SUITE", "answers none of the 6 items of foxes (1 other rows)"),
