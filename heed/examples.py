@@ -39,6 +39,10 @@ heed verdicts gpt-4=battles.jsonl --format arena --out runs/arena
 heed judge runs/mine/compare people:labels.sqlite
 heed judge runs/mine/compare strict=judge.py:score
 """,
+    "heed evaluate": """
+heed evaluate runs/mine/sft/model runs/mine/ppo/model --suite gsm8k --data grade-school-math
+heed evaluate old=old.jsonl new=runs/mine/ppo/model --suite gsm8k --max-items 200
+""",
     "heed plan": """
 heed plan mine.toml                                 # on this machine's CPU
 heed plan mine.toml --gpu h100 --gpus-per-node 1

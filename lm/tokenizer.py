@@ -444,6 +444,14 @@ def _model_tokens(folder: Path, bpe: BPE, field: str) -> list[str]:
     return []
 
 
+def has_chat_template(folder: Path) -> bool:
+    """Whether a model's files have a chat template. For those without one, `Tokenizer.load` supplies it."""
+    path = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").is_file() or bool(
+        _named_template(read_json(path).get("chat_template"), path)
+    )
+
+
 def _named_template(template: Any, path: Path) -> str:
     """Returns the chat template; of several named ones, "default". Raises: ValueError naming file and field."""
     if isinstance(template, list):

@@ -44,13 +44,13 @@ def versions() -> dict[str, str]:
 
 
 @contextmanager
-def holding(folder: Path) -> Iterator[Path]:
-    """Lock a folder against other comparisons. Yields the folder for unfinished work, which is removed once `folder`
+def holding(folder: Path, doing: str = "comparing") -> Iterator[Path]:
+    """Lock a folder against other commands. Yields the folder for unfinished work, which is removed once `folder`
     exists.
     """
     aside = folder.with_name(f"{folder.name}.sampling")
     aside.mkdir(parents=True, exist_ok=True)
-    with lock(aside, doing="comparing", other="--out"):
+    with lock(aside, doing=doing, other="--out"):
         try:
             yield aside
         finally:

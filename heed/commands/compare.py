@@ -100,12 +100,12 @@ def compare(
     if not prompts:
         raise ValueError("--prompts is empty; a file or a hub id was expected")
     folder = out or _folder_of(policies)
-    asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)
+    asking = Asking(cache or answers_cache(folder), concurrency, timeout, retries, max_failed_share)
     judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, seed, open_world)
     data = DataConfig(source=prompts, split=split, subset=subset, max_rows=max_prompts)
     sampling = Sampling(num_samples, temperature, max_new_tokens, seed, "bf16" if bf16 else "fp32", reference)
     compared = Compared(policies, data, category, judge or [], sampling, judging, allow_empty)
-    with _bars() as progress:
+    with progress_bars() as progress:
         outcome = compare_policies(compared, folder, progress, partial(console.print, markup=False))
     _print_policies(outcome.settings)
     _print_people(outcome, judge or [])
@@ -148,17 +148,17 @@ def judge_again(
     from heed.jobs.job_file import open_world
 
     settings = read_settings(folder)
-    asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)
+    asking = Asking(cache or answers_cache(folder), concurrency, timeout, retries, max_failed_share)
     judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, settings["seed"], open_world)
     prompts = read_comparison(folder).prompts
     opened = open_judges(judges, judging, prompts, len(settings["policies"]))
-    with holding(folder), _bars() as progress:
+    with holding(folder), progress_bars() as progress:
         outcome = judge_folder(folder, opened, max_failed_share, progress)
     _print_people(outcome, judges)
     _print_results(outcome, folder)
 
 
-def _answers(folder: Path) -> Path:
+def answers_cache(folder: Path) -> Path:
     """Returns the cache of endpoint responses, which comparisons in the same folder share."""
     return folder.absolute().parent / "answers.sqlite"
 
@@ -172,7 +172,7 @@ def _folder_of(specs: Sequence[str]) -> Path:
 
 
 @contextmanager
-def _bars() -> Iterator["Progress"]:
+def progress_bars() -> Iterator["Progress"]:
     """Shows a progress bar per step, one at a time, or occasional lines; removes the last one at the end."""
     opened: list[StageProgress] = []
 
