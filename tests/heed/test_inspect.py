@@ -46,6 +46,14 @@ def test_a_shape_in_numbers(call: Call) -> None:
     assert cache.split()[-1] == f"{2 * 96 * 12288 * 2:,}"
 
 
+def test_shapes_of_an_encoder_and_of_a_translator_in_numbers(call: Call) -> None:
+    for name, parameters in (("google-bert/bert-large-uncased", "335,174,458"), ("vaswani-big", "214,171,648")):
+        code, said, _ = call("inspect", "model", str(ROOT / "configs" / "models" / f"{name}.toml"))
+        assert code == 0
+        row = next(line for line in said.splitlines() if line.startswith("all "))
+        assert row.split()[-1] == parameters
+
+
 def test_the_model_of_a_directory_and_of_a_job(call: Call, model_folder: Path) -> None:
     for target in (model_folder, ROOT / "configs" / "jobs" / "demo.toml"):
         code, said, _ = call("inspect", "model", str(target))
