@@ -206,6 +206,7 @@ def forward_bytes(config: ModelConfig, of: Pass) -> int:
     N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, of.compute_bytes
     around = (3 * of.stream_bytes + (1 if of.is_fused else 2) * c) * config.hidden_size
     around += 2 * c * H if config.positions == "rotary" else 0
+    around += of.stream_bytes * config.hidden_size if config.positions_every_layer else 0
     attention = (
         2 * c * (N + 2 * G) * H + c * N * H + (0 if of.is_fused or of.is_tiled else 2 * _score_bytes(config, of))
     )
