@@ -278,10 +278,8 @@ def test_positions_are_added_to_the_input_of_every_layer(
     model, once = build(config), build(config.model_copy(update={"positions_every_layer": False}))
     tokens = torch.randint(0, 288, (2, 7), generator=torch.Generator().manual_seed(3))
     stack = model.decoder
-    if stack.positions is None:
-        added = sinusoids(torch.arange(7), config.hidden_size)
-    else:
-        added = stack.positions.weight[:7]
+    learned = stack.positions
+    added = sinusoids(torch.arange(7), config.hidden_size) if learned is None else learned.weight[:7]
     x_BTD = stack.embedding(tokens)
     for layer, block in enumerate(stack.blocks):
         x_BTD = block(x_BTD + added, BlockInputs([None] * 3), layer)

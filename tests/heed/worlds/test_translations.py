@@ -50,7 +50,13 @@ def test_a_number_in_words(number: int) -> None:
 
 @pytest.mark.parametrize(
     ("number", "feminine"),
-    [(1, "une"), (21, "vingt et une"), (81, "quatre-vingt-une"), (71, "soixante et onze"), (21_000, "vingt et un mille")],
+    [
+        (1, "une"),
+        (21, "vingt et une"),
+        (81, "quatre-vingt-une"),
+        (71, "soixante et onze"),
+        (21_000, "vingt et un mille"),
+    ],
 )
 def test_only_a_final_un_agrees_with_the_noun(number: int, feminine: str) -> None:
     assert french_number(number, is_feminine=True) == feminine
@@ -63,7 +69,7 @@ def test_other_numbers_are_refused(number: int) -> None:
 
 
 def test_nouns_and_adjectives_agree() -> None:
-    pairs = draw_pairs(4000, random.Random(3), set())
+    pairs = draw_pairs(20_000, random.Random(3), set())
     found = {(en.split(" ", 2)[2], fr.split(" ", 2)[2]) for en, fr in pairs}
     assert ("one red box.", "une boîte rouge.") in found
     assert ("one black cat.", "un chat noir.") in found
@@ -73,11 +79,7 @@ def test_nouns_and_adjectives_agree() -> None:
 
 
 def test_the_world_writes_heldout_sentences_that_training_lacks(tmp_path: Path) -> None:
-    sizes = {
-        name: 1
-        for name in PlaygroundConfig.model_fields
-        if name.startswith("num_") and name != "num_labelers"
-    }
+    sizes = {name: 1 for name in PlaygroundConfig.model_fields if name.startswith("num_") and name != "num_labelers"}
     config = PlaygroundConfig.model_validate({**sizes, "num_translations": 300, "num_translations_heldout": 40})
     PlaygroundWorld(config).write_data(tmp_path, seed=5)
     train, heldout = (
@@ -86,5 +88,7 @@ def test_the_world_writes_heldout_sentences_that_training_lacks(tmp_path: Path) 
     )
     assert (len(train), len(heldout)) == (300, 40)
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}
-    PlaygroundWorld(PlaygroundConfig.model_validate(sizes | {"num_translations": 0})).write_data(tmp_path / "none", seed=5)
+    PlaygroundWorld(PlaygroundConfig.model_validate(sizes | {"num_translations": 0})).write_data(
+        tmp_path / "none", seed=5
+    )
     assert not list((tmp_path / "none").glob("translations*"))
