@@ -3,18 +3,30 @@
 import json
 import math
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import sacrebleu
 
 from heed.jobs.job_file import load_job
+from lm.config import ModelConfig
+from lm.encoder import EncoderDecoder
+from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
+from lm.weights import save_model
+from sft.stage import Pairs, SFTConfig, translate_heldout
 from sft.translation import TRANSLATIONS, TranslationResults, score_translations, translate
+from tests.token_files import sft_tokens
+from training.config import EngineConfig
+from training.data import DataConfig
+from training.engine import StageContext
+from training.tokens import Sequences
 
 ROOT = Path(__file__).parents[2]
+SHAPE = ModelConfig(
+    kind="encoder-decoder", vocab_size=288, max_position_embeddings=24, hidden_size=16, num_hidden_layers=1,
+    num_encoder_layers=1, num_attention_heads=2, intermediate_size=24,
+)  # fmt: skip
 REFERENCE, TRANSLATION = "the cat is on the mat", "the cat sat on the mat"
 
 
@@ -70,38 +82,50 @@ def test_only_a_model_with_an_encoder_can_be_asked_to_translate() -> None:
         load_job(ROOT / "configs" / "jobs" / "debug.toml", ["sft.translation_beams=4"])
 
 
-def test_a_job_translates_its_heldout_sentences_on_two_ranks(tmp_path: Path) -> None:
-    sizes = {
-        "workers": 2, "world.num_translations": 150, "world.num_translations_heldout": 9, "sft.num_epochs": 2,
-        "model.hidden_size": 32, "model.intermediate_size": 64, "model.num_hidden_layers": 1,
-        "model.num_encoder_layers": 1, "sft.translation_beams": 2,
-    }  # fmt: skip
-    overrides = [word for key, value in sizes.items() for word in ("--set", f"{key}={value}")]
-    command = ["run", "configs/jobs/translation.toml", *overrides, "--runs", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-c", "from heed.cli import main; main()", *command],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    folder = tmp_path / "translation" / "sft"
-    pairs = [json.loads(line) for line in (folder.parent / "world" / "data" / "translations_heldout.jsonl").open()]
-    rows = [json.loads(line) for line in (folder / TRANSLATIONS).open()]
-    assert [row["source"] for row in rows] == [pair["prompt"] for pair in pairs]
-    assert [row["reference"] for row in rows] == [pair["completion"] for pair in pairs]
-    # One process that translates all of them finds the same.
-    tokenizer = Tokenizer.load(folder / "model")
-    tokens = [
-        (
-            tokenizer.encode_prompt([{"role": "user", "content": pair["prompt"]}]),
-            tokenizer.encode_plain([pair["completion"]])[0],
+def test_each_rank_translates_its_share_and_rank_0_scores_all_in_order(
+    tmp_path: Path, masking_tokenizer: Tokenizer
+) -> None:
+    """Three ranks one after another, in this process; rank 0 comes last and gathers what the others said."""
+    (tmp_path / "pairs.jsonl").write_text(
+        "".join(
+            json.dumps({"prompt": f"{word} fox", "completion": word}) + "\n" for word in ["one", "two", "far", "in"]
         )
-        for pair in pairs
-    ]
-    assert translate(folder / "model", tokens, 2, 63) == rows
-    results = json.loads((folder / "results.json").read_text())["translation"]
-    assert results["num_sentences"] == 9
-    bleu = sacrebleu.corpus_bleu([row["beam"] for row in rows], [[pair["completion"] for pair in pairs]])
-    assert results["beam"]["bleu"]["mean"] == pytest.approx(bleu.score)
-    page = (folder.parent / "report.html").read_text()
-    assert "beams − greedy" in page
-    assert "tok:13a" in page
+    )
+    model = load(RandomInit(lambda: EncoderDecoder(SHAPE), 1))
+    save_model(tmp_path / "model", model, model.state_dict(), masking_tokenizer)
+    data = (DataConfig(source=str(tmp_path / "pairs.jsonl")),)
+    config = SFTConfig.model_validate(
+        {
+            "demonstrations": data, "heldout": data, "chat_template": "plain", "seq_len": 24, "translation_beams": 2,
+            "batch": {"batch_size": 2, "micro_batch_size": 2}, "optimizer": {"learning_rate": 0.1},
+        }
+    )  # fmt: skip
+    tokens = sft_tokens(tmp_path, config, tmp_path / "model", has_source=True)
+    context = StageContext(tmp_path, 3, 3, EngineConfig())
+    said = list[object]()
+    for rank in (2, 1, 0):
+        found = translate_heldout(OneOfThree(rank, said), context, config, tokens.heldout)  # type: ignore[arg-type]
+        assert (found is None) == (rank > 0)
+    rows = [json.loads(line) for line in (tmp_path / TRANSLATIONS).open()]
+    assert [row["source"] for row in rows] == ["one fox", "two fox", "far fox", "in fox"]
+    assert [row["reference"] for row in rows] == ["one", "two", "far", "in"]
+    assert len({row["greedy"] for row in rows}) > 1
+    # One process that translates all of them finds the same.
+    sequences = Sequences.read(tokens.heldout)
+    assert translate(tmp_path / "model", list(Pairs(sequences)), 2, 23) == rows
+
+
+class OneOfThree:
+    """What `translate_heldout` needs of an engine. `said` is what the ranks before this one gathered."""
+
+    world_size = 3
+
+    def __init__(self, rank: int, said: list[object]) -> None:
+        self.rank, self.said = rank, said
+        self.is_main = rank == 0
+
+    def barrier(self) -> None: ...
+
+    def gather(self, value: object) -> list[object]:
+        self.said.insert(0, value)
+        return self.said
