@@ -158,6 +158,6 @@ heed inspect model configs/jobs/demo.toml
 """,
     "heed inspect attention": """
 heed inspect attention runs/demo/sft/model "Mia has a red kite." --layer 1 --png attention.png
-heed inspect attention runs/demo/pretrain/model "Mia has a red kite." --texts runs/demo/world/data/pretrain_heldout.jsonl
+heed inspect attention runs/demo/pretrain/model "Mia has a kite." --texts runs/demo/world/data/pretrain_heldout.jsonl
 """,
 }
