@@ -70,6 +70,7 @@ heed complete runs/demo/pretrain/model "Mia has a red kite." --tokens
 """,
     "heed few-shot": """
 heed few-shot runs/demo/pretrain/model examples.jsonl --shots 0 --shots 4
+heed few-shot models/SmolLM2-135M-Instruct.gguf configs/few_shot/grammar.jsonl --shots 0 --shots 4 --shots 16
 """,
     "heed chaos": """
 heed chaos configs/jobs/debug.toml --faults 10 --set workers=2
@@ -168,5 +169,6 @@ heed inspect model configs/jobs/demo.toml
 """,
     "heed inspect attention": """
 heed inspect attention runs/demo/sft/model "Mia has a red kite." --layer 1 --png attention.png
+heed inspect attention runs/demo/pretrain/model "Mia has a kite." --texts runs/demo/world/data/pretrain_heldout.jsonl
 """,
 }

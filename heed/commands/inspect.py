@@ -1,5 +1,6 @@
 """`heed inspect`: a model's shape in numbers, and its attention as a picture."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ from stages.progress import console, results_console
 
 if TYPE_CHECKING:
     from lm.config import ModelConfig
+    from lm.inspection import HeadAttention
 
 inspect_app = typer.Typer(no_args_is_help=True, help="Look inside a model.")
 
@@ -36,12 +38,39 @@ def inspect_attention(
     target: Annotated[
         str, typer.Option(help="For an encoder-decoder: an output text, to show how it attends to TEXT.")
     ] = "",
+    texts: Annotated[
+        str, typer.Option(help="Texts to measure the heads on: a text file, JSONL, CSV or Parquet (default: TEXT).")
+    ] = "",
+    field: Annotated[str, typer.Option(help="Field of a row that holds the text.")] = "text",
+    max_rows: Annotated[int, typer.Option(min=0, help="Number of texts to read; 0 reads all.")] = 100,
 ) -> None:
-    """Draw the attention of every head of a layer as one picture: rows are queries, columns are keys."""
-    from stages.reports.attention import draw_attention
+    """Draw the attention of every head of a layer as one picture: rows are queries, columns are keys.
 
-    draw_attention(model_folder(model), text, layer, png, target)
+    Also measure the heads of all layers, without --target: how much of its attention each gives to the preceding token,
+    to the first token and to the token itself, on average over tokens from the third on.
+    """
+    from stages.reports.attention import draw_attention
+    from training.data import TextConfig, read_texts
+
+    if texts and target:
+        raise ValueError("--texts with --target: heads are measured within one text; one of the two was expected")
+    read = list(read_texts([TextConfig(source=texts, field=field, max_rows=max_rows)])) if texts else []
+    heads = draw_attention(model_folder(model), text, layer, png, target, read)
+    if heads:
+        results_console().print(heads_table(heads))
+    elif not target:
+        console.print("heads are not measured: no text has three tokens")
     console.print(str(png))
+
+
+def heads_table(heads: Sequence["HeadAttention"]) -> Table:
+    """Returns a table of the heads, those that attend most to the preceding token first."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("layer", "head", "preceding token", "first token", "itself"):
+        table.add_column(column, justify="right")
+    for of in sorted(heads, key=lambda of: -of.preceding):
+        table.add_row(str(of.layer), str(of.head), *(f"{mean:.3f}" for mean in (of.preceding, of.first, of.itself)))
+    return table
 
 
 def read_shape(path: Path) -> "ModelConfig":

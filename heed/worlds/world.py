@@ -28,6 +28,7 @@ from heed.worlds.instructions import (
     kind_of,
 )
 from heed.worlds.labelers import LabelerConfig, ScriptedLabeler, draw_labelers
+from heed.worlds.translations import draw_pairs
 
 Turns = list[dict[str, str]]  # messages of role and content
 
@@ -59,6 +60,10 @@ class PlaygroundConfig(BaseModel):
     num_collect_prompts: int = Field(default=1_200, gt=0, description="Prompts of the collect stage.")
     num_ppo_prompts: int = Field(default=4_000, gt=0, description="Prompts of PPO.")
     num_compare_prompts: int = Field(default=300, gt=0, description="Prompts of the compare stage.")
+    num_translations: int = Field(
+        default=0, ge=0, le=100_000, description="English sentences with French translations; 0 = none."
+    )
+    num_translations_heldout: int = Field(default=500, gt=0, description="Held-out translations.")
     flaw_rate: float = Field(default=0.75, ge=0, le=1, description="Fraction of the demonstrations with a flaw.")
     second_flaw_rate: float = Field(
         default=0.25, ge=0, le=1, description="Fraction of the flawed demonstrations with a second flaw."
@@ -149,6 +154,15 @@ class PlaygroundWorld:
                     for i, (prompt, request) in enumerate(drawn)
                 ]
             write_jsonl(folder / f"{name}.jsonl", rows)
+
+        sentences: set[str] = set()
+        for name, num_pairs in (
+            ("translations_heldout", config.num_translations_heldout),
+            ("translations", config.num_translations),
+        ):
+            pairs = draw_pairs(num_pairs, random.Random(f"{seed}/{name}"), sentences) if config.num_translations else ()
+            if pairs:
+                write_jsonl(folder / f"{name}.jsonl", [{"prompt": en, "completion": fr} for en, fr in pairs])
 
     def _texts(self, num_texts: int, rng: random.Random, seen: set[str]) -> list[dict[str, Any]]:
         texts: list[str] = []

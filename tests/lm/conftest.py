@@ -28,6 +28,7 @@ DECODERS = {
         "qwen2": {"attention_bias": "qkv"},
         "qwen3": {"qk_norm": True, "head_dim": 6, "sliding_window": (5, 0)},
         "vaswani": {**_GPT, "mlp": "relu", "positions": "sinusoidal", "norm_place": "post"},
+        "learned in every layer": {"positions": "learned", "positions_every_layer": True},
     }.items()
 }
 

@@ -179,6 +179,7 @@ BART: dict[str, Any] = {
 SHAPES = {
     "vaswani": vaswani(),
     "bart": vaswani(**{**BART, "vocab_size": 12}),
+    "positions in every layer": vaswani(positions_every_layer=True),
     "pre-norm, rotary, grouped": vaswani(
         positions="rotary",
         norm_place="pre",

@@ -48,7 +48,8 @@ def test_every_shipped_job_has_a_plan(path: Path) -> None:
     plan = plan_of(path, overrides=overrides)
     assert tuple(stage.name for stage in plan.stages) == plan.job.stage_names
     for stage in plan.stages:
-        assert stage.seconds > 0
+        only_learns_a_vocabulary = (path.stem, stage.name) == ("translation", "pretrain")
+        assert (stage.seconds == 0) == only_learns_a_vocabulary
         assert stage.peak > 0
 
 
