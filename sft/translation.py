@@ -64,11 +64,11 @@ def translate(folder: Path, pairs: Sequence[Pair], num_beams: int, max_new_token
     if not pairs:
         return []
     model, tokenizer = load_for_inference(ModelFolder(folder, EncoderDecoder)), Tokenizer.load(folder)
-    start, sources = [tokenizer.end_id], [list(source) for source, _ in pairs]
+    sources = [list(source) for source, _ in pairs]
     by_length = sorted(range(len(sources)), key=lambda row: len(sources[row]))
     found = generate(
         model,
-        [start] * len(sources),
+        [[tokenizer.end_id]] * len(sources),
         sources=[sources[row] for row in by_length],
         max_new_tokens=max_new_tokens,
         end_ids=tokenizer.end_ids,
@@ -81,11 +81,11 @@ def translate(folder: Path, pairs: Sequence[Pair], num_beams: int, max_new_token
         note_progress()
         best, *_ = beam_search(
             model,
-            start,
+            sources[row],
             num_beams=num_beams,
             max_new_tokens=max_new_tokens,
+            start_id=tokenizer.end_id,
             end_ids=tokenizer.end_ids,
-            source=sources[row],
         )
         texts = {"source": source, "reference": reference, "greedy": greedy[row], "beam": best.response}
         rows.append({name: tokenizer.decode(tokens).strip() for name, tokens in texts.items()})
