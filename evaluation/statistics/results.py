@@ -1,7 +1,8 @@
 """The results of a comparison's statistics, as plain records; `files.records.as_json` turns them into JSON.
 
 A win rate is from 0 to 1, with ties counting half; above ½, policy a is better. Unless a field says otherwise,
-intervals are 95% intervals over prompts. Unknown values are NaN, and `reason` says why.
+intervals are 95% intervals over prompts, or over clusters of prompts if the comparison names them. Unknown values are
+NaN, and `reason` says why.
 
 A pair's interval and its test are one: the interval excludes ½ exactly if `holm_p` is below 5%.
 """
@@ -30,7 +31,7 @@ class WinRate:
     (`significance.EqualityTest`). `method` is "wilson" if every prompt has one verdict and there are no ties (the score
     interval is then Wilson's), otherwise "score". `bootstrap` resamples prompts, and also labelers if there are
     several; no decision uses it. `over_labelers` is the interval for other prompts and other labelers; it is unknown
-    with one labeler.
+    with one labeler. Without clusters, `num_clusters` is `num_prompts`.
     """
 
     mean: float
@@ -40,6 +41,7 @@ class WinRate:
     bootstrap: Interval
     over_labelers: Interval
     num_prompts: int
+    num_clusters: int
     num_verdicts: int
     num_labelers: int
 
@@ -240,11 +242,15 @@ class JudgeSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """All results of a comparison. The same rows in any order, with the same seed, give the same numbers."""
+    """All results of a comparison. The same rows in any order, with the same seed, give the same numbers.
+
+    Without clusters, `num_clusters` is `num_prompts`.
+    """
 
     policies: tuple[str, ...]
     judges: tuple[JudgeSummary, ...]
     agreement: tuple[Agreement, ...]
     failures: tuple[Failures, ...]
     num_prompts: int
+    num_clusters: int
     seed: int

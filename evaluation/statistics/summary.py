@@ -21,16 +21,19 @@ from evaluation.statistics.results import (
     Significance,
     Summary,
 )
-from evaluation.statistics.significance import ALPHA, EqualityTest, holm, holm_level, power_of
-from evaluation.statistics.win_rates import counts_of, length_controlled, pair_win_rate, prompt_means
-from evaluation.verdicts import Comparisons, Verdict, comparisons_of
+from evaluation.statistics.significance import ALPHA, holm, holm_level, power_of
+from evaluation.statistics.win_rates import counts_of, length_controlled, pair_test, pair_win_rate, prompt_means
+from evaluation.verdicts import NO_CLUSTERS, Clusters, Comparisons, Verdict, comparisons_of
 
 
-def summarise(verdicts: Sequence[Verdict], policies: Sequence[str] = (), *, seed: int) -> Summary:
+def summarise(
+    verdicts: Sequence[Verdict], policies: Sequence[str] = (), clusters: Clusters = NO_CLUSTERS, *, seed: int
+) -> Summary:
     """Returns win rates, tests, ratings and agreement from all judges' verdicts, failed ones included.
 
     `policies` gives the order: ratings are differences from the first, and a pair's a comes before its b. By default
-    they are sorted by name. The order of rows does not matter, and swapping policies mirrors every number.
+    they are sorted by name. The order of rows does not matter, and swapping policies mirrors every number. `clusters`
+    groups prompts that are not independent; all intervals and tests are then over the groups.
 
     Raises: ValueError naming the row for verdicts that `in_order` refuses, for a policy not among `policies`,
     and if there are no verdicts.
@@ -42,16 +45,19 @@ def summarise(verdicts: Sequence[Verdict], policies: Sequence[str] = (), *, seed
     judges = sorted({verdict.judge for verdict in rows})
     return Summary(
         policies=names,
-        judges=tuple(_judge([v for v in rows if v.judge == judge], judge, names, seed) for judge in judges),
-        agreement=tuple(judges_agree(rows, one, other) for one, other in combinations(judges, 2)),
+        judges=tuple(_judge([v for v in rows if v.judge == judge], judge, names, clusters, seed) for judge in judges),
+        agreement=tuple(judges_agree(rows, one, other, clusters) for one, other in combinations(judges, 2)),
         failures=_failures(rows, names),
         num_prompts=len({verdict.prompt_id for verdict in rows}),
+        num_clusters=len({clusters.get(verdict.prompt_id, verdict.prompt_id) for verdict in rows}),
         seed=seed,
     )
 
 
-def _judge(rows: Sequence[Verdict], judge: str, names: tuple[str, ...], seed: int) -> JudgeSummary:
-    comparisons = comparisons_of(rows, names)
+def _judge(
+    rows: Sequence[Verdict], judge: str, names: tuple[str, ...], clusters: Clusters, seed: int
+) -> JudgeSummary:
+    comparisons = comparisons_of(rows, names, clusters)
     pairs = [(a, b) for a, b in combinations(range(len(names)), 2) if len(comparisons.between(a, b))]
     return JudgeSummary(
         judge=judge,
@@ -59,23 +65,28 @@ def _judge(rows: Sequence[Verdict], judge: str, names: tuple[str, ...], seed: in
         num_labelers=len(comparisons.labelers),
         num_verdicts=len(comparisons),
         num_failed=len(rows) - len(comparisons),
-        pairs=_pairs(rows, comparisons, pairs, seed),
+        pairs=_pairs(rows, comparisons, pairs, clusters, seed),
         ratings=_ratings(comparisons, names[0], seed),
         position_bias=position_bias(comparisons),
-        flips=flips(rows),
-        labelers=labelers_agree(rows, judge),
+        flips=flips(rows, clusters),
+        labelers=labelers_agree(rows, judge, clusters),
     )
 
 
 def _pairs(
-    rows: Sequence[Verdict], comparisons: Comparisons, pairs: Sequence[tuple[int, int]], seed: int
+    rows: Sequence[Verdict],
+    comparisons: Comparisons,
+    pairs: Sequence[tuple[int, int]],
+    clusters: Clusters,
+    seed: int,
 ) -> tuple[PairSummary, ...]:
     of_pairs = [comparisons.between(a, b) for a, b in pairs]
-    tests = [EqualityTest(prompt_means(pair), seed=seed) for pair in of_pairs]
+    tests = [pair_test(pair, seed=seed) for pair in of_pairs]
     corrected = holm(np.array([test.p for test in tests])).tolist()
     names = comparisons.policies
     summaries = []
     for (a, b), pair, test, holm_p in zip(pairs, of_pairs, tests, corrected, strict=True):
+        x_P = prompt_means(pair)
         of_pair = [row for row in rows if {row.policy_a, row.policy_b} == {names[a], names[b]}]
         summaries.append(
             PairSummary(
@@ -83,15 +94,15 @@ def _pairs(
                 policy_b=names[b],
                 win_rate=pair_win_rate(pair, test, alpha=holm_level(test.p, holm_p), seed=seed),
                 verdicts=counts_of(pair.won_V),
-                prompts=counts_of(test.x_P),
+                prompts=counts_of(x_P),
                 num_failed=len(of_pair) - len(pair),
-                num_prompts_missing=len(comparisons.prompts) - len(test.x_P),
+                num_prompts_missing=len(comparisons.prompts) - len(x_P),
                 significance=Significance(test.p, test.num_draws, holm_p),
                 different=holm_p < ALPHA,
-                power=power_of(test.x_P),
+                power=power_of(test.x_C, test.size_C),
                 length_controlled=length_controlled(pair),
                 position_bias=position_bias(pair),
-                flips=flips(of_pair),
+                flips=flips(of_pair, clusters),
                 categories=_categories(pair, seed),
             )
         )
@@ -104,7 +115,7 @@ def _categories(pair: Comparisons, seed: int) -> tuple[CategoryWinRate, ...]:
     if len(present) < 2:
         return ()
     parts = [pair.where(pair.category_V == category) for category in present]
-    tests = [EqualityTest(prompt_means(part), seed=seed) for part in parts]
+    tests = [pair_test(part, seed=seed) for part in parts]
     corrected = holm(np.array([test.p for test in tests])).tolist()
     return tuple(
         CategoryWinRate(
