@@ -178,6 +178,11 @@ def comparisons_of(
     )
 
 
+def places_of(prompts: Sequence[str], clusters: Clusters) -> Ints:
+    """Returns the number of each prompt's cluster, in order of appearance."""
+    return _places(clusters.get(prompt, prompt) for prompt in prompts)[1]
+
+
 def _places(names: Iterable[str]) -> tuple[tuple[str, ...], Ints]:
     """Returns the distinct names in order of appearance, and each name's position among them."""
     place: dict[str, int] = {}

@@ -21,6 +21,7 @@ from evaluation.compare.folder import (
     VERDICTS,
     Settings,
     holding,
+    prompts_of,
     read_comparison,
     read_settings,
     refuse_other_settings,
@@ -31,7 +32,7 @@ from evaluation.compare.folder import (
 from evaluation.compare.judges import Judging, open_judges
 from evaluation.compare.report.page import write_comparison_report
 from evaluation.endpoint import OnProgress
-from evaluation.inputs import named_specs, read_compared_prompts
+from evaluation.inputs import clusters_of, named_specs, read_compared_prompts
 from evaluation.judges.external import read_verdict_file
 from evaluation.judges.judge import Judge, pairs_of, refuse_too_many_failures
 from evaluation.judges.people import PeopleJudge
@@ -57,6 +58,7 @@ class Compared:
     policies: Sequence[str]
     prompts: DataConfig
     category: str
+    cluster_by: str
     judges: Sequence[str]
     sampling: Sampling
     judging: Judging
@@ -85,7 +87,7 @@ def compare(compared: Compared, folder: Path, progress: Progress, tell: Callable
         raise ValueError(f"{len(compared.policies)} policies; at least two to compare were expected")
     if not compared.judges:
         raise ValueError("--judge is missing; at least one judge was expected")
-    prompts = read_compared_prompts(compared.prompts, compared.category)
+    prompts = read_compared_prompts(compared.prompts, compared.category, compared.cluster_by)
     policies = _fitted(open_policies(compared, prompts), compared.sampling, tell)
     judges = open_judges(compared.judges, compared.judging, prompts, len(policies))
     settings = _settings(compared, prompts, policies)
@@ -132,17 +134,19 @@ def judge_again(folder: Path, judges: Sequence[Judge], max_failed_share: float, 
     return Outcome(settings, has_verdicts=True)
 
 
-def take_verdicts(spec: str, form: str, folder: Path, *, category: str, seed: int) -> tuple[Outcome, Report]:
+def take_verdicts(
+    spec: str, form: str, folder: Path, *, category: str, cluster_by: str, seed: int
+) -> tuple[Outcome, Report]:
     """Write a comparison of external judgments, FILE or NAME=FILE. Returns its outcome and a report of unusual rows.
 
     Raises: as `read_verdict_file` does; ValueError if `folder` holds another comparison.
     """
     ((judge, source),) = named_specs([spec], "file")
-    found = read_verdict_file(source, form, judge=judge, category=category)
+    found = read_verdict_file(source, form, judge=judge, category=category, cluster_by=cluster_by)
     path = Path(source)
     settings: Settings = {
         "policies": [{"name": name, "kind": EXTERNAL} for name in found.policies],
-        "prompts": {"num_prompts": len(found.prompts), "category": category},
+        "prompts": {"num_prompts": len(found.prompts), "category": category} | settings_of_clusters(cluster_by),
         "seed": seed,
         "verdicts": {
             "source": source,
@@ -206,6 +210,7 @@ def _settings(compared: Compared, prompts: Sequence[Prompt], policies: Sequence[
         "prompts": {
             **data.model_dump(include={"source", "split", "subset", "max_rows"}),
             "category": compared.category,
+            **settings_of_clusters(compared.cluster_by),
             "sha256": file_hash(path) if path.is_file() else "",
             "num_prompts": len(prompts),
         },
@@ -214,6 +219,11 @@ def _settings(compared: Compared, prompts: Sequence[Prompt], policies: Sequence[
         "judges": [],
         "versions": versions(),
     }
+
+
+def settings_of_clusters(field: str) -> dict[str, str]:
+    """Returns the entry of compare.json that names the field to cluster by; empty without one, as before it existed."""
+    return {"cluster_by": field} if field else {}
 
 
 def _sample(
@@ -232,7 +242,7 @@ def _sample(
 
 def _sampled_before(aside: Path, policy: Policy, prompts: Sequence[Prompt]) -> tuple[Path, list[Response]]:
     """Returns the file for a policy's responses, and the responses that it already holds."""
-    asked = [prompt.model_dump() for prompt in prompts]
+    asked = [prompt.model_dump(exclude={"cluster"}) for prompt in prompts]
     depends = json.dumps([policy.describe(), asked], sort_keys=True)
     path = aside / f"{hashlib.sha256(depends.encode()).hexdigest()[:24]}.parquet"
     return path, read_responses(path) if path.is_file() else []
@@ -296,7 +306,9 @@ def conclude(folder: Path) -> dict[str, Any]:
             best_of={found["name"]: found["n"] for found in settings["policies"] if found.get("kind") == BEST_OF_N},
             pass_marks={judge["name"]: judge["pass_mark"] for judge in settings["judges"] if "pass_mark" in judge},
         )
-        found = measure_policies(responses, verdicts, seed=settings["seed"], known=known)
+        found = measure_policies(
+            responses, verdicts, clusters_of(prompts_of(folder)), seed=settings["seed"], known=known
+        )
         write_json(path, measures | {"policies": as_json(found)})
     return write_comparison_report(folder)
 

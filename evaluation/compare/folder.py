@@ -1,7 +1,7 @@
 """The folder of a comparison: writing it and reading it. The same settings give the same bytes.
 
     compare.json        resolved settings: policies, prompts, judges and their outcomes, versions
-    prompts.jsonl       prompt_id, messages, category
+    prompts.jsonl       prompt_id, messages, category, and cluster if prompts have one
     responses.parquet   evaluation.verdicts.Response
     verdicts.parquet    evaluation.verdicts.Verdict, of every judge
     measures.json       measures of each policy (evaluation/compare/results.py)
@@ -94,7 +94,8 @@ def write_verdicts(folder: Path, settings: Settings, verdicts: Sequence[Verdict]
 
 
 def _prompt_row(prompt: Prompt) -> dict[str, Any]:
-    return {"prompt_id": prompt.prompt_id, "messages": list(prompt.messages), "category": prompt.kind}
+    row = {"prompt_id": prompt.prompt_id, "messages": list(prompt.messages), "category": prompt.kind}
+    return row | ({"cluster": prompt.cluster} if prompt.cluster else {})
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def read_comparison(folder: Path) -> ComparisonFolder:
     settings = clean_json(read_settings(folder))
     policies = _names(folder / SETTINGS, settings, "policies")
     seed = whole_field(str(folder / SETTINGS), settings, "seed", 0, 2**63 - 1)
-    prompts = _prompts(folder / PROMPTS)
+    prompts = prompts_of(folder)
     verdicts = read_verdicts(folder / VERDICTS)
     responses = read_responses(folder / RESPONSES)
     known = {prompt.prompt_id for prompt in prompts}
@@ -196,7 +197,9 @@ def _judges(path: Path, settings: Mapping[str, Any], verdicts: Sequence[Verdict]
     return (*(name for name in listed if name in found), *sorted(found - set(listed)))
 
 
-def _prompts(path: Path) -> list[Prompt]:
+def prompts_of(folder: Path) -> list[Prompt]:
+    """Read a comparison's prompts. Raises: ValueError naming file, line and field."""
+    path = folder / PROMPTS
     prompts, seen = [], set()
     for where, row in read_source(str(path)):
         prompt_id = text_field(where, row, "prompt_id")
@@ -205,7 +208,8 @@ def _prompts(path: Path) -> list[Prompt]:
         seen.add(prompt_id)
         messages = tuple(any_messages(where, row.get("messages"), "messages"))
         category = any_text(where, {"category": "", **row}, "category")
-        prompts.append(Prompt(prompt_id=prompt_id, messages=messages, kind=category))
+        cluster = any_text(where, {"cluster": "", **row}, "cluster")
+        prompts.append(Prompt(prompt_id=prompt_id, messages=messages, kind=category, cluster=cluster))
     if not prompts:
         raise ValueError(f"{path}: no prompts")
     return prompts

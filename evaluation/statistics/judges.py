@@ -4,8 +4,8 @@ Agreement is between judges, and between the labelers of one judge.
 
 All errors are over clusters of prompts; without clusters, every prompt is its own.
 
-Shape letters: V verdicts, C clusters, N cells (the verdicts of one order of one pair on one prompt), S strata (one order
-of one pair), T items (two responses to a prompt), as in `preferences.statistics.agreement`.
+Shape letters: V verdicts, C clusters, N cells (the verdicts of one order of one pair on one prompt), S strata (one
+order of one pair), T items (two responses to a prompt), as in `preferences.statistics.agreement`.
 """
 
 import math
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from evaluation.statistics.results import Agreement, Flips, PositionBias
-from evaluation.verdicts import NO_CLUSTERS, Clusters, Comparisons, Verdict
+from evaluation.verdicts import NO_CLUSTERS, Clusters, Comparisons, Verdict, places_of
 from preferences.statistics.agreement import ranking_alpha
 from preferences.statistics.estimates import Floats, Ints, Share
 from preferences.statistics.intervals import Tally, cluster_means, clustered_shares, score_interval
@@ -125,24 +125,16 @@ def _share_by_prompt(prompts: Sequence[str], is_so: Sequence[bool], clusters: Cl
     if not by_prompt:
         return Share(math.nan, math.nan, math.nan, num_pairs=0, num_tasks=0)
     x_P = np.array([np.mean(found) for found in by_prompt.values()])
-    mean_C, size_C = cluster_means(x_P, _cluster_places(list(by_prompt), clusters))
+    mean_C, size_C = cluster_means(x_P, places_of(list(by_prompt), clusters))
     ends = score_interval(mean_C, size_C=size_C)
     return Share(float(x_P.mean()), *ends, num_pairs=len(is_so), num_tasks=len(x_P))
-
-
-def _cluster_places(prompts: Sequence[str], clusters: Clusters) -> Ints:
-    """Returns the number of each prompt's cluster."""
-    found = [clusters.get(prompt, prompt) for prompt in prompts]
-    return np.unique(found, return_inverse=True)[1].astype(np.int64)
 
 
 def _unknown_bias(reason: str) -> PositionBias:
     return PositionBias(math.nan, math.nan, math.nan, num_prompts=0, num_verdicts=0, reason=reason)
 
 
-def judges_agree(
-    verdicts: Sequence[Verdict], judge: str, other: str, clusters: Clusters = NO_CLUSTERS
-) -> Agreement:
+def judges_agree(verdicts: Sequence[Verdict], judge: str, other: str, clusters: Clusters = NO_CLUSTERS) -> Agreement:
     """Returns the agreement of two judges. A judge's preference between two responses is the mean of its verdicts on
     them, over labelers and orders."""
     said = _preferences((v.judge, v) for v in verdicts if v.judge in (judge, other))
@@ -171,7 +163,7 @@ def _agreement(said: dict[Item, dict[str, list[float]]], judge: str, other: str,
     first_T = np.array([sum(d > 1e-9 for d in found) for found in from_half], dtype=np.float64)
     second_T = np.array([sum(d < -1e-9 for d in found) for found in from_half], dtype=np.float64)
     num_T = np.array([len(found) for found in from_half], dtype=np.float64)
-    cluster_T = _cluster_places([prompt_id for prompt_id, _, _ in said], clusters)
+    cluster_T = places_of([prompt_id for prompt_id, _, _ in said], clusters)
     counts = PairCounts(first_T[:, None], second_T[:, None], (num_T - first_T - second_T)[:, None])
     # Pairs of raters, neither of whom gave a tie.
     compared_T = (first_T + second_T) * (first_T + second_T - 1) / 2

@@ -120,7 +120,9 @@ def _rate(names: Sequence[str], pairs: Ints, y_CVO: Floats, anchor: str, model: 
             value=float(value_P[i]),
             low=float(low_P[i]),
             high=float(high_P[i]),
-            bootstrap=_bootstrapped(float(value_P[i]), resampled_SP[:, i], num_clusters, not (above_P[i] or below_P[i])),
+            bootstrap=_bootstrapped(
+                float(value_P[i]), resampled_SP[:, i], num_clusters, not (above_P[i] or below_P[i])
+            ),
             best_rank=1 + int(better_PP[:, i].sum()),
             worst_rank=num_policies - int(better_PP[i].sum()),
             unbounded=_side(bool(above_P[i]), bool(below_P[i])),

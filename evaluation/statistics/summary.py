@@ -54,9 +54,7 @@ def summarise(
     )
 
 
-def _judge(
-    rows: Sequence[Verdict], judge: str, names: tuple[str, ...], clusters: Clusters, seed: int
-) -> JudgeSummary:
+def _judge(rows: Sequence[Verdict], judge: str, names: tuple[str, ...], clusters: Clusters, seed: int) -> JudgeSummary:
     comparisons = comparisons_of(rows, names, clusters)
     pairs = [(a, b) for a, b in combinations(range(len(names)), 2) if len(comparisons.between(a, b))]
     return JudgeSummary(

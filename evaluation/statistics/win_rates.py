@@ -5,8 +5,8 @@ prompt's preferences, and the win rate is the mean of x_p. At equal length, it i
 if both policies wrote equally long responses. All errors are over clusters of prompts; without clusters, every prompt
 is its own.
 
-Shape letters: V verdicts, P prompts (of this pair), C clusters of these prompts, L labelers, S resamples, O outcomes (a preferred, b preferred), K
-coefficients (θ, φ).
+Shape letters: V verdicts, P prompts (of this pair), C clusters of these prompts, L labelers, S resamples, O outcomes (a
+preferred, b preferred), K coefficients (θ, φ).
 """
 
 import math

@@ -43,6 +43,12 @@ Out = Annotated[Path | None, typer.Option(help="Folder for the comparison (defau
 Category = Annotated[str, typer.Option(help="Field that holds the category (default: category, kind or dataset).")]
 
 
+ClusterBy = Annotated[
+    str,
+    typer.Option(help="Field that says which prompts depend on each other, such as their template (default: none do)."),
+]
+
+
 def _refuse_verdicts(file: str) -> str:
     """Raise ValueError for an option that is now a command."""
     if file:
@@ -70,6 +76,7 @@ def compare(
     reference: Annotated[str, typer.Option(help="Model directory to measure KL against, e.g. the SFT model's.")] = "",
     bf16: Annotated[bool, typer.Option("--bf16", help="Sample local models in bf16 instead of fp32.")] = False,
     category: Category = "",
+    cluster_by: ClusterBy = "",
     max_prompts: Annotated[
         int, typer.Option(min=0, help="Number of prompts to read (default: all).", show_default=False)
     ] = 0,
@@ -104,7 +111,7 @@ def compare(
     judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, seed, open_world)
     data = DataConfig(source=prompts, split=split, subset=subset, max_rows=max_prompts)
     sampling = Sampling(num_samples, temperature, max_new_tokens, seed, "bf16" if bf16 else "fp32", reference)
-    compared = Compared(policies, data, category, judge or [], sampling, judging, allow_empty)
+    compared = Compared(policies, data, category, cluster_by, judge or [], sampling, judging, allow_empty)
     with _bars() as progress:
         outcome = compare_policies(compared, folder, progress, partial(console.print, markup=False))
     _print_policies(outcome.settings)
@@ -117,13 +124,14 @@ def verdicts(
     form: Annotated[str, typer.Option("--format", help="Format of the file; docs/labels.md lists them.")] = "auto",
     out: Out = None,
     category: Category = "",
+    cluster_by: ClusterBy = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed for resampling.")] = 0,
 ) -> None:
     """Compare policies by existing judgments, without sampling or judging. See docs/comparing.md."""
     from evaluation.compare.comparing import take_verdicts
 
     folder = out or _folder_of([file])
-    outcome, report = take_verdicts(file, form, folder, category=category, seed=seed)
+    outcome, report = take_verdicts(file, form, folder, category=category, cluster_by=cluster_by, seed=seed)
     print_warnings(report, folder / WARNINGS if report.warnings else None)
     _print_policies(outcome.settings)
     _print_results(outcome, folder)

@@ -166,9 +166,9 @@ def score_interval(
     ½ it is Tango's for two paired proportions (Tango 1998, Statistics in Medicine 17); in general the weights are those
     of empirical likelihood (Owen 2001, 2.9).
 
-    If prompts come in independent clusters, `value_C` are the clusters' means and `size_C` their numbers of prompts; the
-    mean is that of all prompts. The interval is then that of μ + w_c·(x̄_c - μ) with w_c = size_c / largest size, whose
-    mean is μ if μ is true. Clusters of equal size are values like any others.
+    If prompts come in independent clusters, `value_C` are the clusters' means and `size_C` their numbers of prompts;
+    the mean is that of all prompts. The interval is then that of μ + w_c·(x̄_c - μ) with w_c = size_c / largest size,
+    whose mean is μ if μ is true. Clusters of equal size are values like any others.
 
     `quantile` replaces z: with Student's quantile if the variance is poorly known, or with a test's critical value.
     `inflation` >= 1 multiplies the variance, if labelers differ.

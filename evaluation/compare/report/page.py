@@ -15,6 +15,7 @@ from evaluation.compare.report.measures import curve_parts, measure_tables
 from evaluation.compare.report.samples import MAX_CHARACTERS, MAX_PROMPTS, samples_of
 from evaluation.compare.report.sections import Sections, meta_of
 from evaluation.compare.report.sources import Source, sources_of
+from evaluation.inputs import clusters_of
 from evaluation.statistics.results import (
     CategoryWinRate,
     Counts,
@@ -77,7 +78,8 @@ def render(
 def summary_of(comparison: ComparisonFolder) -> Summary:
     """Computes all statistics of the folder's verdicts. Raises: ValueError for verdicts that contradict each other."""
     try:
-        return summarise(comparison.verdicts, comparison.policies, seed=comparison.seed)
+        clusters = clusters_of(comparison.prompts)
+        return summarise(comparison.verdicts, comparison.policies, clusters, seed=comparison.seed)
     except ValueError as error:
         raise ValueError(f"{VERDICTS}: {error}") from None
 

@@ -14,8 +14,8 @@ from benchmarks.compare_worlds import comparisons
 from evaluation.statistics.results import Counts
 from evaluation.statistics.significance import EqualityTest
 from evaluation.statistics.win_rates import (
-    bootstrap_labelers,
     bootstrap_clusters,
+    bootstrap_labelers,
     counts_of,
     expanded_level,
     interval_over_labelers,
