@@ -15,6 +15,7 @@ from typing import Any
 from rich.table import Table
 
 from evaluation.compare.folder import (
+    ALGORITHMS,
     BEST_OF_N,
     MEASURES,
     RESPONSES,
@@ -30,15 +31,17 @@ from evaluation.compare.folder import (
     write_verdicts,
 )
 from evaluation.compare.judges import Judging, open_judges
+from evaluation.compare.report.answer import WEIGHTS_ONLY
 from evaluation.compare.report.page import write_comparison_report
 from evaluation.endpoint import OnProgress
-from evaluation.inputs import clusters_of, named_specs, read_compared_prompts
+from evaluation.inputs import clusters_of, named_runs, named_specs, read_compared_prompts
 from evaluation.judges.external import read_verdict_file
 from evaluation.judges.judge import Judge, pairs_of, refuse_too_many_failures
 from evaluation.judges.people import PeopleJudge
 from evaluation.judges.scorers import MAX_PAIRS, ScoreJudge
 from evaluation.measures.policies import Known, measure_policies
 from evaluation.policies import LocalPolicy, Policy, RemotePolicy, Sampling, SavedPolicy, is_saved
+from evaluation.statistics.significance import ALPHA
 from evaluation.verdicts import Response, Verdict, read_responses, read_verdicts, write_rows
 from files.atomic import write_json
 from files.hashes import file_hash
@@ -177,7 +180,7 @@ def take_verdicts(
 def open_policies(compared: Compared, prompts: Sequence[Prompt]) -> list[Policy]:
     """Returns the policies of NAME=SPEC or SPEC. Raises: ValueError for an invalid one."""
     policies: list[Policy] = []
-    for name, spec in named_specs(compared.policies, "policy"):
+    for name, spec in named_runs(compared.policies)[0]:
         if spec.startswith(("http://", "https://")):
             policies.append(RemotePolicy(name, prompts, compared.sampling, compared.judging.asking.asker(name, spec)))
         elif is_saved(spec):
@@ -205,8 +208,10 @@ def _fitted(policies: Sequence[Policy], sampling: Sampling, tell: Callable[[str]
 def _settings(compared: Compared, prompts: Sequence[Prompt], policies: Sequence[Policy]) -> Settings:
     data = compared.prompts
     path = Path(data.source)
+    _, runs = named_runs(compared.policies)
     return {
         "policies": [policy.describe() for policy in policies],
+        **({ALGORITHMS: runs} if runs else {}),
         "prompts": {
             **data.model_dump(include={"source", "split", "subset", "max_rows"}),
             "category": compared.category,
@@ -329,6 +334,18 @@ def results_table(report: Mapping[str, Any]) -> Table:
     for column in ("judge", "policies", "win rate (95%)", "p (Holm)", "prompts", ""):
         table.add_column(column, no_wrap=column not in ("judge", "policies", ""))
     for judge in report["summary"]["judges"]:
+        for pair in judge["algorithms"]:
+            rate = pair["win_rate"]
+            ahead = pair["algorithm_a"] if rate["mean"] > 0.5 else pair["algorithm_b"]
+            table.add_row(
+                judge["judge"],
+                f"{pair['algorithm_a']} against {pair['algorithm_b']}, {pair['num_runs_a']} and {pair['num_runs_b']}"
+                " runs",
+                f"{_percent(rate['mean'])} ({_percent(rate['low'])} to {_percent(rate['high'])})",
+                f"{pair['holm_p']:.3g}",
+                f"{pair['num_prompts']:,}",
+                f"{ahead} is the better algorithm" if pair["holm_p"] < ALPHA else "no difference of algorithms shown",
+            )
         for pair in judge["pairs"]:
             rate = pair["win_rate"]
             interval = f"({_percent(rate['low'])} to {_percent(rate['high'])})"
@@ -342,6 +359,13 @@ def results_table(report: Mapping[str, Any]) -> Table:
                 in_words(pair) + failed,
             )
     return table
+
+
+def scope_of(report: Mapping[str, Any]) -> str:
+    """Says whether the results are on weights or on algorithms."""
+    if any(judge["algorithms"] for judge in report["summary"]["judges"]):
+        return "Rows with runs are about algorithms, over seeds and prompts; the others are about these weights only."
+    return WEIGHTS_ONLY
 
 
 def in_words(pair: Mapping[str, Any]) -> str:

@@ -32,6 +32,7 @@ from training.data import Prompt
 
 SETTINGS, PROMPTS, MEASURES = "compare.json", "prompts.jsonl", "measures.json"
 RESPONSES, VERDICTS = "responses.parquet", "verdicts.parquet"
+ALGORITHMS = "algorithms"  # in the settings: by algorithm, the policies that are its training runs
 BEST_OF_N = "best of n"  # the kind of policies that choose among another policy's samples
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy")
 
@@ -121,6 +122,12 @@ class ComparisonFolder:
     def names(self) -> Names:
         """Returns what the policies of a run are called; a comparison of other policies has the default names."""
         return record_of(self.settings.get("names", {}), Names, f"{SETTINGS}: names")
+
+    @property
+    def runs(self) -> dict[str, list[str]]:
+        """Returns, by algorithm, the policies that are its training runs; empty unless a name has several."""
+        runs: dict[str, list[str]] = self.settings.get(ALGORITHMS, {})
+        return runs
 
     @property
     def by_policy(self) -> dict[str, list[Response]]:
@@ -217,7 +224,7 @@ def prompts_of(folder: Path) -> list[Prompt]:
 
 def refuse_other_settings(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raises: ValueError naming what differs between a finished comparison's settings and those asked for."""
-    for name in ("policies", "prompts", "seed", "verdicts"):
+    for name in ("policies", ALGORITHMS, "prompts", "seed", "verdicts"):
         if found.get(name) != json.loads(json.dumps(wanted.get(name))):
             raise ValueError(
                 f"{folder}: holds a comparison whose {name} differ: {json.dumps(found.get(name))}; now"

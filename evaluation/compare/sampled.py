@@ -120,6 +120,8 @@ def compare_sampled(
         policies={name: _policy(found, judge.name) for name, found in measures.policies.items()},
         pairs=dict(_pairs(by_gold)),
         best_of_n=measures.best_of_n,
+        cluster_by=config.cluster_by,
+        num_clusters=len({prompt.cluster for prompt in sampled.prompts}) if config.cluster_by else 0,
         training_kl_nats=tuple(kl for kl, _ in sampled.training),
         training_scores=tuple(score for _, score in sampled.training),
         samples=_shown(sampled.prompts[: config.num_shown], responses, scores),

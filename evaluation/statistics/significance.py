@@ -208,8 +208,8 @@ def power_of(x_C: Floats, size_C: Floats | None = None) -> Power:
     m is the variance of d if there is no difference, m - δ² if there is. With one verdict per prompt and one prompt per
     cluster, 4m is the share of prompts that are not ties, and this is McNemar's sample size (Miettinen 1968; Connor
     1987, Biometrics 43). The equation is quadratic in δ. If `EqualityTest` counts all sign vectors, δ is exact: see
-    `_exact_detectable`. Arguments are as for `EqualityTest`. The mean of d_c is that of x_p - ½ times the clusters' mean
-    weight.
+    `_exact_detectable`. Arguments are as for `EqualityTest`. The mean of d_c is that of x_p - ½ times the clusters'
+    mean weight.
     """
     size_C = np.ones(len(x_C)) if size_C is None else size_C
     y_C, mean_weight = _at_half(x_C, size_C), float(size_C.mean() / size_C.max())

@@ -61,7 +61,7 @@ def compare(
         list[str],
         typer.Argument(
             help="Two or more model directories, .gguf files, hub ids, URL#MODEL or files of outputs; prefix with NAME="
-            " to name one."
+            " to name one. A NAME with several of them is an algorithm with several training runs (seeds)."
         ),
     ],
     prompts: Annotated[
@@ -173,9 +173,9 @@ def _answers(folder: Path) -> Path:
 
 def _folder_of(specs: Sequence[str]) -> Path:
     """Returns a folder in runs/ with the names of what is compared."""
-    from evaluation.inputs import named_specs
+    from evaluation.inputs import named_runs
 
-    names = "-".join(name for name, _ in named_specs(specs, "policy"))
+    names = "-".join(name for name, _ in named_runs(specs)[0])
     return Path("runs") / f"compare-{re.sub(r'[^A-Za-z0-9._-]+', '_', names)[:LONGEST_NAME]}"
 
 
@@ -228,10 +228,12 @@ def _print_people(outcome: "Outcome", judges: Sequence[str]) -> None:
 
 
 def _print_results(outcome: "Outcome", folder: Path) -> None:
-    from evaluation.compare.comparing import conclude, results_table
+    from evaluation.compare.comparing import conclude, results_table, scope_of
 
     if not outcome.has_verdicts:
         console.print("no verdicts yet, nothing to report")
         return
-    results_console().print(results_table(conclude(folder)))
+    report = conclude(folder)
+    results_console().print(results_table(report))
+    console.print(scope_of(report), markup=False)
     console.print(str(folder / "report.html"), markup=False)
