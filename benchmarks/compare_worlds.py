@@ -117,7 +117,7 @@ def _win_rate(
     x_P = prompt_means(comparisons(outcome(u_V, win, tie), prompt_V))
     yield Held(what, *equality(x_P).interval(), truth)
     if len(x_P) <= MAX_BOOTSTRAPPED:
-        bootstrap = bootstrap_clusters(x_P, np.ones(len(x_P)), seed=int(generator.integers(2**31)))
+        bootstrap = bootstrap_clusters(x_P, np.arange(len(x_P)), seed=int(generator.integers(2**31)))
         yield Held(f"{what}: bootstrap", bootstrap.low, bootstrap.high, truth)
 
 

@@ -60,7 +60,7 @@ def ours(x_P: Floats) -> Ends:
 
 
 def bootstrapped(x_P: Floats) -> Ends:
-    found = bootstrap_clusters(x_P, np.ones(len(x_P)), seed=0)
+    found = bootstrap_clusters(x_P, np.arange(len(x_P)), seed=0)
     return found.low, found.high
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from evaluation.verdicts import Clusters
 from files.conversations import ConversationReader, turns_of
 from files.fields import name_field, names, text_field
-from files.rows import InvalidRows
-from training.data import DataConfig, Prompt, read_rows
+from files.rows import InvalidRows, Row
+from training.data import DataConfig, Prompt, read_rows, read_valid
 
 CATEGORY_FIELDS = ("category", "kind", "dataset")  # names of the category in published prompt sets
 
@@ -179,9 +179,9 @@ def with_clusters(prompts: Sequence[Prompt], data: DataConfig, field: str) -> Se
     """
     if not field:
         return prompts
-    rows: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    rows: dict[str, tuple[str, Row]] = {}
     invalid = InvalidRows(data.source, data.on_invalid)
-    for where, row in read_rows(data, invalid):
+    for where, row in read_valid(data, lambda _, row: row, invalid):
         prompt_id = name_field(where, row, "prompt_id") or str(invalid.num_rows - 1)  # as `stream_prompts` names it
         rows.setdefault(prompt_id, (where, row))
     return [prompt.model_copy(update={"cluster": cluster_of(*rows[prompt.prompt_id], field)}) for prompt in prompts]

@@ -32,10 +32,9 @@ import scipy
 
 from evaluation.statistics.significance import ALPHA, EqualityTest, GainTest
 from preferences.statistics.estimates import Floats, Interval, Ints
-from preferences.statistics.intervals import cluster_means
 
-_SMALLEST_P = 1e-9  # a smaller p is given as this
-_P_PRECISION = 1e-4  # of log p
+_SMALLEST_P, _LARGEST_P = 1e-9, 1 - 1e-6  # p beyond these is given as 1e-9 and 1
+_P_PRECISION = 1e-4
 
 
 class AlgorithmTest:
@@ -63,7 +62,7 @@ class AlgorithmTest:
 
         Raises: ValueError for fewer than two runs of an algorithm, and for no prompts.
         """
-        test = EqualityTest(*cluster_means(x_ABP.mean(axis=(0, 1)), cluster_P), seed=seed)
+        test = EqualityTest(x_ABP.mean(axis=(0, 1)), cluster_P, seed=seed)
         return cls(x_ABP, cluster_P, test, equal=0.5)
 
     @classmethod
@@ -77,25 +76,24 @@ class AlgorithmTest:
 
     def interval(self, alpha: float = ALPHA) -> Interval:
         """Returns the effect with its interval at level 1 - α; NaN ends if there is a single cluster of values."""
-        low, high = self._ends(alpha)
-        if self.p >= alpha:  # an end that equals equality up to rounding goes to the side that agrees with p
-            return Interval(self.effect, min(low, self._equal), max(high, self._equal))
-        if self.effect > self._equal:
-            return Interval(self.effect, max(low, math.nextafter(self._equal, math.inf)), high)
-        return Interval(self.effect, low, min(high, math.nextafter(self._equal, -math.inf)))
+        return Interval(self.effect, *self._ends(alpha))
 
     @cached_property
     def p(self) -> float:
-        """The two-sided p-value, between 1e-9 and 1; 1 if a single cluster shows nothing."""
-        low, high = math.log(_SMALLEST_P), 0.0
-        if not self._excludes(1.0 - _P_PRECISION):
+        """The two-sided p-value, by bisection to 0.01%; at least 1e-9, and 1 if no level shows a difference.
+
+        It is the lower end of the last bracket, and no bracket contains 5%, so p is on the same side of 5% as the
+        interval at that level, and no interval at a level of p or less excludes equality.
+        """
+        low, high = (_SMALLEST_P, ALPHA) if self._excludes(ALPHA) else (ALPHA, _LARGEST_P)
+        if high == _LARGEST_P and not self._excludes(high):
             return 1.0
-        if self._excludes(_SMALLEST_P):
-            return _SMALLEST_P
-        while high - low > _P_PRECISION:
-            middle = (low + high) / 2
-            low, high = (low, middle) if self._excludes(math.exp(middle)) else (middle, high)
-        return math.exp((low + high) / 2)
+        if low == _SMALLEST_P and self._excludes(low):
+            return low
+        while high > low * (1 + _P_PRECISION):
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if self._excludes(middle) else (middle, high)
+        return low
 
     def _excludes(self, alpha: float) -> bool:
         low, high = self._ends(alpha)

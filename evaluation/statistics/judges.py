@@ -18,7 +18,7 @@ from evaluation.statistics.results import Agreement, Flips, PositionBias
 from evaluation.verdicts import NO_CLUSTERS, Clusters, Comparisons, Verdict, places_of
 from preferences.statistics.agreement import ranking_alpha
 from preferences.statistics.estimates import Floats, Ints, Share
-from preferences.statistics.intervals import Tally, cluster_means, clustered_shares, score_interval
+from preferences.statistics.intervals import Tally, clustered_shares, score_interval, share_interval
 from preferences.statistics.panel import PairCounts
 
 NO_ORDER = "the order in which responses were shown is not known for any verdict"
@@ -33,8 +33,8 @@ def position_bias(comparisons: Comparisons) -> PositionBias:
         ½·(m_1 + 1 - m_2)   for a pair; m_1 and m_2 are a's win rate over prompts where a and where b was shown first
 
     This cancels a's strength, whatever the share of prompts in either order. Pairs are weighted by their number of
-    prompts. The interval is the score interval of ψ_c = mean + C·u_c, where u_c is a cluster's part of the residual. If
-    every prompt is its own cluster and was shown in both orders, ψ is its share of wins by the response shown first.
+    prompts. The interval is the score interval of ψ_p = mean + P·u_p, where u_p is a prompt's part of the residual. If
+    every prompt was shown in both orders, ψ_p is the prompt's own share of wins by the response shown first.
     """
     known_V = comparisons.first_V != 0
     if not known_V.any():
@@ -59,7 +59,7 @@ def _bias_over_strata(won_V: Floats, stratum_V: Ints, prompt_V: Ints, cluster_P:
     num_prompts, num_clusters = len(cluster_P), int(cluster_P.max()) + 1
     cells, cell_V = np.unique(stratum_V * num_prompts + prompt_V, return_inverse=True)
     x_N = np.bincount(cell_V, won_V) / np.bincount(cell_V)
-    stratum_N, cluster_N = cells // num_prompts, cluster_P[cells % num_prompts]
+    stratum_N, prompt_N = cells // num_prompts, cells % num_prompts
     num_S = np.bincount(stratum_N, minlength=2 * (int(stratum_N.max()) // 2 + 1)).astype(np.float64)
     mean_S = np.bincount(stratum_N, x_N, len(num_S)) / np.maximum(num_S, 1)
     share_S = np.repeat(num_S.reshape(-1, 2).sum(axis=1), 2) / len(x_N)  # the pair's, for each of its two strata
@@ -70,17 +70,18 @@ def _bias_over_strata(won_V: Floats, stratum_V: Ints, prompt_V: Ints, cluster_P:
         ends = _ends_of_two_orders(x_N[stratum_N == 0], x_N[stratum_N == 1])
     else:
         u_N = (share_S * sign_S / np.maximum(num_S, 1))[stratum_N] * (x_N - mean_S[stratum_N])
-        ends = _ends_of_clusters(mean + num_clusters * np.bincount(cluster_N, u_N, num_clusters).astype(np.float64))
+        psi_P = mean + num_prompts * np.bincount(prompt_N, u_N, num_prompts).astype(np.float64)
+        ends = _ends_of_prompts(psi_P, cluster_P)
     return PositionBias(mean, *ends, num_prompts=num_prompts, num_verdicts=len(won_V), reason="")
 
 
-def _ends_of_clusters(psi_C: Floats) -> tuple[float, float]:
+def _ends_of_prompts(psi_P: Floats, cluster_P: Ints) -> tuple[float, float]:
     """Returns the ends of the score interval of the mean of ψ. ψ is between 0 and 1 unless a pair's two orders are on
-    different prompts, or clusters differ in size.
+    different prompts.
     """
-    least, most = min(0.0, float(psi_C.min())), max(1.0, float(psi_C.max()))
-    low, high = score_interval((psi_C - least) / (most - least))
-    return max(0.0, least + (most - least) * low), min(1.0, least + (most - least) * high)
+    least, most = min(0.0, float(psi_P.min())), max(1.0, float(psi_P.max()))
+    found = share_interval((psi_P - least) / (most - least), cluster_P)
+    return max(0.0, least + (most - least) * found.low), min(1.0, least + (most - least) * found.high)
 
 
 def _ends_of_two_orders(one_C: Floats, other_C: Floats) -> tuple[float, float]:
@@ -125,9 +126,8 @@ def _share_by_prompt(prompts: Sequence[str], is_so: Sequence[bool], clusters: Cl
     if not by_prompt:
         return Share(math.nan, math.nan, math.nan, num_pairs=0, num_tasks=0)
     x_P = np.array([np.mean(found) for found in by_prompt.values()])
-    mean_C, size_C = cluster_means(x_P, places_of(list(by_prompt), clusters))
-    ends = score_interval(mean_C, size_C=size_C)
-    return Share(float(x_P.mean()), *ends, num_pairs=len(is_so), num_tasks=len(x_P))
+    found = share_interval(x_P, places_of(list(by_prompt), clusters))
+    return Share(found.mean, found.low, found.high, num_pairs=len(is_so), num_tasks=len(x_P))
 
 
 def _unknown_bias(reason: str) -> PositionBias:

@@ -7,8 +7,8 @@ Ratings are θ = log π. Bradley & Terry 1952, Biometrika 39; Davidson 1970, JAS
 pair weigh the same, whatever the number of their verdicts: for two policies, the Bradley-Terry rating is the logit of
 the win rate. All errors are over clusters of prompts; without clusters, every prompt is its own.
 
-Shape letters: V pairs of policies that were compared, O outcomes (win, [tie,] loss), P policies, C clusters, K
-coefficients (θ of all policies but the first, [log ν]), S resamples, B fits or graphs at once.
+Shape letters: V pairs of policies that were compared, O outcomes (win, [tie,] loss), P policies, N prompts, C clusters,
+K coefficients (θ of all policies but the first, [log ν]), S resamples, B fits or graphs at once.
 """
 
 import math
@@ -65,13 +65,12 @@ def rate(comparisons: Comparisons, *, model: Model, anchor: str, seed: int) -> R
         return Ratings(model, anchor, (), math.nan, named, False, reason)
     if np.isclose(comparisons.won_V, 0.5, rtol=0, atol=1e-9).all():
         return Ratings(model, anchor, (), math.nan, (names,), False, ALL_TIED)
-    pairs, y_CVO = outcomes(comparisons, model)
-    return _rate(names, pairs, y_CVO, anchor, model, seed)
+    return _rate(names, *outcomes(comparisons, model), anchor, model, seed)
 
 
-def outcomes(comparisons: Comparisons, model: Model) -> tuple[Ints, Floats]:
-    """Returns the compared pairs [V, 2], lower index first, and by cluster and pair the sum of its prompts' shares of
-    outcomes [C, V, O]."""
+def outcomes(comparisons: Comparisons, model: Model) -> tuple[Ints, Floats, Ints]:
+    """Returns the compared pairs [V, 2], lower index first, each prompt's share of outcomes per pair [N, V, O], and its
+    cluster [N]."""
     won_V = comparisons.won_V
     if model == "davidson" and not np.isin(won_V, (0.0, 0.5, 1.0)).all():
         odd = float(won_V[~np.isin(won_V, (0.0, 0.5, 1.0))][0])
@@ -79,21 +78,23 @@ def outcomes(comparisons: Comparisons, model: Model) -> tuple[Ints, Floats]:
     low_V, high_V = np.minimum(comparisons.a_V, comparisons.b_V), np.maximum(comparisons.a_V, comparisons.b_V)
     won_V = np.where(comparisons.a_V < comparisons.b_V, won_V, 1 - won_V)
     pairs, pair_V = np.unique(np.stack([low_V, high_V], axis=1), axis=0, return_inverse=True)
-    prompts, first_P, prompt_V = np.unique(comparisons.prompt_V, return_index=True, return_inverse=True)
-    clusters, cluster_P = np.unique(comparisons.cluster_V[first_P], return_inverse=True)
+    prompts, first_N, prompt_V = np.unique(comparisons.prompt_V, return_index=True, return_inverse=True)
+    _, cluster_N = np.unique(comparisons.cluster_V[first_N], return_inverse=True)
     tied_V = np.where(won_V == 0.5, 1.0, 0.0) if model == "davidson" else np.zeros_like(won_V)
     shares = [won_V - tied_V / 2, tied_V, 1 - won_V - tied_V / 2]
     kept = shares if model == "davidson" else [shares[0], shares[2]]
     cell_V, num_cells = prompt_V * len(pairs) + pair_V.ravel(), len(prompts) * len(pairs)
     num_cell = np.maximum(np.bincount(cell_V, minlength=num_cells), 1)
     sums = [np.bincount(cell_V, share_V, num_cells) / num_cell for share_V in kept]
-    y_CVO = np.zeros((len(clusters), len(pairs), len(kept)))
-    np.add.at(y_CVO, cluster_P, np.stack(sums, axis=1).reshape(len(prompts), len(pairs), len(kept)))
-    return pairs, y_CVO
+    return pairs, np.stack(sums, axis=1).reshape(len(prompts), len(pairs), len(kept)), cluster_N.astype(np.int64)
 
 
-def _rate(names: Sequence[str], pairs: Ints, y_CVO: Floats, anchor: str, model: Model, seed: int) -> Ratings:
-    num_clusters, num_policies = len(y_CVO), len(names)
+def _rate(
+    names: Sequence[str], pairs: Ints, y_NVO: Floats, cluster_N: Ints, anchor: str, model: Model, seed: int
+) -> Ratings:
+    num_clusters, num_policies = int(cluster_N.max()) + 1, len(names)
+    y_CVO = np.zeros((num_clusters, *y_NVO.shape[1:]))
+    np.add.at(y_CVO, cluster_N, y_NVO)
     F_VOK = features(pairs, num_policies, y_CVO.shape[2])
     total_BVO = y_CVO.sum(axis=0)[None]
     shrunk = bool(needs_prior(total_BVO, pairs, num_policies)[0])
@@ -107,7 +108,7 @@ def _rate(names: Sequence[str], pairs: Ints, y_CVO: Floats, anchor: str, model: 
     above_P = np.asarray((~reached_PP.T)[:, anchors_P > 0].any(axis=1))
     below_P = np.asarray((~reached_PP)[:, anchors_P > 0].any(axis=1))
     if num_policies == 2:
-        low_P, high_P, better_PP = _of_two(y_CVO, anchors_P, seed)
+        low_P, high_P, better_PP = _of_two(y_NVO, cluster_N, anchors_P, seed)
     else:
         covariance_PP = _covariance(y_CVO, beta_BK, F_VOK, num_policies, shrunk)
         half_P = _halves(covariance_PP, from_anchor_PP, num_clusters)
@@ -195,13 +196,12 @@ def _beats(y_BVO: Floats, pairs: Ints, num_policies: int) -> Truths:
     return beats_BPP
 
 
-def _of_two(y_CVO: Floats, anchors_P: Floats, seed: int) -> tuple[Floats, Floats, Truths]:
+def _of_two(y_NVO: Floats, cluster_N: Ints, anchors_P: Floats, seed: int) -> tuple[Floats, Floats, Truths]:
     """Returns the ends of both ratings [P] and whether either policy is surely better [P, P], from the interval of the
     share of wins. Equal ratings are a win rate of one half, so the pair's test decides here too."""
-    size_C = np.rint(y_CVO.sum(axis=(1, 2)))
-    won_C, lost_C = y_CVO[:, 0, 0] / size_C, y_CVO[:, 0, -1] / size_C
-    test = EqualityTest((1 + won_C - lost_C) / 2, size_C, seed=seed)
-    ends = test.decide(decided_interval(won_C, lost_C, size_C=size_C, quantile=test.quantile()))
+    won_N, lost_N = y_NVO[:, 0, 0], y_NVO[:, 0, -1]
+    test = EqualityTest((1 + won_N - lost_N) / 2, cluster_N, seed=seed)
+    ends = test.decide(decided_interval(won_N, lost_N, cluster_N, quantile=test.quantile()))
     low, high = scipy.special.logit(ends).tolist()
     own_first, own_second = float(anchors_P[1]), float(anchors_P[0])  # shares of θ_0 - θ_1; 0 for the anchor itself
     low_P = np.array([own_first * low if own_first else 0.0, -own_second * high if own_second else 0.0])

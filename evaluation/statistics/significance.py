@@ -1,8 +1,8 @@
 """Tests whether a difference is real, and computes which difference could have been shown.
 
-All tests are over clusters of prompts: every prompt is its own cluster unless the comparison names clusters. d_c is
-the sum of x_p - ½, the mean preference for policy a minus ½, over a cluster's prompts, divided by the largest cluster's
-size. The null hypothesis is that d_c is as likely as -d_c.
+All tests are over clusters of prompts: every prompt is its own cluster unless the comparison names clusters. d_p is
+x_p - ½, a prompt's mean preference for policy a minus ½, and d_c the sum of d_p over a cluster, divided by the largest
+cluster's number of prompts. The null hypothesis is that d_c is as likely as -d_c.
 
 Shape letters: P prompts, C clusters, M pairs (hypotheses), D draws, N sums in falling order of size, K pluses, X
 distinct |d_c|.
@@ -17,6 +17,7 @@ import scipy
 from evaluation.statistics.results import Power
 from preferences.statistics.estimates import Floats, Interval, Ints
 from preferences.statistics.intervals import (
+    DesignEffect,
     clustered_mean,
     mean_is_zero,
     score_interval,
@@ -37,41 +38,34 @@ _ROUNDING = 1e-9
 class EqualityTest:
     """The one test of "both policies are preferred equally often", and the win rate's interval, which inverts it.
 
-        T(μ) = √C·|ȳ - μ| / √V(μ),   y_c = μ + w_c·(x̄_c - μ),   V as in `preferences.statistics.intervals`
+        T(μ) = √P·|x̄ - μ| / √(I(μ)·V(μ)),   V and I (`DesignEffect`) as in `preferences.statistics.intervals`
         p = max(share of sign vectors s with |Σ s_c·d_c| >= |Σ d_c|,  2·Φ(-T(½)))
         interval = {μ: T(μ) <= max(z, T(½) of the largest Σ s_c·d_c whose p is not below α)}
-
-    w_c is a cluster's size divided by the largest; d_c is y_c - ½ at μ = ½. If every prompt is its own cluster, y is x.
-    V is the variance under μ, at least the observed one plus (ȳ - μ)². So T <= z already implies |t| <= z·√((C - 1)/(C
-    - z²)) for Student's statistic t, which is more than his quantile with C - 1 degrees of freedom (2.37 against 2.26
-    for 10 clusters), and with C <= 3 clusters no interval excludes anything.
 
     The critical value of the score interval is that of the sign-flip test, if that is larger than the normal one. So
     at every α the interval excludes ½ exactly if p < α, and it is never narrower than the score interval.
 
     `SignFlips` counts or draws the sign vectors. If every prompt has one verdict, this is McNemar's exact test.
-    `x_C` are the clusters' mean preferences, and `size_C` their numbers of prompts (default: 1 each).
+    `x_P` are the prompts' mean preferences, and `cluster_P` numbers their clusters; by default each is its own.
 
     Raises: ValueError for no prompts.
     """
 
-    def __init__(self, x_C: Floats, size_C: Floats | None = None, *, seed: int) -> None:
-        if len(x_C) == 0:
+    def __init__(self, x_P: Floats, cluster_P: Ints | None = None, *, seed: int) -> None:
+        if len(x_P) == 0:
             raise ValueError("no prompts; a test needs at least one")
-        self.x_C, self.size_C = x_C, np.ones(len(x_C)) if size_C is None else size_C
-        y_C = _at_half(self.x_C, self.size_C)
-        d_C = decided(y_C)
+        self.x_P, self._cluster_P = x_P, cluster_P
+        effect = DesignEffect(x_P - 0.5, cluster_P)
+        self.num_clusters, largest = len(effect.size_C), int(effect.size_C.max())
+        d_C = decided(effect.sum_C / largest)
         self._flips = SignFlips(d_C, seed=seed)
         self.num_draws, self.flipped_p = self._flips.num_draws, self._flips.p
-        value_X, times_X = np.unique(np.clip(y_C, 0.0, 1.0), return_counts=True)
+        value_X, times_X = np.unique(np.clip(x_P, 0.0, 1.0), return_counts=True)
         # Converts a sum of d_c to a score T(½); 0 if all clusters are ties.
-        self._per_sum = 1 / math.sqrt(len(y_C) * variance_under(0.5, value_X, times_X)) if len(d_C) else 0.0
+        variance = len(x_P) * (effect(0.0) * variance_under(0.5, value_X, times_X))
+        self._per_sum = largest / math.sqrt(variance) if len(d_C) else 0.0
         score = abs(float(d_C.sum())) * self._per_sum
         self.p = max(self.flipped_p, 2 * float(scipy.special.ndtr(-score)))
-
-    @property
-    def num_clusters(self) -> int:
-        return len(self.x_C)
 
     def quantile(self, alpha: float = ALPHA) -> float:
         """Returns the largest T that the interval at 1 - α includes."""
@@ -79,15 +73,14 @@ class EqualityTest:
 
     def interval(self, alpha: float = ALPHA) -> tuple[float, float]:
         """Returns (low, high) of the win rate at level 1 - α."""
-        ends = score_interval(self.x_C, size_C=self.size_C, quantile=self.quantile(alpha))
-        return self.decide(ends, alpha)
+        return self.decide(score_interval(self.x_P, self._cluster_P, quantile=self.quantile(alpha)), alpha)
 
     def decide(self, ends: tuple[float, float], alpha: float = ALPHA) -> tuple[float, float]:
         """Moves an end that equals ½ up to rounding (1e-10) to the side of ½ that agrees with the test."""
         low, high = ends
         if self.p >= alpha:
             return min(low, 0.5), max(high, 0.5)
-        if float(np.average(self.x_C, weights=self.size_C)) > 0.5:
+        if float(self.x_P.mean()) > 0.5:
             return max(low, math.nextafter(0.5, 1.0)), high
         return low, min(high, math.nextafter(0.5, 0.0))
 
@@ -172,9 +165,8 @@ def _drawn_sums(d_C: Floats, seed: int) -> tuple[Floats, Floats]:
     return size_N, np.arange(1, len(size_N) + 1) / len(size_N)
 
 
-def decided(y_C: Floats) -> Floats:
-    """Returns d_c = y_c - ½ of the clusters that are not ties."""
-    d_C = y_C - 0.5
+def decided(d_C: Floats) -> Floats:
+    """Returns the d_c of the clusters that are not ties."""
     return np.asarray(d_C[np.abs(d_C) > _ROUNDING])
 
 
@@ -199,39 +191,32 @@ def holm_level(p: float, holm_p: float) -> float:
     return ALPHA if (p < ALPHA) == (holm_p < ALPHA) else ALPHA * p / holm_p
 
 
-def power_of(x_C: Floats, size_C: Floats | None = None) -> Power:
+def power_of(x_P: Floats, cluster_P: Ints | None = None) -> Power:
     """Returns the smallest distance of the win rate from ½ that C clusters show with 80% power, and the number of
     prompts needed to show the observed one, in clusters like these.
 
-        C = (z_α·√m + z_β·√(m - δ²))² / δ²,   m = Σ_c d_c² / C
+        C = (z_α·√m + z_β·√(m - δ²))² / δ²,   m = Σ_c d_c² / C,   d_c here divided by the mean size of a cluster
 
     m is the variance of d if there is no difference, m - δ² if there is. With one verdict per prompt and one prompt per
     cluster, 4m is the share of prompts that are not ties, and this is McNemar's sample size (Miettinen 1968; Connor
     1987, Biometrics 43). The equation is quadratic in δ. If `EqualityTest` counts all sign vectors, δ is exact: see
-    `_exact_detectable`. Arguments are as for `EqualityTest`. The mean of d_c is that of x_p - ½ times the clusters'
-    mean weight.
+    `_exact_detectable`.
     """
-    size_C = np.ones(len(x_C)) if size_C is None else size_C
-    y_C, mean_weight = _at_half(x_C, size_C), float(size_C.mean() / size_C.max())
-    d_C = y_C - 0.5
+    effect = DesignEffect(x_P - 0.5, cluster_P)
+    mean_size = len(x_P) / len(effect.size_C)
+    d_C = effect.sum_C / mean_size
     m, observed = float((d_C**2).mean()), float(d_C.mean())
-    decided_C = decided(y_C)
+    decided_C = decided(d_C)
     if _is_enumerable(decided_C):
         detectable = _exact_detectable(decided_C) * len(decided_C) / len(d_C)
     else:
         root = _Z_ALPHA * math.sqrt(len(d_C)) + _Z_BETA * math.sqrt(len(d_C) - _Z_ALPHA**2 + _Z_BETA**2)
         detectable = math.sqrt(m) * root / (len(d_C) + _Z_BETA**2)
     if abs(observed) <= _ROUNDING:
-        return Power(detectable / mean_weight, None)
+        return Power(detectable, None)
     spread = math.sqrt(max(0.0, m - observed**2))
     num_clusters = ((_Z_ALPHA * math.sqrt(m) + _Z_BETA * spread) / observed) ** 2
-    return Power(detectable / mean_weight, math.ceil(num_clusters * float(size_C.mean())))
-
-
-def _at_half(x_C: Floats, size_C: Floats) -> Floats:
-    """Returns ½ + w_c·(x̄_c - ½) [C], with w_c = size / largest size: `EqualityTest`'s y at μ = ½."""
-    weight_C = size_C / size_C.max()
-    return np.asarray(weight_C * x_C + (1 - weight_C) * 0.5)
+    return Power(detectable, math.ceil(num_clusters * mean_size))
 
 
 def _exact_detectable(d_C: Floats) -> float:

@@ -25,7 +25,14 @@ from evaluation.statistics.results import (
     Summary,
 )
 from evaluation.statistics.significance import ALPHA, holm, holm_level, power_of
-from evaluation.statistics.win_rates import counts_of, length_controlled, pair_test, pair_win_rate, prompt_means
+from evaluation.statistics.win_rates import (
+    counts_of,
+    length_controlled,
+    pair_test,
+    pair_win_rate,
+    prompt_clusters,
+    prompt_means,
+)
 from evaluation.verdicts import NO_CLUSTERS, Clusters, Comparisons, Verdict, comparisons_of
 from preferences.statistics.estimates import UNKNOWN, Floats, Interval, Ints
 
@@ -102,7 +109,6 @@ def _pairs(
     names = comparisons.policies
     summaries = []
     for (a, b), pair, test, holm_p in zip(pairs, of_pairs, tests, corrected, strict=True):
-        x_P = prompt_means(pair)
         of_pair = [row for row in rows if {row.policy_a, row.policy_b} == {names[a], names[b]}]
         summaries.append(
             PairSummary(
@@ -110,12 +116,12 @@ def _pairs(
                 policy_b=names[b],
                 win_rate=pair_win_rate(pair, test, alpha=holm_level(test.p, holm_p), seed=seed),
                 verdicts=counts_of(pair.won_V),
-                prompts=counts_of(x_P),
+                prompts=counts_of(test.x_P),
                 num_failed=len(of_pair) - len(pair),
-                num_prompts_missing=len(comparisons.prompts) - len(x_P),
+                num_prompts_missing=len(comparisons.prompts) - len(test.x_P),
                 significance=Significance(test.p, test.num_draws, holm_p),
                 different=holm_p < ALPHA,
-                power=power_of(test.x_C, test.size_C),
+                power=power_of(test.x_P, prompt_clusters(pair)),
                 length_controlled=length_controlled(pair),
                 position_bias=position_bias(pair),
                 flips=flips(of_pair, clusters),

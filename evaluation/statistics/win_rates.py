@@ -19,7 +19,7 @@ from evaluation.statistics.results import Counts, LengthControlled, WinRate
 from evaluation.statistics.significance import ALPHA, EqualityTest
 from evaluation.verdicts import Comparisons
 from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints
-from preferences.statistics.intervals import bootstrap_ratio, cluster_means, percentiles, score_interval
+from preferences.statistics.intervals import bootstrap_ratio, percentiles, score_interval
 
 NUM_RESAMPLES = 2_000
 MIN_PROMPTS = 5  # of a fit at equal length: enough for two coefficients and their variances
@@ -33,7 +33,7 @@ def pair_win_rate(pair: Comparisons, test: EqualityTest, *, alpha: float = ALPHA
 
     The intervals have the level 1 - α.
     """
-    x_P = prompt_means(pair)
+    x_P = test.x_P
     low, high = test.interval(alpha)
     _, labeler_V = np.unique(pair.labeler_V, return_inverse=True)
     num_labelers = int(labeler_V.max()) + 1
@@ -45,7 +45,7 @@ def pair_win_rate(pair: Comparisons, test: EqualityTest, *, alpha: float = ALPHA
         method="wilson" if is_wilson else "score",
         bootstrap=bootstrap_labelers(pair, seed=seed)
         if num_labelers > 1
-        else bootstrap_clusters(test.x_C, test.size_C, seed=seed),
+        else bootstrap_clusters(x_P, prompt_clusters(pair), seed=seed),
         over_labelers=interval_over_labelers(pair, test, alpha=alpha) if num_labelers > 1 else UNKNOWN,
         num_prompts=len(x_P),
         num_clusters=test.num_clusters,
@@ -62,7 +62,7 @@ def prompt_means(pair: Comparisons) -> Floats:
 
 def pair_test(pair: Comparisons, *, seed: int) -> EqualityTest:
     """Returns the test of a pair's prompt means over their clusters."""
-    return EqualityTest(*cluster_means(prompt_means(pair), prompt_clusters(pair)), seed=seed)
+    return EqualityTest(prompt_means(pair), prompt_clusters(pair), seed=seed)
 
 
 def prompt_clusters(pair: Comparisons) -> Ints:
@@ -78,13 +78,14 @@ def counts_of(preferences: Floats) -> Counts:
     return Counts(wins, int(tied.sum()), len(preferences) - wins - int(tied.sum()))
 
 
-def bootstrap_clusters(x_C: Floats, size_C: Floats, *, seed: int) -> Interval:
-    """Returns the percentile bootstrap over clusters of prompts, from their mean preferences and numbers of prompts.
-
-    It is paired: both policies of a prompt are drawn together.
-    """
-    level = expanded_level(len(x_C))
-    return Interval(*bootstrap_ratio(x_C * size_C, size_C, seed=seed, num_resamples=NUM_RESAMPLES, level=level))
+def bootstrap_clusters(x_P: Floats, cluster_P: Ints, *, seed: int) -> Interval:
+    """Returns the percentile bootstrap over clusters of prompts. It is paired: both policies of a prompt are drawn
+    together."""
+    _, place_P = np.unique(cluster_P, return_inverse=True)
+    size_C = np.bincount(place_P).astype(np.float64)
+    level = expanded_level(len(size_C))
+    sums_C = np.bincount(place_P, x_P)
+    return Interval(*bootstrap_ratio(sums_C, size_C, seed=seed, num_resamples=NUM_RESAMPLES, level=level))
 
 
 def expanded_level(num_clusters: int) -> float:
@@ -155,8 +156,7 @@ def interval_over_labelers(pair: Comparisons, test: EqualityTest, *, alpha: floa
         return Interval(mean, *test.interval(alpha))
     students = float(scipy.special.stdtrit(min(test.num_clusters, num_labelers) - 1, 1 - alpha / 2))
     quantile = max(students, test.quantile(alpha))
-    x_C, size_C = cluster_means(x_P, cluster_P)
-    ends = score_interval(x_C, size_C=size_C, quantile=quantile, inflation=1 + extra / v_C)
+    ends = score_interval(x_P, cluster_P, quantile=quantile, inflation=1 + extra / v_C)
     return Interval(mean, *ends)
 
 

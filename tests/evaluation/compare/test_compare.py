@@ -142,7 +142,9 @@ def test_results_in_words() -> None:
     assert in_words(few) == "no difference shown: too few prompts"
     tied = {**few, "verdicts": {"wins": 0, "ties": 1200, "losses": 0}}
     assert in_words(tied) == "no difference shown: all verdicts are ties"
-    table = results_table({"summary": {"judges": [{"judge": "j", "pairs": [{**pair, "num_failed": 3}]}]}})
+    table = results_table(
+        {"summary": {"judges": [{"judge": "j", "algorithms": [], "pairs": [{**pair, "num_failed": 3}]}]}}
+    )
     cells = [next(iter(column.cells)) for column in table.columns]
     assert cells == [
         "j", "a against b", "25.0% (10.0% to ?)", "0.0123", "1,200", "b is better; 3 verdicts failed"
