@@ -34,22 +34,23 @@ def templates(generator: np.random.Generator, num_templates: int) -> Iterator[He
     for win in (0.5, 0.8):
         for rho in (0.0, 0.1, 0.3, 0.5):
             template_V = np.repeat(np.arange(num_templates), PROMPTS_PER_TEMPLATE)
-            won_V = _won(generator, template_V, win, rho)
-            yield from _both(f"win rate {win:g}, ρ = {rho:g}", won_V, template_V, win)
+            won_V = verdicts_of(generator, template_V, win, rho)
+            yield from both_intervals(f"win rate {win:g}, ρ = {rho:g}", won_V, template_V, win)
     template_V = np.repeat(np.arange(num_templates), generator.integers(1, 10, size=num_templates))
-    won_V = _won(generator, template_V, 0.5, 0.3)
-    yield from _both("win rate 0.5, ρ = 0.3, 1 to 9 prompts each", won_V, template_V, 0.5)
+    won_V = verdicts_of(generator, template_V, 0.5, 0.3)
+    yield from both_intervals("win rate 0.5, ρ = 0.3, 1 to 9 prompts each", won_V, template_V, 0.5)
     yield from _other_statistics(generator, np.repeat(np.arange(num_templates), PROMPTS_PER_TEMPLATE))
 
 
-def _won(generator: np.random.Generator, template_V: Ints, win: float, rho: float) -> Floats:
+def verdicts_of(generator: np.random.Generator, template_V: Ints, win: float, rho: float) -> Floats:
+    """Returns a verdict per prompt, 1 or 0, of templates with mean `win` and intraclass correlation `rho`."""
     num_templates = int(template_V.max()) + 1
     scale = (1 - rho) / rho if rho else np.inf
     win_T = generator.beta(win * scale, (1 - win) * scale, num_templates) if rho else np.full(num_templates, win)
     return (generator.random(len(template_V)) < win_T[template_V]).astype(np.float64)
 
 
-def _both(what: str, won_V: Floats, template_V: Ints, truth: float) -> Iterator[Held]:
+def both_intervals(what: str, won_V: Floats, template_V: Ints, truth: float) -> Iterator[Held]:
     """Yields the interval over templates, and the one that takes every prompt for independent."""
     for how, cluster_V in (("clustered", template_V), ("as if independent", None)):
         pair = comparisons(won_V, np.arange(len(won_V)), cluster_V=cluster_V)
@@ -61,7 +62,7 @@ def _other_statistics(generator: np.random.Generator, template_V: Ints) -> Itera
     num, prompt_V = len(template_V), np.arange(len(template_V))
     effect_V = np.sqrt(0.3) * generator.normal(size=int(template_V.max()) + 1)[template_V]
     value_V = effect_V + np.sqrt(0.7) * generator.normal(size=num)
-    won_V = _won(generator, template_V, 0.5, 0.3)
+    won_V = verdicts_of(generator, template_V, 0.5, 0.3)
     longer_V, first_V = generator.normal(size=num), generator.choice([-1, 1], size=num)
     # A template's effect on the order: both policies gain from being first in some templates.
     ordered_V = np.where(first_V > 0, won_V, 1 - won_V)

@@ -182,10 +182,10 @@ def score_interval(
     ½ it is Tango's for two paired proportions (Tango 1998, Statistics in Medicine 17); in general the weights are those
     of empirical likelihood (Owen 2001, 2.9).
 
-    If prompts depend on each other, `cluster_C` numbers their clusters, and V is multiplied by `DesignEffect`, I(μ). With
-    C clusters of equal size whose means have the standard deviation s, I·V/n is close to (s² + (x̄ - μ)²)/C. So with
-    Student's statistic t over clusters the score is t·√(C/(C - 1 + t²)), and z allows |t| up to z·√((C - 1)/(C - z²)),
-    which is more than his quantile with C - 1 degrees of freedom (2.37 against 2.26 for 10 clusters): a further
+    If prompts depend on each other, `cluster_C` numbers their clusters, and V is multiplied by I(μ) of `DesignEffect`.
+    With C clusters of equal size whose means have the standard deviation s, I·V/n is close to (s² + (x̄ - μ)²)/C. So
+    with Student's statistic t over clusters the score is t·√(C/(C - 1 + t²)), and z allows |t| up to z·√((C - 1)/(C -
+    z²)), which is more than his quantile with C - 1 degrees of freedom (2.37 against 2.26 for 10 clusters): a further
     correction for few clusters would count them twice.
 
     `quantile` replaces z: with Student's quantile if the variance is poorly known, or with a test's critical value.
