@@ -68,7 +68,7 @@ def answer_of(summary: Summary, styles: Styles) -> Answer:
     if first.algorithms:
         head, *rest = [sentence for judge in judges for sentence in _of_algorithms(judge)]
         tone = "better" if first.algorithms[0].different else "unclear"
-        return Answer(tone, head, (*rest, f"Of these weights, whatever their algorithm: {text}", *more))
+        return Answer(tone, head, (*rest, f"The rest is about these weights, whatever their algorithm. {text}", *more))
     more.append(WEIGHTS_ONLY)
     return Answer(tone, text, tuple(more))
 

@@ -275,7 +275,9 @@ def algorithm_row(pair: AlgorithmPair) -> ForestRow:
     note = f"{count_of(pair.num_prompts_missing, 'prompt')} left out" if pair.num_prompts_missing else ""
     rate = pair.win_rate
     cells = (runs, p_value(pair.holm_p), difference)
-    return share_row((pair.algorithm_a, pair.algorithm_b), (rate.mean, rate.low, rate.high), cells, note=note)
+    return share_row(
+        (f"{pair.algorithm_a} over {pair.algorithm_b}",), (rate.mean, rate.low, rate.high), cells, note=note
+    )
 
 
 def category_row(found: CategoryWinRate) -> ForestRow:
