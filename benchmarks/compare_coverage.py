@@ -32,6 +32,7 @@ STATISTICS: dict[str, tuple[Draw, tuple[int, ...]]] = {
     "flips": (worlds.flipped, (20, 100)),
     "rows": (worlds.rows_or_prompts, (200,)),
     "templates": (dependent_worlds.templates, (10, 20, 50)),  # of 5 prompts each
+    "playground": (dependent_worlds.playground, (100,)),
     "seeds": (dependent_worlds.seeds, (2, 3, 5, 10)),  # runs of each algorithm, on 100 prompts
 }
 

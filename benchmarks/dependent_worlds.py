@@ -1,12 +1,14 @@
 """Comparisons whose observations depend on each other: prompts made from templates, and training runs of an algorithm.
 
-`benchmarks.compare_coverage` draws many such worlds (`templates`, `seeds`). Both policies, or both algorithms, have a
-known mean, so the intervals can be compared with the truth.
+`benchmarks.compare_coverage` draws many such worlds (`templates`, `playground`, `seeds`). Both policies, or both
+algorithms, have a known mean, so the intervals can be compared with the truth.
 
 Shape letters: T templates, V verdicts (one per prompt), S runs of an algorithm, P prompts.
 """
 
+import random
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 from scipy import special
@@ -15,8 +17,13 @@ from benchmarks.compare_worlds import Held, comparisons
 from evaluation.statistics.algorithms import AlgorithmTest
 from evaluation.statistics.judges import position_bias
 from evaluation.statistics.ratings import rate
+from evaluation.statistics.significance import EqualityTest
 from evaluation.statistics.win_rates import length_controlled, pair_test
 from evaluation.verdicts import Comparisons
+from heed.worlds.answers import write_answer
+from heed.worlds.gold import gold_score
+from heed.worlds.instructions import kind_of
+from heed.worlds.world import draw_prompts
 from preferences.statistics.estimates import Floats, Ints
 from preferences.statistics.intervals import clustered_mean
 
@@ -24,6 +31,7 @@ PROMPTS_PER_TEMPLATE = 5
 NUM_PROMPTS = 100  # of a world with several runs
 PROMPT_SD = 0.5  # of a prompt's effect on all verdicts; the verdicts' own noise has a standard deviation of 1
 TEMPLATE_SD = 0.7
+FLAWS_APART = {"story": 0.2, "question": 0.3, "help": 0.4, "list": 0.5, "decline": 0.6, "brief": 0.7}
 
 
 def templates(generator: np.random.Generator, num_templates: int) -> Iterator[Held]:
@@ -91,6 +99,47 @@ def _other_statistics(generator: np.random.Generator, template_V: Ints) -> Itera
 def _rating(several: Comparisons) -> tuple[float, float]:
     found = rate(several, model="bradley_terry", anchor="p0", seed=0).policies[1]
     return found.low, found.high
+
+
+def playground(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
+    """The playground's prompts, which are drawn independently, of six kinds, answered by two writers with flaws.
+
+    One writer's flaws are equally frequent in every kind of prompt, the other's differ by kind. The truth is over all
+    prompts of the world.
+    """
+    for how in ("alike", "apart"):
+        won_P, kind_P = _written(random.Random(int(generator.integers(2**31))), how, num_prompts)
+        _, cluster_P = np.unique(kind_P, return_inverse=True)
+        truth, correlation = _playground_truth(how)
+        what = f"kinds {how}, intraclass correlation {correlation:.2f}"
+        yield Held(f"{what}: as if independent", *EqualityTest(won_P, seed=0).interval(), truth)
+        yield Held(f"{what}: clustered by kind", *EqualityTest(won_P, cluster_P, seed=0).interval(), truth)
+
+
+def _written(rng: random.Random, how: str, num_prompts: int) -> tuple[Floats, list[str]]:
+    """Returns the first writer's wins by gold score over one with flaws in 75% of answers, and the prompts' kinds."""
+    won, kinds = [], []
+    for prompt, request in draw_prompts(num_prompts, rng, set()):
+        flaw_rate = FLAWS_APART[kind_of(request)] if how == "apart" else 0.4
+        ours, theirs = (
+            gold_score(prompt, write_answer(request, rng, *rates)) for rates in ((flaw_rate, 0.1), (0.75, 0.25))
+        )
+        won.append(0.5 if ours == theirs else float(ours > theirs))
+        kinds.append(kind_of(request))
+    return np.array(won), kinds
+
+
+@cache
+def _playground_truth(how: str) -> tuple[float, float]:
+    """Returns the mean and the intraclass correlation by kind (one-way analysis of variance) of 15,000 prompts."""
+    won_P, kinds = _written(random.Random(0), how, 15_000)
+    _, kind_P = np.unique(kinds, return_inverse=True)
+    size_K = np.bincount(kind_P)
+    mean_K = np.bincount(kind_P, won_P) / size_K
+    between = float((size_K * (mean_K - won_P.mean()) ** 2).sum()) / (len(size_K) - 1)
+    within = float(((won_P - mean_K[kind_P]) ** 2).sum()) / (len(won_P) - len(size_K))
+    size = (len(won_P) - float((size_K**2).sum()) / len(won_P)) / (len(size_K) - 1)
+    return float(won_P.mean()), max(0.0, (between - within) / (between + (size - 1) * within))
 
 
 def seeds(generator: np.random.Generator, num_runs: int) -> Iterator[Held]:
