@@ -113,7 +113,7 @@ def flips(verdicts: Sequence[Verdict], clusters: Clusters = NO_CLUSTERS) -> Flip
         key = (verdict.prompt_id, verdict.judge, verdict.labeler, min(a, b), max(a, b))
         shown[key][first] = math.copysign(1.0, won - 0.5) if abs(won - 0.5) > 1e-9 else 0.0
     both = {key: tuple(signs.values()) for key, signs in shown.items() if len(signs) == 2}
-    prompts = [key[0] for key in both]
+    prompts = [str(key[0]) for key in both]
     changed = [one != other for one, other in both.values()]
     opposite = [one * other < 0 for one, other in both.values()]
     return Flips(_share_by_prompt(prompts, changed, clusters), _share_by_prompt(prompts, opposite, clusters))

@@ -137,7 +137,7 @@ def _algorithms(rows: Sequence[Verdict], comparisons: Comparisons, runs: Runs, s
     tests: list[tuple[AlgorithmPair, AlgorithmTest]] = []
     for a, b in combinations(runs, 2):
         x_ABP = _preferences(comparisons, runs[a], runs[b])
-        kept_P = ~np.isnan(x_ABP).any(axis=(0, 1))
+        kept_P = np.isfinite(x_ABP.sum(axis=(0, 1)))
         if not kept_P.any():
             continue
         prompts = [prompt for prompt, kept in zip(comparisons.prompts, kept_P, strict=True) if kept]

@@ -84,7 +84,7 @@ def bootstrap_clusters(x_P: Floats, cluster_P: Ints, *, seed: int) -> Interval:
     _, place_P = np.unique(cluster_P, return_inverse=True)
     size_C = np.bincount(place_P).astype(np.float64)
     level = expanded_level(len(size_C))
-    sums_C = np.bincount(place_P, x_P)
+    sums_C = np.bincount(place_P, x_P).astype(np.float64)
     return Interval(*bootstrap_ratio(sums_C, size_C, seed=seed, num_resamples=NUM_RESAMPLES, level=level))
 
 
