@@ -669,7 +669,7 @@ def test_one_sentence_says_why_a_score_is_clear_where_the_win_rate_is_not(run: P
     assert answer(run).more[-2].startswith(why)
     assert answer(run).more[-1] == WEIGHTS_ONLY
     change(run, "compare/results.json", "pairs.ppo/sft.win_rate", mean(0.6, 0.06, **rates))
-    assert len(answer(run).more) == 1  # both are clear
+    assert len(answer(run).more) == 2  # both are clear
 
 
 def test_the_glossary_has_the_terms_that_the_page_uses(run: Path) -> None:
