@@ -196,11 +196,15 @@ def read_conversations(
 
 
 class Prompt(Config):
-    """A prompt with its id; `kind` groups prompts in reports."""
+    """A prompt with its id; `kind` groups prompts in reports.
+
+    Prompts with the same `cluster` are not independent of each other; a prompt without one is independent of all.
+    """
 
     prompt_id: str
     messages: tuple[dict[str, str], ...]
     kind: str
+    cluster: str = ""
 
 
 def read_prompts(data: DataConfig, tell: Callable[[str], None] = untold) -> list[Prompt]:

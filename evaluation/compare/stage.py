@@ -16,7 +16,7 @@ from evaluation.compare.judges import (
 )
 from evaluation.compare.report.stage import REPORTER
 from evaluation.compare.sampled import Sampled, compare_sampled
-from evaluation.inputs import named_specs
+from evaluation.inputs import named_specs, with_clusters
 from evaluation.judges.people import PeopleJudge
 from evaluation.judges.scorers import ScoreJudge
 from files.hashes import derive_seed, file_hash
@@ -77,7 +77,7 @@ def run_compare(run: StageRun, config: CompareConfig) -> None:
     start, ppo_config = start_of(run), run.job.section(PPO)
     tokenizer, initial, proxy = start.tokenizer, start.model(), proxy_of(run)
     fitting = fitting_prompts(run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong)
-    prompts = fitting.prompts
+    prompts = with_clusters(fitting.prompts, config.prompts, config.cluster_by)
 
     def samples_of(name: str, num_samples: int) -> list[Sample]:
         # The pretrained model has seen no chat template, so it is prompted with SFT's.
@@ -215,7 +215,8 @@ def preflight(run: StageRun, config: CompareConfig) -> None:
     if not config.judge_reward:
         judge_of(run, config)
     tokenizer = start_of(run).tokenizer
-    fitting_prompts(run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong, run.tell)
+    fitting = fitting_prompts(run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong, run.tell)
+    with_clusters(fitting.prompts, config.prompts, config.cluster_by)
 
 
 def plan(planner: Planner, config: CompareConfig) -> StagePlan:
