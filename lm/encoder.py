@@ -68,7 +68,10 @@ class MaskedLanguageModel(EncoderModel):
         sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
         """Returns logits [C, V] at the positions where `selected_BT` is True, row by row; [B, T, V] if it is None."""
-        hidden_BTD = self.hidden(tokens_BT, segments_BT, token_types_BT, sequence_keys_BT)
+        return self.words(self.hidden(tokens_BT, segments_BT, token_types_BT, sequence_keys_BT), selected_BT)
+
+    def words(self, hidden_BTD: Tensor, selected_BT: Tensor | None) -> Tensor:
+        """Computes the words' logits from the encoder's states."""
         chosen = hidden_BTD if selected_BT is None else hidden_BTD[selected_BT]
         return self.head(self.transform_norm(self.activation(self.transform(chosen))))
 
@@ -85,15 +88,18 @@ class NextSentenceModel(MaskedLanguageModel):
         self.next_sentence = nn.Linear(config.hidden_size, 2)
 
     def forward(  # type: ignore[override]
-        self, tokens_BT: Tensor, selected_BT: Tensor, token_types_BT: Tensor, sequence_keys_BT: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        segments_BT: Tensor | None = None,
+        selected_BT: Tensor | None = None,
+        token_types_BT: Tensor | None = None,
+        sequence_keys_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns logits [C, V] of the selected words, and [B, 2] in fp32: the second text follows, or is a random one.
-
-        Rows are pairs without padding.
+        """Returns the words' logits as `MaskedLanguageModel` does, and logits [B, 2] in fp32 of each row's pair: that
+        the second text follows the first, and that it is a random one.
         """
-        hidden_BTD = self.hidden(tokens_BT, None, token_types_BT, sequence_keys_BT)
-        words_CV = self.head(self.transform_norm(self.activation(self.transform(hidden_BTD[selected_BT]))))
-        return words_CV, self.next_sentence(self.pooler(hidden_BTD[:, 0]).tanh()).float()
+        hidden_BTD = self.hidden(tokens_BT, segments_BT, token_types_BT, sequence_keys_BT)
+        return self.words(hidden_BTD, selected_BT), self.next_sentence(self.pooler(hidden_BTD[:, 0]).tanh()).float()
 
 
 def _head_keys(sequence_keys_BT: Tensor, tokens_BT: Tensor) -> Tensor:

@@ -189,7 +189,7 @@ class NextSentenceObjective:
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         tokens_BT, types_BT, selected_BT, words_C, random_B = self.batch(rows, device)
         keys_B1 = sequence_keys(seed, rows[:, None], device)
-        logits_CV, next_B2 = model(tokens_BT, selected_BT, types_BT, keys_B1)
+        logits_CV, next_B2 = model(tokens_BT, None, selected_BT, types_BT, keys_B1)
         masked = masked_tokens_loss(logits_CV, words_C)
         pairs = torch.nn.functional.cross_entropy(next_B2, random_B, reduction="sum")
         num_pairs = torch.tensor(float(len(rows)), device=device)

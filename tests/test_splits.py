@@ -196,7 +196,7 @@ def next_sentence_sum(model: nn.Module) -> Tensor:
         hidden_T, chosen_T = WORDS.mask(pair_T, WORDS.generator(np.int64(number)))
         ids = torch.tensor([[END, *hidden_T[:7], END, *hidden_T[7:], END]])
         chosen = torch.tensor([[False, *chosen_T[:7], False, *chosen_T[7:], False]])
-        logits_CV, next_12 = model(ids, chosen, torch.tensor([[0] * 9 + [1] * 8]))
+        logits_CV, next_12 = model(ids, None, chosen, torch.tensor([[0] * 9 + [1] * 8]))
         losses.append(next_tokens_loss(logits_CV, torch.from_numpy(pair_T)[chosen_T]))
         losses.append(-2 * F.log_softmax(next_12[0], dim=0)[int(is_random)])
     return sum_of(losses)

@@ -67,7 +67,7 @@ def test_the_loss_is_that_of_the_words_and_that_of_the_pairs() -> None:
     rows = np.array([4, 11, 20])
     loss, metrics = OBJECTIVE.loss(model, rows, CPU)
     tokens, types, selected, words, is_random = OBJECTIVE.batch(rows, CPU)
-    logits, follows = model(tokens, selected, types)
+    logits, follows = model(tokens, None, selected, types)
     word_losses = [-float(torch.log_softmax(of_word, 0)[word]) for of_word, word in zip(logits, words, strict=True)]
     pair_losses = [
         -float(torch.log_softmax(of_pair, 0)[kind]) for of_pair, kind in zip(follows, is_random, strict=True)
@@ -88,7 +88,7 @@ def test_the_head_is_read_and_written_as_transformers_does(tmp_path: Path, maski
     ours = load_model(tmp_path / "theirs", NextSentenceModel).eval()
     tokens = torch.randint(5, 200, (2, 9), generator=torch.Generator().manual_seed(1))
     types, selected = (torch.arange(9) > 4).long().expand(2, 9), torch.ones(2, 9, dtype=torch.bool)
-    words, follows = ours(tokens, selected, types)
+    words, follows = ours(tokens, None, selected, types)
     expected = theirs(tokens, token_type_ids=types)
     torch.testing.assert_close(follows, expected.seq_relationship_logits, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(words, expected.prediction_logits.flatten(0, 1), atol=1e-4, rtol=1e-4)
