@@ -196,7 +196,7 @@ def our_logits(model: Any) -> Tensor:
         return model(TOKENS, TARGETS, SEGMENTS)
     found = model(TOKENS, SEGMENTS, token_types_BT=TYPES)
     if isinstance(model, NextSentenceModel):
-        return torch.cat([_without_padding(found[0]).flatten(), found[1].flatten()])
+        return _without_padding(_joined(*found))
     return _without_padding(torch.stack(found, dim=-1) if isinstance(found, tuple) else found)
 
 
@@ -209,9 +209,14 @@ def their_logits(model: Any) -> Tensor:
         return model(TOKENS).logits
     found = model(TOKENS, attention_mask=SEGMENTS, token_type_ids=TYPES)
     if "seq_relationship_logits" in found:
-        return torch.cat([_without_padding(found.prediction_logits).flatten(), found.seq_relationship_logits.flatten()])
+        return _without_padding(_joined(found.prediction_logits, found.seq_relationship_logits))
     ends = "start_logits" in found
     return _without_padding(torch.stack([found.start_logits, found.end_logits], dim=-1) if ends else found.logits)
+
+
+def _joined(words_BTV: Tensor, next_B2: Tensor) -> Tensor:
+    """Returns each word's logits with those of its row's pair, [B, T, V + 2]."""
+    return torch.cat([words_BTV, next_B2[:, None].expand(-1, words_BTV.shape[1], -1)], dim=-1)
 
 
 def _without_padding(logits: Tensor) -> Tensor:

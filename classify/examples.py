@@ -236,8 +236,9 @@ class Examples:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        parts = (read_array(folder, name) for name in ("tokens", "token_types", "targets"))
-        return cls(*parts, np.cumsum(read_array(folder, "lengths"), dtype=np.int64), folder)
+        tokens, token_types, targets = (read_array(folder, name) for name in ("tokens", "token_types", "targets"))
+        ends = np.cumsum(read_array(folder, "lengths"), dtype=np.int64)
+        return cls(tokens, token_types, targets, ends, folder)
 
     def __len__(self) -> int:
         return len(self.ends)

@@ -4,10 +4,10 @@ Shape letters: K labels, L tokens of an example, F tokens of all examples.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from lm.source import load_for_inference, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import CONFIG, Model, ModelFolder, WithNewHead, purpose_of
 
-HEADS: dict[str, type[Model]] = {"sequence": SequenceClassifier, "token": TokenClassifier, "span": SpanPredictor}
+HEADS: dict[str, type[Classifier]] = {"sequence": SequenceClassifier, "token": TokenClassifier, "span": SpanPredictor}
 STARTS: dict[str, type[Model]] = {"masked": MaskedLanguageModel, "body": EncoderModel, **HEADS}
 NEW_HEADS = ("classifier.", "ends.")  # beginnings of the names of their weights
 DOC_STRIDE, MAX_ANSWER_TOKENS = 128, 30  # BERT's, where no job says otherwise
@@ -148,23 +148,18 @@ class TextClassifier:
     def load(cls, folder: Path) -> Self:
         """Raises: ValueError naming the file for a directory with anything but a classifier."""
         purpose = purpose_of(folder)
-        sources: dict[str, Callable[[], Classifier]] = {
-            "sequence": lambda: load_for_inference(ModelFolder(folder, SequenceClassifier)),
-            "token": lambda: load_for_inference(ModelFolder(folder, TokenClassifier)),
-            "span": lambda: load_for_inference(ModelFolder(folder, SpanPredictor)),
-        }
-        if purpose not in sources:
+        if purpose not in HEADS:
             raise ValueError(
                 f"{folder / CONFIG}: a model for the purpose {purpose!r}; a classifier of texts, words or spans, as"
                 " [classify] trains one, was expected"
             )
-        return cls(sources[purpose](), Tokenizer.load(folder), "token" if purpose == "token" else
-                   "span" if purpose == "span" else "sequence")  # fmt: skip
+        task: Task = next(task for task in get_args(Task) if task == purpose)
+        return cls(load_for_inference(ModelFolder(folder, HEADS[purpose])), Tokenizer.load(folder), task)
 
     def probabilities(self, text: str, second: str = "") -> dict[str, float]:
         """Returns the probability of each label of a text, or of a pair; a single label is a score. Likeliest first."""
         logits_K = self._logits([*self.tokenizer.encode_plain([text, second] if second else [text])])[0]
-        labels = getattr(self.network, "labels", ())
+        labels: tuple[str, ...] = getattr(self.network, "labels", ())
         if len(labels) == 1:
             return {labels[0]: float(logits_K)}
         found = dict(zip(labels, probabilities(logits_K), strict=True))
@@ -178,7 +173,8 @@ class TextClassifier:
         gold = {"words": matches, "read": [(word, place + 1) for word, place in enumerate(firsts) if place >= 0]}
         tags = tags_of(gold, logits_LK, getattr(self.network, "labels", ()))
         found = sorted(entities(tags), key=lambda entity: entity[1])
-        return [(kind, text[matches[first].start() : matches[last].end()]) for kind, first, last in found]
+        places = [match.span() for match in matches]
+        return [(kind, text[places[first][0] : places[last][1]]) for kind, first, last in found]
 
     def answer(self, question: str, context: str) -> tuple[str, float]:
         """Returns the best answer, and by how much its score exceeds that of no answer, in nats."""

@@ -88,9 +88,10 @@ def report(stage: StageFolder) -> StageReport:
     name = "accuracy" if results.task == "sequence" else "f1"
     share = results.metrics[name]
     headline = headline_of_share(
-        stage, f"metrics.{name}", f"Classifier's {TITLES[name]}", (share.mean, share.low, share.high), "held-out rows"
+        stage, f"metrics.{name}", f"Classifier: {TITLES[name]}", (share.mean, share.low, share.high), "held-out rows"
     )
-    sentence = f"The classifier reaches {percent(share.mean)} {TITLES[name]} on held-out rows."
+    what = "an accuracy" if name == "accuracy" else "an F1"
+    sentence = f"The classifier reaches {what} of {percent(share.mean)} on held-out rows."
     return StageReport(tuple(parts), headlines=(headline,), sentence=sentence)
 
 
