@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from classify.config import PAIR_MARKS, QUESTION_MARKS, ClassifyConfig, ClassifyData
-from classify.rows import LabelledText, Question, TaggedWords, read_examples
+from classify.rows import LabelledText, Question, TaggedWords, read_labelled
 from lm.model import segment_positions
 from lm.tokenizer import Tokenizer
 from lm.transfer import upload
@@ -38,7 +38,7 @@ BEGINS, ENDS = 1, 2  # bits of a span's targets
 
 
 @dataclass(frozen=True)
-class Example:
+class EncodedExample:
     """One sequence for the model. `gold` has what its prediction is compared with, and how to read the prediction."""
 
     tokens: list[int]
@@ -47,7 +47,7 @@ class Example:
     gold: Mapping[str, Any]
 
 
-Encoded = tuple[Sequence[Example], int]  # a row's examples, and whether it fits, was truncated or skipped
+Encoded = tuple[Sequence[EncodedExample], int]  # a row's examples, and whether it fits, was truncated or skipped
 
 
 class Encoder:
@@ -83,23 +83,23 @@ class Encoder:
             while sum(map(len, texts)) > room:  # the longer text of a pair loses its last token, as in BERT
                 max(texts, key=len).pop()
         tokens, types = marked(self.tokenizer, texts)
-        return (Example(tokens, types, [label, *[-1] * (len(tokens) - 1)], {"label": row.label}),), fate
+        return (EncodedExample(tokens, types, [label, *[-1] * (len(tokens) - 1)], {"label": row.label}),), fate
 
     def _sentence(self, where: str, row: TaggedWords) -> Encoded:
-        words, first_tokens = encode_words(self.tokenizer, row.words)
+        spelled, firsts = encode_words(self.tokenizer, row.words)
         room, fate = self.config.seq_len - (PAIR_MARKS - 1), FITS
-        if len(words) > room:
-            fate = self._fate(where, "the sentence has", len(words), room)
+        if len(spelled) > room:
+            fate = self._fate(where, "the sentence has", len(spelled), room)
             if fate == SKIPPED:
                 return (), fate
-        tokens, types = marked(self.tokenizer, [words[:room]])
+        tokens, types = marked(self.tokenizer, [spelled[:room]])
         targets = [-1] * len(tokens)
         # A word that is cut off, or that the vocabulary spells by no token, has no prediction and counts as outside.
-        read = [(word, place) for word, place in enumerate(first_tokens) if 0 <= place < room]
+        read = [(word, place) for word, place in enumerate(firsts) if 0 <= place < room]
         for word, place in read:
             targets[place + 1] = self._number(where, row.tags[word])
         gold = {"words": row.words, "tags": row.tags, "read": [[word, place + 1] for word, place in read]}
-        return (Example(tokens, types, targets, gold),), fate
+        return (EncodedExample(tokens, types, targets, gold),), fate
 
     def _windows(self, where: str, row: Question) -> Encoded:
         config, fate = self.config, FITS
@@ -131,7 +131,7 @@ class Encoder:
             targets[ends] |= ENDS
             shown = [[*places[token], int(best[token] == number)] for token in window]
             examples.append(
-                Example(tokens, types, targets, {**gold, "window": number, "before": before, "places": shown})
+                EncodedExample(tokens, types, targets, {**gold, "window": number, "before": before, "places": shown})
             )
         return examples, fate
 
@@ -202,10 +202,10 @@ def example_parts(
 ) -> Iterator[Part]:
     """Yields the examples of the rows from `first_row` on, as ARRAYS or, `with_gold`, as HELDOUT_ARRAYS.
 
-    Raises: ValueError as `read_examples` and `Encoder.encode`.
+    Raises: ValueError as `read_labelled` and `Encoder.encode`.
     """
     encoder, counted, lines = Encoder(tokenizer, config, labels), list[SourceRows](), list[str]()
-    rows = read_examples(config.task, config.labels, sources, counted, lines)
+    rows = read_labelled(config.task, config.labels, sources, counted, lines)
     for chunk in chunks(islice(rows, first_row, None)):
         encoded = [encoder.encode(where, row) for where, row in chunk]
         examples = [example for of_row, _ in encoded for example in of_row]

@@ -121,12 +121,12 @@ def logits_on_all_ranks(engine: Engine[Classifier], examples: Examples, task: Ta
             packed = PackedExamples.of(examples, rows, engine.device)
             logits = logits_of(engine.model, packed, has_types=has_types)
             if mine:
-                places_C, found_CK = in_order(logits, packed, examples, rows, task)
+                places_C, found_CK = example_logits(logits, packed, examples, rows, task)
                 logits_FK[places_C.to(engine.device)] = found_CK.to(logits_FK)
     return engine.sum_over_shares(logits_FK).cpu()
 
 
-def in_order(
+def example_logits(
     logits: Tensor, packed: PackedExamples, examples: Examples, rows: IntArray, task: Task
 ) -> tuple[Tensor, Tensor]:
     """Returns the numbers of the sequences, or the places of the tokens in the examples' arrays, [C]; and their logits

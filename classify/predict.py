@@ -80,7 +80,11 @@ def predictions(
     golds = examples.golds()
     if config.task == "sequence":
         return [
-            {"label": gold["label"], "predicted": labels[int(of_row.argmax())], "probabilities": probabilities(of_row)}
+            {
+                "label": gold["label"],
+                "predicted": labels[int(of_row.argmax())],
+                "probabilities": label_probabilities(of_row),
+            }
             for gold, of_row in zip(golds, logits, strict=True)
         ]
     starts = [0, *examples.ends[:-1].tolist()]
@@ -92,13 +96,13 @@ def predictions(
         ]
     rows, firsts = list[dict[str, Any]](), [n for n, gold in enumerate(golds) if gold["window"] == 0]
     for first, end in zip(firsts, [*firsts[1:], len(golds)], strict=True):
-        text, score = answer_of(golds[first:end], parts[first:end], config.max_answer_tokens)
+        text, score = best_answer(golds[first:end], parts[first:end], config.max_answer_tokens)
         kept = {name: golds[first][name] for name in ("id", "answers", "context")}
         rows.append({**kept, "predicted": text if score > config.no_answer_margin else "", "margin": score})
     return rows
 
 
-def probabilities(logits_K: Tensor) -> list[float]:
+def label_probabilities(logits_K: Tensor) -> list[float]:
     found: list[float] = logits_K.double().softmax(dim=-1).tolist()
     return found
 
@@ -111,7 +115,7 @@ def tags_of(gold: Mapping[str, Any], logits_LK: Tensor, labels: Sequence[str]) -
     return tags
 
 
-def answer_of(windows: Sequence[Mapping[str, Any]], parts: Sequence[Tensor], max_tokens: int) -> tuple[str, float]:
+def best_answer(windows: Sequence[Mapping[str, Any]], parts: Sequence[Tensor], max_tokens: int) -> tuple[str, float]:
     """Returns the best answer in any window of a text, and by how much its score exceeds that of no answer, in nats.
 
     A span's score is the logit of its first token plus that of its last. No answer's is the window's first token's for
@@ -162,7 +166,7 @@ class TextClassifier:
         labels: tuple[str, ...] = getattr(self.network, "labels", ())
         if len(labels) == 1:
             return {labels[0]: float(logits_K)}
-        found = dict(zip(labels, probabilities(logits_K), strict=True))
+        found = dict(zip(labels, label_probabilities(logits_K), strict=True))
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def entities(self, text: str) -> list[tuple[str, str]]:
@@ -189,7 +193,7 @@ class TextClassifier:
             for n, window in enumerate(windows)
         ]
         parts = [self._logits([asked, tokens[window.start : window.stop]])[0] for window in windows]
-        return answer_of(golds, parts, MAX_ANSWER_TOKENS)
+        return best_answer(golds, parts, MAX_ANSWER_TOKENS)
 
     def _logits(self, texts: Sequence[Sequence[int]]) -> Tensor:
         tokens, types = marked(self.tokenizer, texts)

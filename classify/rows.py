@@ -53,7 +53,7 @@ class Question:
 Labelled = LabelledText | TaggedWords | Question
 
 
-def read_examples(
+def read_labelled(
     task: Task, labels: Sequence[str], sources: Sequence[ClassifyData], counted: list[SourceRows], lines: list[str]
 ) -> Iterator[tuple[str, Any]]:
     """Yields (where, `LabelledText`, `TaggedWords` or `Question`) of all sources. `counted` and `lines` get what is

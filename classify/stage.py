@@ -15,7 +15,7 @@ from classify.metrics import metrics_of
 from classify.objective import ClassifyObjective, logits_on_all_ranks
 from classify.predict import classifier_source, predictions
 from classify.report import REPORTER, ClassifyResults
-from classify.rows import read_examples
+from classify.rows import read_labelled
 from files.atomic import write_jsonl
 from files.hashes import derive_seed
 from lm.adapters import save_trained
@@ -86,7 +86,7 @@ def train(
     engine.close()
 
 
-def labels_of(config: ClassifyConfig) -> tuple[str, ...]:
+def known_labels(config: ClassifyConfig) -> tuple[str, ...]:
     """Returns the labels in order: the config's, or those of the training data, sorted (numbers by value). A tag comes
     with its other form, B- or I-, so that an entity of any length can be marked.
 
@@ -95,7 +95,7 @@ def labels_of(config: ClassifyConfig) -> tuple[str, ...]:
     if config.task == "span" or config.labels:
         return config.labels
     found = set[str]()
-    for _, row in read_examples(config.task, (), config.data, [], []):
+    for _, row in read_labelled(config.task, (), config.data, [], []):
         found |= set(row.tags) if config.task == "token" else {row.label}
     if config.task == "token":
         kinds = {tag.partition("-")[2] for tag in found} - {""}
@@ -126,7 +126,7 @@ def tokenize(run: StageRun, config: ClassifyConfig, tokenizer: Tokenizer, labels
 
 def run_classify(run: StageRun, config: ClassifyConfig) -> None:
     """Train on all workers."""
-    start, labels = run.start("pretrain"), labels_of(config)
+    start, labels = run.start("pretrain"), known_labels(config)
     tokenizer = Tokenizer.load(start, end=config.end_token)
     run.on_ranks(train, config, start, tokenize(run, config, tokenizer, labels), labels)
 
@@ -135,7 +135,7 @@ def preflight(run: StageRun, config: ClassifyConfig) -> None:
     """Read and tokenize every row. Raises: ValueError naming file, line and field."""
     if config.init_from:
         classifier_source(run.start("pretrain"), config, (), seed=0)  # refuses what is no encoder
-    folders = tokenize(run, config, run.tokenizer_of("pretrain", config.end_token), labels_of(config))
+    folders = tokenize(run, config, run.tokenizer_of("pretrain", config.end_token), known_labels(config))
     for name, folder in (("data", folders.training), ("heldout", folders.heldout)):
         if overlong := read_overlong(folder):
             run.tell(f"classify, {name}: {overlong} (classify.seq_len is {config.seq_len})")

@@ -10,7 +10,7 @@ import pytest
 
 from classify.config import ClassifyConfig
 from classify.examples import ARRAYS, HELDOUT_ARRAYS, example_parts
-from classify.stage import labels_of, train
+from classify.stage import known_labels, train
 from lm.config import ModelConfig
 from lm.encoder import MaskedLanguageModel
 from lm.model import init_weights
@@ -55,7 +55,7 @@ def train_here(folder: Path, config: ClassifyConfig, start: Path, name: str = "r
     """Trains on one rank; returns the stage's folder."""
     context = StageContext(folder / name, 3, 1, EngineConfig(precision="fp32", trackers=()))
     context.folder.mkdir(exist_ok=True)
-    labels = labels_of(config)
+    labels = known_labels(config)
     train(context, config, start, write_tokens(folder, config, start, labels), labels)
     return context.folder
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from classify.examples import BEGINS, ENDS, Examples
 from classify.objective import ClassifyObjective
 from classify.predict import TextClassifier, classifier_source
-from classify.stage import labels_of, train
+from classify.stage import known_labels, train
 from lm.encoder import SequenceClassifier, SpanPredictor, TokenClassifier
 from lm.model import init_weights
 from lm.source import load
@@ -81,7 +81,7 @@ def test_each_task_is_learned(finished: dict[str, Path], task: str, metric: str)
 def test_the_loss_by_hand(tmp_path: Path, bert_folder: Path, task: str) -> None:
     """Each example alone, without padding or packing, and the softmaxes written out."""
     config = config_for(tmp_path, task, ROWS[task])
-    labels = labels_of(config)
+    labels = known_labels(config)
     examples = Examples.read(write_tokens(tmp_path, config, bert_folder, labels).training)
     model = load(classifier_source(bert_folder, config, labels, seed=8)).eval()
     total, counted, right = 0.0, 0, 0
@@ -205,6 +205,21 @@ def test_only_the_last_blocks_are_trained(bert_folder: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("task", TASKS)
+def test_adapters_are_trained_and_merged(bert_folder: Path, tmp_path: Path, task: str) -> None:
+    """The head is trained whole next to them; the base's own weights in the adapter's model stay."""
+    config = config_for(tmp_path, task, ROWS[task], lora={"rank": 4}, num_epochs=30.0)
+    folder = train_here(tmp_path, config, bert_folder)
+    results = results_of(folder)
+    assert results["heldout_loss"] < 0.8 * results["heldout_loss_before"]
+    assert (folder / "adapter" / "adapter_config.json").is_file()
+    base, merged = (load_file(path / "model.safetensors") for path in (bert_folder, folder / "model"))
+    moved = {name for name in base.keys() & merged.keys() if not torch.equal(base[name], merged[name])}
+    assert "bert.encoder.layer.0.attention.self.query.weight" in moved
+    assert "bert.embeddings.word_embeddings.weight" not in moved
+    assert isinstance(load_model(folder / "model", HEADS[task]), HEADS[task])
+
+
+@pytest.mark.parametrize("task", TASKS)
 def test_a_published_folder_is_fine_tuned(tmp_path: Path, task: str) -> None:
     """A WordPiece vocabulary and a model as transformers writes them, of BertForPreTraining and without a head."""
     words = "a b c . ? Mia Tom likes has the red blue kite ##s ball cake is at What"
@@ -224,7 +239,7 @@ def test_a_published_folder_is_fine_tuned(tmp_path: Path, task: str) -> None:
         tokenizer.save_pretrained(start)
         body = theirs.bert if kind is transformers.BertForPreTraining else theirs
         fine = config_for(tmp_path, task, ROWS[task], num_epochs=20.0)
-        source = dict(classifier_source(start, fine, labels_of(fine), seed=5).tensors())
+        source = dict(classifier_source(start, fine, known_labels(fine), seed=5).tensors())
         assert torch.equal(source["encoder.blocks.1.mlp.up.weight"], body.encoder.layer[1].intermediate.dense.weight)
         if task == "sequence":
             assert torch.equal(source["pooler.weight"], body.pooler.dense.weight)
@@ -244,22 +259,22 @@ def test_a_decoder_and_a_model_without_room_are_refused(model_folder: Path, bert
     with pytest.raises(ValueError, match=r"config.json: a model for the purpose 'masked'; a classifier"):
         TextClassifier.load(bert_folder)
     long = config_for(tmp_path, "sequence", SEQUENCES, seq_len=49)
-    labels = labels_of(long)
+    labels = known_labels(long)
     context = StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
     with pytest.raises(ValueError, match=r"classify.seq_len is 49; .* reads at most 48"):
         train(context, long, bert_folder, write_tokens(tmp_path, long, bert_folder, labels), labels)
 
 
 def test_labels_of_training(tmp_path: Path) -> None:
-    assert labels_of(config_for(tmp_path, "sequence", SEQUENCES)) == ("bad", "good")
+    assert known_labels(config_for(tmp_path, "sequence", SEQUENCES)) == ("bad", "good")
     numbers = [{"text": "x", "label": n} for n in (10, 2, 1)]
-    assert labels_of(config_for(tmp_path, "sequence", numbers)) == ("1", "2", "10")
+    assert known_labels(config_for(tmp_path, "sequence", numbers)) == ("1", "2", "10")
     one = [{"tokens": ["x", "y"], "tags": ["B-LOC", "O"]}]
-    assert labels_of(config_for(tmp_path, "token", one)) == ("O", "B-LOC", "I-LOC")
+    assert known_labels(config_for(tmp_path, "token", one)) == ("O", "B-LOC", "I-LOC")
     with pytest.raises(
         ValueError, match=r"classify.data: all rows have the label 1; at least two labels were expected"
     ):
-        labels_of(config_for(tmp_path, "sequence", numbers[2:]))
+        known_labels(config_for(tmp_path, "sequence", numbers[2:]))
 
 
 def test_a_model_without_token_types_reads_pairs(tmp_path: Path, words_tokenizer: Any) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from classify.config import ClassifyConfig, ClassifyData
-from classify.rows import LabelledText, Question, TaggedWords, iob2, read_examples
+from classify.rows import LabelledText, Question, TaggedWords, iob2, read_labelled
 from training.data import SourceRows
 
 
 def read(task: Any, path: Path, labels: tuple[str, ...] = (), **settings: Any) -> list[Any]:
     data = ClassifyData(source=str(path), **settings)
-    return [row for _, row in read_examples(task, labels, (data,), [], [])]
+    return [row for _, row in read_labelled(task, labels, (data,), [], [])]
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -120,7 +120,7 @@ def test_a_word_without_a_tag_names_its_line(tmp_path: Path) -> None:
         read("token", path)
     counted: list[SourceRows] = []
     data = ClassifyData(source=str(path), on_invalid="skip")
-    assert [row.words for _, row in read_examples("token", (), (data,), counted, [])] == [("Tom",)]
+    assert [row.words for _, row in read_labelled("token", (), (data,), counted, [])] == [("Tom",)]
     assert counted[0].unusual == {"invalid (skipped)": 1}
 
 
@@ -135,3 +135,13 @@ def test_windows_that_would_leave_a_gap_are_refused() -> None:
     with pytest.raises(ValueError, match=r"doc_stride is 128, but a window of seq_len = 128 .* has room for 61"):
         ClassifyConfig.model_validate(values)
     assert ClassifyConfig.model_validate(values | {"seq_len": 384}).doc_stride == 128
+
+
+@pytest.mark.parametrize(("name", "num_rows"), [("sentence_polarity.jsonl", 7996), ("movie_reviews.jsonl.gz", 2000)])
+def test_published_sentiment_is_read(name: str, num_rows: int) -> None:
+    path = Path(__file__).parents[2] / "shared" / "data" / name
+    if not path.is_file():
+        pytest.skip(f"{path} is not there")
+    found = read("sequence", path, label_field="sentiment")
+    assert len(found) == num_rows
+    assert {row.label for row in found} == {"negative", "positive"}
