@@ -18,7 +18,7 @@ def classify(
     pair: Annotated[str, typer.Option(help="Second text of a pair, for a classifier of pairs.")] = "",
     question: Annotated[str, typer.Option(help="Question to answer from each text.")] = "",
 ) -> None:
-    """Print what a classifier says of each text: labels with their probabilities, entities, or the answer to --question.
+    """Print what a classifier says of each text: labels with probabilities, entities, or the answer to --question.
 
     Each answer comes with its margin over no answer, in nats; below 0, the text has no answer.
     """

@@ -1,6 +1,7 @@
 """The shipped classification jobs from start to end, mistakes found before anything is trained, and `heed classify`."""
 
 import json
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from heed.cli import main
 from heed.jobs import recovery
 from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
+from heed.worlds.grammar import TAG_OF, parse_sentence
 from heed.worlds.labelled import DRAWN, draw_rows
 from lm.weights import purpose_of
 
@@ -138,10 +140,6 @@ def test_mistakes_of_the_command_are_one_line(
 
 @pytest.mark.parametrize("kind", DRAWN)
 def test_the_playgrounds_labels_are_right(kind: str) -> None:
-    import random
-
-    from heed.worlds.grammar import TAG_OF, parse_sentence
-
     seen: set[str] = set()
     rows = draw_rows(kind, 300, random.Random(1), seen)
     assert len(seen) == 300
