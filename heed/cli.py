@@ -18,6 +18,7 @@ from cluster import local_ray
 from cluster.environment import LAUNCHER_VARIABLES
 from files.importing import imports_uncollected
 from heed.commands.chat import chat
+from heed.commands.classify import classify
 from heed.commands.compare import compare, judge_again, verdicts
 from heed.commands.complete import complete
 from heed.commands.evaluate import evaluate
@@ -193,6 +194,7 @@ def watch(
 
 app.command(rich_help_panel=LOOK)(chat)
 app.command(rich_help_panel=LOOK)(complete)
+app.command(rich_help_panel=LOOK)(classify)
 
 
 @app.command("few-shot", rich_help_panel=RESEARCH)

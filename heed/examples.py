@@ -56,6 +56,11 @@ heed report runs/mine/compare
 heed watch runs/mine                                # then open http://127.0.0.1:8200
 heed watch /shared/runs/mine --port 0
 """,
+    "heed classify": """
+heed classify runs/classify/classify/model "Mia has a red kite."
+heed classify runs/classify-entities/classify/model "Mia has a red kite."
+heed classify runs/classify-questions/classify/model "Mia has a red kite." --question "What does Mia have?"
+""",
     "heed chat": """
 heed chat runs/mine/ppo/model
 heed chat runs/mine/sft/model --best-of 16 --judge runs/mine/reward/model

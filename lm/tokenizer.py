@@ -249,6 +249,17 @@ class Tokenizer:
         """Encodes user text, on all the library's threads: a special token's name is spelled out as text."""
         return [encoding.ids for encoding in self._encode_plain(texts)]
 
+    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """As `encode_plain`, with the characters (start, end) of the text that each token spells, without white space
+        around them.
+        """
+        found = []
+        for text, encoding in zip(texts, self._encode_plain(texts), strict=True):
+            spelled = [(text[start:end], end) for start, end in encoding.offsets]
+            places = [(end - len(part.lstrip()), end - len(part) + len(part.rstrip())) for part, end in spelled]
+            found.append((list(encoding.ids), [(min(start, end), end) for start, end in places]))
+        return found
+
     def spelled_bytes(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns how many bytes of text each token of `encode_plain` stands for; they sum to the text's bytes.
 

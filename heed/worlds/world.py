@@ -28,6 +28,7 @@ from heed.worlds.instructions import (
     kind_of,
 )
 from heed.worlds.labelers import LabelerConfig, ScriptedLabeler, draw_labelers
+from heed.worlds.labelled import draw_rows
 from heed.worlds.translations import draw_pairs
 
 Turns = list[dict[str, str]]  # messages of role and content
@@ -64,6 +65,12 @@ class PlaygroundConfig(BaseModel):
         default=0, ge=0, le=100_000, description="English sentences with French translations; 0 = none."
     )
     num_translations_heldout: int = Field(default=500, gt=0, description="Held-out translations.")
+    num_grammar: int = Field(default=0, ge=0, description="Sentences labelled for grammar, for [classify].")
+    num_entities: int = Field(default=0, ge=0, description="Sentences with tagged entities, for [classify].")
+    num_questions: int = Field(default=0, ge=0, description="Questions on texts, for [classify].")
+    num_labelled_heldout: int = Field(
+        default=500, gt=0, description="Held-out rows of each of these three that is not 0."
+    )
     flaw_rate: float = Field(default=0.75, ge=0, le=1, description="Fraction of the demonstrations with a flaw.")
     second_flaw_rate: float = Field(
         default=0.25, ge=0, le=1, description="Fraction of the flawed demonstrations with a second flaw."
@@ -154,6 +161,13 @@ class PlaygroundWorld:
                     for i, (prompt, request) in enumerate(drawn)
                 ]
             write_jsonl(folder / f"{name}.jsonl", rows)
+        sizes = {"grammar": config.num_grammar, "entities": config.num_entities, "questions": config.num_questions}
+        for kind, num_rows in sizes.items():
+            seen: set[str] = set()
+            for name, size in ((f"{kind}_heldout", config.num_labelled_heldout), (kind, num_rows)):
+                if num_rows:
+                    rows = draw_rows(kind, size, random.Random(f"{seed}/{name}"), seen)
+                    write_jsonl(folder / f"{name}.jsonl", rows)
 
         sentences: set[str] = set()
         for name, num_pairs in (

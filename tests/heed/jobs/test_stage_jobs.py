@@ -184,7 +184,7 @@ def test_a_reward_model_that_tells_nothing_apart_is_refused(
 @pytest.mark.parametrize(
     ("stages", "changes", "words"),
     [
-        ((), {}, r"the job has no stage; at least one section of pretrain, sft, .* was expected"),
+        ((), {}, r"the job has no stage; at least one section of pretrain, classify, sft, .* was expected"),
         (("sft",), {}, r"sft needs pretrain: \[pretrain\] or sft.init_from was expected"),
         (("model", "pretrain", "sft", "reward"), {}, r"reward needs collect: \[collect\] was expected"),
         (("model", "pretrain", "sft", "collect"), {}, r"world: missing; collect needs it"),
