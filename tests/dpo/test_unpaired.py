@@ -248,6 +248,8 @@ def test_trls_unpaired_rows_are_recognised() -> None:
 def test_settings_without_effect_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DPOConfig.model_validate({"rankings": {"source": "x"}, **changes})
+    written = DPOConfig.model_validate({"rankings": {"source": "x"}}).model_dump()  # as in a run's job.toml
+    assert DPOConfig.model_validate(written).loss == "sigmoid"
 
 
 def test_flags_of_rankings_survive_a_file(tmp_path: Path) -> None:
