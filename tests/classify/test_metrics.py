@@ -16,7 +16,7 @@ from classify.metrics import (
     token_metrics,
 )
 
-SQUAD = Path(__file__).parents[2] / "shared" / "data" / "instructgpt" / "squadv2_samples.csv.gz"
+SQUAD = Path(__file__).parents[3] / "shared" / "data" / "instructgpt" / "squadv2_samples.csv.gz"
 
 
 def test_accuracy_and_macro_f1() -> None:

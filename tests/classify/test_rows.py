@@ -139,7 +139,7 @@ def test_windows_that_would_leave_a_gap_are_refused() -> None:
 
 @pytest.mark.parametrize(("name", "num_rows"), [("sentence_polarity.jsonl", 7996), ("movie_reviews.jsonl.gz", 2000)])
 def test_published_sentiment_is_read(name: str, num_rows: int) -> None:
-    path = Path(__file__).parents[2] / "shared" / "data" / name
+    path = Path(__file__).parents[3] / "shared" / "data" / name
     if not path.is_file():
         pytest.skip(f"{path} is not there")
     found = read("sequence", path, label_field="sentiment")
