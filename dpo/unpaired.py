@@ -63,8 +63,8 @@ def require_labels(split: Split, config: DPOConfig) -> None:
         num_prompts = len({ranking.prompt for ranking in part if any(labels_of(ranking, config.kto))})
         if num_prompts < 2:
             raise ValueError(
-                f'dpo.loss "kto": {num_prompts} of the {name} prompts of {config.rankings.source} have a response with a'
-                " rating, or with a flag of dpo.kto.undesirable_flags; at least two were expected, since the baseline"
+                f'dpo.loss "kto": {num_prompts} of the {name} prompts of {config.rankings.source} have a response with'
+                " a rating, or with a flag of dpo.kto.undesirable_flags; at least two were expected, since the baseline"
                 " needs responses to other prompts"
             )
 

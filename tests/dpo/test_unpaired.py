@@ -286,6 +286,15 @@ def test_trls_unpaired_rows_are_recognised() -> None:
     assert (found.task.responses, found.votes[0].ratings) == (("A",), (0.0,))
 
 
+def test_unusual_labels_are_reported() -> None:
+    """As in rows of other formats."""
+    twice = [{"role": "user", "content": "Q"}, {"role": "user", "content": "R"}]
+    report = Report()
+    for row in ({"prompt": "Q", "completion": "", "label": True}, {"prompt": twice, "completion": "A", "label": True}):
+        assert len(list(read_unpaired("line 1", row, report, ""))) == 1
+    assert set(report.counts()) == {"empty reply", "same speaker twice"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
