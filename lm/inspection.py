@@ -74,10 +74,10 @@ def measure_heads(stack: Transformer, texts: Iterable[Sequence[int]]) -> list[He
     for tokens in texts:
         if len(tokens) < 3:
             continue
-        weights_LNTT = attention_weights(stack, torch.tensor([list(tokens)]))[0][:, 0].double()
+        weights_LNTT = attention_weights(stack, torch.tensor([list(tokens)]))[0][:, 0]
         to_preceding = weights_LNTT.diagonal(-1, dim1=-2, dim2=-1)[..., 1:]
         to_itself = weights_LNTT.diagonal(0, dim1=-2, dim2=-1)[..., 2:]
-        sums_3LN = sums_3LN + torch.stack([to_preceding, weights_LNTT[..., 2:, 0], to_itself]).sum(dim=-1)
+        sums_3LN = sums_3LN + torch.stack([to_preceding, weights_LNTT[..., 2:, 0], to_itself]).double().sum(dim=-1)
         count += len(tokens) - 2
     if not count:
         return []

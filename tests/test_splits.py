@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ from torch import Tensor, nn
 
 from classify.examples import BEGINS, ENDS, Examples
 from classify.objective import ClassifyObjective
-from dpo.config import DPOConfig
+from dpo.config import DPOConfig, KTOConfig
 from dpo.learner import PolicySource
 from dpo.objective import PreferenceObjective
+from dpo.unpaired import UnpairedObjective, mismatched
 from files.ports import free_port
 from lm.config import ModelConfig
 from lm.encoder import (
@@ -428,6 +429,69 @@ DPO_DROPPING = PolicySource(RandomInit(lambda: LanguageModel(DECODER, 0.1), 1), 
 CASES |= {"dpo": DPO, "dpo" + DROPOUT: replace(DPO, source=DPO_DROPPING)}
 
 
+# --- KTO: desirable and undesirable responses, some of several labelers, and a baseline of the whole batch ------------
+
+KTO = KTOConfig(desirable_above=3, undesirable_flags=("rude",), desirable_weight=1.3)
+LABELLED = [
+    replace(
+        comparison,
+        verdicts=(
+            Verdict(comparison.verdicts[0].ranks, tuple(float((row + 2 * k) % 6) for k in range(K)), 1 + row % 2),
+            # Another labeler has flagged a response and rated none.
+            *[Verdict(comparison.verdicts[0].ranks, flags=(("rude",), *[()] * (K - 1)))] * (row % 3 == 0),
+        ),
+    )
+    for row, comparison in enumerate(PREFERENCES)
+    for K in (len(comparison.sequences),)
+]
+OTHERS = mismatched(LABELLED, 3, 32)
+OTHERS_REFERENCE = [np.array([-32.0 - row], dtype=np.float32) for row in range(NUM_ROWS)]
+
+
+def kto_mean(learner: nn.Module) -> Tensor:
+    """The loss of each labelled response, written out, with the mean log-ratio of the other responses as baseline."""
+
+    def logprob(sequence: Sequence[int], num: int) -> Tensor:
+        ids = torch.tensor([int(token) for token in sequence])
+        return -next_tokens_loss(learner.network(ids[None])[0][-num - 1 : -1], ids[-num:])  # type: ignore[operator]
+
+    with torch.no_grad():
+        ratios = [
+            logprob(other.sequences[0], other.response_tokens[0]) - float(before[0])
+            for other, before in zip(OTHERS, OTHERS_REFERENCE, strict=True)
+        ]
+        baseline = float(sum_of(ratios)) / NUM_ROWS
+        assert baseline > 1
+    losses, weights = [], 0.0
+    for comparison, reference in zip(LABELLED, REFERENCE, strict=True):
+        responses = zip(comparison.sequences, comparison.response_tokens, reference, strict=True)
+        leads = [0.03 * (logprob(tokens, num) - float(before) - baseline) for tokens, num, before in responses]
+        for verdict in comparison.verdicts:
+            share = verdict.weight / len(comparison.verdicts)
+            weights += share
+            if verdict.flags:
+                losses.append(share * torch.sigmoid(leads[0]))
+                continue
+            for lead, rating in zip(leads, verdict.ratings, strict=True):
+                loss = 1.3 * torch.sigmoid(-lead) if rating > 3 else torch.sigmoid(lead)
+                losses.append(share * loss / len(leads))
+    return sum_of(losses) / weights
+
+
+CASES["kto"] = Case(
+    PolicySource(LANGUAGE),
+    UnpairedObjective(
+        LABELLED,
+        REFERENCE,
+        DPOConfig.model_validate({"rankings": {"source": "unread"}, "loss": "kto", "beta": 0.03, "kto": KTO}),
+        OTHERS,
+        OTHERS_REFERENCE,
+    ),
+    kto_mean,
+    max_grad_norm=0.01,
+)
+
+
 # --- PPO: a rollout with unequal responses, of which some failed to be scored -----------------------------------------
 
 PROMPTS, RESPONSES = [tokens(n) for n in (3, 9, 1, 4, 2, 7, 5, 6)], [tokens(n) for n in (5, 1, 6, 2, 4, 6, 1, 3)]
@@ -565,14 +629,16 @@ OFFLOADS: list[list[tuple[str, ...]]] = [
 
 def batch_of(split: Split, num_rows: int) -> BatchConfig:
     """Where sequences differ in length, four ranks count a pass in tokens; some then have fewer passes to fill."""
-    if split.num_ranks == 4 and (split.name in PPO_MODES or any(name in split.name for name in ("ranking", "dpo"))):
+    if split.num_ranks == 4 and (
+        split.name in PPO_MODES or any(name in split.name for name in ("ranking", "dpo", "kto"))
+    ):
         return BatchConfig(batch_size=num_rows, micro_batch_tokens=20 * split.micro_batch, forward_tokens=50)
     return BatchConfig(batch_size=num_rows, micro_batch_size=split.micro_batch)
 
 
 # New ones come last, so that the others keep their splits.
 CLASSIFIERS = ("classify-sequence", "classify-token", "classify-span", "next-sentence")
-LATER = ("ppo", "dpo", "dpo" + DROPOUT, "lora", "grouped", *CLASSIFIERS)
+LATER = ("ppo", "dpo", "dpo" + DROPOUT, "lora", "grouped", *CLASSIFIERS, "kto")
 NAMES = [*(name for name in CASES if name not in LATER), *LATER]
 # How many ranks split a sequence: of the first two ranks, and of four. An encoder's sequences stay whole.
 NEVER_SPLIT = ("masked", "denoising", "pairs", "encoder-ranking", *CLASSIFIERS)

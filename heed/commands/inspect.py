@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from heed.commands.options import model_folder
+from heed.commands.options import model_folder, typed
 from stages.progress import console, results_console
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def inspect_model(
 
 @inspect_app.command("attention")
 def inspect_attention(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/ppo/model.")],
     text: Annotated[str, typer.Argument(help="The text that the model reads.")],
     layer: Annotated[int, typer.Option(help="Layer, counted from 0; -1 is the last.")] = -1,
@@ -54,6 +55,9 @@ def inspect_attention(
 
     if texts and target:
         raise ValueError("--texts with --target: heads are measured within one text; one of the two was expected")
+    unread = [option for option in typed(context) if option in ("--field", "--max-rows")]
+    if unread and not texts:
+        raise ValueError(f"{', '.join(unread)} without --texts, the file that they are about; --texts was expected")
     read = list(read_texts([TextConfig(source=texts, field=field, max_rows=max_rows)])) if texts else []
     heads = draw_attention(model_folder(model), text, layer, png, target, read)
     if heads:

@@ -16,6 +16,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import Model, load_any
 
 MAX_TOKENS = 64  # a picture with more labels than that cannot be read
+MAX_MEASURED_TOKENS = 512  # all heads' weights are in memory at once: 0.4 GB for 24 layers of 16 heads
 
 
 def draw_attention(
@@ -26,7 +27,7 @@ def draw_attention(
     For an encoder-decoder, it shows the encoder or, with a `target`, how the target's tokens attend to the text.
     `layer` counts from 0; negative numbers count from the last.
     Returns the measures of all layers' heads, over `texts` or, without any, over `text`; none with a `target`, since
-    they are about tokens of one text. Texts longer than the context are cut there.
+    they are about tokens of one text. `texts` are cut at the context's end, or after `MAX_MEASURED_TOKENS`.
     Raises: ValueError for a layer that does not exist, for text without tokens or with more than fit the context or a
     picture, and for a target if the model is not an encoder-decoder.
     """
@@ -47,8 +48,8 @@ def draw_attention(
         if not 1 <= len(tokens) <= most:
             raise ValueError(f"the text has {len(tokens)} tokens; 1 to {most} were expected")
     weights_LNTS = _all_weights(model, keys, queries if target else [])
-    context = model.config.max_position_embeddings
-    measured = [own[:context] for own in encoded(texts)] or [keys]
+    longest = min(MAX_MEASURED_TOKENS, model.config.max_position_embeddings)
+    measured = [own[:longest] for own in encoded(texts)] or [keys]
     heads = [] if target else measure_heads(_stack(model), measured)
     num_layers = len(weights_LNTS)
     if not -num_layers <= layer < num_layers:

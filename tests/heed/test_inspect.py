@@ -112,6 +112,25 @@ def test_heads_are_listed_by_their_attention_to_the_preceding_token(
     assert "heads are not measured: no text has three tokens" in said + more
 
 
+def test_long_texts_are_cut(call: Call, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of a text of 32,000 tokens would not fit in memory."""
+    monkeypatch.setattr("stages.reports.attention.MAX_MEASURED_TOKENS", 8)
+    said = []
+    for name, text in (("long", "abcdefgh and so on"), ("short", "abcdefgh")):
+        (tmp_path / f"{name}.txt").write_text(text)
+        options = ("--texts", str(tmp_path / f"{name}.txt"), "--png", str(tmp_path / "attention.png"))
+        said.append(call("inspect", "attention", str(model_folder), "the fox runs", *options)[1])
+    assert len(Tokenizer.load(model_folder).encode_plain(["abcdefgh"])[0]) == 8
+    assert said[0] == said[1] != ""
+
+
+def test_options_about_a_file_that_is_missing_are_refused(call: Call, model_folder: Path, tmp_path: Path) -> None:
+    png = ("--png", str(tmp_path / "attention.png"))
+    code, _, said = call("inspect", "attention", str(model_folder), "the fox", "--max-rows", "3", "--field", "x", *png)
+    assert code == 2
+    assert "--field, --max-rows without --texts" in said
+
+
 def test_heads_are_not_measured_across_texts(call: Call, translator: Path) -> None:
     code, _, said = call("inspect", "attention", str(translator), "a", "--target", "b", "--texts", "c.txt")
     assert code == 2

@@ -121,6 +121,17 @@ def test_vllm_takes_its_part_of_a_gpu() -> None:
     assert tight.peak > GPUS["l40s"].memory_bytes
 
 
+def test_ktos_baseline_takes_another_pass() -> None:
+    """Each step first reads one response to another prompt per comparison: at most a third of forward and backward."""
+    path = JOBS / "kto.toml"
+    kto, sigmoid = (
+        stage_of(plan_of(path, overrides=overrides), "dpo") for overrides in ((), ("dpo.loss=sigmoid", "dpo.kto=none"))
+    )
+    forward = kto.seconds_per_step - sigmoid.seconds_per_step
+    assert kto.num_steps == sigmoid.num_steps
+    assert 0.05 < forward / sigmoid.seconds_per_step < 0.34
+
+
 def test_batches_by_hand() -> None:
     plan = plan_of(JOBS / "demo.toml")
     assert stage_of(plan, "pretrain").batch == {

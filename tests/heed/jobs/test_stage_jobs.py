@@ -1,6 +1,8 @@
 """Jobs with only some stages: each starts from models named in its section, and missing ones are named."""
 
+import html
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +126,8 @@ def test_kto_learns_from_the_ratings_of_scripted_labelers(tmp_path: Path) -> Non
     assert 0 <= found["heldout_accuracy"]["mean"] <= 1
     report = (run / "report.html").read_text()
     assert "Held-out responses on the right side of the baseline" in report
+    assert re.search(r"KTO puts [\d.]+% of \d+ held-out labels on the right side of the baseline", report)
+    assert "KTO's estimate of the" in html.unescape(report)
 
 
 @pytest.mark.long
