@@ -121,7 +121,7 @@ class Roles:
                 for part, share in zip(rollout.shares(shares), shares, strict=True)
             ]
             outputs = joined(ranks.start_split(SharedBodyLearner.measure, arguments), shares)
-            return lambda: ModelOutputs(*outputs().unbind(dim=1), teacher_logprobs_BMR=outputs()[:, :0])
+            return lambda: _of_shared_body(outputs())
         logprobs = learners.start_policy_logprobs(rollout, minibatches, keeps=keeps, tests_draws=tests_draws)
         ref_logprobs = self.scorers.start_reference_logprobs(rollout, minibatches)
         teachers = self.scorers.start_teacher_logprobs(rollout, minibatches) if self.config.teachers else None
@@ -165,6 +165,11 @@ class Roles:
         self.generators.weights_arrived()
         for ranks in dict.fromkeys(role.ranks for role in (self.learners, self.generators, self.scorers)):
             ranks.close()
+
+
+def _of_shared_body(measured_B3R: Tensor) -> ModelOutputs:
+    logprobs_BR, ref_logprobs_BR, values_BR = measured_B3R.unbind(dim=1)
+    return ModelOutputs(logprobs_BR, ref_logprobs_BR, values_BR, measured_B3R[:, :0])
 
 
 def _scorers(
