@@ -36,6 +36,7 @@ class ModelOutputs:
     logprobs_BR: Tensor  # nats, at the sampling temperature; 0 at padding
     ref_logprobs_BR: Tensor  # likewise
     values_BR: Tensor  # 0 without a value function
+    teacher_logprobs_BMR: Tensor  # as logprobs_BR, for each of M teachers
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ class Roles:
     def start_forward_passes(
         self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False, tests_draws: bool = False
     ) -> Pending[ModelOutputs]:
-        """Start the forward passes of policy, reference and value function over a rollout. Its rows are packed as the
-        updates on `minibatches` will pack them.
+        """Start the forward passes of policy, reference, teachers and value function over a rollout. Its rows are
+        packed as the updates on `minibatches` will pack them.
 
         All passes start together, so scorers and learners on separate ranks work at the same time. With `keeps`,
         learners keep passes that the first update would repeat. For `tests_draws`, see
@@ -120,16 +121,18 @@ class Roles:
                 for part, share in zip(rollout.shares(shares), shares, strict=True)
             ]
             outputs = joined(ranks.start_split(SharedBodyLearner.measure, arguments), shares)
-            return lambda: ModelOutputs(*outputs().unbind(dim=1))
+            return lambda: _of_shared_body(outputs())
         logprobs = learners.start_policy_logprobs(rollout, minibatches, keeps=keeps, tests_draws=tests_draws)
         ref_logprobs = self.scorers.start_reference_logprobs(rollout, minibatches)
+        teachers = self.scorers.start_teacher_logprobs(rollout, minibatches) if self.config.teachers else None
         has_values = self.config.value_optimizer is not None
         values = learners.start_values(rollout, minibatches, keeps=keeps) if has_values else None
 
         def collect() -> ModelOutputs:
             logprobs_BR, ref_logprobs_BR = logprobs(), ref_logprobs()
             values_BR = torch.zeros_like(logprobs_BR) if values is None else values()
-            return ModelOutputs(logprobs_BR, ref_logprobs_BR, values_BR)
+            teacher_logprobs_BMR = logprobs_BR.new_zeros(len(logprobs_BR), 0, 1) if teachers is None else teachers()
+            return ModelOutputs(logprobs_BR, ref_logprobs_BR, values_BR, teacher_logprobs_BMR)
 
         return collect
 
@@ -162,6 +165,11 @@ class Roles:
         self.generators.weights_arrived()
         for ranks in dict.fromkeys(role.ranks for role in (self.learners, self.generators, self.scorers)):
             ranks.close()
+
+
+def _of_shared_body(measured_B3R: Tensor) -> ModelOutputs:
+    logprobs_BR, ref_logprobs_BR, values_BR = measured_B3R.unbind(dim=1)
+    return ModelOutputs(logprobs_BR, ref_logprobs_BR, values_BR, measured_B3R[:, :0])
 
 
 def _scorers(

@@ -1,10 +1,11 @@
-"""Scoring with the frozen models, the reward model and the reference: `Scorers` on all ranks, `Scorer` on one.
+"""Scoring with the frozen models: the reward model, the reference and the teachers. `Scorers` are on all ranks,
+`Scorer` on one.
 
 A frozen model's weights are on the device all the time, or only while they are used (`ppo.memory`). In the second case
 each rank keeps a share of the weights in CPU memory, pinned if there is a GPU. The ranks gather either all weights for
 all passes of a call, or one layer at a time within each pass.
 
-Shape letters: B responses, O objectives, R response tokens.
+Shape letters: B responses, O objectives, R response tokens, M teachers.
 """
 
 import math
@@ -101,9 +102,15 @@ class Scorers:
         arguments = [(part, share.pass_sizes) for part, share in zip(rollout.shares(shares), shares, strict=True)]
         return joined(start_on_groups(self.reference, Scorer.reference_logprobs, arguments), shares)
 
+    def start_teacher_logprobs(self, rollout: Rollout, minibatches: Sequence[Tensor]) -> Pending[Tensor]:
+        """Start computing log π_T of each response token for each teacher [B, M, R], as the reference's."""
+        shares = shares_by_update(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, minibatches)
+        arguments = [(part, share.pass_sizes) for part, share in zip(rollout.shares(shares), shares, strict=True)]
+        return joined(self.ranks.start_split(Scorer.teacher_logprobs, arguments), shares)
+
 
 class Scorer(Rank):
-    """Holds the frozen models: the reference policy, and the reward model or the function or endpoint in its place."""
+    """Holds the frozen models: the reference policy, the teachers, and the reward model or what is in its place."""
 
     def __init__(
         self,
@@ -116,6 +123,7 @@ class Scorer(Rank):
         super().__init__(config, engine_config, models)
         # With adapters, the reference is the learner's policy with its adapters switched off.
         self.reference = self._fixed(ModelFolder(self.models.sft, LanguageModel)) if config.lora is None else None
+        self.teachers = [self._fixed(ModelFolder(teacher, LanguageModel)) for teacher in self.models.teachers]
         reward = self.models.reward
         self.judge: RewardModel | ExternalReward
         if isinstance(reward, Path):
@@ -190,8 +198,18 @@ class Scorer(Rank):
     @torch.no_grad()
     def reference_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
         assert self.reference is not None, "the learner is the reference of a policy with adapters"
-        with self.reference.in_use(), self._precision():
-            return self._by_pass(partial(self._logprobs, self.reference.module), rollout, pass_sizes)
+        return self._frozen_logprobs(self.reference, rollout, pass_sizes)
+
+    @torch.no_grad()
+    def teacher_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
+        """Returns log π_T [B, M, R], nats."""
+        return torch.stack([self._frozen_logprobs(model, rollout, pass_sizes) for model in self.teachers], dim=1)
+
+    def _frozen_logprobs(
+        self, model: "FrozenModel[LanguageModel]", rollout: Rollout, pass_sizes: Sequence[int]
+    ) -> Tensor:
+        with model.in_use(), self._precision():
+            return self._by_pass(partial(self._logprobs, model.module), rollout, pass_sizes)
 
 
 class FrozenModel(Protocol[AnyModule_co]):

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from shutil import rmtree
@@ -16,6 +16,7 @@ from cluster.remote import Pending
 from files.atomic import remove_unfinished
 from files.hashes import derive_seed
 from files.records import read_record
+from lm.hub import model_directory
 from lm.samplers.draws import Evidence
 from lm.samplers.engine import max_difference
 from lm.samplers.environment import require_vllm
@@ -33,7 +34,7 @@ from ppo.rollout_log import RolloutLog, SampleLog, followed_rows
 from ppo.shared_body import adapter_of, require_same_body, require_same_shape
 from pretrain.stage import STAGE as PRETRAIN
 from pretrain.stage import tokenize
-from reward.external import REWARD_KEYS, ExternalReward, ModelReward
+from reward.external import REWARD_KEYS, ExternalReward, ModelReward, NoReward
 from reward.report import RewardResults
 from reward.sampling import SamplingSpec, sample_everywhere
 from reward.scoring import labels_of, weights_by_label
@@ -226,6 +227,8 @@ def score_scale(
     Raises:
         ValueError: the reward gives every sample the same score, or too many fail.
     """
+    if isinstance(judge, NoReward):
+        return ScoreScale(0.0, 1.0)
     if was_measured(run) and not config.reward.objective_weights:
         path = run.folder_of("reward") / "results.json"
         where, results = str(path), read_record(path, RewardResults)
@@ -293,9 +296,10 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
         assert pretraining is not None, "pretraining rows come from the pretraining stage, a parent of this one"
         tokens = tokenize(stage.at(PRETRAIN.name), stage.resolve(pretraining))
         stream = TokenStream(array_path(tokens.training, "tokens"), pretraining.seq_len)
-    scale = scale or score_scale(stage, policy, judge, prompts, config)
+    scale = replace(scale or score_scale(stage, policy, judge, prompts, config), coef=config.score_coef)
     adapter_seed = derive_seed(stage.seed, "ppo", "lora")
-    models = InitialModels(sft=policy, reward=judge, scale=scale, pretraining=stream, adapter_seed=adapter_seed)
+    teachers = tuple(model_directory(teacher.model) for teacher in config.teachers)
+    models = InitialModels(policy, judge, scale, stream, adapter_seed, teachers)
     learners = generators = scorers = stage.workers()
     python = generator_python(config)
     if not config.placement.roles_share_ranks:
@@ -370,10 +374,12 @@ def check(config: PPOConfig, job: JobView) -> None:
 
 
 def preflight(stage: StageRun, config: PPOConfig) -> None:
-    """Check the objectives of a reward model that no stage trains, that every prompt leaves room for a response, and
-    that the generators' Python has vLLM if they need it.
+    """Check the objectives of a reward model that no stage trains, that every prompt leaves room for a response, the
+    teachers, and that the generators' Python has vLLM if they need it.
     """
     generator_python(config)
+    for number, teacher in enumerate(config.teachers):
+        _check_teacher(stage, f"ppo.teachers.{number}.model", teacher.model)
     if isinstance(config.reward, ModelReward) and config.reward.model:
         judge = stage.start(REWARD.name)
         weights_by_label(str(judge), labels_of(judge), config.reward.objective_weights)
@@ -386,18 +392,40 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
     )
 
 
+def _check_teacher(stage: StageRun, field: str, name: str) -> None:
+    """Check that a teacher is a language model with the policy's tokenizer, and has room for what the policy reads.
+
+    Raises: ValueError naming field and folders.
+    """
+    try:
+        folder = model_directory(name)
+        shape = read_config(folder, "language")[0]
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from None
+    if Tokenizer.load(folder) != stage.tokenizer_of("sft"):
+        raise ValueError(
+            f"{field}: the tokenizer of {folder} differs from that of the policy, {stage.start('sft')}; a teacher that"
+            " reads the same tokens was expected"
+        )
+    if shape.max_position_embeddings < stage.model.max_position_embeddings:
+        raise ValueError(
+            f"{field}: {folder} reads at most {shape.max_position_embeddings} tokens, and the policy"
+            f" {stage.model.max_position_embeddings}; a teacher that reads at least as many was expected"
+        )
+
+
 STAGE = Stage(
     name="ppo",
     config=PPOConfig,
     run=run_ppo,
     parents=(
         Parent("sft", substitutes=("init_from",)),
-        Parent("reward", substitutes=REWARD_KEYS),
+        Parent("reward", substitutes=REWARD_KEYS, is_read=lambda config, _: not isinstance(config.reward, NoReward)),
         Parent("pretrain", is_read=lambda config, _: config.ptx_rows > 0),
     ),
     policy_from="sft",
     tokenizer=lambda run, _: run.tokenizer_of("sft"),
-    model_fields=("init_from", "reward.model"),
+    model_fields=("init_from", "reward.model", "teachers.*.model"),
     function_fields=("reward.function",),
     context_tokens=lambda config: {"max_new_tokens": config.max_new_tokens + 1},
     split_rows=lambda config: {"rollout_batch_size": config.sampled_batch_size, "ptx.rows": config.ptx_rows},

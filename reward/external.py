@@ -205,11 +205,25 @@ class RemoteReward(ExternalReward):
         return checked(values, num_responses, self.url)
 
 
+class NoReward(ExternalReward):
+    """No reward: every score is 0. Only for a policy that learns from teachers."""
+
+    model_config = ConfigDict(title="Reward none")
+    source_key: ClassVar[str] = "kind"
+    noun: ClassVar[str] = "reward"
+
+    kind: Literal["none"] = Field(default="none", description="The kind of this table.")
+
+    def score(self, _conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
+        return [Scored(0.0)] * len(responses)
+
+
 Reward = Annotated[
     Annotated[ModelReward, Tag("model")]
     | Annotated[RewardFunction, Tag("function")]
-    | Annotated[RemoteReward, Tag("url")],
-    by_kind("model", "function", "url"),
+    | Annotated[RemoteReward, Tag("url")]
+    | Annotated[NoReward, Tag("none")],
+    by_kind("model", "function", "url", "none"),
 ]
 REWARD_KEYS = tuple(f"reward.{kind.source_key}" for kind in (ModelReward, RewardFunction, RemoteReward))
 

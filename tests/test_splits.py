@@ -711,8 +711,9 @@ def train(split: Split, folder: Path) -> dict[str, Any]:
 def train_ppo(split: Split, folder: Path) -> dict[str, Any]:
     """Two updates of the policy and of the value function, each rank with its share of the minibatch."""
     models = InitialModels(
-        folder / "sft", folder / "reward", ScoreScale(0.0, 1.0), TokenStream(folder / "train.bin", 9)
-    )
+        folder / "sft", folder / "reward", ScoreScale(0.0, 1.0), TokenStream(folder / "train.bin", 9),
+        teachers=(folder / "sft", folder / "sft"),
+    )  # fmt: skip
     config = ppo_config(split.name, batch_of(split, NUM_ROWS))
     scorer, generator = Scorer(config, split.engine, models), Generator(config, split.engine, models)
     learner = Learner(config, split.engine, models, split.num_ranks)
@@ -731,9 +732,12 @@ def train_ppo(split: Split, folder: Path) -> dict[str, Any]:
         "generate": lambda: generator.generate(mine.rows.tolist(), prompts, range(len(prompts))),
         "scores": lambda: scorer.scores(mine_alone, []),
         "reference_logprobs": lambda: scorer.reference_logprobs(mine_alone, mine.pass_sizes),
+        "teacher_logprobs": lambda: scorer.teacher_logprobs(mine_alone, mine.pass_sizes),
         "policy_logprobs": lambda: learner.policy_logprobs(mine_alone, mine.pass_sizes, repeated, drawn),
     }
     collectives = {name: num_collectives(run) for name, run in passes.items()}
+    of_teachers_BMR = scorer.teacher_logprobs(mine_alone, mine.pass_sizes)
+    assert torch.equal(of_teachers_BMR[:, 1], scorer.reference_logprobs(mine_alone, mine.pass_sizes))
     metrics = []
     for update in range(NUM_STEPS):
         metrics.append(dict(learner.update_policy(policy, 1e6, update)))
@@ -938,7 +942,8 @@ def test_only_the_learners_passes_gather_shards(folder: Path, split: Split) -> N
     """Sampling and the frozen models have whole weights; under ZeRO-3 a pass of a learner gathers them."""
     for rank in range(split.num_ranks):
         collectives = torch.load(folder / f"{split}-rank-{rank}.pt")["collectives"]
-        assert [collectives[name] for name in ("generate", "scores", "reference_logprobs")] == [0, 0, 0]
+        names = ("generate", "scores", "reference_logprobs", "teacher_logprobs")
+        assert [collectives[name] for name in names] == [0, 0, 0, 0]
         is_split = split.engine.sequence_parallel_size > 1
         assert (collectives["policy_logprobs"] > 0) == (split.engine.zero_stage == 3 or is_split)
 

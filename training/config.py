@@ -40,6 +40,13 @@ def value_at(config: BaseModel, key: str) -> Any:
     return value
 
 
+def values_at(config: BaseModel, key: str) -> list[str]:
+    """Returns what a dotted key names in a section, without ""; `*` in the key stands for each table of a list."""
+    place, is_list, rest = key.partition(".*.")
+    value = value_at(config, place)
+    return [found for table in value for found in values_at(table, rest)] if is_list else [value] * bool(value)
+
+
 def tables_in(config: BaseModel, kind: type[AnyTable], prefix: str = "") -> Iterator[tuple[str, AnyTable]]:
     """Yields the dotted keys and the values of all tables of a kind in a section, at any depth."""
     for name, value in config:

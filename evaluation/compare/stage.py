@@ -26,7 +26,7 @@ from ppo.config import PPOConfig
 from ppo.report import names_of
 from ppo.rollout_log import SAMPLES, TrainingSample
 from ppo.stage import STAGE as PPO
-from reward.external import ExternalReward, RewardFunction
+from reward.external import ExternalReward, NoReward, RewardFunction
 from reward.sampling import Sample, SamplingSpec, sample_everywhere
 from reward.stage import STAGE as REWARD
 from stages.contract import POLICIES, Parent, Stage
@@ -138,6 +138,8 @@ def proxy_of(run: StageRun) -> Proxy:
     ppo = run.job.section(PPO)
     if ppo is None:
         return Proxy(str(run.model_of(REWARD.name)) if REWARD.name in run.parents else "")
+    if isinstance(ppo.reward, NoReward):
+        return Proxy()
     model = "" if ppo.external_reward else str(run.at(PPO.name).start(REWARD.name))
     return Proxy(model, ppo.reward.objective_weights, ppo.external_reward)
 
@@ -189,7 +191,9 @@ def check(config: CompareConfig, job: JobView) -> None:
     if not (judges or job.has_world):
         named = ", ".join(f"compare.{field}" for field in JUDGES)
         raise ValueError(f"compare has no judge: {named} or a [world] was expected")
-    if config.judge_reward and reward is None and PPO.name not in policies:
+    ppo = job.section(PPO)
+    has_reward = reward is not None if ppo is None else not isinstance(ppo.reward, NoReward)
+    if config.judge_reward and not has_reward:
         raise ValueError("compare.judge_reward: the job has no reward; [reward], [ppo] or another judge was expected")
     if without_password(config.judge_people) != config.judge_people:
         raise ValueError(

@@ -5,6 +5,7 @@ The code's dependencies are left out. The cluster's machines are prepared with t
 could fail late.
 """
 
+import re
 import shlex
 import shutil
 import sys
@@ -166,7 +167,7 @@ def _named_in(value: Any, models: set[str], functions: set[str], place: str) -> 
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, item in items:
         field = f"{place}.{key}".removeprefix(".")
-        if isinstance(item, Path) or ((key == "source" or field in models) and item):
+        if isinstance(item, Path) or ((key == "source" or re.sub(r"\.\d+\.", ".*.", field) in models) and item):
             yield field, str(item)
         elif field in functions and ".py:" in item:
             yield field, item.partition(":")[0]

@@ -84,7 +84,7 @@ def test_too_many_failures_stop_the_run_and_name_the_first_cause(
         ({"kind": "function", "function": ""}, r"reward.function.function\n.*pattern"),
         ({"kind": "function"}, r"reward.function.function\n.*required"),
         ({"kind": "url", "url": "ftp://host/"}, r"reward.url.url\n.*pattern"),
-        ({"kind": "people"}, 'a table with kind "model", "function" or "url" was expected'),
+        ({"kind": "people"}, 'a table with kind "model", "function", "url" or "none" was expected'),
     ],
 )
 def test_one_source_of_reward(ppo_config: Callable[..., PPOConfig], reward: dict[str, str], words: str) -> None:

@@ -327,6 +327,29 @@ def test_a_colocated_worker_holds_every_role() -> None:
     assert small.phases["score by the reference"]["reference outside its layers"] == 2 * outside
 
 
+def test_a_teacher_is_one_more_frozen_model_and_one_more_pass() -> None:
+    """A teacher of the policy's shape takes what the reference takes, in memory and in time."""
+    path, teacher = JOBS / "cluster" / "hh-8b-8gpus.toml", '{ model = "meta-llama/Meta-Llama-3-8B" }'
+    for memory in ("fast", "balanced", "small"):
+        plans = [
+            plan_of(path, overrides=(f"ppo.memory={memory}", f"ppo.teachers=[{', '.join([teacher] * number)}]"))
+            for number in range(3)
+        ]
+        stages = [stage_of(plan, "ppo") for plan in plans]
+        found = stages[1].memory["rank"]
+        for parts in (found.held, found.host):
+            sizes = {name: size for name, size in parts.items() if "teacher" in name}
+            reference = {name: size for name, size in parts.items() if "reference" in name}
+            assert sizes == {name.replace("reference", "teacher 1"): size for name, size in reference.items()}
+        assert any("teacher 1" in name for name in {**found.held, **found.host})
+        phase = found.phases["score by the teacher 1"]
+        named = {name.replace("teacher 1", "reference"): size for name, size in phase.items()}
+        assert named == found.phases["score by the reference"]
+        seconds = [stage.seconds_per_step for stage in stages]
+        assert seconds[1] > seconds[0]
+        assert seconds[2] - seconds[1] == pytest.approx(seconds[1] - seconds[0])
+
+
 def test_rows_are_planned_as_wide_as_they_are_packed() -> None:
     """With its end token, a text of 2,049 tokens takes a row of 2,304; forward passes of 9,216 tokens hold four such
     rows."""
