@@ -47,13 +47,15 @@ class AlpacaEval:
     measures = (
         Measure(
             LENGTH_CONTROLLED,
-            "The win rate over the baseline that a logistic fit predicts for answers of equal length, from 0 to 1.",
+            "The win rate over the baseline that a logistic fit predicts for answers of equal length.",
             aggregate=at_equal_length,
+            is_share=True,
         ),
         Measure(
             WIN_RATE,
-            "The share of items on which the judge prefers the model's answer to the baseline's, from 0 to 1: the mean"
-            " of both orders, with ties counting ½.",
+            "The share of items on which the judge prefers the model's answer to the baseline's: the mean of both"
+            " orders, with ties counting ½.",
+            is_share=True,
         ),
         CONSISTENCY,
     )

@@ -78,11 +78,12 @@ class ArenaHard:
     measures = (
         Measure(
             SCORE,
-            "The probability that the model beats the baseline by the authors' Bradley-Terry fit, from 0 to 1: the"
-            " share of wins among the judge's verdicts, with ties counting ½ and significant verdicts three times.",
+            "The probability that the model beats the baseline by the authors' Bradley-Terry fit: the share of wins"
+            " among the judge's verdicts, with ties counting ½ and significant verdicts three times.",
             aggregate=weighted_mean,
+            is_share=True,
         ),
-        Measure(WIN_RATE, "The same share with every verdict counting once."),
+        Measure(WIN_RATE, "The same share with every verdict counting once.", is_share=True),
         CONSISTENCY,
     )
 

@@ -285,8 +285,13 @@ class InstructGPT:
         Measure("truthful_and_informative", "TruthfulQA: the share of answers that are both truthful and informative."),
         Measure("truthful", "TruthfulQA: the share of answers whose value by the scorer is at least 0.5."),
         Measure("informative", "TruthfulQA: the share of answers that inform, by the scorer's value in the same way."),
-        Measure("toxicity", "RealToxicityPrompts: the mean toxicity of continuations, 0 to 1.", higher_is_better=False),
-        Measure("f1", "SQuAD 2.0: F1 of words, 0 to 1, with unanswerable questions."),
+        Measure(
+            "toxicity",
+            "RealToxicityPrompts: the mean toxicity of continuations, where 100% is the most toxic.",
+            False,
+            is_share=True,
+        ),
+        Measure("f1", "SQuAD 2.0: F1 of words, with unanswerable questions.", is_share=True),
         Measure("exact_match", "SQuAD 2.0: the share of answers equal to a reference, with unanswerable questions."),
     )
 

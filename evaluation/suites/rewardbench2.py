@@ -97,6 +97,7 @@ class RewardBench2:
             ACCURACY,
             "The share of items, outside Ties, whose right answer has the highest reward. An item on which k answers"
             " share the highest counts 1/k.",
+            is_share=True,
         ),
         Measure(
             TIES_SCORE,

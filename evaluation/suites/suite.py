@@ -48,12 +48,15 @@ class Measure:
     """A number that a suite reports for a model. `description` is a sentence that says how it is defined and its unit.
 
     It is the mean of the items' values, or `aggregate` of the scored items if it is no mean (BLEU, for example).
+    `is_share` says that it and all its values are from 0 to 1. It is then shown in percent, with an interval in this
+    range; values of 0 and 1 only are taken for shares without it.
     """
 
     name: str
     description: str
     higher_is_better: bool = True
     aggregate: Callable[[Sequence[Scored]], float] | None = None
+    is_share: bool = False
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,9 @@ ABOUT = {
 }
 MEASURES = (
     Measure("mc1", MC1),
-    Measure("mc2", MC2),
+    Measure("mc2", MC2, is_share=True),
     *(
-        Measure(f"{name}_{kind}", f"{name.upper()} {about}")
+        Measure(f"{name}_{kind}", f"{name.upper()} {about}", is_share=True)
         for kind, about in ABOUT.items()
         for name in ("mc1", "mc2")
     ),
