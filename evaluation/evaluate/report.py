@@ -197,8 +197,8 @@ def _warnings(suites: Sequence[SuiteReport]) -> list[str]:
         by_model = ", ".join(f"{model} {number(num)}" for model, num in num_failed.items() if num)
         if by_model:
             found.append(
-                f"{suite.suite}: a measure could not be computed on some of {count_of(suite.statistics.num_items, 'item')}"
-                f" (by model: {by_model}); they are left out of that measure."
+                f"{suite.suite}: a measure could not be computed on some of"
+                f" {count_of(suite.statistics.num_items, 'item')} (by model: {by_model}); it leaves them out."
             )
         for row in suite.contamination:
             if row.item_ids:

@@ -60,13 +60,15 @@ class SavedAnswers:
         for where, row in saved_rows(f"model {self.name!r}", self.name, self.spec, MODEL_FIELDS):
             if row.get("suite", suite) != suite:
                 continue
-            item = _item_of(where, row, by_id, by_asked)
-            if item is None:
+            answered = _item_of(where, row, by_id, by_asked)
+            if answered is None:
                 num_unused += 1
                 continue
-            if item.item_id in found:
-                raise ValueError(f"{where}: item {item.item_id!r} is already answered in {found[item.item_id][0]}")
-            found[item.item_id] = (where, _turns(where, row))
+            if answered.item_id in found:
+                raise ValueError(
+                    f"{where}: item {answered.item_id!r} is already answered in {found[answered.item_id][0]}"
+                )
+            found[answered.item_id] = (where, _turns(where, row))
         if not found:
             file = self.spec.partition("#")[0]
             raise ValueError(
