@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from evaluation.suites.suite import Item
-from files.rows import read_source
+from files.rows import is_file_name, read_source
 from preferences.statistics.estimates import Ints
 from stages.lineage import LINEAGE
 from stages.reports.run_folder import parse_object
@@ -138,7 +138,8 @@ def texts_of(value: Any) -> Iterator[str]:
 def training_files(model: Path) -> tuple[list[str], list[str]]:
     """Returns the data that a model of a run was trained on, and that of its parents, from their lineage.
 
-    The second list names data that are recorded but are no longer files, or are no text (a label store).
+    The second list names data that are recorded but are no longer files, or hold no rows of text (a label
+    store, the .gguf file that training began with).
     """
     found: dict[str, bool] = {}
     waiting, seen = [model.absolute().parent], set[Path]()
@@ -153,7 +154,7 @@ def training_files(model: Path) -> tuple[list[str], list[str]]:
             if colon and (stage.parent / of).is_dir() and of != "world":
                 continue  # what another stage made from its own data
             path = stage.parent / "world" / "data" / f"{name}.jsonl" if of == "world" and colon else Path(source)
-            found[str(path)] = path.is_file() and path.suffix != ".sqlite"
+            found[str(path)] = path.is_file() and is_file_name(str(path))
         waiting += [stage.parent / parent for parent in lineage.get("parents", {})]
     return [path for path, is_here in found.items() if is_here], [
         path for path, is_here in found.items() if not is_here

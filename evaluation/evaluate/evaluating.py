@@ -37,14 +37,15 @@ from evaluation.evaluate.models import (
 from evaluation.evaluate.report import write_evaluation_report
 from evaluation.evaluate.statistics import clean_values, suite_statistics
 from evaluation.evaluate.tools import (
-    Baseline,
+    asks_baseline,
     by_suite,
     open_baseline,
     open_scorers,
     open_suite,
     refuse_missing_tools,
+    refuse_unsuited,
 )
-from evaluation.suites.suite import Item, Scored, Suite, Tools
+from evaluation.suites.suite import Item, Model, Scored, Suite, Tools
 from files.atomic import atomic_folder, write_json
 from files.hashes import derive_seed
 from files.records import as_json
@@ -52,6 +53,7 @@ from stages.lineage import path_hash
 from stages.reports.text import clean_json
 
 Rows = dict[str, Scored]  # by item id
+Ready = Model | dict[str, Rows]  # a model to ask, or published values by the name of their model
 UNCHANGING = ("models", "suites", "seed", "precision", "max_new_tokens", "max_items")
 
 
@@ -90,6 +92,7 @@ def evaluate(wanted: Evaluation, folder: Path) -> EvaluationReport:
     baseline = open_baseline(wanted.baseline, how)
     for suite in suites:
         refuse_missing_tools(suite, {"judge": judge, "scorers": scorers, "baseline": baseline})
+    ready = {suite.name: _ready(models, suite, sources[suite.name], items[suite.name]) for suite in suites}
     training = _training_data(wanted.training_data, models)
     settings: Settings = {
         "models": [dict(describe(model)) for model in models],
@@ -107,10 +110,12 @@ def evaluate(wanted: Evaluation, folder: Path) -> EvaluationReport:
     with holding(folder, doing="evaluating"):
         _refuse_another(folder, settings)
         tools = {
-            suite.name: Tools(judge, scorers, Baseline(baseline, suite.name, items[suite.name]) if baseline else {})
+            suite.name: Tools(
+                judge, scorers, asks_baseline(baseline, suite.name, items[suite.name]) if baseline else None
+            )
             for suite in suites
         }
-        scored = _scored(models, suites, items, sources, tools)
+        scored = _scored(models, suites, items, ready, tools)
         if judge is not None:
             judge.model.close()
         reports = _reports(suites, sources, items, scored, training, how.seed)
@@ -163,27 +168,42 @@ def _refuse_another(folder: Path, settings: Settings) -> None:
             )
 
 
+def _ready(models: Sequence[Opened], suite: Suite, source: str, items: Sequence[Item]) -> list[Ready]:
+    """Returns the models as the suite asks them. Raises: ValueError for one that it cannot ask, or a repeated name."""
+    ready: list[Ready] = []
+    names: list[str] = []
+    for opened in models:
+        if isinstance(opened, Published):
+            published = _published(opened, suite, source, items)
+            ready.append(published)
+            names += published
+        else:
+            refuse_unsuited(opened, suite)
+            ready.append(of_suite(opened, suite.name, items))
+            names.append(opened.name)
+    repeated = next((name for name in names if names.count(name) > 1), "")
+    if repeated:
+        raise ValueError(f"model {repeated!r}: the name is used twice; NAME=SPEC gives another one")
+    return ready
+
+
 def _scored(
     models: Sequence[Opened],
     suites: Sequence[Suite],
     items: Mapping[str, Sequence[Item]],
-    sources: Mapping[str, str],
+    ready: Mapping[str, Sequence[Ready]],
     tools: Mapping[str, Tools],
 ) -> dict[str, dict[str, Rows]]:
     """Returns what every model's answers are worth, by suite, model and item id."""
     found: dict[str, dict[str, Rows]] = {suite.name: {} for suite in suites}
-    for opened in models:
+    for place, opened in enumerate(models):
         for suite in suites:
-            own = items[suite.name]
-            if isinstance(opened, Published):
-                rows = _published(opened, suite, sources[suite.name], own)
+            own, model = items[suite.name], ready[suite.name][place]
+            if isinstance(model, dict):
+                found[suite.name] |= model
             else:
-                scored = suite.score(of_suite(opened, suite.name, own), own, tools[suite.name])
-                rows = {opened.name: _in_order(suite, own, scored)}
-            repeated = sorted(rows.keys() & found[suite.name].keys())
-            if repeated:
-                raise ValueError(f"model {repeated[0]!r}: the name is used twice; NAME=SPEC gives another one")
-            found[suite.name] |= rows
+                scored = suite.score(model, own, tools[suite.name])
+                found[suite.name][model.name] = _in_order(suite, own, scored)
         if not isinstance(opened, Published):
             opened.close()
     return found

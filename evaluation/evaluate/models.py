@@ -8,7 +8,7 @@ another scorer never repeats a request.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from evaluation.evaluate.saved import SavedAnswers
 from evaluation.inputs import named_specs
 from evaluation.judges.scorers import BATCH, ScoreJudge
 from evaluation.policies import SEEDS, is_saved
-from evaluation.suites.suite import Continuation, Model, Request
+from evaluation.suites.suite import Asks, Continuation, Item, Model, Request, Unable
 from files.hashes import derive_seed, json_hash
 from lm.config import Precision
 from lm.generation import generate, never
@@ -73,12 +73,8 @@ class Answering:
         return found
 
 
-def _refused(name: str, kind: str, wanted: str) -> ValueError:
-    return ValueError(f"model {name!r} is {kind}; the suite needs {wanted}")
-
-
 @dataclass
-class LocalModel:
+class LocalModel(Unable):
     """A language model that is sampled in this process. Its weights are loaded for the first answer not in the cache.
 
     `num_shortened` counts requests whose length limit was reduced, because the prompt fills the rest of the context,
@@ -101,6 +97,14 @@ class LocalModel:
 
     def describe(self) -> dict[str, Any]:
         return {"name": self.name, "kind": "model", "spec": self.spec, "sha256": self.sha256}
+
+    @property
+    def kind(self) -> str:
+        return f"a language model{'' if self.has_chat_template else ' without a chat template'}"
+
+    @property
+    def can(self) -> frozenset[Asks]:
+        return frozenset({"conversations", "texts", "logprobs"} if self.has_chat_template else {"texts", "logprobs"})
 
     @property
     def has_chat_template(self) -> bool:
@@ -156,9 +160,6 @@ class LocalModel:
         found = self._cached("log-probabilities", keys, [order], 8 * CHUNK, compute)
         return [float(found[key].text) for key in keys]
 
-    def rewards(self, conversations: Sequence[Messages]) -> list[Answer | float]:
-        raise _refused(self.name, "a language model", f"a reward model (of {len(conversations):,} conversations)")
-
     def close(self) -> None:
         """Release the weights, and say how many requests were shortened."""
         self.__dict__.pop("_model", None)
@@ -168,6 +169,7 @@ class LocalModel:
                 f"{self.name}: {self.num_shortened:,} requests had less room in the context of {self._context:,} tokens"
                 " than the suite wanted"
             )
+        self.num_shortened = 0
 
     def _cached(
         self,
@@ -272,13 +274,18 @@ def cached(
 
 
 @dataclass(frozen=True)
-class EndpointModel:
+class EndpointModel(Unable):
     """A model behind an OpenAI-compatible endpoint."""
 
     name: str
     asker: Asker
     how: Answering
-    has_chat_template: bool = True
+    has_chat_template: bool = field(default=True, init=False)
+    can: frozenset[Asks] = field(default=frozenset({"conversations", "texts"}), init=False)
+
+    @property
+    def kind(self) -> str:
+        return "behind an endpoint"
 
     def describe(self) -> dict[str, Any]:
         endpoint = self.asker.endpoint
@@ -288,7 +295,7 @@ class EndpointModel:
         """Raises: ValueError if too many requests fail, or if the budget is used up."""
         limited = self.how.limited(requests)
         if any(request.text for request in limited):
-            raise _refused(self.name, "behind an endpoint for conversations", "a local model that continues plain text")
+            raise ValueError(f"model {self.name!r} is behind an endpoint for conversations, which continues no texts")
         bodies = []
         for request, (_, seed) in zip(limited, self.how.numbered(limited), strict=True):
             body: dict[str, Any] = {
@@ -301,34 +308,26 @@ class EndpointModel:
         answers = self.asker.ask_all(bodies, self.how.progress(f"ask {self.name}"))
         return [answer if answer.failure else replace(answer, text=answer.text.strip()) for answer in answers]
 
-    def logprobs(self, continuations: Sequence[Continuation]) -> list[float]:
-        wanted = f"a local model, for {len(continuations):,} log-probabilities"
-        raise _refused(self.name, "behind an endpoint", wanted)
-
-    def rewards(self, conversations: Sequence[Messages]) -> list[Answer | float]:
-        raise _refused(self.name, "behind an endpoint", f"a reward model (of {len(conversations):,} conversations)")
-
     def close(self) -> None:
         """Hold nothing."""
 
 
 @dataclass(frozen=True)
-class RewardUnderTest:
+class RewardUnderTest(Unable):
     """A reward model, a function or a reward endpoint, evaluated by a suite for reward models."""
 
     name: str
     scorer: ScoreJudge
     how: Answering
-    has_chat_template: bool = True
+    has_chat_template: bool = field(default=True, init=False)
+    can: frozenset[Asks] = field(default=frozenset({"rewards"}), init=False)
+
+    @property
+    def kind(self) -> str:
+        return f"a {self.scorer.kind}"
 
     def describe(self) -> dict[str, Any]:
         return self.scorer.describe()
-
-    def answer(self, requests: Sequence[Request]) -> list[Answer]:
-        raise _refused(self.name, f"a {self.scorer.kind}", f"answers (to {len(requests):,} requests)")
-
-    def logprobs(self, continuations: Sequence[Continuation]) -> list[float]:
-        raise _refused(self.name, f"a {self.scorer.kind}", f"log-probabilities (of {len(continuations):,} texts)")
 
     def rewards(self, conversations: Sequence[Messages]) -> list[Answer | float]:
         about = {**self.describe(), "name": ""}  # another name is still the same reward model
@@ -381,7 +380,8 @@ class ModelJudge:
         return self.model.answer([Request(messages=prompt, max_new_tokens=max_tokens) for prompt in prompts])
 
 
-Opened = LocalModel | EndpointModel | RewardUnderTest | SavedAnswers | Published
+Asked = LocalModel | EndpointModel | RewardUnderTest | SavedAnswers
+Opened = Asked | Published
 
 
 def open_models(specs: Sequence[str], how: Answering) -> list[Opened]:
@@ -413,10 +413,12 @@ def open_judge(spec: str, how: Answering) -> ModelJudge | None:
     model = open_model(name, source, replace(how, max_new_tokens=0))
     if not isinstance(model, LocalModel | EndpointModel):
         raise ValueError(f"--judge {spec}: a language model was expected: URL#MODEL, a model directory or a hub id")
+    if not model.has_chat_template:
+        raise ValueError(f"--judge {spec} has no chat template; a model that can be asked conversations was expected")
     return ModelJudge(model)
 
 
-def of_suite(opened: LocalModel | EndpointModel | RewardUnderTest | SavedAnswers, suite: str, items: Any) -> Model:
+def of_suite(opened: Asked, suite: str, items: Sequence[Item]) -> Model:
     """Returns the model as a suite asks it; saved answers are matched with the suite's items."""
     return opened.of_items(suite, items) if isinstance(opened, SavedAnswers) else opened
 

@@ -116,8 +116,9 @@ def page_of(found: EvaluationFolder) -> str:
 
 
 def _primary(suite: SuiteReport) -> list[Difference]:
-    """Returns the differences in the first measure that two models have in common; empty if there is none."""
-    by_measure = ([row for row in suite.statistics.differences if row.measure == m.name] for m in suite.measures)
+    """Returns the known differences in the first measure that two models have in common; empty if there is none."""
+    known = [row for row in suite.statistics.differences if math.isfinite(row.difference.mean)]
+    by_measure = ([row for row in known if row.measure == m.name] for m in suite.measures)
     return next(filter(None, by_measure), [])
 
 
@@ -182,7 +183,7 @@ def value_text(value: Value | None) -> str:
 
 
 def interval_text(value: Value | None) -> str:
-    if value is None:
+    if value is None or not math.isfinite(value.value.low):
         return ""
     found = value.value
     return share_ends(found.low, found.high) if value.unit == "share" else ends_of(found)
@@ -192,13 +193,13 @@ def _warnings(suites: Sequence[SuiteReport]) -> list[str]:
     """What readers of the numbers must know: answers that could not be scored, and items seen in training."""
     found = []
     for suite in suites:
-        for model in suite.statistics.models:
-            num_failed = _num_failed(suite, model)
-            if num_failed:
-                found.append(
-                    f"{suite.suite}: a measure could not be computed on {number(num_failed)} of"
-                    f" {count_of(suite.statistics.num_items, 'item')} of {model}; they are left out of that measure."
-                )
+        num_failed = {model: _num_failed(suite, model) for model in suite.statistics.models}
+        by_model = ", ".join(f"{model} {number(num)}" for model, num in num_failed.items() if num)
+        if by_model:
+            found.append(
+                f"{suite.suite}: a measure could not be computed on some of"
+                f" {count_of(suite.statistics.num_items, 'item')} (by model: {by_model}); it leaves them out."
+            )
         for row in suite.contamination:
             if row.item_ids:
                 share = percent(len(row.item_ids) / row.num_items)
@@ -218,7 +219,7 @@ def _section(suite: SuiteReport, styles: Styles) -> Section:
     statistics = suite.statistics
     groups = list(dict.fromkeys(value.group for value in statistics.values if value.group))
     parts: list[Part] = [
-        Note(f"{suite.title}. {count_of(statistics.num_items, 'item')} of {suite.source}. {INTERVALS}"),
+        Note(f"{suite.title}. {count_of(statistics.num_items, 'item')} from {suite.source}. {INTERVALS}"),
         _values(suite, styles),
         _forest(suite, styles),
     ]
@@ -239,10 +240,8 @@ def _section(suite: SuiteReport, styles: Styles) -> Section:
 
 
 def _cell(value: Value | None) -> Cell:
-    small = interval_text(value)
-    if value is not None and value.num_failed:
-        small += f"; {number(value.num_failed)} failed"
-    return Cell(value_text(value), small)
+    failed = f"{number(value.num_failed)} failed" if value is not None and value.num_failed else ""
+    return Cell(value_text(value), "; ".join(filter(None, (interval_text(value), failed))))
 
 
 def _values(suite: SuiteReport, styles: Styles) -> Table:

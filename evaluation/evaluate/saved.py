@@ -8,7 +8,7 @@ from typing import Any
 from evaluation.endpoint import Answer
 from evaluation.inputs import asked_of, conversation_key
 from evaluation.policies import ASKING_FIELDS, RESPONSE_FIELDS, WRITER_FIELDS, saved_rows
-from evaluation.suites.suite import Continuation, Item, Request
+from evaluation.suites.suite import Asks, Item, Request, Unable
 from files.fields import any_text, names, shown
 from files.hashes import file_hash
 from lm.tokenizer import Messages
@@ -16,6 +16,8 @@ from lm.tokenizer import Messages
 ID_FIELDS = ("item_id", "prompt_id", "question_id", "uid", "key", "id")
 ANSWER_FIELDS = (*RESPONSE_FIELDS, "answer")
 MODEL_FIELDS = (*WRITER_FIELDS, "model", "model_id")
+
+Conversation = tuple[tuple[str, str], ...]  # of `conversation_key`
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class SavedAnswers:
     name: str
     spec: str
     sha256: str
+    kind: str = field(default="a file of answers", init=False)
+    can: frozenset[Asks] = field(default=frozenset({"conversations", "texts"}), init=False)
 
     @classmethod
     def open(cls, name: str, spec: str) -> "SavedAnswers":
@@ -48,33 +52,37 @@ class SavedAnswers:
         Raises: ValueError naming file and line of a row that is malformed or repeated; if no row answers an item.
         """
         by_id = {item.item_id: item for item in items}
-        by_asked = {conversation_key(item.messages): item for item in items}
+        by_asked: dict[Conversation, Item] = {}
+        for item in items:
+            by_asked.setdefault(conversation_key(item.messages), item)
         found: dict[str, tuple[str, list[str]]] = {}
         num_unused = 0
         for where, row in saved_rows(f"model {self.name!r}", self.name, self.spec, MODEL_FIELDS):
             if row.get("suite", suite) != suite:
                 continue
-            item = _item_of(where, row, by_id, by_asked)
-            if item is None:
+            answered = _item_of(where, row, by_id, by_asked)
+            if answered is None:
                 num_unused += 1
                 continue
-            if item.item_id in found:
-                raise ValueError(f"{where}: item {item.item_id!r} is already answered in {found[item.item_id][0]}")
-            found[item.item_id] = (where, _turns(where, row))
+            if answered.item_id in found:
+                raise ValueError(
+                    f"{where}: item {answered.item_id!r} is already answered in {found[answered.item_id][0]}"
+                )
+            found[answered.item_id] = (where, _turns(where, row))
         if not found:
             file = self.spec.partition("#")[0]
             raise ValueError(
                 f"model {self.name!r}: {file} answers none of the {len(items):,} items of {suite} ({num_unused:,} other"
                 f" rows); rows with an item's id ({', '.join(ID_FIELDS[:2])}) or its text were expected"
             )
-        return SavedModel(self.name, by_asked, {item_id: turns for item_id, (_, turns) in found.items()})
+        return SavedModel(self.name, by_id, by_asked, {item_id: turns for item_id, (_, turns) in found.items()})
 
 
 def _item_of(
     where: str,
     row: Mapping[str, Any],
     by_id: Mapping[str, Item],
-    by_asked: Mapping[tuple[tuple[str, str], ...], Item],
+    by_asked: Mapping[Conversation, Item],
 ) -> Item | None:
     named = next((name for name in ID_FIELDS if name in row), "")
     if named:
@@ -102,41 +110,39 @@ def _turns(where: str, row: Mapping[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class SavedModel:
-    """Saved answers to one suite's items, as a model. An item without an answer is a failed one."""
+class SavedModel(Unable):
+    """Saved answers to one suite's items, as a model. An item without an answer is a failed one.
+
+    `by_asked` has the first item of those that ask the same.
+    """
 
     name: str
-    by_asked: Mapping[tuple[tuple[str, str], ...], Item]
+    by_id: Mapping[str, Item]
+    by_asked: Mapping[Conversation, Item]
     turns: Mapping[str, Sequence[str]]
     has_chat_template: bool = field(default=True, init=False)
 
+    @property
+    def kind(self) -> str:
+        return "a file of answers"
+
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
-        """The n-th turn of an item is asked with n - 1 earlier answers after the item's messages."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Request) -> Answer:
-        item_id, num_earlier = request.item_id, 0
         key = conversation_key(request.messages)
-        for length in range(len(key), 0, -1):
-            item = self.by_asked.get(key[:length])
-            if item is not None:
-                item_id = item_id or item.item_id
-                num_earlier = sum(role == "assistant" for role, _ in key[length:])
-                break
-        turns = self.turns.get(item_id, ())
+        begun = (self.by_asked.get(key[:length]) for length in range(len(key), 0, -1))
+        same = next(filter(None, begun), None)
+        item = self.by_id.get(request.item_id, same)
+        item_id = item.item_id if item else request.item_id
+        # A row that names its question by text answers every item that asks it.
+        turns = self.turns.get(item_id) or (self.turns.get(same.item_id, ()) if same else ())
+        num_earlier = _num_answers(request.messages) - (_num_answers(item.messages) if item else 0)
         if num_earlier < len(turns):
             return Answer(turns[num_earlier])
         turn = f", turn {num_earlier + 1}" if num_earlier else ""
         return Answer("", failure=f"the file has no answer to item {item_id!r}{turn}")
 
-    def logprobs(self, continuations: Sequence[Continuation]) -> list[float]:
-        raise ValueError(
-            f"model {self.name!r} is a file of answers; the suite needs a local model, for {len(continuations):,}"
-            " log-probabilities"
-        )
 
-    def rewards(self, conversations: Sequence[Messages]) -> list[Answer | float]:
-        raise ValueError(
-            f"model {self.name!r} is a file of answers; the suite needs a reward model, for {len(conversations):,}"
-            " conversations"
-        )
+def _num_answers(messages: Messages) -> int:
+    return sum(message["role"] == "assistant" for message in messages)

@@ -3,7 +3,7 @@
 An item that a measure could not score is counted as a failure and enters no mean. Two models are compared on the items
 that both have a value for. A cluster of items (questions made from one template, say) is one observation.
 
-    interval of a mean         Wilson's if all values are 0 or 1, else Student's over clusters
+    interval of a mean         Wilson's for shares (values from 0 to 1), else Student's over clusters
     interval of an aggregate   percentiles over resampled clusters (a BLEU score, for example, is no mean)
     difference                 of the paired values, with a test: the interval excludes 0 exactly if the p-value,
                                corrected for all pairs of models by Holm's method, is below 5%
@@ -40,7 +40,7 @@ ByModel = Mapping[str, Mapping[str, Scored]]  # by name of model and item id
 class Value:
     """A measure of one model on the items of one group ("" = all items): the mean or aggregate with its 95% interval.
 
-    `unit` is "share" if every value is 0 or 1. Unknown numbers are NaN.
+    `unit` is "share" if the measure is one, or if every value is 0 or 1. Unknown numbers are NaN.
     """
 
     model: str
@@ -158,35 +158,40 @@ def value_of(model: str, column: _Column, items: Sequence[Item], group: str, see
     unit: Unit = "number"
     if column.measure.aggregate is None:
         value_I = column.value_I(ids)
-        unit = "share" if _is_binary(value_I) else "number"
-        found = mean_interval(value_I, cluster_I)
+        unit = "share" if column.measure.is_share or _is_binary(value_I) else "number"
+        found = mean_interval(value_I, cluster_I, is_share=unit == "share")
     else:
+        unit = "share" if column.measure.is_share else "number"
         found = UNKNOWN if not ids else _aggregate_interval([column], ids, cluster_I, seed)[0]
     num_clusters = len(np.unique(cluster_I))
     return Value(model, column.measure.name, group, found, unit, len(ids), num_clusters, num_failed)
 
 
-def mean_interval(value_I: Floats, cluster_I: Ints) -> Interval:
-    """Returns the mean of items' values with its 95% interval over clusters: Student's, or for values of 0 and 1
-    Wilson's, which stays between 0 and 1 and has a width even if all values are alike.
+def mean_interval(value_I: Floats, cluster_I: Ints, *, is_share: bool) -> Interval:
+    """Returns the mean of items' values with its 95% interval over clusters: Student's, or for shares, whose values are
+    from 0 to 1, Wilson's (`score_interval`), which stays in this range and has a width even if all values are alike.
 
-    Among I items in clusters, Wilson's interval is that of n* independent ones (as in `clustered_shares`):
+    Among I items in clusters, Wilson's interval is that of n* independent values of 0 and 1 (as in `clustered_shares`):
 
-        n* = min(I, p(1 - p)/v · (z/t)²) = min(I, p(1 - p)·z²/h²)
+        n* = p(1 - p)/v · (z/t)² = p(1 - p)·z²/h²
 
-    v is the variance of the mean over clusters, and h = t·√v half of Student's interval. If all values are alike, n* is
-    the number of clusters. A single cluster has no interval.
+    v is the variance of the mean over clusters, and h = t·√v half of Student's interval. Values of 0 and 1 have
+    n* <= I. If all values are alike, n* is the number of clusters. A single cluster has no interval.
     """
     if len(value_I) == 0:
         return UNKNOWN
     found = clustered_mean(value_I, cluster_I)
     num_clusters = len(np.unique(cluster_I))
-    if not _is_binary(value_I) or (num_clusters == 1 and len(value_I) > 1):
+    if not is_share or (num_clusters == 1 and len(value_I) > 1):
         return found
     if num_clusters == len(value_I):
         return share_interval(value_I)
     half, spread = found.high - found.mean, found.mean * (1 - found.mean)
-    num = float(num_clusters) if spread == 0 else min(float(len(value_I)), spread * Z**2 / max(half, _SMALLEST) ** 2)
+    if np.ptp(value_I) == 0:
+        num = float(num_clusters)
+    else:
+        num = spread * Z**2 / max(half, _SMALLEST) ** 2
+        num = min(num, float(len(value_I))) if _is_binary(value_I) else num
     low, high = wilson(np.array([found.mean]), np.array([num]))
     return Interval(found.mean, float(low[0]), float(high[0]))
 

@@ -2,25 +2,30 @@
 
 import importlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import evaluation.suites
 from evaluation.compare.judges import Asking, open_scorer
 from evaluation.endpoint import Answer
-from evaluation.evaluate.models import Answering, LocalModel, Opened, Published, RewardUnderTest, of_suite, open_model
+from evaluation.evaluate.models import Answering, Asked, Published, of_suite, open_model
 from evaluation.inputs import named_specs
 from evaluation.judges.scorers import BATCH, ScoreJudge
-from evaluation.suites.suite import Item, Request, Scorer, Suite
+from evaluation.suites.suite import Asks, Item, Request, Scorer, Suite
 from files.importing import load_module
 from lm.tokenizer import Messages
 from reward.external import Scored
 
 _HOLDS_SUITE = re.compile(r"^SUITE\b", re.MULTILINE)
-SUITE_FIELDS = ("name", "title", "source", "needs", "measures", "read", "score", "published")
+SUITE_FIELDS = ("name", "title", "source", "needs", "asks", "measures", "read", "score", "published")
+WANTED: Mapping[Asks, str] = {
+    "conversations": "answers to conversations",
+    "texts": "answers",
+    "logprobs": "log-probabilities, which language models in this process give",
+    "rewards": "rewards, which reward models give",
+}
 
 
 def suite_names() -> list[str]:
@@ -77,42 +82,29 @@ def open_scorers(specs: Sequence[str], suites: Sequence[Suite], asking: Asking) 
     return found
 
 
-def open_baseline(spec: str, how: Answering) -> Opened | None:
+def open_baseline(spec: str, how: Answering) -> Asked | None:
     """Returns the model or file of --baseline; None for "". Raises: ValueError if it answers nothing."""
     if not spec:
         return None
     ((name, source),) = named_specs([spec], "baseline")
     opened = open_model(name, source, how)
-    if isinstance(opened, Published | RewardUnderTest):
-        raise ValueError(f"--baseline {spec}: a language model or a file of answers was expected")
+    if isinstance(opened, Published) or "conversations" not in opened.can:
+        found = "published values" if isinstance(opened, Published) else opened.kind
+        raise ValueError(
+            f"--baseline {spec} is {found}; a language model with a chat template, or a file of answers, was expected"
+        )
     return opened
 
 
-@dataclass(frozen=True)
-class Baseline(Mapping[str, Answer]):
-    """The baseline's answers by item id. They are asked for when a suite first reads one."""
+def asks_baseline(opened: Asked, suite: str, items: Sequence[Item]) -> Callable[[Sequence[Request]], list[Answer]]:
+    """Returns `Tools.baseline`. Weights are released after each call; the next one finds the cached answers."""
 
-    opened: Opened
-    suite: str
-    of_items: Sequence[Item]
+    def ask(requests: Sequence[Request]) -> list[Answer]:
+        answers = of_suite(opened, suite, items).answer(requests)
+        opened.close()
+        return answers
 
-    @cached_property
-    def _answers(self) -> dict[str, Answer]:
-        assert not isinstance(self.opened, Published | RewardUnderTest), self.opened
-        requests = [Request(item.messages, item_id=item.item_id) for item in self.of_items]
-        answers = of_suite(self.opened, self.suite, self.of_items).answer(requests)
-        if isinstance(self.opened, LocalModel):
-            self.opened.close()
-        return {item.item_id: answer for item, answer in zip(self.of_items, answers, strict=True)}
-
-    def __getitem__(self, item_id: str) -> Answer:
-        return self._answers[item_id]
-
-    def __iter__(self) -> Iterator[str]:
-        return (item.item_id for item in self.of_items)
-
-    def __len__(self) -> int:
-        return len(self.of_items)
+    return ask
 
 
 def by_suite(given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
@@ -136,3 +128,9 @@ def refuse_missing_tools(suite: Suite, given: Mapping[str, Any]) -> None:
     for name in sorted(suite.needs):
         if not given[name]:
             raise ValueError(f"suite {suite.name!r} needs {options[name]}")
+
+
+def refuse_unsuited(model: Asked, suite: Suite) -> None:
+    """Raise ValueError naming model and suite if the model's kind cannot do what the suite asks."""
+    if suite.asks not in model.can:
+        raise ValueError(f"model {model.name!r} is {model.kind}; suite {suite.name!r} needs {WANTED[suite.asks]}")

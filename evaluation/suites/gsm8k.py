@@ -11,9 +11,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import count
 from pathlib import Path
 
-from evaluation.suites.suite import Item, Measure, Model, Request, Scored, Tools
+from evaluation.suites.items import Row, read_items
+from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Scored, Tools
 from files.fields import text_field
 from files.rows import read_source
 from reward.verifiers.final_number import final_number
@@ -45,6 +47,7 @@ class GSM8K:
     title: str = "GSM8K, grade-school maths problems (Cobbe et al. 2021)"
     source: str = "openai/gsm8k"
     needs: frozenset[str] = frozenset()
+    asks: Asks = "texts"
     measures: Sequence[Measure] = MEASURES
 
     def read(self, source: str) -> list[Item]:
@@ -53,18 +56,17 @@ class GSM8K:
         """
         folder = Path(source)
         test, train = folder / "test.jsonl", folder / "train.jsonl"
-        if not test.is_file():
-            is_hub = not folder.exists() and not folder.suffix
-            rows = read_source(source, split="test", subset="main" if is_hub else "")
-        else:
-            rows = read_source(str(test))
         shots = read_source(str(train), max_rows=NUM_SHOTS) if train.is_file() else ()
-        shown = "".join(f"Question: {question}\nAnswer: {solution}\n\n" for question, solution, _ in map(_read, shots))
-        items = []
-        for number, (question, _, reference) in enumerate(map(_read, rows)):
-            messages = ({"role": "user", "content": question},)
-            items.append(Item(str(number), messages, data={"reference": reference, "solved_before": shown}))
-        return items
+        solved = [_read(where, row) for where, row in shots]
+        shown = "".join(f"Question: {question}\nAnswer: {solution}\n\n" for question, solution, _ in solved)
+        numbers = count()
+
+        def item(where: str, row: Row) -> Item:
+            question, _, reference = _read(where, row)
+            data = {"reference": reference, "solved_before": shown}
+            return Item(str(next(numbers)), ({"role": "user", "content": question},), data=data)
+
+        return read_items(str(test) if test.is_file() else source, item, split="test", subset="main")
 
     def score(self, model: Model, items: Sequence[Item], _tools: Tools) -> list[Scored]:
         answers = model.answer([request_of(item, is_chat=model.has_chat_template) for item in items])
@@ -79,9 +81,8 @@ class GSM8K:
         return {}
 
 
-def _read(located: tuple[str, Mapping[str, object]]) -> tuple[str, str, str]:
+def _read(where: str, row: Row) -> tuple[str, str, str]:
     """Returns a row's question, its solution without the calculator's annotations, and the number that it ends with."""
-    where, row = located
     question, solution = (text_field(where, row, field) for field in ("question", "answer"))
     reference = solution.rpartition("####")[2].strip().replace(",", "")
     try:

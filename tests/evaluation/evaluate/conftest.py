@@ -28,6 +28,7 @@ class Foxes:
     title = "Questions about foxes"
     source = ""
     needs = frozenset()
+    asks = "conversations"
     measures = (
         Measure("even", "Whether the answer has an even number of characters."),
         Measure("length", "Characters of the answer.", higher_is_better=False),
@@ -44,7 +45,9 @@ class Foxes:
         ]
 
     def score(self, model, items, tools):
-        first = model.answer([Request(item.messages, max_new_tokens=6) for item in items])
+        opening = [Request(item.messages, max_new_tokens=6, item_id=item.item_id) for item in items]
+        first = model.answer(opening)
+        others = tools.baseline(opening) if tools.baseline else ()
         asked = [
             (*item.messages, {"role": "assistant", "content": one.text}, {"role": "user", "content": "Go on."})
             for item, one in zip(items, first)
@@ -60,7 +63,7 @@ class Foxes:
             if judged:
                 values["judged"] = float(len(judged[place].text))
             if tools.baseline:
-                values["beats"] = float(len(one.text) > len(tools.baseline[item.item_id].text))
+                values["beats"] = float(len(one.text) > len(others[place].text))
             if "scored" in tools.scorers and not failure:
                 (found,) = tools.scorers["scored"].score([item.messages], [one.text])
                 if isinstance(found, str):
@@ -78,6 +81,7 @@ class Likely(Foxes):
     """How likely a continuation is."""
 
     name = "likely"
+    asks = "logprobs"
     title = "Continuations"
     measures = (Measure("logprob", "Nats."),)
 
@@ -92,6 +96,7 @@ class Preferred(Foxes):
     """Whether a reward model prefers the longer answer."""
 
     name = "preferred"
+    asks = "rewards"
     title = "Rewards"
     measures = (Measure("reward", "The reward."),)
 

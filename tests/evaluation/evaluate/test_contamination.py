@@ -81,12 +81,17 @@ def test_words() -> None:
 def run(place: Path) -> Path:
     """A run whose SFT model started from its pretrained one, with data of each in its lineage."""
     folder = place / "run"
+    (place / "start.gguf").write_bytes(b"GGUF")
     (folder / "world" / "data").mkdir(parents=True)
     (folder / "world" / "data" / "pretrain.jsonl").write_text(json.dumps({"text": "The fox xx?"}) + "\n")
     (place / "demos.jsonl").write_text(json.dumps({"prompt": "The fox xxxx?", "completion": "Yes."}) + "\n")
     for stage, data, parents in (
         ("pretrain", {"world:pretrain": "1"}, {}),
-        ("sft", {str(place / "demos.jsonl"): "2", "pretrain:x": "3", "gone.jsonl": "4"}, {"pretrain": "5"}),
+        (
+            "sft",
+            {str(place / "demos.jsonl"): "2", "pretrain:x": "3", "gone.jsonl": "4", str(place / "start.gguf"): "6"},
+            {"pretrain": "5"},
+        ),
     ):
         (folder / stage).mkdir()
         (folder / stage / "lineage.json").write_text(json.dumps({"data": data, "parents": parents}))
@@ -104,7 +109,9 @@ def test_a_run_brings_its_training_data(
     assert code == 0, said
     report = json.loads((place / "out" / "report.json").read_text())
     sft_found, two_found = report["suites"][0]["contamination"]
-    assert (sft_found["model"], sft_found["item_ids"], sft_found["unread"]) == ("sft", ["q2", "q4"], ["gone.jsonl"])
+    assert (sft_found["model"], sft_found["item_ids"], sft_found["unread"]) == (
+        "sft", ["q2", "q4"], ["gone.jsonl", str(place / "start.gguf")]
+    )  # fmt: skip
     assert (two_found["model"], two_found["item_ids"]) == ("two", ["q5"])
     clean = {row["measure"]: row for row in sft_found["clean"]}
     answers = json.loads((place / "out" / "evaluate.json").read_text())

@@ -283,7 +283,8 @@ def test_a_model_without_a_chat_template_is_refused_in_a_line(
     init_weights(model, seed=0)
     save_model(place / "base", model, model.state_dict(), base)
     code, said = heed_main(*evaluate(place, str(place / "base")))
-    assert (code, "model 'base' has no chat template, so it cannot be asked conversations" in said) == (2, True)
+    refusal = "model 'base' is a language model without a chat template; suite 'foxes' needs answers to conversations"
+    assert (code, refusal in said) == (2, True), said
 
 
 @pytest.mark.parametrize(
@@ -299,17 +300,17 @@ def test_a_model_without_a_chat_template_is_refused_in_a_line(
         (["{place}/turns.jsonl"], "SUITE", "turns.jsonl: line 1: field 'turns' is"),
         (["{place}/twice.jsonl"], "SUITE", "twice.jsonl: line 2: item 'q0' is already answered in"),
         (["{place}/both.jsonl"], "SUITE", "choose one with both="),
-        (["{place}/models/reward"], "SUITE", "is a reward model; the suite needs answers"),
-        (["{place}/models/one/model"], "PREFERRED", "is a language model; the suite needs a reward model"),
-        (["{place}/other.jsonl"], "LIKELY", "answers none"),
-        (["http://127.0.0.1:1/v1#m"], "LIKELY", "is behind an endpoint; the suite needs a local model"),
+        (["{place}/models/reward"], "SUITE", "is a reward model; suite 'foxes' needs answers to conversations"),
+        (["{place}/models/one/model"], "PREFERRED", "is a language model; suite 'preferred' needs rewards"),
+        (["{place}/other.jsonl"], "LIKELY", "is a file of answers; suite 'likely' needs log-probabilities"),
+        (["http://127.0.0.1:1/v1#m"], "LIKELY", "is behind an endpoint; suite 'likely' needs log-probabilities"),
         (["published:new"], "SUITE", "foxes has published values of old"),
         (["{place}/models/one/model"], "NEEDY", "suite 'needy' needs --judge SPEC"),
         (["{place}/models/one/model"], "EMPTY", "holds no suite 'EMPTY'"),
         (["{place}/models/one/model", "--scorer", "scored"], "SUITE", "MEASURE=SPEC was expected"),
         (["{place}/models/one/model", "--scorer", "fun=x.py:f"], "SUITE", "one of the measures even, length"),
         (["{place}/models/one/model", "--judge", "{place}/other.jsonl"], "SUITE", "a language model was expected"),
-        (["{place}/models/one/model", "--baseline", "published:old"], "SUITE", "a language model or a file of answers"),
+        (["{place}/models/one/model", "--baseline", "published:old"], "SUITE", "is published values; a language model"),
         (["{place}/models/one/model", "--training-data", "none.txt"], "SUITE", "[MODEL=]FILE was expected"),
         (["{place}/models/one/model", "--suite", "gsm9k"], "SUITE", "one of"),
     ],
@@ -340,6 +341,105 @@ def test_a_folder_with_another_evaluation_is_left_alone(heed_main: Call, evaluat
     (place / "mine").mkdir()
     code, said = heed_main(*evaluate(place, one, out="mine"))
     assert (code, "exists and holds no evaluation" in said) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("specs", "suites", "refusal"),
+    [
+        (
+            ["{api}", "{place}/models/reward"],
+            ["SUITE"],
+            "model 'reward' is a reward model; suite 'foxes' needs answers to",
+        ),
+        (["{api}"], ["SUITE", "LIKELY"], "model 'api' is behind an endpoint; suite 'likely' needs log-probabilities"),
+        (["{api}", "published:new"], ["SUITE"], "foxes has published values of old"),
+        (["{api}", "{place}/other.jsonl"], ["SUITE"], "answers none of the 6 items of foxes"),
+        (
+            ["{api}", "--judge", "{place}/base"],
+            ["SUITE"],
+            "has no chat template; a model that can be asked conversations",
+        ),
+        (["{api}", "--baseline", "{place}/base"], ["SUITE"], "is a language model without a chat template; a language"),
+    ],
+)
+def test_what_does_not_suit_a_suite_is_refused_before_anything_is_asked(
+    heed_main: Call,
+    place: Path,
+    chat_server: Any,
+    tiny_config: ModelConfig,
+    tokenizer: Tokenizer,
+    specs: list[str],
+    suites: list[str],
+    refusal: str,
+) -> None:
+    (place / "other.jsonl").write_text('{"item_id": "zzz", "output": "a"}\n')
+    base = Tokenizer(tokenizer.vocabulary, end=tokenizer.end, pad=tokenizer.pad, chat_template="")
+    save_model(place / "base", network := LanguageModel(tiny_config), network.state_dict(), base)
+    given = [part.format(place=place, api=f"api={chat_server.url}#writer") for part in specs]
+    for suite in suites:
+        given += ["--suite", f"{place / 'suite.py'}:{suite}"]
+    for name in ("foxes", "likely")[: len(suites)]:
+        given += ["--data", f"{name}={place / 'items.jsonl'}"]
+    code, said = heed_main("evaluate", *given, "--out", str(place / "out"), "--retries", "0")
+    assert (code, refusal in " ".join(said.split())) == (2, True), said
+    assert chat_server.bodies == []
+
+
+def test_the_baseline_is_asked_what_the_model_is_asked(heed_main: Call, place: Path, chat_server: Any) -> None:
+    rows = [{"uid": f"u{n}", "category": "c", "prompt": f"Is {n} even?"} for n in range(2)]
+    (place / "arena.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chat_server.answer = lambda model, *_: "[[A=B]]" if model == "judge" else model
+    given = [f"{name}={chat_server.url}#{name}" for name in ("mine", "other", "judge")]
+    options = ["--suite", "arena-hard", "--data", str(place / "arena.jsonl"), "--out", str(place / "out")]
+    code, said = heed_main("evaluate", given[0], "--baseline", given[1], "--judge", given[2], *options)
+    assert code == 0, said
+    asked = {
+        name: sorted(json.dumps({**body, "model": ""}) for body in chat_server.bodies if body["model"] == name)
+        for name in ("mine", "other")
+    }
+    assert asked["mine"] == asked["other"]
+    assert {json.loads(body)["max_tokens"] for body in asked["other"]} == {4096}
+
+
+def test_saved_answers_of_items_that_ask_the_same_are_told_apart_by_id(
+    heed_main: Call, place: Path, chat_server: Any
+) -> None:
+    """Two conversations of MT-Bench with the same first question, whose four answers get four grades."""
+    rows = [
+        {"question_id": number, "category": "math", "turns": ["What is 2 + 3?", second]}
+        for number, second in ((81, "Twice that?"), (82, "Half of that?"))
+    ]
+    saved = [
+        {"question_id": number, "model_id": "mine", "choices": [{"index": 0, "turns": turns}]}
+        for number, turns in ((81, ["two", "four"]), (82, ["six", "eight"]))
+    ]
+    for name, own in (("question", rows), ("mine", saved)):
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    grades = {"two": 2, "four": 4, "six": 6, "eight": 8}
+    chat_server.answer = lambda _model, prompt, _seed: (
+        f"Grade: {grades[prompt.rpartition('<answer ')[2].splitlines()[1]]}"
+    )
+    options = ["--suite", "mt-bench", "--data", str(place / "question.jsonl"), "--out", str(place / "out")]
+    code, said = heed_main("evaluate", str(place / "mine.jsonl"), "--judge", f"{chat_server.url}#judge", *options)
+    assert code == 0, said
+    assert values_of(place / "out", "first_turn") == {("mine", "81"): 2.0, ("mine", "82"): 6.0}
+    assert values_of(place / "out", "second_turn") == {("mine", "81"): 4.0, ("mine", "82"): 8.0}
+
+
+def test_saved_answers_of_ifeval_are_found_by_key_and_by_prompt(heed_main: Call, place: Path) -> None:
+    commas, json_format = "punctuation:no_comma", "detectable_format:json_format"
+    rows = [
+        {"key": 7, "prompt": "No commas.", "instruction_id_list": [commas, json_format], "kwargs": [{}, {}]},
+        {"key": 8, "prompt": "JSON.", "instruction_id_list": [json_format, commas], "kwargs": [{}, {}]},
+    ]
+    saved = [{"key": 7, "response": "None"}, {"prompt": "JSON.", "response": "[1]"}]
+    for name, own in (("rows", rows), ("mine", saved)):
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    options = ["--suite", "ifeval", "--data", str(place / "rows.jsonl"), "--out", str(place / "out")]
+    code, said = heed_main("evaluate", str(place / "mine.jsonl"), *options)
+    assert code == 0, said
+    found = {item: value for (_, item), value in values_of(place / "out", "instruction_strict").items()}
+    assert found == {"7": 1.0, "7:2": 0.0, "8": 1.0, "8:2": 1.0}
 
 
 def test_every_module_of_a_suite_opens_by_its_name() -> None:

@@ -113,19 +113,37 @@ def test_values_by_group_and_a_single_cluster() -> None:
         ("x", 0.5, 2),
         ("y", 1.0, 1),
     ]
-    one = mean_interval(np.array([1.0, 0.5]), np.array([0, 0]))
+    one = mean_interval(np.array([1.0, 0.5]), np.array([0, 0]), is_share=True)
     assert (one.mean, math.isnan(one.low)) == (0.75, True)
+
+
+def test_shares_that_are_not_0_or_1_stay_in_their_range_and_have_a_width() -> None:
+    measure = Measure("f1", "F1.", is_share=True)
+    ties = suite_statistics("s", [measure], items_of(20), {"a": rows_of("f1", [0.5] * 20)}, seed=0).of("a", "f1")
+    assert ties is not None
+    assert (ties.unit, ties.value.mean) == ("share", 0.5)
+    assert 0.2 < ties.value.low < 0.45 < 0.55 < ties.value.high < 0.8  # Student's would be 0.5 to 0.5
+    values = np.array([0.0] * 11 + [0.9])
+    assert mean_interval(values, np.arange(12), is_share=False).low < 0  # Student's
+    for cluster_I in (np.arange(12), np.arange(12) // 2):
+        found = mean_interval(values, cluster_I, is_share=True)
+        assert 0 < found.low < found.mean < found.high < 1
 
 
 def test_shares_of_clustered_items_stay_between_0_and_1() -> None:
     """Items of a cluster that are all alike are worth one item, and independent ones as many as they are."""
     right_C = np.array([1.0] * 19 + [0.0])
-    alone, copied = mean_interval(right_C, np.arange(20)), mean_interval(np.repeat(right_C, 5), np.arange(100) // 5)
+    alone, copied = (
+        mean_interval(right_C, np.arange(20), is_share=True),
+        mean_interval(np.repeat(right_C, 5), np.arange(100) // 5, is_share=True),
+    )
     assert (copied.low, copied.high) == pytest.approx((alone.low, alone.high), abs=0.03)
     assert copied.high < 1
-    alike = mean_interval(np.ones(100), np.arange(100) // 5)
+    alike = mean_interval(np.ones(100), np.arange(100) // 5, is_share=True)
     assert (alike.low, alike.high) == (pytest.approx(float(wilson(np.array([1.0]), np.array([20.0]))[0][0])), 1.0)
-    spread = mean_interval(np.tile([0.0, 1.0, 0.0, 0.0], 25), np.arange(100) // 4)  # every cluster has one right answer
+    spread = mean_interval(
+        np.tile([0.0, 1.0, 0.0, 0.0], 25), np.arange(100) // 4, is_share=True
+    )  # every cluster has one right answer
     low, high = (float(end[0]) for end in wilson(np.array([0.25]), np.array([100.0])))
     assert (spread.low, spread.high) == pytest.approx((low, high))
 
@@ -143,8 +161,8 @@ def test_intervals_over_clusters_cover_and_those_over_items_do_not(binary: bool)
         value_I = shared + 0.5 * generator.normal(size=200)
         value_I = (value_I > EDGE).astype(float) if binary else value_I
         truth = 1 - _phi(EDGE / math.sqrt(1.25)) if binary else 0.0
-        over_clusters = mean_interval(value_I, cluster_I)
-        over_items = mean_interval(value_I, np.arange(200))
+        over_clusters = mean_interval(value_I, cluster_I, is_share=binary)
+        over_items = mean_interval(value_I, np.arange(200), is_share=binary)
         covered += over_clusters.low <= truth <= over_clusters.high
         covered_by_items += over_items.low <= truth <= over_items.high
     assert 0.92 <= covered / 400 <= 0.98

@@ -1,37 +1,17 @@
 """GSM8K: reading, the two ways of asking, and scores, next to those of lm-evaluation-harness."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from evaluation.endpoint import Answer
 from evaluation.suites.gsm8k import MEASURES, SUITE, scored
-from evaluation.suites.suite import Continuation, Item, Request, Tools
-from lm.tokenizer import Messages
+from evaluation.suites.suite import Item, Tools
+from tests.evaluation.suites.models import Written
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "grade-school-math"
 ROW = {"question": "Two and three?", "answer": "Two and three are 2+3=<<2+3=5>>5.\n#### 5"}
-
-
-class Recorded:
-    """A model that gives these answers and keeps what it was asked."""
-
-    name = "recorded"
-
-    def __init__(self, answers: Sequence[Answer], *, has_chat_template: bool) -> None:
-        self.answers, self.has_chat_template, self.asked = answers, has_chat_template, list[Request]()
-
-    def answer(self, requests: Sequence[Request]) -> list[Answer]:
-        self.asked += requests
-        return list(self.answers)
-
-    def logprobs(self, continuations: Sequence[Continuation]) -> list[float]:
-        raise AssertionError(continuations)
-
-    def rewards(self, conversations: Sequence[Messages]) -> list[Answer | float]:
-        raise AssertionError(conversations)
 
 
 def write(folder: Path, name: str, num: int) -> None:
@@ -43,13 +23,13 @@ def test_chat_models_are_instructed_and_base_models_shown_solved_problems(tmp_pa
     write(tmp_path, "test", 2)
     write(tmp_path, "train", 20)
     items = SUITE.read(str(tmp_path))
-    answers = [Answer("2 + 3 = 5\n#### 5", True, 9), Answer("", failure="status 503")]
-    chat = Recorded(answers, has_chat_template=True)
+    answers = {"0": Answer("2 + 3 = 5\n#### 5", True, 9), "1": Answer("", failure="status 503")}
+    chat = Written(lambda request: answers[request.item_id], has_chat_template=True)
     right, failed = SUITE.score(chat, items, Tools())
     assert right.values == {measure.name: 1.0 for measure in MEASURES}
     assert (failed.values, set(failed.failures)) == ({}, {measure.name for measure in MEASURES})
     assert chat.asked[0].messages[0]["content"].startswith("test 0: two and three?\n\nSolve the problem step by step.")
-    base = Recorded(answers, has_chat_template=False)
+    base = Written(lambda request: answers[request.item_id])
     SUITE.score(base, items, Tools())
     text = base.asked[1].text
     assert text.count("Question: train") == 8
