@@ -17,6 +17,7 @@ from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dpo.config import DPOConfig, KTOConfig
@@ -107,7 +108,7 @@ def mismatched(comparisons: Sequence[Comparison], seed: int, max_tokens: int) ->
     return pairs
 
 
-def _prompt(comparison: Comparison) -> IntArray:
+def _prompt(comparison: Comparison) -> NDArray[np.int32]:
     sequence = np.asarray(comparison.sequences[0], dtype=np.int32)
     return sequence[: len(sequence) - comparison.response_tokens[0]]
 
