@@ -40,6 +40,17 @@ def value_at(config: BaseModel, key: str) -> Any:
     return value
 
 
+def values_at(config: BaseModel, key: str) -> list[Any]:
+    """Returns what a dotted key names, as `value_at`, without what is absent. A part "*" stands for every name in a
+    table, so there may be several values.
+    """
+    before, star, after = key.partition(".*.")
+    if not star:
+        return [value for value in [value_at(config, key)] if value]
+    tables = value_at(config, before) or {}
+    return [value for table in tables.values() for value in values_at(table, after)]
+
+
 def tables_in(config: BaseModel, kind: type[AnyTable], prefix: str = "") -> Iterator[tuple[str, AnyTable]]:
     """Yields the dotted keys and the values of all tables of a kind in a section, at any depth."""
     for name, value in config:

@@ -155,6 +155,22 @@ def kind_of(request: Request) -> str:
     return kinds[type(request)]
 
 
+def checks_of(request: Request) -> list[dict[str, str]]:
+    """Returns the checks of `reward.verifiers` that exactly the right answers pass, but that a list may repeat items.
+
+    Raises: ValueError for a request whose answers no pattern can check.
+    """
+    if isinstance(request, QuestionRequest):
+        pattern = re.escape(request.answer)
+    elif isinstance(request, ListRequest):
+        words = [word for word in CATEGORIES[LIST_CATEGORIES[request.plural]] if word not in request.banned]
+        items = ["|".join([request.first] if request.first and not n else words) for n in range(request.num_items)]
+        pattern = r"\n".join(rf"{number}\. (?:{item})" for number, item in enumerate(items, start=1))
+    else:
+        raise ValueError(f"a {kind_of(request)}: a question or a list was expected, whose answers a pattern can check")
+    return [{"kind": "format:regex", "pattern": f"^{pattern}$"}]
+
+
 # Per question: its wording, the pattern of the fact it asks about, the categories it names, the answer's pattern.
 QUESTIONS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ("What does {name} have?", "{name} has a {color} {thing}.", ("name",), "{name} has a {color} {thing}."),
