@@ -156,18 +156,13 @@ def kind_of(request: Request) -> str:
 
 
 def checks_of(request: Request) -> list[dict[str, str]]:
-    """Returns the checks of `reward.verifiers` that exactly the right answers pass, but that a list may repeat items.
-
-    Raises: ValueError for a request whose answers no pattern can check.
+    """Returns the checks of `reward.verifiers` that a list passes if it has the right length, kind of items and start,
+    and no banned item. It may repeat an item.
     """
-    if isinstance(request, QuestionRequest):
-        pattern = re.escape(request.answer)
-    elif isinstance(request, ListRequest):
-        words = [word for word in CATEGORIES[LIST_CATEGORIES[request.plural]] if word not in request.banned]
-        items = ["|".join([request.first] if request.first and not n else words) for n in range(request.num_items)]
-        pattern = r"\n".join(rf"{number}\. (?:{item})" for number, item in enumerate(items, start=1))
-    else:
-        raise ValueError(f"a {kind_of(request)}: a question or a list was expected, whose answers a pattern can check")
+    assert isinstance(request, ListRequest), f"{request}: a list was expected, which a pattern can check"
+    words = [word for word in CATEGORIES[LIST_CATEGORIES[request.plural]] if word not in request.banned]
+    items = ["|".join([request.first] if request.first and not n else words) for n in range(request.num_items)]
+    pattern = r"\n".join(rf"{number}\. (?:{item})" for number, item in enumerate(items, start=1))
     return [{"kind": "format:regex", "pattern": f"^{pattern}$"}]
 
 

@@ -41,7 +41,7 @@ DRAWS: dict[str, Callable[[random.Random], Request]] = {
     "help": draw_help,
 }
 KIND_WEIGHTS = {"story": 0.25, "question": 0.18, "list": 0.17, "brief": 0.16, "decline": 0.12, "help": 0.12}
-VERIFIED_WEIGHTS = {"question": 0.5, "list": 0.5}  # the kinds whose answers a pattern can check
+VERIFIED_WEIGHTS = {"list": 1.0}  # a pattern can check a list, and a small policy can learn to write the right one
 # With many more prompts, the kind with the fewest wordings would run out.
 MAX_PROMPTS = 40_000
 _FAVOURITES = tuple(word for tag in ("animal", "food", "color", "place", "feeling") for word in CATEGORIES[tag])
@@ -62,7 +62,7 @@ class PlaygroundConfig(BaseModel):
     num_ppo_prompts: int = Field(default=4_000, gt=0, description="Prompts of PPO.")
     num_compare_prompts: int = Field(default=300, gt=0, description="Prompts of the compare stage.")
     num_verified_prompts: int = Field(
-        default=0, ge=0, description="Questions and lists with `checks` of their answers, for a reward that verifies."
+        default=0, ge=0, description="Requests for lists, with `checks` of the answers, for a reward that verifies."
     )
     flaw_rate: float = Field(default=0.75, ge=0, le=1, description="Fraction of the demonstrations with a flaw.")
     second_flaw_rate: float = Field(
