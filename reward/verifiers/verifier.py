@@ -65,7 +65,7 @@ class Verifier(ExternalReward):
     )
     checks: tuple[dict[str, Any], ...] = Field(
         default=(),
-        description='Checks of every response, in addition to those of its row: tables such as { kind ="format:regex",'
+        description='Checks of every response, in addition to those of its row: tables such as { kind = "format:regex",'
         ' pattern = "^Answer: [A-D]$" } (docs/rewards.md has the kinds).',
     )
     unclear: Literal["failed", "wrong"] = Field(

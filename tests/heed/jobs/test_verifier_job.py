@@ -56,11 +56,11 @@ def test_a_list_passes_its_own_checks_and_no_other_list_does() -> None:
 @pytest.mark.long
 def test_the_example_job_runs_and_scores_by_its_rows(tmp_path: Path) -> None:
     """So small a policy writes no list, so that the job's own reward would have no spread: it sums two checks."""
-    letters = "{kind='verifier', verifier='checks', checks=[{kind='format:regex', pattern='[aeo][a-z]*$'}]}"
+    letters = "{kind='verifier', verifier='checks', checks=[{kind='format:regex', pattern='^[^e]*$'}]}"
     reward = (
         f"{{kind='sum', objective_weights={{own=1.0, rows=0.0}}, sources={{own={letters}, rows={{kind='verifier'}}}}}}"
     )
-    small = [one for one in SMALL if "ppo_prompts" not in one]
+    small = [*SMALL, "ppo.minibatch.batch_size=32", "ppo.minibatch.micro_batch_size=32"]
     job = load_job(JOBS / "verifier.toml", [*small, "world.num_verified_prompts=40", f"ppo.reward={reward}"])
     run = run_job(job, tmp_path / "runs")
     metrics = read_metrics(run / "ppo" / "metrics.jsonl")
@@ -69,7 +69,7 @@ def test_the_example_job_runs_and_scores_by_its_rows(tmp_path: Path) -> None:
     samples = read_metrics(run / "ppo" / "samples.jsonl")
     assert samples
     for sample in samples:
-        assert sample["score"] == float(bool(re.search("[aeo][a-z]*$", sample["response"])))
+        assert sample["score"] == float(bool(re.search("^[^e]+$", sample["response"])))
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,11 @@ def test_every_row_is_checked_before_the_run(
 ) -> None:
     rows = [{"prompt": f"Is it {n}?", "answer": n} for n in range(15)]
     path = job_with(tmp_path, model_folder, [*rows, row], reward={"kind": "verifier"})
-    with pytest.raises(ValueError, match=rf"prompts\.jsonl:16: .*{words}"):
+    with pytest.raises(ValueError, match=rf"prompts\.jsonl: line 16: .*{words}"):
         run_job(load_job(path), tmp_path / "runs")
-    with pytest.raises(ValueError, match=rf"prompts\.jsonl:16: .*{words}"):  # nothing of the first attempt is kept
+    with pytest.raises(
+        ValueError, match=rf"prompts\.jsonl: line 16: .*{words}"
+    ):  # nothing of the first attempt is kept
         run_job(load_job(path), tmp_path / "runs")
 
 
