@@ -66,10 +66,8 @@ class Asked:
     def of(self, rollout: Rollout) -> "Asked":
         """Returns what the responses answer. It is sent with each rollout, instead of all the job's."""
         numbers = rollout.prompt_rows_B.tolist()
-        conversations, rows = (
-            [known[number] for number in numbers] if known else [] for known in (self.conversations, self.rows)
-        )
-        return Asked(conversations, rows)
+        conversations = [self.conversations[number] for number in numbers] if self.conversations else []
+        return Asked(conversations, [self.rows[number] for number in numbers] if self.rows else [])
 
 
 class Scorers:

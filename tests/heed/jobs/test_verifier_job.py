@@ -1,7 +1,6 @@
 """Jobs whose reward is a verifier or a sum: they run, score by the prompts' rows, and refuse rows that say nothing."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,21 +54,27 @@ def test_a_list_passes_its_own_checks_and_no_other_list_does() -> None:
 
 @pytest.mark.long
 def test_the_example_job_runs_and_scores_by_its_rows(tmp_path: Path) -> None:
-    """So small a policy writes no list, so that the job's own reward would have no spread: it sums two checks."""
-    letters = "{kind='verifier', verifier='checks', checks=[{kind='format:regex', pattern='^[^e]*$'}]}"
-    reward = (
-        f"{{kind='sum', objective_weights={{own=1.0, rows=0.0}}, sources={{own={letters}, rows={{kind='verifier'}}}}}}"
+    """So small a policy writes no list, so the verifier, which scores all 0, is summed with a function of the rows."""
+    (tmp_path / "rewards.py").write_text(
+        "def vowels(prompts, responses, rows):\n"
+        "    assert all(prompt[-1]['content'] == row['messages'][0]['content'] for prompt, row in zip(prompts, rows))\n"
+        "    return [sum(text.count(v) for v in 'aeiou') for text in responses]\n"
     )
+    vowels = f"{{kind='function', function='{tmp_path}/rewards.py:vowels'}}"
+    sources = f"{{vowels={vowels}, right={{kind='verifier'}}}}"
+    reward = f"{{kind='sum', objective_weights={{vowels=0.5, right=1.0}}, sources={sources}}}"
     small = [*SMALL, "ppo.minibatch.batch_size=32", "ppo.minibatch.micro_batch_size=32"]
     job = load_job(JOBS / "verifier.toml", [*small, "world.num_verified_prompts=40", f"ppo.reward={reward}"])
     run = run_job(job, tmp_path / "runs")
     metrics = read_metrics(run / "ppo" / "metrics.jsonl")
-    assert [line["failed/rows"] for line in metrics] == [0, 0]
-    assert all(line["score"] == pytest.approx(line["score/own"]) for line in metrics)
+    assert [(line["failed/vowels"], line["failed/right"], line["score/right"]) for line in metrics] == [(0, 0, 0)] * 2
+    assert all(line["score"] == pytest.approx(0.5 * line["score/vowels"]) for line in metrics)
     samples = read_metrics(run / "ppo" / "samples.jsonl")
     assert samples
     for sample in samples:
-        assert sample["score"] == float(bool(re.search("^[^e]+$", sample["response"])))
+        assert sample["score"] == 0.5 * sum(sample["response"].count(vowel) for vowel in "aeiou")
+    lineage = json.loads((run / "ppo" / "lineage.json").read_text())
+    assert f"{tmp_path}/rewards.py:vowels" in lineage["data"]  # another function means another stage
 
 
 @pytest.mark.parametrize(
