@@ -170,7 +170,7 @@ DIAGNOSTICS = (
 def report(stage: StageFolder) -> StageReport:
     names = names_in(stage)
     objectives = [
-        Panel(f"Score, {label(name)}", "from the head of this objective", _ppo(f"score/{name}"))
+        Panel(f"Score, {label(name)}", "of this objective alone", _ppo(f"score/{name}"))
         for name in fields_under(stage, "score")
     ]
     figures = metric_figures(stage, _named((*_panels(names), *objectives), names), "iteration")

@@ -234,7 +234,7 @@ def score_scale(
         assert results.sample_score_std is not None, "a reward model of a single objective has a spread of scores"
         scale = ScoreScale(results.sample_score_mean, results.sample_score_std)
     else:
-        where = run.job.substitute(run.name, run.own("reward")) if isinstance(judge, Path) else judge.source
+        where = run.job.substitute(run.name, run.own("reward")) if isinstance(judge, Path) else judge.short_name
         where = where or str(judge)
         spec = SamplingSpec(
             policy=policy,
@@ -389,7 +389,7 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
     tokenizer, limits = stage.tokenizer_of("sft"), (config.max_new_tokens, config.on_overlong)
     fitting = fitting_prompts(stage, tokenizer, config.prompts, *limits, stage.tell, config.row_fields)
     if config.external_reward is not None:
-        config.external_reward.check(prompt.row for prompt in fitting.prompts)
+        config.external_reward.check(OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row))
 
 
 STAGE = Stage(

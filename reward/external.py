@@ -87,7 +87,7 @@ class ExternalReward(Config, ABC):
         """
         return {}
 
-    def check(self, rows: Iterable[Row]) -> None:
+    def check(self, rows: Sequence[Row]) -> None:
         """Check before a run that this machine can score responses to the prompts of these rows. Raises: ValueError."""
 
     @property

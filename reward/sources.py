@@ -1,7 +1,7 @@
 """All kinds of rewards, which are the tables that `[ppo.reward]` may be, and the weighted sum of several of them."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, FiniteFloat, Tag, model_validator
@@ -69,10 +69,9 @@ class RewardSum(ExternalReward):
             fields |= source.fields_of(where, row) if source.reads_rows else {}
         return fields
 
-    def check(self, rows: Iterable[Row]) -> None:
-        known = [*rows]
+    def check(self, rows: Sequence[Row]) -> None:
         for source in self.sources.values():
-            source.check(known)
+            source.check(rows)
 
     @property
     def parts(self) -> Mapping[str, ExternalReward]:

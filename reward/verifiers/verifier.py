@@ -81,8 +81,12 @@ class Verifier(ExternalReward):
         return self
 
     @property
+    def source(self) -> str:
+        return f"of {'each row' if self.verifier == 'row' else self.verifier}"
+
+    @property
     def short_name(self) -> str:
-        return "verifier" if self.verifier == "row" else f"verifier of {self.verifier}"
+        return self.noun
 
     @property
     def reads_rows(self) -> bool:
@@ -92,7 +96,7 @@ class Verifier(ExternalReward):
         self._checks_of(where, row)
         return {name: row[name] for name in FIELDS if row.get(name) is not None}
 
-    def check(self, rows: Iterable[Row]) -> None:
+    def check(self, rows: Sequence[Row]) -> None:
         """Raises: ValueError if a row has tests, and this machine cannot limit what they do."""
         if any("tests" in self._kinds(row) for row in rows):
             check_sandbox()
