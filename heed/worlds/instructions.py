@@ -157,13 +157,14 @@ def kind_of(request: Request) -> str:
 
 def checks_of(request: Request) -> list[dict[str, str]]:
     """Returns the checks of `reward.verifiers` that a list passes if it has the right length, kind of items and start,
-    and no banned item. It may repeat an item.
+    and no banned or repeated item.
     """
     assert isinstance(request, ListRequest), f"{request}: a list was expected, which a pattern can check"
     words = [word for word in CATEGORIES[LIST_CATEGORIES[request.plural]] if word not in request.banned]
     items = ["|".join([request.first] if request.first and not n else words) for n in range(request.num_items)]
     pattern = r"\n".join(rf"{number}\. (?:{item})" for number, item in enumerate(items, start=1))
-    return [{"kind": "format:regex", "pattern": f"^{pattern}$"}]
+    no_repeats = r"(?![\s\S]*\. (\w+)\n[\s\S]*\. \1(?:\n|$))"
+    return [{"kind": "format:regex", "pattern": f"^{no_repeats}{pattern}$"}]
 
 
 # Per question: its wording, the pattern of the fact it asks about, the categories it names, the answer's pattern.
