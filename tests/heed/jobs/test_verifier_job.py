@@ -45,7 +45,7 @@ def test_a_list_passes_its_own_checks_and_no_other_list_does() -> None:
         "1. cow\n2. horse\n3. bird",
         "1. cat\n2. horse",
         "1. cow\n2. red",
-        "cow, horse",
+        "1. cow\n2. cow",
     ]
     assert [one.score for one in reward.score([()] * 6, texts, [row] * 6)] == [1, 0, 0, 0, 0, 0]
     begun = {"checks": checks_of(ListRequest(2, "animals", (), "cat"))}
