@@ -13,9 +13,10 @@ from pydantic import ConfigDict, Field, Tag, model_validator
 from lm.config import exact_div
 from lm.lora import LoRAConfig
 from ppo.algorithm import GAE, Advantage, CutImportance, Importance, KLConfig, PolicyLoss, TeacherConfig, TokenLoss
-from reward.external import ExternalReward, ModelReward, NoReward, Reward
+from reward.external import ExternalReward, ModelReward, NoReward
+from reward.sources import Reward
 from training.config import BatchConfig, Config, OptimizerConfig, by_kind, check_lora, lora_field
-from training.data import DataConfig, OnOverlong, overlong_field
+from training.data import NO_FIELDS, DataConfig, OnOverlong, RowFields, overlong_field
 
 
 class SamplerConfig(Config):
@@ -392,6 +393,11 @@ class PPOConfig(Config):
     def external_reward(self) -> ExternalReward | None:
         """The source of rewards if it is not a model."""
         return self.reward if isinstance(self.reward, ExternalReward) else None
+
+    @property
+    def row_fields(self) -> RowFields:
+        """The fields of their rows that prompts keep, for the reward."""
+        return NO_FIELDS if self.external_reward is None else self.external_reward.row_fields
 
     @property
     def num_minibatches(self) -> int:

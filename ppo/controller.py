@@ -250,8 +250,10 @@ class PPOController:
         return rollout.rows(rows), lambda: scores_BO[rows], {"sampled_informative_share": informative_share}
 
     def _weighted(self, scores_BO: Tensor) -> Tensor:
-        """Returns one score per response [B]: the weighted sum of its objectives' scores."""
-        return (scores_BO * self.weights_O).sum(dim=1)
+        """Returns one score per response [B]: the weighted sum of its objectives' scores. Objectives with weight 0 may
+        have failed.
+        """
+        return torch.where(self.weights_O != 0, scores_BO * self.weights_O, 0.0).sum(dim=1)
 
     def _require_scores(self, scores_B: Tensor) -> Tensor:
         """Returns a mask [B], True = scored. Raises ValueError if too many scores failed."""
@@ -333,10 +335,16 @@ class PPOController:
         return batch, by_objective | importance_metrics | estimate.metrics | {**experience.oversampling} | own
 
     def _scores_by_objective(self, experience: Experience) -> dict[str, float]:
-        """Returns the mean score of each objective, if there are several."""
-        means_O = experience.scores_BO[experience.scored_B].mean(dim=0).tolist()
+        """Returns the mean of the scores that each objective gave, and the share that it failed to give, if there are
+        several.
+        """
+        names, scores_BO = self.config.reward.objective_weights, experience.scores_BO
+        means_O, failed_O = scores_BO.nanmean(dim=0), scores_BO.isnan().float().mean(dim=0)
         return {
-            f"score/{name}": mean for name, mean in zip(self.config.reward.objective_weights, means_O, strict=False)
+            f"{metric}/{name}": value
+            for metric, values_O in (("score", means_O), ("failed", failed_O))
+            for name, value in zip(names, values_O.tolist(), strict=False)
+            if math.isfinite(value)  # a mean of no scores is not
         }
 
     def _teacher_kls(self, experience: Experience) -> dict[str, float]:

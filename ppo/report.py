@@ -181,7 +181,7 @@ def report(stage: StageFolder) -> StageReport:
     config = _config_of(stage)
     teachers = () if config is None else config.teachers
     objectives = [
-        Panel(f"Score, {label(name)}", "from the head of this objective", _ppo(f"score/{name}"))
+        Panel(f"Score, {label(name)}", "of this objective alone", _ppo(f"score/{name}"))
         for name in fields_under(stage, "score")
     ]
     objectives += [

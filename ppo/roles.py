@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cluster.remote import Handle, Local, Pending, Remote
+from files.rows import Row
 from lm.tensor_parallel import Rendezvous
 from lm.tokenizer import Messages
 from ppo.config import PPOConfig
@@ -21,7 +22,7 @@ from ppo.generator import Generator, Generators
 from ppo.learner import Learner, Learners
 from ppo.rank import InitialModels
 from ppo.rollout import Drawn, Rollout, joined, shares_by_update
-from ppo.scorer import Scorer, Scorers
+from ppo.scorer import Asked, Scorer, Scorers
 from ppo.shared_body import SharedBodyLearner
 from training.config import EngineConfig
 
@@ -57,6 +58,7 @@ class Roles:
         engine: EngineConfig,
         models: InitialModels,
         conversations: Sequence[Messages],
+        rows: Sequence[Row] = (),
         *,
         learners: "WorkerGroup",
         generators: "WorkerGroup",
@@ -64,7 +66,8 @@ class Roles:
     ) -> Self:
         """Place each role on its group; roles that are passed the same group share its ranks.
 
-        `conversations` are the prompts' messages, in the order of the prompts' rows.
+        `conversations` are the prompts' messages, in the order of the prompts' rows, and `rows` the fields of their
+        rows that the reward reads, if it does.
         Raises:
             ValueError: a minibatch does not divide among the learners.
         """
@@ -83,13 +86,18 @@ class Roles:
         if not together and broadcasts(config, learning, sampling):
             transport = Broadcast.open(learners, learning, sampling)
         makes_room = config.memory == "small" and together
-        scorers_ = _scorers(config, engine, models, conversations, learning, own or learning)
+        scorers_ = _scorers(config, engine, models, Asked(conversations, rows), learning, own or learning)
         learners_ = Learners(learning, config.minibatch, engine.sequence_parallel_size)
         return cls(config, learners_, Generators(sampling, team_size), scorers_, transport, makes_room)
 
     @classmethod
     def in_process(
-        cls, config: PPOConfig, engine: EngineConfig, models: InitialModels, conversations: Sequence[Messages] = ()
+        cls,
+        config: PPOConfig,
+        engine: EngineConfig,
+        models: InitialModels,
+        conversations: Sequence[Messages] = (),
+        rows: Sequence[Row] = (),
     ) -> Self:
         """Place all roles on one rank, which is this process. Arguments as for `on_groups`."""
         assert config.sampler.tensor_parallel_size == 1, "a team has several ranks; one process was expected to sample"
@@ -98,7 +106,7 @@ class Roles:
         sampling = Local(Generator(config, engine, models))
         learning = Local(kind(config, engine, models, num_workers=1))
         makes_room, direct = config.memory == "small", Direct(learning, sampling)
-        scorers = _scorers(config, engine, models, conversations, learning, own or learning)
+        scorers = _scorers(config, engine, models, Asked(conversations, rows), learning, own or learning)
         return cls(config, Learners(learning, config.minibatch), Generators(sampling), scorers, direct, makes_room)
 
     def start_forward_passes(
@@ -176,12 +184,12 @@ def _scorers(
     config: PPOConfig,
     engine: EngineConfig,
     models: InitialModels,
-    conversations: Sequence[Messages],
+    asked: Asked,
     learning: Handle[Any],
     scoring: Handle[Any],
 ) -> Scorers:
     """Returns the scorers. With adapters, the learners compute the reference's log-probs."""
-    read = conversations if models.reward_reads_texts else ()
+    read = asked if models.reward_reads_texts else Asked()
     if config.lora is None:
         return Scorers(scoring, read, config.minibatch, scoring)
     return Scorers(scoring, read, config.minibatch, learning, engine.sequence_parallel_size)

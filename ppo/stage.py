@@ -34,10 +34,11 @@ from ppo.rollout_log import RolloutLog, SampleLog, followed_rows
 from ppo.shared_body import adapter_of, require_same_body, require_same_shape
 from pretrain.stage import STAGE as PRETRAIN
 from pretrain.stage import tokenize
-from reward.external import REWARD_KEYS, ExternalReward, ModelReward, NoReward
+from reward.external import ExternalReward, ModelReward, NoReward
 from reward.report import RewardResults
 from reward.sampling import SamplingSpec, sample_everywhere
 from reward.scoring import labels_of, weights_by_label
+from reward.sources import REWARD_KEYS
 from reward.stage import STAGE as REWARD
 from stages.contract import Parent, Stage
 from stages.data import SAMPLES, Fitting, OnAccess, fitting_prompts
@@ -236,7 +237,8 @@ def score_scale(
         assert results.sample_score_std is not None, "a reward model of a single objective has a spread of scores"
         scale = ScoreScale(results.sample_score_mean, results.sample_score_std)
     else:
-        where = run.job.substitute(run.name, run.own("reward")) or str(judge)
+        where = run.job.substitute(run.name, run.own("reward")) if isinstance(judge, Path) else judge.short_name
+        where = where or str(judge)
         spec = SamplingSpec(
             policy=policy,
             num_samples=1,
@@ -285,7 +287,9 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
     """Measure the scale of the scores unless it is given, and place the roles on workers."""
     policy = stage.start("sft")
     tokenizer = Tokenizer.load(policy)
-    fitting = fitting_prompts(stage, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong)
+    fitting = fitting_prompts(
+        stage, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong, keeps=config.row_fields
+    )
     prompts = fitting.prompts
     judge = config.external_reward or stage.start("reward")
     if config.shared_body and isinstance(judge, Path):
@@ -308,8 +312,9 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
     elif python:  # another interpreter needs another process, next to each learner
         generators = stage.workers.extra_group("generators", learners.num_workers, python, on_workers=True)
     conversations = OnAccess(len(prompts), lambda row: prompts[row].messages)
+    rows = OnAccess(len(prompts), lambda row: prompts[row].row) if config.row_fields.key else ()
     roles = Roles.on_groups(
-        config, stage.engine, models, conversations, learners=learners, generators=generators, scorers=scorers
+        config, stage.engine, models, conversations, rows, learners=learners, generators=generators, scorers=scorers
     )
     return Placed(roles, models, fitting)
 
@@ -374,8 +379,8 @@ def check(config: PPOConfig, job: JobView) -> None:
 
 
 def preflight(stage: StageRun, config: PPOConfig) -> None:
-    """Check the objectives of a reward model that no stage trains, that every prompt leaves room for a response, the
-    teachers, and that the generators' Python has vLLM if they need it.
+    """Check the objectives of a reward model that no stage trains, that every prompt leaves room for a response, that
+    the reward can score it, the teachers, and that the generators' Python has vLLM if they need it.
     """
     generator_python(config)
     for number, teacher in enumerate(config.teachers):
@@ -387,9 +392,10 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
             require_same_shape(stage.start("sft"), judge)
         elif config.shared_body:  # the policy is still to be trained
             adapter_of(judge)
-    fitting_prompts(
-        stage, stage.tokenizer_of("sft"), config.prompts, config.max_new_tokens, config.on_overlong, stage.tell
-    )
+    tokenizer, limits = stage.tokenizer_of("sft"), (config.max_new_tokens, config.on_overlong)
+    fitting = fitting_prompts(stage, tokenizer, config.prompts, *limits, stage.tell, config.row_fields)
+    if config.external_reward is not None:
+        config.external_reward.check(OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row))
 
 
 def _check_teacher(stage: StageRun, field: str, name: str) -> None:
@@ -426,7 +432,7 @@ STAGE = Stage(
     policy_from="sft",
     tokenizer=lambda run, _: run.tokenizer_of("sft"),
     model_fields=("init_from", "reward.model", "teachers.*.model"),
-    function_fields=("reward.function",),
+    function_fields=("reward.function", "reward.sources.*.function"),
     context_tokens=lambda config: {"max_new_tokens": config.max_new_tokens + 1},
     split_rows=lambda config: {"rollout_batch_size": config.sampled_batch_size, "ptx.rows": config.ptx_rows},
     worker_teams=worker_teams,

@@ -40,11 +40,16 @@ def value_at(config: BaseModel, key: str) -> Any:
     return value
 
 
-def values_at(config: BaseModel, key: str) -> list[str]:
-    """Returns what a dotted key names in a section, without ""; `*` in the key stands for each table of a list."""
-    place, is_list, rest = key.partition(".*.")
-    value = value_at(config, place)
-    return [found for table in value for found in values_at(table, rest)] if is_list else [value] * bool(value)
+def values_at(config: BaseModel, key: str) -> list[Any]:
+    """Returns what a dotted key names, as `value_at`, without what is absent. A part "*" stands for every table of a
+    list or under a name, so there may be several values.
+    """
+    before, star, after = key.partition(".*.")
+    value = value_at(config, before)
+    if not star:
+        return [value] if value else []
+    tables = value.values() if isinstance(value, Mapping) else value or ()
+    return [found for table in tables for found in values_at(table, after)]
 
 
 def tables_in(config: BaseModel, kind: type[AnyTable], prefix: str = "") -> Iterator[tuple[str, AnyTable]]:

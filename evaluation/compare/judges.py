@@ -105,11 +105,18 @@ def open_scorer(name: str, spec: str, asking: Asking) -> ScoreJudge:
     return function_judge(name, spec) if is_function(spec) else reward_model_judge(name, spec)
 
 
-def function_judge(name: str, spec: str) -> ScoreJudge:
-    """Open a Python function, "MODULE:FUNCTION" or "FILE.py:FUNCTION". Raises: ValueError if there is none."""
+def function_judge(name: str, spec: str, *, has_rows: bool = False) -> ScoreJudge:
+    """Open a Python function, "MODULE:FUNCTION" or "FILE.py:FUNCTION". `has_rows` says whether the prompts have their
+    rows, for a function that reads them. Raises: ValueError if there is none, or if it reads rows that are not there.
+    """
     function = RewardFunction(function=spec)
+    if function.reads_rows and not has_rows:
+        raise ValueError(
+            f"judge {name!r}: {spec} has a parameter `rows`, but these prompts come without their rows; a function of"
+            " prompts and responses was expected"
+        )
     about = {"description": f"the function {spec}", "sha256": file_hash(function.file)}
-    return ScoreJudge(name, "function", spec, function.score, about)
+    return ScoreJudge(name, "function", spec, function.score, about, function.reads_rows)
 
 
 def reward_model_judge(name: str, spec: str) -> ScoreJudge:
@@ -130,10 +137,10 @@ def reward_judge(
     the policies were trained to raise it; DPO's were not.
     """
     if isinstance(reward, RewardFunction):
-        judge = function_judge(name, reward.function)
+        judge = function_judge(name, reward.function, has_rows=True)
     elif isinstance(reward, ExternalReward):
         about: dict[str, object] = {"description": f"the {reward.noun} {reward.source}"}
-        judge = ScoreJudge(name, f"reward {reward.noun}", reward.source, reward.score, about)
+        judge = ScoreJudge(name, f"reward {reward.noun}", reward.source, reward.score, about, reward.reads_rows)
     else:
         found = {"description": "the run's reward model", "sha256": folder_hash(reward)}
         judge = ScoreJudge(name, "reward model", str(reward), reward_model_score(reward, objective_weights), found)

@@ -33,6 +33,7 @@ from stages.contract import POLICIES, Parent, Stage
 from stages.data import fitting_prompts
 from stages.planner import Planner, StagePlan
 from stages.run import JobView, StageRun
+from training.data import NO_FIELDS, RowFields
 from training.metrics import read_metrics
 
 SFT = "sft"
@@ -76,7 +77,9 @@ def run_compare(run: StageRun, config: CompareConfig) -> None:
     """Sample every policy on held-out prompts, measure, judge."""
     start, ppo_config = start_of(run), run.job.section(PPO)
     tokenizer, initial, proxy = start.tokenizer, start.model(), proxy_of(run)
-    fitting = fitting_prompts(run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong)
+    fitting = fitting_prompts(
+        run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong, keeps=_row_fields(run.job)
+    )
     prompts = with_clusters(fitting.prompts, config.prompts, config.cluster_by)
 
     def samples_of(name: str, num_samples: int) -> list[Sample]:
@@ -142,6 +145,12 @@ def proxy_of(run: StageRun) -> Proxy:
         return Proxy()
     model = "" if ppo.external_reward else str(run.at(PPO.name).start(REWARD.name))
     return Proxy(model, ppo.reward.objective_weights, ppo.external_reward)
+
+
+def _row_fields(job: JobView) -> RowFields:
+    """Returns the fields that prompts keep for PPO's reward, which scores the samples too."""
+    ppo = job.section(PPO)
+    return NO_FIELDS if ppo is None else ppo.row_fields
 
 
 def judge_of(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:
@@ -219,7 +228,8 @@ def preflight(run: StageRun, config: CompareConfig) -> None:
     if not config.judge_reward:
         judge_of(run, config)
     tokenizer = start_of(run).tokenizer
-    fitting = fitting_prompts(run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong, run.tell)
+    limits = config.max_new_tokens, config.on_overlong
+    fitting = fitting_prompts(run, tokenizer, config.prompts, *limits, run.tell, _row_fields(run.job))
     with_clusters(fitting.prompts, config.prompts, config.cluster_by)
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -169,7 +170,7 @@ def _named_in(value: Any, models: set[str], functions: set[str], place: str) -> 
         field = f"{place}.{key}".removeprefix(".")
         if isinstance(item, Path) or ((key == "source" or re.sub(r"\.\d+\.", ".*.", field) in models) and item):
             yield field, str(item)
-        elif field in functions and ".py:" in item:
+        elif any(fnmatchcase(field, function) for function in functions) and ".py:" in item:
             yield field, item.partition(":")[0]
         else:
             yield from _named_in(item, models, functions, field)
