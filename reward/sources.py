@@ -75,7 +75,8 @@ class RewardSum(ExternalReward):
 
     @property
     def parts(self) -> Mapping[str, ExternalReward]:
-        return self.sources
+        """The sources in the order of their weights, which is that of the scores."""
+        return {name: self.sources[name] for name in self.objective_weights}
 
     @property
     def source(self) -> str:

@@ -51,7 +51,7 @@ from ppo.kept_passes import Repeated
 from ppo.learner import Learner
 from ppo.rank import InitialModels, ScoreScale, TokenStream
 from ppo.rollout import Drawn, PolicyBatch, ResponseKL, Rollout, ValueBatch, shares_by_update, shares_of
-from ppo.scorer import Scorer
+from ppo.scorer import Asked, Scorer
 from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective, NextSentenceObjective
 from reward.comparisons import Comparison, Verdict
 from reward.objective import AuxiliaryParameters, LearnerSource, RankingObjective
@@ -730,7 +730,7 @@ def train_ppo(split: Split, folder: Path) -> dict[str, Any]:
     mine_alone, prompts = sampled.rows(mine.rows), [PROMPTS[row] for row in mine.rows.tolist()]
     passes = {
         "generate": lambda: generator.generate(mine.rows.tolist(), prompts, range(len(prompts))),
-        "scores": lambda: scorer.scores(mine_alone, []),
+        "scores": lambda: scorer.scores(mine_alone, Asked()),
         "reference_logprobs": lambda: scorer.reference_logprobs(mine_alone, mine.pass_sizes),
         "teacher_logprobs": lambda: scorer.teacher_logprobs(mine_alone, mine.pass_sizes),
         "policy_logprobs": lambda: learner.policy_logprobs(mine_alone, mine.pass_sizes, repeated, drawn),

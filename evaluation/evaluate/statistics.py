@@ -25,7 +25,7 @@ from evaluation.statistics.significance import ALPHA, EqualityTest, GainTest, ho
 from evaluation.suites.suite import Item, Measure, Scored
 from files.hashes import derive_seed
 from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints, Z
-from preferences.statistics.intervals import clustered_mean, mean_is_zero, percentiles, share_interval, wilson
+from preferences.statistics.intervals import clustered_mean, percentiles, share_interval, wilson
 
 NUM_RESAMPLES = 1_000
 _SMALLEST = 1e-9  # half an interval; smaller ones are rounding
@@ -243,14 +243,12 @@ def _paired_test(a: _Column, b: _Column, ids: Sequence[str], cluster_I: Ints, se
     if a.measure.aggregate is not None:
         return _bootstrap_test(a, b, ids, cluster_I, seed)
     d_I = a.value_I(ids) - b.value_I(ids)
-    if len(np.unique(cluster_I)) < len(ids):
-        return _Test(mean_is_zero(d_I, cluster_I), lambda alpha: clustered_mean(d_I, cluster_I, alpha=alpha))
     if bool(np.isin(d_I, (-1.0, 0.0, 1.0)).all()):
         # A win rate of ½ is a difference of 0.
-        shares = EqualityTest((1 + d_I) / 2, seed=seed)
+        shares = EqualityTest((1 + d_I) / 2, cluster_I, seed=seed)
         mean = float(d_I.mean())
         return _Test(shares.p, lambda alpha: Interval(mean, *(2 * end - 1 for end in shares.interval(alpha))))
-    gains = GainTest(d_I, seed=seed)
+    gains = GainTest(d_I, cluster_I, seed=seed)
     return _Test(gains.p, gains.interval)
 
 

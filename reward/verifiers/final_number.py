@@ -106,9 +106,14 @@ def _decimal(digits: str) -> Fraction:
 def _the_only(numbers: list[Fraction], place: str) -> Fraction:
     different = list(dict.fromkeys(numbers))
     if len(different) > 1:
-        shown = ", ".join(str(float(number)) if number.denominator > 1 else str(number) for number in different[:4])
-        raise ValueError(f"ambiguous: {shown} in {_shown(place)}")
+        raise ValueError(f"ambiguous: {', '.join(map(_digits, different[:4]))} in {_shown(place)}")
     return different[0]
+
+
+def _digits(number: Fraction) -> str:
+    if number.denominator == 1:
+        return str(number)
+    return str(float(number)) if abs(number) < 10**300 else "a number with more than 300 digits"
 
 
 def _shown(text: str) -> str:

@@ -19,20 +19,22 @@ from types import ModuleType
 from typing import Any
 
 READY = b"ready\n"
-OUTPUT_BYTES = 4096  # of the file behind standard error, which holds the result
+OUTPUT_BYTES = 4096  # of the file that holds the result
+RESULT = 3  # its descriptor once the process is limited; before, it is standard error
 MODULES = (
-    "abc", "array", "base64", "bisect", "calendar", "cmath", "collections", "collections.abc", "contextlib", "copy",
-    "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "hashlib", "heapq", "inspect", "io",
-    "itertools", "json", "math", "numbers", "operator", "os", "pprint", "queue", "random", "re", "statistics", "string",
-    "struct", "sys", "textwrap", "time", "traceback", "types", "typing", "unicodedata", "unittest", "uuid", "warnings",
-    "zlib", "_strptime", "encodings.idna", "encodings.latin_1", "encodings.ascii",
+    "__future__", "abc", "array", "base64", "bisect", "calendar", "cmath", "collections", "collections.abc",
+    "contextlib", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "hashlib", "heapq",
+    "inspect", "io", "itertools", "json", "math", "numbers", "operator", "os", "pprint", "queue", "random", "re",
+    "statistics", "string", "struct", "sys", "textwrap", "time", "traceback", "types", "typing", "unicodedata",
+    "csv", "graphlib", "html", "logging", "pickle", "secrets", "unittest", "uuid", "warnings", "zlib", "_strptime",
+    "encodings.idna", "encodings.latin_1", "encodings.ascii",
 )  # fmt: skip
 
 # Numbers of system calls on (x86_64, aarch64); -1 = it does not exist there.
 ALLOWED = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62),
     "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
-    "madvise": (28, 233), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "restart_syscall": (219, 128),
+    "madvise": (28, 233), "rt_sigreturn": (15, 139), "restart_syscall": (219, 128),
     "getpid": (39, 172), "gettid": (186, 178), "exit": (60, 93), "exit_group": (231, 94), "futex": (202, 98),
     "clock_gettime": (228, 113), "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, -1),
     "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "sched_yield": (24, 124), "sched_getaffinity": (204, 123),
@@ -58,8 +60,12 @@ def run(request: dict[str, Any]) -> None:
     """Run the code, then the tests, and write the request's token. Never returns."""
     for name in MODULES:
         importlib.import_module(name)
-    limit(request["cpu_seconds"], request["memory_bytes"])
-    os.write(2, READY)
+    try:
+        limit(request["cpu_seconds"], request["memory_bytes"])
+    except OSError as error:
+        os.write(RESULT, str(error).encode())
+        os._exit(1)
+    os.write(RESULT, READY)
     module = ModuleType("response")
     sys.modules["response"] = module
     try:
@@ -67,7 +73,7 @@ def run(request: dict[str, Any]) -> None:
             exec(compile(text, name, "exec"), module.__dict__)
     except BaseException:  # whatever the code raises, SystemExit too
         os._exit(1)
-    os.write(2, request["token"].encode())
+    os.write(RESULT, request["token"].encode())
     os._exit(0)
 
 
@@ -75,15 +81,17 @@ def limit(cpu_seconds: int, memory_bytes: int) -> None:
     """Limit this process for good. Raises: OSError if the system does not support a limit."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the request holds the token
     os.closerange(3, 1024)
+    os.dup2(2, RESULT)
+    os.dup2(1, 2)  # what code prints is thrown away
     sys.path.clear()
-    # At the first limit of computing time the kernel sends SIGXCPU, which nothing can catch here: no system call sets a
-    # handler. SIGKILL then means that the machine ended the process.
+    # At the first limit of computing time the kernel sends SIGXCPU, which nothing can catch or block here: no system
+    # call sets a handler or a mask. SIGKILL then means that the machine ended the process.
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     for kind, most in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, OUTPUT_BYTES),
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, 3),
+        (resource.RLIMIT_NOFILE, RESULT + 1),
         (resource.RLIMIT_NPROC, 0),
     ):
         resource.setrlimit(kind, (most, most))

@@ -67,6 +67,8 @@ def test_the_sum_weighs_its_sources(functions: Path) -> None:
     assert reward.fields_of("here", {"prompt": "?", "answer": 1}) == {"answer": 1}
     assert [one.score for one in reward.score(ASKED, ["1", "1", "333"], ROWS)] == [1.5, -0.5, -1.5]
     assert reward.source == "2 x right + -0.5 x length"
+    turned = sum_of(functions, length=-0.5, right=2.0)  # PPO takes the scores' columns in the order of their weights
+    assert list(turned.parts) == ["length", "right"] == list(turned.objective_weights)
 
 
 def test_a_response_has_a_score_if_all_sources_with_a_weight_give_one(functions: Path) -> None:

@@ -74,3 +74,9 @@ def test_all_solutions_of_gsm8k() -> None:
     assert len(references) == 8_792
     assert [final_number(solution) for solution in solutions] == references
     assert [final_number(f"The answer is ${reference}.") for reference in references] == references
+
+
+def test_numbers_beyond_a_float_are_ambiguous_too() -> None:
+    for digits in ("1" * 400 + ".5 or 3", "7" * 400 + "/3 and 4"):
+        with pytest.raises(ValueError, match=r"ambiguous: .*more than 300 digits"):
+            final_number(digits)

@@ -138,3 +138,20 @@ def test_the_last_block_of_code_counts() -> None:
     assert code_in("x = 1") == "x = 1"
     assert code_in("First:\n```python\nx = 1\n```\nBetter:\n```py\nx = 2\n```\nDone.") == "x = 2\n"
     assert code_in("```\nx = 3\n") == "x = 3\n"  # cut off
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import sys; print('debug', file=sys.stderr)",
+        "import warnings; warnings.warn('odd')",
+        "from __future__ import annotations",
+    ],
+)
+def test_code_may_print_and_import_what_computes(line: str) -> None:
+    assert passes_tests(f"{line}\ndef add(a, b): return a + b", ["assert add(1, 2) == 3"], LIMITS) == (True, "")
+
+
+def test_the_signal_of_the_time_limit_cannot_be_blocked() -> None:
+    block = "import signal\ntry: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGXCPU])\nexcept OSError: pass\n"
+    assert passes_tests(f"{block}while True: pass", ["pass"], LIMITS) == (False, "")
