@@ -10,15 +10,13 @@
 Shape letters: N texts, sentences or questions; K labels.
 """
 
-import re
-import string
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from classify.rows import OUTSIDE
+from classify.squad import exact_match, normalized, token_f1
 from preferences.statistics.estimates import LEVEL, Floats, Interval
 from preferences.statistics.intervals import NUM_RESAMPLES, clustered_mean, percentiles, resampled_sums, share_interval
 
@@ -84,11 +82,12 @@ def span_metrics(predicted: Sequence[str], answers: Sequence[Sequence[str]], con
     """Returns exact match and F1 over all questions, and over those with and without an answer. A prediction of "" says
     that there is none. Questions about one text are a cluster in the intervals.
     """
-    pairs = [best_match(text, golds) for text, golds in zip(predicted, answers, strict=True)]
+    matches = zip(predicted, answers, strict=True)
+    pairs = [(exact_match(text, golds), token_f1(text, golds)) for text, golds in matches]
     scores_NM = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     numbers = {text: number for number, text in enumerate(dict.fromkeys(contexts))}
     cluster_N = np.array([numbers[text] for text in contexts], dtype=np.int64)
-    has_answer_N = np.array([any(map(normalised, golds)) for golds in answers], dtype=np.bool_)
+    has_answer_N = np.array([any(map(normalized, golds)) for golds in answers], dtype=np.bool_)
     found = dict[str, Interval]()
     everything = np.ones_like(has_answer_N)
     for prefix, chosen_N in (("", everything), ("answerable_", has_answer_N), ("unanswerable_", ~has_answer_N)):
@@ -97,31 +96,6 @@ def span_metrics(predicted: Sequence[str], answers: Sequence[Sequence[str]], con
                 mean = clustered_mean(scores_NM[chosen_N, column], cluster_N[chosen_N])
                 found[prefix + name] = Interval(mean.mean, *np.clip([mean.low, mean.high], 0, 1).tolist())
     return found, {}
-
-
-def best_match(predicted: str, answers: Sequence[str]) -> tuple[float, float]:
-    """Returns exact match and F1 with the answer that fits best; with none, or only empty ones, the answer is ""."""
-    golds = [answer for answer in answers if normalised(answer)] or [""]
-    exact = max(float(normalised(predicted) == normalised(gold)) for gold in golds)
-    return exact, max(answer_f1(predicted, gold) for gold in golds)
-
-
-def answer_f1(predicted: str, gold: str) -> float:
-    """Returns F1 of the words in common; if either has none, whether both have none."""
-    found, right = normalised(predicted).split(), normalised(gold).split()
-    if not found or not right:
-        return float(found == right)
-    num_common = sum((Counter(found) & Counter(right)).values())
-    return 2 * num_common / (len(found) + len(right))
-
-
-_ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
-
-
-def normalised(answer: str) -> str:
-    """Returns an answer without case, punctuation (ASCII's), articles and surplus white space, as SQuAD's script."""
-    bare = "".join(character for character in answer.lower() if character not in string.punctuation)
-    return " ".join(_ARTICLES.sub(" ", bare).split())
 
 
 def f1_of(counts_3: Floats) -> Floats:

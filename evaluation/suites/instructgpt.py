@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from classify.squad import exact_match, normalized, token_f1
 from evaluation.endpoint import Answer
-from evaluation.measures.squad import exact_match, normalized, token_f1
 from evaluation.suites.items import Row, read_by_id
 from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Scored, Tools
 from evaluation.suites.truthfulqa import PRIMER

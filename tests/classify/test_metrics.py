@@ -7,16 +7,18 @@ from pathlib import Path
 import pytest
 
 from classify.metrics import (
-    answer_f1,
-    best_match,
     entities,
-    normalised,
     sequence_metrics,
     span_metrics,
     token_metrics,
 )
+from classify.squad import exact_match, normalized, token_f1
 
 SQUAD = Path(__file__).parents[3] / "shared" / "data" / "instructgpt" / "squadv2_samples.csv.gz"
+
+
+def best_match(predicted: str, answers: list[str]) -> tuple[float, float]:
+    return exact_match(predicted, answers), token_f1(predicted, answers)
 
 
 def test_accuracy_and_macro_f1() -> None:
@@ -71,15 +73,15 @@ def test_an_entity_counts_only_whole() -> None:
     ],
 )
 def test_answers_are_compared_without_case_articles_and_punctuation(text: str, bare: str) -> None:
-    assert normalised(text) == bare
+    assert normalized(text) == bare
 
 
 def test_f1_of_answers() -> None:
-    assert answer_f1("the red kite", "a big red kite") == pytest.approx(2 * 2 / (2 + 3))
-    assert answer_f1("red red kite", "red kite kite") == pytest.approx(2 * 2 / 6)  # in common: red once, kite once
-    assert answer_f1("blue", "red kite") == 0
-    assert answer_f1("", "") == 1
-    assert answer_f1("", "kite") == answer_f1("kite", "") == 0
+    assert token_f1("the red kite", ["a big red kite"]) == pytest.approx(2 * 2 / (2 + 3))
+    assert token_f1("red red kite", ["red kite kite"]) == pytest.approx(2 * 2 / 6)  # in common: red once, kite once
+    assert token_f1("blue", ["red kite"]) == 0
+    assert token_f1("", [""]) == 1
+    assert token_f1("", ["kite"]) == token_f1("kite", [""]) == 0
 
 
 def test_the_best_of_several_answers_counts() -> None:
@@ -111,6 +113,6 @@ def test_published_answers_score_themselves() -> None:
     answered = [row["ref_text"].split("|") for row in rows if row["ref_text"]]
     assert len(answered) > 100
     for golds in answered:
-        assert all(best_match(gold, golds) == (1, 1) for gold in golds if normalised(gold))
+        assert all(best_match(gold, golds) == (1, 1) for gold in golds if normalized(gold))
         exact, f1 = best_match("", golds)
-        assert (exact, f1) == ((0, 0) if any(map(normalised, golds)) else (1, 1))
+        assert (exact, f1) == ((0, 0) if any(map(normalized, golds)) else (1, 1))
