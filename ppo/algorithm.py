@@ -10,33 +10,37 @@ tokens; M teachers. Masks: True = counted.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypedDict
 
 import torch
 from pydantic import ConfigDict, Field, Tag
 from torch import Tensor
 
+from ppo.groups import MIN_SPREAD, StepRewards, group_advantages, group_metrics, step_advantages
 from training.config import Config, OptimizerConfig, by_kind
 
-# In units of the standard deviation of the initial policy's scores. Scores of a group that differ by less than this are
-# equal up to rounding: dividing by their standard deviation would turn rounding errors into advantages.
-MIN_SPREAD = 1e-4
 NO_TERMS = torch.zeros(())  # terms [B, R] of a token's own advantage, if there are none
 
 
 def token_rewards(
-    scores_B: Tensor, logprobs_BR: Tensor, ref_logprobs_BR: Tensor, mask_BR: Tensor, kl_coef: float
+    scores_B: Tensor,
+    logprobs_BR: Tensor,
+    ref_logprobs_BR: Tensor,
+    mask_BR: Tensor,
+    kl_coef: float,
+    step_rewards_BR: Tensor = NO_TERMS,
 ) -> tuple[Tensor, Tensor]:
     """Returns rewards [B, R], and the KL [B] that they penalise, in nats.
 
-    r_t = -kl_coef · (log π - log π_ref) at every token, plus the response's score at its last token.
+    r_t = -kl_coef · (log π - log π_ref) at every token, plus the response's score at its last token, plus what is paid
+    at the token itself (`step_rewards_BR`, such as the scores of steps).
     The KL is the unclamped sum of the log ratios (k1): times kl_coef, exactly what the rewards subtract.
     """
     log_ratio_BR = _counted(logprobs_BR - ref_logprobs_BR, mask_BR)
     last_BR = mask_BR & (mask_BR.cumsum(dim=1) == mask_BR.sum(dim=1, keepdim=True))
     assert bool((last_BR.sum(dim=1) == mask_BR.any(dim=1)).all()), "a score must sit on exactly one token per response"
     rewards_BR = torch.where(last_BR, scores_B[:, None], 0.0) - kl_coef * log_ratio_BR
-    return rewards_BR, log_ratio_BR.sum(dim=1)
+    return rewards_BR + _counted(step_rewards_BR, mask_BR), log_ratio_BR.sum(dim=1)
 
 
 class TeacherConfig(Config):
@@ -134,11 +138,18 @@ class GAE(TokenAdvantage):
     gae_lambda: float = Field(default=0.95, ge=0, le=1, description="λ of generalised advantage estimation.")
 
     def estimate(
-        self, _scores_B: Tensor, rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor, own_BR: Tensor = NO_TERMS
+        self,
+        _scores_B: Tensor,
+        rewards_BR: Tensor,
+        values_BR: Tensor,
+        mask_BR: Tensor,
+        own_BR: Tensor = NO_TERMS,
+        _steps: StepRewards | None = None,
     ) -> Estimate:
         """Estimate advantages from the responses' scores, their token rewards (`token_rewards`, which include the
         scores) and values. `mask_BR` is True at the tokens of scored responses. `own_BR` is added to each token's own
-        advantage, before advantages are scaled.
+        advantage, before advantages are scaled. `steps` are the token rewards' parts that pay for steps; only a
+        baseline of groups needs to know them.
         """
         advantages_BR, returns_BR = generalised_advantages(rewards_BR, values_BR, mask_BR, self.gamma, self.gae_lambda)
         explained = explained_variance(values_BR[mask_BR], returns_BR[mask_BR])
@@ -159,7 +170,13 @@ class NoBaseline(TokenAdvantage):
     kind: Literal["none"] = Field(default="none", description="The kind of this table.")
 
     def estimate(
-        self, _scores_B: Tensor, rewards_BR: Tensor, _values_BR: Tensor, mask_BR: Tensor, own_BR: Tensor = NO_TERMS
+        self,
+        _scores_B: Tensor,
+        rewards_BR: Tensor,
+        _values_BR: Tensor,
+        mask_BR: Tensor,
+        own_BR: Tensor = NO_TERMS,
+        _steps: StepRewards | None = None,
     ) -> Estimate:
         """As `GAE.estimate`, without values."""
         advantages_BR, _ = generalised_advantages(rewards_BR, torch.zeros_like(rewards_BR), mask_BR, 1.0, 1.0)
@@ -169,9 +186,17 @@ class NoBaseline(TokenAdvantage):
         return Estimate(advantages_BR, mask_BR, torch.zeros_like(rewards_BR), {})
 
 
+class _Baseline(TypedDict):
+    """What a group's baseline and the scale of its advantages depend on."""
+
+    leave_one_out: bool
+    scale: Literal["group", "none"]
+
+
 class GroupBaseline(Config):
     """Compares a response with the others to its prompt. The response is a single action: each of its tokens has the
-    same advantage, that of its summed rewards, including the KL penalty (arXiv 2402.14740).
+    same advantage, that of its summed rewards, including the KL penalty (arXiv 2402.14740). Where steps are paid, a
+    token's advantage is that of its own step and the following ones (`step_advantages`).
     """
 
     is_per_response: ClassVar[bool] = True
@@ -192,20 +217,31 @@ class GroupBaseline(Config):
     )
 
     def estimate(
-        self, scores_B: Tensor, rewards_BR: Tensor, _values_BR: Tensor, mask_BR: Tensor, own_BR: Tensor = NO_TERMS
+        self,
+        scores_B: Tensor,
+        rewards_BR: Tensor,
+        _values_BR: Tensor,
+        mask_BR: Tensor,
+        own_BR: Tensor = NO_TERMS,
+        steps: StepRewards | None = None,
     ) -> Estimate:
         """As `GAE.estimate`, without values. A response with terms of its own counts whatever its group's scores."""
         returns_B, scored_B = torch.where(mask_BR, rewards_BR, 0.0).sum(dim=1), mask_BR.any(dim=1)
-        advantages_B, counted_B = group_advantages(
-            scores_B, returns_B, scored_B, self.samples_per_prompt, leave_one_out=self.leaves_one_out,
-            scale="group" if self.scale == "group" else "none",
-        )  # fmt: skip
+        how: _Baseline = {"leave_one_out": self.leaves_one_out, "scale": "group" if self.scale == "group" else "none"}
+        of_scores_B = scores_B
+        if steps is not None:  # what is left of the rewards, a KL penalty, is that of whole responses
+            of_scores_B, returns_B = torch.zeros_like(scores_B), returns_B - steps.rewards_BR.sum(dim=1)
+        advantages_B, counted_B = group_advantages(of_scores_B, returns_B, scored_B, self.samples_per_prompt, **how)
+        advantages_BR = advantages_B[:, None].expand_as(mask_BR)
+        if steps is not None:
+            of_steps_BR, differs_B = step_advantages(steps, scored_B, self.samples_per_prompt, **how)
+            advantages_BR, counted_B = advantages_BR + of_steps_BR, counted_B | differs_B
         own_BR = _counted(own_BR, mask_BR)
         counted_BR = mask_BR & (counted_B | (own_BR != 0).any(dim=1))[:, None]
-        advantages_BR = torch.where(counted_BR, advantages_B[:, None] + own_BR, 0.0)
+        advantages_BR = torch.where(counted_BR, advantages_BR + own_BR, 0.0)
         if self.scale == "batch" and bool(counted_BR.any()):
             advantages_BR = whiten(advantages_BR, counted_BR)
-        metrics = _group_metrics(scores_B, scored_B, self.samples_per_prompt)
+        metrics = group_metrics(scores_B, scored_B, self.samples_per_prompt)
         return Estimate(advantages_BR, counted_BR, torch.zeros_like(rewards_BR), metrics)
 
 
@@ -242,91 +278,6 @@ def explained_variance(values_C: Tensor, returns_C: Tensor) -> float:
     """Returns the share of the returns' variance that the values explain: 1 is best, < 0 is worse than a constant."""
     variance = returns_C.var(correction=0)
     return float(1 - (returns_C - values_C).var(correction=0) / variance) if variance > 0 else float("nan")
-
-
-def group_advantages(
-    scores_B: Tensor,
-    returns_B: Tensor,
-    scored_B: Tensor,
-    samples_per_prompt: int,
-    *,
-    leave_one_out: bool,
-    scale: Literal["group", "none"],
-) -> tuple[Tensor, Tensor]:
-    """Returns the responses' advantages [B], and which responses are counted [B]: those that have a score, in a group
-    whose advantages differ.
-
-    A return R is a response's score s minus its KL penalty, or the score alone if the KL is in the loss. The baseline
-    is the mean return of the group's n scored responses (arXiv 2402.03300) or, with `leave_one_out`, of the n - 1
-    others (arXiv 2402.14740), which multiplies the advantage by n / (n - 1).
-
-    With `scale` "group", the advantage is (s - mean s) / std s - (penalty - mean penalty), where the standard deviation
-    has n - 1 in its denominator. Only scores are divided, as in GRPO and GSPO. If the penalties were divided too, they
-    would become full-size advantages wherever scores hardly differ, whatever the KL coefficient. Undivided, their mean
-    gradient in every group is the coefficient times that of the KL, just as with the KL in the loss. Equal scores add
-    nothing.
-
-    A response without a score is left out of means, deviations and n; the advantage of a lone scored response is 0.
-    """
-    scored_GK = scored_B.view(-1, samples_per_prompt)
-    advantages_GK, others_G1 = _centred(returns_B, scored_GK), (scored_GK.sum(dim=1, keepdim=True) - 1).clamp(min=1)
-    if scale == "group":
-        scores_GK = _centred(scores_B, scored_GK)
-        differ_G1 = _spread(scores_GK) >= MIN_SPREAD
-        deviation_G1 = (scores_GK.square().sum(dim=1, keepdim=True) / others_G1).sqrt()
-        scaled_GK = torch.where(differ_G1, scores_GK / torch.where(differ_G1, deviation_G1, 1.0), 0.0)
-        advantages_GK = advantages_GK - scores_GK + scaled_GK
-    counted_GK = scored_GK & (_spread(advantages_GK) >= MIN_SPREAD)
-    if leave_one_out:
-        advantages_GK = advantages_GK * scored_GK.sum(dim=1, keepdim=True) / others_G1
-    return torch.where(counted_GK, advantages_GK, 0.0).flatten(), counted_GK.flatten()
-
-
-def _centred(values_B: Tensor, scored_GK: Tensor) -> Tensor:
-    """Returns values minus the mean of the scored ones in their group [G, K]; 0 where not scored."""
-    values_GK = torch.where(scored_GK, values_B.view(scored_GK.shape), 0.0)
-    mean_G1 = values_GK.sum(dim=1, keepdim=True) / scored_GK.sum(dim=1, keepdim=True).clamp(min=1)
-    return torch.where(scored_GK, values_GK - mean_G1, 0.0)
-
-
-def _spread(centred_GK: Tensor) -> Tensor:
-    """Returns the largest minus the smallest value of each group [G, 1]. The zeros of unscored responses lie between
-    the two, so they change nothing.
-    """
-    return centred_GK.amax(dim=1, keepdim=True) - centred_GK.amin(dim=1, keepdim=True)
-
-
-def _is_informative(scores_B: Tensor, scored_B: Tensor, samples_per_prompt: int) -> Tensor:
-    """Returns which groups have scores that differ [G]."""
-    return _spread(_centred(scores_B, scored_B.view(-1, samples_per_prompt)))[:, 0] >= MIN_SPREAD
-
-
-def informative_groups(
-    scores_B: Tensor, scored_B: Tensor, samples_per_prompt: int, num_groups: int
-) -> tuple[Tensor, float]:
-    """Returns the rows of the first `num_groups` groups with differing scores, and the share of such groups among all.
-
-    If there are too few such groups, the first of the other groups are added. Groups without any score are added last,
-    so at least one score is kept if there is one. Groups stay in order.
-    """
-    informative_G = _is_informative(scores_B, scored_B, samples_per_prompt)
-    has_score_G = scored_B.view(-1, samples_per_prompt).any(dim=1)
-    preferred_G = (informative_G.int() + has_score_G.int()).argsort(stable=True, descending=True)
-    kept_G1 = preferred_G[:num_groups].sort().values[:, None]
-    rows = (kept_G1 * samples_per_prompt + torch.arange(samples_per_prompt)).flatten()
-    return rows, float(informative_G.float().mean())
-
-
-def _group_metrics(scores_B: Tensor, scored_B: Tensor, samples_per_prompt: int) -> dict[str, float]:
-    """Returns the number of groups with at least two scored responses whose scores are all equal, and the share of all
-    groups whose scores differ.
-    """
-    informative_G = _is_informative(scores_B, scored_B, samples_per_prompt)
-    comparable_G = scored_B.view(-1, samples_per_prompt).sum(dim=1) > 1
-    return {
-        "zero_variance_groups": float((comparable_G & ~informative_G).sum()),
-        "informative_share": float(informative_G.float().mean()),
-    }
 
 
 def importance_weights(

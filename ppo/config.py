@@ -15,6 +15,7 @@ from lm.lora import LoRAConfig
 from ppo.algorithm import GAE, Advantage, CutImportance, Importance, KLConfig, PolicyLoss, TeacherConfig, TokenLoss
 from reward.external import ExternalReward, ModelReward, NoReward
 from reward.sources import Reward
+from reward.steps import StepsConfig
 from training.config import BatchConfig, Config, OptimizerConfig, by_kind, check_lora, lora_field
 from training.data import NO_FIELDS, DataConfig, OnOverlong, RowFields, overlong_field
 
@@ -311,6 +312,13 @@ class PPOConfig(Config):
                 f"importance.kind {self.importance.kind!r} drops {self.importance.drops}, but here the current policy"
                 ' samples, which needs no correction; "cut" was expected'
             )
+        if self.loss.is_per_response and self.steps is not None:
+            yield (
+                f"loss.kind {self.loss.kind!r} has one ratio per response, but with reward.steps advantages differ from"
+                ' step to step; "token" was expected'
+            )
+        if self.shared_body and self.steps is not None:
+            yield "lora.shared_body with reward.steps: a shared body's reward model scores whole responses only"
         yield from self._unmet_needs_of_teachers()
         if self.shared_body and self.external_reward is not None:
             yield (
@@ -393,6 +401,12 @@ class PPOConfig(Config):
     def external_reward(self) -> ExternalReward | None:
         """The source of rewards if it is not a model."""
         return self.reward if isinstance(self.reward, ExternalReward) else None
+
+    @property
+    def steps(self) -> StepsConfig | None:
+        """What the scores of a response's steps amount to, if the reward scores steps."""
+        steps: StepsConfig | None = getattr(self.reward, "steps", None)  # most kinds have none
+        return steps
 
     @property
     def row_fields(self) -> RowFields:

@@ -23,14 +23,15 @@ from files.hashes import derive_seed
 from lm.samplers.draws import ALARM, FALSE_ALARM, NO_EVIDENCE
 from lm.samplers.engine import Agreement, max_difference, shown, whole_digest
 from ppo.algorithm import (
+    NO_TERMS,
     KLController,
     importance_weights,
-    informative_groups,
     teacher_terms,
     token_rewards,
     token_weights,
 )
 from ppo.config import PPOConfig
+from ppo.groups import StepRewards, informative_groups
 from ppo.learner import Learner
 from ppo.rank import ScoreScale
 from ppo.roles import ModelOutputs, Roles
@@ -56,7 +57,7 @@ class Experience:
     """A scored rollout: everything that rewards and advantages are computed from."""
 
     rollout: Rollout
-    scores_BO: Tensor  # score per objective, higher is better; NaN where scoring failed
+    scores_BO: Tensor  # score per objective, higher is better; NaN where scoring failed (steps: see `Scorers`)
     scores_B: Tensor  # weighted sum over the objectives
     scored_B: Tensor  # True = has a score
     terminal_rewards_B: Tensor  # scaled scores minus the penalty for a missing EOS; 0 where scoring failed
@@ -64,6 +65,7 @@ class Experience:
     staleness: int  # iterations between the weights that sampled the rollout and those that learn from it
     sampler_difference: float  # mean |difference| between the sampler's and the learner's log-probs, nats per token
     oversampling: Mapping[str, float]  # metrics of the choice among the sampled groups; empty without oversampling
+    steps: StepRewards | None = None  # with `reward.steps`: scaled, with the penalty for a missing EOS
 
     @property
     def scored_BR(self) -> Tensor:
@@ -222,6 +224,7 @@ class PPOController:
             staleness=staleness,
             sampler_difference=agreement.difference,
             oversampling=oversampling,
+            steps=None if self.config.steps is None else self._step_rewards(rollout, scores_BO, scored_B),
         )
 
     def _test_draws(self, iteration: int) -> None:
@@ -251,9 +254,23 @@ class PPOController:
 
     def _weighted(self, scores_BO: Tensor) -> Tensor:
         """Returns one score per response [B]: the weighted sum of its objectives' scores. Objectives with weight 0 may
-        have failed.
+        have failed. The scores of steps are [B, R], and are summed; a response without any has failed.
         """
+        if self.config.steps is not None:
+            return torch.where(scores_BO.isnan().all(dim=1), math.nan, scores_BO.nansum(dim=1))
         return torch.where(self.weights_O != 0, scores_BO * self.weights_O, 0.0).sum(dim=1)
+
+    def _step_rewards(self, rollout: Rollout, paid_BR: Tensor, scored_B: Tensor) -> StepRewards:
+        """Returns the rewards of steps: what they are paid, in standard deviations of the initial policy's scores. The
+        penalty for a missing EOS is added to the last step's. Scores are not centred, since a constant per response
+        changes no gradient, and one per step would make each step worth something.
+        """
+        ends_BR = ~paid_BR.isnan() & scored_B[:, None]
+        rewards_BR = torch.where(ends_BR, self.scale.coef * paid_BR / self.scale.std, 0.0)
+        columns = torch.arange(rollout.max_new_tokens)
+        is_last_BR = ends_BR & (columns == rollout.response_tokens_B[:, None] - 1)
+        unfinished_B1 = ~rollout.finished_B[:, None]
+        return StepRewards(rewards_BR - self.config.missing_eos_penalty * (is_last_BR & unfinished_B1), ends_BR)
 
     def _require_scores(self, scores_B: Tensor) -> Tensor:
         """Returns a mask [B], True = scored. Raises ValueError if too many scores failed."""
@@ -272,13 +289,16 @@ class PPOController:
     def _penalise(self, experience: Experience) -> tuple[Tensor, Tensor]:
         """Returns rewards [B, R], and the KL from the reference [B] in nats.
 
-        The last token's reward is the scaled score minus the penalty for a missing EOS. Every token's reward is
-        reduced by the KL penalty, unless that is in the loss (`kl.kind`), and has the terms of teachers of the kind
-        "reward".
+        The last token's reward is the scaled score minus the penalty for a missing EOS; with `reward.steps`, the last
+        token of each step has that step's. Every token's reward is reduced by the KL penalty, unless that is in the
+        loss (`kl.kind`), and has the terms of teachers of the kind "reward".
         """
         outputs, kl_coef = experience.outputs, self.kl.coef if self.config.kl.kind == "reward" else 0.0
+        terminal_B, step_rewards_BR = experience.terminal_rewards_B, NO_TERMS
+        if experience.steps is not None:
+            terminal_B, step_rewards_BR = torch.zeros_like(terminal_B), experience.steps.rewards_BR
         rewards_BR, kl_B = token_rewards(
-            experience.terminal_rewards_B, outputs.logprobs_BR, outputs.ref_logprobs_BR, experience.scored_BR, kl_coef
+            terminal_B, outputs.logprobs_BR, outputs.ref_logprobs_BR, experience.scored_BR, kl_coef, step_rewards_BR
         )
         return rewards_BR + self._teacher_terms(experience, "reward"), kl_B
 
@@ -302,7 +322,7 @@ class PPOController:
         config, outputs, scored_BR = self.config, experience.outputs, experience.scored_BR
         own_BR = self._teacher_terms(experience, "token")
         estimate = config.advantage.estimate(
-            experience.terminal_rewards_B, rewards_BR, outputs.values_BR, scored_BR, own_BR
+            experience.terminal_rewards_B, rewards_BR, outputs.values_BR, scored_BR, own_BR, experience.steps
         )
         importance_BR, importance_metrics = importance_weights(
             outputs.logprobs_BR,
@@ -372,9 +392,21 @@ class PPOController:
             "response_tokens": float(rollout.response_tokens_B.float().mean()),
             "entropy_estimate": float(-experience.outputs.logprobs_BR[experience.scored_BR].mean()),
             "failed_scores": float((~scored_B).sum()),
+            **self._step_metrics(experience),
             "staleness": float(experience.staleness),
             "sampler_difference": experience.sampler_difference,
             "draw_evidence": self.evidence.nats,
+        }
+
+    def _step_metrics(self, experience: Experience) -> dict[str, float]:
+        """Returns the mean number of steps of a scored response, and the mean that one is paid, before scaling."""
+        if experience.steps is None:
+            return {}
+        ends_BR = experience.steps.ends_BR
+        num_steps_B = ends_BR.sum(dim=1)[experience.scored_B]
+        return {
+            "steps": float(num_steps_B.float().mean()),
+            "paid_per_step": float(experience.scores_BO[ends_BR].mean()),
         }
 
     # Learn.

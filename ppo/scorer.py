@@ -34,16 +34,20 @@ from lm.weights import ModelFolder
 from ppo.config import PPOConfig
 from ppo.rank import InitialModels, Rank
 from ppo.rollout import Rollout, joined, shares_by_update, shares_of, start_on_groups
-from reward.external import ExternalReward, score_in_parts
+from reward.comparisons import Encoded
+from reward.external import ExternalReward, Scored, score_in_parts, scored_steps
 from reward.scoring import (
     PackedInputs,
     RewardModel,
     RewardNetwork,
+    StepTokens,
     labels_of,
     network_folder,
     scores_of,
+    steps_for,
     weights_by_label,
 )
+from reward.steps import SEPARATOR, step_ends
 from training.config import BatchConfig, EngineConfig
 from training.packing import pass_tokens, split_passes
 from training.pinned import host_bytes
@@ -93,7 +97,9 @@ class Scorers:
     def start_scores(self, rollout: Rollout) -> Pending[Tensor]:
         """Start scoring the responses [B, O]; higher is better. NaN = scoring failed: mask and count it.
 
-        Objectives are in the order of the config's `objective_weights`; O = 1 if that is empty.
+        Objectives are in the order of the config's `objective_weights`; O = 1 if that is empty. With `reward.steps`,
+        the result is [B, R]: what each step is paid, at its last token, and NaN at the other tokens. The payments of a
+        response add up to its score; it has none if scoring failed.
         """
         shares = shares_of(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, with_gradients=False)
         parts = rollout.shares(shares)
@@ -140,7 +146,8 @@ class Scorer(Rank):
         if isinstance(reward, Path):
             weights = weights_by_label(str(reward), labels_of(reward), config.reward.objective_weights)
             self.network = network or self._fixed(network_folder(reward))
-            self.judge = RewardModel(self.network.module, Tokenizer.load(reward), weights)
+            steps = config.steps and steps_for(reward, config.steps)
+            self.judge = RewardModel(self.network.module, Tokenizer.load(reward), weights, steps)
         else:
             self.judge = reward
         self._failure = ""
@@ -165,43 +172,78 @@ class Scorer(Rank):
 
     @torch.no_grad()
     def scores(self, rollout: Rollout, asked: Asked) -> Tensor:
-        """Returns scores [B, O]. `asked` are the responses' prompts, if the reward reads texts."""
+        """Returns scores [B, O], or what steps are paid [B, R] (`Scorers.start_scores`). `asked` are the responses'
+        prompts, if the reward reads texts.
+        """
         prompts, responses = rollout.token_lists()
         if isinstance(self.judge, RewardModel):
-            sequences = self.judge.sequences(self.tokenizer, asked.conversations, prompts, responses)
-            return self._network_scores(self.judge, sequences)
+            encoded = self.judge.encoded(self.tokenizer, asked.conversations, prompts, responses)
+            if self.judge.steps is not None:
+                return self._paid(self._network_steps(self.judge, encoded), rollout, self.judge.steps.separator)
+            found = self._network_scores(self.judge, [StepTokens(of.tokens, (len(of.tokens) - 1,)) for of in encoded])
+            heads = [self.judge.network.labels.index(name) for name in self.config.reward.objective_weights] or [0]
+            return torch.stack([of[0, heads] if len(of) else torch.full((len(heads),), math.nan) for of in found])
         texts = [self.tokenizer.decode(response).strip() for response in responses]
         size = self.config.minibatch.micro_batch_size or TEXTS_PER_CALL
         columns = [
             score_in_parts(part, asked.conversations, texts, size, asked.rows) for part in self.judge.parts.values()
         ]
         self._failure = next((result.failure for scored in columns for result in scored if result.failure), "")
+        if self.config.steps is not None:
+            return self._paid(columns[0], rollout, self.config.steps.separator or SEPARATOR)
         return torch.tensor([[result.score for result in scored] for scored in columns]).T
 
     def first_failure(self) -> str:
         return self._failure
 
-    def _network_scores(self, judge: RewardModel, sequences: Sequence[Sequence[int]]) -> Tensor:
+    def _paid(self, scored: Sequence[Scored], rollout: Rollout, separator: str) -> Tensor:
+        """Returns what steps are paid, at the last token of each [B, R]; NaN elsewhere."""
+        paid_BR = torch.full(rollout.behaviour_logprobs_BR.shape, math.nan)
+        for row, (one, response) in enumerate(zip(scored, rollout.token_lists()[1], strict=True)):
+            if one.failure:
+                continue
+            ends = step_ends(self.tokenizer, response, separator)
+            if len(ends) != len(one.paid):
+                ends = [*dict.fromkeys(ends)]  # a model gives a token that ends two steps one score
+            if len(ends) != len(one.paid):
+                self._failure = f"{len(one.paid)} steps were scored, but its tokens hold {len(ends)}"
+                continue
+            for end, paid in zip(ends, one.paid, strict=True):
+                paid_BR[row, end] = paid if paid_BR[row, end].isnan() else paid_BR[row, end] + paid
+        return paid_BR
+
+    def _network_steps(self, judge: RewardModel, encoded: Sequence[Encoded]) -> list[Scored]:
+        assert judge.steps is not None, "this model scores whole responses"
+        found = self._network_scores(judge, [judge.steps_of(of) for of in encoded])
+        return [
+            scored_steps(scores[:, 0].sigmoid().tolist(), judge.steps) if len(scores) else Scored(math.nan, "too long")
+            for scores in found
+        ]
+
+    def _network_scores(self, judge: RewardModel, read: Sequence[StepTokens]) -> list[Tensor]:
+        """Returns for each sequence the scores [steps, O] at its ends; no step for one that is too long. An encoder
+        gives one score, which is that of the whole sequence.
+        """
         network, batch = judge.network, self.config.minibatch
-        fitting = [row for row, tokens in enumerate(sequences) if judge.fits(tokens)]
-        room, too_long = judge.room_tokens, [len(row) for row in sequences if not judge.fits(row)]
+        fitting = [row for row, of in enumerate(read) if judge.fits(of.tokens)]
+        room, too_long = judge.room_tokens, [len(of.tokens) for of in read if not judge.fits(of.tokens)]
         self._failure = f"it has {too_long[0]} tokens; the reward model reads at most {room}" if too_long else ""
-        scores_BO = torch.full((len(sequences), len(network.labels)), math.nan)
+        found = [torch.empty(0, len(network.labels)) for _ in read]
         # The reward model may have another tokenizer than the policy, so its token counts are known only here.
-        units = [[len(sequences[row])] for row in fitting] or [[1]]
+        units = [[len(read[row].tokens)] for row in fitting] or [[2]]
         (passes,) = split_passes(units, 1, pass_tokens(batch, units, with_gradients=False))
-        order, score_parts = [fitting[place] for own in passes for place in own] if fitting else [], list[Tensor]()
         with self.network.in_use(), self._precision():
             # Every rank runs the same number of passes, since ranks may gather shared weights in each.
             for number in range(self.network.most_passes(len(passes))):
                 note_progress()
                 rows = [fitting[place] for place in passes[number]] if fitting and number < len(passes) else []
-                read = [sequences[row] for row in rows] or [[judge.tokenizer.end_id]]
-                packed = PackedInputs.of(read, network.config.kind, self.device)
-                score_parts.append(packed.in_order(scores_of(network, packed.read)).float()[: len(rows)])
-        scores_BO[order] = torch.cat(score_parts).cpu()
-        heads = [network.labels.index(name) for name in self.config.reward.objective_weights] or [0]
-        return scores_BO[:, heads]
+                steps = [read[row] for row in rows] or [StepTokens([judge.tokenizer.end_id] * 2, (1,))]
+                packed = PackedInputs.at_steps(steps, network.config.kind, self.device)
+                scores = packed.in_order(scores_of(network, packed.read)).float().cpu()
+                sizes = [len(of.ends) for of in steps]
+                for row, of in zip(rows, scores.split(sizes), strict=False):
+                    found[row] = of
+        return found
 
     @torch.no_grad()
     def reference_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:

@@ -37,7 +37,7 @@ from pretrain.stage import tokenize
 from reward.external import ExternalReward, ModelReward, NoReward
 from reward.report import RewardResults
 from reward.sampling import SamplingSpec, sample_everywhere
-from reward.scoring import labels_of, weights_by_label
+from reward.scoring import check_steps, labels_of, weights_by_label
 from reward.sources import REWARD_KEYS
 from reward.stage import STAGE as REWARD
 from stages.contract import Parent, Stage
@@ -230,7 +230,7 @@ def score_scale(
     """
     if isinstance(judge, NoReward):
         return ScoreScale(0.0, 1.0)
-    if was_measured(run) and not config.reward.objective_weights:
+    if was_measured(run) and not config.reward.objective_weights and config.steps is None:
         path = run.folder_of("reward") / "results.json"
         where, results = str(path), read_record(path, RewardResults)
         assert results.sample_score_mean is not None, "a reward model of a single objective has a mean score"
@@ -248,6 +248,7 @@ def score_scale(
             precision=run.engine.resolved_precision(),
             reward=str(judge) if isinstance(judge, Path) else "",
             objective_weights=config.reward.objective_weights,
+            steps=None if config.external_reward else config.steps,
             external_reward=None if isinstance(judge, Path) else judge,
         )
         # Workers that only learn may be of a number that their generators' teams do not divide.
@@ -388,6 +389,7 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
     if isinstance(config.reward, ModelReward) and config.reward.model:
         judge = stage.start(REWARD.name)
         weights_by_label(str(judge), labels_of(judge), config.reward.objective_weights)
+        check_steps(judge, config.steps)
         if config.shared_body and config.init_from:
             require_same_shape(stage.start("sft"), judge)
         elif config.shared_body:  # the policy is still to be trained

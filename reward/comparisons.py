@@ -115,7 +115,12 @@ def encode_scored(tokenizer: Tokenizer, messages: Messages) -> tuple[int, ...]:
 
     A policy's samples end there, so text that a template adds after it is left out.
     """
-    return tuple(_scored(*tokenizer.encode_conversation(messages)).tokens)
+    return tuple(encode_answered(tokenizer, messages).tokens)
+
+
+def encode_answered(tokenizer: Tokenizer, messages: Messages) -> "Encoded":
+    """As `encode_scored`, with the length of the last response."""
+    return _scored(*tokenizer.encode_conversation(messages))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, read_config
 from reward.external import ExternalReward, Scored, score_in_parts
 from reward.scoring import RewardModel
+from reward.steps import StepsConfig
 from training.data import Prompt
 
 if TYPE_CHECKING:
@@ -37,9 +38,10 @@ BATCH = 128
 class SamplingSpec:
     """What to sample. `reference` and `reward` are model directories to measure against; "" skips that measurement.
 
-    `objective_weights` apply to a reward model with several objectives. `external_reward` scores instead of a reward
-    model. `template_of` names a directory whose chat template replaces the policy's own. With `meeting`, workers form
-    teams there, each of which computes one policy; only the first worker of a team scores its samples.
+    `objective_weights` apply to a reward model with several objectives, `steps` to one that scores steps.
+    `external_reward` scores instead of a reward model. `template_of` names a directory whose chat template replaces the
+    policy's own. With `meeting`, workers form teams there, each of which computes one policy; only the first worker of
+    a team scores its samples.
     """
 
     policy: Path
@@ -51,6 +53,7 @@ class SamplingSpec:
     reference: str = ""
     reward: str = ""
     objective_weights: Mapping[str, float] = field(default_factory=dict)
+    steps: StepsConfig | None = None
     external_reward: ExternalReward | None = None
     template_of: str = ""
     meeting: Rendezvous | None = None
@@ -158,7 +161,7 @@ class Sampler:
 
     @cached_property
     def _reward_model(self) -> RewardModel:
-        return RewardModel.load(Path(self.spec.reward), self.spec.objective_weights)
+        return RewardModel.load(Path(self.spec.reward), self.spec.objective_weights, self.spec.steps)
 
     def _load(self, folder: Path) -> LanguageModel:
         if self._team is not None:

@@ -20,6 +20,7 @@ from preferences.records import MAX_RESPONSES
 from preferences.store import LabelStore
 from reward.external import ExternalReward, RemoteReward, RewardFunction, Scored
 from reward.scoring import labels_of
+from reward.steps import StepsConfig
 from stages.world import World
 from training.data import Prompt
 
@@ -105,11 +106,12 @@ def open_scorer(name: str, spec: str, asking: Asking) -> ScoreJudge:
     return function_judge(name, spec) if is_function(spec) else reward_model_judge(name, spec)
 
 
-def function_judge(name: str, spec: str, *, has_rows: bool = False) -> ScoreJudge:
+def function_judge(name: str, spec: str, *, has_rows: bool = False, steps: StepsConfig | None = None) -> ScoreJudge:
     """Open a Python function, "MODULE:FUNCTION" or "FILE.py:FUNCTION". `has_rows` says whether the prompts have their
-    rows, for a function that reads them. Raises: ValueError if there is none, or if it reads rows that are not there.
+    rows, for a function that reads them; `steps` is for one that scores steps. Raises: ValueError if there is none, or
+    if it reads rows that are not there.
     """
-    function = RewardFunction(function=spec)
+    function = RewardFunction(function=spec, steps=steps)
     if function.reads_rows and not has_rows:
         raise ValueError(
             f"judge {name!r}: {spec} has a parameter `rows`, but these prompts come without their rows; a function of"
@@ -131,19 +133,26 @@ def reward_model_judge(name: str, spec: str) -> ScoreJudge:
 
 
 def reward_judge(
-    name: str, reward: ExternalReward | Path, objective_weights: Mapping[str, float], *, is_climbed: bool = True
+    name: str,
+    reward: ExternalReward | Path,
+    objective_weights: Mapping[str, float],
+    steps: StepsConfig | None = None,
+    *,
+    is_climbed: bool = True,
 ) -> ScoreJudge:
-    """Open a run's reward as a judge: its reward model's folder, or a function or endpoint. `is_climbed` says whether
-    the policies were trained to raise it; DPO's were not.
+    """Open a run's reward as a judge: its reward model's folder, or a function or endpoint. `steps` is for a model that
+    scores steps. `is_climbed` says whether the policies were trained to raise it; DPO's were not.
     """
     if isinstance(reward, RewardFunction):
-        judge = function_judge(name, reward.function, has_rows=True)
+        judge = function_judge(name, reward.function, has_rows=True, steps=reward.steps)
     elif isinstance(reward, ExternalReward):
         about: dict[str, object] = {"description": f"the {reward.noun} {reward.source}"}
         judge = ScoreJudge(name, f"reward {reward.noun}", reward.source, reward.score, about, reward.reads_rows)
     else:
         found = {"description": "the run's reward model", "sha256": folder_hash(reward)}
-        judge = ScoreJudge(name, "reward model", str(reward), reward_model_score(reward, objective_weights), found)
+        judge = ScoreJudge(
+            name, "reward model", str(reward), reward_model_score(reward, objective_weights, steps), found
+        )
     return described_as_reward(judge, "is also the reward") if is_climbed else judge
 
 

@@ -29,6 +29,7 @@ from ppo.stage import STAGE as PPO
 from reward.external import ExternalReward, NoReward, RewardFunction
 from reward.sampling import Sample, SamplingSpec, sample_everywhere
 from reward.stage import STAGE as REWARD
+from reward.steps import StepsConfig
 from stages.contract import POLICIES, Parent, Stage
 from stages.data import fitting_prompts
 from stages.planner import Planner, StagePlan
@@ -67,6 +68,7 @@ class Proxy:
     model: str = ""
     objective_weights: Mapping[str, float] = field(default_factory=dict)
     external: ExternalReward | None = None
+    steps: StepsConfig | None = None  # for a model that scores steps
 
     @property
     def exists(self) -> bool:
@@ -94,6 +96,7 @@ def run_compare(run: StageRun, config: CompareConfig) -> None:
             reference=str(initial),
             reward=proxy.model,
             objective_weights=proxy.objective_weights,
+            steps=proxy.steps,
             external_reward=proxy.external,
             template_of=str(initial),
         )
@@ -144,7 +147,8 @@ def proxy_of(run: StageRun) -> Proxy:
     if isinstance(ppo.reward, NoReward):
         return Proxy()
     model = "" if ppo.external_reward else str(run.at(PPO.name).start(REWARD.name))
-    return Proxy(model, ppo.reward.objective_weights, ppo.external_reward)
+    steps = None if ppo.external_reward else ppo.steps
+    return Proxy(model, ppo.reward.objective_weights, ppo.external_reward, steps)
 
 
 def _row_fields(job: JobView) -> RowFields:
@@ -174,7 +178,7 @@ def judge_of(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:
         proxy, policies = proxy_of(run), policies_of(run.job)
         is_climbed = PPO.name in policies or any(REWARD.name in run.job.parents(name) for name in policies)
         reward = proxy.external or Path(proxy.model)
-        return reward_judge("reward", reward, proxy.objective_weights, is_climbed=is_climbed)
+        return reward_judge("reward", reward, proxy.objective_weights, proxy.steps, is_climbed=is_climbed)
     return gold_judge(run.world.judge_names[0], "gold:../job.toml", run.world)
 
 

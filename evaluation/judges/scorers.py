@@ -11,9 +11,10 @@ from evaluation.endpoint import OnProgress
 from evaluation.judges.judge import Pair
 from evaluation.verdicts import Verdict
 from lm.tokenizer import Messages, Tokenizer
-from reward.comparisons import encode_scored
+from reward.comparisons import encode_answered
 from reward.external import Scored
 from reward.scoring import RewardModel, check_network, labels_of, weights_by_label
+from reward.steps import StepsConfig
 
 # Maps conversations and responses to one score or failure per response.
 Score = Callable[..., Sequence[Scored]]  # (conversations, responses), or with `ScoreJudge.reads_rows` a third: rows
@@ -62,9 +63,9 @@ class ScoreJudge:
         return pair.verdict(self.name, preference_a, scores=(a.score, b.score), failure=failed)
 
 
-def reward_model_score(folder: Path, weights: Mapping[str, float]) -> Score:
+def reward_model_score(folder: Path, weights: Mapping[str, float], steps: StepsConfig | None = None) -> Score:
     """Returns a scoring function that uses the reward model in a directory, with its vocabulary and chat template.
-    `weights` apply to its objectives, if it has several.
+    `weights` apply to its objectives, if it has several, and `steps` if it scores steps.
 
     Raises: ValueError for a directory without a reward model, and for weights that do not fit it.
     """
@@ -74,16 +75,16 @@ def reward_model_score(folder: Path, weights: Mapping[str, float]) -> Score:
 
     @cache  # loaded when first used: policies are sampled before, and need the memory
     def model() -> RewardModel:
-        return RewardModel.load(folder, weights)
+        return RewardModel.load(folder, weights, steps)
 
     def score(conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
         turns = zip(conversations, responses, strict=True)
         whole = [[*messages, {"role": "assistant", "content": response}] for messages, response in turns]
-        sequences = [encode_scored(tokenizer, conversation) for conversation in whole]
+        encoded = [encode_answered(tokenizer, conversation) for conversation in whole]
         room = model().network.config.max_position_embeddings
-        fitting = [row for row, tokens in enumerate(sequences) if model().fits(tokens)]
-        found = [Scored(math.nan, f"{len(s)} tokens; the reward model reads at most {room}") for s in sequences]
-        scores = model().score_sequences([sequences[row] for row in fitting])
+        fitting = [row for row, of in enumerate(encoded) if model().fits(of.tokens)]
+        found = [Scored(math.nan, f"{len(of.tokens)} tokens; the reward model reads at most {room}") for of in encoded]
+        scores = model().score_encoded([encoded[row] for row in fitting])
         for row, value in zip(fitting, scores, strict=True):
             found[row] = Scored(value) if math.isfinite(value) else Scored(math.nan, f"the reward model gave {value}")
         return found

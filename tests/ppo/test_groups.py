@@ -18,14 +18,13 @@ from ppo.algorithm import (
     GroupMean,
     LeaveOneOut,
     NoBaseline,
-    group_advantages,
-    informative_groups,
     policy_loss,
     response_kl_loss,
     token_rewards,
     token_weights,
 )
 from ppo.config import VLLM, PPOConfig
+from ppo.groups import group_advantages, informative_groups
 from tests.examples import examples
 
 YES = torch.ones(4, dtype=torch.bool)

@@ -53,7 +53,8 @@ def test_where_positions_end_with_the_context_the_last_token_gives_way(tokenizer
     # A finished response fills the context with its EOS, and a shorter one keeps all of its tokens.
     ended = [*response[:-1], tokenizer.end_id]
     assert learned.score(tokenizer, [ASKED], [prompt], [ended]) == expected
-    assert learned.sequences(tokenizer, [ASKED], [prompt], [response[:-1]]) == [[*prompt, *ended]]
+    (read,) = learned.encoded(tokenizer, [ASKED], [prompt], [response[:-1]])
+    assert [*read.tokens] == [*prompt, *ended]
 
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
