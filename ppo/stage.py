@@ -34,6 +34,7 @@ from ppo.rollout_log import RolloutLog, SampleLog, followed_rows
 from ppo.shared_body import adapter_of, require_same_body, require_same_shape
 from pretrain.stage import STAGE as PRETRAIN
 from pretrain.stage import tokenize
+from reward.config import RewardConfig
 from reward.external import ExternalReward, ModelReward, NoReward
 from reward.report import RewardResults
 from reward.sampling import SamplingSpec, sample_everywhere
@@ -356,6 +357,7 @@ def check(config: PPOConfig, job: JobView) -> None:
     own_reward = reward is not None and REWARD.name in job.parents(STAGE.name)
     if reward is not None and own_reward:
         weights_by_label("[reward]", reward.labels, config.reward.objective_weights)
+        _check_own_steps(config, reward)
     if not config.shared_body:
         return
     if job.engine.sequence_parallel_size > 1:
@@ -376,6 +378,19 @@ def check(config: PPOConfig, job: JobView) -> None:
         raise ValueError(
             f"ppo.lora.shared_body: [reward] starts from {starts[0]} and [ppo] from {starts[1]}; the same model was"
             " expected"
+        )
+
+
+def _check_own_steps(config: PPOConfig, reward: RewardConfig) -> None:
+    """Check that `reward.steps` is set if and only if [reward] learns from step labels, with the same separator."""
+    if (reward.step_labels is None) != (config.steps is None):
+        learns = "rankings" if reward.step_labels is None else "step labels"
+        wanted = "no `steps` were" if reward.step_labels is None else "`steps = {}` was"
+        raise ValueError(f"ppo.reward: [reward] learns from {learns}; {wanted} expected (docs/rewards.md)")
+    if config.steps and reward.step_labels and config.steps.separator not in ("", reward.step_labels.separator):
+        raise ValueError(
+            f"ppo.reward.steps.separator is {config.steps.separator!r}, but that of reward.step_labels is"
+            f" {reward.step_labels.separator!r}; the same, or none, was expected"
         )
 
 

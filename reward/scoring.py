@@ -70,13 +70,14 @@ class StepTokens:
 
     tokens: Sequence[int]
     ends: Sequence[int]
+    all_ends: Sequence[int] = ()  # of every step of the text: a token that ends two steps occurs twice
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, tokens: Sequence[int], response_tokens: int, separator: str) -> Self:
         """Find the steps of the response, which is the last `response_tokens` tokens."""
         start = len(tokens) - response_tokens
-        ends = dict.fromkeys(step_ends(tokenizer, tokens[start:], separator))  # a token that ends two steps is one end
-        return cls(tokens, [start + end for end in ends])
+        ends = [start + end for end in step_ends(tokenizer, tokens[start:], separator)]
+        return cls(tokens, [*dict.fromkeys(ends)], ends)
 
     @property
     def is_end(self) -> list[bool]:
