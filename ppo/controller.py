@@ -59,7 +59,7 @@ class Experience:
     scores_BO: Tensor  # score per objective, higher is better; NaN where scoring failed
     scores_B: Tensor  # weighted sum over the objectives
     scored_B: Tensor  # True = has a score
-    terminal_rewards_B: Tensor  # scaled scores minus the penalty for a missing EOS; 0 where scoring failed
+    scaled_scores_B: Tensor  # scores in the rewards' unit, minus the penalty for a missing EOS; 0 where scoring failed
     outputs: ModelOutputs  # log-probs under policy, reference and teachers, and values
     staleness: int  # iterations between the weights that sampled the rollout and those that learn from it
     sampler_difference: float  # mean |difference| between the sampler's and the learner's log-probs, nats per token
@@ -67,7 +67,7 @@ class Experience:
 
     @property
     def scored_BR(self) -> Tensor:
-        """True = a token of a response with a score."""
+        """True = a token that the policy wrote, of a response with a score."""
         return self.rollout.response_mask_BR & self.scored_B[:, None]
 
 
@@ -209,7 +209,7 @@ class PPOController:
             agreement = require_one_policy(outputs.logprobs_BR, rollout, iteration, self.max_difference)
         if tests_draws:
             self._test_draws(iteration)
-        scores_B = self._weighted(scores_BO)
+        scores_B = self._scores_of(rollout, scores_BO)
         # With oversampling, `max_failed_share` was checked over all sampled responses; the kept ones may exceed it.
         scored_B = torch.isfinite(scores_B) if oversampling else self._require_scores(scores_B)
         return Experience(
@@ -217,7 +217,7 @@ class PPOController:
             scores_BO=scores_BO,
             scores_B=scores_B,
             scored_B=scored_B,
-            terminal_rewards_B=self._terminal_rewards(rollout, scores_B),
+            scaled_scores_B=self._scaled(rollout, scores_B),
             outputs=outputs,
             staleness=staleness,
             sampler_difference=agreement.difference,
@@ -242,18 +242,19 @@ class PPOController:
         self, rollout: Rollout, scores_BO: Tensor
     ) -> tuple[Rollout, Pending[Tensor], dict[str, float]]:
         """Choose the groups to learn from among those sampled. Returns them, their scores, and a metric."""
-        config, scores_B = self.config, self._weighted(scores_BO)
+        config, scores_B = self.config, self._scores_of(rollout, scores_BO)
         scored_B = self._require_scores(scores_B)
         rows, informative_share = informative_groups(
-            self._terminal_rewards(rollout, scores_B), scored_B, config.advantage.samples_per_prompt, config.num_prompts
+            self._scaled(rollout, scores_B), scored_B, config.advantage.samples_per_prompt, config.num_prompts
         )
         return rollout.rows(rows), lambda: scores_BO[rows], {"sampled_informative_share": informative_share}
 
-    def _weighted(self, scores_BO: Tensor) -> Tensor:
-        """Returns one score per response [B]: the weighted sum of its objectives' scores. Objectives with weight 0 may
-        have failed.
+    def _scores_of(self, rollout: Rollout, scores_BO: Tensor) -> Tensor:
+        """Returns one score per response [B]: the weighted sum of its objectives' scores, plus what an environment
+        gave for its turns; NaN where either failed. Objectives with weight 0 may have failed.
         """
-        return torch.where(self.weights_O != 0, scores_BO * self.weights_O, 0.0).sum(dim=1)
+        weighted_B = torch.where(self.weights_O != 0, scores_BO * self.weights_O, 0.0).sum(dim=1)
+        return torch.where(rollout.failure_B == 0, weighted_B + rollout.turn_rewards_BR.sum(dim=1), math.nan)
 
     def _require_scores(self, scores_B: Tensor) -> Tensor:
         """Returns a mask [B], True = scored. Raises ValueError if too many scores failed."""
@@ -272,13 +273,20 @@ class PPOController:
     def _penalise(self, experience: Experience) -> tuple[Tensor, Tensor]:
         """Returns rewards [B, R], and the KL from the reference [B] in nats.
 
-        The last token's reward is the scaled score minus the penalty for a missing EOS. Every token's reward is
-        reduced by the KL penalty, unless that is in the loss (`kl.kind`), and has the terms of teachers of the kind
-        "reward".
+        The last token's reward is the scaled score minus the penalty for a missing EOS, but the part of the score that
+        an environment gave for a turn is the reward of that turn's last token. Every token's reward is reduced by the
+        KL penalty, unless that is in the loss (`kl.kind`), and has the terms of teachers of the kind "reward".
         """
         outputs, kl_coef = experience.outputs, self.kl.coef if self.config.kl.kind == "reward" else 0.0
+        scored_BR, turns_BR = experience.scored_BR, experience.rollout.turn_rewards_BR
+        turns_BR = torch.where(scored_BR, self.scale.coef / self.scale.std * turns_BR, 0.0)
         rewards_BR, kl_B = token_rewards(
-            experience.terminal_rewards_B, outputs.logprobs_BR, outputs.ref_logprobs_BR, experience.scored_BR, kl_coef
+            experience.scaled_scores_B - turns_BR.sum(dim=1),
+            outputs.logprobs_BR,
+            outputs.ref_logprobs_BR,
+            scored_BR,
+            kl_coef,
+            turns_BR,
         )
         return rewards_BR + self._teacher_terms(experience, "reward"), kl_B
 
@@ -288,8 +296,8 @@ class PPOController:
         outputs = experience.outputs
         return teacher_terms(outputs.logprobs_BR, outputs.teacher_logprobs_BMR, weight_M, experience.scored_BR)
 
-    def _terminal_rewards(self, rollout: Rollout, scores_B: Tensor) -> Tensor:
-        """Returns the rewards [B] of the last tokens, without the KL penalty; 0 where scoring failed."""
+    def _scaled(self, rollout: Rollout, scores_B: Tensor) -> Tensor:
+        """Returns the rewards [B] of whole responses, without the KL penalty; 0 where scoring failed."""
         rewards_B = self.scale.apply(scores_B) - self.config.missing_eos_penalty * ~rollout.finished_B
         return torch.where(torch.isfinite(scores_B), rewards_B, 0.0)
 
@@ -302,7 +310,7 @@ class PPOController:
         config, outputs, scored_BR = self.config, experience.outputs, experience.scored_BR
         own_BR = self._teacher_terms(experience, "token")
         estimate = config.advantage.estimate(
-            experience.terminal_rewards_B, rewards_BR, outputs.values_BR, scored_BR, own_BR
+            experience.scaled_scores_B, rewards_BR, outputs.values_BR, scored_BR, own_BR
         )
         importance_BR, importance_metrics = importance_weights(
             outputs.logprobs_BR,
@@ -369,7 +377,7 @@ class PPOController:
             "kl_nats": float(kl_B[scored_B].mean()),
             "kl_coef": self.kl.coef,
             "eos_rate": float(rollout.finished_B.float().mean()),
-            "response_tokens": float(rollout.response_tokens_B.float().mean()),
+            "response_tokens": float(rollout.num_written_B.float().mean()),
             "entropy_estimate": float(-experience.outputs.logprobs_BR[experience.scored_BR].mean()),
             "failed_scores": float((~scored_B).sum()),
             "staleness": float(experience.staleness),
@@ -467,7 +475,7 @@ class PPOController:
         require_one_policy(logprobs_BR, rollout, iteration, self.max_difference)
         self._test_draws(iteration)
         ref_logprobs_BR = self.roles.scorers.start_reference_logprobs(rollout, whole)()
-        return ScoredRollout(rollout, self._weighted(scores_BO), (logprobs_BR - ref_logprobs_BR).sum(dim=1))
+        return ScoredRollout(rollout, self._scores_of(rollout, scores_BO), (logprobs_BR - ref_logprobs_BR).sum(dim=1))
 
 
 def _value_batch(minibatch: PPOBatch) -> ValueBatch:
@@ -490,7 +498,7 @@ def _require_same_policy(ratio_error: float, iteration: int, most: float) -> Non
 def sampler_agreement(logprobs_BR: Tensor, rollout: Rollout) -> Agreement:
     """Measure how far the learner's log-probs are from those that the sampler reported."""
     difference_C = (logprobs_BR - rollout.behaviour_logprobs_BR)[rollout.response_mask_BR]
-    return Agreement.of(difference_C, rollout.response_tokens_B.tolist())
+    return Agreement.of(difference_C, rollout.num_written_B.tolist())
 
 
 def require_one_policy(logprobs_BR: Tensor, rollout: Rollout, iteration: int, max_difference: float) -> Agreement:
