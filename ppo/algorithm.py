@@ -30,20 +30,19 @@ def token_rewards(
     ref_logprobs_BR: Tensor,
     mask_BR: Tensor,
     kl_coef: float,
-    turn_rewards_BR: Tensor = NO_TERMS,
+    step_rewards_BR: Tensor = NO_TERMS,
 ) -> tuple[Tensor, Tensor]:
     """Returns rewards [B, R], and the KL [B] that they penalise, in nats.
 
-    r_t = -kl_coef · (log π - log π_ref) at every token, plus the response's score at its last token, plus what an
-    environment gave for single turns. The KL is the unclamped sum of the log ratios (k1): times kl_coef, exactly what
-    the rewards subtract.
+    r_t = -kl_coef · (log π - log π_ref) at every token, plus the response's score at its last token, plus what is paid
+    at the token itself (`step_rewards_BR`, such as an environment's rewards of turns).
+    The KL is the unclamped sum of the log ratios (k1): times kl_coef, exactly what the rewards subtract.
     """
     log_ratio_BR = _counted(logprobs_BR - ref_logprobs_BR, mask_BR)
     last_BR = mask_BR & (mask_BR.cumsum(dim=1) == mask_BR.sum(dim=1, keepdim=True))
     assert bool((last_BR.sum(dim=1) == mask_BR.any(dim=1)).all()), "a score must sit on exactly one token per response"
-    rewards_BR = torch.where(last_BR, scores_B[:, None], 0.0) + _counted(turn_rewards_BR, mask_BR)
-    rewards_BR = rewards_BR - kl_coef * log_ratio_BR
-    return rewards_BR, log_ratio_BR.sum(dim=1)
+    rewards_BR = torch.where(last_BR, scores_B[:, None], 0.0) - kl_coef * log_ratio_BR
+    return rewards_BR + _counted(step_rewards_BR, mask_BR), log_ratio_BR.sum(dim=1)
 
 
 class TeacherConfig(Config):

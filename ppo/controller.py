@@ -34,9 +34,8 @@ from ppo.config import PPOConfig
 from ppo.learner import Learner
 from ppo.rank import ScoreScale
 from ppo.roles import ModelOutputs, Roles
-from ppo.rollout import PolicyBatch, PPOBatch, ResponseKL, Rollout, ValueBatch
+from ppo.rollout import FAILURES, PolicyBatch, PPOBatch, ResponseKL, Rollout, ValueBatch
 from ppo.rollout_log import RolloutLog, SampleLog, ScoredRollout
-from reward.external import NoReward
 from training.notices import RunError
 from training.packing import Sampler
 
@@ -264,9 +263,15 @@ class PPOController:
             raise ValueError(
                 f"{failed} of {len(scores_B)} responses have no finite score;"
                 f" ppo.max_failed_share allows {self.config.max_failed_share:.0%}."
-                f" The first: {self.roles.scorers.first_failure() or 'its score is infinite'}"
+                f" The first: {self._first_failure()}"
             )
         return scored_B
+
+    def _first_failure(self) -> str:
+        found = self.roles.scorers.first_failure()
+        if not found and self.config.environment is not None:
+            found = self.roles.generators.first_failure()
+        return found or "its score is infinite"
 
     # Penalise.
 
@@ -373,7 +378,8 @@ class PPOController:
             "scaled_score": float(self.scale.apply(scores_B)[scored_B].mean()),
         }
         return {
-            **({} if isinstance(self.config.reward, NoReward) else scores),
+            **(scores if self.config.has_score else {}),
+            **self._environment_metrics(rollout),
             "kl_nats": float(kl_B[scored_B].mean()),
             "kl_coef": self.kl.coef,
             "eos_rate": float(rollout.finished_B.float().mean()),
@@ -383,6 +389,19 @@ class PPOController:
             "staleness": float(experience.staleness),
             "sampler_difference": experience.sampler_difference,
             "draw_evidence": self.evidence.nats,
+        }
+
+    def _environment_metrics(self, rollout: Rollout) -> dict[str, float]:
+        """Returns metrics of conversations: means over all responses, and the share that each failure cost."""
+        if self.config.environment is None:
+            return {}
+        replies_B = rollout.response_tokens_B - rollout.num_written_B
+        shares = {reason: float((rollout.failure_B == place).float().mean()) for place, reason in enumerate(FAILURES)}
+        return {
+            "turns": float(rollout.num_turns_B.float().mean()),
+            "environment_tokens": float(replies_B.float().mean()),
+            "environment_seconds": float(rollout.environment_seconds_B.mean()),
+            **{f"environment_failed/{reason}": share for reason, share in shares.items() if reason},
         }
 
     # Learn.

@@ -57,16 +57,15 @@ TEXTS_PER_CALL = 16  # for a reward that reads texts, if `micro_batch_size` is n
 
 @dataclass(frozen=True)
 class Asked:
-    """What a reward that reads texts knows of prompts: their messages and, if it reads them, fields of their rows of
-    data. Both are empty if the reward reads tokens.
+    """What a reward that reads texts, or an environment, knows of prompts: their messages and, if it reads them, fields
+    of their rows of data. Both are empty if the reward reads tokens.
     """
 
     conversations: Sequence[Messages] = ()
     rows: Sequence[Row] = ()
 
-    def of(self, rollout: Rollout) -> "Asked":
-        """Returns what the responses answer. It is sent with each rollout, instead of all the job's."""
-        numbers = rollout.prompt_rows_B.tolist()
+    def of(self, numbers: Sequence[int]) -> "Asked":
+        """Returns these prompts, by their row numbers. They are sent with each rollout, instead of all the job's."""
         conversations = [self.conversations[number] for number in numbers] if self.conversations else []
         return Asked(conversations, [self.rows[number] for number in numbers] if self.rows else [])
 
@@ -97,7 +96,8 @@ class Scorers:
         """
         shares = shares_of(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, with_gradients=False)
         parts = rollout.shares(shares)
-        return joined(self.ranks.start_split(Scorer.scores, [(part, self.asked.of(part)) for part in parts]), shares)
+        arguments = [(part, self.asked.of(part.prompt_rows_B.tolist())) for part in parts]
+        return joined(self.ranks.start_split(Scorer.scores, arguments), shares)
 
     def first_failure(self) -> str:
         """Returns why the first response without a score in the last call has none; "" if all have one."""
@@ -170,6 +170,8 @@ class Scorer(Rank):
         if isinstance(self.judge, RewardModel):
             sequences = self.judge.sequences(self.tokenizer, asked.conversations, prompts, responses)
             return self._network_scores(self.judge, sequences)
+        if self.config.environment is not None:  # what answers the prompt is the last turn
+            responses = [rollout.turns(row)[-1][1] for row in range(len(rollout))]
         texts = [self.tokenizer.decode(response).strip() for response in responses]
         size = self.config.minibatch.micro_batch_size or TEXTS_PER_CALL
         columns = [

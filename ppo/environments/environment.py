@@ -7,7 +7,7 @@ never tokens: what the policy wrote stays as it was sampled, and the tokens of e
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -28,8 +28,8 @@ class Reply:
 
 
 class Episode(ABC):
-    """One conversation. Its methods are called one after another. Each call has a deadline, and any exception makes
-    this response missing, and no other.
+    """One conversation. Its methods are called one after another, in a thread and an event loop of its own, so they may
+    block. Each call has a deadline, and any exception makes this response missing, and no other.
     """
 
     async def begin(self) -> Messages:
@@ -52,6 +52,8 @@ class Episode(ABC):
 
 class Environment(Config, ABC):
     """The settings that all kinds of environments share."""
+
+    scores: ClassVar[bool] = True  # whether its episodes give rewards or scores, or only converse
 
     max_turns: int = Field(default=8, ge=1, description="Turns of the policy after which a conversation ends.")
     deadline_seconds: float = Field(
