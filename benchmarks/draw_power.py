@@ -13,7 +13,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from lm.generation import Batch, Generated
+from lm.generation import Batch, Generated, Limits
 from lm.samplers.draws import ALARM
 from lm.samplers.faults import Faulty, until_end
 from lm.samplers.own import HeedSampler
@@ -35,7 +35,7 @@ class WrongDraws(Faulty):
 
     @torch.inference_mode()
     def sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float
     ) -> Generated:
         policy, texts = self.engine.policy, [list(prompt) for prompt in prompts]
         batch = Batch.start(policy, range(len(prompts)), prompts, max_new_tokens + 1)

@@ -135,6 +135,36 @@ class ChatTemplate:
         first = next(closing, None) if start >= 0 else None
         return None if first is None else first.token_id
 
+    def render_reply(self, messages: Messages) -> tuple[str, Turn]:
+        """Returns a rendering in which others answer an assistant's turn and the next turn begins, and where that first
+        turn is in it.
+
+        Raises: ValueError for a template that refuses the messages, or does not append them to the turn that they
+            answer.
+        """
+        answer = "This is a short answer."
+        question: list[Mapping[str, str]] = [{"role": "user", "content": "A question?"}]
+        turn = {"role": "assistant", "content": answer}
+        if self.closing_token() is None:
+            raise ValueError(
+                "chat_template writes no special token after an assistant's turn; a template that closes turns was"
+                " expected, since a conversation continues after one"
+            )
+        try:
+            before = self.render(question, add_generation_prompt=True)
+        except ValueError:
+            question.insert(0, {"role": "system", "content": "Be brief."})
+            before = self.render(question, add_generation_prompt=True)
+        text = self.render([*question, turn, *messages], add_generation_prompt=True)
+        appended = self._names.read(text).text.partition(answer)[2]
+        contents = [message["content"].strip() for message in messages]
+        if not text.startswith(before) or not all(own in appended or _escaped(own) in appended for own in contents):
+            raise ValueError(
+                f"chat_template: the rendering {_end(text)} does not append messages to {_end(before)}; a template must"
+                " only append when a message is added"
+            )
+        return text, Turn(len(before), len(text))
+
     def beginnings(self, messages: Messages) -> Iterator[tuple[str, str]]:
         """Yields, for each response, the rendering before it and the rendering up to the next message."""
         for index, message in enumerate(messages):
@@ -163,6 +193,11 @@ class GenerationTag(jinja2.ext.Extension):
 def _to_json(value: Any, indent: int | None = None) -> str:
     """Writes JSON as published templates expect it; Jinja's own filter would escape HTML's special characters."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _escaped(text: str) -> str:
+    """Returns a text as JSON writes it, which some templates do with a tool's results."""
+    return _to_json(text)[1:-1]
 
 
 def _end(text: str) -> str:

@@ -41,6 +41,7 @@ class Generated:
     logprobs: list[list[float]]
 
 
+Limits = int | Sequence[int]  # of the tokens of a response: one number for all prompts, or one for each
 Stop = Callable[[Sequence[int]], bool]  # returns whether a response ends with its last token
 
 
@@ -53,7 +54,7 @@ def generate(
     model: LanguageModel | EncoderDecoder,
     prompts: Sequence[Sequence[int]],
     *,
-    max_new_tokens: int,
+    max_new_tokens: Limits,
     end_ids: Collection[int],
     choice: Choice,
     seeds: Sequence[int],
@@ -75,10 +76,11 @@ def generate(
     """
     if not prompts or len(seeds) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts with {len(seeds)} seeds; prompts with a seed for each were expected")
-    check_room(model, prompts, max_new_tokens)
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    check_room(model, prompts, limits)
     check_sources(model, sources, len(prompts))
     taken = decoding_steps(model, steps) if isinstance(steps, str) else steps
-    run = _Run(model, prompts, sources, max_new_tokens, end_ids, choice, seeds, stop, max_rows, taken)
+    run = _Run(model, prompts, sources, limits, end_ids, choice, seeds, stop, max_rows, taken)
     with prepacked(model, run.max_rows) if taken is None else nullcontext():
         while run.has_work():
             run.admit_waiting()
@@ -100,7 +102,7 @@ class _Run:
         model: LanguageModel | EncoderDecoder,
         prompts: Sequence[Sequence[int]],
         sources: Sequence[Sequence[int]] | None,
-        max_new_tokens: int,
+        limits: Sequence[int],
         end_ids: Collection[int],
         choice: Choice,
         seeds: Sequence[int],
@@ -109,13 +111,14 @@ class _Run:
         steps: Steps | None,
     ) -> None:
         self.prompts, self.sources, self.steps = prompts, sources, steps
-        self.max_new_tokens, self.end_ids, self.choice, self.stop = max_new_tokens, end_ids, choice, stop
+        self.limits, self.max_new_tokens = limits, max(limits)
+        self.end_ids, self.choice, self.stop = end_ids, choice, stop
         self.leave_below = LEAVE_BELOW if steps is None else steps.leave_below
         device = model.head.weight.device
-        num_columns = max(map(len, prompts)) + max_new_tokens
+        num_columns = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         self.batch = Batch(model, cache_for(model, steps, min(max_rows, len(prompts)), num_columns))
         self.max_rows = min(max_rows, len(prompts), self.batch.cache.num_slots)
-        self.uniforms_NR = torch.from_numpy(draw_uniforms(seeds, max_new_tokens)).to(device)
+        self.uniforms_NR = torch.from_numpy(draw_uniforms(seeds, self.max_new_tokens)).to(device)
         self.result = Generated([[] for _ in prompts], [False] * len(prompts), [[] for _ in prompts])
         self.waiting = deque(range(len(prompts)))
         self.steps_per_reading = STEPS_PER_READING[device.type] if stop is never else 1
@@ -150,9 +153,7 @@ class _Run:
         return tokens_B
 
     def must_read(self) -> bool:
-        left = [
-            self.max_new_tokens - len(self.result.responses[row]) for row in self.batch.rows if not self.is_over(row)
-        ]
+        left = [self.limits[row] - len(self.result.responses[row]) for row in self.batch.rows if not self.is_over(row)]
         return len(self.unread) >= min(self.steps_per_reading, max(left))
 
     def read(self) -> None:
@@ -176,7 +177,7 @@ class _Run:
         self.result.finished[row] = token in self.end_ids or self.stop(response)
 
     def is_over(self, row: int) -> bool:
-        return self.result.finished[row] or len(self.result.responses[row]) == self.max_new_tokens
+        return self.result.finished[row] or len(self.result.responses[row]) == self.limits[row]
 
     def drop_finished(self, tokens_B: Tensor) -> Tensor:
         """Drops finished sequences once enough of them can leave together, and returns the tokens of the others.
@@ -214,10 +215,12 @@ def prompts_and_sources(
     return tokens, None
 
 
-def check_room(model: LanguageModel | EncoderDecoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Raises: ValueError for a prompt that is empty or leaves no room for the response in the model's context."""
-    room = model.config.max_position_embeddings - max_new_tokens
-    for index, prompt in enumerate(prompts):
+def check_room(model: LanguageModel | EncoderDecoder, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+    """Raises: ValueError for a prompt that is empty or leaves no room in the model's context for as many tokens as its
+    limit.
+    """
+    for index, (prompt, max_new_tokens) in enumerate(zip(prompts, limits, strict=True)):
+        room = model.config.max_position_embeddings - max_new_tokens
         if not 1 <= len(prompt) <= room:
             raise ValueError(
                 f"prompt {index} has {len(prompt)} tokens; {f'1 to {room}' if room > 0 else 'none'} were expected:"

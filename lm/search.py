@@ -106,7 +106,7 @@ def beam_search(
     if num_beams < 1 or length_penalty < 0:
         raise ValueError(f"num_beams is {num_beams}, length_penalty {length_penalty}; from 1 and from 0 were expected")
     prompts, sources = prompts_and_sources(model, [asked], start_id)
-    check_room(model, prompts, max_new_tokens)
+    check_room(model, prompts, [max_new_tokens] * len(prompts))
     check_sources(model, sources, 1)
     batch = Batch.start(model, [0], prompts, max_new_tokens, sources, num_slots=num_beams)
     running: list[tuple[list[int], float]] = [([], 0.0)]

@@ -385,6 +385,17 @@ class Tokenizer:
         beginnings = self._template.beginnings(messages)
         return text, [turn for before, whole in beginnings if (turn := turn_of(text, before, whole))]
 
+    def encode_reply(self, messages: Messages) -> list[int]:
+        """Returns the tokens that follow an assistant's turn when others answer it: all that the template writes after
+        the token that closes the turn, up to the start of the next turn.
+
+        They are appended to what a policy sampled, which is neither rendered nor tokenized again.
+        Raises: ValueError for a template that refuses the messages, or does not only append.
+        """
+        text, turn = self._template.render_reply(messages)
+        ((tokens, is_response),) = self._encode_all([(text, [turn])])
+        return tokens[len(is_response) - is_response[::-1].index(True) :]
+
     def encode_conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """Applies `encode_conversations` to a single conversation."""
         return self.encode_conversations([messages])[0]

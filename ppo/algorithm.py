@@ -33,7 +33,7 @@ def token_rewards(
     """Returns rewards [B, R], and the KL [B] that they penalise, in nats.
 
     r_t = -kl_coef · (log π - log π_ref) at every token, plus the response's score at its last token, plus what is paid
-    at the token itself (`step_rewards_BR`, such as the scores of steps).
+    at the token itself (`step_rewards_BR`, such as the scores of steps or an environment's rewards of turns).
     The KL is the unclamped sum of the log ratios (k1): times kl_coef, exactly what the rewards subtract.
     """
     log_ratio_BR = _counted(logprobs_BR - ref_logprobs_BR, mask_BR)
@@ -76,7 +76,8 @@ def generalised_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Returns advantages and returns [B, R] (arXiv 1506.02438, eq. 16); the state after the last token has value 0.
 
-    δ_t = r_t + γ V_{t+1} - V_t;  A_t = δ_t + γ λ A_{t+1};  return_t = A_t + V_t.
+    δ_t = r_t + γ V_{t+1} - V_t;  A_t = δ_t + γ λ A_{t+1};  return_t = A_t + V_t. Here t counts only the tokens of the
+    mask: those of an environment between two turns are no steps, so they neither discount nor end anything.
     """
     values_BR, rewards_BR = _counted(values_BR, mask_BR), _counted(rewards_BR, mask_BR)
     advantages_BR = torch.zeros_like(rewards_BR)
@@ -84,9 +85,10 @@ def generalised_advantages(
     next_value_B = torch.zeros_like(following_B)
     for t in reversed(range(rewards_BR.shape[1])):
         delta_B = rewards_BR[:, t] + gamma * next_value_B - values_BR[:, t]
-        following_B = (delta_B + gamma * gae_lambda * following_B) * mask_BR[:, t]
+        following_B = torch.where(mask_BR[:, t], delta_B + gamma * gae_lambda * following_B, following_B)
         advantages_BR[:, t] = following_B
-        next_value_B = values_BR[:, t]
+        next_value_B = torch.where(mask_BR[:, t], values_BR[:, t], next_value_B)
+    advantages_BR = _counted(advantages_BR, mask_BR)
     return advantages_BR, _counted(advantages_BR + values_BR, mask_BR)
 
 

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, Tag, model_validator
 from lm.config import exact_div
 from lm.lora import LoRAConfig
 from ppo.algorithm import GAE, Advantage, CutImportance, Importance, KLConfig, PolicyLoss, TeacherConfig, TokenLoss
+from ppo.environments.kinds import AnyEnvironment
 from reward.external import ExternalReward, ModelReward, NoReward
 from reward.sources import Reward
 from reward.steps import StepsConfig
@@ -177,7 +178,9 @@ class PPOConfig(Config):
     rollout_batch_size: int = Field(
         ge=1, description="Responses per iteration; each of its prompts gets `advantage.samples_per_prompt` of them."
     )
-    max_new_tokens: int = Field(ge=1, description="Length limit of a response, in tokens.")
+    max_new_tokens: int = Field(
+        ge=1, description="Length limit of a response, in tokens; in a conversation, of all turns and replies together."
+    )
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature of rollouts.")
     sampler: Sampler = Field(default=HeedSampler(), description="The engine that samples responses.")
     placement: Placement = Field(default=Colocated(), description="Which ranks sample, score and learn.")
@@ -189,6 +192,11 @@ class PPOConfig(Config):
         " CPU memory, gathered to score), the weights of a colocated generator, and the moving average. `small`: as"
         " `balanced`, but the frozen models are gathered layer by layer, and the optimizer states of colocated learners"
         " leave too.",
+    )
+    environment: AnyEnvironment | None = Field(
+        default=None,
+        description="What the policy converses with, turn by turn (docs/environments.md); none by default. Its rewards"
+        " are added to the score that `reward` gives the last turn, and neither is standardized.",
     )
     reward: Reward = Field(default=ModelReward(), description="What scores responses.")
     score_coef: float = Field(
@@ -320,6 +328,14 @@ class PPOConfig(Config):
         if self.shared_body and self.steps is not None:
             yield "lora.shared_body with reward.steps: a shared body's reward model scores whole responses only"
         yield from self._unmet_needs_of_teachers()
+        if self.environment is not None and self.steps is not None:
+            yield "environment with reward.steps: turns have rewards of their own; only one of the two was expected"
+        if self.environment is not None and self.sampler.tensor_parallel_size > 1:
+            yield (
+                f"sampler.tensor_parallel_size {self.sampler.tensor_parallel_size} with environment.kind"
+                f" {self.environment.kind!r}: the ranks of a team would each converse with an environment of their own;"
+                " 1 was expected"
+            )
         if self.shared_body and self.external_reward is not None:
             yield (
                 "lora.shared_body needs a reward model trained by Heed with [reward] lora; without one, leave"
@@ -335,8 +351,13 @@ class PPOConfig(Config):
         names = self.teacher_names
         if len(set(names)) < len(names):
             yield f"teachers are called {', '.join(names)}; a different `name` for each was expected"
-        if not self.teachers and isinstance(self.reward, NoReward):
-            yield 'reward.kind "none" leaves nothing to learn from; `teachers`, or another kind, was expected'
+        if not self.teachers and not self.has_score:
+            others = (
+                "`teachers`, or another kind,"
+                if self.environment is None
+                else "another kind, since tools do not score,"
+            )
+            yield f'reward.kind "none" leaves nothing to learn from; {others} was expected'
         if not self.teachers and not self.score_coef:
             yield "score_coef 0 leaves nothing to learn from; `teachers`, or more than 0, was expected"
         if self.score_coef not in (0, 1) and self.advantage.scale == "group":
@@ -344,7 +365,7 @@ class PPOConfig(Config):
                 f'score_coef {self.score_coef} with advantage.scale "group", which divides scores by their spread; 0 or'
                 " 1 was expected (weights of teachers and kl.coef set the proportions)"
             )
-        if self.advantage.oversample > 1 and (isinstance(self.reward, NoReward) or not self.score_coef):
+        if self.advantage.oversample > 1 and not (self.has_score and self.score_coef):
             yield (
                 f"advantage.oversample {self.advantage.oversample} keeps prompts whose responses' scores differ, but"
                 " the score has no weight; 1 was expected"
@@ -398,6 +419,11 @@ class PPOConfig(Config):
         return 0 if self.ptx is None else self.ptx.rows
 
     @property
+    def has_score(self) -> bool:
+        """Whether anything scores responses: a reward, or the environment."""
+        return not isinstance(self.reward, NoReward) or (self.environment is not None and self.environment.scores)
+
+    @property
     def external_reward(self) -> ExternalReward | None:
         """The source of rewards if it is not a model."""
         return self.reward if isinstance(self.reward, ExternalReward) else None
@@ -410,8 +436,9 @@ class PPOConfig(Config):
 
     @property
     def row_fields(self) -> RowFields:
-        """The fields of their rows that prompts keep, for the reward."""
-        return NO_FIELDS if self.external_reward is None else self.external_reward.row_fields
+        """The fields of their rows that prompts keep, for the reward and the environment."""
+        kept = NO_FIELDS if self.external_reward is None else self.external_reward.row_fields
+        return kept if self.environment is None else kept.and_those(self.environment.row_fields)
 
     @property
     def num_minibatches(self) -> int:

@@ -35,9 +35,8 @@ from ppo.groups import StepRewards, informative_groups
 from ppo.learner import Learner
 from ppo.rank import ScoreScale
 from ppo.roles import ModelOutputs, Roles
-from ppo.rollout import PolicyBatch, PPOBatch, ResponseKL, Rollout, ValueBatch
+from ppo.rollout import FAILURES, PolicyBatch, PPOBatch, ResponseKL, Rollout, ValueBatch
 from ppo.rollout_log import RolloutLog, SampleLog, ScoredRollout
-from reward.external import NoReward
 from training.notices import RunError
 from training.packing import Sampler
 
@@ -60,7 +59,7 @@ class Experience:
     scores_BO: Tensor  # score per objective, higher is better; NaN where scoring failed (steps: see `Scorers`)
     scores_B: Tensor  # weighted sum over the objectives
     scored_B: Tensor  # True = has a score
-    terminal_rewards_B: Tensor  # scaled scores minus the penalty for a missing EOS; 0 where scoring failed
+    scaled_scores_B: Tensor  # scores in the rewards' unit, minus the penalty for a missing EOS; 0 where scoring failed
     outputs: ModelOutputs  # log-probs under policy, reference and teachers, and values
     staleness: int  # iterations between the weights that sampled the rollout and those that learn from it
     sampler_difference: float  # mean |difference| between the sampler's and the learner's log-probs, nats per token
@@ -69,7 +68,7 @@ class Experience:
 
     @property
     def scored_BR(self) -> Tensor:
-        """True = a token of a response with a score."""
+        """True = a token that the policy wrote, of a response with a score."""
         return self.rollout.response_mask_BR & self.scored_B[:, None]
 
 
@@ -211,7 +210,7 @@ class PPOController:
             agreement = require_one_policy(outputs.logprobs_BR, rollout, iteration, self.max_difference)
         if tests_draws:
             self._test_draws(iteration)
-        scores_B = self._weighted(scores_BO)
+        scores_B = self._scores_of(rollout, scores_BO)
         # With oversampling, `max_failed_share` was checked over all sampled responses; the kept ones may exceed it.
         scored_B = torch.isfinite(scores_B) if oversampling else self._require_scores(scores_B)
         return Experience(
@@ -219,7 +218,7 @@ class PPOController:
             scores_BO=scores_BO,
             scores_B=scores_B,
             scored_B=scored_B,
-            terminal_rewards_B=self._terminal_rewards(rollout, scores_B),
+            scaled_scores_B=self._scaled(rollout, scores_B),
             outputs=outputs,
             staleness=staleness,
             sampler_difference=agreement.difference,
@@ -245,20 +244,22 @@ class PPOController:
         self, rollout: Rollout, scores_BO: Tensor
     ) -> tuple[Rollout, Pending[Tensor], dict[str, float]]:
         """Choose the groups to learn from among those sampled. Returns them, their scores, and a metric."""
-        config, scores_B = self.config, self._weighted(scores_BO)
+        config, scores_B = self.config, self._scores_of(rollout, scores_BO)
         scored_B = self._require_scores(scores_B)
         rows, informative_share = informative_groups(
-            self._terminal_rewards(rollout, scores_B), scored_B, config.advantage.samples_per_prompt, config.num_prompts
+            self._scaled(rollout, scores_B), scored_B, config.advantage.samples_per_prompt, config.num_prompts
         )
         return rollout.rows(rows), lambda: scores_BO[rows], {"sampled_informative_share": informative_share}
 
-    def _weighted(self, scores_BO: Tensor) -> Tensor:
-        """Returns one score per response [B]: the weighted sum of its objectives' scores. Objectives with weight 0 may
-        have failed. The scores of steps are [B, R], and are summed; a response without any has failed.
+    def _scores_of(self, rollout: Rollout, scores_BO: Tensor) -> Tensor:
+        """Returns one score per response [B]: the weighted sum of its objectives' scores, plus what an environment
+        gave for its turns; NaN where either failed. Objectives with weight 0 may have failed. The scores of steps are
+        [B, R], and are summed; a response without any has failed.
         """
         if self.config.steps is not None:
             return torch.where(scores_BO.isnan().all(dim=1), math.nan, scores_BO.nansum(dim=1))
-        return torch.where(self.weights_O != 0, scores_BO * self.weights_O, 0.0).sum(dim=1)
+        weighted_B = torch.where(self.weights_O != 0, scores_BO * self.weights_O, 0.0).sum(dim=1)
+        return torch.where(rollout.failure_B == 0, weighted_B + rollout.turn_rewards_BR.sum(dim=1), math.nan)
 
     def _step_rewards(self, rollout: Rollout, paid_BR: Tensor, scored_B: Tensor) -> StepRewards:
         """Returns the rewards of steps: what they are paid, in standard deviations of the initial policy's scores. The
@@ -280,25 +281,36 @@ class PPOController:
             raise ValueError(
                 f"{failed} of {len(scores_B)} responses have no finite score;"
                 f" ppo.max_failed_share allows {self.config.max_failed_share:.0%}."
-                f" The first: {self.roles.scorers.first_failure() or 'its score is infinite'}"
+                f" The first: {self._first_failure()}"
             )
         return scored_B
+
+    def _first_failure(self) -> str:
+        found = self.roles.scorers.first_failure()
+        if not found and self.config.environment is not None:
+            found = self.roles.generators.first_failure()
+        return found or "its score is infinite"
 
     # Penalise.
 
     def _penalise(self, experience: Experience) -> tuple[Tensor, Tensor]:
         """Returns rewards [B, R], and the KL from the reference [B] in nats.
 
-        The last token's reward is the scaled score minus the penalty for a missing EOS; with `reward.steps`, the last
-        token of each step has that step's. Every token's reward is reduced by the KL penalty, unless that is in the
-        loss (`kl.kind`), and has the terms of teachers of the kind "reward".
+        The last token's reward is the scaled score minus the penalty for a missing EOS. What an environment gave for a
+        turn is the reward of that turn's last token instead, and with `reward.steps` the last token of each step has
+        that step's. Every token's reward is reduced by the KL penalty, unless that is in the loss (`kl.kind`), and has
+        the terms of teachers of the kind "reward".
         """
         outputs, kl_coef = experience.outputs, self.kl.coef if self.config.kl.kind == "reward" else 0.0
-        terminal_B, step_rewards_BR = experience.terminal_rewards_B, NO_TERMS
-        if experience.steps is not None:
-            terminal_B, step_rewards_BR = torch.zeros_like(terminal_B), experience.steps.rewards_BR
+        scored_BR, steps = experience.scored_BR, experience.steps
+        if steps is not None:
+            terminal_B, own_BR = torch.zeros_like(experience.scaled_scores_B), steps.rewards_BR
+        else:
+            turns_BR = self.scale.coef / self.scale.std * experience.rollout.turn_rewards_BR
+            own_BR = torch.where(scored_BR, turns_BR, 0.0)
+            terminal_B = experience.scaled_scores_B - own_BR.sum(dim=1)
         rewards_BR, kl_B = token_rewards(
-            terminal_B, outputs.logprobs_BR, outputs.ref_logprobs_BR, experience.scored_BR, kl_coef, step_rewards_BR
+            terminal_B, outputs.logprobs_BR, outputs.ref_logprobs_BR, scored_BR, kl_coef, own_BR
         )
         return rewards_BR + self._teacher_terms(experience, "reward"), kl_B
 
@@ -308,8 +320,8 @@ class PPOController:
         outputs = experience.outputs
         return teacher_terms(outputs.logprobs_BR, outputs.teacher_logprobs_BMR, weight_M, experience.scored_BR)
 
-    def _terminal_rewards(self, rollout: Rollout, scores_B: Tensor) -> Tensor:
-        """Returns the rewards [B] of the last tokens, without the KL penalty; 0 where scoring failed."""
+    def _scaled(self, rollout: Rollout, scores_B: Tensor) -> Tensor:
+        """Returns the rewards [B] of whole responses, without the KL penalty; 0 where scoring failed."""
         rewards_B = self.scale.apply(scores_B) - self.config.missing_eos_penalty * ~rollout.finished_B
         return torch.where(torch.isfinite(scores_B), rewards_B, 0.0)
 
@@ -322,7 +334,7 @@ class PPOController:
         config, outputs, scored_BR = self.config, experience.outputs, experience.scored_BR
         own_BR = self._teacher_terms(experience, "token")
         estimate = config.advantage.estimate(
-            experience.terminal_rewards_B, rewards_BR, outputs.values_BR, scored_BR, own_BR, experience.steps
+            experience.scaled_scores_B, rewards_BR, outputs.values_BR, scored_BR, own_BR, experience.steps
         )
         importance_BR, importance_metrics = importance_weights(
             outputs.logprobs_BR,
@@ -385,11 +397,12 @@ class PPOController:
             "scaled_score": float(self.scale.apply(scores_B)[scored_B].mean()),
         }
         return {
-            **({} if isinstance(self.config.reward, NoReward) else scores),
+            **(scores if self.config.has_score else {}),
+            **self._environment_metrics(rollout),
             "kl_nats": float(kl_B[scored_B].mean()),
             "kl_coef": self.kl.coef,
             "eos_rate": float(rollout.finished_B.float().mean()),
-            "response_tokens": float(rollout.response_tokens_B.float().mean()),
+            "response_tokens": float(rollout.num_written_B.float().mean()),
             "entropy_estimate": float(-experience.outputs.logprobs_BR[experience.scored_BR].mean()),
             "failed_scores": float((~scored_B).sum()),
             **self._step_metrics(experience),
@@ -407,6 +420,19 @@ class PPOController:
         return {
             "steps": float(num_steps_B.float().mean()),
             "paid_per_step": float(experience.scores_BO[ends_BR].mean()),
+        }
+
+    def _environment_metrics(self, rollout: Rollout) -> dict[str, float]:
+        """Returns metrics of conversations: means over all responses, and the share that each failure cost."""
+        if self.config.environment is None:
+            return {}
+        replies_B = rollout.response_tokens_B - rollout.num_written_B
+        shares = {reason: float((rollout.failure_B == place).float().mean()) for place, reason in enumerate(FAILURES)}
+        return {
+            "turns": float(rollout.num_turns_B.float().mean()),
+            "environment_tokens": float(replies_B.float().mean()),
+            "environment_seconds": float(rollout.environment_seconds_B.mean()),
+            **{f"environment_failed/{reason}": share for reason, share in shares.items() if reason},
         }
 
     # Learn.
@@ -499,7 +525,7 @@ class PPOController:
         require_one_policy(logprobs_BR, rollout, iteration, self.max_difference)
         self._test_draws(iteration)
         ref_logprobs_BR = self.roles.scorers.start_reference_logprobs(rollout, whole)()
-        return ScoredRollout(rollout, self._weighted(scores_BO), (logprobs_BR - ref_logprobs_BR).sum(dim=1))
+        return ScoredRollout(rollout, self._scores_of(rollout, scores_BO), (logprobs_BR - ref_logprobs_BR).sum(dim=1))
 
 
 def _value_batch(minibatch: PPOBatch) -> ValueBatch:
@@ -522,7 +548,7 @@ def _require_same_policy(ratio_error: float, iteration: int, most: float) -> Non
 def sampler_agreement(logprobs_BR: Tensor, rollout: Rollout) -> Agreement:
     """Measure how far the learner's log-probs are from those that the sampler reported."""
     difference_C = (logprobs_BR - rollout.behaviour_logprobs_BR)[rollout.response_mask_BR]
-    return Agreement.of(difference_C, rollout.response_tokens_B.tolist())
+    return Agreement.of(difference_C, rollout.num_written_B.tolist())
 
 
 def require_one_policy(logprobs_BR: Tensor, rollout: Rollout, iteration: int, max_difference: float) -> Agreement:

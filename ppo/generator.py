@@ -2,6 +2,8 @@
 
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,12 +15,17 @@ from lm.samplers.engine import SamplingEngine, SentWeights, chunks, require_same
 from lm.samplers.own import HeedSampler
 from lm.source import on_meta
 from lm.tensor_parallel import Rendezvous, Team
-from lm.weights import ModelFolder
+from lm.weights import ModelFolder, read_config
 from ppo.config import PPOConfig
+from ppo.environments.conversations import Conversations
+from ppo.environments.environment import Environment
 from ppo.rank import InitialModels, Rank
 from ppo.rollout import Rollout, equal_slices
+from ppo.scorer import Asked
 from training.config import EngineConfig
 from training.notices import RunError, say
+
+NOTHING_ASKED = Asked()
 
 
 class Generators:
@@ -26,8 +33,9 @@ class Generators:
     of `team_size` consecutive ranks that compute one policy together (`lm.tensor_parallel`).
     """
 
-    def __init__(self, ranks: Handle["Generator"], team_size: int = 1) -> None:
-        self.ranks, self.team_size = ranks, team_size
+    def __init__(self, ranks: Handle["Generator"], team_size: int = 1, asked: Asked = NOTHING_ASKED) -> None:
+        """`asked` are the job's prompts; an environment converses about them."""
+        self.ranks, self.team_size, self.asked = ranks, team_size, asked
         if team_size > 1:
             self._report_spread(ranks.call_all(Generator.host))
         # Waits until the weights last sent have arrived. All ranks start with the SFT policy's.
@@ -45,7 +53,11 @@ class Generators:
         """
         weights_arrived = self.weights_arrived
         slices = equal_slices(len(prompts), self.ranks.num_ranks // self.team_size)
-        shares = [(rows[s], prompts[s], seeds[s], again) for s in slices for _ in range(self.team_size)]
+        shares = [
+            (rows[s], prompts[s], seeds[s], again, self.asked.of(rows[s]))
+            for s in slices
+            for _ in range(self.team_size)
+        ]
         parts = self.ranks.start_split(Generator.generate, shares)
 
         def collect() -> Rollout:
@@ -53,6 +65,10 @@ class Generators:
             return Rollout.join(self._one_per_team(parts()))
 
         return collect
+
+    def first_failure(self) -> str:
+        """Returns why the first conversation without a score in the last rollout has none; "" if all have one."""
+        return next(filter(None, self.ranks.call_all(Generator.first_failure)), "")
 
     def _one_per_team(self, parts: Sequence[Rollout]) -> list[Rollout]:
         """Returns the rollout of each team, whose ranks must all have the same. Raises: RunError if they do not."""
@@ -108,28 +124,76 @@ class Generator(Rank):
         self.merging = Merging(self, config.lora) if config.lora is not None and sends_adapter else None
         # A colocated sampler gets new weights before it samples again, so it can release the old ones in between.
         self._sleeps = config.memory != "fast" and config.placement.roles_share_ranks
+        self._failure = ""
 
     def generate(
-        self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int], again: bool = False
+        self,
+        rows: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        again: bool = False,
+        asked: Asked = NOTHING_ASKED,
     ) -> Rollout:
-        config = self.config
-        sampled = self.sampler.sample(
-            prompts, seeds, max_new_tokens=config.max_new_tokens, temperature=config.temperature
-        )
+        if self.config.environment is not None:
+            sampled = self._converse(rows, prompts, seeds, asked, self.config.environment)
+        else:
+            sampled = self._respond(rows, prompts, seeds)
         received = self.merging.digests if self.merging is not None else {}
         sampled_by = whole_digest(received or self.sampler.digests)  # the learner's digests of what it sent
         if self._sleeps and not again:
             self.sampler.sleep()
+        return replace(sampled, sampled_by_B=torch.full_like(sampled.sampled_by_B, sampled_by))
+
+    def _respond(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Rollout:
+        limit, temperature = self.config.max_new_tokens, self.config.temperature
+        found = self.sampler.sample(prompts, seeds, max_new_tokens=limit, temperature=temperature)
         return Rollout.of(
             rows,
             prompts,
-            sampled.responses,
-            sampled.finished,
-            sampled.logprobs,
-            max_new_tokens=config.max_new_tokens,
+            found.responses,
+            found.finished,
+            found.logprobs,
+            max_new_tokens=limit,
             pad_id=self.tokenizer.pad_id,
-            sampled_by=sampled_by,
         )
+
+    def _converse(
+        self,
+        rows: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        asked: Asked,
+        environment: Environment,
+    ) -> Rollout:
+        limit = self.config.max_new_tokens
+        sampled = Conversations(
+            environment,
+            self.tokenizer,
+            self.sampler,
+            max_new_tokens=limit,
+            max_prompt_tokens=self._context_tokens - limit,
+            temperature=self.config.temperature,
+        ).sample(prompts, asked.conversations, asked.rows, seeds)
+        self._failure = sampled.failure
+        of_prompts = sampled.conversations
+        return Rollout.of(
+            rows,
+            [conversation.prompt for conversation in of_prompts],
+            [conversation.tokens for conversation in of_prompts],
+            [conversation.is_finished for conversation in of_prompts],
+            [conversation.logprobs for conversation in of_prompts],
+            max_new_tokens=limit,
+            pad_id=self.tokenizer.pad_id,
+            dialogues=[conversation.dialogue for conversation in of_prompts],
+            environment_seconds=sampled.seconds,
+        )
+
+    @cached_property
+    def _context_tokens(self) -> int:
+        return read_config(self.models.sft, "language")[0].max_position_embeddings
+
+    def first_failure(self) -> str:
+        return self._failure
 
     def host(self) -> str:
         return socket.gethostname()

@@ -42,7 +42,7 @@ class Repeated:
             num_passes,
             max(padded_tokens(row_lengths.tolist()) for row_lengths in lengths),
             max(row_width(row_lengths.numpy()) for row_lengths in lengths),
-            max(int(rollout.response_tokens_B[rows].sum()) for rows in passes),
+            max(int(rollout.num_written_B[rows].sum()) for rows in passes),
         )
 
 

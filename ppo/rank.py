@@ -233,8 +233,8 @@ class Rank:
 
 @dataclass(frozen=True)
 class PackedRollout:
-    """A model's inputs: tokens on the device, segments and states in CPU memory. States are True where the next token
-    is a response's. `targets_C` are the predicted tokens, row by row; `places_C` are their indices in a flat [B, R].
+    """A model's inputs: tokens on the device, segments and states in CPU memory. States are True where the policy wrote
+    the next token. `targets_C` are these tokens, row by row; `places_C` are their indices in a flat [B, R].
     """
 
     tokens_LT: Tensor
@@ -247,19 +247,20 @@ class PackedRollout:
 
     @classmethod
     def of(cls, rollout: Rollout, device: torch.device) -> Self:
-        lengths_B, responses_B = rollout.num_tokens_B, rollout.response_tokens_B
-        columns = torch.arange(rollout.tokens_BT.shape[1])
-        real_BT = columns < lengths_B[:, None]
-        counted = (columns >= rollout.prompt_tokens_B[:, None])[real_BT]
+        lengths_B, written_BR = rollout.num_tokens_B, rollout.written_BR
+        places_BT = torch.arange(rollout.tokens_BT.shape[1]) - rollout.prompt_tokens_B[:, None]
+        real_BT = places_BT < rollout.response_tokens_B[:, None]
+        written_BT = written_BR.gather(1, places_BT.clamp(0, rollout.max_new_tokens - 1)) & (places_BT >= 0)
+        counted = written_BT[real_BT]
         tokens, ends = rollout.tokens_BT[real_BT].to(torch.int32), lengths_B.cumsum(0)
-        num_counted = responses_B.to(torch.int32)
+        num_counted = rollout.num_written_B.to(torch.int32)
         sequences = Sequences(tokens.numpy(), counted.numpy(), ends.numpy(), num_counted.numpy())
         rows = packed_rows(sequences, device)
         counted_LT, tokens_LT = torch.from_numpy(rows.counted), torch.from_numpy(rows.tokens)
         order = torch.from_numpy(rows.numbers[rows.numbers >= 0])  # the responses, row by row
         R = rollout.max_new_tokens
         numbers_BR = torch.arange(len(rollout) * R).view(-1, R)[order]
-        places_C = numbers_BR[torch.arange(R) < responses_B[order, None]]
+        places_C = numbers_BR[written_BR[order]]
         assert len(places_C) == np.count_nonzero(rows.counted), "every prompt has a token that predicts the first one"
         return cls(
             upload(tokens_LT, device),
@@ -272,7 +273,7 @@ class PackedRollout:
         )
 
     def spread(self, flat_C: Tensor) -> Tensor:
-        """Turn one number per predicted token, row by row, into [B, R]; 0 at padding."""
+        """Turn one number per predicted token, row by row, into [B, R]; 0 where the policy wrote none."""
         shape = self.num_responses, self.max_new_tokens
         return flat_C.new_zeros(shape).flatten().scatter(0, self.places_C, flat_C).view(shape)
 

@@ -41,6 +41,7 @@ class ReplayedToken:
     """
 
     text: str
+    is_written: bool  # by the policy; an environment wrote the others, which have no numbers
     logprob: float  # nats, as sampled
     kl: float  # log π - log π_ref, nats
     teacher: float  # Σ over teachers of weight · (log π_T - log π), in units of the reward; 0 without teachers
@@ -158,14 +159,15 @@ def _replayed(
     }
     length = int(rollout.response_tokens_B[response])
     tokens = rollout.response_BR[response, :length].tolist()
+    written = rollout.written_BR[response, :length].tolist()
     numbers = torch.stack([*columns.values()])[:, :length].T.tolist()
     return Replayed(
         prompt=prompts[int(rollout.prompt_rows_B[response])],
         response=tokenizer.decode(tokens),
         score=float(batch.scores_B[response]),
         tokens=[
-            ReplayedToken(tokenizer.token_text(token), **dict(zip(columns, row, strict=True)))
-            for token, row in zip(tokens, numbers, strict=True)
+            ReplayedToken(tokenizer.token_text(token), is_written, **dict(zip(columns, row, strict=True)))
+            for token, is_written, row in zip(tokens, written, numbers, strict=True)
         ],
         sampled_by=shown(int(rollout.sampled_by_B[response])),
         recorded_sampled_by=record.sampled_by[response],

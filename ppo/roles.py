@@ -86,9 +86,11 @@ class Roles:
         if not together and broadcasts(config, learning, sampling):
             transport = Broadcast.open(learners, learning, sampling)
         makes_room = config.memory == "small" and together
-        scorers_ = _scorers(config, engine, models, Asked(conversations, rows), learning, own or learning)
+        asked = Asked(conversations, rows)
+        scorers_ = _scorers(config, engine, models, asked, learning, own or learning)
         learners_ = Learners(learning, config.minibatch, engine.sequence_parallel_size)
-        return cls(config, learners_, Generators(sampling, team_size), scorers_, transport, makes_room)
+        generators_ = Generators(sampling, team_size, asked if config.environment is not None else Asked())
+        return cls(config, learners_, generators_, scorers_, transport, makes_room)
 
     @classmethod
     def in_process(
@@ -106,8 +108,10 @@ class Roles:
         sampling = Local(Generator(config, engine, models))
         learning = Local(kind(config, engine, models, num_workers=1))
         makes_room, direct = config.memory == "small", Direct(learning, sampling)
-        scorers = _scorers(config, engine, models, Asked(conversations, rows), learning, own or learning)
-        return cls(config, Learners(learning, config.minibatch), Generators(sampling), scorers, direct, makes_room)
+        asked = Asked(conversations, rows)
+        scorers = _scorers(config, engine, models, asked, learning, own or learning)
+        generators = Generators(sampling, 1, asked if config.environment is not None else Asked())
+        return cls(config, Learners(learning, config.minibatch), generators, scorers, direct, makes_room)
 
     def start_forward_passes(
         self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False, tests_draws: bool = False

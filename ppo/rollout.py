@@ -134,17 +134,38 @@ def _received(described: Described, buffer: NDArray[np.uint8]) -> Sendable:
     return restored(described)
 
 
+# Why an environment gave a response no score (`Rollout.failure_B`); the first entry stands for none.
+FAILURES = ("", "deadline", "error", "invalid", "too_long", "no_score")
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """Who wrote the tokens of a response, and what each earned; `failure` is one of FAILURES."""
+
+    written: Sequence[bool]  # True = by the policy
+    rewards: Sequence[float]
+    failure: str = ""
+
+
 @dataclass(frozen=True)
 class Rollout(Sendable):
-    """Prompts with one sampled response each, padded on the right. R is `max_new_tokens`, the same in every batch."""
+    """Prompts with one sampled response each, padded on the right. R is `max_new_tokens`, the same in every batch.
+
+    In a conversation with an environment (`ppo.environments`), a response is everything after the prompt: the policy's
+    turns and, between them, the environment's tokens, which are read but never learned from.
+    """
 
     tokens_BT: Tensor
     prompt_rows_B: Tensor  # row of each prompt in the job's prompts
     prompt_tokens_B: Tensor  # length of each prompt
-    response_tokens_B: Tensor  # length of each response, its end token included
-    finished_B: Tensor  # True = the response ends with the end token
+    response_tokens_B: Tensor  # length of each response, with its end token and the environment's tokens
+    finished_B: Tensor  # True = the response ends with the end token, and no room ran out
     sampled_by_B: Tensor  # digest of the weights that sampled the response (`lm.samplers.engine.whole_digest`)
-    behaviour_logprobs_BR: Tensor  # nats, from the sampler, at the sampling temperature; 0 at padding
+    behaviour_logprobs_BR: Tensor  # nats, from the sampler, at the sampling temperature; 0 where not written
+    written_BR: Tensor  # True = a token of the response that the policy wrote
+    turn_rewards_BR: Tensor  # from the environment, at the last token of the turn that earned them; higher is better
+    failure_B: Tensor  # why the environment gave the response no score: a place in FAILURES; 0 = it gave one
+    environment_seconds_B: Tensor  # time for which the rank that sampled the response waited for environments
 
     @classmethod
     def of(
@@ -158,21 +179,34 @@ class Rollout(Sendable):
         max_new_tokens: int,
         pad_id: int,
         sampled_by: int = 0,
+        dialogues: Sequence["Dialogue"] = (),
+        environment_seconds: float = 0.0,
     ) -> Self:
-        width = max(len(prompt) for prompt in prompts) + max_new_tokens
-        tokens_BT = torch.full((len(prompts), width), pad_id)
-        logprobs_BR = torch.zeros(len(prompts), max_new_tokens)
+        """`dialogues` says which tokens the policy wrote and what they earned; without it, it wrote all of them."""
+        num_rows, width = len(prompts), max(len(prompt) for prompt in prompts) + max_new_tokens
+        tokens_BT = torch.full((num_rows, width), pad_id)
+        logprobs_BR, rewards_BR = torch.zeros(num_rows, max_new_tokens), torch.zeros(num_rows, max_new_tokens)
+        written_BR, failure_B = torch.zeros(num_rows, max_new_tokens, dtype=torch.bool), torch.zeros(num_rows)
         for row, (prompt, response, token_logprobs) in enumerate(zip(prompts, responses, logprobs, strict=True)):
             tokens_BT[row, : len(prompt) + len(response)] = torch.tensor([*prompt, *response])
             logprobs_BR[row, : len(response)] = torch.tensor(token_logprobs)
+            written_BR[row, : len(response)] = True
+        for row, dialogue in enumerate(dialogues):
+            written_BR[row, : len(dialogue.written)] = torch.tensor(dialogue.written)
+            rewards_BR[row, : len(dialogue.rewards)] = torch.tensor(dialogue.rewards)
+            failure_B[row] = FAILURES.index(dialogue.failure)
         return cls(
             tokens_BT,
             torch.tensor(list(prompt_rows)),
             torch.tensor([len(prompt) for prompt in prompts]),
             torch.tensor([len(response) for response in responses]),
             torch.tensor(list(finished)),
-            torch.full((len(prompts),), sampled_by, dtype=torch.int64),
+            torch.full((num_rows,), sampled_by, dtype=torch.int64),
             logprobs_BR,
+            written_BR,
+            rewards_BR,
+            failure_B.to(torch.int64),
+            torch.full((num_rows,), environment_seconds),
         )
 
     @classmethod
@@ -180,16 +214,10 @@ class Rollout(Sendable):
         """Concatenate rollouts in order; rows are padded to the width of the widest part."""
         width = max(part.tokens_BT.shape[1] for part in parts)
         # Padding is never read, so any token works.
-        tokens = [F.pad(part.tokens_BT, (0, width - part.tokens_BT.shape[1])) for part in parts]
-        return cls(
-            torch.cat(tokens),
-            torch.cat([part.prompt_rows_B for part in parts]),
-            torch.cat([part.prompt_tokens_B for part in parts]),
-            torch.cat([part.response_tokens_B for part in parts]),
-            torch.cat([part.finished_B for part in parts]),
-            torch.cat([part.sampled_by_B for part in parts]),
-            torch.cat([part.behaviour_logprobs_BR for part in parts]),
-        )
+        padded = [
+            replace(part, tokens_BT=F.pad(part.tokens_BT, (0, width - part.tokens_BT.shape[1]))) for part in parts
+        ]
+        return cls(*(torch.cat([getattr(part, field.name) for part in padded]) for field in fields(cls)))
 
     def as_bytes(self) -> bytes:
         """Returns the rollout as a safetensors file."""
@@ -198,7 +226,14 @@ class Rollout(Sendable):
     @classmethod
     def load(cls, path: Path) -> Self:
         tensors = load_file(path)
-        tensors.setdefault("sampled_by_B", torch.zeros_like(tensors["prompt_rows_B"]))  # older files lack it
+        # Older files lack these: who sampled a response was not recorded, and no environment took part.
+        none_B, logprobs_BR = torch.zeros_like(tensors["prompt_rows_B"]), tensors["behaviour_logprobs_BR"]
+        tensors.setdefault("sampled_by_B", none_B)
+        places_R = torch.arange(logprobs_BR.shape[1])
+        tensors.setdefault("written_BR", places_R < tensors["response_tokens_B"][:, None])
+        tensors.setdefault("turn_rewards_BR", torch.zeros_like(logprobs_BR))
+        tensors.setdefault("failure_B", none_B)
+        tensors.setdefault("environment_seconds_B", none_B.float())
         return cls(**tensors)
 
     def __len__(self) -> int:
@@ -210,14 +245,30 @@ class Rollout(Sendable):
 
     @property
     def response_mask_BR(self) -> Tensor:
-        """True = a token of the response."""
-        return torch.arange(self.max_new_tokens)[None] < self.response_tokens_B[:, None]
+        """True = a token that the policy wrote, the only tokens that count anywhere."""
+        return self.written_BR
+
+    @property
+    def num_written_B(self) -> Tensor:
+        """Number of tokens of each response that the policy wrote."""
+        return self.written_BR.sum(dim=1)
+
+    @property
+    def num_turns_B(self) -> Tensor:
+        """Number of the policy's turns in each response."""
+        return (self.written_BR & ~F.pad(self.written_BR, (1, -1))).sum(dim=1)
 
     @property
     def response_BR(self) -> Tensor:
-        """The response's tokens; arbitrary where `response_mask_BR` is False."""
+        """The response's tokens, the environment's among them; arbitrary beyond its length."""
         columns_BR = self.prompt_tokens_B[:, None] + torch.arange(self.max_new_tokens)[None]
         return self.tokens_BT.gather(1, columns_BR.clamp(max=self.tokens_BT.shape[1] - 1))
+
+    def turns(self, row: int) -> list[tuple[bool, list[int]]]:
+        """Returns a response as runs of tokens by the same writer, in order; True = the policy's."""
+        length, tokens = int(self.response_tokens_B[row]), self.response_BR[row].tolist()
+        runs = itertools.groupby(range(length), key=self.written_BR[row].tolist().__getitem__)
+        return [(is_written, [tokens[place] for place in run]) for is_written, run in runs]
 
     def token_lists(self) -> tuple[list[list[int]], list[list[int]]]:
         """Returns prompts and responses as lists of tokens, without padding."""

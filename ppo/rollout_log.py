@@ -9,7 +9,7 @@ Shape letter: B responses.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import nan
 from pathlib import Path
@@ -36,7 +36,8 @@ class TrainingSample:
     """One line of samples.jsonl. `step` is the iteration, counted from 1; responses are sampled before its updates.
 
     `score` is the score before scaling and penalties, NaN (null) where scoring failed. `kl_nats` is log π - log π_ref
-    of the response.
+    of the response, and `num_tokens` counts what the policy wrote of it. In a conversation with an environment,
+    `response` has a line per turn.
     """
 
     step: int
@@ -94,7 +95,7 @@ class SampleLog:
     def _write(
         self, iteration: int, kind: Literal["drawn", "followed"], scored: ScoredRollout, rows: Sequence[int]
     ) -> None:
-        rollout, (_, responses) = scored.rollout, scored.rollout.token_lists()
+        rollout = scored.rollout
         for row in rows:
             prompt, score = self.prompts[int(rollout.prompt_rows_B[row])], float(scored.scores_B[row])
             sample = TrainingSample(
@@ -103,13 +104,19 @@ class SampleLog:
                 prompt_id=prompt.prompt_id,
                 category=prompt.kind,
                 messages=list(prompt.messages),
-                response=self.tokenizer.decode(responses[row]).strip(),
+                response="\n".join(self._shown(rollout, row)),
                 score=score,
                 kl_nats=float(scored.kl_B[row]) if np.isfinite(score) else nan,
-                num_tokens=len(responses[row]),
+                num_tokens=int(rollout.num_written_B[row]),
                 finished=bool(rollout.finished_B[row]),
             )
             self._lines.write(as_json(asdict(sample)))
+
+    def _shown(self, rollout: Rollout, row: int) -> Iterator[str]:
+        """Yields the texts of a response's turns; those of an environment are marked."""
+        for is_written, tokens in rollout.turns(row):
+            text = self.tokenizer.decode(tokens).strip()
+            yield text if is_written else f"[environment] {text}"
 
     def close(self) -> None:
         self._lines.close()

@@ -61,16 +61,15 @@ TEXTS_PER_CALL = 16  # for a reward that reads texts, if `micro_batch_size` is n
 
 @dataclass(frozen=True)
 class Asked:
-    """What a reward that reads texts knows of prompts: their messages and, if it reads them, fields of their rows of
-    data. Both are empty if the reward reads tokens.
+    """What a reward that reads texts, or an environment, knows of prompts: their messages and, if it reads them, fields
+    of their rows of data. Both are empty if the reward reads tokens.
     """
 
     conversations: Sequence[Messages] = ()
     rows: Sequence[Row] = ()
 
-    def of(self, rollout: Rollout) -> "Asked":
-        """Returns what the responses answer. It is sent with each rollout, instead of all the job's."""
-        numbers = rollout.prompt_rows_B.tolist()
+    def of(self, numbers: Sequence[int]) -> "Asked":
+        """Returns these prompts, by their row numbers. They are sent with each rollout, instead of all the job's."""
         conversations = [self.conversations[number] for number in numbers] if self.conversations else []
         return Asked(conversations, [self.rows[number] for number in numbers] if self.rows else [])
 
@@ -103,7 +102,8 @@ class Scorers:
         """
         shares = shares_of(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, with_gradients=False)
         parts = rollout.shares(shares)
-        return joined(self.ranks.start_split(Scorer.scores, [(part, self.asked.of(part)) for part in parts]), shares)
+        arguments = [(part, self.asked.of(part.prompt_rows_B.tolist())) for part in parts]
+        return joined(self.ranks.start_split(Scorer.scores, arguments), shares)
 
     def first_failure(self) -> str:
         """Returns why the first response without a score in the last call has none; "" if all have one."""
@@ -183,6 +183,8 @@ class Scorer(Rank):
             found = self._network_scores(self.judge, [StepTokens(of.tokens, (len(of.tokens) - 1,)) for of in encoded])
             heads = [self.judge.network.labels.index(name) for name in self.config.reward.objective_weights] or [0]
             return torch.stack([of[0, heads] if len(of) else torch.full((len(heads),), math.nan) for of in found])
+        if self.config.environment is not None:  # what answers the prompt is the last turn
+            responses = [rollout.turns(row)[-1][1] for row in range(len(rollout))]
         texts = [self.tokenizer.decode(response).strip() for response in responses]
         size = self.config.minibatch.micro_batch_size or TEXTS_PER_CALL
         columns = [

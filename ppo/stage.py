@@ -25,6 +25,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import read_config
 from ppo.config import VLLM, PPOConfig
 from ppo.controller import PPOController
+from ppo.environments.environment import Environment
 from ppo.plan import plan
 from ppo.rank import InitialModels, ScoreScale, TokenStream
 from ppo.report import REPORTER, PPOResults
@@ -229,7 +230,7 @@ def score_scale(
     Raises:
         ValueError: the reward gives every sample the same score, or too many fail.
     """
-    if isinstance(judge, NoReward):
+    if isinstance(judge, NoReward) or config.environment is not None:  # conversations have no scores before PPO
         return ScoreScale(0.0, 1.0)
     if was_measured(run) and not config.reward.objective_weights and config.steps is None:
         path = run.folder_of("reward") / "results.json"
@@ -411,8 +412,23 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
             adapter_of(judge)
     tokenizer, limits = stage.tokenizer_of("sft"), (config.max_new_tokens, config.on_overlong)
     fitting = fitting_prompts(stage, tokenizer, config.prompts, *limits, stage.tell, config.row_fields)
+    rows = OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row)
     if config.external_reward is not None:
-        config.external_reward.check(OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row))
+        config.external_reward.check(rows)
+    if config.environment is not None:
+        config.environment.check(rows)
+        _check_replies(tokenizer, config.environment)
+
+
+def _check_replies(tokenizer: Tokenizer, environment: Environment) -> None:
+    """Check that the chat template can write replies of the roles that an environment's messages have. Raises:
+    ValueError.
+    """
+    role = "tool" if environment.tools else "user"
+    try:
+        tokenizer.encode_reply([{"role": role, "content": "A reply."}])
+    except ValueError as error:
+        raise ValueError(f"ppo.environment: a reply of the role {role!r}: {error}") from None
 
 
 def _check_teacher(stage: StageRun, field: str, name: str) -> None:
@@ -449,7 +465,7 @@ STAGE = Stage(
     policy_from="sft",
     tokenizer=lambda run, _: run.tokenizer_of("sft"),
     model_fields=("init_from", "reward.model", "teachers.*.model"),
-    function_fields=("reward.function", "reward.sources.*.function"),
+    function_fields=("reward.function", "reward.sources.*.function", "environment.class_name"),
     context_tokens=lambda config: {"max_new_tokens": config.max_new_tokens + 1},
     split_rows=lambda config: {"rollout_batch_size": config.sampled_batch_size, "ptx.rows": config.ptx_rows},
     worker_teams=worker_teams,

@@ -226,6 +226,12 @@ class RowFields:
     of: Callable[[str, Row], Row] = _no_fields
     key: str = ""
 
+    def and_those(self, others: "RowFields") -> "RowFields":
+        """Returns these fields and others."""
+        if not (self.key and others.key):
+            return self if self.key else others
+        return RowFields(lambda where, row: {**self.of(where, row), **others.of(where, row)}, self.key + others.key)
+
 
 NO_FIELDS = RowFields()
 

@@ -57,7 +57,8 @@ def _table(found: "Replayed") -> Table:
     for column in ("token", *COLUMNS):
         table.add_column(column.replace("_", " "), justify="left" if column == "token" else "right", no_wrap=True)
     for token in found.tokens:
-        table.add_row(Text(repr(token.text)), *(f"{getattr(token, column):.4g}" for column in COLUMNS))
+        numbers = (f"{getattr(token, column):.4g}" if token.is_written else "" for column in COLUMNS)
+        table.add_row(Text(repr(token.text), style="" if token.is_written else "dim"), *numbers)
     return table
 
 

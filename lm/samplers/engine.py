@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lm.config import Precision
-from lm.generation import Generated
+from lm.generation import Generated, Limits
 
 CHUNK_BYTES = 1 << 28  # large enough to make calls negligible, small compared with any model that needs a GPU
 NAMED = 8  # tensors that a message names
@@ -170,7 +170,7 @@ class SamplingEngine(Protocol):
     """
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float
     ) -> Generated:
         """Sample one response per prompt, each from its own seed, up to and including the tokenizer's end token.
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import torch
 from torch import Tensor
 
-from lm.generation import Batch, Generated
+from lm.generation import Batch, Generated, Limits
 from lm.samplers.engine import SamplingEngine, SentWeights, chunks
 from lm.samplers.own import HeedSampler
 from lm.samplers.trial import (
@@ -36,7 +36,7 @@ class Faulty(SamplingEngine):
         self.sampler, self.trial = sampler, trial
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float
     ) -> Generated:
         return self.sampler.sample(prompts, seeds, max_new_tokens=max_new_tokens, temperature=temperature)
 
@@ -107,7 +107,7 @@ class MissingAdapter(_Spoiled):
 
 class NoTemperature(Faulty):
     def sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float
     ) -> Generated:
         del temperature
         return self.sampler.sample(prompts, seeds, max_new_tokens=max_new_tokens, temperature=1.0)
@@ -115,7 +115,7 @@ class NoTemperature(Faulty):
 
 class OtherTemplate(Faulty):
     def sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float
     ) -> Generated:
         others = next(iter(other_templates(self.trial).values()))
         number = {tuple(prompt): row for row, prompt in enumerate(self.trial.prompts)}
@@ -127,7 +127,7 @@ class OtherTokenizer(Faulty):
     """Ids are those of a vocabulary with one more token at its beginning."""
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float
     ) -> Generated:
         size = self.trial.policy(0).config.vocab_size
         asked = shifted(prompts, 1, size)
@@ -154,7 +154,7 @@ class StaleCache(Faulty):
         super().receive(sent)
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float
     ) -> Generated:
         if self.caches or self.num_received < 2:
             return super().sample(prompts, seeds, max_new_tokens=max_new_tokens, temperature=temperature)
@@ -197,7 +197,7 @@ class LikelyTokens(Faulty):
     """Reports true log-probs, but of tokens that are not drawn from them: the likeliest of several samples."""
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float
     ) -> Generated:
         tries = [
             super(LikelyTokens, self).sample(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lm.config import Precision
 from lm.decoding import FixedSteps, fixed_steps
-from lm.generation import Generated, generate
+from lm.generation import Generated, Limits, generate
 from lm.model import LanguageModel
 from lm.samplers.engine import SamplingEngine, SentWeights, digests_of, held_tensors, noted, require_same, take
 from lm.sampling import Choice
@@ -71,7 +71,7 @@ class HeedSampler(SamplingEngine):
         return self._policy
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float
     ) -> Generated:
         return generate(
             self.policy,

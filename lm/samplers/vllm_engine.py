@@ -16,7 +16,7 @@ from torch import Tensor
 
 from files.atomic import write_json
 from lm.config import Precision
-from lm.generation import Generated
+from lm.generation import Generated, Limits
 from lm.model import LanguageModel
 from lm.samplers.engine import SamplingEngine, SentWeights, chunks, held_tensors, noted, require_same
 from lm.samplers.own import DTYPES
@@ -102,15 +102,16 @@ class VLLMSampler(SamplingEngine):
         return cls(folder, precision, on_own_device=on_own_device, tensor_parallel_size=tensor_parallel_size)
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float
     ) -> Generated:
         asked = [self._vllm.TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
         parameters = [
             self._vllm.SamplingParams(
-                temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, max_tokens=max_new_tokens, seed=seed % 2**63,
+                temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, max_tokens=limit, seed=seed % 2**63,
                 stop_token_ids=list(self.end_ids), ignore_eos=True, detokenize=False, logprobs=0,
             )
-            for seed in seeds
+            for seed, limit in zip(seeds, limits, strict=True)
         ]  # fmt: skip
         found = [output.outputs[0] for output in self._engine.generate(asked, parameters, use_tqdm=False)]
         responses = [list(output.token_ids) for output in found]

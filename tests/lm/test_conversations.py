@@ -184,6 +184,36 @@ def test_a_response_that_is_cut_from_its_prompt_gets_no_space() -> None:
     assert joined.decode(whole) == "The bush."
 
 
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in DEPENDS_ON_NEIGHBOURS])
+def test_a_reply_is_what_the_template_writes_after_a_closed_turn(kind: str, template: str) -> None:
+    """Appended to a prompt and its response, it gives the tokens of the whole conversation."""
+    ours, _ = both(kind, template)
+    asks = [{"role": "user", "content": "The fox?"}]
+    for reply in ("the dog", f"{NAMES[0]} and {NAMES[-1]}", "This is a short answer."):
+        replies = [{"role": "user", "content": reply}]
+        tokens, is_response = ours.encode_conversation([*asks, {"role": "assistant", "content": "bird."}])
+        sampled = tokens[: len(tokens) - is_response[::-1].index(True)]
+        expected = ours.encode_prompt([*asks, {"role": "assistant", "content": "bird."}, *replies])
+        assert sampled + ours.encode_reply(replies) == expected
+
+
+def test_a_template_that_does_not_only_append_has_no_replies(tokenizer: Tokenizer) -> None:
+    reply = [{"role": "tool", "content": "4"}]
+    assert tokenizer.decode(tokenizer.with_template("chat").encode_reply(reply)).split() == ["<|tool|>", "4"]
+    wrong = {
+        "{{ messages | length }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}": "does not append",
+        "{% for m in messages | reverse %}{{ m.content }}{{ eos_token }}{% endfor %}": "does not append",
+        "{% for m in messages if m.role != 'tool' %}{{ m.content }}{{ eos_token }}{% endfor %}": "does not append",
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}": "no special token after an assistant's",
+        "{% for m in messages %}{{ raise_exception('no tools') if m.role == 'tool' else m.content }}{{ eos_token }}"
+        "{% endfor %}": "refuses the conversation: no tools",
+    }  # fmt: skip
+    for template, message in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            tokenizer.with_template(template).encode_reply(reply)
+
+
 @examples(150)
 @given(messages=conversations(harmless))
 @pytest.mark.parametrize("name", ["chat", "continuation"])

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lm import decoding, generation
 from lm.decoding import StepKind
-from lm.generation import Generated, generate
+from lm.generation import Generated, Limits, generate
 from lm.inspection import cache_bytes_per_token
 from lm.model import LanguageModel
 from lm.native import operators
@@ -66,7 +66,7 @@ SEEDS = [101, 7, 7, 2**62, 55, 9]
 
 def sample(
     model: LanguageModel, prompts: Sequence[Sequence[int]] = PROMPTS, seeds: Sequence[int] = SEEDS,
-    max_new_tokens: int = 14, choice: Choice = Choice(), max_rows: int = 128, end_ids: Sequence[int] = (END,),  # noqa: B008 - frozen
+    max_new_tokens: Limits = 14, choice: Choice = Choice(), max_rows: int = 128, end_ids: Sequence[int] = (END,),  # noqa: B008 - frozen
     stop: Callable[[Sequence[int]], bool] = lambda _: False,
 ) -> Generated:  # fmt: skip
     return generate(
@@ -96,6 +96,21 @@ def test_waiting_sequences_enter_and_get_what_they_would_alone(decoder: Language
     # The point of this test: sequences end at different steps, and not all of them end before the limit.
     assert len({len(response) for response in found.responses}) > 2
     assert any(found.finished)
+
+
+def test_each_prompt_may_have_a_limit_of_its_own(decoder: LanguageModel) -> None:
+    """A response with a lower limit is the beginning of what it would be, and the context need only hold that."""
+    limits, whole = [1, 3, 14, 5, 2, 14], sample(decoder)
+    found = sample(decoder, max_new_tokens=limits)
+    for row, limit in enumerate(limits):
+        assert found.responses[row] == whole.responses[row][:limit]
+        assert found.finished[row] == (END in whole.responses[row][:limit])
+    room = decoder.config.max_position_embeddings
+    longest = [[5] * (room - 2), [7]]
+    found = sample(decoder, longest, [1, 2], max_new_tokens=[2, 14], end_ids=())
+    assert [len(response) for response in found.responses] == [2, 14]
+    with pytest.raises(ValueError, match=f"prompt 0 has {room - 2} tokens; 1 to {room - 14} were expected"):
+        sample(decoder, longest, [1, 2], max_new_tokens=14)
 
 
 @pytest.mark.parametrize("max_rows", [4, 128])

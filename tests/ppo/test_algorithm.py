@@ -102,6 +102,37 @@ def test_with_lambda_one_a_return_is_the_sum_of_the_rewards_to_come() -> None:
     torch.testing.assert_close(returns, torch.tensor([[7.0, 6.0, 4.0, 0.0]]))
 
 
+@given(
+    written=st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=4),
+    gamma=st.floats(0.1, 1),
+    gae_lambda=st.floats(0, 1),
+    seed=st.integers(0, 10_000),
+)
+@examples(40)
+def test_an_environments_tokens_change_no_advantage_of_the_policys(
+    written: list[list[bool]], gamma: float, gae_lambda: float, seed: int
+) -> None:
+    """Rewards, advantages and returns are those of the same tokens without the environment's between them."""
+    mask, shape = torch.tensor(written), (len(written), 7)
+    logprobs, ref, values, turns = (noise(*shape, seed=seed + place) for place in range(4))
+    scores = noise(len(written), seed=seed + 4)
+    rewards, kl = token_rewards(scores, logprobs, ref, mask, 0.3, turns)
+    advantages, returns = generalised_advantages(rewards, values, mask, gamma, gae_lambda)
+    assert (rewards[~mask] == 0).all()
+    assert (advantages[~mask] == 0).all()
+    for row, own in enumerate(mask):
+        if not own.any():
+            continue
+        alone = [tensor[row][own][None] for tensor in (logprobs, ref, values, turns)]
+        everything = torch.ones_like(alone[0], dtype=torch.bool)
+        own_rewards, own_kl = token_rewards(scores[row, None], *alone[:2], everything, 0.3, alone[3])
+        own_advantages, own_returns = generalised_advantages(own_rewards, alone[2], everything, gamma, gae_lambda)
+        torch.testing.assert_close(rewards[row][own], own_rewards[0])
+        torch.testing.assert_close(kl[row], own_kl[0])
+        torch.testing.assert_close(advantages[row][own], own_advantages[0])
+        torch.testing.assert_close(returns[row][own], own_returns[0])
+
+
 def test_whiten_by_hand() -> None:
     # Counted: 1, 3, 5, 7; mean 4, variance (9 + 1 + 1 + 9) / 4 = 5.
     values = torch.tensor([[1.0, 3.0, 99.0], [5.0, 7.0, -99.0]])

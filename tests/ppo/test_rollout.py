@@ -7,9 +7,21 @@ from typing import Any
 import pytest
 import torch
 from ray import cloudpickle
+from safetensors.torch import save_file
 
 from ppo.rank import PackedRollout
-from ppo.rollout import Drawn, PolicyBatch, ResponseKL, Rollout, ValueBatch, joined, shares_by_update, shares_of
+from ppo.rollout import (
+    FAILURES,
+    Dialogue,
+    Drawn,
+    PolicyBatch,
+    ResponseKL,
+    Rollout,
+    ValueBatch,
+    joined,
+    shares_by_update,
+    shares_of,
+)
 from training.config import BatchConfig
 
 PROMPTS = [[11, 12, 13], [21], [31, 32, 33, 34, 35], [41, 42]]
@@ -67,6 +79,48 @@ def test_packed_by_hand(rollout: Rollout) -> None:
     states = [0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 0]
     assert packed.states_LT.int().tolist() == [states]
     assert packed.targets_C.tolist() == [36, 14, 15, 22, 23, 24, 25, 43, 44, 45]
+
+
+def test_of_an_environments_tokens_none_is_the_policys(tmp_path: Path) -> None:
+    """Two turns of the policy around two tokens of an environment; the second response is the policy's alone."""
+    rollout = Rollout.of(
+        [7, 8], [[1, 2], [3]], [[10, 11, 50, 51, 12], [13]], [True, True], [[-1.0, -2.0, 0.0, 0.0, -3.0], [-4.0]],
+        max_new_tokens=6, pad_id=0, environment_seconds=2.5,
+        dialogues=[
+            Dialogue([True, True, False, False, True], [0.0, 0.5, 0.0, 0.0, 1.0]), Dialogue([True], [0.0], "deadline")
+        ],
+    )  # fmt: skip
+    written = [[True, True, False, False, True, False], [True, False, False, False, False, False]]
+    assert rollout.response_mask_BR.tolist() == written
+    assert rollout.turn_rewards_BR.tolist() == [[0.0, 0.5, 0.0, 0.0, 1.0, 0.0], [0.0] * 6]
+    assert rollout.response_tokens_B.tolist() == [5, 1]
+    assert rollout.num_written_B.tolist() == [3, 1]
+    assert rollout.num_turns_B.tolist() == [2, 1]
+    assert [FAILURES[failure] for failure in rollout.failure_B.tolist()] == ["", "deadline"]
+    assert rollout.turns(0) == [(True, [10, 11]), (False, [50, 51]), (True, [12])]
+    packed = PackedRollout.of(rollout, torch.device("cpu"))
+    assert packed.tokens_LT.tolist() == [[1, 2, 10, 11, 50, 51, 12, 3, 13]]
+    assert packed.states_LT.int().tolist() == [[0, 1, 1, 0, 0, 1, 0, 1, 0]]
+    assert packed.targets_C.tolist() == [10, 11, 12, 13]
+    spread = packed.spread(packed.targets_C.float())
+    assert spread.tolist() == [[10.0, 11.0, 0.0, 0.0, 12.0, 0.0], [13.0] + [0.0] * 5]
+    assert Drawn.of(rollout).before_BR[1].tolist() == [10, 11, -1, -1, 12, -1]
+    path = tmp_path / "rollout.safetensors"
+    path.write_bytes(rollout.as_bytes())
+    joined_twice = Rollout.join([Rollout.load(path), rollout])
+    for field in fields(rollout):
+        expected = getattr(rollout, field.name)
+        assert torch.equal(getattr(joined_twice, field.name), torch.cat([expected, expected])), field.name
+
+
+def test_a_saved_rollout_of_an_older_version_is_all_the_policys(rollout: Rollout, tmp_path: Path) -> None:
+    path, added = tmp_path / "old.safetensors", ("written_BR", "turn_rewards_BR", "failure_B", "environment_seconds_B")
+    tensors = {field.name: getattr(rollout, field.name).contiguous() for field in fields(rollout)}
+    save_file({name: tensor for name, tensor in tensors.items() if name not in added}, path)
+    loaded = Rollout.load(path)
+    for name, tensor in tensors.items():
+        assert torch.equal(getattr(loaded, name), tensor), name
+        assert getattr(loaded, name).dtype == tensor.dtype, name
 
 
 def test_spread_puts_flat_numbers_where_the_responses_are(rollout: Rollout) -> None:
@@ -190,6 +244,10 @@ def sent_bytes(num_ranks: int) -> int:
         torch.ones(rows, dtype=torch.bool),
         torch.zeros(rows, dtype=torch.int64),
         table_BR,
+        mask_BR,
+        table_BR.clone(),
+        torch.zeros(rows, dtype=torch.int64),
+        torch.zeros(rows),
     )
     ptx_rows = torch.arange(rows)
     policy = PolicyBatch(rollout, table_BR.clone(), table_BR.clone(), mask_BR, rows * response, ptx_rows, rows)
@@ -218,6 +276,10 @@ def test_one_of_eight_ranks_is_sent_an_eighth() -> None:
         torch.ones(1024, dtype=torch.bool),
         torch.zeros(1024, dtype=torch.int64),
         torch.zeros(1024, 1024),
+        torch.ones(1024, 1024, dtype=torch.bool),
+        torch.zeros(1024, 1024),
+        torch.zeros(1024, dtype=torch.int64),
+        torch.zeros(1024),
     )
     share, whole = (len(cloudpickle.dumps(rows.rows(slice(0, size)))) for size in (128, 1024))
     assert share == pytest.approx(whole / 8, rel=0.01)
@@ -234,6 +296,10 @@ def test_a_share_is_sent_as_one_buffer_of_its_own_rows() -> None:
         torch.arange(rows) % 2 == 0,
         torch.arange(rows),
         torch.rand(rows, 7),
+        torch.ones(rows, 7, dtype=torch.bool),
+        torch.zeros(rows, 7),
+        torch.zeros(rows, dtype=torch.int64),
+        torch.zeros(rows),
     )
     kl = ResponseKL(torch.rand(rows), torch.rand(rows))
     batch = PolicyBatch(rollout, torch.rand(rows, 7), torch.rand(rows, 7), mask_BR, 99, torch.arange(8), 8, (), kl)
@@ -242,7 +308,7 @@ def test_a_share_is_sent_as_one_buffer_of_its_own_rows() -> None:
         buffers = list[Any]()
         sent = cloudpickle.dumps(part, protocol=5, buffer_callback=buffers.append)
         assert (len(buffers), len(sent)) == (1, pytest.approx(500, abs=500))
-        assert buffers[0].raw().nbytes < 8 * (27 * 8 + 4 * 8 + 8 + 4 * 7 * 4 + 8 + 16) + 20 * 16
+        assert buffers[0].raw().nbytes < 8 * (27 * 8 + 6 * 8 + 8 + 5 * 7 * 4 + 7 + 8 + 16) + 24 * 16
         got = cloudpickle.loads(sent, buffers=[bytes(buffer.raw()) for buffer in buffers])
         assert (got.num_tokens, got.num_ptx_rows, got.pass_sizes) == (99, 8, share.pass_sizes)
         assert torch.equal(got.rollout.tokens_BT, rollout.tokens_BT[share.rows][:, :27])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lm.config import Precision
-from lm.generation import Generated, generate
+from lm.generation import Generated, Limits, generate
 from lm.samplers.engine import SamplingEngine, SentWeights
 from lm.samplers.faults import FAULTS, Faulty
 from lm.samplers.own import HeedSampler
@@ -72,7 +72,7 @@ class _Changed(Faulty):
         self.change = change
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float
     ) -> Generated:
         found = super().sample(prompts, seeds, max_new_tokens=max_new_tokens, temperature=temperature)
         self.change(found)
@@ -103,7 +103,7 @@ class _Cut(HeedSampler):
     """Samples with top_p, and reports the log-probs of the whole distribution."""
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float
     ) -> Generated:
         choice = Choice(temperature, top_p=0.9)
         return generate(

@@ -1,0 +1,382 @@
+"""Conversations of the policy with an environment, sampled in rounds.
+
+In each round the sampler writes one turn of every open conversation. The episodes answer them concurrently, and the
+tokens of their replies are appended to what was sampled. Nothing is rendered or tokenized again, so the learner reads
+exactly what the sampler read.
+
+Each episode has a thread and an event loop of its own. Code that blocks delays no other episode: once its deadline has
+passed, the thread is left to itself. An episode that fails, hangs or answers nonsense loses its response, which then
+counts neither in the loss nor in a baseline; its tokens are still checked as draws from the policy.
+"""
+
+import asyncio
+import math
+import resource
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Generic, TypeVar
+
+from files.hashes import derive_seed
+from files.importing import explain
+from files.rows import Row
+from lm.progress import note_progress
+from lm.samplers.engine import SamplingEngine
+from lm.tokenizer import Messages, Tokenizer
+from lm.tool_calls import read_tool_calls
+from ppo.environments.environment import Environment, Episode, Reply
+from ppo.rollout import Dialogue
+
+Answer = TypeVar("Answer")
+
+GRACE_SECONDS = 1.0  # after a deadline, until a call that does not end at it is given up
+FILES_PER_EPISODE = 4  # an event loop has three, and an episode often a connection
+CHARACTERS_PER_TOKEN = 64  # a longer reply cannot fit, so it is refused before it is tokenized
+REPLY_ROLES = ("system", "user", "tool")
+
+
+class DeadlineError(Exception):
+    """A call of an episode took longer than the environment's `deadline_seconds`."""
+
+
+class InvalidReplyError(Exception):
+    """An episode returned something else than its contract says."""
+
+
+class TooLongError(Exception):
+    """A reply is longer than a whole response may be."""
+
+
+class NoScoreError(Exception):
+    """An episode has no score for its conversation: it returned NaN."""
+
+
+REASONS = {  # entries of `ppo.rollout.FAILURES`; all other errors are "error"
+    DeadlineError: "deadline", InvalidReplyError: "invalid", TooLongError: "too_long", NoScoreError: "no_score",
+}  # fmt: skip
+
+
+class EpisodeThread:
+    """Runs the calls of one episode, one after another, in a thread and an event loop of its own."""
+
+    def __init__(self, deadline_seconds: float) -> None:
+        self._deadline_seconds = deadline_seconds
+        self._calls: SimpleQueue[tuple[Callable[[], Coroutine[Any, Any, Any]], Future[Any]] | None] = SimpleQueue()
+        self._last: Future[Any] | None = None
+        # A daemon: a thread that hangs must not keep the process alive.
+        Thread(target=self._work, name="episode", daemon=True).start()
+
+    def start(self, call: Callable[[], Coroutine[Any, Any, Answer]]) -> Future[Answer]:
+        self._last = future = Future[Answer]()
+        self._calls.put((call, future))
+        return future
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether its last call has not ended, though it should have."""
+        return self._last is not None and not self._last.done()
+
+    def end(self) -> None:
+        """Let the thread end after the calls that were started."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        with asyncio.Runner() as runner:
+            while (started := self._calls.get()) is not None:
+                call, future = started
+                try:
+                    future.set_result(runner.run(_within(call, self._deadline_seconds)))
+                except BaseException as error:  # SystemExit too: an episode may call sys.exit
+                    future.set_exception(error)
+
+
+async def _within(call: Callable[[], Coroutine[Any, Any, Answer]], seconds: float) -> Answer:
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await call()
+    except TimeoutError:
+        if limit.expired():
+            raise DeadlineError(f"no answer within {seconds:g} seconds") from None
+        raise
+
+
+@dataclass
+class Conversation:
+    """A response in the making. `tokens` are those after the prompt; the other lists are as long."""
+
+    messages: Messages  # of the prompt
+    row: Row
+    prompt: list[int]
+    seed: int
+    thread: EpisodeThread
+    tokens: list[int] = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)  # True = by the policy
+    logprobs: list[float] = field(default_factory=list)  # nats, of the policy's tokens; 0 at the others
+    rewards: list[float] = field(default_factory=list)
+    num_turns: int = 0
+    is_over: bool = False
+    is_finished: bool = False  # ended with a closed turn, before room ran out
+    failure: BaseException | None = None
+    episode: Episode | None = None
+
+    def append(self, tokens: Sequence[int], logprobs: Sequence[float] = ()) -> None:
+        """Append a turn of the policy, with its log-probs, or a reply, without."""
+        self.tokens += tokens
+        self.written += [bool(logprobs)] * len(tokens)
+        self.logprobs += logprobs or [0.0] * len(tokens)
+        self.rewards += [0.0] * len(tokens)
+
+    def last_turn(self) -> list[int]:
+        start = len(self.written)
+        while start and self.written[start - 1]:
+            start -= 1
+        return self.tokens[start:]
+
+    def add_reward(self, reward: float) -> None:
+        """Reward the policy's last token. Nothing has been appended to it yet."""
+        self.rewards[-1] += reward
+
+    def fail(self, error: BaseException) -> None:
+        self.failure, self.is_over = self.failure or error, True
+
+    @property
+    def dialogue(self) -> Dialogue:
+        reason = "" if self.failure is None else REASONS.get(type(self.failure), "error")
+        return Dialogue(self.written, self.rewards, reason)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Conversations that are over. `seconds` is the time spent waiting for environments, and `failure` says what was
+    wrong with the first that failed; "" if none did.
+    """
+
+    conversations: Sequence[Conversation]
+    seconds: float
+    failure: str
+
+
+class Conversations:
+    """Samples conversations with an environment."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        tokenizer: Tokenizer,
+        sampler: SamplingEngine,
+        *,
+        max_new_tokens: int,
+        max_prompt_tokens: int,
+        temperature: float,
+    ) -> None:
+        self.environment, self.tokenizer, self.sampler = environment, tokenizer, sampler
+        self.max_new_tokens, self.max_prompt_tokens, self.temperature = max_new_tokens, max_prompt_tokens, temperature
+        self._seconds = 0.0
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        messages: Sequence[Messages],
+        rows: Sequence[Row],
+        seeds: Sequence[int],
+    ) -> Sampled:
+        """Sample a conversation from each prompt. `messages` are the prompts', and `rows` the fields of their rows that
+        the environment reads; `rows` may be empty. A turn is drawn from the seed of its conversation and its number.
+        """
+        self._seconds = 0.0
+        _allow_files(FILES_PER_EPISODE * len(prompts))
+        conversations = [
+            Conversation(own, row, list(prompt), seed, EpisodeThread(self.environment.deadline_seconds))
+            for prompt, own, row, seed in zip(prompts, messages, rows or [{}] * len(prompts), seeds, strict=True)
+        ]
+        self._begin(conversations)
+        while running := [conversation for conversation in conversations if not conversation.is_over]:
+            self._take_turns(running)
+            self._close([conversation for conversation in running if conversation.is_over])
+        failures = [conversation.failure for conversation in conversations if conversation.failure is not None]
+        return Sampled(conversations, self._seconds, explain(failures[0], __file__) if failures else "")
+
+    def _begin(self, conversations: Sequence[Conversation]) -> None:
+        """Open all episodes. Messages that an episode begins with belong to the prompt, which is encoded with them."""
+
+        async def begin(conversation: Conversation) -> Messages:
+            episode = self.environment.open(
+                conversation.messages, conversation.row, derive_seed(conversation.seed, "environment")
+            )
+            conversation.episode = episode
+            return await episode.begin()
+
+        for conversation, opening in self._answers(conversations, begin):
+            try:
+                if _checked_messages(opening.result(), self._most_characters):
+                    prompt = self.tokenizer.encode_prompt([*conversation.messages, *opening.result()])
+                    if len(prompt) > self.max_prompt_tokens:
+                        raise TooLongError(
+                            f"the prompt has {len(prompt)} tokens with what the environment begins with;"
+                            f" {self.max_prompt_tokens} at most were expected"
+                        )
+                    conversation.prompt = prompt
+            except Exception as error:
+                conversation.failure = error  # one turn is sampled nevertheless: a response has at least one token
+
+    def _take_turns(self, running: Sequence[Conversation]) -> None:
+        """Sample the next turn of conversations, and append the replies."""
+        sampled = self.sampler.sample(
+            [conversation.prompt + conversation.tokens for conversation in running],
+            [derive_seed(conversation.seed, "turn", conversation.num_turns) for conversation in running],
+            max_new_tokens=[self.max_new_tokens - len(conversation.tokens) for conversation in running],
+            temperature=self.temperature,
+        )
+        turns = zip(running, sampled.responses, sampled.finished, sampled.logprobs, strict=True)
+        for conversation, tokens, is_closed, logprobs in turns:
+            conversation.append(tokens, logprobs)
+            conversation.num_turns += 1
+            conversation.is_over = not is_closed or conversation.failure is not None
+        for conversation, reply in self._answers(_open(running), self._reply):
+            try:
+                self._take(conversation, _checked_reply(reply.result(), self._most_characters))
+            except Exception as error:
+                conversation.fail(error)
+        ended = [conversation for conversation in running if conversation.is_over and conversation.failure is None]
+        for conversation, score in self._answers(ended, _score):
+            try:
+                conversation.add_reward(_checked_score(score.result()))
+            except Exception as error:
+                conversation.fail(error)
+
+    async def _reply(self, conversation: Conversation) -> Reply:
+        assert conversation.episode is not None, "only conversations whose episode was opened go on"
+        text = self.tokenizer.decode(conversation.last_turn())
+        return await conversation.episode.reply(read_tool_calls(text))
+
+    def _take(self, conversation: Conversation, reply: Reply) -> None:
+        """Take an episode's reply to the policy's last turn. Raises: TooLongError for one that fits in no response."""
+        conversation.add_reward(reply.reward)
+        if reply.is_over or conversation.num_turns == self.environment.max_turns:
+            conversation.is_over = conversation.is_finished = True
+            return
+        try:
+            tokens = self.tokenizer.encode_reply(reply.messages)
+        except ValueError as error:
+            raise InvalidReplyError(str(error)) from None
+        if len(tokens) >= self.max_new_tokens:
+            raise TooLongError(
+                f"a reply has {len(tokens)} tokens; less than max_new_tokens, {self.max_new_tokens}, was expected"
+            )
+        if len(conversation.tokens) + len(tokens) >= self.max_new_tokens:
+            conversation.is_over = True  # unfinished: there is no room for another turn
+        else:
+            conversation.append(tokens)
+
+    def _close(self, conversations: Sequence[Conversation]) -> None:
+        """Close episodes. What goes wrong here no longer changes a response."""
+
+        async def close(conversation: Conversation) -> None:
+            if conversation.episode is not None:
+                await conversation.episode.close()
+
+        self._answers(conversations, close)
+        for conversation in conversations:
+            conversation.thread.end()
+
+    @property
+    def _most_characters(self) -> int:
+        return CHARACTERS_PER_TOKEN * self.max_new_tokens
+
+    def _answers(
+        self,
+        conversations: Sequence[Conversation],
+        ask: Callable[[Conversation], Coroutine[Any, Any, Answer]],
+    ) -> "list[tuple[Conversation, Outcome[Answer]]]":
+        """Ask all episodes at once, and wait until each has answered or its deadline has passed."""
+        started = time.monotonic()
+        end = started + self.environment.deadline_seconds + GRACE_SECONDS
+        stuck = [conversation.thread.is_stuck for conversation in conversations]
+        futures = [conversation.thread.start(lambda own=conversation: ask(own)) for conversation in conversations]
+        pending = {future for future, is_stuck in zip(futures, stuck, strict=True) if not is_stuck}
+        while pending and (left := end - time.monotonic()) > 0:
+            _, pending = wait(pending, min(1.0, left))
+            note_progress()
+        self._seconds += time.monotonic() - started
+        seconds = self.environment.deadline_seconds
+        return [(own, Outcome(future, seconds)) for own, future in zip(conversations, futures, strict=True)]
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[Answer]):
+    """What became of a call."""
+
+    future: Future[Answer]
+    deadline_seconds: float
+
+    def result(self) -> Answer:
+        """Returns the answer. Raises what the call raised, as an Exception; DeadlineError if it has not ended."""
+        if not self.future.done():
+            raise DeadlineError(f"no answer within {self.deadline_seconds:g} seconds")
+        error = self.future.exception()
+        if error is not None and not isinstance(error, Exception):
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        return self.future.result()
+
+
+def _open(conversations: Sequence[Conversation]) -> list[Conversation]:
+    return [conversation for conversation in conversations if not conversation.is_over]
+
+
+async def _score(conversation: Conversation) -> float:
+    assert conversation.episode is not None, "only conversations whose episode was opened have a score"
+    return await conversation.episode.score()
+
+
+def _checked_reply(reply: Any, most_characters: int) -> Reply:
+    """Returns the reply. Raises: InvalidReplyError or TooLongError unless it keeps to the contract."""
+    if not isinstance(reply, Reply):
+        raise InvalidReplyError(f"reply() returned {type(reply).__name__}; a Reply was expected")
+    if not _is_number(reply.reward) or not math.isfinite(reply.reward):
+        raise InvalidReplyError(f"reply() returned the reward {reply.reward!r}; a finite number was expected")
+    if not reply.is_over and not _checked_messages(reply.messages, most_characters):
+        raise InvalidReplyError(
+            "reply() returned no messages, though the episode is not over; at least one was expected"
+        )
+    return reply
+
+
+def _checked_messages(messages: Any, most_characters: int) -> Messages:
+    """Returns the messages. Raises: InvalidReplyError or TooLongError if they cannot be appended."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise InvalidReplyError(f"messages are {type(messages).__name__}; a list of messages was expected")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+            raise InvalidReplyError(f"a message is {message!r:.200}; a role and a content, a text, were expected")
+        if message.get("role") not in REPLY_ROLES:
+            raise InvalidReplyError(
+                f"a message's role is {message.get('role')!r:.200}; one of {', '.join(REPLY_ROLES)} was expected"
+            )
+    num_characters = sum(1 + len(message["content"]) for message in messages)
+    if num_characters > most_characters:
+        raise TooLongError(f"a reply has {num_characters:,} characters; {most_characters:,} at most were expected")
+    return messages
+
+
+def _checked_score(score: Any) -> float:
+    """Returns the score. Raises: InvalidReplyError unless it is a number; NoScoreError if it is NaN."""
+    if not _is_number(score) or math.isinf(score):
+        raise InvalidReplyError(f"score() returned {score!r:.200}; a finite number was expected")
+    if math.isnan(score):
+        raise NoScoreError("score() returned NaN, which stands for no score")
+    return float(score)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _allow_files(number: int) -> None:
+    """Raise this process's limit of open files by as much as the episodes may need, where the machine allows it."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(limit + number, most) if most != resource.RLIM_INFINITY else limit + number
+    if limit != resource.RLIM_INFINITY and number > limit // 2 and wanted > limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))

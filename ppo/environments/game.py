@@ -1,0 +1,43 @@
+"""A game of two turns, small enough that a test enumerates its exact policy gradient."""
+
+import re
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+
+from files.hashes import derive_seed
+from files.rows import Row
+from lm.tokenizer import Messages
+from lm.tool_calls import AssistantMessage
+from ppo.environments.environment import Environment, Episode, Reply
+
+
+class GuessingGame(Environment):
+    """A number to guess. After a wrong guess the reply says whether the number is higher or lower. The n-th guess earns
+    1/n if it is right; a turn without a number ends the game.
+    """
+
+    model_config = ConfigDict(title="Environment guess")
+
+    kind: Literal["guess"] = Field(default="guess", description="The kind of this table.")
+    max_turns: int = Field(default=2, ge=1, description="Guesses after which the game ends.")
+    largest_number: int = Field(default=9, ge=2, description="The number is drawn from 1 to this.")
+
+    def open(self, _conversation: Messages, _row: Row, seed: int) -> Episode:
+        return Game(1 + derive_seed(seed, "number") % self.largest_number)
+
+
+class Game(Episode):
+    """A game about one number."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.num_guesses = number, 0
+
+    async def reply(self, message: AssistantMessage) -> Reply:
+        said = re.search(r"\d{1,9}", message.text)
+        if said is None:
+            return Reply(is_over=True)
+        self.num_guesses += 1
+        if int(said[0]) == self.number:
+            return Reply(reward=1 / self.num_guesses, is_over=True)
+        return Reply([{"role": "user", "content": "higher" if int(said[0]) < self.number else "lower"}])

@@ -1,0 +1,76 @@
+"""The kinds of environments that a job may name, and the kind that loads a user's own class."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, JsonValue, Tag, ValidationError
+
+from files.importing import load_function
+from files.rows import Row
+from lm.tokenizer import Messages
+from ppo.environments.environment import Environment, Episode
+from ppo.environments.game import GuessingGame
+from ppo.environments.tools import Calculator, Retrieval
+from training.config import by_kind
+from training.data import RowFields
+
+
+class OwnEnvironment(Environment):
+    """A class of your own, derived from `ppo.environments.environment.Environment` (docs/environments.md)."""
+
+    model_config = ConfigDict(title="Environment class")
+
+    kind: Literal["class"] = Field(default="class", description="The kind of this table.")
+    class_name: str = Field(
+        pattern=r"^.+:.+$", description='"MODULE:CLASS" or "FILE.py:CLASS"; the current folder is searched too.'
+    )
+    settings: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Values of the fields that the class declares."
+    )
+
+    @property
+    def own(self) -> Environment:
+        """The user's environment. Raises: ValueError naming the class or field that is wrong."""
+        limits = {"max_turns": self.max_turns, "deadline_seconds": self.deadline_seconds}
+        return _loaded(self.class_name, json.dumps({**self.settings, **limits}))
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return self.own.tools
+
+    @property
+    def row_fields(self) -> RowFields:
+        return self.own.row_fields
+
+    def check(self, rows: Sequence[Row]) -> None:
+        self.own.check(rows)
+
+    def open(self, conversation: Messages, row: Row, seed: int) -> Episode:
+        return self.own.open(conversation, row, seed)
+
+
+@cache
+def _loaded(class_name: str, settings: str) -> Environment:
+    loaded: object = load_function(class_name, "environment")
+    if not isinstance(loaded, type) or not issubclass(loaded, Environment):
+        raise ValueError(
+            f"ppo.environment.class_name {class_name!r} is no subclass of ppo.environments.environment.Environment"
+        )
+    try:
+        return loaded.model_validate(json.loads(settings))
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ValueError(f"ppo.environment.settings of {class_name}: {wrong}") from None
+    except TypeError as error:  # a class with abstract methods
+        raise ValueError(f"ppo.environment.class_name {class_name!r}: {error}") from None
+
+
+AnyEnvironment = Annotated[
+    Annotated[OwnEnvironment, Tag("class")]
+    | Annotated[GuessingGame, Tag("guess")]
+    | Annotated[Calculator, Tag("calculator")]
+    | Annotated[Retrieval, Tag("retrieval")],
+    by_kind("class", "guess", "calculator", "retrieval"),
+]
