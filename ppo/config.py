@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, Tag, model_validator
 
 from lm.config import exact_div
 from lm.lora import LoRAConfig
+from ppo.alarm import AlarmConfig
 from ppo.algorithm import GAE, Advantage, CutImportance, Importance, KLConfig, PolicyLoss, TeacherConfig, TokenLoss
 from reward.external import ExternalReward, ModelReward, NoReward
 from reward.sources import Reward
@@ -229,6 +230,9 @@ class PPOConfig(Config):
     lora: PPOLoRAConfig | None = lora_field()
     ptx: PTXConfig | None = Field(default=None, description="Pretraining rows mixed into the updates; none by default.")
     ema: EMAConfig = Field(default=EMAConfig(), description="The moving average of the policy's weights.")
+    alarm: AlarmConfig | None = Field(
+        default=None, description="Spot checks that show whether the gain in score is real; none by default."
+    )
     save_every_iterations: int = Field(
         default=10, ge=1, description="Iterations between checkpoints; the last iteration always writes one."
     )
@@ -312,6 +316,7 @@ class PPOConfig(Config):
                 ' samples, which needs no correction; "cut" was expected'
             )
         yield from self._unmet_needs_of_teachers()
+        yield from self._unmet_needs_of_alarm()
         if self.shared_body and self.external_reward is not None:
             yield (
                 "lora.shared_body needs a reward model trained by Heed with [reward] lora; without one, leave"
@@ -322,6 +327,18 @@ class PPOConfig(Config):
                 f"lora.shared_body needs all roles on the same ranks, but placement.kind {self.placement.kind!r}"
                 ' separates them; "colocated" was expected'
             )
+
+    def _unmet_needs_of_alarm(self) -> Iterator[str]:
+        if self.alarm is None:
+            return
+        if isinstance(self.reward, NoReward):
+            yield 'alarm asks whether the gain in score is real, but reward.kind "none" has none; another was expected'
+        if self.alarm.source == self.reward:
+            yield "alarm.source is the reward that the policy is trained on; another source was expected"
+        if self.alarm.action == "roll_back" and not self.keep_policies_every:
+            yield 'alarm.action "roll_back" needs policies to return to; keep_policies_every above 0 was expected'
+        if self.alarm.action == "roll_back" and self.ema.is_final:
+            yield 'alarm.action "roll_back" returns to a kept policy, not an average; ema.is_final false was expected'
 
     def _unmet_needs_of_teachers(self) -> Iterator[str]:
         names = self.teacher_names
@@ -396,8 +413,9 @@ class PPOConfig(Config):
 
     @property
     def row_fields(self) -> RowFields:
-        """The fields of their rows that prompts keep, for the reward."""
-        return NO_FIELDS if self.external_reward is None else self.external_reward.row_fields
+        """The fields of their rows that prompts keep, for the reward and the spot checks."""
+        reward = NO_FIELDS if self.external_reward is None else self.external_reward.row_fields
+        return reward if self.alarm is None else reward.and_those_of(self.alarm.source.row_fields)
 
     @property
     def num_minibatches(self) -> int:

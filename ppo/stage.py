@@ -9,13 +9,14 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
-from shutil import rmtree
+from shutil import copytree, rmtree
 from statistics import mean, stdev
 
 from cluster.remote import Pending
-from files.atomic import remove_unfinished
+from files.atomic import atomic_folder, remove_unfinished
 from files.hashes import derive_seed
 from files.records import read_record
+from lm.adapters import ADAPTER
 from lm.hub import model_directory
 from lm.samplers.draws import Evidence
 from lm.samplers.engine import max_difference
@@ -23,6 +24,7 @@ from lm.samplers.environment import require_vllm
 from lm.tensor_parallel import largest_team, require_divisible
 from lm.tokenizer import Tokenizer
 from lm.weights import read_config
+from ppo.alarm import SpotChecks
 from ppo.config import VLLM, PPOConfig
 from ppo.controller import PPOController
 from ppo.plan import plan
@@ -57,6 +59,7 @@ MEASURES_SCALE = (
     "responses of the initial policy sampled, to measure the spread of its scores (docs/troubleshooting.md)"
 )
 DRAWS = "draws.json"  # in a checkpoint: the evidence of the test of draws
+SPOT_CHECKS = "spot-checks.json"  # in a checkpoint
 SCALE_PROMPTS = 512  # prompts on which the score scale of an unknown reward model is measured
 
 
@@ -86,26 +89,61 @@ def run(
         closing(SampleLog(context.folder, fitting.prompts, tokenizer, seed=context.seed, resume_step=first)) as samples,
         closing(RolloutLog(context.folder, resume_step=first)) as rollouts,
     ):
+        spot_checks = None
+        if config.alarm is not None:
+            spot_checks = SpotChecks(
+                config.alarm, fitting.prompts, tokenizer, num_iterations=config.num_iterations, seed=context.seed
+            )
         controller = controller_of(
-            context, config, roles, models, fitting.tokens, samples=samples, rollouts=rollouts, enter=enter
+            context,
+            config,
+            roles,
+            models,
+            fitting.tokens,
+            samples=samples,
+            rollouts=rollouts,
+            spot_checks=spot_checks,
+            enter=enter,
         )
         if resumption.name:
             load_checkpoint(controller, checkpoints / resumption.name)
-        _iterate(checkpoints, config, controller, first, log)
+        done = _iterate(checkpoints, config, controller, first, log)
     roles.learners.finish_saving()
     roles.learners.export_policy(context.folder)
+    rang = None if spot_checks is None else spot_checks.rang
+    if rang is not None:
+        rolls_back = config.alarm is not None and config.alarm.action == "roll_back"
+        rang = replace(rang, result=_before(rang.fall, config) if rolls_back else done)
+        if rolls_back:
+            _roll_back(context.folder, rang.result)
     kl_coef, scale = controller.kl.coef, models.scale
     context.write_results(
         PPOResults(
-            config.num_iterations,
+            done,
             kl_coef,
             scale.mean,
             scale.std,
             overlong=fitting.overlong or None,
             sources=fitting.sources,
             generator=config.sampler.kind,
+            alarm=rang,
         )
     )
+
+
+def _before(fall: int, config: PPOConfig) -> int:
+    """Returns after how many iterations the last policy was kept that is older than a fall; 0 = the initial one."""
+    every = config.keep_policies_every
+    return (fall - 1) // every * every
+
+
+def _roll_back(folder: Path, iteration: int) -> None:
+    """Replace the stage's model by the policy that it kept after so many iterations."""
+    for name in ("model_ema", ADAPTER):  # of the policy that is given up
+        if (folder / name).is_dir():
+            rmtree(folder / name)
+    with atomic_folder(folder / "model") as temporary:
+        copytree(kept_policy(folder, iteration), temporary, dirs_exist_ok=True)
 
 
 def controller_of(
@@ -117,6 +155,7 @@ def controller_of(
     *,
     samples: SampleLog | None = None,
     rollouts: RolloutLog | None = None,
+    spot_checks: SpotChecks | None = None,
     enter: Callable[[str], None] = lambda _phase: None,
 ) -> PPOController:
     """Build the controller as it is before its first iteration. For prompts and keywords, see `PPOController`."""
@@ -135,17 +174,23 @@ def controller_of(
         max_difference=max_difference(context.engine.resolved_precision(), shape.num_hidden_layers),
         samples=samples,
         rollouts=rollouts,
+        spot_checks=spot_checks,
         enter=enter,
     )
 
 
-def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, first: int, log: MetricsLog) -> None:
-    """Run the iterations from `first` on. Log the metrics of each; keep the policy and save a checkpoint when due.
+def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, first: int, log: MetricsLog) -> int:
+    """Run the iterations from `first` to the last, or until the alarm ends training. Log the metrics of each; keep the
+    policy and save a checkpoint when due. Returns how many iterations have been run.
 
     Raises: StoppedError after a checkpoint, if this process was asked to stop (`training.notices`).
     """
     waited_seconds = 0.0
+    if first == 0 and config.alarm is not None and config.alarm.action == "roll_back":
+        controller.roles.learners.keep_policy(kept_policy(checkpoints.parent, 0))
     for iteration in range(first, config.num_iterations):
+        if _is_ended(config, controller):
+            return iteration
         started = time.monotonic()
         metrics = controller.step(iteration)
         done, seconds = iteration + 1, time.monotonic() - started
@@ -157,13 +202,21 @@ def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, fi
         # Keep the policy before the checkpoint, so that a run that resumes from it has every policy up to it.
         if config.keep_policies_every and done % config.keep_policies_every == 0:
             controller.roles.learners.keep_policy(kept_policy(checkpoints.parent, done))
-        is_stopping = done < config.num_iterations and stop_requested()
-        if done % config.save_every_iterations == 0 or done == config.num_iterations or is_stopping:
+        is_last = done == config.num_iterations or _is_ended(config, controller)
+        is_stopping = not is_last and stop_requested()
+        if done % config.save_every_iterations == 0 or is_last or is_stopping:
             _save(controller, checkpoints, done)
         if is_stopping:
             controller.roles.learners.finish_saving()
             raise StoppedError(f"ppo: stopped at iteration {done} of {config.num_iterations}")
         waited_seconds = time.monotonic() - started
+    return config.num_iterations
+
+
+def _is_ended(config: PPOConfig, controller: PPOController) -> bool:
+    """Returns whether the alarm has ended training."""
+    rang = None if controller.spot_checks is None else controller.spot_checks.rang
+    return rang is not None and config.alarm is not None and config.alarm.action != "warn"
 
 
 def kept_policy(folder: Path, iteration: int) -> Path:
@@ -178,6 +231,8 @@ def _save(controller: PPOController, checkpoints: Path, done: int) -> None:
     stale = controller.stale_rollouts(done)
     rollouts = {f"rollout-{iteration:06d}.safetensors": rollout.as_bytes() for iteration, rollout in stale.items()}
     files = {**rollouts, DRAWS: controller.evidence.as_bytes()}
+    if controller.spot_checks is not None:
+        files[SPOT_CHECKS] = controller.spot_checks.as_bytes()
     controller.roles.learners.save(checkpoints, done, {"kl_coef": controller.kl.coef}, files)
 
 
@@ -197,10 +252,12 @@ def _find_resumption(context: StageContext, config: PPOConfig, roles: Roles) -> 
 
 
 def load_checkpoint(controller: PPOController, folder: Path) -> None:
-    """Restore the roles, the KL coefficient, the rollouts of older weights and the test of draws from a checkpoint."""
+    """Restore the roles, the KL coefficient, the rollouts of older weights, the test of draws and the spot checks."""
     controller.roles.load(folder)
     if (folder / DRAWS).is_file():  # older checkpoints have none
         controller.evidence = Evidence.load(folder / DRAWS)
+    if controller.spot_checks is not None and (folder / SPOT_CHECKS).is_file():
+        controller.spot_checks.load(folder / SPOT_CHECKS)
     controller.kl.coef = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))["kl_coef"]
     for path in folder.glob("rollout-*.safetensors"):
         controller.in_flight[int(path.stem.removeprefix("rollout-"))] = _held(Rollout.load(path))
@@ -394,8 +451,9 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
             adapter_of(judge)
     tokenizer, limits = stage.tokenizer_of("sft"), (config.max_new_tokens, config.on_overlong)
     fitting = fitting_prompts(stage, tokenizer, config.prompts, *limits, stage.tell, config.row_fields)
-    if config.external_reward is not None:
-        config.external_reward.check(OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row))
+    sources = [config.external_reward, None if config.alarm is None else config.alarm.source]
+    for source in (source for source in sources if source is not None):
+        source.check(OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row))
 
 
 def _check_teacher(stage: StageRun, field: str, name: str) -> None:
@@ -432,7 +490,7 @@ STAGE = Stage(
     policy_from="sft",
     tokenizer=lambda run, _: run.tokenizer_of("sft"),
     model_fields=("init_from", "reward.model", "teachers.*.model"),
-    function_fields=("reward.function", "reward.sources.*.function"),
+    function_fields=("reward.function", "reward.sources.*.function", "alarm.source.function"),
     context_tokens=lambda config: {"max_new_tokens": config.max_new_tokens + 1},
     split_rows=lambda config: {"rollout_batch_size": config.sampled_batch_size, "ptx.rows": config.ptx_rows},
     worker_teams=worker_teams,

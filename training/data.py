@@ -226,6 +226,12 @@ class RowFields:
     of: Callable[[str, Row], Row] = _no_fields
     key: str = ""
 
+    def and_those_of(self, other: "RowFields") -> "RowFields":
+        """Returns the fields of both."""
+        if not (self.key and other.key):
+            return self if self.key else other
+        return RowFields(lambda where, row: self.of(where, row) | other.of(where, row), f"{self.key} {other.key}")
+
 
 NO_FIELDS = RowFields()
 
