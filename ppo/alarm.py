@@ -21,32 +21,33 @@ so the product of both stakes has an expectation of at most 1. The smallest prod
 exceeds 1/α with probability α at most, however often one looks, and although nobody knows in advance when a fall
 begins (Ville's inequality; the bets are those of arXiv 2010.09686).
 
-Shape letters: A initial checks, B responses, C later checks, K iterations that a fall may begin with, L sizes of bets,
-M thresholds.
+Shape letters: A initial checks, B responses, C later checks, N all checks, K iterations that a fall may begin with,
+L sizes of bets, M thresholds.
 """
 
-import json
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, FiniteFloat, model_validator
 
 from files.hashes import derive_seed
-from lm.tokenizer import Tokenizer
+from files.records import as_json
+from lm.tokenizer import Messages, Tokenizer
+from ppo.config import AlarmConfig
+from ppo.rank import ScoreScale
 from ppo.rollout import Rollout
-from reward.external import ExternalReward, Scored, score_in_parts
-from reward.sources import Source
-from training.config import Config
-from training.data import Prompt, RowFields
+from reward.external import Scored, score_in_parts
+from training.data import Prompt
+from training.metrics import StepLines, read_metrics
 from training.notices import say
 
 Floats = NDArray[np.float64]
 
+SPOT_CHECKS = "spot_checks.jsonl"
 MOST_STD = 4.0  # scores further from the initial mean count as this far
 SLOPE_PARTS = 4  # the slope is estimated from one of so many parts of the initial checks
 NUM_THRESHOLDS = 129
@@ -62,61 +63,18 @@ ACTIONS = {
 NUM_BEGINNINGS = 8  # iterations that a fall is tested to have begun with; more would cost more evidence than they find
 
 
-class AlarmConfig(Config):
-    """Spot checks of the policy's responses, and what happens if they show that its gain in score is not real
-    (docs/alarm.md).
-    """
-
-    source: Source = Field(
-        description="Who checks: a table of one of the kinds that score texts, as for `reward`, but not the same one."
-    )
-    lowest: FiniteFloat = Field(default=0.0, description="The lowest score that `source` can give.")
-    highest: FiniteFloat = Field(default=1.0, description="The highest score that `source` can give.")
-    initial_checks: int = Field(
-        default=256, ge=16, description="Responses of the initial policy to check, each to another prompt."
-    )
-    checks_per_iteration: int = Field(
-        default=16, ge=1, description="Responses per iteration to check, each to another prompt."
-    )
-    share: float = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description="The share of the gain in score that must be real; 0 = the policy must only not become worse than"
-        " the initial one.",
-    )
-    false_alarms: float = Field(
-        default=0.05,
-        gt=0,
-        lt=0.5,
-        description="Upper bound on the probability that a run whose gain is real has an alarm.",
-    )
-    action: Literal["warn", "stop", "roll_back"] = Field(
-        default="stop",
-        description="What an alarm does. `warn`: it is logged and reported. `stop`: training ends with the policy of"
-        " that iteration. `roll_back`: training ends, and the result is the last policy of `keep_policies_every` from"
-        " before the fall, or the initial one.",
-    )
-
-    @model_validator(mode="after")
-    def _check_range(self) -> Self:
-        if not self.lowest < self.highest:
-            raise ValueError(f"lowest {self.lowest:g} and highest {self.highest:g}; a lower `lowest` was expected")
-        return self
-
-    @property
-    def row_fields(self) -> RowFields:
-        return self.source.row_fields
-
-
 @dataclass(frozen=True)
-class Check:
-    """One checked response. `updates` is how many iterations had trained the policy that sampled it."""
+class SpotCheck:
+    """One line of spot_checks.jsonl. `step` is the iteration, counted from 1."""
 
-    updates: int
+    step: int
+    policy: int  # how many iterations had trained the policy that sampled the response
     prompt_id: str
-    score: float  # in standard deviations of the initial policy's scores, from their mean
-    check: float  # as the spot checker gave it
+    messages: Messages
+    response: str
+    score: float  # before scaling and penalties
+    check: float  # as `alarm.source` gave it; NaN (null) where it failed
+    failure: str  # why
 
 
 @dataclass(frozen=True)
@@ -139,17 +97,29 @@ class Rang:
 
 
 class SpotChecks:
-    """Checks responses, and keeps all checks of the run. The evidence is computed from them, so they are its state."""
+    """Has responses checked, and keeps the checks in spot_checks.jsonl, from which a run that resumes knows them."""
 
     def __init__(
-        self, config: AlarmConfig, prompts: Sequence[Prompt], tokenizer: Tokenizer, *, num_iterations: int, seed: int
+        self,
+        config: AlarmConfig,
+        folder: Path,
+        prompts: Sequence[Prompt],
+        tokenizer: Tokenizer,
+        scale: ScoreScale,
+        *,
+        num_iterations: int,
+        seed: int,
+        resume_step: int,
     ) -> None:
-        self.config, self.prompts, self.tokenizer, self.seed = config, prompts, tokenizer, seed
+        self.config, self.prompts, self.tokenizer, self.scale, self.seed = config, prompts, tokenizer, scale, seed
         self.num_iterations = num_iterations
-        self.checks: list[Check] = []
-        self.num_failed = 0
-        self.first_failure = ""
         self.rang: Rang | None = None  # the first alarm
+        self._lines = StepLines(folder / SPOT_CHECKS, resume_step=resume_step)
+        self._checks: list[SpotCheck] = []
+        known = read_spot_checks(folder / SPOT_CHECKS)
+        for _, of_step in itertools.groupby(known, key=lambda check: check.step):
+            self._checks += of_step
+            self._listen(says=False)
 
     def initial_rows(self, rows_multiple: int) -> list[int]:
         """Returns the prompts of the initial checks. Their number divides evenly among the ranks, so some may occur
@@ -159,34 +129,62 @@ class SpotChecks:
         order = np.random.default_rng(derive_seed(self.seed, "ppo", "alarm")).permutation(len(self.prompts))
         return [int(row) for row in np.resize(order[:number], -(-number // rows_multiple) * rows_multiple)]
 
-    def add(self, rollout: Rollout, scores_B: Sequence[float], *, updates: int) -> dict[str, float]:
-        """Check responses of a rollout, each to another prompt. Returns the metrics. `scores_B` are in standard
-        deviations; responses without one are passed over.
+    def add(self, rollout: Rollout, scores_B: Sequence[float], *, iteration: int, policy: int) -> dict[str, float]:
+        """Check responses of a rollout, each to another prompt. Returns the metrics. `scores_B` are before scaling;
+        responses without a score are passed over. `policy` is how many iterations had trained the one that sampled.
 
         Raises: ValueError for a check outside of the configured range, or if none of the first checks succeeds.
         """
-        number = self.config.checks_per_iteration if updates else self.config.initial_checks
-        rows = self._chosen(rollout, scores_B, number, updates)
+        number = self.config.checks_per_iteration if policy else self.config.initial_checks
+        rows = self._chosen(rollout, scores_B, number, iteration)
         prompts = [self.prompts[int(rollout.prompt_rows_B[row])] for row in rows]
         _, responses = rollout.token_lists()
         texts = [self.tokenizer.decode(responses[row]).strip() for row in rows]
-        found = checked_texts(self.config.source, prompts, texts)
-        for row, prompt, scored in zip(rows, prompts, found, strict=True):
-            if scored.failure:
-                self.num_failed, self.first_failure = self.num_failed + 1, self.first_failure or scored.failure
-            else:
-                self._require_in_range(scored.score)
-                self.checks.append(Check(updates, prompt.prompt_id, scores_B[row], scored.score))
-        if not self.checks:
-            raise ValueError(f"ppo.alarm.source checked none of {len(found)} responses. {self.first_failure}")
+        found = [
+            SpotCheck(
+                iteration + 1,
+                policy,
+                of.prompt_id,
+                list(of.messages),
+                text,
+                scores_B[row],
+                scored.score,
+                scored.failure,
+            )
+            for row, of, text, scored in zip(rows, prompts, texts, self._checked(prompts, texts), strict=True)
+        ]
+        for check in found:
+            self._require_in_range(check)
+            self._lines.write(as_json(asdict(check)))
+        self._checks += found
+        done = [check.check for check in found if not check.failure]
+        if not policy and not done:
+            raise ValueError(f"ppo.alarm.source checked none of {len(found)} responses. The first: {found[0].failure}")
+        mean = {"spot_check": float(np.mean(done))} if done else {}
+        failed = sum(bool(check.failure) for check in self._checks)
+        return {
+            **mean,
+            "alarm_nats": self._listen().nats,
+            "spot_checks": float(len(self._checks) - failed),
+            "failed_spot_checks": float(failed),
+        }
+
+    def _checked(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Scored]:
+        source = self.config.source
+        rows = [prompt.row for prompt in prompts] if source.reads_rows else []
+        return score_in_parts(source, [prompt.messages for prompt in prompts], texts, CHECKS_PER_CALL, rows)
+
+    def _listen(self, *, says: bool = True) -> Evidence:
+        """Compute the evidence, and note an alarm."""
         evidence = self.evidence()
         if self.rang is None and evidence.nats >= -math.log(self.config.false_alarms):
-            self.rang = self._ring(evidence, updates)
-        done = [scored.score for scored in found if not scored.failure]
-        mean = {"spot_check": float(np.mean(done))} if done else {}
-        return {**mean, "alarm_nats": evidence.nats, "spot_checks": float(len(self.checks))}
+            number = sum(not check.failure for check in self._checks)
+            self.rang = Rang(self._checks[-1].policy, evidence.fall, number, evidence.nats)
+            if says:
+                self._say(self.rang)
+        return evidence
 
-    def _ring(self, evidence: Evidence, updates: int) -> Rang:
+    def _say(self, rang: Rang) -> None:
         config = self.config
         shown = (
             f"less than {config.share:.0%} of the gain in score is real"
@@ -194,87 +192,73 @@ class SpotChecks:
             else "the policy is worse than the initial one"
         )
         say(
-            f"ppo: alarm: {len(self.checks)} spot checks by {config.source.short_name}, the last of the policy after iteration"
-            f" {updates}, show that {shown}, most likely since iteration {evidence.fall}"
-            f" ({evidence.nats:.1f} nats of evidence; at most {config.false_alarms:.0%} of the runs whose gain is real"
-            f" ever reach {-math.log(config.false_alarms):.1f}). {ACTIONS[config.action]}"
+            f"ppo: alarm: {rang.num_checks} spot checks by {config.source.short_name}, the last of the policy after"
+            f" iteration {rang.policy}, show that {shown}, most likely since iteration {rang.fall}"
+            f" ({rang.nats:.1f} nats of evidence; at most {config.false_alarms:.0%} of the runs whose gain is real"
+            " ever reach"
+            f" {-math.log(config.false_alarms):.1f}). {ACTIONS[config.action]}"
         )
-        return Rang(updates, evidence.fall, len(self.checks), evidence.nats)
 
-    def _chosen(self, rollout: Rollout, scores_B: Sequence[float], number: int, updates: int) -> list[int]:
-        order = np.random.default_rng(derive_seed(self.seed, "ppo", "alarm", updates)).permutation(len(rollout))
+    def _chosen(self, rollout: Rollout, scores_B: Sequence[float], number: int, iteration: int) -> list[int]:
+        order = np.random.default_rng(derive_seed(self.seed, "ppo", "alarm", iteration)).permutation(len(rollout))
         by_prompt: dict[int, int] = {}
         for row in order.tolist():
             if math.isfinite(scores_B[row]):
                 by_prompt.setdefault(int(rollout.prompt_rows_B[row]), row)
         return [*by_prompt.values()][:number]
 
-    def _require_in_range(self, score: float) -> None:
+    def _require_in_range(self, check: SpotCheck) -> None:
         lowest, highest = self.config.lowest, self.config.highest
-        if not lowest <= score <= highest:
+        if not check.failure and not lowest <= check.check <= highest:
             raise ValueError(
-                f"ppo.alarm.source gave {score:g}; a number from `lowest` {lowest:g} to `highest` {highest:g} was"
+                f"ppo.alarm.source gave {check.check:g}; a number from `lowest` {lowest:g} to `highest` {highest:g} was"
                 " expected"
             )
 
     def evidence(self) -> Evidence:
         """Compute the evidence from all checks so far."""
         config = self.config
-        size = config.highest - config.lowest
-        initial = [check for check in self.checks if check.updates == 0]
-        later = [check for check in self.checks if check.updates > 0]
-        check_A = np.array([(check.check - config.lowest) / size for check in initial])
-        check_C = np.array([(check.check - config.lowest) / size for check in later])
-        score_A, score_C = (np.array([check.score for check in checks]) for checks in (initial, later))
-        updates_C = np.array([check.updates for check in later])
+        checks = [check for check in self._checks if not check.failure]
+        check_N = (np.array([check.check for check in checks]) - config.lowest) / (config.highest - config.lowest)
+        score_N = (np.array([check.score for check in checks]) - self.scale.mean) / self.scale.std
+        policy_N = np.array([check.policy for check in checks], dtype=np.int64)
         return evidence_of(
-            check_A,
-            score_A,
-            check_C,
-            score_C,
-            updates_C,
+            check_N,
+            score_N,
+            policy_N,
             share=config.share,
             num_iterations=self.num_iterations,
             false_alarms=config.false_alarms,
         )
 
-    def as_bytes(self) -> bytes:
-        state = {
-            "checks": [asdict(check) for check in self.checks],
-            "num_failed": self.num_failed,
-            "first_failure": self.first_failure,
-            "rang": self.rang and asdict(self.rang),
-        }
-        return json.dumps(state).encode()
-
-    def load(self, path: Path) -> None:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        self.checks = [Check(**check) for check in state["checks"]]
-        self.num_failed, self.first_failure = state["num_failed"], state["first_failure"]
-        self.rang = Rang(**state["rang"]) if state["rang"] else None
+    def close(self) -> None:
+        self._lines.close()
 
 
-def checked_texts(source: ExternalReward, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Scored]:
-    """Score responses by the spot checker; of a sum, the weighted sum."""
-    rows = [prompt.row for prompt in prompts] if source.reads_rows else []
-    return score_in_parts(source, [prompt.messages for prompt in prompts], texts, CHECKS_PER_CALL, rows)
+def read_spot_checks(path: Path) -> list[SpotCheck]:
+    """Returns the checks of a run, in order."""
+    return [
+        SpotCheck(**{**line, "check": math.nan if line["check"] is None else line["check"]})
+        for line in read_metrics(path)
+    ]
 
 
 def evidence_of(
-    check_A: Floats,
-    score_A: Floats,
-    check_C: Floats,
-    score_C: Floats,
-    updates_C: NDArray[np.int64],
+    check_N: Floats,
+    score_N: Floats,
+    policy_N: NDArray[np.int64],
     *,
     share: float,
     num_iterations: int,
     false_alarms: float,
 ) -> Evidence:
-    """Returns the evidence of checks (from 0 to 1) and scores (in standard deviations) that a fall began somewhere.
+    """Returns the evidence of checks (from 0 to 1) and scores (in standard deviations) that the gain is not real.
 
-    `updates_C`, 1 to `num_iterations`, must not decrease.
+    `policy_N`, from 0 for the initial policy to `num_iterations`, must not decrease.
     """
+    is_initial_N = policy_N == 0
+    check_A, score_A = check_N[is_initial_N], score_N[is_initial_N]
+    check_C, score_C, policy_C = (of_N[~is_initial_N] for of_N in (check_N, score_N, policy_N))
     num_slope = len(check_A) // SLOPE_PARTS
     if not len(check_C) or num_slope < 2:
         return Evidence(0.0, 0)
@@ -287,7 +271,7 @@ def evidence_of(
 
     initial_A, later_C = value(check_A[num_slope:], score_A[num_slope:]), value(check_C, score_C)
     tested = {1 + place * num_iterations // NUM_BEGINNINGS for place in range(NUM_BEGINNINGS)}
-    nats_K, begins_K = _nats_by_beginning(initial_A, later_C, updates_C, math.log(len(tested) / false_alarms))
+    nats_K, begins_K = _nats_by_beginning(initial_A, later_C, policy_C, math.log(len(tested) / false_alarms))
     nats = np.logaddexp.reduce(nats_K[np.isin(begins_K, [*tested])]) - math.log(len(tested))
     return Evidence(float(nats), int(begins_K[nats_K.argmax()]))
 
@@ -300,7 +284,7 @@ def slope(check_A: Floats, score_A: Floats) -> float:
 
 
 def _nats_by_beginning(
-    initial_A: Floats, later_C: Floats, updates_C: NDArray[np.int64], aim: float
+    initial_A: Floats, later_C: Floats, policy_C: NDArray[np.int64], aim: float
 ) -> tuple[Floats, NDArray[np.int64]]:
     """Returns the logarithm of the smallest product of stakes, for each number of updates that a fall may begin after.
 
@@ -317,7 +301,7 @@ def _nats_by_beginning(
     size_CL = np.sqrt(2 * aim / (np.array(BET_SIZES) * var_N[num:, None]))
     down_CLM = np.minimum(size_CL[..., None], MOST_AT_STAKE / np.maximum(1 - m_M, 1e-9))
     b_CLM = np.log1p(-down_CLM * (later_C[:, None, None] - m_M))
-    begins_K, first_K = np.unique(updates_C, return_index=True)
+    begins_K, first_K = np.unique(policy_C, return_index=True)
     per_iteration_KLM = np.add.reduceat(b_CLM, first_K, axis=0)
     b_KLM = per_iteration_KLM[::-1].cumsum(axis=0)[::-1]
     b_KM = np.logaddexp.reduce(b_KLM, axis=1) - math.log(len(BET_SIZES))

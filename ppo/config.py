@@ -8,14 +8,13 @@ kind is a class with the keys that it needs. Those of the algorithm are in `ppo.
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, Tag, model_validator
+from pydantic import ConfigDict, Field, FiniteFloat, Tag, model_validator
 
 from lm.config import exact_div
 from lm.lora import LoRAConfig
-from ppo.alarm import AlarmConfig
 from ppo.algorithm import GAE, Advantage, CutImportance, Importance, KLConfig, PolicyLoss, TeacherConfig, TokenLoss
 from reward.external import ExternalReward, ModelReward, NoReward
-from reward.sources import Reward
+from reward.sources import Reward, Source
 from training.config import BatchConfig, Config, OptimizerConfig, by_kind, check_lora, lora_field
 from training.data import NO_FIELDS, DataConfig, OnOverlong, RowFields, overlong_field
 
@@ -158,6 +157,49 @@ class EMAConfig(Config):
     is_final: bool = Field(
         default=False, description="Whether the stage's result is the average instead of the last weights."
     )
+
+
+class AlarmConfig(Config):
+    """Spot checks of the policy's responses, and what happens if they show that its gain in score is not real
+    (docs/alarm.md).
+    """
+
+    source: Source = Field(
+        description="Who checks: a table of one of the kinds that score texts, as for `reward`, but not the same one."
+    )
+    lowest: FiniteFloat = Field(default=0.0, description="The lowest score that `source` can give.")
+    highest: FiniteFloat = Field(default=1.0, description="The highest score that `source` can give.")
+    initial_checks: int = Field(
+        default=256, ge=16, description="Responses of the initial policy to check, each to another prompt."
+    )
+    checks_per_iteration: int = Field(
+        default=16, ge=1, description="Responses per iteration to check, each to another prompt."
+    )
+    share: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="The share of the gain in score that must be real; 0 = the policy must only not become worse than"
+        " the initial one.",
+    )
+    false_alarms: float = Field(
+        default=0.05,
+        gt=0,
+        lt=0.5,
+        description="Upper bound on the probability that a run whose gain is real has an alarm.",
+    )
+    action: Literal["warn", "stop", "roll_back"] = Field(
+        default="stop",
+        description="What an alarm does. `warn`: it is logged and reported. `stop`: training ends with the policy of"
+        " that iteration. `roll_back`: training ends, and the result is the last policy of `keep_policies_every` from"
+        " before the fall, or the initial one.",
+    )
+
+    @model_validator(mode="after")
+    def _check_range(self) -> Self:
+        if not self.lowest < self.highest:
+            raise ValueError(f"lowest {self.lowest:g} and highest {self.highest:g}; a lower `lowest` was expected")
+        return self
 
 
 class PPOConfig(Config):

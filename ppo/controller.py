@@ -491,17 +491,16 @@ class PPOController:
         """
         if self.spot_checks is None:
             return {}
-        updates = iteration - self._staleness(iteration)
+        policy = iteration - self._staleness(iteration)
         with self.phases.timed("spot_checks"):
             if initial is not None:
                 rollout = initial()
                 scores_B = self._weighted(self.roles.scorers.start_scores(rollout)())
-            elif updates > 0:
+            elif policy > 0:
                 rollout, scores_B = batch.rollout, batch.scores_B
             else:  # older weights sampled it: those of the initial policy, which has been checked
                 return {}
-            std_B = (scores_B - self.scale.mean) / self.scale.std
-            return self.spot_checks.add(rollout, std_B.tolist(), updates=updates)
+            return self.spot_checks.add(rollout, scores_B.tolist(), iteration=iteration, policy=policy)
 
 
 def _value_batch(minibatch: PPOBatch) -> ValueBatch:

@@ -5,7 +5,7 @@ roles, and the checks before a run.
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -59,7 +59,6 @@ MEASURES_SCALE = (
     "responses of the initial policy sampled, to measure the spread of its scores (docs/troubleshooting.md)"
 )
 DRAWS = "draws.json"  # in a checkpoint: the evidence of the test of draws
-SPOT_CHECKS = "spot-checks.json"  # in a checkpoint
 SCALE_PROMPTS = 512  # prompts on which the score scale of an unknown reward model is measured
 
 
@@ -88,12 +87,8 @@ def run(
         closing(MetricsLog(context.folder, context.engine.trackers, resume_step=first)) as log,
         closing(SampleLog(context.folder, fitting.prompts, tokenizer, seed=context.seed, resume_step=first)) as samples,
         closing(RolloutLog(context.folder, resume_step=first)) as rollouts,
+        _spot_checks(context, config, models, fitting, tokenizer, first) as spot_checks,
     ):
-        spot_checks = None
-        if config.alarm is not None:
-            spot_checks = SpotChecks(
-                config.alarm, fitting.prompts, tokenizer, num_iterations=config.num_iterations, seed=context.seed
-            )
         controller = controller_of(
             context,
             config,
@@ -127,6 +122,25 @@ def run(
             sources=fitting.sources,
             generator=config.sampler.kind,
             alarm=rang,
+        )
+    )
+
+
+def _spot_checks(
+    context: StageContext, config: PPOConfig, models: InitialModels, fitting: Fitting, tokenizer: Tokenizer, first: int
+) -> AbstractContextManager[SpotChecks | None]:
+    if config.alarm is None:
+        return nullcontext()
+    return closing(
+        SpotChecks(
+            config.alarm,
+            context.folder,
+            fitting.prompts,
+            tokenizer,
+            models.scale,
+            num_iterations=config.num_iterations,
+            seed=context.seed,
+            resume_step=first,
         )
     )
 
@@ -231,8 +245,6 @@ def _save(controller: PPOController, checkpoints: Path, done: int) -> None:
     stale = controller.stale_rollouts(done)
     rollouts = {f"rollout-{iteration:06d}.safetensors": rollout.as_bytes() for iteration, rollout in stale.items()}
     files = {**rollouts, DRAWS: controller.evidence.as_bytes()}
-    if controller.spot_checks is not None:
-        files[SPOT_CHECKS] = controller.spot_checks.as_bytes()
     controller.roles.learners.save(checkpoints, done, {"kl_coef": controller.kl.coef}, files)
 
 
@@ -252,12 +264,10 @@ def _find_resumption(context: StageContext, config: PPOConfig, roles: Roles) -> 
 
 
 def load_checkpoint(controller: PPOController, folder: Path) -> None:
-    """Restore the roles, the KL coefficient, the rollouts of older weights, the test of draws and the spot checks."""
+    """Restore the roles, the KL coefficient, the rollouts of older weights and the test of draws from a checkpoint."""
     controller.roles.load(folder)
     if (folder / DRAWS).is_file():  # older checkpoints have none
         controller.evidence = Evidence.load(folder / DRAWS)
-    if controller.spot_checks is not None and (folder / SPOT_CHECKS).is_file():
-        controller.spot_checks.load(folder / SPOT_CHECKS)
     controller.kl.coef = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))["kl_coef"]
     for path in folder.glob("rollout-*.safetensors"):
         controller.in_flight[int(path.stem.removeprefix("rollout-"))] = _held(Rollout.load(path))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
@@ -22,7 +23,29 @@ from training.data import Prompt
 from training.engine import StageContext
 
 Run = Callable[..., None]
+Floats = NDArray[np.float64]
 NUM_ITERATIONS = 20
+
+
+def found_by(
+    initial: Floats,
+    initial_scores: Floats,
+    later: Floats,
+    scores: Floats,
+    policies: NDArray[np.int64],
+    *,
+    share: float = 0.5,
+    num_iterations: int = NUM_ITERATIONS,
+    false_alarms: float = 0.05,
+) -> Evidence:
+    return evidence_of(
+        np.concatenate([initial, later]),
+        np.concatenate([initial_scores, scores]),
+        np.concatenate([np.zeros(len(initial), dtype=np.int64), policies]),
+        share=share,
+        num_iterations=num_iterations,
+        false_alarms=false_alarms,
+    )
 
 
 def stakes(
@@ -55,12 +78,10 @@ def test_the_evidence_is_the_smallest_product_of_two_gamblers_stakes() -> None:
     initial, later = rng.uniform(0.4, 1, 40), rng.uniform(0, 0.6, 24)
     updates = np.repeat([1, 2, 3, 4], 6)
     # With share 0 a check is its own value; the first quarter of the initial ones only tells the slope.
-    found = evidence_of(
-        initial, np.zeros(40), later, np.zeros(24), updates, share=0, num_iterations=4, false_alarms=0.1
-    )
+    found = found_by(initial, np.zeros(40), later, np.zeros(24), updates, share=0, num_iterations=4, false_alarms=0.1)
     begins = [1, 2, 3, 4]
     aim, pairs = math.log(len(begins) / 0.1), list(zip(updates.tolist(), later.tolist(), strict=True))
-    grid = np.array([stakes(initial[10:], pairs, begins, m, aim) for m in np.linspace(0, 1, 1025)])
+    grid = np.array([stakes(initial[10:].tolist(), pairs, begins, m, aim) for m in np.linspace(0, 1, 1025)])
     exact = np.log(grid.min(axis=0).mean())
     assert found.nats == pytest.approx(exact, abs=0.3)
     assert found.nats <= exact  # a coarser grid may only understate it
@@ -74,7 +95,7 @@ def test_the_slope_is_what_a_standard_deviation_of_score_is_worth() -> None:
     assert slope(np.array([0.0, 1.0]), np.array([0.0, 100.0])) == pytest.approx(1 / MOST_STD)
 
 
-def planted(seed: int, gain: float, score_gain: float, per_iteration: int = 16) -> list[Evidence]:
+def planted(seed: int, gain: float, score_gain: float, each: int = 16) -> list[Evidence]:
     """Evidence along a run of a planted world, in which the last policy gains this much of check and score.
 
     Prompts differ, and a standard deviation of score is worth 0.1 of a check at first.
@@ -82,24 +103,16 @@ def planted(seed: int, gain: float, score_gain: float, per_iteration: int = 16) 
     rng = np.random.default_rng(seed)
     easy = rng.beta(4, 4, 1000)
 
-    def draw(number: int, share: float) -> tuple[np.ndarray, np.ndarray]:
+    def draw(number: int, share: float) -> tuple[Floats, Floats]:
         check = easy[rng.choice(len(easy), number, replace=False)] + rng.normal(0, 0.2, number)
         score = 0.4 * (check - 0.5) / 0.25 + math.sqrt(1 - 0.4**2) * rng.normal(size=number)
         return (check + share * gain).clip(0, 1), score + share * score_gain
 
-    initial, iterations = draw(256, 0), [draw(per_iteration, t / NUM_ITERATIONS) for t in range(1, NUM_ITERATIONS + 1)]
+    start, iterations = draw(256, 0), [draw(each, t / NUM_ITERATIONS) for t in range(1, NUM_ITERATIONS + 1)]
     checks, scores = (np.concatenate(part) for part in zip(*iterations, strict=True))
-    updates = np.repeat(np.arange(1, NUM_ITERATIONS + 1), per_iteration)
+    policies = np.repeat(np.arange(1, NUM_ITERATIONS + 1), each)
     return [
-        evidence_of(
-            *initial,
-            checks[: t * per_iteration],
-            scores[: t * per_iteration],
-            updates[: t * per_iteration],
-            share=0.5,
-            num_iterations=NUM_ITERATIONS,
-            false_alarms=0.05,
-        )
+        found_by(*start, checks[: t * each], scores[: t * each], policies[: t * each])
         for t in range(4, NUM_ITERATIONS + 1, 4)
     ]
 
@@ -122,10 +135,8 @@ def test_a_run_that_hacks_its_reward_has_an_alarm_and_a_beginning() -> None:
 def test_a_fall_in_a_long_run_costs_as_much_evidence_as_in_a_short_one() -> None:
     checks, scores = np.zeros(40), np.zeros(40)
     short, long = (
-        evidence_of(
-            np.ones(64), np.zeros(64), checks, scores, updates, share=0.5, num_iterations=number, false_alarms=0.05
-        )
-        for number, updates in ((NUM_BEGINNINGS, np.arange(40) // 5 + 1), (1000, np.arange(40) // 5 * 125 + 1))
+        found_by(np.ones(64), np.zeros(64), checks, scores, policies, num_iterations=number)
+        for number, policies in ((NUM_BEGINNINGS, np.arange(40) // 5 + 1), (1000, np.arange(40) // 5 * 125 + 1))
     )
     assert long.nats == pytest.approx(short.nats)
 
