@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
+from benchmarks.alarm_rates import KINDS, NUM_ITERATIONS, evidence_along, first_alarm
 from lm.tokenizer import Tokenizer
 from ppo import stage
 from ppo.alarm import BET_SIZES, CAUTION, MOST_AT_STAKE, MOST_STD, NUM_BEGINNINGS, Evidence, evidence_of, slope
@@ -24,7 +25,6 @@ from training.engine import StageContext
 
 Run = Callable[..., None]
 Floats = NDArray[np.float64]
-NUM_ITERATIONS = 20
 
 
 def found_by(
@@ -95,40 +95,14 @@ def test_the_slope_is_what_a_standard_deviation_of_score_is_worth() -> None:
     assert slope(np.array([0.0, 1.0]), np.array([0.0, 100.0])) == pytest.approx(1 / MOST_STD)
 
 
-def planted(seed: int, gain: float, score_gain: float, each: int = 16) -> list[Evidence]:
-    """Evidence along a run of a planted world, in which the last policy gains this much of check and score.
-
-    Prompts differ, and a standard deviation of score is worth 0.1 of a check at first.
-    """
-    rng = np.random.default_rng(seed)
-    easy = rng.beta(4, 4, 1000)
-
-    def draw(number: int, share: float) -> tuple[Floats, Floats]:
-        check = easy[rng.choice(len(easy), number, replace=False)] + rng.normal(0, 0.2, number)
-        score = 0.4 * (check - 0.5) / 0.25 + math.sqrt(1 - 0.4**2) * rng.normal(size=number)
-        return (check + share * gain).clip(0, 1), score + share * score_gain
-
-    start, iterations = draw(256, 0), [draw(each, t / NUM_ITERATIONS) for t in range(1, NUM_ITERATIONS + 1)]
-    checks, scores = (np.concatenate(part) for part in zip(*iterations, strict=True))
-    policies = np.repeat(np.arange(1, NUM_ITERATIONS + 1), each)
-    return [
-        found_by(*start, checks[: t * each], scores[: t * each], policies[: t * each])
-        for t in range(4, NUM_ITERATIONS + 1, 4)
-    ]
-
-
-def rings(evidence: Sequence[Evidence]) -> bool:
-    return max(found.nats for found in evidence) >= -math.log(0.05)
-
-
-@pytest.mark.parametrize(("gain", "score_gain"), [(0.0, 0.0), (0.2, 2.0), (0.1, 2.0)], ids=["still", "real", "half"])
-def test_a_run_whose_gain_is_real_rarely_has_an_alarm(gain: float, score_gain: float) -> None:
-    assert sum(rings(planted(seed, gain, score_gain)) for seed in range(60)) <= 3
+@pytest.mark.parametrize("name", ["still", "real", "half"])
+def test_a_run_whose_gain_is_real_rarely_has_an_alarm(name: str) -> None:
+    assert sum(first_alarm(evidence_along(KINDS[name], seed, 256, 16)) > 0 for seed in range(60)) <= 3
 
 
 def test_a_run_that_hacks_its_reward_has_an_alarm_and_a_beginning() -> None:
-    found = [planted(seed, -0.3, 2.0) for seed in range(20)]
-    assert sum(map(rings, found)) >= 19
+    found = [evidence_along(KINDS["hacked"], seed, 256, 16) for seed in range(20)]
+    assert sum(first_alarm(evidence) > 0 for evidence in found) >= 19
     assert all(1 <= evidence[-1].fall <= NUM_ITERATIONS for evidence in found)
 
 
