@@ -8,14 +8,14 @@ kind is a class with the keys that it needs. Those of the algorithm are in `ppo.
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, Tag, model_validator
+from pydantic import ConfigDict, Field, FiniteFloat, Tag, model_validator
 
 from lm.config import exact_div
 from lm.lora import LoRAConfig
 from ppo.algorithm import GAE, Advantage, CutImportance, Importance, KLConfig, PolicyLoss, TeacherConfig, TokenLoss
 from ppo.environments.kinds import AnyEnvironment
 from reward.external import ExternalReward, ModelReward, NoReward
-from reward.sources import Reward
+from reward.sources import Reward, Source
 from reward.steps import StepsConfig
 from training.config import BatchConfig, Config, OptimizerConfig, by_kind, check_lora, lora_field
 from training.data import NO_FIELDS, DataConfig, OnOverlong, RowFields, overlong_field
@@ -161,6 +161,49 @@ class EMAConfig(Config):
     )
 
 
+class AlarmConfig(Config):
+    """Spot checks of the policy's responses, and what happens if they show that its gain in score is not real
+    (docs/alarm.md).
+    """
+
+    source: Source = Field(
+        description="Who checks: a table of one of the kinds that score texts, as for `reward`, but not the same one."
+    )
+    lowest: FiniteFloat = Field(default=0.0, description="The lowest score that `source` can give.")
+    highest: FiniteFloat = Field(default=1.0, description="The highest score that `source` can give.")
+    initial_checks: int = Field(
+        default=256, ge=16, description="Responses of the initial policy to check, each to another prompt."
+    )
+    checks_per_iteration: int = Field(
+        default=16, ge=1, description="Responses per iteration to check, each to another prompt."
+    )
+    share: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="The share of the gain in score that must be real; 0 = the policy must only not become worse than"
+        " the initial one.",
+    )
+    false_alarms: float = Field(
+        default=0.05,
+        gt=0,
+        lt=0.5,
+        description="Upper bound on the probability that a run whose gain is real has an alarm.",
+    )
+    action: Literal["warn", "stop", "roll_back"] = Field(
+        default="stop",
+        description="What an alarm does. `warn`: it is logged and reported. `stop`: training ends with the policy of"
+        " that iteration. `roll_back`: training ends, and the result is the last policy of `keep_policies_every` from"
+        " before the fall, or the initial one.",
+    )
+
+    @model_validator(mode="after")
+    def _check_range(self) -> Self:
+        if not self.lowest < self.highest:
+            raise ValueError(f"lowest {self.lowest:g} and highest {self.highest:g}; a lower `lowest` was expected")
+        return self
+
+
 class PPOConfig(Config):
     """Each iteration samples `rollout_batch_size` responses and learns from them in minibatches (arXiv 1707.06347).
 
@@ -238,6 +281,9 @@ class PPOConfig(Config):
     lora: PPOLoRAConfig | None = lora_field()
     ptx: PTXConfig | None = Field(default=None, description="Pretraining rows mixed into the updates; none by default.")
     ema: EMAConfig = Field(default=EMAConfig(), description="The moving average of the policy's weights.")
+    alarm: AlarmConfig | None = Field(
+        default=None, description="Spot checks that show whether the gain in score is real; none by default."
+    )
     save_every_iterations: int = Field(
         default=10, ge=1, description="Iterations between checkpoints; the last iteration always writes one."
     )
@@ -328,6 +374,7 @@ class PPOConfig(Config):
         if self.shared_body and self.steps is not None:
             yield "lora.shared_body with reward.steps: a shared body's reward model scores whole responses only"
         yield from self._unmet_needs_of_teachers()
+        yield from self._unmet_needs_of_alarm()
         if self.environment is not None and self.steps is not None:
             yield "environment with reward.steps: turns have rewards of their own; only one of the two was expected"
         if self.environment is not None and self.sampler.tensor_parallel_size > 1:
@@ -346,6 +393,18 @@ class PPOConfig(Config):
                 f"lora.shared_body needs all roles on the same ranks, but placement.kind {self.placement.kind!r}"
                 ' separates them; "colocated" was expected'
             )
+
+    def _unmet_needs_of_alarm(self) -> Iterator[str]:
+        if self.alarm is None:
+            return
+        if isinstance(self.reward, NoReward):
+            yield 'alarm asks whether the gain in score is real, but reward.kind "none" has none; another was expected'
+        if self.alarm.source == self.reward:
+            yield "alarm.source is the reward that the policy is trained on; another source was expected"
+        if self.alarm.action == "roll_back" and not self.keep_policies_every:
+            yield 'alarm.action "roll_back" needs policies to return to; keep_policies_every above 0 was expected'
+        if self.alarm.action == "roll_back" and self.ema.is_final:
+            yield 'alarm.action "roll_back" returns to a kept policy, not an average; ema.is_final false was expected'
 
     def _unmet_needs_of_teachers(self) -> Iterator[str]:
         names = self.teacher_names
@@ -436,9 +495,11 @@ class PPOConfig(Config):
 
     @property
     def row_fields(self) -> RowFields:
-        """The fields of their rows that prompts keep, for the reward and the environment."""
+        """The fields of their rows that prompts keep, for the reward, the environment and the spot checks."""
         kept = NO_FIELDS if self.external_reward is None else self.external_reward.row_fields
-        return kept if self.environment is None else kept.and_those(self.environment.row_fields)
+        if self.environment is not None:
+            kept = kept.and_those(self.environment.row_fields)
+        return kept if self.alarm is None else kept.and_those(self.alarm.source.row_fields)
 
     @property
     def num_minibatches(self) -> int:

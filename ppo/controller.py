@@ -22,6 +22,7 @@ from cluster.remote import Pending
 from files.hashes import derive_seed
 from lm.samplers.draws import ALARM, FALSE_ALARM, NO_EVIDENCE
 from lm.samplers.engine import Agreement, max_difference, shown, whole_digest
+from ppo.alarm import SpotChecks
 from ppo.algorithm import (
     NO_TERMS,
     KLController,
@@ -48,7 +49,7 @@ DEFAULT_MAX_DIFFERENCE = max_difference("bf16", 2)  # nats per token
 # computes them again: only then can the ratio show that passes with and without gradients disagree.
 REPEATED_EVERY = 16
 NUM_WORST = 3  # tokens that the error names if sampler and learner disagree
-PHASES = ("sampling", "scoring", "policy_updates", "value_updates", "sync")
+PHASES = ("sampling", "scoring", "spot_checks", "policy_updates", "value_updates", "sync")
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,11 @@ class PPOController:
         max_difference: float = DEFAULT_MAX_DIFFERENCE,
         samples: SampleLog | None = None,
         rollouts: RolloutLog | None = None,
+        spot_checks: SpotChecks | None = None,
         enter: Callable[[str], None] = lambda _phase: None,
     ) -> None:
-        """`samples` logs responses to be read; `rollouts` logs which weights sampled each response.
+        """`samples` logs responses to be read; `rollouts` logs which weights sampled each response; `spot_checks` may
+        ring the alarm.
 
         `followed` are row numbers of prompts whose responses are logged at intervals; no update learns from those.
         `max_difference` is how far rounding may take the log-probs of sampler and learner apart, in nats per token
@@ -100,6 +103,7 @@ class PPOController:
         """
         self.config, self.roles, self.prompts, self.scale, self.seed = config, roles, prompts, scale, seed
         self.followed, self.max_difference, self.samples, self.rollouts = followed, max_difference, samples, rollouts
+        self.spot_checks = spot_checks
         self.phases = PhaseSeconds(enter)
         self.weights_O = torch.tensor([*config.reward.objective_weights.values()] or [1.0])
         self.kl = KLController(config.kl.target, config.kl.coef)
@@ -115,6 +119,7 @@ class PPOController:
     def step(self, iteration: int) -> dict[str, float]:
         """Run iteration number `iteration`, 0 .. num_iterations - 1. Returns its metrics."""
         followed_rollout = self._start_followed(iteration)  # for readers of samples.jsonl; no update learns from it
+        checked_rollout = self._start_initial_checks(iteration)
         with self.phases.timed("sampling"):
             rollout = self._sample(iteration)
         minibatches = self.minibatches(
@@ -125,6 +130,7 @@ class PPOController:
         rewards_BR, kl_B = self._penalise(experience)
         batch, rollout_metrics = self._estimate_advantages(experience, rewards_BR, kl_B)
         self._log(iteration, batch, followed_rollout)
+        rollout_metrics |= self._check_spots(iteration, batch, checked_rollout)
         update_metrics = self._learn(iteration, batch, minibatches)
         self.kl.update(rollout_metrics["kl_nats"], len(batch.rollout))
         with self.phases.timed("sync"):
@@ -526,6 +532,33 @@ class PPOController:
         self._test_draws(iteration)
         ref_logprobs_BR = self.roles.scorers.start_reference_logprobs(rollout, whole)()
         return ScoredRollout(rollout, self._scores_of(rollout, scores_BO), (logprobs_BR - ref_logprobs_BR).sum(dim=1))
+
+    # Raise the alarm.
+
+    def _start_initial_checks(self, iteration: int) -> Pending[Rollout] | None:
+        """Start sampling the initial policy's responses that are to be checked. No update learns from them."""
+        if self.spot_checks is None or iteration > 0:
+            return None
+        rows = self.spot_checks.initial_rows(self.roles.rows_multiple)
+        seeds = [derive_seed(self.seed, "ppo", "alarm", "sample", place) for place in range(len(rows))]
+        return self.roles.start_sampling(rows, [self.prompts[row] for row in rows], seeds, again=True)
+
+    def _check_spots(self, iteration: int, batch: PPOBatch, initial: Pending[Rollout] | None) -> dict[str, float]:
+        """Have responses of the iteration's rollout checked, or in the first iteration the initial policy's. Returns
+        the metrics.
+        """
+        if self.spot_checks is None:
+            return {}
+        policy = iteration - self._staleness(iteration)
+        with self.phases.timed("spot_checks"):
+            if initial is not None:
+                rollout = initial()
+                scores_B = self._scores_of(rollout, self.roles.scorers.start_scores(rollout)())
+            elif policy > 0:
+                rollout, scores_B = batch.rollout, batch.scores_B
+            else:  # older weights sampled it: those of the initial policy, which has been checked
+                return {}
+            return self.spot_checks.add(rollout, scores_B.tolist(), iteration=iteration, policy=policy)
 
 
 def _value_batch(minibatch: PPOBatch) -> ValueBatch:

@@ -11,6 +11,7 @@ from math import isfinite
 import numpy as np
 from pydantic import ValidationError
 
+from ppo.alarm import Rang
 from ppo.config import PPOConfig
 from ppo.rollout_log import TrainingSample
 from preferences.statistics.estimates import Interval
@@ -82,6 +83,7 @@ class PPOResults:
     overlong: Overlong | None = None  # of the prompts
     sources: tuple[SourceRows, ...] = ()  # of the prompts, if rows are unusual
     generator: str = "heed"
+    alarm: Rang | None = None
 
 
 def names_of(config: PPOConfig | None, *, starts_from_sft: bool) -> Names:
@@ -130,6 +132,8 @@ def _with_article(names: Names) -> str:
 
 
 PANELS = (
+    Panel("Spot checks", "mean score of the checked responses, by the alarm's source", _ppo("spot_check")),
+    Panel("Evidence for the alarm", "nats", _ppo("alarm_nats")),
     Panel("Responses that end", "before the length limit", _ppo("eos_rate"), is_share=True),
     Panel("Response length", "tokens", _ppo("response_tokens")),
     Panel("Entropy", "nats per token, estimated", _ppo("entropy_estimate")),
@@ -200,6 +204,7 @@ def report(stage: StageFolder) -> StageReport:
             *(("Teacher", f"{of.model}, weight {number(of.weight)}, kind {of.kind}") for of in teachers),
             *((("Prompts read", str(results.overlong)),) if results.overlong else ()),
             *(rows.fact for rows in results.sources),
+            *((("Alarm", _alarm(results.alarm)),) if results.alarm else ()),
         )
     parts = (
         stage_block(stage, facts, figures),
@@ -213,6 +218,13 @@ def report(stage: StageFolder) -> StageReport:
         headlines=_headlines(stage, names) if results is not None else (),
         sentence=_sentence(stage, names),
         styles=tuple(styles_of(["ppo"]).values()) if samples else (),
+    )
+
+
+def _alarm(rang: Rang) -> str:
+    return (
+        f"after iteration {rang.policy:,} and {count_of(rang.num_checks, 'spot check')}: the gain in score is not real,"
+        f" most likely since iteration {rang.fall:,}. The result is the policy after iteration {rang.result:,}"
     )
 
 

@@ -5,17 +5,18 @@ roles, and the checks before a run.
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
-from shutil import rmtree
+from shutil import copytree, rmtree
 from statistics import mean, stdev
 
 from cluster.remote import Pending
-from files.atomic import remove_unfinished
+from files.atomic import atomic_folder, remove_unfinished
 from files.hashes import derive_seed
 from files.records import read_record
+from lm.adapters import ADAPTER
 from lm.hub import model_directory
 from lm.samplers.draws import Evidence
 from lm.samplers.engine import max_difference
@@ -23,6 +24,7 @@ from lm.samplers.environment import require_vllm
 from lm.tensor_parallel import largest_team, require_divisible
 from lm.tokenizer import Tokenizer
 from lm.weights import read_config
+from ppo.alarm import SpotChecks
 from ppo.config import VLLM, PPOConfig
 from ppo.controller import PPOController
 from ppo.environments.environment import Environment
@@ -87,27 +89,77 @@ def run(
         closing(MetricsLog(context.folder, context.engine.trackers, resume_step=first)) as log,
         closing(SampleLog(context.folder, fitting.prompts, tokenizer, seed=context.seed, resume_step=first)) as samples,
         closing(RolloutLog(context.folder, resume_step=first)) as rollouts,
+        _spot_checks(context, config, models, fitting, tokenizer, first) as spot_checks,
     ):
         controller = controller_of(
-            context, config, roles, models, fitting.tokens, samples=samples, rollouts=rollouts, enter=enter
+            context,
+            config,
+            roles,
+            models,
+            fitting.tokens,
+            samples=samples,
+            rollouts=rollouts,
+            spot_checks=spot_checks,
+            enter=enter,
         )
         if resumption.name:
             load_checkpoint(controller, checkpoints / resumption.name)
-        _iterate(checkpoints, config, controller, first, log)
+        done = _iterate(checkpoints, config, controller, first, log)
     roles.learners.finish_saving()
     roles.learners.export_policy(context.folder)
+    rang = None if spot_checks is None else spot_checks.rang
+    if rang is not None:
+        rolls_back = config.alarm is not None and config.alarm.action == "roll_back"
+        rang = replace(rang, result=_before(rang.fall, config) if rolls_back else done)
+        if rolls_back:
+            _roll_back(context.folder, rang.result)
     kl_coef, scale = controller.kl.coef, models.scale
     context.write_results(
         PPOResults(
-            config.num_iterations,
+            done,
             kl_coef,
             scale.mean,
             scale.std,
             overlong=fitting.overlong or None,
             sources=fitting.sources,
             generator=config.sampler.kind,
+            alarm=rang,
         )
     )
+
+
+def _spot_checks(
+    context: StageContext, config: PPOConfig, models: InitialModels, fitting: Fitting, tokenizer: Tokenizer, first: int
+) -> AbstractContextManager[SpotChecks | None]:
+    if config.alarm is None:
+        return nullcontext()
+    return closing(
+        SpotChecks(
+            config.alarm,
+            context.folder,
+            fitting.prompts,
+            tokenizer,
+            models.scale,
+            num_iterations=config.num_iterations,
+            seed=context.seed,
+            resume_step=first,
+        )
+    )
+
+
+def _before(fall: int, config: PPOConfig) -> int:
+    """Returns after how many iterations the last policy was kept that is older than a fall; 0 = the initial one."""
+    every = config.keep_policies_every
+    return (fall - 1) // every * every
+
+
+def _roll_back(folder: Path, iteration: int) -> None:
+    """Replace the stage's model by the policy that it kept after so many iterations."""
+    for name in ("model_ema", ADAPTER):  # of the policy that is given up
+        if (folder / name).is_dir():
+            rmtree(folder / name)
+    with atomic_folder(folder / "model") as temporary:
+        copytree(kept_policy(folder, iteration), temporary, dirs_exist_ok=True)
 
 
 def controller_of(
@@ -119,6 +171,7 @@ def controller_of(
     *,
     samples: SampleLog | None = None,
     rollouts: RolloutLog | None = None,
+    spot_checks: SpotChecks | None = None,
     enter: Callable[[str], None] = lambda _phase: None,
 ) -> PPOController:
     """Build the controller as it is before its first iteration. For prompts and keywords, see `PPOController`."""
@@ -137,17 +190,23 @@ def controller_of(
         max_difference=max_difference(context.engine.resolved_precision(), shape.num_hidden_layers),
         samples=samples,
         rollouts=rollouts,
+        spot_checks=spot_checks,
         enter=enter,
     )
 
 
-def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, first: int, log: MetricsLog) -> None:
-    """Run the iterations from `first` on. Log the metrics of each; keep the policy and save a checkpoint when due.
+def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, first: int, log: MetricsLog) -> int:
+    """Run the iterations from `first` to the last, or until the alarm ends training. Log the metrics of each; keep the
+    policy and save a checkpoint when due. Returns how many iterations have been run.
 
     Raises: StoppedError after a checkpoint, if this process was asked to stop (`training.notices`).
     """
     waited_seconds = 0.0
+    if first == 0 and config.alarm is not None and config.alarm.action == "roll_back":
+        controller.roles.learners.keep_policy(kept_policy(checkpoints.parent, 0))
     for iteration in range(first, config.num_iterations):
+        if _is_ended(config, controller):
+            return iteration
         started = time.monotonic()
         metrics = controller.step(iteration)
         done, seconds = iteration + 1, time.monotonic() - started
@@ -159,13 +218,21 @@ def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, fi
         # Keep the policy before the checkpoint, so that a run that resumes from it has every policy up to it.
         if config.keep_policies_every and done % config.keep_policies_every == 0:
             controller.roles.learners.keep_policy(kept_policy(checkpoints.parent, done))
-        is_stopping = done < config.num_iterations and stop_requested()
-        if done % config.save_every_iterations == 0 or done == config.num_iterations or is_stopping:
+        is_last = done == config.num_iterations or _is_ended(config, controller)
+        is_stopping = not is_last and stop_requested()
+        if done % config.save_every_iterations == 0 or is_last or is_stopping:
             _save(controller, checkpoints, done)
         if is_stopping:
             controller.roles.learners.finish_saving()
             raise StoppedError(f"ppo: stopped at iteration {done} of {config.num_iterations}")
         waited_seconds = time.monotonic() - started
+    return config.num_iterations
+
+
+def _is_ended(config: PPOConfig, controller: PPOController) -> bool:
+    """Returns whether the alarm has ended training."""
+    rang = None if controller.spot_checks is None else controller.spot_checks.rang
+    return rang is not None and config.alarm is not None and config.alarm.action != "warn"
 
 
 def kept_policy(folder: Path, iteration: int) -> Path:
@@ -413,8 +480,9 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
     tokenizer, limits = stage.tokenizer_of("sft"), (config.max_new_tokens, config.on_overlong)
     fitting = fitting_prompts(stage, tokenizer, config.prompts, *limits, stage.tell, config.row_fields)
     rows = OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row)
-    if config.external_reward is not None:
-        config.external_reward.check(rows)
+    sources = [config.external_reward, None if config.alarm is None else config.alarm.source]
+    for source in (source for source in sources if source is not None):
+        source.check(rows)
     if config.environment is not None:
         config.environment.check(rows)
         _check_replies(tokenizer, config.environment)
@@ -465,7 +533,12 @@ STAGE = Stage(
     policy_from="sft",
     tokenizer=lambda run, _: run.tokenizer_of("sft"),
     model_fields=("init_from", "reward.model", "teachers.*.model"),
-    function_fields=("reward.function", "reward.sources.*.function", "environment.class_name"),
+    function_fields=(
+        "reward.function",
+        "reward.sources.*.function",
+        "environment.class_name",
+        "alarm.source.function",
+    ),
     context_tokens=lambda config: {"max_new_tokens": config.max_new_tokens + 1},
     split_rows=lambda config: {"rollout_batch_size": config.sampled_batch_size, "ptx.rows": config.ptx_rows},
     worker_teams=worker_teams,

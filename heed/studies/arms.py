@@ -83,6 +83,13 @@ POLICY_GRADIENTS: Mapping[str, Mapping[str, Any]] = {
 LORA: Mapping[str, Any] = {"rank": 16, "alpha": 32}
 LORA_RATE = 10.0  # times full tuning's learning rates, as Schulman et al. 2025 advise (`lm.lora.LoRAConfig`)
 LORA_REWARD_RATE = 3.0  # the same for the reward model, whose new head learns at the same rate; 10 was too high
+# Every response of an iteration is checked, so that a finding can ask what fewer checks would have shown.
+ALARM: Mapping[str, Any] = {
+    "source": {"kind": "function", "function": "heed.worlds.rewards:gold"},
+    "initial_checks": 1024,
+    "checks_per_iteration": 10_000,
+    "action": "warn",
+}
 LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}
 
 
@@ -105,7 +112,8 @@ def every_arm(job: JobConfig, folder: Path) -> dict[str, Arm]:
     controls = [
         _random(f"random-{number}", job, folder, best_of) for number, best_of in zip(RUNS, BEST_OF, strict=True)
     ]
-    return known | {arm.name: arm for arm in (*algorithm_arms(job, folder), *controls, *lora_arms(job, folder))}
+    alarm = _ppo("alarm", folder, {"ppo.alarm": ALARM})
+    return known | {arm.name: arm for arm in (*algorithm_arms(job, folder), *controls, *lora_arms(job, folder), alarm)}
 
 
 def basic_arms(job: JobConfig, folder: Path) -> dict[str, Arm]:

@@ -1,13 +1,16 @@
 """The findings that a study tests: the arms each needs, and the claims that decide it (heed/studies/verdicts.py).
 
 `FINDINGS` are about reward models, PPO and labels. Every claim of `ALGORITHMS` compares algorithms whose arms read the
-same rankings and the same reward model. `CONTROL` compares rejection sampling with training on random samples.
-`LORA_FINDINGS` compare adapters with full tuning, and one body with four roles with four models.
+same rankings and the same reward model. `CONTROL` compares rejection sampling with training on random samples. `ALARM`
+asks where spot checks stop a policy that hacks its reward. `LORA_FINDINGS` compare adapters with full tuning, and one
+body with four roles with four models.
 
 The claims and the smallest effects that matter were fixed before any run; docs/findings.md says what the sources claim.
 Gold scores lie between 0 and 1; PPO's gain over SFT in the demo is about .24.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -30,6 +33,7 @@ from heed.studies.verdicts import (
     ratio_difference,
     rise_and_fall,
 )
+from ppo.alarm import evidence_of
 from preferences.statistics.estimates import Floats
 
 GOLD = Rule("above", 0.02, "of gold score")
@@ -67,6 +71,8 @@ class Measures(Protocol):
     def bits(self, stage: str) -> tuple[Floats, Floats]: ...
 
     def right_pairs(self, judge: str) -> tuple[Floats, Floats]: ...
+
+    def spot_checks(self, arm: str) -> tuple[Floats, Floats, Floats]: ...
 
 
 Curves = dict[str, Curve]  # by their labels in the figure
@@ -368,6 +374,63 @@ CONTROL = Finding(
     _arms("rejection", "random"),
     _chosen_minus_random,
     _curves("rejection", "random"),
+)
+
+
+ALARM_CHECKS = ((1024, 128), (256, 32))  # of the initial policy, and per iteration
+ALARM_SHARES = (0.5, 1.0)  # of the gain in score that must be real
+
+
+def _alarms(of: Measures) -> list[Contrast]:
+    """Returns what a run would have been worth that the alarm stops, or rolls back, at these numbers of checks."""
+    curve, found = of.rl("ppo-alarm"), []
+    gold_KP = np.concatenate([curve.start_gold_P[None], curve.gold_KP])  # by the iterations that trained the policy
+    for (initial, each), share in itertools.product(ALARM_CHECKS, ALARM_SHARES):
+        rang, fall = _first_alarm(*of.spot_checks("ppo-alarm"), initial, each, share, num_iterations=len(curve.gold_KP))
+        name = f"{initial} + {each} per iteration, share {share:g}"
+        gains = {
+            "stopped, minus SFT": gold_KP[rang] - gold_KP[0],
+            "rolled back, minus SFT": gold_KP[fall] - gold_KP[0],
+            "stopped, minus the last policy": gold_KP[rang] - gold_KP[-1],
+        }
+        found += [
+            Contrast(f"{name}: gold of the policy {what}", GOLD, bootstrap_mean(gain_P, seed=of.seed))
+            for what, gain_P in gains.items()
+        ]
+    return found
+
+
+def _first_alarm(
+    check_N: Floats, score_N: Floats, policy_N: Floats, initial: int, each: int, share: float, *, num_iterations: int
+) -> tuple[int, int]:
+    """Returns by how many iterations the policies were trained that an alarm leaves: when it stops the run, and when it
+    rolls back to before the fall. Without an alarm it is the last policy.
+    """
+    policies = [*range(int(policy_N.max()) + 1)]
+    rows = [np.flatnonzero(policy_N == policy)[: each if policy else initial] for policy in policies]
+    for policy in policies[1:]:
+        seen = np.concatenate(rows[: policy + 1])
+        evidence = evidence_of(
+            check_N[seen],
+            score_N[seen],
+            policy_N[seen].astype(np.int64),
+            share=share,
+            num_iterations=num_iterations,
+            false_alarms=FALSE_ALARMS,
+        )
+        if evidence.nats >= -math.log(FALSE_ALARMS):
+            return policy + 1, evidence.fall - 1
+    return num_iterations, num_iterations
+
+
+FALSE_ALARMS = 0.05
+ALARM = Finding(
+    "alarm",
+    "An alarm on spot checks stops PPO while its policy is still better than SFT's",
+    "Heed",
+    ("ppo-alarm",),
+    _alarms,
+    lambda of: {"PPO": of.rl("ppo-alarm")},
 )
 
 

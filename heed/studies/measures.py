@@ -29,6 +29,7 @@ from evaluation.measures.kl import Drawn, Policy, draw, response_kls
 from evaluation.measures.language_modelling import bits_and_bytes
 from files.atomic import atomic_file
 from files.hashes import derive_seed
+from files.records import read_record
 from heed.jobs.job import JobConfig
 from heed.studies.arms import collected, every_arm, with_those_before
 from heed.studies.findings import Measures
@@ -37,6 +38,8 @@ from lm.model import LanguageModel
 from lm.source import load_for_inference
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
+from ppo.alarm import SPOT_CHECKS, read_spot_checks
+from ppo.report import PPOResults
 from ppo.stage import STAGE as PPO
 from preferences.rankings import split_rankings
 from preferences.statistics.estimates import Floats
@@ -105,6 +108,17 @@ class SeedMeasures:
             return {"tokens_P": lengths.reshape(-1, drawn.num_samples).mean(axis=1)}
 
         return self._kept(f"tokens-{arm}.npz", [f"{arm}/{self._stage(arm)}"], make)["tokens_P"]
+
+    def spot_checks(self, arm: str) -> tuple[Floats, Floats, Floats]:
+        """Returns the checks, the scores in standard deviations and the policies' iterations of an arm's alarm [N]."""
+        folder = self.folder / arm / PPO.name
+        scale, checks = read_record(folder / "results.json", PPOResults), read_spot_checks(folder / SPOT_CHECKS)
+        score_N = np.array([check.score for check in checks])
+        return (
+            np.array([check.check for check in checks]),
+            (score_N - scale.score_scale_mean) / scale.score_scale_std,
+            np.array([check.policy for check in checks], dtype=np.float64),
+        )
 
     def _stage(self, arm: str) -> str:
         return every_arm(self.job, self.folder)[arm].stages[-1]
@@ -304,6 +318,11 @@ class Recorded:
     def right_pairs(self, judge: str) -> tuple[Floats, Floats]:
         return self._pair(f"right_pairs/{judge}", self._measures.right_pairs(judge))
 
+    def spot_checks(self, arm: str) -> tuple[Floats, Floats, Floats]:
+        found = self._measures.spot_checks(arm)
+        self.arrays |= {f"spot_checks/{arm}/{place}": value for place, value in enumerate(found)}
+        return found
+
     def _curve(self, name: str, curve: Curve) -> Curve:
         for field in fields(Curve):
             if field.name != "kind":
@@ -365,6 +384,10 @@ class StoredMeasures:
 
     def right_pairs(self, judge: str) -> tuple[Floats, Floats]:
         return self._array(f"right_pairs/{judge}/0"), self._array(f"right_pairs/{judge}/1")
+
+    def spot_checks(self, arm: str) -> tuple[Floats, Floats, Floats]:
+        check_N, score_N, policy_N = (self._array(f"spot_checks/{arm}/{place}") for place in range(3))
+        return check_N, score_N, policy_N
 
     def _curve(self, kind: Kind, of: str) -> Curve:
         name = f"{kind}/{of}"

@@ -30,7 +30,7 @@ from heed.studies.arms import (
     write_cuts,
     write_indifferent,
 )
-from heed.studies.findings import ALGORITHMS, CONTROL, FINDINGS, LORA_FINDINGS, Finding, Found, Measures
+from heed.studies.findings import ALARM, ALGORITHMS, CONTROL, FINDINGS, LORA_FINDINGS, Finding, Found, Measures
 from heed.studies.measures import Recorded, SeedMeasures, StoredMeasures, measures_file, stamps_of
 from heed.studies.report import write_findings
 from ppo.stage import STAGE as PPO
@@ -126,7 +126,7 @@ def _named(wanted: str) -> list[Finding]:
     groups = {"all": FINDINGS, "algorithms": ALGORITHMS, "lora": LORA_FINDINGS}
     if wanted in groups:
         return list(groups[wanted])
-    known = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS, CONTROL, *LORA_FINDINGS)}
+    known = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS, CONTROL, ALARM, *LORA_FINDINGS)}
     names = [name.strip() for name in wanted.split(",")]
     for name in names:
         if name not in known:

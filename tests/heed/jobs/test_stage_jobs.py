@@ -162,6 +162,32 @@ def test_a_student_of_half_the_width_learns_from_a_teacher_without_a_reward(tmp_
     assert [link.what.partition(",")[0] for link in chain if "teacher" in link.what] == ["a teacher"]
 
 
+@pytest.mark.usefixtures("workers")
+def test_an_alarm_goes_back_to_the_initial_policy(tmp_path: Path) -> None:
+    """The shipped job's settings at the debug job's size, and a spot checker that likes the first texts alone."""
+    debug = tomllib.loads(DEBUG.read_text())
+    shipped = tomllib.loads((DEBUG.parent / "alarm.toml").read_text())
+    (tmp_path / "checks.py").write_text(
+        "seen = []\n\ndef check(prompts, responses):\n"
+        "    seen.extend(responses)\n    return [float(len(seen) <= 16)] * len(responses)\n"
+    )
+    left_out = {name.partition(".")[2] for name in shipped["without"]}
+    debug["ppo"] = {key: value for key, value in debug["ppo"].items() if key not in left_out} | shipped["ppo"]
+    debug["ppo"]["alarm"] |= {
+        "source": {"kind": "function", "function": f"{tmp_path / 'checks.py'}:check"},
+        "initial_checks": 16,
+    }
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(debug))
+    run = run_job(load_job(tmp_path / "job.toml"), tmp_path)
+    alarm = json.loads((run / "ppo" / "results.json").read_text())["alarm"]
+    assert alarm["result"] == 0 < alarm["policy"]
+    first, result = (run / "ppo" / "policies" / "000000", run / "ppo" / "model")
+    assert (first / "model.safetensors").read_bytes() == (result / "model.safetensors").read_bytes()
+    report = html.unescape((run / "report.html").read_text())
+    assert "The result is the policy after iteration 0" in report
+    assert "Evidence for the alarm" in report
+
+
 @pytest.mark.parametrize("problem", ["tokenizer", "missing", "kind", "short"])
 def test_a_teacher_that_cannot_teach_is_refused_before_anything_runs(
     tmp_path: Path, model_folder: Path, encoder_folder: Path, problem: str

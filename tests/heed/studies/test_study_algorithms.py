@@ -11,7 +11,7 @@ import pytest
 from evaluation.measures.curves import Curve
 from heed.jobs.job_file import load_job
 from heed.studies.arms import BEST_OF, algorithm_arms, arm_job, every_arm, indifferent, lora_arms, write_indifferent
-from heed.studies.findings import ALGORITHMS, CONTROL, LORA_FINDINGS, pooled
+from heed.studies.findings import ALARM, ALGORITHMS, CONTROL, LORA_FINDINGS, pooled
 from heed.studies.measures import Recorded, StoredMeasures
 from heed.studies.study import QUICK, run_study
 from heed.studies.verdicts import best_difference
@@ -40,7 +40,7 @@ class Planted:
     def rl(self, arm: str) -> Curve:
         """The three runs of an algorithm lie on one curve, each further out."""
         name, _, number = arm.rpartition("-")
-        part = FAR[int(number) - 1 :: 3]
+        part = FAR if number == "alarm" else FAR[int(number) - 1 :: 3]
         return planted("rl", self.alphas[name], 0.12, part, np.random.default_rng(self.seed))
 
     def tokens(self, arm: str) -> Floats:
@@ -51,6 +51,16 @@ class Planted:
 
     def right_pairs(self, judge: str) -> tuple[Floats, Floats]:
         raise NotImplementedError
+
+    def spot_checks(self, arm: str) -> tuple[Floats, Floats, Floats]:
+        """Scores rise by two standard deviations and checks fall with the curve's gold, 128 of each policy."""
+        rng = np.random.default_rng(self.seed)
+        policy_N = np.repeat(np.arange(len(FAR)), [1024, *[128] * (len(FAR) - 1)]).astype(float)
+        gain_N = np.concatenate([[0.0], self.rl(arm).gold_KP.mean(axis=1) - self.rl(arm).start_gold_P.mean()])
+        noise_N = rng.normal(size=len(policy_N))
+        check_N = (0.5 + gain_N[policy_N.astype(int)] + 0.15 * noise_N).clip(0, 1)
+        score_N = 0.5 * noise_N + rng.normal(size=len(policy_N)) * 0.75**0.5 + 2 * policy_N / len(FAR)
+        return check_N, score_N, policy_N
 
 
 def where_dpo_leads(seed: int) -> Planted:
@@ -105,6 +115,22 @@ def test_the_control_draws_the_same_samples_and_keeps_a_random_one(tmp_path: Pat
         assert random.seed == chosen.seed
         assert random.rejection.reward_from == str(indifferent(tmp_path))
         assert random.rejection.model_copy(update={"reward_from": chosen.rejection.reward_from}) == chosen.rejection
+
+
+def test_an_alarm_saves_gold_where_it_falls_and_none_where_it_does_not() -> None:
+    def hacked(seed: int) -> Planted:
+        return Planted(seed, {"ppo": 0.1 + 0.002 * seed})
+
+    def sound(seed: int) -> Planted:
+        return Planted(seed, {"ppo": 1.0 + 0.002 * seed})
+
+    saved, nothing = (
+        [claim.verdict for claim in look(ALARM, world).claims if claim.text.endswith("minus the last policy")]
+        for world in (hacked, sound)
+    )
+    assert saved[:2] == ["replicates"] * 2  # a quarter of the checks take longer than these ten iterations
+    assert nothing == ["does not replicate"] * 4
+    assert [claim.over_seeds.mean for claim in look(ALARM, sound).claims][2::3] == [0.0] * 4  # no alarm rang
 
 
 def test_a_pooled_curve_has_the_policies_of_all_runs() -> None:
