@@ -14,7 +14,8 @@ from lm.config import exact_div
 from lm.lora import LoRAConfig
 from ppo.algorithm import GAE, Advantage, CutImportance, Importance, KLConfig, PolicyLoss, TeacherConfig, TokenLoss
 from reward.external import ExternalReward, ModelReward, NoReward
-from reward.sources import Reward
+from reward.judge import JudgeReward
+from reward.sources import Reward, RewardSum
 from training.config import BatchConfig, Config, OptimizerConfig, by_kind, check_lora, lora_field
 from training.data import NO_FIELDS, DataConfig, OnOverlong, RowFields, overlong_field
 
@@ -312,6 +313,11 @@ class PPOConfig(Config):
                 ' samples, which needs no correction; "cut" was expected'
             )
         yield from self._unmet_needs_of_teachers()
+        if self.local_judges and self.memory != "fast":
+            yield (
+                f"memory {self.memory!r} moves frozen models away from the device, but the judge"
+                f' {self.local_judges[0].model} stays on it; "fast" was expected (or a judge behind an endpoint)'
+            )
         if self.shared_body and self.external_reward is not None:
             yield (
                 "lora.shared_body needs a reward model trained by Heed with [reward] lora; without one, leave"
@@ -393,6 +399,12 @@ class PPOConfig(Config):
     def external_reward(self) -> ExternalReward | None:
         """The source of rewards if it is not a model."""
         return self.reward if isinstance(self.reward, ExternalReward) else None
+
+    @property
+    def local_judges(self) -> tuple[JudgeReward, ...]:
+        """The judges that grade on the scorers' devices."""
+        sources = self.reward.sources.values() if isinstance(self.reward, RewardSum) else (self.reward,)
+        return tuple(one for one in sources if isinstance(one, JudgeReward) and not one.is_remote)
 
     @property
     def row_fields(self) -> RowFields:

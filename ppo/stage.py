@@ -12,6 +12,9 @@ from pathlib import Path
 from shutil import rmtree
 from statistics import mean, stdev
 
+import torch
+from torch import Tensor
+
 from cluster.remote import Pending
 from files.atomic import remove_unfinished
 from files.hashes import derive_seed
@@ -24,7 +27,7 @@ from lm.tensor_parallel import largest_team, require_divisible
 from lm.tokenizer import Tokenizer
 from lm.weights import read_config
 from ppo.config import VLLM, PPOConfig
-from ppo.controller import PPOController
+from ppo.controller import GoldScores, PPOController
 from ppo.plan import plan
 from ppo.rank import InitialModels, ScoreScale, TokenStream
 from ppo.report import REPORTER, PPOResults
@@ -35,6 +38,7 @@ from ppo.shared_body import adapter_of, require_same_body, require_same_shape
 from pretrain.stage import STAGE as PRETRAIN
 from pretrain.stage import tokenize
 from reward.external import ExternalReward, ModelReward, NoReward
+from reward.judge import JudgeReward
 from reward.report import RewardResults
 from reward.sampling import SamplingSpec, sample_everywhere
 from reward.scoring import labels_of, weights_by_label
@@ -68,12 +72,13 @@ def run(
     fitting: Fitting,
     *,
     enter: Callable[[str], None] = lambda _phase: None,
+    gold: GoldScores | None = None,
 ) -> None:
     """Iterate from the newest checkpoint to the end; write `model/`, `model_ema/` and `results.json`.
 
     `samples.jsonl` gets some responses for people to read, and `rollouts.jsonl` records which weights sampled each
     response. With `keep_policies_every`, `policies/NNNNNN/` are model directories of the policy during training.
-    `enter` is called with the name of each phase when it begins.
+    `enter` is called with the name of each phase when it begins. `gold` is as for `PPOController`.
 
     Raises:
         ValueError: a prompt leaves no room for a response, or too many scores fail.
@@ -87,7 +92,7 @@ def run(
         closing(RolloutLog(context.folder, resume_step=first)) as rollouts,
     ):
         controller = controller_of(
-            context, config, roles, models, fitting.tokens, samples=samples, rollouts=rollouts, enter=enter
+            context, config, roles, models, fitting.tokens, samples=samples, rollouts=rollouts, enter=enter, gold=gold
         )
         if resumption.name:
             load_checkpoint(controller, checkpoints / resumption.name)
@@ -118,6 +123,7 @@ def controller_of(
     samples: SampleLog | None = None,
     rollouts: RolloutLog | None = None,
     enter: Callable[[str], None] = lambda _phase: None,
+    gold: GoldScores | None = None,
 ) -> PPOController:
     """Build the controller as it is before its first iteration. For prompts and keywords, see `PPOController`."""
     stream = models.pretraining
@@ -136,6 +142,7 @@ def controller_of(
         samples=samples,
         rollouts=rollouts,
         enter=enter,
+        gold=gold,
     )
 
 
@@ -291,7 +298,8 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
         stage, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong, keeps=config.row_fields
     )
     prompts = fitting.prompts
-    judge = config.external_reward or stage.start("reward")
+    external = config.external_reward
+    judge = stage.start("reward") if external is None else external.with_cache(stage.folder)
     if config.shared_body and isinstance(judge, Path):
         require_same_body(policy, judge)
     stream = None
@@ -322,8 +330,25 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
 def run_ppo(stage: StageRun, config: PPOConfig) -> None:
     """Place the roles, and run all iterations."""
     ppo = placed(stage, config)
-    run(stage.context(), config, ppo.roles, ppo.models, ppo.fitting, enter=stage.enter)
+    gold = _gold_scores(stage, config, ppo)
+    run(stage.context(), config, ppo.roles, ppo.models, ppo.fitting, enter=stage.enter, gold=gold)
     ppo.roles.close()
+
+
+def _gold_scores(stage: StageRun, config: PPOConfig, ppo: Placed) -> GoldScores | None:
+    """Returns the world's scorer of rollouts; None unless a judge scores responses to prompts of the job's world."""
+    section, world = stage.job.section(STAGE), stage.opened_world
+    is_of_world = section is not None and section.prompts.source.startswith("world:")
+    if world is None or not is_of_world or not isinstance(config.reward, JudgeReward):
+        return None
+    tokenizer, prompts = Tokenizer.load(ppo.models.sft), ppo.fitting.prompts
+
+    def gold(rollout: Rollout) -> Tensor:
+        asked = [str(prompts[row].messages[-1]["content"]) for row in rollout.prompt_rows_B.tolist()]
+        texts = [tokenizer.decode(response).strip() for response in rollout.token_lists()[1]]
+        return torch.tensor(world.gold_scores(asked, texts))
+
+    return gold
 
 
 def generator_python(config: PPOConfig) -> str:
@@ -431,7 +456,7 @@ STAGE = Stage(
     ),
     policy_from="sft",
     tokenizer=lambda run, _: run.tokenizer_of("sft"),
-    model_fields=("init_from", "reward.model", "teachers.*.model"),
+    model_fields=("init_from", "reward.model", "reward.sources.*.model", "teachers.*.model"),
     function_fields=("reward.function", "reward.sources.*.function"),
     context_tokens=lambda config: {"max_new_tokens": config.max_new_tokens + 1},
     split_rows=lambda config: {"rollout_batch_size": config.sampled_batch_size, "ptx.rows": config.ptx_rows},
@@ -451,6 +476,8 @@ STAGE = Stage(
             "reward.timeout_seconds",
             "reward.retries",
             "reward.parallel",
+            "reward.cache",
+            "reward.budget",
             "follow_every_iterations",
         )
     ),

@@ -144,7 +144,8 @@ def proxy_of(run: StageRun) -> Proxy:
     if isinstance(ppo.reward, NoReward):
         return Proxy()
     model = "" if ppo.external_reward else str(run.at(PPO.name).start(REWARD.name))
-    return Proxy(model, ppo.reward.objective_weights, ppo.external_reward)
+    external = ppo.external_reward
+    return Proxy(model, ppo.reward.objective_weights, external and external.with_cache(run.folder_of(PPO.name)))
 
 
 def _row_fields(job: JobView) -> RowFields:
