@@ -7,8 +7,8 @@ the judge's probabilities p of their tokens. An endpoint that gives no log-proba
 The same judge scores comparisons in `heed judge --rubric`.
 """
 
+import itertools
 import math
-import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -134,7 +134,7 @@ class JudgeReward(ExternalReward):
         return f"judge {self.model.partition('#')[2] if self.is_remote else Path(self.model).name}"
 
     def with_cache(self, folder: Path) -> Self:
-        return self if self.cache else self.model_copy(update={"cache": str(folder / CACHE)})
+        return self if self.cache or not self.is_remote else self.model_copy(update={"cache": str(folder / CACHE)})
 
     def check(self, rows: Sequence[Row]) -> None:  # noqa: ARG002  # the rubric asks all rows the same
         """Raises: ValueError for a local judge that is no language model, or whose vocabulary lacks grades."""
@@ -248,7 +248,8 @@ class GradeTokens:
     def of(cls, tokenizer: Tokenizer, name: str, scale: Sequence[int]) -> Self:
         """Raises: ValueError naming a grade that is not a token of its own."""
         answers = [_written(tokenizer, str(grade)) for grade in scale]
-        before = tuple(os.path.commonprefix(answers))
+        alike = itertools.takewhile(lambda place: len(set(place)) == 1, zip(*answers, strict=False))
+        before = tuple(place[0] for place in alike)
         ends = [answer[len(before) :] for answer in answers]
         for grade, end in zip(scale, ends, strict=True):
             if len(end) != 1:

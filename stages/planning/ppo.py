@@ -328,10 +328,11 @@ def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
     for number, (config, counts) in enumerate(models.judges, 1):
         name = f"judge {number}" if len(models.judges) > 1 else "judge"
         # It computes in the types of `lm.source`: bf16 on a GPU, otherwise fp32.
-        held[name] = (2 if layout.is_gpu else 4) * counts.total
+        size = 2 if layout.is_gpu else 4
+        held[name] = size * counts.total
         width = min(config.max_position_embeddings, MAX_TOKENS)
-        own = {"compute_bytes": 2, "stream_bytes": 2} if layout.is_gpu else {"compute_bytes": 4, "stream_bytes": 4}
-        of = replace(work.scoring_pass, rows=min(MAX_ROWS, MAX_TOKENS // width), seq_len=width, split_among=1, **own)
+        of = replace(work.scoring_pass, compute_bytes=size, stream_bytes=size, split_among=1)
+        of = replace(of, rows=min(MAX_ROWS, MAX_TOKENS // width), seq_len=width)
         phases[f"score by the {name}"] = {"a pass": forward_bytes(config, of)}
     return Role(held, phases, host)
 
