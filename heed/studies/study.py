@@ -37,7 +37,7 @@ from ppo.stage import STAGE as PPO
 from stages.progress import console
 
 # The debug job's pool and number of policies are too small for a curve.
-QUICK = ("compare.best_of=8", "ppo.keep_policies_every=1", "world.num_graded=600")
+QUICK = ("compare.best_of=8", "ppo.keep_policies_every=1", "world.num_graded=1800")
 
 
 def run_study(

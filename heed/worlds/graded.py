@@ -22,6 +22,11 @@ FLAW_RATE, SECOND_FLAW_RATE = 0.75, 0.4
 SPOILT_SHARE = 0.4  # of the answers, by words that are lost, repeated, swapped or cut off
 
 
+def num_answers(num_rows: int) -> int:
+    """Returns how many answers this many rows grade, each by all criteria."""
+    return -(-num_rows // len(RUBRIC["criteria"]))
+
+
 def graded_rows(prompt: str, request: Request, rng: random.Random, noise: float) -> list[dict[str, Any]]:
     """Draws an answer to a prompt. Returns a conversation per criterion: what a judge is asked, and the grade; a
     `noise` share of the grades is drawn at random.

@@ -16,7 +16,7 @@ from files.atomic import write_jsonl
 from heed.worlds.answers import write_answer
 from heed.worlds.corpus import write_text
 from heed.worlds.gold import gold_score
-from heed.worlds.graded import graded_rows
+from heed.worlds.graded import graded_rows, num_answers
 from heed.worlds.grammar import CATEGORIES
 from heed.worlds.instructions import (
     Request,
@@ -78,9 +78,11 @@ class PlaygroundConfig(BaseModel):
         default=0, ge=0, description="Requests for lists, with `checks` of the answers, for a reward that verifies."
     )
     num_graded: int = Field(
-        default=0, ge=0, description="Answers with a grade for each criterion of `graded.RUBRIC`, to train a judge."
+        default=0,
+        ge=0,
+        description="Grades of answers by one criterion each (heed/worlds/graded.py), to train a judge.",
     )
-    num_graded_heldout: int = Field(default=60, gt=0, description="Held-out ones, without noise, if there are any.")
+    num_graded_heldout: int = Field(default=180, gt=0, description="Held-out ones, without noise, if there are any.")
     grade_noise: float = Field(
         default=0.2, ge=0, le=1, description="Fraction of the grades that are drawn at random, so that a judge errs."
     )
@@ -107,7 +109,7 @@ class PlaygroundConfig(BaseModel):
     def num_prompts(self) -> int:
         num_demonstrations = self.num_demonstrations + self.num_demonstrations_heldout
         others = self.num_collect_prompts + self.num_compare_prompts + self.num_verified_prompts
-        others += self.num_graded + self.num_graded_heldout if self.num_graded else 0
+        others += num_answers(self.num_graded) + num_answers(self.num_graded_heldout) if self.num_graded else 0
         return num_demonstrations + self.num_ppo_prompts + others
 
 
@@ -202,14 +204,15 @@ class PlaygroundWorld:
                 for prompt, request in verified
             ]
             write_jsonl(folder / "verified_prompts.jsonl", rows)
-        for name, num_answers, noise in (
+        for name, num_rows, noise in (
             ("graded_heldout", config.num_graded_heldout, 0.0),
             ("graded", config.num_graded, config.grade_noise),
         ):
             if config.num_graded:
                 rng = random.Random(f"{seed}/{name}")
-                drawn = draw_prompts(num_answers, rng, prompts)
-                write_jsonl(folder / f"{name}.jsonl", (row for each in drawn for row in graded_rows(*each, rng, noise)))
+                drawn = draw_prompts(num_answers(num_rows), rng, prompts)
+                rows = [row for each in drawn for row in graded_rows(*each, rng, noise)]
+                write_jsonl(folder / f"{name}.jsonl", rows[:num_rows])
 
     def _texts(self, num_texts: int, rng: random.Random, seen: set[str]) -> list[dict[str, Any]]:
         texts: list[str] = []

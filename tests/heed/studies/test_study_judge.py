@@ -57,7 +57,7 @@ def test_every_verdict_follows_from_its_rule() -> None:
 def test_the_worlds_grades_are_those_of_the_rubric(tmp_path: Path) -> None:
     """The questions are what a judge with that rubric is asked, and without noise the grades are the gold's factors."""
     sizes = dict.fromkeys(("num_pretrain_texts", "num_demonstrations", "num_ppo_prompts", "num_compare_prompts"), 20)
-    world = PlaygroundWorld(PlaygroundConfig(num_graded=40, num_graded_heldout=30, num_collect_prompts=20, **sizes))
+    world = PlaygroundWorld(PlaygroundConfig(num_graded=119, num_graded_heldout=90, num_collect_prompts=20, **sizes))
     world.write_data(tmp_path, 3)
     rubric = Rubric.model_validate(RUBRIC)
     names = {criterion.text: name for name, criterion in rubric.criteria.items()}
@@ -72,7 +72,7 @@ def test_the_worlds_grades_are_those_of_the_rubric(tmp_path: Path) -> None:
         factor = getattr(judge(read_prompt(prompt), response), names[criterion])
         assert abs(int(grade) - (1 + 4 * factor)) <= 0.5
     noisy = (tmp_path / "graded.jsonl").read_text().splitlines()
-    assert len(noisy) == 120
+    assert len(noisy) == 119
 
 
 def test_noise_is_the_share_of_random_grades() -> None:
