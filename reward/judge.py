@@ -144,7 +144,7 @@ class JudgeReward(ExternalReward):
                 read_config(folder, "language")
                 grade_tokens(Tokenizer.load(folder), self.rubric)
             except ValueError as error:
-                raise ValueError(f"ppo.reward.model: {error}") from None
+                raise ValueError(f"the judge {self.model}: {error}") from None
 
     def score(
         self,

@@ -165,6 +165,7 @@ def _explained(location: tuple[int | str, ...], kind: str, message: str, text: s
     if kind == "extra_forbidden":
         known = Criterion if len(keys) == 3 else Rubric
         message = f"unknown key; {', '.join(known.model_fields)} were expected"
+    message = "missing" if kind == "missing" else message
     line = _line_of(keys, text)
     where = f"line {line}: " if line else ""
     return f"{where}{'.'.join(keys)}: {message}" if keys else f"{where}{message}"

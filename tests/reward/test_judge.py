@@ -226,7 +226,7 @@ def test_a_rubric_file_and_its_table_are_the_same(tmp_path: Path, judge_folder: 
             r"line 4: criteria\.right\.weigth: unknown key; text, weight, grades were expected",
         ),
         ("weight = 3", "weight = -1", r"line 4: criteria\.right\.weight: .*greater than or equal to 0"),
-        ('text = "Short?"', "", r"line 7: criteria\.short\.text: Field required"),
+        ('text = "Short?"', "", r"line 7: criteria\.short\.text: missing"),
         (
             "grades = [0, 1, 2, 3, 4, 5]",
             "grades = [1]",
@@ -236,7 +236,7 @@ def test_a_rubric_file_and_its_table_are_the_same(tmp_path: Path, judge_folder: 
         ("$criterion", "", r"line 1: template: found \$prompt, \$response; \$prompt, \$response and \$criterion"),
         ("[criteria.right]", "[criteria.rubric]", r"criteria: 'rubric' is no name of a criterion"),
         ("[criteria.right]", "[criteria.right", r"not TOML: .*line 3"),
-        (FILE, "grades = [1, 2]", r"criteria: Field required"),
+        (FILE, "grades = [1, 2]", r"criteria: missing"),
         (FILE, "[criteria]", r"line 1: criteria: .*at least 1 item"),
         (FILE, "[criteria.a]\ntext = 'a'\nweight = 0", r"criteria: the weights are all 0; a weight above 0"),
     ],
@@ -253,7 +253,7 @@ def test_a_wrong_rubric_names_file_line_and_field(
 
 
 def test_a_judge_without_the_grades_tokens_is_refused(judge_folder: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError, match=r"ppo\.reward\.model: criteria\.right: .* no token for the grade 10 \("):
+    with pytest.raises(ValueError, match=r"the judge .*: criteria\.right: .* no token for the grade 10 \("):
         local(judge_folder, rubric={**RUBRIC, "grades": [2, 10]}).check(())
     local(judge_folder).check(())
     found = grade_tokens(tokenizer, Rubric.model_validate(RUBRIC))

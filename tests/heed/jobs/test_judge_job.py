@@ -17,22 +17,31 @@ from heed.jobs.pipeline import run_job
 from heed.jobs.plan import Setting, make_plan
 from heed.jobs.submission import named_paths
 from heed.worlds.gold import gold_score
+from lm.config import ModelConfig
+from lm.tokenizer import Tokenizer
 from ppo.stage import STAGE as PPO
 from stages.planning.hardware import GPUS
+from tests.grading import write_judge
 from tests.heed.jobs.test_external_reward import JOBS, SMALL
 from training.data import Prompt
 from training.metrics import read_metrics
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The judge of grader.toml at a small size. One Ray works for all jobs of this file."""
+def judge(tmp_path_factory: pytest.TempPathFactory, tiny_config: ModelConfig, tokenizer: Tokenizer) -> Path:
+    return write_judge(tmp_path_factory.mktemp("judge") / "model", tiny_config, tokenizer, seed=3)
+
+
+@pytest.fixture
+def trained_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The judge of grader.toml at a small size. One Ray works for both jobs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         patch.setattr(recovery, "disconnect", lambda: None)
         connect(1)
         small = [change for change in SMALL if not change.startswith("ppo.")]
-        job = load_job(JOBS / "grader.toml", [*small, "world.num_graded=1500", "sft.batch.micro_batch_size=32"])
+        quick = ("sft.batch.batch_size=8", "sft.batch.micro_batch_size=8", "sft.optimizer.learning_rate=6e-3")
+        job = load_job(JOBS / "grader.toml", [*small, "world.num_graded=1500", *quick])
         yield run_job(job, tmp_path_factory.mktemp("grader")) / "sft" / "model"
         disconnect()
 
@@ -41,8 +50,9 @@ def changes_for(judge: Path) -> list[str]:
     return [*SMALL, f"ppo.reward.model={judge}"]
 
 
-def test_the_example_job_trains_against_the_judge(judge: Path, tmp_path: Path) -> None:
-    run = run_job(load_job(JOBS / "judge.toml", changes_for(judge)), tmp_path / "runs")
+@pytest.mark.long
+def test_the_example_job_trains_against_the_judge(trained_judge: Path, tmp_path: Path) -> None:
+    run = run_job(load_job(JOBS / "judge.toml", changes_for(trained_judge)), tmp_path / "runs")
     metrics = read_metrics(run / "ppo" / "metrics.jsonl")
     assert len(metrics) == 2
     for line in metrics:
@@ -56,7 +66,7 @@ def test_the_example_job_trains_against_the_judge(judge: Path, tmp_path: Path) -
     assert "Judge minus gold" in page
     assert "Score, asked" in page
     lineage = json.loads((run / "ppo" / "lineage.json").read_text())
-    assert str(judge) in lineage["data"]  # another judge means another stage
+    assert str(trained_judge) in lineage["data"]  # another judge means another stage
 
 
 def test_a_plan_counts_the_judge(judge: Path) -> None:
@@ -68,21 +78,21 @@ def test_a_plan_counts_the_judge(judge: Path) -> None:
     ]
     local, remote = (plan.stages[-1] for plan in plans)
     held = {part: size for part, size in local.memory["rank"].held.items() if part not in remote.memory["rank"].held}
-    size = (judge / "model.safetensors").stat().st_size / 4 * 2  # bf16 on a GPU, saved in fp32
-    assert held == {"judge": pytest.approx(size, rel=0.02)}
+    file = (judge / "model.safetensors").read_bytes()
+    num_bytes = len(file) - 8 - int.from_bytes(file[:8], "little")  # after the header
+    assert held == {"judge": num_bytes // 2}  # bf16 on a GPU, saved in fp32
     assert local.seconds_per_step > remote.seconds_per_step
 
 
 def test_what_a_judge_lacks_is_said_before_anything_runs(judge: Path, tmp_path: Path) -> None:
     job = load_job(JOBS / "judge.toml", [*changes_for(judge), "ppo.reward.rubric.grades=[9, 10]"])
-    with pytest.raises(
-        ValueError, match=r"ppo\.reward\.model: criteria\.form: this judge's vocabulary has no token for"
-    ):
+    with pytest.raises(ValueError, match=r"the judge .*: criteria\.form: this judge's vocabulary has no token for"):
         run_job(job, tmp_path / "runs")
     with pytest.raises(ValueError, match=r"ppo\.reward\.model: .*none: no such folder"):
         run_job(load_job(JOBS / "judge.toml", changes_for(tmp_path / "none")), tmp_path / "runs")
     (tmp_path / "rubric.toml").write_text("[criteria.a]\ntxt = 'x'\n")
-    with pytest.raises(ValueError, match=r"ppo\.reward\.rubric: .*rubric\.toml: line 2: criteria\.a\.txt: unknown key"):
+    problems = r"line 1: criteria\.a\.text: missing; line 2: criteria\.a\.txt: unknown key"
+    with pytest.raises(ValueError, match=rf"ppo\.reward\.rubric: .*rubric\.toml: {problems}"):
         load_job(JOBS / "judge.toml", [*changes_for(judge), f"ppo.reward.rubric={tmp_path}/rubric.toml"])
 
 
@@ -102,7 +112,8 @@ def test_heed_judge_compares_by_the_same_rubric(judge: Path, tmp_path: Path) -> 
     path = tmp_path / "rubric.toml"
     path.write_text('template = "$prompt\\n$response\\n$criterion"\n[criteria.asked]\ntext = "answer"\n')
     asking = Asking(tmp_path / "answers.sqlite", 1, 5.0, 0, 0.5)
-    prompts = [Prompt(prompt_id="a", messages=({"role": "user", "content": "Name two animals and begin with cat."},))]
+    asked = {"role": "user", "content": "Name two animals and begin with cat."}
+    prompts = [Prompt(prompt_id="a", messages=(asked,), kind="list")]
     judging = Judging(asking, None, 16, "batch", 1, 0, open_world, path)
     (opened,) = open_judges([f"mine={judge}"], judging, prompts, 2)
     texts = {"one": "1. cat\n2. dog", "two": "It is"}
