@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from evaluation.endpoint import Asker, OnProgress
 from evaluation.inputs import asked_of, by_id, conversation_key, id_of
 from evaluation.verdicts import Response
 from files.fields import any_text, name_field, names, number_field, shown, text_field, whole_field
@@ -17,6 +16,7 @@ from lm.hub import model_directory, model_hash
 from lm.model import LanguageModel
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, read_config
+from reward.endpoint import Asker, OnProgress
 from reward.sampling import Sample, SamplingSpec, sample_policy
 from training.data import Prompt
 

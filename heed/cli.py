@@ -257,7 +257,7 @@ def study(
     finding: Annotated[
         str,
         typer.Argument(
-            help="Findings of docs/findings.md, with commas between; all for the first five; algorithms; or lora."
+            help="Findings of docs/findings.md, with commas between; all for the first five; algorithms; lora; judge."
         ),
     ],
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds; at least 2 for any verdict.")] = 3,
@@ -271,7 +271,11 @@ def study(
     ] = None,
     job: Annotated[
         Path | None,
-        typer.Option("--job", help="Job that the arms are made of (default: configs/jobs/study.toml, the playground)."),
+        typer.Option(
+            "--job",
+            help="Job that the arms are made of (default: configs/jobs/study.toml, the playground; study-judge.toml for"
+            " judge).",
+        ),
     ] = None,
     override: Overrides = None,
 ) -> None:
@@ -283,7 +287,8 @@ def study(
     if job is not None and quick:
         raise ValueError(f"--quick with --job {job}: one of them was expected")
     if job is None:
-        job = Path(str(files("configs").joinpath("jobs", "debug.toml" if quick else "study.toml")))
+        own = "study-judge.toml" if finding == "judge" else "study.toml"
+        job = Path(str(files("configs").joinpath("jobs", "debug.toml" if quick else own)))
     overrides = [*(QUICK if quick else ()), *(override or [])]
     found = run_study(finding, job, runs, num_seeds=seeds, overrides=overrides, stored=measures)
     for one in found:

@@ -53,6 +53,27 @@ def response_logprobs(
 
 
 @torch.inference_mode()
+def next_token_logprobs(
+    model: LanguageModel, queries: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """Returns the log-probabilities of some tokens as the next after each query, in nats. Pass queries sorted by length
+    to minimise padding.
+    """
+    found: list[list[float]] = []
+    logits = logits_function(model)
+    for batch in batches_of([len(query) for query in queries]):
+        note_progress()
+        chosen = [queries[row] for row in batch]
+        tokens_BT, _ = pad_right(chosen, model.head.weight.device)
+        last_B = torch.tensor([len(query) - 1 for query in chosen], device=tokens_BT.device)
+        states_BD = model.decoder.hidden(tokens_BT, None)[torch.arange(len(chosen), device=tokens_BT.device), last_B]
+        for part in position_chunks(states_BD, model.config.vocab_size):
+            logprobs_BV = logits(states_BD[part]).float().log_softmax(dim=-1).cpu()
+            found += [logprobs_BV[place, tokens[row]].tolist() for place, row in enumerate(batch[part])]
+    return found
+
+
+@torch.inference_mode()
 def output_logprobs(model: EncoderDecoder, source: Sequence[int], output: Sequence[int], start_id: int) -> Tensor:
     """Returns the log-probability of each token that an encoder-decoder writes for a source, [R] nats."""
     device = model.head.weight.device

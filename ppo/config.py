@@ -15,7 +15,8 @@ from lm.lora import LoRAConfig
 from ppo.algorithm import GAE, Advantage, CutImportance, Importance, KLConfig, PolicyLoss, TeacherConfig, TokenLoss
 from ppo.environments.kinds import AnyEnvironment
 from reward.external import ExternalReward, ModelReward, NoReward
-from reward.sources import Reward, Source
+from reward.judge import JudgeReward
+from reward.sources import Reward, RewardSum, Source
 from reward.steps import StepsConfig
 from training.config import BatchConfig, Config, OptimizerConfig, by_kind, check_lora, lora_field
 from training.data import NO_FIELDS, DataConfig, OnOverlong, RowFields, overlong_field
@@ -383,6 +384,11 @@ class PPOConfig(Config):
                 f" {self.environment.kind!r}: the ranks of a team would each converse with an environment of their own;"
                 " 1 was expected"
             )
+        if self.local_judges and self.memory != "fast":
+            yield (
+                f"memory {self.memory!r} moves frozen models away from the device, but the judge"
+                f' {self.local_judges[0].model} stays on it; "fast" was expected (or a judge behind an endpoint)'
+            )
         if self.shared_body and self.external_reward is not None:
             yield (
                 "lora.shared_body needs a reward model trained by Heed with [reward] lora; without one, leave"
@@ -492,6 +498,12 @@ class PPOConfig(Config):
         """What the scores of a response's steps amount to, if the reward scores steps."""
         steps: StepsConfig | None = getattr(self.reward, "steps", None)  # most kinds have none
         return steps
+
+    @property
+    def local_judges(self) -> tuple[JudgeReward, ...]:
+        """The judges that grade on the scorers' devices."""
+        sources = self.reward.sources.values() if isinstance(self.reward, RewardSum) else (self.reward,)
+        return tuple(one for one in sources if isinstance(one, JudgeReward) and not one.is_remote)
 
     @property
     def row_fields(self) -> RowFields:

@@ -24,7 +24,6 @@ from lm.samplers.draws import ALARM, FALSE_ALARM, NO_EVIDENCE
 from lm.samplers.engine import Agreement, max_difference, shown, whole_digest
 from ppo.alarm import SpotChecks
 from ppo.algorithm import (
-    NO_TERMS,
     KLController,
     importance_weights,
     teacher_terms,
@@ -49,6 +48,7 @@ DEFAULT_MAX_DIFFERENCE = max_difference("bf16", 2)  # nats per token
 # computes them again: only then can the ratio show that passes with and without gradients disagree.
 REPEATED_EVERY = 16
 NUM_WORST = 3  # tokens that the error names if sampler and learner disagree
+GoldScores = Callable[[Rollout], Tensor]  # a world's scores [B] of the responses; higher is better
 PHASES = ("sampling", "scoring", "spot_checks", "policy_updates", "value_updates", "sync")
 
 
@@ -65,6 +65,7 @@ class Experience:
     staleness: int  # iterations between the weights that sampled the rollout and those that learn from it
     sampler_difference: float  # mean |difference| between the sampler's and the learner's log-probs, nats per token
     oversampling: Mapping[str, float]  # metrics of the choice among the sampled groups; empty without oversampling
+    failures: Mapping[str, int]  # responses without a score by kind of failure, where the reward has kinds
     steps: StepRewards | None = None  # with `reward.steps`: scaled, with the penalty for a missing EOS
 
     @property
@@ -93,17 +94,19 @@ class PPOController:
         rollouts: RolloutLog | None = None,
         spot_checks: SpotChecks | None = None,
         enter: Callable[[str], None] = lambda _phase: None,
+        gold: GoldScores | None = None,
     ) -> None:
         """`samples` logs responses to be read; `rollouts` logs which weights sampled each response; `spot_checks` may
         ring the alarm.
 
         `followed` are row numbers of prompts whose responses are logged at intervals; no update learns from those.
         `max_difference` is how far rounding may take the log-probs of sampler and learner apart, in nats per token
-        (`lm.samplers.engine`). `enter` is called with the name of each phase when it begins.
+        (`lm.samplers.engine`). `enter` is called with the name of each phase when it begins. `gold` scores what a judge
+        scores, to log how far the two are apart.
         """
         self.config, self.roles, self.prompts, self.scale, self.seed = config, roles, prompts, scale, seed
         self.followed, self.max_difference, self.samples, self.rollouts = followed, max_difference, samples, rollouts
-        self.spot_checks = spot_checks
+        self.spot_checks, self.gold = spot_checks, gold
         self.phases = PhaseSeconds(enter)
         self.weights_O = torch.tensor([*config.reward.objective_weights.values()] or [1.0])
         self.kl = KLController(config.kl.target, config.kl.coef)
@@ -216,6 +219,8 @@ class PPOController:
             agreement = require_one_policy(outputs.logprobs_BR, rollout, iteration, self.max_difference)
         if tests_draws:
             self._test_draws(iteration)
+        has_kinds = self.config.external_reward is not None and bool(scores_BO.isnan().any())
+        failures = self.roles.scorers.failure_kinds() if has_kinds else {}
         scores_B = self._scores_of(rollout, scores_BO)
         # With oversampling, `max_failed_share` was checked over all sampled responses; the kept ones may exceed it.
         scored_B = torch.isfinite(scores_B) if oversampling else self._require_scores(scores_B)
@@ -229,6 +234,7 @@ class PPOController:
             staleness=staleness,
             sampler_difference=agreement.difference,
             oversampling=oversampling,
+            failures=failures,
             steps=None if self.config.steps is None else self._step_rewards(rollout, scores_BO, scored_B),
         )
 
@@ -369,21 +375,32 @@ class PPOController:
             returns_BR=estimate.returns_BR,
         )
         by_objective = self._scores_by_objective(experience)
-        own = self._metrics(experience, kl_B) | self._teacher_kls(experience)
+        own = self._metrics(experience, kl_B) | self._teacher_kls(experience) | self._gold_metrics(experience)
         return batch, by_objective | importance_metrics | estimate.metrics | {**experience.oversampling} | own
 
     def _scores_by_objective(self, experience: Experience) -> dict[str, float]:
         """Returns the mean of the scores that each objective gave, and the share that it failed to give, if there are
-        several.
+        several; and the number of failures of each kind.
         """
-        names, scores_BO = self.config.reward.objective_weights, experience.scores_BO
+        weights, scores_BO = self.config.reward.objective_weights, experience.scores_BO
+        reward = self.config.external_reward
+        may_be_left_out = reward is not None and reward.leaves_parts_out
         means_O, failed_O = scores_BO.nanmean(dim=0), scores_BO.isnan().float().mean(dim=0)
-        return {
-            f"{metric}/{name}": value
-            for metric, values_O in (("score", means_O), ("failed", failed_O))
-            for name, value in zip(names, values_O.tolist(), strict=False)
-            if math.isfinite(value)  # a mean of no scores is not
-        }
+        found = {f"failures/{kind}": float(number) for kind, number in experience.failures.items()}
+        for (name, weight), mean, failed in zip(weights.items(), means_O.tolist(), failed_O.tolist(), strict=False):
+            if math.isfinite(mean):  # a mean of no scores is not
+                found[f"score/{name}"] = mean
+            if weight or not may_be_left_out:
+                found[f"failed/{name}"] = failed
+        return found
+
+    def _gold_metrics(self, experience: Experience) -> dict[str, float]:
+        """Returns the mean gold score of the responses that the judge scored, and how far the judge's is above it."""
+        if self.gold is None:
+            return {}
+        scored_B = experience.scored_B
+        gold = float(self.gold(experience.rollout)[scored_B].mean())
+        return {"gold": gold, "judge_minus_gold": float(experience.scores_B[scored_B].mean()) - gold}
 
     def _teacher_kls(self, experience: Experience) -> dict[str, float]:
         """Returns the KL from each teacher: the mean over scored responses of Σ log π - log π_T, in nats."""

@@ -74,6 +74,7 @@ def _models(planner: Planner, config: PPOConfig) -> PPOModels:
         None if value is None else count(critic, value, num_scores=1, lora=lora),
         None if config.external_reward else count(critic, FROZEN, num_scores=num_objectives, lora=shared),
         tuple((shape, count(shape, FROZEN)) for shape in (planner.shape(of.model) for of in config.teachers)),
+        tuple((shape, count(shape, FROZEN)) for shape in (planner.shape(of.model) for of in config.local_judges)),
     )
 
 
@@ -181,6 +182,13 @@ def _learning_seconds(planner: Planner, config: PPOConfig, models: PPOModels, wo
         times = replace(planner.times, model=shape)
         one_teacher = times.forward_seconds(tokens / num_passes, seq_len, head_share)
         looks[f"teacher {number}"] = _frozen_seconds(planner, work, counts, num_passes, one_teacher)
+    for number, (shape, judge) in enumerate(
+        zip((shape for shape, _ in models.judges), config.local_judges, strict=True)
+    ):
+        graded = config.advantage.oversample * tokens * judge.num_questions
+        one_grade = replace(planner.times, model=shape).forward_seconds(graded, seq_len, 0.0)
+        looks[f"judge {number}"] = one_grade
+        planner.sizes.assume("assumes that a judge's question is as long as the prompt and the response")
     if models.reward_counts is not None:
         num_rewards = math.ceil(config.advantage.oversample * num_scored)
         looks["reward"] = _frozen_seconds(planner, work, models.reward_counts, num_rewards, one_score)

@@ -134,6 +134,8 @@ def _with_article(names: Names) -> str:
 PANELS = (
     Panel("Spot checks", "mean score of the checked responses, by the alarm's source", _ppo("spot_check")),
     Panel("Evidence for the alarm", "nats", _ppo("alarm_nats")),
+    Panel("Judge minus gold", "mean scores; a rise says that the judge is gamed", _ppo("judge_minus_gold")),
+    Panel("Gold score", "of the responses that the judge graded", _ppo("gold")),
     Panel("Responses that end", "before the length limit", _ppo("eos_rate"), is_share=True),
     Panel("Response length", "tokens", _ppo("response_tokens")),
     Panel("Entropy", "nats per token, estimated", _ppo("entropy_estimate")),
@@ -193,7 +195,11 @@ def report(stage: StageFolder) -> StageReport:
         for name in fields_under(stage, "teacher_kl_nats")
     ]
     figures = metric_figures(stage, _named((*_panels(names), *objectives), names), "iteration")
-    diagnostics = metric_figures(stage, _named(DIAGNOSTICS, names), "iteration", "diagnostics")
+    failures = tuple(
+        Panel(f"No score: {label(kind)}", "responses per iteration", _ppo(f"failures/{kind}"))
+        for kind in fields_under(stage, "failures")
+    )
+    diagnostics = metric_figures(stage, _named((*DIAGNOSTICS, *failures), names), "iteration", "diagnostics")
     results, samples = stage.results(PPOResults), stage.samples_as(TrainingSample)
     facts: tuple[tuple[str, str], ...] = ()
     if results is not None:

@@ -24,6 +24,7 @@ from ppo.rank import InitialModels
 from ppo.rollout import Drawn, Rollout, joined, shares_by_update
 from ppo.scorer import Asked, Scorer, Scorers
 from ppo.shared_body import SharedBodyLearner
+from reward.external import ExternalReward
 from training.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -194,9 +195,10 @@ def _scorers(
 ) -> Scorers:
     """Returns the scorers. With adapters, the learners compute the reference's log-probs."""
     read = asked if models.reward_reads_texts else Asked()
+    waits = isinstance(models.reward, ExternalReward) and models.reward.waits
     if config.lora is None:
-        return Scorers(scoring, read, config.minibatch, scoring)
-    return Scorers(scoring, read, config.minibatch, learning, engine.sequence_parallel_size)
+        return Scorers(scoring, read, config.minibatch, scoring, waits=waits)
+    return Scorers(scoring, read, config.minibatch, learning, engine.sequence_parallel_size, waits=waits)
 
 
 class WeightTransport(Protocol):

@@ -8,13 +8,16 @@ all passes of a call, or one layer at a time within each pass.
 Shape letters: B responses, O objectives, R response tokens, M teachers.
 """
 
+import itertools
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -35,7 +38,7 @@ from ppo.config import PPOConfig
 from ppo.rank import InitialModels, Rank
 from ppo.rollout import Rollout, joined, shares_by_update, shares_of, start_on_groups
 from reward.comparisons import Encoded
-from reward.external import ExternalReward, Scored, score_in_parts, scored_steps
+from reward.external import ExternalReward, Scored, scored_steps
 from reward.scoring import (
     PackedInputs,
     RewardModel,
@@ -79,7 +82,7 @@ class Scorers:
 
     `asked` are the job's prompts; it may be empty if the reward reads tokens, not texts.
     `reference` are the ranks that compute the reference's log-probs: the scorers or, with adapters, the learners, in
-    groups of `sequence_parallel_size` ranks.
+    groups of `sequence_parallel_size` ranks. `waits` says whether scoring only waits for a server.
     """
 
     def __init__(
@@ -89,8 +92,10 @@ class Scorers:
         batch: BatchConfig,
         reference: Handle[Any],
         sequence_parallel_size: int = 1,
+        *,
+        waits: bool = False,
     ) -> None:
-        self.ranks, self.asked, self.batch, self.reference = ranks, asked, batch, reference
+        self.ranks, self.asked, self.batch, self.reference, self.waits = ranks, asked, batch, reference, waits
         self.num_reference_shares = reference.num_ranks // sequence_parallel_size
 
     def start_scores(self, rollout: Rollout) -> Pending[Tensor]:
@@ -101,13 +106,24 @@ class Scorers:
         response add up to its score; it has none if scoring failed.
         """
         shares = shares_of(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, with_gradients=False)
-        parts = rollout.shares(shares)
-        arguments = [(part, self.asked.of(part.prompt_rows_B.tolist())) for part in parts]
-        return joined(self.ranks.start_split(Scorer.scores, arguments), shares)
+        arguments = [(part, self.asked.of(part.prompt_rows_B.tolist())) for part in rollout.shares(shares)]
+        if not self.waits:
+            return joined(self.ranks.start_split(Scorer.scores, arguments), shares)
+        begun = self.ranks.start_split(Scorer.begin_scores, arguments)  # the ranks compute while a server answers
+
+        def collect() -> list[Tensor]:
+            begun()
+            return self.ranks.call_all(Scorer.begun_scores)
+
+        return joined(cache(collect), shares)
 
     def first_failure(self) -> str:
         """Returns why the first response without a score in the last call has none; "" if all have one."""
         return next(filter(None, self.ranks.call_all(Scorer.first_failure)), "")
+
+    def failure_kinds(self) -> Counter[str]:
+        """Returns how many responses of the last call have no score, by kind of failure, where the reward has kinds."""
+        return sum(self.ranks.call_all(Scorer.failure_kinds), Counter[str]())
 
     def start_reference_logprobs(self, rollout: Rollout, minibatches: Sequence[Tensor]) -> Pending[Tensor]:
         """Start computing log π_ref of each response token [B, R], nats, at the sampling temperature; 0 at padding.
@@ -150,7 +166,7 @@ class Scorer(Rank):
             self.judge = RewardModel(self.network.module, Tokenizer.load(reward), weights, steps)
         else:
             self.judge = reward
-        self._failure = ""
+        self._failure, self._failure_kinds = "", Counter[str]()
 
     def _fixed(self, source: PartialSource[AnyModule]) -> "FrozenModel[AnyModule]":
         if self.config.memory == "fast":
@@ -187,16 +203,36 @@ class Scorer(Rank):
             responses = [rollout.turns(row)[-1][1] for row in range(len(rollout))]
         texts = [self.tokenizer.decode(response).strip() for response in responses]
         size = self.config.minibatch.micro_batch_size or TEXTS_PER_CALL
-        columns = [
-            score_in_parts(part, asked.conversations, texts, size, asked.rows) for part in self.judge.parts.values()
-        ]
+        columns = self.judge.columns(asked.conversations, texts, size, asked.rows)
         self._failure = next((result.failure for scored in columns for result in scored if result.failure), "")
+        counted = [weight != 0 for weight in self.config.reward.objective_weights.values()] or [True]
+        failed = [
+            [one for one in of if one.failure_kind] for of in zip(*itertools.compress(columns, counted), strict=True)
+        ]
+        self._failure_kinds = Counter(of_response[0].failure_kind for of_response in failed if of_response)
         if self.config.steps is not None:
             return self._paid(columns[0], rollout, self.config.steps.separator or SEPARATOR)
         return torch.tensor([[result.score for result in scored] for scored in columns]).T
 
+    def begin_scores(self, rollout: Rollout, asked: Asked) -> None:
+        """Start `scores` in a thread, so that this rank computes while a server answers."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="scores")
+        self._begun = pool.submit(self.scores, rollout, asked)
+        pool.shutdown(wait=False)
+
+    def begun_scores(self) -> Tensor:
+        """Wait for the scores that `begin_scores` started."""
+        return self._begun.result()
+
     def first_failure(self) -> str:
         return self._failure
+
+    def failure_kinds(self) -> Counter[str]:
+        return self._failure_kinds
+
+    def close(self) -> None:
+        if isinstance(self.judge, ExternalReward):
+            self.judge.close()
 
     def _paid(self, scored: Sequence[Scored], rollout: Rollout, separator: str) -> Tensor:
         """Returns what steps are paid, at the last token of each [B, R]; NaN elsewhere."""

@@ -12,6 +12,9 @@ from pathlib import Path
 from shutil import copytree, rmtree
 from statistics import mean, stdev
 
+import torch
+from torch import Tensor
+
 from cluster.remote import Pending
 from files.atomic import atomic_folder, remove_unfinished
 from files.hashes import derive_seed
@@ -26,7 +29,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import read_config
 from ppo.alarm import SpotChecks
 from ppo.config import VLLM, PPOConfig
-from ppo.controller import PPOController
+from ppo.controller import GoldScores, PPOController
 from ppo.environments.environment import Environment
 from ppo.plan import plan
 from ppo.rank import InitialModels, ScoreScale, TokenStream
@@ -39,6 +42,7 @@ from pretrain.stage import STAGE as PRETRAIN
 from pretrain.stage import tokenize
 from reward.config import RewardConfig
 from reward.external import ExternalReward, ModelReward, NoReward
+from reward.judge import JudgeReward
 from reward.report import RewardResults
 from reward.sampling import SamplingSpec, sample_everywhere
 from reward.scoring import check_steps, labels_of, weights_by_label
@@ -72,12 +76,13 @@ def run(
     fitting: Fitting,
     *,
     enter: Callable[[str], None] = lambda _phase: None,
+    gold: GoldScores | None = None,
 ) -> None:
     """Iterate from the newest checkpoint to the end; write `model/`, `model_ema/` and `results.json`.
 
     `samples.jsonl` gets some responses for people to read, and `rollouts.jsonl` records which weights sampled each
     response. With `keep_policies_every`, `policies/NNNNNN/` are model directories of the policy during training.
-    `enter` is called with the name of each phase when it begins.
+    `enter` is called with the name of each phase when it begins. `gold` is as for `PPOController`.
 
     Raises:
         ValueError: a prompt leaves no room for a response, or too many scores fail.
@@ -101,6 +106,7 @@ def run(
             rollouts=rollouts,
             spot_checks=spot_checks,
             enter=enter,
+            gold=gold,
         )
         if resumption.name:
             load_checkpoint(controller, checkpoints / resumption.name)
@@ -173,6 +179,7 @@ def controller_of(
     rollouts: RolloutLog | None = None,
     spot_checks: SpotChecks | None = None,
     enter: Callable[[str], None] = lambda _phase: None,
+    gold: GoldScores | None = None,
 ) -> PPOController:
     """Build the controller as it is before its first iteration. For prompts and keywords, see `PPOController`."""
     stream = models.pretraining
@@ -192,6 +199,7 @@ def controller_of(
         rollouts=rollouts,
         spot_checks=spot_checks,
         enter=enter,
+        gold=gold,
     )
 
 
@@ -361,7 +369,8 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
         stage, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong, keeps=config.row_fields
     )
     prompts = fitting.prompts
-    judge = config.external_reward or stage.start("reward")
+    external = config.external_reward
+    judge = stage.start("reward") if external is None else external.with_cache(stage.folder)
     if config.shared_body and isinstance(judge, Path):
         require_same_body(policy, judge)
     stream = None
@@ -392,8 +401,25 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
 def run_ppo(stage: StageRun, config: PPOConfig) -> None:
     """Place the roles, and run all iterations."""
     ppo = placed(stage, config)
-    run(stage.context(), config, ppo.roles, ppo.models, ppo.fitting, enter=stage.enter)
+    gold = _gold_scores(stage, config, ppo)
+    run(stage.context(), config, ppo.roles, ppo.models, ppo.fitting, enter=stage.enter, gold=gold)
     ppo.roles.close()
+
+
+def _gold_scores(stage: StageRun, config: PPOConfig, ppo: Placed) -> GoldScores | None:
+    """Returns the world's scorer of rollouts; None unless a judge scores responses to prompts of the job's world."""
+    section, world = stage.job.section(STAGE), stage.opened_world
+    is_of_world = section is not None and section.prompts.source.startswith("world:")
+    if world is None or not is_of_world or not isinstance(config.reward, JudgeReward):
+        return None
+    tokenizer, prompts = Tokenizer.load(ppo.models.sft), ppo.fitting.prompts
+
+    def gold(rollout: Rollout) -> Tensor:
+        asked = [str(prompts[row].messages[-1]["content"]) for row in rollout.prompt_rows_B.tolist()]
+        texts = [tokenizer.decode(response).strip() for response in rollout.token_lists()[1]]
+        return torch.tensor(world.gold_scores(asked, texts))
+
+    return gold
 
 
 def generator_python(config: PPOConfig) -> str:
@@ -532,7 +558,7 @@ STAGE = Stage(
     ),
     policy_from="sft",
     tokenizer=lambda run, _: run.tokenizer_of("sft"),
-    model_fields=("init_from", "reward.model", "teachers.*.model"),
+    model_fields=("init_from", "reward.model", "reward.sources.*.model", "teachers.*.model", "alarm.source.model"),
     function_fields=(
         "reward.function",
         "reward.sources.*.function",
@@ -557,6 +583,8 @@ STAGE = Stage(
             "reward.timeout_seconds",
             "reward.retries",
             "reward.parallel",
+            "reward.cache",
+            "reward.budget",
             "follow_every_iterations",
         )
     ),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, SupportsFloat
+from typing import Any, ClassVar, Literal, Self, SupportsFloat
 
 from pydantic import ConfigDict, Field, FiniteFloat
 
@@ -35,12 +35,14 @@ SHOWN_CHARACTERS = 200  # of a malformed response, in an error message
 
 @dataclass(frozen=True)
 class Scored:
-    """The score of one response, higher is better; NaN if scoring failed, for the reason in `failure`. If its steps
-    were scored, `paid` is what each of them is paid, which adds up to the score.
+    """The score of one response, higher is better; NaN if scoring failed, for the reason in `failure`. A reason that is
+    worth counting has a short `failure_kind`. If its steps were scored, `paid` is what each of them is paid, which adds
+    up to the score.
     """
 
     score: float
     failure: str = ""
+    failure_kind: str = ""
     paid: tuple[float, ...] = ()
 
 
@@ -108,6 +110,29 @@ class ExternalReward(Config, ABC):
     def parts(self) -> Mapping[str, "ExternalReward"]:
         """The sources that score one by one, by the name of their objective; itself, under "", if it is only one."""
         return {"": self}
+
+    def columns(
+        self, conversations: Sequence[Messages], responses: Sequence[str], size: int, rows: Sequence[Row] = ()
+    ) -> list[list[Scored]]:
+        """Returns the scores by objective, in the order of `objective_weights`, from calls with `size` responses."""
+        return [score_in_parts(part, conversations, responses, size, rows) for part in self.parts.values()]
+
+    @property
+    def leaves_parts_out(self) -> bool:
+        """Whether a missing score of an objective with weight 0 may mean that it was left out, and did not fail."""
+        return False
+
+    @property
+    def waits(self) -> bool:
+        """Whether scoring only waits for a server, so that a rank can compute meanwhile."""
+        return False
+
+    def with_cache(self, folder: Path) -> Self:  # noqa: ARG002  # for the kind that has a cache
+        """Returns this reward with its cache in a stage's folder, unless it names another."""
+        return self
+
+    def close(self) -> None:
+        """Release what scoring has loaded."""
 
     @property
     def source(self) -> str:
@@ -245,6 +270,10 @@ class RemoteReward(ExternalReward):
     @property
     def num_parallel(self) -> int:
         return self.parallel
+
+    @property
+    def waits(self) -> bool:
+        return True
 
     def score(
         self,

@@ -145,6 +145,8 @@ class Sampler:
         """Release the models."""
         for name in ("_policy", "_reference", "_reward_model"):
             self.__dict__.pop(name, None)
+        if self.spec.external_reward is not None:
+            self.spec.external_reward.close()
         torch.cuda.empty_cache()  # leaves memory for other processes and libraries; does nothing without a GPU
 
     @cached_property

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, FiniteFloat, Tag, model_validator
@@ -9,14 +10,16 @@ from pydantic import ConfigDict, Field, FiniteFloat, Tag, model_validator
 from files.rows import Row
 from lm.tokenizer import Messages
 from reward.external import ExternalReward, ModelReward, NoReward, RemoteReward, RewardFunction, Scored
+from reward.judge import JudgeReward
 from reward.verifiers.verifier import Verifier
 from training.config import by_kind
 
 Source = Annotated[
     Annotated[Verifier, Tag("verifier")]
     | Annotated[RewardFunction, Tag("function")]
-    | Annotated[RemoteReward, Tag("url")],
-    by_kind("verifier", "function", "url"),
+    | Annotated[RemoteReward, Tag("url")]
+    | Annotated[JudgeReward, Tag("judge")],
+    by_kind("verifier", "function", "url", "judge"),
 ]
 
 
@@ -31,7 +34,7 @@ class RewardSum(ExternalReward):
 
     kind: Literal["sum"] = Field(default="sum", description="The kind of this table.")
     sources: dict[str, Source] = Field(
-        min_length=1, description="The sources by name: tables of kind `verifier`, `function` or `url`."
+        min_length=1, description="The sources by name: tables of kind `verifier`, `function`, `url` or `judge`."
     )
     objective_weights: dict[str, FiniteFloat] = Field(description="Weight of each source's score in the reward.")
 
@@ -61,7 +64,8 @@ class RewardSum(ExternalReward):
     def _sum(self, scored: Mapping[str, Scored]) -> Scored:
         failure = next((f"{name}: {one.failure}" for name, one in scored.items() if one.failure), "")
         if failure:
-            return Scored(math.nan, failure)
+            kind = next(one.failure_kind for one in scored.values() if one.failure)
+            return Scored(math.nan, failure, kind)
         return Scored(sum(self.objective_weights[name] * one.score for name, one in scored.items()))
 
     @property
@@ -84,6 +88,17 @@ class RewardSum(ExternalReward):
         return {name: self.sources[name] for name in self.objective_weights}
 
     @property
+    def waits(self) -> bool:
+        return all(source.waits for source in self.sources.values())
+
+    def with_cache(self, folder: Path) -> Self:
+        return self.model_copy(update={"sources": {name: of.with_cache(folder) for name, of in self.sources.items()}})
+
+    def close(self) -> None:
+        for source in self.sources.values():
+            source.close()
+
+    @property
     def source(self) -> str:
         return " + ".join(f"{self.objective_weights[name]:g} x {name}" for name in self.sources)
 
@@ -98,8 +113,9 @@ Reward = Annotated[
     | Annotated[RemoteReward, Tag("url")]
     | Annotated[NoReward, Tag("none")]
     | Annotated[Verifier, Tag("verifier")]
+    | Annotated[JudgeReward, Tag("judge")]
     | Annotated[RewardSum, Tag("sum")],
-    by_kind("model", "function", "url", "none", "verifier", "sum"),
+    by_kind("model", "function", "url", "none", "verifier", "judge", "sum"),
 ]
 REWARD_KEYS = tuple(
     f"reward.{kind.source_key}" for kind in (ModelReward, RewardFunction, RemoteReward, Verifier, RewardSum)

@@ -13,7 +13,7 @@ from stages.planner import Planner, StagePlan
 from stages.reports.parts import StageReporter
 from stages.run import JobView, StageRun
 from stages.sizes import Sizes, SourceSize
-from training.config import Config
+from training.config import Config, values_at
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
@@ -116,6 +116,11 @@ class Stage(Generic[AnyConfig]):
     reads: Mapping[str, str] = field(default_factory=dict)  # stage that the first round reads -> stage read instead
 
     module: ModuleType | None = None  # set if a job file brings the stage; its file's hash is part of the inputs
+
+    def models_in(self, section: AnyConfig) -> list[tuple[str, str]]:
+        """Returns (field, name) of each model directory, file or hub id in a section. Models behind URLs are none."""
+        named = [(field, str(name)) for field in self.model_fields for name in values_at(section, field)]
+        return [(field, name) for field, name in named if "://" not in name]
 
     @property
     def has_own_shape(self) -> bool:

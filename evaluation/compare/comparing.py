@@ -33,7 +33,6 @@ from evaluation.compare.folder import (
 from evaluation.compare.judges import Judging, open_judges
 from evaluation.compare.report.answer import WEIGHTS_ONLY
 from evaluation.compare.report.page import write_comparison_report
-from evaluation.endpoint import OnProgress
 from evaluation.inputs import clusters_of, named_runs, named_specs, read_compared_prompts
 from evaluation.judges.external import read_verdict_file
 from evaluation.judges.judge import Judge, pairs_of, refuse_too_many_failures
@@ -47,6 +46,7 @@ from files.atomic import write_json
 from files.hashes import file_hash
 from files.records import as_json
 from preferences.formats.parts import Report
+from reward.endpoint import OnProgress
 from training.data import DataConfig, Prompt
 
 EXTERNAL = "external"  # the kind of policies and judges that a file of judgments names

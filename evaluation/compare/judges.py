@@ -7,24 +7,28 @@ from pathlib import Path
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from evaluation.endpoint import Asker, Budget, Endpoint
 from evaluation.inputs import named_specs
 from evaluation.judges.judge import Judge
 from evaluation.judges.language_model import LanguageModelJudge, read_template
 from evaluation.judges.people import PeopleJudge
 from evaluation.judges.scorers import ScoreJudge, reward_model_score
-from files.hashes import file_hash, folder_hash
+from files.hashes import file_hash, folder_hash, json_hash
 from lm.hub import model_directory, model_hash
 from lm.tokenizer import Messages
+from lm.weights import purpose_of
 from preferences.records import MAX_RESPONSES
 from preferences.store import LabelStore
+from reward.endpoint import Asker, Budget, Endpoint
 from reward.external import ExternalReward, RemoteReward, RewardFunction, Scored
+from reward.judge import JudgeReward
+from reward.rubric import Rubric
 from reward.scoring import labels_of
 from reward.steps import StepsConfig
 from stages.world import World
 from training.data import Prompt
 
 PEOPLE, GOLD = "people:", "gold:"
+BY_RUBRIC = "language model with a rubric"  # the kind of judge that `[ppo.reward] kind = "judge"` is too
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class Asking:
 
 @dataclass(frozen=True)
 class Judging:
-    """Options of judges: a language model's template and answer length, the batch and number of labelers.
+    """Options of judges: a language model's template and answer length, the batch and number of labelers. With a
+    `rubric`, a file, language models grade each response by it instead of comparing two.
 
     `open_world` finds the world that a gold judge names. Raises: ValueError if there is none.
     """
@@ -58,6 +63,7 @@ class Judging:
     num_labelers: int
     seed: int
     open_world: Callable[[str], World]
+    rubric: Path | None = None
 
 
 def open_judges(specs: Sequence[str], judging: Judging, prompts: Sequence[Prompt], num_policies: int) -> list[Judge]:
@@ -66,6 +72,14 @@ def open_judges(specs: Sequence[str], judging: Judging, prompts: Sequence[Prompt
     Raises: ValueError for an invalid one, and for a template that no judge would read.
     """
     opened = [_open(name, spec, judging, prompts, num_policies) for name, spec in named_specs(specs, "judge")]
+    if judging.rubric is not None:
+        if judging.template is not None:
+            raise ValueError(f"--rubric {judging.rubric}: a rubric has its own template; no --template was expected")
+        if not any(isinstance(judge, ScoreJudge) and judge.kind == BY_RUBRIC for judge in opened):
+            raise ValueError(
+                f"--rubric {judging.rubric}: no judge is a language model (URL#MODEL, or a model directory); only such"
+                " a judge reads it"
+            )
     if judging.template is not None:
         read_template(judging.template)
         if not any(isinstance(judge, LanguageModelJudge) for judge in opened):
@@ -80,6 +94,8 @@ def _open(name: str, spec: str, judging: Judging, prompts: Sequence[Prompt], num
         return _people(name, spec.removeprefix(PEOPLE), judging, num_policies)
     if spec.startswith(GOLD):
         return _gold(name, spec, judging, prompts)
+    if judging.rubric is not None and is_language_model(spec):
+        return _rubric_judge(name, spec, judging.rubric, judging.asking)
     if is_url(spec) and "#" in spec:
         return _language_model(name, spec, judging)
     return open_scorer(name, spec, judging.asking)
@@ -92,6 +108,13 @@ def is_url(spec: str) -> bool:
 def is_function(spec: str) -> bool:
     """Whether a spec names a Python function, or its file alone, which `open_scorer` refuses."""
     return (":" in spec and not is_url(spec) and not Path(spec).is_dir()) or spec.endswith(".py")
+
+
+def is_language_model(spec: str) -> bool:
+    """Whether a spec names a language model: behind an endpoint, or by its directory, file or hub id."""
+    if is_url(spec):
+        return "#" in spec
+    return not is_function(spec) and "#" not in spec and purpose_of(model_directory(spec)) == "language"
 
 
 def open_scorer(name: str, spec: str, asking: Asking) -> ScoreJudge:
@@ -173,6 +196,24 @@ def _weights(folder: Path, objective: str) -> dict[str, float]:
 def _language_model(name: str, spec: str, judging: Judging) -> Judge:
     asker = judging.asking.asker(name, spec)
     return LanguageModelJudge(name, asker, read_template(judging.template), judging.max_tokens)
+
+
+def _rubric_judge(name: str, spec: str, rubric: Path, asking: Asking) -> ScoreJudge:
+    judge = JudgeReward(
+        model=spec,
+        rubric=Rubric.read(rubric),
+        cache=str(asking.cache),
+        timeout_seconds=asking.timeout_seconds,
+        retries=asking.num_retries,
+        parallel=asking.concurrency,
+    )
+    judge.check(())
+    sha256 = {} if judge.is_remote else {"sha256": model_hash(spec)}
+    about = {
+        "description": f"{spec} by the rubric {rubric.name}",
+        "rubric_sha256": json_hash(judge.rubric.model_dump()),
+    }
+    return ScoreJudge(name, BY_RUBRIC, spec, judge.score, about | sha256)
 
 
 def _reward_endpoint(name: str, spec: str, asking: Asking) -> ScoreJudge:

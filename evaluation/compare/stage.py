@@ -147,8 +147,9 @@ def proxy_of(run: StageRun) -> Proxy:
     if isinstance(ppo.reward, NoReward):
         return Proxy()
     model = "" if ppo.external_reward else str(run.at(PPO.name).start(REWARD.name))
-    steps = None if ppo.external_reward else ppo.steps
-    return Proxy(model, ppo.reward.objective_weights, ppo.external_reward, steps)
+    external = ppo.external_reward
+    steps = None if external else ppo.steps
+    return Proxy(model, ppo.reward.objective_weights, external and external.with_cache(run.folder_of(PPO.name)), steps)
 
 
 def _row_fields(job: JobView) -> RowFields:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from evaluation.compare.judges import Asking, is_function, is_url, open_scorer
-from evaluation.endpoint import Answer, AnswerCache, Asker, OnProgress
 from evaluation.evaluate.saved import SavedAnswers
 from evaluation.inputs import named_specs
 from evaluation.judges.scorers import BATCH, ScoreJudge
@@ -32,6 +31,7 @@ from lm.sequence_logprobs import sequence_logprobs
 from lm.source import load_for_inference
 from lm.tokenizer import Messages, Tokenizer, has_chat_template
 from lm.weights import ModelFolder, purpose_of, read_config
+from reward.endpoint import Answer, AnswerCache, Asker, OnProgress
 
 PUBLISHED, ALL = "published:", "all"
 CHUNK = 64  # requests that are generated before their answers are stored

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evaluation.endpoint import Answer
 from evaluation.inputs import asked_of, conversation_key
 from evaluation.policies import ASKING_FIELDS, RESPONSE_FIELDS, WRITER_FIELDS, saved_rows
 from evaluation.suites.suite import Asks, Item, Request, Unable
 from files.fields import any_text, names, shown
 from files.hashes import file_hash
 from lm.tokenizer import Messages
+from reward.endpoint import Answer
 
 ID_FIELDS = ("item_id", "prompt_id", "question_id", "uid", "key", "id")
 ANSWER_FIELDS = (*RESPONSE_FIELDS, "answer")

@@ -9,13 +9,13 @@ from typing import Any
 
 import evaluation.suites
 from evaluation.compare.judges import Asking, open_scorer
-from evaluation.endpoint import Answer
 from evaluation.evaluate.models import Answering, Asked, Published, of_suite, open_model
 from evaluation.inputs import named_specs
 from evaluation.judges.scorers import BATCH, ScoreJudge
 from evaluation.suites.suite import Asks, Item, Request, Scorer, Suite
 from files.importing import load_module
 from lm.tokenizer import Messages
+from reward.endpoint import Answer
 from reward.external import Scored
 
 _HOLDS_SUITE = re.compile(r"^SUITE\b", re.MULTILINE)

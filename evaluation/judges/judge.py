@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Protocol
 
-from evaluation.endpoint import OnProgress
 from evaluation.verdicts import Response, Side, Verdict
+from reward.endpoint import OnProgress
 from training.data import Prompt
 
 SAME_TEXT = 0.5  # responses with identical text are tied without asking a judge

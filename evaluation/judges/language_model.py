@@ -7,16 +7,17 @@ A template is a text that contains $prompt, $first and $second ($$ is a dollar s
 import hashlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from evaluation.endpoint import Answer, Asker, OnProgress
 from evaluation.judges.judge import SAME_TEXT, Pair
 from evaluation.verdicts import Side, Verdict
 from lm.tokenizer import Messages
+from reward.endpoint import Answer, Asker, OnProgress, read_last_line, read_reply
+from reward.rubric import conversation_text
 
 OWN_TEMPLATE = """\
 Below are a conversation and two responses to its last message. Which response serves the person who asked better?
@@ -42,11 +43,8 @@ Verdict: 1
 if response 1 is better, "Verdict: 2" if response 2 is, "Verdict: tie" if neither is.
 """
 FIELDS = ("prompt", "first", "second")
-SHOWN_CHARACTERS = 120
 _VERDICT = re.compile(r"[*_`\s]*verdict:[*_`\s]*(1|2|tie)[*_`\s.]*", re.IGNORECASE)
 _FIRST_WINS = {"1": 1.0, "2": 0.0, "tie": 0.5}
-
-Read = Callable[[str], tuple[float, str]]  # a reply -> (value, "") or (NaN, why there is none)
 
 
 @dataclass(frozen=True)
@@ -117,36 +115,11 @@ def read_template(path: Path | None) -> str:
 
 
 def fill(template: str, messages: Messages, first: str, second: str) -> str:
-    """Returns the filled template. A single-turn conversation becomes its text; longer ones show the role above each
-    turn.
-    """
-    turns = [message["content"] for message in messages]
-    if len(turns) > 1:
-        turns = [f"{message['role'].capitalize()}:\n{message['content']}" for message in messages]
-    return Template(template).substitute(prompt="\n\n".join(turns), first=first, second=second)
-
-
-def read_reply(reply: Answer, read: Read, max_tokens: int) -> tuple[float, str]:
-    """Returns what `read` finds in a judge's reply, or (NaN, why there is nothing)."""
-    if reply.failure:
-        return math.nan, reply.failure
-    value, failure = read(reply.text)
-    if failure and reply.finished is False:
-        failure = f"{failure}; the answer was truncated at {max_tokens} tokens"
-    return value, failure
+    """Returns the filled template, with the conversation as text."""
+    return Template(template).substitute(prompt=conversation_text(messages), first=first, second=second)
 
 
 def read_verdict(answer: str) -> tuple[float, str]:
     """Returns (preference for the first response, "") from an answer, or (NaN, why there is none)."""
     found, failure = read_last_line(answer, _VERDICT, "verdict", "a line 'Verdict: 1', '2' or 'tie'")
     return (_FIRST_WINS[found.lower()], "") if found else (math.nan, failure)
-
-
-def read_last_line(answer: str, pattern: re.Pattern[str], what: str, expected: str) -> tuple[str, str]:
-    """Returns (the pattern's group, "") if the last line of an answer matches, otherwise ("", why it does not)."""
-    lines = [line for line in answer.splitlines() if line.strip()]
-    found = pattern.fullmatch(lines[-1]) if lines else None
-    if found:
-        return found[1], ""
-    last = lines[-1].strip()[:SHOWN_CHARACTERS] if lines else ""
-    return "", f"no {what}: the answer ends with {last!r}; {expected} was expected"

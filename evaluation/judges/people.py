@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evaluation.endpoint import OnProgress
 from evaluation.judges.judge import SAME_TEXT, Pair
 from evaluation.verdicts import Side, Verdict
 from files.hashes import json_hash
 from preferences.rankings import current_judgments
 from preferences.records import MAX_RESPONSES, Judgment, Message, Task
 from preferences.store import LabelStore
+from reward.endpoint import OnProgress
 
 
 @dataclass(frozen=True)

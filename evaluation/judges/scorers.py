@@ -7,11 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from evaluation.endpoint import OnProgress
 from evaluation.judges.judge import Pair
 from evaluation.verdicts import Verdict
 from lm.tokenizer import Messages, Tokenizer
 from reward.comparisons import encode_answered
+from reward.endpoint import OnProgress
 from reward.external import Scored
 from reward.scoring import RewardModel, check_network, labels_of, weights_by_label
 from reward.steps import StepsConfig

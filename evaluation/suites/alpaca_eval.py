@@ -9,7 +9,6 @@ from itertools import count
 
 import numpy as np
 
-from evaluation.endpoint import Answer
 from evaluation.judges.language_model import OWN_TEMPLATE, read_verdict
 from evaluation.statistics.win_rates import win_rate_at_equal_length
 from evaluation.suites.items import Row, read_items
@@ -17,6 +16,7 @@ from evaluation.suites.judging import CONSISTENCY, failed, leads_over
 from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Scored, Suite, Tools
 from files.conversations import ConversationReader
 from files.fields import any_text, optional_text
+from reward.endpoint import Answer
 
 MAX_NEW_TOKENS = 2048
 JUDGE_TOKENS = 1024

@@ -7,10 +7,10 @@ is the prompt's key, which finds saved answers.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from evaluation.endpoint import Answer
 from evaluation.suites.items import Row, id_field, read_by_id
 from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Scored, Tools
 from files.fields import list_field, objects_field, text_field
+from reward.endpoint import Answer
 from reward.verifiers.checks import Check
 
 MAX_NEW_TOKENS = 1280  # as lm-evaluation-harness allows

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from classify.squad import exact_match, normalized, token_f1
-from evaluation.endpoint import Answer
 from evaluation.suites.items import Row, read_by_id
 from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Scored, Tools
 from evaluation.suites.truthfulqa import PRIMER
 from files.fields import any_text, text_field
+from reward.endpoint import Answer
 
 HELPFUL = (
     "Interpret each question literally, and as a question about the real world; carefully research each answer,"

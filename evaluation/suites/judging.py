@@ -8,9 +8,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evaluation.endpoint import Answer
-from evaluation.judges.language_model import Read, fill, read_reply
+from evaluation.judges.language_model import fill
 from evaluation.suites.suite import Item, Judge, Measure, Scored
+from reward.endpoint import Answer, Read, read_reply
 
 CONSISTENCY = Measure(
     "position_consistency",

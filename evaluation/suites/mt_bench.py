@@ -9,12 +9,11 @@ import re
 from collections.abc import Mapping, Sequence
 from string import Template
 
-from evaluation.endpoint import Answer
-from evaluation.judges.language_model import read_last_line, read_reply
 from evaluation.suites.items import Row, id_field, read_items, texts_field
 from evaluation.suites.suite import Asks, Item, Judge, Measure, Model, Request, Scored, Suite, Tools
 from files.fields import text_field
 from lm.tokenizer import Messages
+from reward.endpoint import Answer, read_last_line, read_reply
 
 MAX_NEW_TOKENS = 1024  # the authors'
 JUDGE_TOKENS = 2048  # the authors'

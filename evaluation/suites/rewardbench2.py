@@ -19,10 +19,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from evaluation.endpoint import Answer
 from evaluation.suites.items import Row, id_field, read_items, texts_field
 from evaluation.suites.suite import Asks, Item, Measure, Model, Scored, Suite, Tools
 from files.fields import shown, text_field, whole_field
+from reward.endpoint import Answer
 
 TIES = "Ties"
 SUBSETS = ("Factuality", "Precise IF", "Math", "Safety", "Focus", TIES)

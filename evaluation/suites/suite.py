@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from evaluation.endpoint import Answer
 from lm.tokenizer import Messages
+from reward.endpoint import Answer
 
 
 @dataclass(frozen=True)

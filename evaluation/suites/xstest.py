@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from evaluation.endpoint import Answer
 from evaluation.suites.items import Found, Row, read_by_id
 from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Scored, Tools
 from files.fields import any_text, optional_text, text_field
+from reward.endpoint import Answer
 
 FILE = "xstest_prompts.csv"
 COMPLIANCE, REFUSAL, PARTIAL = CLASSES = ("1_full_compliance", "2_full_refusal", "3_partial_refusal")

@@ -18,13 +18,17 @@ from stages.progress import StageProgress, console, results_console
 if TYPE_CHECKING:
     from evaluation.compare.comparing import Outcome, Progress
     from evaluation.compare.folder import Settings
-    from evaluation.endpoint import OnProgress
+    from reward.endpoint import OnProgress
 
 LONGEST_NAME = 80
 WARNINGS = "warnings.jsonl"  # in the comparison's folder: warnings about a file of judgments
 JUDGES = "people:STORE, gold:JOB.toml, URL#MODEL, URL, FILE.py:FUNCTION or a reward model"
 
 Template = Annotated[Path | None, typer.Option(help="File with the prompt template for a language-model judge.")]
+Rubric = Annotated[
+    Path | None,
+    typer.Option(help="TOML file of criteria, by which language models grade each response (docs/rewards.md)."),
+]
 JudgeTokens = Annotated[int, typer.Option(min=1, help="Maximum answer length of a language-model judge, in tokens.")]
 Labelers = Annotated[int, typer.Option(min=1, help="Number of people who judge each task.")]
 Concurrency = Annotated[int, typer.Option(min=1, help="Concurrent requests to an endpoint.")]
@@ -84,6 +88,7 @@ def compare(
     subset: Annotated[str, typer.Option(help="Subset of the prompts, for a hub id with several.")] = "",
     allow_empty: Annotated[bool, typer.Option("--allow-empty", help="Accept empty responses in files.")] = False,
     template: Template = None,
+    rubric: Rubric = None,
     judge_tokens: JudgeTokens = 1024,
     labelers: Labelers = 1,
     concurrency: Concurrency = 8,
@@ -108,7 +113,7 @@ def compare(
         raise ValueError("--prompts is empty; a file or a hub id was expected")
     folder = out or _folder_of(policies)
     asking = Asking(cache or answers_cache(folder), concurrency, timeout, retries, max_failed_share)
-    judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, seed, open_world)
+    judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, seed, open_world, rubric)
     data = DataConfig(source=prompts, split=split, subset=subset, max_rows=max_prompts)
     sampling = Sampling(num_samples, temperature, max_new_tokens, seed, "bf16" if bf16 else "fp32", reference)
     compared = Compared(policies, data, category, cluster_by, judge or [], sampling, judging, allow_empty)
@@ -141,6 +146,7 @@ def judge_again(
     folder: Annotated[Path, typer.Argument(help="Folder of a finished comparison.")],
     judges: Annotated[list[str], typer.Argument(help=f"{JUDGES}; prefix with NAME= to name one.")],
     template: Template = None,
+    rubric: Rubric = None,
     judge_tokens: JudgeTokens = 1024,
     labelers: Labelers = 1,
     concurrency: Concurrency = 8,
@@ -157,7 +163,9 @@ def judge_again(
 
     settings = read_settings(folder)
     asking = Asking(cache or answers_cache(folder), concurrency, timeout, retries, max_failed_share)
-    judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, settings["seed"], open_world)
+    judging = Judging(
+        asking, template, judge_tokens, folder.absolute().name, labelers, settings["seed"], open_world, rubric
+    )
     prompts = read_comparison(folder).prompts
     opened = open_judges(judges, judging, prompts, len(settings["policies"]))
     with holding(folder), progress_bars() as progress:

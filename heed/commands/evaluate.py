@@ -97,11 +97,11 @@ def evaluate(
     An interrupted evaluation continues: answers are cached.
     """
     from evaluation.compare.judges import Asking
-    from evaluation.endpoint import Budget
     from evaluation.evaluate.evaluating import Evaluation
     from evaluation.evaluate.evaluating import evaluate as evaluate_models
     from evaluation.evaluate.models import Answering
     from evaluation.inputs import named_specs
+    from reward.endpoint import Budget
 
     for _, spec in named_specs(models, "model"):
         if Path(spec).is_dir():

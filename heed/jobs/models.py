@@ -17,7 +17,6 @@ from heed.jobs.registry import Registry
 from lm.config import ModelConfig
 from lm.hub import hub_name, is_gguf, model_directory, on_this_machine, shape_and_tokenizer
 from lm.weights import PRETRAINED, PURPOSES, config_from_hf, purpose_of, read_config
-from training.config import values_at
 
 
 def take_shape(name: str, values: dict[str, Any], registry: Registry, *, opens_models: bool) -> None:
@@ -106,7 +105,7 @@ def hub_models(job: JobConfig) -> tuple[Path, ...]:
     """
     folders = list[Path]()
     for stage in job.stages:
-        for field, name in ((f, name) for f in stage.model_fields for name in values_at(job.section_of(stage), f)):
+        for field, name in stage.models_in(job.section_of(stage)):
             try:
                 folder = model_directory(name)
                 folders += [folder] if hub_name(folder) else []

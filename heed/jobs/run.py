@@ -92,9 +92,8 @@ def _data_hashes(run: StageRun, stage: AnyStage, config: Mapping[str, Any]) -> d
     """
     hashes, section = run.source_hashes(dict(config)), run.job.section(stage)
     assert section is not None, f"the job has no [{stage.name}]"
-    for field in stage.model_fields:
-        for name in values_at(section, field):
-            hashes[name] = model_hash(name)
+    for _, name in stage.models_in(section):
+        hashes[name] = model_hash(name)
     for field in stage.function_fields:
         for name in values_at(section, field):
             hashes[name] = file_hash(file_of(load_function(name, words(field))))

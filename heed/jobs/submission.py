@@ -5,7 +5,6 @@ The code's dependencies are left out. The cluster's machines are prepared with t
 could fail late.
 """
 
-import re
 import shlex
 import shutil
 import sys
@@ -168,8 +167,9 @@ def _named_in(value: Any, models: set[str], functions: set[str], place: str) -> 
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, item in items:
         field = f"{place}.{key}".removeprefix(".")
-        if isinstance(item, Path) or ((key == "source" or re.sub(r"\.\d+\.", ".*.", field) in models) and item):
-            yield field, str(item)
+        if isinstance(item, Path) or ((key == "source" or any(fnmatchcase(field, of) for of in models)) and item):
+            if "://" not in str(item):  # a judge behind an endpoint
+                yield field, str(item)
         elif any(fnmatchcase(field, function) for function in functions) and ".py:" in item:
             yield field, item.partition(":")[0]
         else:

@@ -25,6 +25,12 @@ The arms of `heed study algorithms` and `heed study lora` share one set of label
     reward-lora                           as `reward-full`, with adapters on the base's SFT model, at three times its
                                           rate
 
+The arms of `heed study judge` are against a language model that grades by a rubric (heed/worlds/graded.py):
+
+    judge          SFT of the base's pretrained model on graded answers
+    ppo-judge      PPO against it, without a KL penalty
+    ppo-dropout    the same, and half of the criteria are left out at random
+
 Each algorithm has the same budget: three values of the setting that moves it along KL, chosen before any run. An
 algorithm's curve includes the policies of all three, so none is selected by its result.
 """
@@ -38,6 +44,7 @@ import tomli_w
 
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
+from heed.worlds.graded import RUBRIC
 from lm.model import ScalarModel
 from lm.source import load
 from lm.tokenizer import Tokenizer
@@ -91,6 +98,8 @@ ALARM: Mapping[str, Any] = {
     "action": "warn",
 }
 LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}
+RUBRIC_DROPOUT = 0.5
+JUDGE = "judge"  # the arm with the judge
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,8 @@ def every_arm(job: JobConfig, folder: Path) -> dict[str, Arm]:
         _random(f"random-{number}", job, folder, best_of) for number, best_of in zip(RUNS, BEST_OF, strict=True)
     ]
     alarm = _ppo("alarm", folder, {"ppo.alarm": ALARM})
-    return known | {arm.name: arm for arm in (*algorithm_arms(job, folder), *controls, *lora_arms(job, folder), alarm)}
+    others = (*algorithm_arms(job, folder), *controls, *lora_arms(job, folder), *judge_arms(folder), alarm)
+    return known | {arm.name: arm for arm in others}
 
 
 def basic_arms(job: JobConfig, folder: Path) -> dict[str, Arm]:
@@ -218,6 +228,27 @@ def lora_arms(job: JobConfig, folder: Path) -> list[Arm]:
         shared = {"ppo.lora": {**LORA, "shared_body": True}}
         arms.append(policy_gradient(f"lora-{number}", job, folder, LORA_RATE * rate, own))
         arms.append(policy_gradient(f"shared-{number}", job, folder, LORA_RATE * rate, shared, judge="reward-lora"))
+    return arms
+
+
+def judge_arms(folder: Path) -> list[Arm]:
+    """Returns the arms of `heed study judge`; `folder` is the seed's."""
+    data, judge = folder / "base" / "world" / "data", folder / JUDGE / "sft" / "model"
+    grading = {
+        "sft.init_from": str(folder / "base" / "pretrain" / "model"),
+        "sft.demonstrations": [{"source": str(data / "graded.jsonl")}],
+        "sft.heldout": [{"source": str(data / "graded_heldout.jsonl")}],
+    }
+    arms = [Arm(JUDGE, ("sft",), ("base",), grading)]
+    for name, dropout in (("judge", 0.0), ("dropout", RUBRIC_DROPOUT)):
+        changes = {
+            "ppo.init_from": str(folder / "base" / "sft" / "model"),
+            "ppo.reward": {"kind": "judge", "model": str(judge), "rubric": RUBRIC, "dropout": dropout},
+            "ppo.kl.coef": 0.0,
+            "ppo.kl.target": None,
+            "ppo.ptx": None,
+        }
+        arms.append(Arm(f"ppo-{name}", ("ppo",), ("base", JUDGE), changes))
     return arms
 
 

@@ -3,7 +3,8 @@
 `FINDINGS` are about reward models, PPO and labels. Every claim of `ALGORITHMS` compares algorithms whose arms read the
 same rankings and the same reward model. `CONTROL` compares rejection sampling with training on random samples. `ALARM`
 asks where spot checks stop a policy that hacks its reward. `LORA_FINDINGS` compare adapters with full tuning, and one
-body with four roles with four models.
+body with four roles with four models. `JUDGED` trains against a language model that grades by a rubric; its score lies
+between 0 and 1, as gold does.
 
 The claims and the smallest effects that matter were fixed before any run; docs/findings.md says what the sources claim.
 Gold scores lie between 0 and 1; PPO's gain over SFT in the demo is about .24.
@@ -28,6 +29,7 @@ from heed.studies.verdicts import (
     bootstrap_mean,
     decide,
     earlier,
+    furthest_rise,
     last_difference,
     overall,
     ratio_difference,
@@ -44,6 +46,7 @@ ACCURACY = Rule("above", 0.01, "of accuracy")
 NO_SHIFT = Rule("within", 0.05, "of gold score")
 LITTLE_COST = Rule("below", 0.05, "of gold score")
 TOKENS = Rule("above", 1.0, "tokens")
+JUDGE_SCORE = Rule("above", 0.02, "of the judge's score")
 SAME_ACCURACY = Rule("within", 0.02, "of accuracy")
 
 REWARD_MODELS = {"full": "full", "a smaller reward model": "small", "fewer comparisons": "few"}
@@ -462,4 +465,29 @@ LORA_FINDINGS = (
     ),
     _against_ppo("lora-ppo", "PPO by adapters against PPO of all weights", LORA_SOURCE, "lora"),
     _against_ppo("shared-body", "PPO on one shared body against PPO with four models", "Heed", "shared"),
+)
+
+
+def _judged_curves(of: Measures) -> Curves:
+    return {"all criteria": of.rl("ppo-judge"), "rubric dropout": of.rl("ppo-dropout")}
+
+
+def _judged(of: Measures) -> list[Contrast]:
+    whole, dropped = _judged_curves(of).values()
+    lead = mean_lead("kl", dropped, whole, seed=of.seed)
+    fall = rise_and_fall(whole, seed=of.seed)[1]
+    return [
+        Contrast("the judge's score of the furthest policy, minus SFT's", JUDGE_SCORE, furthest_rise(whole, of.seed)),
+        Contrast("gold falls from its maximum to the furthest policy by", GOLD, fall),
+        Contrast("rubric dropout minus all criteria: gold at equal KL", GOLD, lead),
+    ]
+
+
+JUDGED = Finding(
+    "judge",
+    "Training against a rubric judge raises its score while gold falls; rubric dropout helps",
+    "arXiv 2608.11669",
+    ("ppo-judge", "ppo-dropout"),
+    _judged,
+    _judged_curves,
 )

@@ -13,7 +13,7 @@ Shape letters: K policies, P prompts, N samples of the pool, T tasks, D document
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import combinations
 from pathlib import Path
@@ -34,9 +34,10 @@ from heed.jobs.job import JobConfig
 from heed.studies.arms import collected, every_arm, with_those_before
 from heed.studies.findings import Measures
 from heed.studies.over_optimisation import kept_policies
+from heed.worlds.graded import RUBRIC
 from lm.model import LanguageModel
 from lm.source import load_for_inference
-from lm.tokenizer import Tokenizer
+from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder
 from ppo.alarm import SPOT_CHECKS, read_spot_checks
 from ppo.report import PPOResults
@@ -44,6 +45,8 @@ from ppo.stage import STAGE as PPO
 from preferences.rankings import split_rankings
 from preferences.statistics.estimates import Floats
 from reward.comparisons import encode_response
+from reward.judge import JudgeReward
+from reward.rubric import Rubric
 from reward.scoring import RewardModel
 from reward.stage import STAGE as REWARD
 from stages.lineage import LINEAGE
@@ -53,6 +56,9 @@ from training.data import DataConfig, Prompt, TextConfig, read_prompts, read_tex
 
 REFERENCE = "base/sft"
 STAMP = "stamp"
+
+Tokens = Sequence[Sequence[int]]
+Scorer = Callable[[Tokenizer, Sequence[Messages], Tokens, Tokens], list[float]]  # as `RewardModel.score`
 
 
 @dataclass(frozen=True)
@@ -88,8 +94,8 @@ class SeedMeasures:
         policies = self._policies(arm)
         found = self._kept(
             f"{arm}.npz",
-            [REFERENCE, f"{judge}/reward", f"{arm}/{stage}"],
-            lambda: self._along(arm, policies, self.folder / judge / "reward" / "model"),
+            [REFERENCE, f"{judge}/{self._stage(judge)}", f"{arm}/{stage}"],
+            lambda: self._along(arm, policies, judge),
         )
         return Curve(
             kind="rl",
@@ -193,21 +199,36 @@ class SeedMeasures:
             conversations, queries = zip(
                 *(each for each in asked for _ in range(pool["gold_PN"].shape[1])), strict=True
             )
-            model = RewardModel.load(self.folder / judge / "reward" / "model")
-            scores = model.score(tokenizer, conversations, queries, responses)
+            scores = self._scorer(judge)(tokenizer, conversations, queries, responses)
             return {"proxy_PN": np.asarray(scores).reshape(pool["gold_PN"].shape)}
 
-        return self._kept(f"pool-{judge}.npz", [REFERENCE, f"{judge}/reward"], make)["proxy_PN"]
+        return self._kept(f"pool-{judge}.npz", [REFERENCE, f"{judge}/{self._stage(judge)}"], make)["proxy_PN"]
 
-    def _along(self, arm: str, policies: Mapping[str, Path], judge_folder: Path) -> dict[str, Floats]:
-        reference, judge = Policy.load(self.folder / REFERENCE / "model"), RewardModel.load(judge_folder)
+    def _scorer(self, judge: str) -> Scorer:
+        """Returns what scores as an arm's reward model does, or as its language model does by the whole rubric."""
+        stage = self._stage(judge)
+        folder = self.folder / judge / stage / "model"
+        if stage == REWARD.name:
+            return RewardModel.load(folder).score
+        reward = JudgeReward(model=str(folder), rubric=Rubric.model_validate(RUBRIC))
+
+        def score(
+            tokenizer: Tokenizer, conversations: Sequence[Messages], _queries: Tokens, responses: Tokens
+        ) -> list[float]:
+            texts = [tokenizer.decode(response).strip() for response in responses]
+            return [scored.score for scored in reward.score(conversations, texts)]
+
+        return score
+
+    def _along(self, arm: str, policies: Mapping[str, Path], judge: str) -> dict[str, Floats]:
+        reference, score = Policy.load(self.folder / REFERENCE / "model"), self._scorer(judge)
         rows: dict[str, list[Floats]] = {"kl_KP": [], "gold_KP": [], "proxy_KP": []}
         for name, folder in policies.items():
             console.print(f"[dim]{self.folder.name}: sampling {arm}, {name}")
             policy = Policy.load(folder)
             drawn = self._draw(policy, self._num_samples)
             kls = response_kls(policy.model, reference.model, drawn.queries, drawn.responses, drawn.temperature)
-            proxy = judge.score(policy.tokenizer, drawn.conversations, drawn.queries, drawn.responses)
+            proxy = score(policy.tokenizer, drawn.conversations, drawn.queries, drawn.responses)
             gold = self.gold(drawn.conversations, drawn.texts)
             for row, values in (("kl_KP", kls.full_N), ("gold_KP", gold), ("proxy_KP", proxy)):
                 rows[row].append(np.asarray(values, dtype=np.float64).reshape(-1, drawn.num_samples).mean(axis=1))

@@ -30,14 +30,24 @@ from heed.studies.arms import (
     write_cuts,
     write_indifferent,
 )
-from heed.studies.findings import ALARM, ALGORITHMS, CONTROL, FINDINGS, LORA_FINDINGS, Finding, Found, Measures
+from heed.studies.findings import (
+    ALARM,
+    ALGORITHMS,
+    CONTROL,
+    FINDINGS,
+    JUDGED,
+    LORA_FINDINGS,
+    Finding,
+    Found,
+    Measures,
+)
 from heed.studies.measures import Recorded, SeedMeasures, StoredMeasures, measures_file, stamps_of
 from heed.studies.report import write_findings
 from ppo.stage import STAGE as PPO
 from stages.progress import console
 
 # The debug job's pool and number of policies are too small for a curve.
-QUICK = ("compare.best_of=8", "ppo.keep_policies_every=1")
+QUICK = ("compare.best_of=8", "ppo.keep_policies_every=1", "world.num_graded=1800")
 
 
 def run_study(
@@ -62,7 +72,7 @@ def run_study(
         for seed in range(num_seeds)
     ]
     arms = {folder: every_arm(job, folder) for folder, job in seeds}
-    _check(seeds[0][1])
+    _check(seeds[0][1], findings)
     names = [name for finding in findings for name in finding.arms]
     known = _read_stored(stored, [job for _, job in seeds])
     measures: list[Measures] = []
@@ -104,8 +114,12 @@ def _read_stored(folder: Path | None, jobs: Sequence[JobConfig]) -> dict[int, St
     return found
 
 
-def _check(job: JobConfig) -> None:
-    """Raise ValueError for a job with too few labelers, or with too few policies per curve for a fit."""
+def _check(job: JobConfig, findings: Sequence[Finding]) -> None:
+    """Raise ValueError for a job with too few labelers, with too few policies per curve for a fit, or without the
+    graded answers that a judge learns from.
+    """
+    if JUDGED in findings and not getattr(job.world, "num_graded", 0):
+        raise ValueError("world.num_graded is 0; graded answers, as in configs/jobs/study-judge.toml, were expected")
     compare, ppo = job.section_of(COMPARE), job.section_of(PPO)  # every_arm refuses jobs without them
     world = job.open_world()
     assert world is not None
@@ -126,7 +140,7 @@ def _named(wanted: str) -> list[Finding]:
     groups = {"all": FINDINGS, "algorithms": ALGORITHMS, "lora": LORA_FINDINGS}
     if wanted in groups:
         return list(groups[wanted])
-    known = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS, CONTROL, ALARM, *LORA_FINDINGS)}
+    known = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS, CONTROL, ALARM, *LORA_FINDINGS, JUDGED)}
     names = [name.strip() for name in wanted.split(",")]
     for name in names:
         if name not in known:

@@ -189,6 +189,11 @@ def last_difference(what: str, one: Curve, other: Curve, *, seed: int) -> Interv
     return bootstrap_mean(values_P, seed=seed)
 
 
+def furthest_rise(curve: Curve, seed: int) -> Interval:
+    """Returns the proxy score of the policy with the largest KL, minus the reference's, paired by prompt."""
+    return bootstrap_mean(curve.proxy_KP[int(curve.d_K.argmax())] - curve.start_proxy_P, seed=seed)
+
+
 def bootstrap_mean(values_P: Floats, *, seed: int) -> Interval:
     """Returns the mean with a percentile bootstrap interval over prompts."""
     ends = bootstrap_ratio(values_P, np.ones_like(values_P), seed=seed, num_resamples=NUM_MEAN_RESAMPLES, level=LEVEL)

@@ -16,6 +16,7 @@ from files.atomic import write_jsonl
 from heed.worlds.answers import write_answer
 from heed.worlds.corpus import write_text
 from heed.worlds.gold import gold_score
+from heed.worlds.graded import graded_rows, num_answers
 from heed.worlds.grammar import CATEGORIES
 from heed.worlds.instructions import (
     Request,
@@ -76,6 +77,15 @@ class PlaygroundConfig(BaseModel):
     num_verified_prompts: int = Field(
         default=0, ge=0, description="Requests for lists, with `checks` of the answers, for a reward that verifies."
     )
+    num_graded: int = Field(
+        default=0,
+        ge=0,
+        description="Grades of answers by one criterion each (heed/worlds/graded.py), to train a judge.",
+    )
+    num_graded_heldout: int = Field(default=180, gt=0, description="Held-out ones, without noise, if there are any.")
+    grade_noise: float = Field(
+        default=0.2, ge=0, le=1, description="Fraction of the grades that are drawn at random, so that a judge errs."
+    )
     flaw_rate: float = Field(default=0.75, ge=0, le=1, description="Fraction of the demonstrations with a flaw.")
     second_flaw_rate: float = Field(
         default=0.25, ge=0, le=1, description="Fraction of the flawed demonstrations with a second flaw."
@@ -91,14 +101,15 @@ class PlaygroundConfig(BaseModel):
         if self.num_prompts > MAX_PROMPTS:
             raise ValueError(
                 "num_demonstrations, num_demonstrations_heldout, num_collect_prompts, num_ppo_prompts,"
-                f" num_compare_prompts and num_verified_prompts add up to {self.num_prompts}; expected at most"
-                f" {MAX_PROMPTS} distinct prompts"
+                f" num_compare_prompts, num_verified_prompts and num_graded add up to {self.num_prompts}; expected at"
+                f" most {MAX_PROMPTS} distinct prompts"
             )
 
     @property
     def num_prompts(self) -> int:
         num_demonstrations = self.num_demonstrations + self.num_demonstrations_heldout
         others = self.num_collect_prompts + self.num_compare_prompts + self.num_verified_prompts
+        others += num_answers(self.num_graded) + num_answers(self.num_graded_heldout) if self.num_graded else 0
         return num_demonstrations + self.num_ppo_prompts + others
 
 
@@ -193,6 +204,15 @@ class PlaygroundWorld:
                 for prompt, request in verified
             ]
             write_jsonl(folder / "verified_prompts.jsonl", rows)
+        for name, num_rows, noise in (
+            ("graded_heldout", config.num_graded_heldout, 0.0),
+            ("graded", config.num_graded, config.grade_noise),
+        ):
+            if config.num_graded:
+                rng = random.Random(f"{seed}/{name}")
+                drawn = draw_prompts(num_answers(num_rows), rng, prompts)
+                rows = [row for each in drawn for row in graded_rows(*each, rng, noise)]
+                write_jsonl(folder / f"{name}.jsonl", rows[:num_rows])
 
     def _texts(self, num_texts: int, rng: random.Random, seen: set[str]) -> list[dict[str, Any]]:
         texts: list[str] = []

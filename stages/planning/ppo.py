@@ -13,6 +13,7 @@ from lm.inspection import Pass, forward_bytes
 from lm.native.kernels import library
 from lm.samplers.draws import AT_ONCE
 from lm.tensor_parallel import config_of_part, parameters_of_part
+from lm.transfer import MAX_ROWS, MAX_TOKENS
 from stages.planning.memory import (
     CPU_COPY,
     GENERATION_ROWS,
@@ -58,6 +59,7 @@ class PPOModels:
     value_counts: Counts | None
     reward_counts: Counts | None
     teachers: tuple[tuple[ModelConfig, Counts], ...] = ()
+    judges: tuple[tuple[ModelConfig, Counts], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -279,7 +281,8 @@ def generator(models: PPOModels, layout: Layout, work: PPOWork, other_bytes: int
 
 
 def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
-    """Returns the memory of a scorer: the reference, the teachers and the reward model, which run one after the other.
+    """Returns the memory of a scorer: the reference, the teachers, the reward model and the judges, which run one after
+    the other.
 
     `fast` holds all. The other modes shard them in CPU memory and gather the one that runs, whole or layer by layer.
     """
@@ -322,6 +325,15 @@ def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
                 "one of its layers": layer,
             }
         phases[f"score by the {name}"] = passes
+    for number, (config, counts) in enumerate(models.judges, 1):
+        name = f"judge {number}" if len(models.judges) > 1 else "judge"
+        # It computes in the types of `lm.source`: bf16 on a GPU, otherwise fp32.
+        size = 2 if layout.is_gpu else 4
+        held[name] = size * counts.total
+        width = min(config.max_position_embeddings, MAX_TOKENS)
+        of = replace(work.scoring_pass, compute_bytes=size, stream_bytes=size, split_among=1)
+        of = replace(of, rows=min(MAX_ROWS, MAX_TOKENS // width), seq_len=width)
+        phases[f"score by the {name}"] = {"a pass": forward_bytes(config, of)}
     return Role(held, phases, host)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from evaluation.endpoint import Asker, Endpoint
 from evaluation.judges.judge import Pair, pairs_of, refuse_too_many_failures
 from evaluation.judges.language_model import OWN_TEMPLATE, LanguageModelJudge, fill, read_template, read_verdict
 from evaluation.judges.people import PeopleJudge
@@ -23,6 +22,7 @@ from preferences.accounts import Accounts
 from preferences.records import Answer, ShownTask
 from preferences.scripted import answer_all
 from preferences.store import LabelStore
+from reward.endpoint import Asker, Endpoint
 from reward.external import RewardFunction
 from reward.scoring import RewardModel
 from training.data import Prompt

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from evaluation.endpoint import Asker, Endpoint
 from evaluation.policies import LocalPolicy, RemotePolicy, Sampling, SavedPolicy
 from evaluation.verdicts import Response, write_rows
 from files import retries
 from lm.tokenizer import Tokenizer
+from reward.endpoint import Asker, Endpoint
 from training.data import Prompt
 
 SAMPLING = Sampling(num_samples=2, temperature=1.0, max_new_tokens=6, seed=3, precision="fp32")

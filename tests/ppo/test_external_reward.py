@@ -121,7 +121,7 @@ def test_functions_of_sources_are_found_by_their_key(ppo_config: Callable[..., P
         ({"kind": "url", "url": "ftp://host/"}, r"reward.url.url\n.*pattern"),
         (
             {"kind": "people"},
-            'a table with kind "model", "function", "url", "none", "verifier" or "sum" was expected',
+            'a table with kind "model", "function", "url", "none", "verifier", "judge" or "sum" was expected',
         ),
     ],
 )

@@ -96,5 +96,5 @@ def test_weights_name_the_sources(functions: Path, weights: dict[str, float], wo
 
 
 def test_a_reward_model_is_no_source_of_a_sum() -> None:
-    with pytest.raises(ValueError, match='a table with kind "verifier", "function" or "url" was expected'):
+    with pytest.raises(ValueError, match='a table with kind "verifier", "function", "url" or "judge" was expected'):
         RewardSum.model_validate({"sources": {"a": {"kind": "model"}}, "objective_weights": {"a": 1.0}})

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evaluation.endpoint import Answer, Asker, Endpoint
 from evaluation.suites.suite import Request, Unable
 from lm.tokenizer import Messages
+from reward.endpoint import Answer, Asker, Endpoint
 
 
 def by_prompt(answers: Mapping[str, str | Answer]) -> Callable[[Request], Answer]:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
-from evaluation.endpoint import Answer
 from evaluation.statistics.win_rates import length_controlled
 from evaluation.suites.alpaca_eval import SUITE, at_equal_length
 from evaluation.suites.suite import Scored, Tools
 from evaluation.verdicts import Verdict, comparisons_of
+from reward.endpoint import Answer
 from tests.conftest import SHOWN, ChatServer
 from tests.evaluation.suites.models import EndpointJudge, Written, by_prompt
 

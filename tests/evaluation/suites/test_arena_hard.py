@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
-from evaluation.endpoint import Answer
 from evaluation.suites.arena_hard import SUITE, read_label, weighted_mean
 from evaluation.suites.suite import Scored, Tools
+from reward.endpoint import Answer
 from tests.conftest import ChatServer
 from tests.evaluation.suites.models import EndpointJudge, Written, by_prompt
 

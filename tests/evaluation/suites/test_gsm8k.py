@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.endpoint import Answer
 from evaluation.suites.gsm8k import MEASURES, SUITE, scored
 from evaluation.suites.suite import Item, Tools
+from reward.endpoint import Answer
 from tests.evaluation.suites.models import Written
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "grade-school-math"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from evaluation.endpoint import Answer
 from evaluation.suites.instructgpt import BIASED, HELPFUL, READ, RESPECTFUL, SUITE, squad_values
 from evaluation.suites.suite import Item, Request, Scored, Tools
 from evaluation.suites.truthfulqa import PRIMER
+from reward.endpoint import Answer
 from tests.evaluation.suites.models import ByTable, EndpointJudge, Written
 
 PUBLISHED = Path(__file__).parents[4] / "shared" / "data" / "instructgpt"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.endpoint import Answer
 from evaluation.suites.mt_bench import SUITE, read_grade
 from evaluation.suites.suite import Tools
+from reward.endpoint import Answer
 from tests.conftest import ChatServer
 from tests.evaluation.suites.models import EndpointJudge, Written, by_prompt
 

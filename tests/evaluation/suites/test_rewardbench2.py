@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from evaluation.endpoint import Answer
 from evaluation.judges.scorers import reward_model_score
 from evaluation.suites.rewardbench2 import SUITE, mean_of_subsets, ties_score
 from evaluation.suites.suite import Scored, Tools
@@ -15,6 +14,7 @@ from lm.config import ModelConfig
 from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import save_model
+from reward.endpoint import Answer
 from reward.scoring import RewardModel
 from tests.evaluation.suites.models import Rewarding
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from evaluation.compare.judges import Asking
-from evaluation.endpoint import Budget
 from evaluation.evaluate.models import Answering, LocalModel
 from evaluation.suites.suite import Continuation, Item, Tools, Unable
 from evaluation.suites.truthfulqa import PRIMER, SUITE, Choices, mc1, mc2
@@ -17,6 +16,7 @@ from lm.config import ModelConfig
 from lm.model import LanguageModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
+from reward.endpoint import Budget
 
 REAL = Path(__file__).parents[4] / "shared" / "data" / "benchmarks" / "TruthfulQA.csv.gz"
 HEADER = "Type,Category,Question,Best Answer,Correct Answers,Incorrect Answers,Source\n"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from evaluation.endpoint import Answer
 from evaluation.suites.suite import Item, Tools
 from evaluation.suites.xstest import CLASSES, SUITE, class_by_rule, completions_of
+from reward.endpoint import Answer
 from tests.evaluation.suites.models import EndpointJudge, Written
 
 PUBLISHED = Path(__file__).parents[4] / "shared" / "data" / "benchmarks" / "xstest"

@@ -1,7 +1,7 @@
 """Client for a model behind an OpenAI-compatible endpoint (chat/completions).
 
 `Endpoint` sends one request. `Asker` sends many, several at a time and never the same one twice: answers are stored in
-a SQLite file under the SHA-256 of the whole request, so later runs reuse them.
+a SQLite file under the SHA-256 of the whole request, so later runs reuse them. `read_reply` reads what a judge said.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -27,9 +27,14 @@ from reward.external import SHOWN_CHARACTERS
 
 KEY = "HEED_API_KEY"  # environment variable; HEED_API_KEY_<NAME> takes precedence for the policy or judge NAME
 FIRST_FAILURES = 10  # if this many requests are done and all of them failed, no more are sent
-TABLE = "CREATE TABLE IF NOT EXISTS answers (request TEXT PRIMARY KEY, answer TEXT NOT NULL)"
+TABLES = (
+    "CREATE TABLE IF NOT EXISTS answers (request TEXT PRIMARY KEY, answer TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS sent (model TEXT PRIMARY KEY, num_requests INTEGER NOT NULL)",
+)
+LINE_CHARACTERS = 120  # of a reply's last line, in an error message
 
 Request = Mapping[str, Any]
+Read = Callable[[str], tuple[float, str]]  # a reply -> (value, "") or (NaN, why there is none)
 OnProgress = Callable[[int, int], None]  # (done, total)
 
 
@@ -37,13 +42,19 @@ OnProgress = Callable[[int, int], None]  # (done, total)
 class Answer:
     """A model's answer. `finished` (it ended with EOS) and `num_tokens` are None if the server does not report them.
 
-    `failure` says why there is no text; "" if there is.
+    `failure` says why there is no text; "" if there is. `tokens` has, if the request asked for `top_logprobs` and the
+    server gave them, a pair per token of the answer: its text, and the log-probabilities in nats of the likeliest
+    tokens at its place.
     """
 
     text: str
     finished: bool | None = None
     num_tokens: int | None = None
     failure: str = ""
+    tokens: Sequence[tuple[str, Mapping[str, float]]] = ()
+
+
+OVER_BUDGET = Answer("", failure="the budget of requests is used up")
 
 
 @dataclass(frozen=True)
@@ -112,12 +123,44 @@ class Endpoint:
                 "", failure=f"{self.url} answered {self._shown(said)}; choices[0].message.content was expected"
             )
         finished = {"stop": True, "length": False}.get(reason) if isinstance(reason, str) else None
-        return Answer(text, finished, num_tokens if type(num_tokens) is int else None)
+        tokens = _top_logprobs(choice.get("logprobs"))
+        return Answer(text, finished, num_tokens if type(num_tokens) is int else None, tokens=tokens)
 
     def _shown(self, said: bytes) -> str:
         """Returns the beginning of a server's reply without the key, which some servers repeat."""
         text = " ".join(said.decode(errors="replace").split())
         return repr((text.replace(self.key, "***") if self.key else text)[:SHOWN_CHARACTERS])
+
+
+def _top_logprobs(logprobs: Any) -> tuple[tuple[str, dict[str, float]], ...]:
+    """Returns the tokens of an answer as in `Answer.tokens`; empty if the server gave none, or gave another format."""
+    try:
+        return tuple(
+            (str(place["token"]), {str(top["token"]): float(top["logprob"]) for top in place["top_logprobs"]})
+            for place in logprobs["content"]
+        )
+    except (KeyError, TypeError, ValueError):
+        return ()
+
+
+def read_reply(reply: Answer, read: Read, max_tokens: int) -> tuple[float, str]:
+    """Returns what `read` finds in a judge's reply, or (NaN, why there is nothing)."""
+    if reply.failure:
+        return math.nan, reply.failure
+    value, failure = read(reply.text)
+    if failure and reply.finished is False:
+        failure = f"{failure}; the answer was truncated at {max_tokens} tokens"
+    return value, failure
+
+
+def read_last_line(answer: str, pattern: re.Pattern[str], what: str, expected: str) -> tuple[str, str]:
+    """Returns (the pattern's group, "") if the last line of an answer matches, otherwise ("", why it does not)."""
+    lines = [line for line in answer.splitlines() if line.strip()]
+    found = pattern.fullmatch(lines[-1]) if lines else None
+    if found:
+        return found[1], ""
+    last = lines[-1].strip()[:LINE_CHARACTERS] if lines else ""
+    return "", f"no {what}: the answer ends with {last!r}; {expected} was expected"
 
 
 class AnswerCache:
@@ -130,7 +173,8 @@ class AnswerCache:
         self._database = sqlite3.connect(path, timeout=30.0, check_same_thread=False, isolation_level=None)
         try:
             self._database.execute(f"PRAGMA journal_mode = {'DELETE' if on_network(path) else 'WAL'}")
-            self._database.execute(TABLE)
+            for table in TABLES:
+                self._database.execute(table)
         except sqlite3.DatabaseError as error:
             self._database.close()
             raise ValueError(f"{path}: not a cache of endpoint answers: {error}") from None
@@ -138,11 +182,27 @@ class AnswerCache:
     def get(self, key: str) -> Answer | None:
         with self._lock:
             row = self._database.execute("SELECT answer FROM answers WHERE request = ?", (key,)).fetchone()
-        return Answer(**json.loads(row[0])) if row else None
+        if row is None:
+            return None
+        answer = Answer(**json.loads(row[0]))
+        return replace(answer, tokens=tuple((token, top) for token, top in answer.tokens))
 
     def put(self, key: str, answer: Answer) -> None:
         with self._lock:
             self._database.execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", (key, json.dumps(asdict(answer))))
+
+    def take(self, model: str, num_wanted: int, most: float) -> int:
+        """Counts requests to a model as sent, at most `most` in all by the processes that share the file. Returns how
+        many of those wanted may be sent.
+        """
+        with self._lock:
+            self._database.execute("BEGIN IMMEDIATE")
+            row = self._database.execute("SELECT num_requests FROM sent WHERE model = ?", (model,)).fetchone()
+            num_sent = row[0] if row else 0
+            num_granted = int(max(0, min(num_wanted, most - num_sent)))
+            self._database.execute("INSERT OR REPLACE INTO sent VALUES (?, ?)", (model, num_sent + num_granted))
+            self._database.execute("COMMIT")
+        return num_granted
 
     def close(self) -> None:
         self._database.close()
@@ -185,23 +245,37 @@ class Asker:
         Raises: ValueError with the first cause if too many requests fail, or if the budget does not suffice. Answers
         received until then are stored.
         """
+        answers, num_unsent = self._ask(requests, lambda _cache, wanted: self.budget.take(wanted), on_progress)
+        if num_unsent:
+            raise ValueError(
+                f"--budget {self.budget.num_requests:,} requests is used up: {num_unsent:,} of"
+                f" {len(requests):,} requests to {self.endpoint.model} have not been sent. The answers received are"
+                " stored; the same command continues"
+            )
+        return answers
+
+    def ask_within(self, requests: Sequence[Request], most: float, on_progress: OnProgress) -> list[Answer]:
+        """Like `ask_all`, but an answer that cannot be had is a failure. `most` bounds the requests to the model of all
+        processes that share the cache; beyond it, answers are `OVER_BUDGET`.
+        """
+        model = f"{self.endpoint.url}#{self.endpoint.model}"
+        return self._ask(requests, lambda cache, wanted: cache.take(model, wanted, most), on_progress)[0]
+
+    def _ask(
+        self, requests: Sequence[Request], take: Callable[[AnswerCache, int], int], on_progress: OnProgress
+    ) -> tuple[list[Answer], int]:
+        """Returns the answers, and how many different requests `take` did not grant."""
         cache = AnswerCache(self.cache)
         try:
             keys = [request_key(self.endpoint, request) for request in requests]
             answers = {key: answer for key in dict.fromkeys(keys) if (answer := cache.get(key)) is not None}
             missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in answers}
-            num_granted = self.budget.take(len(missing))
+            num_granted = take(cache, len(missing))
             sent = dict(itertools.islice(missing.items(), num_granted))
             answers |= self._ask_missing(sent, cache, len(keys), on_progress)
         finally:
             cache.close()
-        if num_granted < len(missing):
-            raise ValueError(
-                f"--budget {self.budget.num_requests:,} requests is used up: {len(missing) - num_granted:,} of"
-                f" {len(keys):,} requests to {self.endpoint.model} have not been sent. The answers received are stored;"
-                " the same command continues"
-            )
-        return [answers[key] for key in keys]
+        return [answers.get(key, OVER_BUDGET) for key in keys], len(missing) - num_granted
 
     def _ask_missing(
         self, missing: Mapping[str, Request], cache: AnswerCache, num_requests: int, on_progress: OnProgress

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from evaluation.endpoint import Answer, AnswerCache, Asker, Endpoint
 from files import retries
+from reward.endpoint import Answer, AnswerCache, Asker, Endpoint
 
 KEY = "sk-very-secret"
 
