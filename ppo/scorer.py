@@ -172,11 +172,14 @@ class Scorer(Rank):
             return self._network_scores(self.judge, sequences)
         texts = [self.tokenizer.decode(response).strip() for response in responses]
         size = self.config.minibatch.micro_batch_size or TEXTS_PER_CALL
-        columns = [
-            score_in_parts(part, asked.conversations, texts, size, asked.rows) for part in self.judge.parts.values()
-        ]
-        self._failure = next((result.failure for scored in columns for result in scored if result.failure), "")
-        return torch.tensor([[result.score for result in scored] for scored in columns]).T
+        columns = {
+            name: score_in_parts(part, asked.conversations, texts, size, asked.rows)
+            for name, part in self.judge.parts.items()
+        }
+        weights = self.judge.objective_weights
+        counted = (result for name, scored in columns.items() if weights.get(name, 1.0) for result in scored)
+        self._failure = next((result.failure for result in counted if result.failure), "")
+        return torch.tensor([[result.score for result in scored] for scored in columns.values()]).T
 
     def first_failure(self) -> str:
         return self._failure
