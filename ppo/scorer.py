@@ -187,8 +187,7 @@ class Scorer(Rank):
     def _network_scores(self, judge: RewardModel, sequences: Sequence[Sequence[int]]) -> Tensor:
         network, batch = judge.network, self.config.minibatch
         fitting = [row for row, tokens in enumerate(sequences) if judge.fits(tokens)]
-        room, too_long = judge.room_tokens, [len(row) for row in sequences if not judge.fits(row)]
-        self._failure = f"it has {too_long[0]} tokens; the reward model reads at most {room}" if too_long else ""
+        self._failure = next(filter(None, map(judge.why_unread, sequences)), "")
         scores_BO = torch.full((len(sequences), len(network.labels)), math.nan)
         # The reward model may have another tokenizer than the policy, so its token counts are known only here.
         units = [[len(sequences[row])] for row in fitting] or [[1]]

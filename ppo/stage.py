@@ -404,7 +404,7 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
 
 
 def _check_teacher(stage: StageRun, field: str, name: str) -> None:
-    """Check that a teacher is a language model with the policy's tokenizer, and has room for what the policy reads.
+    """Check that a teacher is a language model with the policy's tokenizer, and can read whatever the policy samples.
 
     Raises: ValueError naming field and folders.
     """
@@ -417,6 +417,11 @@ def _check_teacher(stage: StageRun, field: str, name: str) -> None:
         raise ValueError(
             f"{field}: the tokenizer of {folder} differs from that of the policy, {stage.start('sft')}; a teacher that"
             " reads the same tokens was expected"
+        )
+    if shape.vocab_size < stage.model.vocab_size:  # published models pad the same vocabulary to different sizes
+        raise ValueError(
+            f"{field}: {folder} has embeddings of {shape.vocab_size} tokens, and the policy, which may sample any of"
+            f" its own, of {stage.model.vocab_size}; a teacher with at least as many was expected"
         )
     if shape.max_position_embeddings < stage.model.max_position_embeddings:
         raise ValueError(
