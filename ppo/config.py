@@ -208,8 +208,8 @@ class AlarmConfig(Config):
 class PPOConfig(Config):
     """Each iteration samples `rollout_batch_size` responses and learns from them in minibatches (arXiv 1707.06347).
 
-    The reward comes from the reward stage, another reward model, a function or an endpoint. Scores are in standard
-    deviations of the initial policy's scores; KL is in nats per response.
+    The reward comes from the reward stage, another reward model, a function, an endpoint or a verifier. Scores are in
+    standard deviations of the initial policy's scores, and a verifier's are 0 and 1; KL is in nats per response.
     """
 
     init_from: str = Field(
@@ -246,7 +246,7 @@ class PPOConfig(Config):
     score_coef: float = Field(
         default=1.0,
         ge=0,
-        description="Weight of the score, in standard deviations, in the reward; 0 = the score is only logged, and the"
+        description="Weight of the score in the reward; 0 = the score is only logged, and the"
         " policy learns from `teachers` alone.",
     )
     teachers: tuple[TeacherConfig, ...] = Field(
@@ -256,7 +256,7 @@ class PPOConfig(Config):
     missing_eos_penalty: float = Field(
         default=0.0,
         ge=0,
-        description="Penalty on the score of a response without an end token, in standard deviations; 0 = none.",
+        description="Penalty on the score of a response without an end token, in the score's unit; 0 = none.",
     )
     max_failed_share: float = Field(
         default=0.1,

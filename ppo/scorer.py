@@ -204,11 +204,10 @@ class Scorer(Rank):
         texts = [self.tokenizer.decode(response).strip() for response in responses]
         size = self.config.minibatch.micro_batch_size or TEXTS_PER_CALL
         columns = self.judge.columns(asked.conversations, texts, size, asked.rows)
-        self._failure = next((result.failure for scored in columns for result in scored if result.failure), "")
-        counted = [weight != 0 for weight in self.config.reward.objective_weights.values()] or [True]
-        failed = [
-            [one for one in of if one.failure_kind] for of in zip(*itertools.compress(columns, counted), strict=True)
-        ]
+        has_weight = [weight != 0 for weight in self.config.reward.objective_weights.values()] or [True]
+        counted = [*itertools.compress(columns, has_weight)]
+        self._failure = next((one.failure for scored in counted for one in scored if one.failure), "")
+        failed = [[one for one in of if one.failure_kind] for of in zip(*counted, strict=True)]
         self._failure_kinds = Counter(of_response[0].failure_kind for of_response in failed if of_response)
         if self.config.steps is not None:
             return self._paid(columns[0], rollout, self.config.steps.separator or SEPARATOR)
@@ -264,8 +263,7 @@ class Scorer(Rank):
         """
         network, batch = judge.network, self.config.minibatch
         fitting = [row for row, of in enumerate(read) if judge.fits(of.tokens)]
-        room, too_long = judge.room_tokens, [len(of.tokens) for of in read if not judge.fits(of.tokens)]
-        self._failure = f"it has {too_long[0]} tokens; the reward model reads at most {room}" if too_long else ""
+        self._failure = next(filter(None, (judge.why_unread(of.tokens) for of in read)), "")
         found = [torch.empty(0, len(network.labels)) for _ in read]
         # The reward model may have another tokenizer than the policy, so its token counts are known only here.
         units = [[len(read[row].tokens)] for row in fitting] or [[2]]

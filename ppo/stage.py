@@ -48,6 +48,7 @@ from reward.sampling import SamplingSpec, sample_everywhere
 from reward.scoring import check_steps, labels_of, weights_by_label
 from reward.sources import REWARD_KEYS
 from reward.stage import STAGE as REWARD
+from reward.verifiers.verifier import Verifier
 from stages.contract import Parent, Stage
 from stages.data import SAMPLES, Fitting, OnAccess, fitting_prompts
 from stages.run import JobView, StageRun
@@ -296,16 +297,17 @@ def score_scale(
     run: StageRun, policy: Path, judge: Path | ExternalReward, prompts: Sequence[Prompt], config: PPOConfig
 ) -> ScoreScale:
     """Returns the mean and standard deviation of the scores of the initial policy's own samples: the unit of PPO's
-    scores.
+    scores. A verifier's scores keep their own, 0 and 1, which also mean something if no sample is right yet.
 
     If [collect] sampled that policy, the reward stage has measured them. Otherwise they are measured here, on one
     sample per prompt: published rankings contain responses of other policies, whose scores may differ. The samples are
-    kept until the stage is done, so a run that resumes has the same scale.
+    kept until the stage is done, so a run that resumes has the same scale. If all have the same score, the standard
+    deviation is taken to be 1: other responses may get another one.
 
     Raises:
-        ValueError: the reward gives every sample the same score, or too many fail.
+        ValueError: a reward model whose scale matters gives every sample the same score, or too many samples fail.
     """
-    if isinstance(judge, NoReward) or config.environment is not None:  # conversations have no scores before PPO
+    if isinstance(judge, NoReward | Verifier) or config.environment is not None:  # conversations have no scores yet
         return ScoreScale(0.0, 1.0)
     if was_measured(run) and not config.reward.objective_weights and config.steps is None:
         path = run.folder_of("reward") / "results.json"
@@ -344,12 +346,15 @@ def score_scale(
                 f" The first: {next(sample.failure for sample in samples if not isfinite(sample.score))}"
             )
         scale = ScoreScale(mean(scores), stdev(scores))
-    if not scale.std > 0:
+    if scale.std > 0:
+        return scale
+    if isinstance(judge, Path) and config.score_coef and config.advantage.scale != "group":
         raise ValueError(
             f"{where}: the scores of the initial policy's samples have a spread of {scale.std}; a reward that tells"
             " them apart was expected"
         )
-    return scale
+    say(f"{where}: all samples of the initial policy score {scale.mean:g}; a score of 1 more counts as one unit")
+    return replace(scale, std=1.0)
 
 
 @dataclass(frozen=True)
@@ -526,7 +531,7 @@ def _check_replies(tokenizer: Tokenizer, environment: Environment) -> None:
 
 
 def _check_teacher(stage: StageRun, field: str, name: str) -> None:
-    """Check that a teacher is a language model with the policy's tokenizer, and has room for what the policy reads.
+    """Check that a teacher is a language model with the policy's tokenizer, and can read whatever the policy samples.
 
     Raises: ValueError naming field and folders.
     """
@@ -539,6 +544,11 @@ def _check_teacher(stage: StageRun, field: str, name: str) -> None:
         raise ValueError(
             f"{field}: the tokenizer of {folder} differs from that of the policy, {stage.start('sft')}; a teacher that"
             " reads the same tokens was expected"
+        )
+    if shape.vocab_size < stage.model.vocab_size:  # published models pad the same vocabulary to different sizes
+        raise ValueError(
+            f"{field}: {folder} has embeddings of {shape.vocab_size} tokens, and the policy, which may sample any of"
+            f" its own, of {stage.model.vocab_size}; a teacher with at least as many was expected"
         )
     if shape.max_position_embeddings < stage.model.max_position_embeddings:
         raise ValueError(

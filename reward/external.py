@@ -76,6 +76,9 @@ class ExternalReward(Config, ABC):
 
     source_key: ClassVar[str]
     noun: ClassVar[str]  # what a report calls it, before its source
+    takes_any_number: ClassVar[bool] = (
+        False  # whether all responses are scored in one call, which runs them in parallel
+    )
 
     @abstractmethod
     def score(
@@ -337,7 +340,10 @@ def score_in_parts(
     size: int,
     rows: Sequence[Row] = (),
 ) -> list[Scored]:
-    """Score any number of responses, at most `size` per call. An endpoint gets up to `num_parallel` calls at once."""
+    """Score any number of responses, at most `size` per call unless the reward takes any number. An endpoint gets up to
+    `num_parallel` calls at once.
+    """
+    size = max(size, len(responses)) if reward.takes_any_number else size
     parts = [slice(start, start + size) for start in range(0, len(responses), size)]
 
     def score(part: slice) -> list[Scored]:

@@ -342,5 +342,14 @@ class RewardModel:
         return config.max_position_embeddings + (config.positions != "learned")
 
     def fits(self, tokens: Sequence[int]) -> bool:
-        """Returns whether the network can read this many tokens."""
-        return len(tokens) <= self.room_tokens
+        """Returns whether the network can read these tokens."""
+        return not self.why_unread(tokens)
+
+    def why_unread(self, tokens: Sequence[int]) -> str:
+        """Returns why the network cannot read these tokens; "" if it can. A policy with the same tokenizer may have
+        more rows of embeddings, from which it may sample numbers that are no token.
+        """
+        if len(tokens) > self.room_tokens:
+            return f"it has {len(tokens)} tokens; the reward model reads at most {self.room_tokens}"
+        highest, known = max(tokens, default=0), self.network.config.vocab_size
+        return f"it has the token {highest}; the reward model knows those below {known}" if highest >= known else ""

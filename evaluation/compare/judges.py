@@ -219,7 +219,16 @@ def _rubric_judge(name: str, spec: str, rubric: Path, asking: Asking) -> ScoreJu
 def _reward_endpoint(name: str, spec: str, asking: Asking) -> ScoreJudge:
     asker = asking.asker(name, f"{spec}#none")  # refuses invalid URLs and URLs with a password
     endpoint = RemoteReward(url=asker.endpoint.url, timeout_seconds=asking.timeout_seconds, retries=asking.num_retries)
-    return ScoreJudge(name, "reward endpoint", spec, endpoint.score)
+
+    def score(conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
+        if not asking.budget.take(1):
+            raise ValueError(
+                f"--budget {asking.budget.num_requests:,} requests is used up: a request to {spec} with"
+                f" {len(responses):,} responses has not been sent. It stores no scores"
+            )
+        return endpoint.score(conversations, responses)
+
+    return ScoreJudge(name, "reward endpoint", spec, score)
 
 
 def _people(name: str, store_url: str, judging: Judging, num_policies: int) -> PeopleJudge:

@@ -21,6 +21,7 @@ from evaluation.judges.people import PeopleJudge
 from evaluation.judges.scorers import ScoreJudge
 from files.hashes import derive_seed, file_hash
 from files.records import record_of
+from lm.hub import model_directory
 from lm.tokenizer import Tokenizer
 from ppo.config import PPOConfig
 from ppo.report import names_of
@@ -31,7 +32,7 @@ from reward.sampling import Sample, SamplingSpec, sample_everywhere
 from reward.stage import STAGE as REWARD
 from reward.steps import StepsConfig
 from stages.contract import POLICIES, Parent, Stage
-from stages.data import fitting_prompts
+from stages.data import OnAccess, fitting_prompts
 from stages.planner import Planner, StagePlan
 from stages.run import JobView, StageRun
 from training.data import NO_FIELDS, RowFields
@@ -168,19 +169,30 @@ def judge_of(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:
         )
     if config.judge_function:
         ((name, spec),) = named_specs([config.judge_function], "judge")
-        judge, external = function_judge(name, spec), proxy_of(run).external
-        if isinstance(external, RewardFunction) and judge.details["sha256"] == file_hash(external.file):
+        judge, proxy = function_judge(name, spec), proxy_of(run)
+        parts = proxy.external.parts.items() if proxy.external else ()
+        trained_on = [part for part_name, part in parts if proxy.objective_weights.get(part_name, 1.0)]
+        files = [part.file for part in trained_on if isinstance(part, RewardFunction)]
+        if judge.details["sha256"] in map(file_hash, files):
             return described_as_reward(judge, "comes from the same file as the reward")
         return judge
     if config.judge_from:
         ((name, spec),) = named_specs([config.judge_from], "judge")
-        return reward_model_judge(name, spec)
+        judge, model = reward_model_judge(name, spec), proxy_of(run).model
+        is_reward = bool(model) and Path(model).resolve() == model_directory(spec.partition("#")[0]).resolve()
+        return described_as_reward(judge, "is also the reward") if is_reward and _is_climbed(run.job) else judge
     if config.judge_reward:
-        proxy, policies = proxy_of(run), policies_of(run.job)
-        is_climbed = PPO.name in policies or any(REWARD.name in run.job.parents(name) for name in policies)
+        proxy = proxy_of(run)
         reward = proxy.external or Path(proxy.model)
+        is_climbed = _is_climbed(run.job)
         return reward_judge("reward", reward, proxy.objective_weights, proxy.steps, is_climbed=is_climbed)
     return gold_judge(run.world.judge_names[0], "gold:../job.toml", run.world)
+
+
+def _is_climbed(job: JobView) -> bool:
+    """Returns whether a policy is trained to raise what `proxy_of` returns."""
+    policies = policies_of(job)
+    return PPO.name in policies or any(REWARD.name in job.parents(name) for name in policies)
 
 
 def check(config: CompareConfig, job: JobView) -> None:
@@ -236,6 +248,9 @@ def preflight(run: StageRun, config: CompareConfig) -> None:
     limits = config.max_new_tokens, config.on_overlong
     fitting = fitting_prompts(run, tokenizer, config.prompts, *limits, run.tell, _row_fields(run.job))
     with_clusters(fitting.prompts, config.prompts, config.cluster_by)
+    ppo = run.job.section(PPO)
+    if ppo is not None and ppo.external_reward is not None:  # it scores these samples too
+        ppo.external_reward.check(OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row))
 
 
 def plan(planner: Planner, config: CompareConfig) -> StagePlan:

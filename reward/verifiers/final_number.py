@@ -11,22 +11,33 @@ What is found there must be one number; a calculation counts by what follows its
 ambiguous, and an answer without a number has none: both are failures, never a guess.
 
 Units, currencies, percent signs and Markdown are left out ("50%" is 50). Thousands separators, fractions (also
-\frac{1}{2} and 1 1/2), negative numbers and "million" are understood.
+\frac{1}{2} and 1 1/2), negative numbers, "million", 1e-05 and 2 × 10^5 are understood. A number that is only denied or
+a bound ("not 5", "more than 5", "x > 5") is none.
 """
 
 import re
 from fractions import Fraction
 
 SHOWN_CHARACTERS = 60
-_TIMES = {"hundred": 100, "thousand": 1_000, "million": 1_000_000, "billion": 1_000_000_000}
+_TIMES = {"hundred": 100, "thousand": 1_000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 # A minus sign belongs to the number unless it stands between two terms, as in 5-3.
 _NUMBER = re.compile(
     rf"(?P<minus>(?<![\w)\]%.])-\s?)?(?:[$€£¥]\s?)?(?P<minus_inside>-(?=\d|\.\d))?(?P<whole>{_DIGITS})"
-    rf"(?:\s+(?P<mixed>\d+)\s?/\s?(?P<of>\d+)|\s?/\s?(?P<by>{_DIGITS}))?(?![\d])"
-    r"(?:\s+(?P<times>hundred|thousand|million|billion)\b)?",
+    rf"(?:\s+(?P<mixed>\d+)\s?/\s?(?P<of>\d+)|\s?/\s?(?P<by>{_DIGITS})"
+    r"|(?:e|\s?(?:×|x|\\times|\\cdot)\s?10\s?\^\s*)(?P<power>[-+]?\d{1,3}))?(?![\d])"
+    r"(?P<times>(?:\s+(?:hundred|thousand|million|billion|trillion)\b)*)",
     re.IGNORECASE,
 )
+# What stands before a number that the answer does not give, but denies or takes for a bound.
+_OTHER_THAN = re.compile(
+    r"(?:\b(?:not|never|neither|nor|cannot|except)\b|n['’]t\b"
+    r"|\b(?:more|less|greater|fewer|higher|lower|larger|bigger|smaller) than\b"
+    r"|[≠≥≤]|[^\S\n][<>](?=[^\S\n])|!=|>=|<=|\\n?[gl]eq?\b|\\neq?\b|\\[gl]t\b)"
+    r"(?:[\s(:]|\b(?:be|equal|to|exactly|just|only|the|an?|necessarily|really|is|it)\b)*$",
+    re.IGNORECASE,
+)
+_BEFORE_CHARACTERS = 60  # in which that is looked for
 _MARKED = re.compile(r"####([^\n]*)")
 _SAID = re.compile(r"\banswer(?:\s+is|\s*:|\s*=)\s*:?(?P<rest>(?:[^\n.]|\.(?=\d))*)", re.IGNORECASE)
 _SENTENCE = re.compile(r"(?<!\d)\.(?=\s|$)|(?<=\d)\.(?=\s|$)|[!?](?=\s|$)|\n")
@@ -79,10 +90,14 @@ def _plain(text: str) -> str:
 
 
 def _numbers(place: str) -> list[Fraction]:
-    """Returns the numbers of a text, after its last "=" if it has one and a number follows."""
-    after = place.rpartition("=")[2]
-    found = [_value(number) for number in _NUMBER.finditer(after)]
-    return found or [_value(number) for number in _NUMBER.finditer(place)]
+    """Returns the numbers that a text gives, after its last "=" if it has one and a number follows."""
+    last = place.rfind("=") + 1
+    found = list(_NUMBER.finditer(place, last)) or list(_NUMBER.finditer(place))
+    return [
+        _value(number)
+        for number in found
+        if not _OTHER_THAN.search(place[max(0, number.start() - _BEFORE_CHARACTERS) : number.start()])
+    ]
 
 
 def _value(number: re.Match[str]) -> Fraction:
@@ -95,7 +110,9 @@ def _value(number: re.Match[str]) -> Fraction:
             value += _decimal(over) / _decimal(under)
         elif under:
             value /= _decimal(under)
-    value *= _TIMES.get((number["times"] or "").lower(), 1)
+    value *= Fraction(10) ** int(number["power"] or 0)
+    for word in number["times"].lower().split():
+        value *= _TIMES[word]
     return -value if number["minus"] or number["minus_inside"] else value
 
 

@@ -15,7 +15,8 @@ from tempfile import TemporaryFile
 from files.fields import shown
 from reward.verifiers import sandboxed
 
-_FENCED = re.compile(r"^[ \t]*```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"(?P<indent>[ \t]*)(?P<marks>`{3,}|~{3,})[ \t]*(?P<info>.*)")
+_PYTHON = re.compile(r"\{?\.?py(?:thon)?[\d.]*\b(?!-)", re.IGNORECASE)  # the first word after a fence that opens
 
 # What must fail in the sandbox. Each is a test that passes if it does; none harms anything where it does not.
 _PROBES = {
@@ -41,9 +42,35 @@ class Limits:
 
 
 def code_in(response: str) -> str:
-    """Returns the last block of Python code in a response, or the whole response if it has no block of code."""
-    blocks = _FENCED.findall(response)
-    return str(blocks[-1]) if blocks else response
+    """Returns the last block of code in a response that says it is Python; without any, the last one that names no
+    language; without that either, the whole response.
+    """
+    blocks = _blocks(response)
+    for is_code in (_PYTHON.match, lambda info: not info):
+        if found := [code for info, code in blocks if is_code(info)]:
+            return found[-1]
+    return response
+
+
+def _blocks(response: str) -> list[tuple[str, str]]:
+    """Returns what follows the opening fence of each fenced block of Markdown, and the block (CommonMark 0.31, 4.5).
+
+    A fence closes a block if it has the opening one's character, at least as often, and nothing follows it. A block
+    that is cut off ends with the response. Unlike in CommonMark, a fence may be indented by any number of spaces.
+    """
+    blocks: list[tuple[str, list[str]]] = []
+    opening: re.Match[str] | None = None
+    for line in re.findall(r".*\n|.+", response):
+        fence = _FENCE.fullmatch(line.rstrip())
+        if opening is None:
+            if fence and not ("`" in fence["info"] and fence["marks"].startswith("`")):
+                opening = fence
+                blocks.append((fence["info"], []))
+        elif fence and not fence["info"] and fence["marks"].startswith(opening["marks"]):
+            opening = None
+        else:
+            blocks[-1][1].append(line.removeprefix(opening["indent"]))
+    return [(info, "".join(lines)) for info, lines in blocks]
 
 
 def passes_tests(code: str, tests: Sequence[str], limits: Limits) -> tuple[bool, str]:
@@ -53,16 +80,15 @@ def passes_tests(code: str, tests: Sequence[str], limits: Limits) -> tuple[bool,
     be told of code that needs more time by the clock, since the machine may have been busy, and if the machine ended
     the process.
     """
-    token = secrets.token_hex(16)  # proves that the process got to the end of the tests
+    token = secrets.token_hex(sandboxed.TOKEN_BYTES // 2)  # proves that the process got to the end of the tests
     request = {
         "code": code,
         "tests": list(tests),
-        "token": token,
         "cpu_seconds": limits.cpu_seconds,
         "memory_bytes": limits.memory_bytes,
     }
     with TemporaryFile() as asked, TemporaryFile() as output:
-        asked.write(json.dumps(request).encode())
+        asked.write(json.dumps(request).encode() + token.encode())
         asked.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-s", "-S", "-P", "-B", sandboxed.__file__],

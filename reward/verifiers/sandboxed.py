@@ -16,11 +16,12 @@ import signal
 import struct
 import sys
 from types import ModuleType
-from typing import Any
 
 READY = b"ready\n"
 OUTPUT_BYTES = 4096  # of the file that holds the result
 RESULT = 3  # its descriptor once the process is limited; before, it is standard error
+PROOF = 4  # the descriptor from which the token is read once all tests have passed
+TOKEN_BYTES = 32  # at the end of the request
 MODULES = (
     "__future__", "abc", "array", "base64", "bisect", "calendar", "cmath", "collections", "collections.abc",
     "contextlib", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "hashlib", "heapq",
@@ -56,32 +57,43 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
 
 
-def run(request: dict[str, Any]) -> None:
-    """Run the code, then the tests, and write the request's token. Never returns."""
+def run(code: str, tests: list[str], cpu_seconds: int, memory_bytes: int) -> None:
+    """Run the code, then the tests, and write the request's token. Never returns.
+
+    What the code may replace is bound or compiled before it runs, and no object of this process holds the token.
+    """
     for name in MODULES:
         importlib.import_module(name)
+    execute, read, write, leave, untrace = exec, os.read, os.write, os._exit, sys.settrace
+    result, proof, token_bytes = RESULT, PROOF, TOKEN_BYTES
     try:
-        limit(request["cpu_seconds"], request["memory_bytes"])
+        limit(cpu_seconds, memory_bytes)
     except OSError as error:
-        os.write(RESULT, str(error).encode())
-        os._exit(1)
-    os.write(RESULT, READY)
+        write(result, str(error).encode())
+        leave(1)
+    write(result, READY)
     module = ModuleType("response")
     sys.modules["response"] = module
+    names = module.__dict__
     try:
-        for name, text in (("response", request["code"]), *((f"test {n}", t) for n, t in enumerate(request["tests"]))):
-            exec(compile(text, name, "exec"), module.__dict__)
-    except BaseException:  # whatever the code raises, SystemExit too
-        os._exit(1)
-    os.write(RESULT, request["token"].encode())
-    os._exit(0)
+        texts = {"response": code, **{f"test {number}": test for number, test in enumerate(tests)}}
+        for program in [compile(text, name, "exec") for name, text in texts.items()]:
+            execute(program, names)
+            untrace(None)
+        write(result, read(proof, token_bytes))
+        leave(0)
+    finally:  # whatever the code raised, SystemExit too
+        leave(1)
 
 
 def limit(cpu_seconds: int, memory_bytes: int) -> None:
     """Limit this process for good. Raises: OSError if the system does not support a limit."""
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the request holds the token
     os.closerange(3, 1024)
     os.dup2(2, RESULT)
+    os.lseek(0, -TOKEN_BYTES, os.SEEK_END)
+    os.dup2(0, PROOF)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.closerange(PROOF + 1, 1024)
     os.dup2(1, 2)  # what code prints is thrown away
     sys.path.clear()
     # At the first limit of computing time the kernel sends SIGXCPU, which nothing can catch or block here: no system
@@ -91,7 +103,7 @@ def limit(cpu_seconds: int, memory_bytes: int) -> None:
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, OUTPUT_BYTES),
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, RESULT + 1),
+        (resource.RLIMIT_NOFILE, PROOF + 1),
         (resource.RLIMIT_NPROC, 0),
     ):
         resource.setrlimit(kind, (most, most))
@@ -126,4 +138,6 @@ def system_call_filter(column: int, architecture: int) -> bytes:
 
 
 if __name__ == "__main__":
-    run(json.load(sys.stdin))
+    with open(0, "rb", buffering=0, closefd=False) as asked:  # unbuffered: no buffer keeps the token
+        request = json.loads(asked.readall()[:-TOKEN_BYTES])
+    run(**request)

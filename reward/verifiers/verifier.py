@@ -5,9 +5,9 @@ score is missing, with a reason.
 """
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -54,6 +54,7 @@ class Verifier(ExternalReward):
     model_config = ConfigDict(title="Reward verifier")
     source_key: ClassVar[str] = "verifier"
     noun: ClassVar[str] = "verifier"
+    takes_any_number: ClassVar[bool] = True
     objective_weights: ClassVar[Mapping[str, float]] = {}
 
     kind: Literal["verifier"] = Field(default="verifier", description="The kind of this table.")
@@ -113,7 +114,9 @@ class Verifier(ExternalReward):
 
         if not any("tests" in self._kinds(row) for row in rows):
             return [score(row, response) for row, response in zip(rows, responses, strict=True)]
-        with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="tests") as pool:
+        import torch  # only here: `heed` reads jobs without it
+
+        with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="tests") as pool:
             return list(pool.map(score, rows, responses))
 
     def _kinds(self, row: Row) -> list[Kind]:
@@ -142,7 +145,7 @@ class Verifier(ExternalReward):
         if not (is_number(answer) or isinstance(answer, str)):
             raise ValueError(f"{where}: field 'answer' is {shown(answer)}; a number, or a text with it, was expected")
         try:
-            expected = final_number(str(answer))
+            expected = final_number(answer) if isinstance(answer, str) else Fraction(str(answer))
         except ValueError as error:
             raise ValueError(f"{where}: field 'answer': {error}; one number was expected") from None
 

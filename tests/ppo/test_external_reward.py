@@ -93,6 +93,7 @@ def test_sources_of_a_sum_are_logged_one_by_one(
     scores_BO = worker.roles.scorers.start_scores(worker.sample(prompts, range(16)))()
     assert scores_BO[:, 1].tolist() == list(range(16))
     assert scores_BO[:, 0].isnan().nonzero()[:, 0].tolist() == [3, 13]
+    assert worker.scorer.first_failure() == ""  # every response has a score
     metrics = PPOController(config, worker.roles, prompts, own.scale, num_pretraining_rows=0, seed=5).step(0)
     assert metrics["failed_scores"] == 0.0
     assert (metrics["failed/lengths"], metrics["failed/count"]) == (pytest.approx(2 / 16), 0.0)

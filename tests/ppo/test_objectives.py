@@ -100,6 +100,18 @@ def test_a_text_that_does_not_fit_fails_by_every_objective(start: Start, prompts
     assert "it has 65 tokens; the reward model reads at most 41" in worker.scorer.first_failure()
 
 
+def test_a_number_that_is_no_token_of_the_reward_model_fails(start: Start, prompts: Prompts) -> None:
+    """The policy's embeddings may be padded to more rows than the reward model's."""
+    worker = start(WEIGHTS, {})
+    rollout = worker.sample([prompts[0], prompts[1]], [0, 1])
+    highest = max(map(max, rollout.token_lists()[1]))
+    sequences = worker.scorer.judge.sequences(worker.tokenizer, [], *rollout.token_lists())
+    has_it = [max(tokens) >= highest for tokens in sequences]
+    worker.scorer.judge.network.config = worker.scorer.judge.network.config.model_copy(update={"vocab_size": highest})
+    assert [all(row) for row in worker.scores(rollout).isnan().tolist()] == has_it
+    assert "; the reward model knows those below " in worker.scorer.first_failure()
+
+
 @pytest.mark.parametrize(
     ("weights", "words"),
     [

@@ -7,10 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from evaluation.compare.judges import reward_judge
+import pytest
+from evaluation.endpoint import Budget
+
+from evaluation.compare.judges import Asking, open_scorer, reward_judge
 from evaluation.verdicts import Verdict
 from heed.worlds.gold import gold_score
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld, draw_prompts
+from lm.tokenizer import Messages
 from preferences.records import Answer, ShownTask
 from preferences.scripted import answer_all
 from preferences.store import LabelStore
@@ -115,3 +119,12 @@ def test_a_reward_judges_and_is_described_as_the_reward(tmp_path: Path) -> None:
         assert described["is_reward"]
         assert described["description"] == f"{what}, which is also the reward: whatever it overlooks stays unseen here"
     assert [scored.score for scored in by_function.score([[{"role": "user", "content": "q"}]], ["a"])] == [2.0]
+
+
+def test_requests_to_a_reward_endpoint_count_toward_the_budget(tmp_path: Path, chat_server: Any) -> None:
+    asking = Asking(tmp_path / "a.sqlite", 1, 5.0, 0, 1.0, Budget(1))
+    judge = open_scorer("r", f"{chat_server.url}/score", asking)
+    asked: list[Messages] = [[{"role": "user", "content": "q"}]]
+    judge.score(asked, ["a"])
+    with pytest.raises(ValueError, match=r"^--budget 1 requests is used up: a request to http://.*/score with 1 resp"):
+        judge.score(asked, ["a"])

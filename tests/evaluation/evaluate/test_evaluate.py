@@ -446,3 +446,17 @@ def test_every_module_of_a_suite_opens_by_its_name() -> None:
     assert "gsm8k" in suite_names()
     for name in suite_names():
         assert open_suite(name).name == name
+
+
+def test_a_function_under_test_is_called_again_since_it_may_read_other_files(
+    heed_main: Call, evaluate: Arguments, place: Path
+) -> None:
+    (place / "reading.py").write_text(
+        "from pathlib import Path\n\n\ndef score(prompts, responses):\n"
+        f"    return [float(Path({str(place / 'value')!r}).read_text())] * len(responses)\n"
+    )
+    for value, out in ((1.0, "first"), (2.0, "second")):
+        (place / "value").write_text(str(value))
+        arguments = evaluate(place, f"r={place / 'reading.py'}:score", suite="PREFERRED", out=out)
+        assert heed_main(*arguments, "--cache", str(place / "cache.sqlite"))[0] == 0
+        assert set(values_of(place / out, "reward").values()) == {value}

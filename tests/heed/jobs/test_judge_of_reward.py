@@ -7,25 +7,36 @@ import pytest
 
 from evaluation.compare.report.stage import judge_sentence
 from evaluation.compare.results import JudgeResults
-from evaluation.compare.stage import judge_of
+from evaluation.compare.stage import judge_of, preflight
+from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
 from heed.jobs.run import Run
+from lm.model import LanguageModel, ScalarModel
+from lm.source import load
+from lm.tokenizer import Tokenizer
+from lm.weights import WithNewHead, save_model
+from reward.verifiers import verifier
+
+ALONE = '{ kind = "function", function = "FOLDER/reward.py:score" }'
+SUM = (
+    f'{{ kind = "sum", sources = {{ a = {ALONE}, b = {{ kind = "function", function = "FOLDER/logged.py:score" }} }},'
+    " objective_weights = { a = 1.0, b = 0.0 } }"
+)
 
 
-@pytest.mark.parametrize(("judge", "is_reward"), [("reward.py:strict", True), ("judge.py:score", False)])
-def test_a_judge_from_the_rewards_file_cannot_show_gaming(
-    tmp_path: Path, model_folder: Path, judge: str, is_reward: bool
-) -> None:
+def compared(tmp_path: Path, model_folder: Path, reward: str, judge: str) -> JobConfig:
+    """A job that trains by `reward`, and compares by `judge`."""
     function = "def {}(prompts, responses):\n    return [1.0] * len(responses)\n"
     (tmp_path / "reward.py").write_text(function.format("score") + "\n\n" + function.format("strict"))
     (tmp_path / "judge.py").write_text(function.format("score"))
+    (tmp_path / "logged.py").write_text(function.format("score") + "# another file\n")
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Why?"}) + "\n")
     (tmp_path / "job.toml").write_text(
         f"""
         name = "judged"
         [ppo]
         init_from = "{model_folder}"
-        reward = {{ kind = "function", function = "{tmp_path}/reward.py:score" }}
+        reward = {reward.replace("FOLDER", str(tmp_path))}
         prompts = {{ source = "{tmp_path}/prompts.jsonl" }}
         num_iterations = 1
         rollout_batch_size = 2
@@ -35,11 +46,26 @@ def test_a_judge_from_the_rewards_file_cannot_show_gaming(
         policy_optimizer = {{ learning_rate = 1e-3 }}
         [compare]
         prompts = {{ source = "{tmp_path}/prompts.jsonl" }}
-        judge_function = "{tmp_path}/{judge}"
+        {judge.replace("FOLDER", str(tmp_path))}
         max_new_tokens = 4
         """
     )
-    job = load_job(tmp_path / "job.toml")
+    return load_job(tmp_path / "job.toml")
+
+
+@pytest.mark.parametrize(
+    ("reward", "judge", "is_reward"),
+    [
+        (ALONE, "reward.py:strict", True),
+        (ALONE, "judge.py:score", False),
+        (SUM, "reward.py:strict", True),
+        (SUM, "logged.py:score", False),  # its weight is 0
+    ],
+)
+def test_a_judge_from_the_rewards_file_cannot_show_gaming(
+    tmp_path: Path, model_folder: Path, reward: str, judge: str, is_reward: bool
+) -> None:
+    job = compared(tmp_path, model_folder, reward, f'judge_function = "FOLDER/{judge}"')
     run = Run(job, tmp_path / "run", None, None).of("compare")  # type: ignore[arg-type]  # no worker is asked
     assert job.compare is not None
     described = judge_of(run, job.compare).describe()
@@ -47,3 +73,35 @@ def test_a_judge_from_the_rewards_file_cannot_show_gaming(
     assert ("comes from the same file as the reward" in described["description"]) == is_reward
     results = JudgeResults("judge", described["description"], "function", is_reward)
     assert ("took no part in training" in judge_sentence(results)) != is_reward
+
+
+def test_a_judge_that_is_the_reward_model_cannot_show_gaming(
+    tmp_path: Path, model_folder: Path, tokenizer: Tokenizer
+) -> None:
+    reward_folder = tmp_path / "reward"
+    network = load(WithNewHead(model_folder, LanguageModel, ScalarModel, 0))
+    save_model(reward_folder, network, network.state_dict(), tokenizer)
+    job = compared(
+        tmp_path, model_folder, f'{{ kind = "model", model = "{reward_folder}" }}', f'judge_from = "{reward_folder}"'
+    )
+    run = Run(job, tmp_path / "run", None, None).of("compare")  # type: ignore[arg-type]  # no worker is asked
+    assert job.compare is not None
+    assert judge_of(run, job.compare).describe()["is_reward"]
+
+
+def test_tests_of_the_compared_prompts_need_a_sandbox_too(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = compared(tmp_path, model_folder, '{ kind = "verifier" }', 'judge_function = "FOLDER/judge.py:score"')
+    row = {"prompt": "Double it.", "tests": "assert double(2) == 4"}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+
+    def refuse() -> None:
+        raise ValueError("no sandbox here")
+
+    monkeypatch.setattr(verifier, "check_sandbox", refuse)
+    (tmp_path / "run").mkdir()
+    run = Run(job, tmp_path / "run", None, None).of("compare")  # type: ignore[arg-type]
+    assert job.compare is not None
+    with pytest.raises(ValueError, match="no sandbox here"):
+        preflight(run, job.compare)

@@ -188,7 +188,7 @@ def test_an_alarm_goes_back_to_the_initial_policy(tmp_path: Path) -> None:
     assert "Evidence for the alarm" in report
 
 
-@pytest.mark.parametrize("problem", ["tokenizer", "missing", "kind", "short"])
+@pytest.mark.parametrize("problem", ["tokenizer", "missing", "kind", "short", "narrow"])
 def test_a_teacher_that_cannot_teach_is_refused_before_anything_runs(
     tmp_path: Path, model_folder: Path, encoder_folder: Path, problem: str
 ) -> None:
@@ -198,6 +198,8 @@ def test_a_teacher_that_cannot_teach_is_refused_before_anything_runs(
         tokenizer = Tokenizer.train(["other words than those"] * 9, 300, "chat")
     if problem == "short":
         model = LanguageModel(model.config.model_copy(update={"max_position_embeddings": 32}))
+    if problem == "narrow":
+        model = LanguageModel(model.config.model_copy(update={"vocab_size": model.config.vocab_size - 1}))
     if problem != "missing":
         save_model(teacher, model, model.state_dict(), tokenizer)
     named = encoder_folder if problem == "kind" else teacher
@@ -209,6 +211,7 @@ def test_a_teacher_that_cannot_teach_is_refused_before_anything_runs(
         "missing": rf"{teacher}",
         "kind": rf"{encoder_folder}/config.json: architectures is .* was expected",
         "short": rf"{teacher} reads at most 32 tokens, and the policy 96; a teacher that",
+        "narrow": rf"{teacher} has embeddings of \d+ tokens, and the policy, .*, of \d+; a teacher with",
     }  # fmt: skip
     with pytest.raises(ValueError, match=rf"^ppo.teachers.1.model: {words[problem]}"):
         check_data(Run(load_job(job_of(tmp_path, "ppo", ppo=ppo)), tmp_path / "run", None, None))
@@ -267,6 +270,16 @@ def test_a_reward_model_that_tells_nothing_apart_is_refused(
     job = load_job(job_of(tmp_path, "ppo", ppo={"init_from": str(model_folder), "reward": reward, "prompts": prompts}))
     with pytest.raises(ValueError, match=r"flat: the scores of the initial policy's samples have a spread of 0"):
         run_job(job, tmp_path / "runs")
+    in_groups = job_of(
+        tmp_path,
+        "ppo",
+        ppo={
+            "init_from": str(model_folder), "reward": reward, "prompts": prompts, "num_iterations": 1,
+            "advantage": {"kind": "group_mean", "samples_per_prompt": 2, "scale": "group"},
+        },
+    )  # fmt: skip
+    run = run_job(load_job(in_groups), tmp_path / "groups")  # which divides by the spread of each group
+    assert json.loads((run / "ppo" / "results.json").read_text())["score_scale_std"] == 1
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_a_list_passes_its_own_checks_and_no_other_list_does() -> None:
 
 @pytest.mark.long
 def test_the_example_job_runs_and_scores_by_its_rows(tmp_path: Path) -> None:
-    """So small a policy writes no list, so the verifier, which scores all 0, is summed with a function of the rows."""
+    """So small a policy writes no list: the verifier scores all 0, and a function of the rows is added to it."""
     (tmp_path / "rewards.py").write_text(
         "def vowels(prompts, responses, rows):\n"
         "    assert all(prompt[-1]['content'] == row['messages'][0]['content'] for prompt, row in zip(prompts, rows))\n"
@@ -75,6 +75,33 @@ def test_the_example_job_runs_and_scores_by_its_rows(tmp_path: Path) -> None:
         assert sample["score"] == 0.5 * sum(sample["response"].count(vowel) for vowel in "aeiou")
     lineage = json.loads((run / "ppo" / "lineage.json").read_text())
     assert f"{tmp_path}/rewards.py:vowels" in lineage["data"]  # another function means another stage
+
+
+@pytest.mark.parametrize(
+    ("reward", "score"),
+    [
+        ({"kind": "verifier", "unclear": "wrong"}, 0.0),
+        ({"kind": "function", "function": "FILE:never"}, 3.0),
+        (
+            {
+                "kind": "sum",
+                "sources": {"right": {"kind": "verifier", "unclear": "wrong"}},
+                "objective_weights": {"right": 1.0},
+            },
+            0.0,
+        ),
+    ],
+)
+def test_a_first_policy_whose_responses_all_score_the_same_may_learn(
+    tmp_path: Path, model_folder: Path, reward: dict[str, Any], score: float
+) -> None:
+    (tmp_path / "mine.py").write_text("def never(prompts, responses):\n    return [3.0] * len(responses)\n")
+    reward = {name: f"{tmp_path}/mine.py:never" if name == "function" else value for name, value in reward.items()}
+    rows = [{"prompt": "How many?", "answer": 98_765_432 + n} for n in range(16)]
+    run = run_job(load_job(job_with(tmp_path, model_folder, rows, reward=reward)), tmp_path / "runs")
+    assert {line["score"] for line in read_metrics(run / "ppo" / "metrics.jsonl")} == {score}
+    results = json.loads((run / "ppo" / "results.json").read_text())
+    assert (results["score_scale_mean"], results["score_scale_std"]) == (score, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,31 @@ TEN = [f"option number {number}" for number in range(10)]
         ("It is green.", "C"),
         ("The sky is light  blue.", "B"),
         ("I think that a good answer is a red house.", "D"),
+        ("`B`", "B"),
+        ("[B]", "B"),
+        ("'B'", "B"),
+        ('"B"', "B"),
+        ("“B”.", "B"),
+        ("Answer: [B]", "B"),
+        ("Answer: `b`", "B"),
+        ("The answer is option 'B'.", "B"),
+        ("B is correct.", "B"),
+        ("(B) is the correct answer", "B"),
+        ("A is wrong, B is correct.", "B"),
+        ("Option A is wrong and B is correct.", "B"),
+        ("I considered option A, but B is the right answer.", "B"),
+        ("I would go with B.", "B"),
+        ("Let us choose (C).", "C"),
+        ("It is not (A), it is (B).", "B"),
+        ("It is not (A) but (B).", "B"),
+        ("It's (D), not (A).", "D"),
+        ("(A), (C) and (D) are wrong; (B)", "B"),
+        ("Answer: B\n\n(A) is wrong.", "B"),
+        ("Answer: B, not C", "B"),
+        ("Answer: B, since C is wrong", "B"),
+        ("The one that is not a fish is (B).", "B"),
+        ("The sky is not green but blue.", "A"),
+        ("Answer: B, I think", "B"),
     ],
 )
 def test_a_clear_choice_is_read(response: str, letter: str) -> None:
@@ -59,6 +84,26 @@ def test_a_clear_choice_is_read(response: str, letter: str) -> None:
         ("Either (A) or (D)", "options A, D are chosen"),
         ("blue or green", "options A, C are chosen"),
         ("light blue or blue", "options A, B are chosen"),
+        ("not (A)", "no option is chosen"),
+        ("It isn't (A).", "no option is chosen"),
+        ("I do not think that it is (A).", "no option is chosen"),
+        ("It cannot be (A)", "no option is chosen"),
+        ("Neither (A) nor (B)", "no option is chosen"),
+        ("It is not (A), (B) or (C).", "no option is chosen"),
+        ("Rule out (A).", "no option is chosen"),
+        ("(A) is wrong.", "no option is chosen"),
+        ("(A) and (B) are wrong.", "no option is chosen"),
+        ("Answer A is incorrect.", "no option is chosen"),
+        ("The wrong answer is A.", "no option is chosen"),
+        ("Not \\boxed{A}", "no option is chosen"),
+        ("The sky is not blue.", "no option is chosen"),
+        ("Green is wrong.", "no option is chosen"),
+        ("Answer: A or B", "options A, B are chosen"),
+        ("Answer: A/B", "options A, B are chosen"),
+        ("Answer: A, B, or maybe C", "options A, B, C are chosen"),
+        ("The answer is (A) (or (B)).", "options A, B are chosen"),
+        ("Answer: **A** and **B**", "options A, B are chosen"),
+        ("Answer: A. Or D?", "options A, D are chosen"),
     ],
 )
 def test_an_unclear_one_is_a_failure_and_never_zero(response: str, reason: str) -> None:
@@ -75,7 +120,15 @@ def test_ten_options_have_letters_a_to_j() -> None:
 
 @pytest.mark.timeout(20)  # a pattern that backtracks would take hours
 def test_long_responses_are_read_in_seconds() -> None:
-    for response in ("(" * 50_000, "* " * 50_000, "answer " * 20_000, "is " * 30_000, "A" * 50_000, "\n" * 50_000):
+    for response in (
+        "(" * 50_000,
+        "* " * 50_000,
+        "answer " * 20_000,
+        "is " * 30_000,
+        "A" * 50_000,
+        "\n" * 50_000,
+        "(A)(B)" * 10_000,
+    ):
         assert math.isnan(score_choice(response, OPTIONS, "A").score)
 
 

@@ -1,6 +1,10 @@
 """Checks of a response's form, and how rows name checks."""
 
+import json
+import time
+
 import pytest
+from jsonschema import Draft202012Validator
 
 from reward.verifiers import formats
 from reward.verifiers.checks import Check, read_checks
@@ -33,6 +37,60 @@ def test_a_search_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> Non
         check.passes("a" * 40 + "c")
 
 
+SLOW, LONG = "^(a|a|b?a)*$", "a" * 40 + "c"
+
+
+@pytest.mark.parametrize(
+    ("schema", "response"),
+    [
+        ({"pattern": SLOW}, f'"{LONG}"'),
+        ({"$schema": "https://json-schema.org/draft/2020-12/schema", "pattern": SLOW, "items": {"$ref": "#"}},
+         f'["{LONG}"]'),
+        ({"patternProperties": {SLOW: {}}}, f'{{"{LONG}": 1}}'),
+        ({"patternProperties": {SLOW: {}}, "additionalProperties": False}, f'{{"{LONG}": 1}}'),
+        ({"propertyNames": {"pattern": SLOW}}, f'{{"{LONG}": 1}}'),
+    ],
+)  # fmt: skip
+@pytest.mark.timeout(20)
+def test_a_search_without_end_in_a_schema_is_stopped(
+    schema: dict[str, object], response: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "SEARCH_SECONDS", 0.1)
+    with pytest.raises(TimeoutError):
+        Check.of("here", "format:json_schema", {"schema": schema}).passes(response)
+
+
+def test_the_searches_of_a_response_take_that_long_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "SEARCH_SECONDS", 0.2)
+    check = Check.of("here", "format:json_schema", {"schema": {"items": {"not": {"pattern": SLOW}}}})
+    started = time.process_time()
+    with pytest.raises(TimeoutError):
+        check.passes(json.dumps(["a" * 15 + "c"] * 1000))
+    assert time.process_time() - started < 1
+
+
+@pytest.mark.parametrize(
+    ("response", "passes"),
+    [
+        ('{"a": 1, "x1": "s"}', True),
+        ('{"a": 1, "x1": 3}', False),
+        ('{"a": 1, "y": null}', True),
+        ('{"a": 1, "y": 3}', False),
+        ('{"a": "1"}', False),
+        ('{"x1": "no digit"}', True),
+        ("[1]", True),
+    ],
+)
+def test_named_matching_and_other_properties(response: str, passes: bool) -> None:
+    schema = {
+        "properties": {"a": {"type": "integer"}},
+        "patternProperties": {"^x": {"type": "string"}},
+        "additionalProperties": {"type": "null"},
+    }
+    assert Check.of("here", "format:json_schema", {"schema": schema}).passes(response) is passes
+    assert Draft202012Validator(schema).is_valid(json.loads(response)) is passes
+
+
 @pytest.mark.parametrize(
     ("response", "passes"),
     [
@@ -58,6 +116,13 @@ def test_json_is_valid_under_the_schema_or_not(response: str, passes: bool) -> N
         ({"kind": "format:regex", "pattern": "("}, r"argument 'pattern': '\(' found: not a regular expression: "),
         ({"kind": "format:json_schema", "schema": {"type": "objekt"}}, r"not a JSON schema \(draft 2020-12\): \$.type"),
         ({"kind": "format:json_schema", "schema": {"$ref": "http://a/b"}}, "within the schema was expected"),
+        ({"kind": "format:json_schema", "schema": {"$ref": "#/$defs/a"}}, r"\$ref '#/\$defs/a': a reference within"),
+        ({"kind": "format:json_schema", "schema": {"not": {"$dynamicRef": "#a"}}}, r"\$dynamicRef '#a': a reference"),
+        ({"kind": "format:json_schema", "schema": {"$ref": "#"}}, "its references lead back to themselves without end"),
+        (
+            {"kind": "format:json_schema", "schema": {"patternProperties": {"a": {}}, "unevaluatedProperties": False}},
+            "patternProperties with unevaluatedProperties: additionalProperties was expected",
+        ),
         ({"kind": "punctuation:no_comma", "n": 1}, "argument 'n': this kind has no such argument"),
         (
             {"kind": "length_constraints:number_words", "relation": "exactly", "num_words": 3},

@@ -84,6 +84,41 @@ def test_hostile_code_does_nothing_and_does_not_pass(name: str, victim: Path) ->
     assert sorted(path.name for path in victim.parent.iterdir()) == before
 
 
+# Each makes code pass that is not right, if the process that runs the tests uses what code can reach.
+CHEATS = {
+    "replace exec": "import builtins\nbuiltins.exec = lambda *_: None",
+    "replace compile": "import builtins\nbuiltins.compile = lambda *_: ''.__class__",
+    "compile something else": "import builtins\nold = builtins.compile\n"
+    "builtins.compile = lambda text, *rest: old('pass', *rest)",
+    "shadow exec": "import __main__\n__main__.exec = lambda *_: None",
+    "do not leave": "import os\nos._exit = lambda _: None",
+    "replace os": "import __main__\nclass os:\n    _exit = lambda _: None\n    write = __main__.os.write\n"
+    "__main__.os = os",
+    "forget exceptions": "import builtins\nbuiltins.BaseException = AssertionError\nimport os\nos._exit = print",
+    "skip lines": "import sys\ndef skip(frame, event, _):\n    if frame.f_code.co_name == '<module>':\n"
+    "        frame.f_trace = jump\n        return jump\ndef jump(frame, event, _):\n    if frame.f_lineno == 1:\n"
+    "        frame.f_lineno = 2\n    return jump\nsys.settrace(skip)",
+    "find the token in frames": "import os, sys\nframe = sys._getframe(1)\nwhile frame:\n"
+    "    for value in [*frame.f_locals.values(), *frame.f_globals.values()]:\n"
+    "        for text in value.values() if isinstance(value, dict) else [value]:\n"
+    "            if isinstance(text, str) and len(text) == 32:\n"
+    "                os.write(3, text.encode())\n                os._exit(0)\n    frame = frame.f_back",
+    "find the token in objects": "import gc, os\nfor value in gc.get_objects():\n"
+    "    for text in list(value.values()) if type(value) is dict else ():\n"
+    "        if type(text) is str and len(text) == 32 and not set(text) - set('0123456789abcdef'):\n"
+    "            os.write(3, text.encode())\n            os._exit(0)",
+    "find the token in a buffer": "import os, sys\nsys.stdin.buffer.seek(0)\n"
+    "text = sys.stdin.buffer.read1()\nos.write(3, text[-32:])\nos._exit(0)",
+}
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_code_cannot_replace_what_runs_its_tests(name: str) -> None:
+    passed, failure = passes_tests(CHEATS[name], ["assert add(2, 3) == 5, 'wrong'\npass"], LIMITS)
+    assert not passed
+    assert failure == ""
+
+
 @pytest.mark.parametrize("call", ["libc.socket(2, 1, 0)", "libc.unshare(0x10000000)", "libc.ptrace(0, 0, 0, 0)"])
 def test_system_calls_by_hand_are_refused_too(call: str) -> None:
     """`ctypes` reaches every system call that Python has no function for."""
@@ -134,10 +169,28 @@ def test_a_machine_that_does_not_limit_code_is_refused(
         check_sandbox.__wrapped__()
 
 
-def test_the_last_block_of_code_counts() -> None:
-    assert code_in("x = 1") == "x = 1"
-    assert code_in("First:\n```python\nx = 1\n```\nBetter:\n```py\nx = 2\n```\nDone.") == "x = 2\n"
-    assert code_in("```\nx = 3\n") == "x = 3\n"  # cut off
+@pytest.mark.parametrize(
+    ("response", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("First:\n```python\nx = 1\n```\nBetter:\n```py\nx = 2\n```\nDone.", "x = 2\n"),
+        ("```\nx = 3\n", "x = 3\n"),  # cut off
+        ("```Python\nx = 1\n```", "x = 1\n"),
+        ("```python3 title='a.py'\r\nx = 1\r\n```\r\n", "x = 1\r\n"),
+        ("~~~py\nx = 1\n~~~", "x = 1\n"),
+        ("```bash\npip install x\n```\nThen\n```python\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\nUse it:\n```bash\npython a.py\n```\nThat is all.", "x = 1\n"),
+        ("```python\nx = 1\n```\nIt prints\n```\n1\n```", "x = 1\n"),
+        ("```text\nplan\n```\n\nx is 2\n```\nx = 2\n```", "x = 2\n"),
+        ("```pycon\n>>> x\n```\n```\nx = 2\n```", "x = 2\n"),
+        ("1. So:\n   ```python\n   def f():\n       return 1\n   ```\n", "def f():\n    return 1\n"),
+        ('````python\ntext = """\n```\n"""\n````\n', 'text = """\n```\n"""\n'),
+        ("The call ```f(1)``` is\n```python\nx = 1\n```", "x = 1\n"),
+        ("```bash\nls\n```", "```bash\nls\n```"),  # no Python
+    ],
+)
+def test_the_last_block_of_python_counts(response: str, code: str) -> None:
+    assert code_in(response) == code
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 """The reward "verifier": what a row asks for, what is right, wrong or missing, and rows that cannot be verified."""
 
 import math
+import time
 from typing import Any
 
 import pytest
 
-from reward.external import Scored
+from reward.external import Scored, score_in_parts
 from reward.verifiers import sandbox, verifier
 from reward.verifiers.verifier import Verifier
 
@@ -89,6 +90,36 @@ def test_responses_are_scored_in_order_with_their_own_rows() -> None:
     rows = [{"tests": f"assert x == {number}"} for number in range(6)]
     scored = reward.score([ASKED] * 6, [f"x = {number}" if number % 2 else "x = 9" for number in range(6)], rows)
     assert [one.score for one in scored] == [0, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_code_runs_on_the_threads_of_its_rank_however_small_a_pass_is(
+    num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, most = [], []
+
+    def passes(*_: Any) -> tuple[bool, str]:
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.2)
+        running.pop()
+        return True, ""
+
+    monkeypatch.setattr(verifier, "passes_tests", passes)
+    monkeypatch.setattr("torch.get_num_threads", lambda: num_threads)
+    scored = score_in_parts(Verifier(), [ASKED] * 6, ["x = 1"] * 6, 1, [{"tests": "assert x"}] * 6)
+    assert scored == [Scored(1.0)] * 6
+    assert max(most) == num_threads
+
+
+@pytest.mark.parametrize(("answer", "response"), [(1e-05, "0.00001"), (1e16, "10,000,000,000,000,000"), (0.1, "1/10")])
+def test_numbers_of_any_size_are_answers(answer: float, response: str) -> None:
+    assert score({"answer": answer}, response) == Scored(1.0)
+
+
+def test_a_schema_whose_pattern_takes_too_long_is_missing() -> None:
+    row = {"checks": [{"kind": "format:json_schema", "schema": {"pattern": "^(a|a|b?a)*$"}}]}
+    assert score(row, '"' + "a" * 40 + 'c"').failure == "a regular expression of the row took too long"
 
 
 def test_one_kind_of_check_is_chosen_and_the_job_may_add_some() -> None:
