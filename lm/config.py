@@ -182,6 +182,22 @@ class ModelConfig(BaseModel):
             raise ValueError(f"model.rope_scaling is given, but model.positions is {self.positions!r}")
         return self
 
+    def with_blocks(self, dropped: int, added: int) -> Self:
+        """Returns the shape without its last `dropped` blocks, and then with `added` new ones. They are the decoder's
+        if the model has an encoder too.
+
+        Raises: ValueError if no block is left.
+        """
+        kept = self.num_hidden_layers - dropped
+        if kept < 0 or not kept + added:
+            raise ValueError(
+                f"dropped_layers is {dropped} and added_layers {added}; the model has {self.num_hidden_layers} blocks,"
+                " and at least one was expected to be left"
+            )
+        windows = [self.window(layer) for layer in range(kept + added)]
+        changed = {"num_hidden_layers": kept + added, "sliding_window": windows}
+        return type(self).model_validate(self.model_dump() | changed)
+
     def require_kind(self, kind: str) -> None:
         """Check the model's kind. Raises: ValueError for another kind."""
         if self.kind != kind:

@@ -15,10 +15,14 @@ from classify.examples import BEGINS, ENDS, Examples
 from classify.objective import ClassifyObjective
 from classify.predict import TextClassifier, classifier_source
 from classify.stage import known_labels, train
+from heed.jobs.job_file import load_job
+from heed.jobs.plan import Setting, make_plan
 from lm.encoder import SequenceClassifier, SpanPredictor, TokenClassifier
 from lm.model import init_weights
 from lm.source import load
 from lm.weights import load_model
+from stages.planner import StagePlan
+from stages.planning.hardware import GPUS
 from tests.classify.conftest import SHAPE, config_for, train_here, write_tokens
 from training.config import EngineConfig
 from training.engine import StageContext
@@ -275,6 +279,61 @@ def test_labels_of_training(tmp_path: Path) -> None:
         ValueError, match=r"classify.data: all rows have the label 1; at least two labels were expected"
     ):
         known_labels(config_for(tmp_path, "sequence", numbers[2:]))
+    with pytest.raises(ValueError, match=r"classify.data: all words have the tag O; at least one entity was expected"):
+        known_labels(config_for(tmp_path, "token", [{"tokens": ["x", "y"], "tags": ["O", "O"]}]))
+    with pytest.raises(ValueError, match=r"classify.data: no rows; at least one was expected"):
+        known_labels(config_for(tmp_path, "token", []))
+
+
+def test_a_classifier_reads_as_its_job_did(bert_folder: Path, tmp_path: Path) -> None:
+    """The windows, the longest answer and the margin are those of the job, which its model's folder names."""
+    changes = {"max_answer_tokens": 1, "no_answer_margin": 99.0, "max_question_tokens": 8, "seq_len": 20}
+    changes |= {"doc_stride": 4}
+    folder = train_here(tmp_path, config_for(tmp_path, "span", QUESTIONS, num_epochs=1.0, **changes), bert_folder)
+    reader = TextClassifier.load(folder / "model")
+    assert vars(reader.reading) == changes
+    context = "Mia has a red kite at the park, and Tom has a blue ball."
+    text, margin = reader.answer("What has Mia?", context)
+    assert margin < reader.reading.no_answer_margin
+    assert text in {context[start:end] for start, end in reader.tokenizer.encode_with_places([context])[0][1]}
+    with pytest.raises(ValueError, match=r"the question has \d+ tokens; the model reads at most 8"):
+        reader.answer("What has Mia at the park and the lake?", "Mia has a kite.")
+    (folder / "model" / "classify.json").unlink()
+    assert TextClassifier.load(folder / "model").reading.seq_len == 48  # the model's positions
+
+
+def plan_of(folder: Path, start: Path, task: str, source: Path, *settings: str) -> StagePlan:
+    data = f"[{{ source = '{source}' }}]"
+    job = folder / "job.toml"
+    job.write_text(
+        f"name = 'planned'\n[classify]\ninit_from = '{start}'\ntask = '{task}'\ndata = {data}\nheldout = {data}\n"
+        "seq_len = 40\ndoc_stride = 8\nmax_question_tokens = 16\nnum_epochs = 1.0\n"
+        "batch = { batch_size = 1, micro_batch_size = 1 }\n"
+    )
+    (stage,) = make_plan(load_job(job, settings), Setting(GPUS["h100"], 0.5, 1000)).stages
+    return stage
+
+
+def test_the_plan_reads_conll_and_squad(bert_folder: Path, tmp_path: Path) -> None:
+    columns, squad = tmp_path / "a.conll", tmp_path / "dev.json"
+    columns.write_text("Mia B-PER\n\nTom B-PER\nran O\n\nTom B-PER\n")
+    qas = [{"id": str(n), "question": "Where?", "answers": []} for n in range(5)]
+    paragraphs = [{"context": text, "qas": qas} for text in ("Mia has a kite.", "Mia has a kite. " * 10)]
+    squad.write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    assert plan_of(tmp_path, bert_folder, "token", columns).num_steps == 3
+    assert plan_of(tmp_path, bert_folder, "span", squad).num_steps > 5 + 2 * 5  # the long text has several windows
+
+
+def test_the_plan_counts_dropped_and_added_blocks(bert_folder: Path, tmp_path: Path) -> None:
+    columns = tmp_path / "a.conll"
+    columns.write_text("Mia B-PER\n")
+    peaks = [
+        plan_of(tmp_path, bert_folder, "token", columns, *settings).peak
+        for settings in (["classify.dropped_layers=1"], [], ["classify.added_layers=1"])
+    ]
+    assert peaks == sorted(set(peaks))
+    with pytest.raises(ValueError, match=r"classify.dropped_layers is 3 and added_layers 0; the model has 2 blocks"):
+        plan_of(tmp_path, bert_folder, "token", columns, "classify.dropped_layers=3")
 
 
 def test_a_model_without_token_types_reads_pairs(tmp_path: Path, words_tokenizer: Any) -> None:

@@ -97,7 +97,7 @@ def test_a_heldout_label_that_training_lacks_is_named(pretrained: Path, tmp_path
         for field, name in (("data", "train"), ("heldout", "heldout"))
     ]
     with pytest.raises(
-        ValueError, match=r"heldout.jsonl: line 2: label 'c' is in no row of the training data; one of a, b"
+        ValueError, match=r"heldout.jsonl: line 2: label 'c', which no row of classify.data has; one of a, b"
     ):
         run_job(load_job(JOBS / "classify.toml", [*start, *sources]), tmp_path / "runs")
 
