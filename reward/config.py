@@ -8,7 +8,7 @@ from lm.model import SCORE
 from preferences.records import MIN_RESPONSES
 from reward.comparisons import RankingsConfig
 from reward.objective import Ties
-from training.config import FineTuningConfig
+from training.config import FineTuningConfig, LayersConfig
 from training.data import DataConfig, OnOverlong, overlong_field
 
 
@@ -56,7 +56,7 @@ class ComparisonsConfig(FineTuningConfig):
         raise NotImplementedError
 
 
-class RewardConfig(ComparisonsConfig):
+class RewardConfig(LayersConfig, ComparisonsConfig):
     """`init_from` may name a language model, a reward model, or an encoder."""
 
     section = "reward"

@@ -176,7 +176,7 @@ def test_a_plan_counts_windows(words_tokenizer: Tokenizer, tmp_path: Path) -> No
     words_tokenizer.save(tmp_path / "model")
     examples = Examples.read(write_tokens(tmp_path, config, tmp_path / "model", ()).training)
     every = np.arange(len(examples))
-    assert len(examples) > 3 * len(rows)
+    assert len(examples) > 2 * len(rows)
     lengths = example_lengths(words_tokenizer, config, ())
     assert lengths.num_rows == len(examples)
     assert lengths.mean == pytest.approx(examples.lengths_of(every).mean())
