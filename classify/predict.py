@@ -37,10 +37,11 @@ SETTINGS = "classify.json"  # in a model's folder: the settings of its job that 
 
 
 def classifier_source(
-    folder: Path, config: ClassifyConfig, labels: Sequence[str], seed: int
+    folder: Path, config: ClassifyConfig, labels: Sequence[str], seed: int, input_norm: float = 1.0
 ) -> WithNewHead[Classifier]:
     """Returns an encoder's blocks, without the last or with new ones if the config says so, under the task's head. The
-    head is that of the directory if it has one with the same labels; else it is drawn from `seed`.
+    head is that of the directory if it has one with the same labels; else it is drawn from `seed`. `input_norm` is for
+    blocks that DT-Fixup draws (`largest_input_norm`).
 
     Raises: ValueError naming the file for a model that is no encoder, or that has too few blocks or positions.
     """
@@ -68,7 +69,14 @@ def classifier_source(
         return not is_same and name.startswith(NEW_HEADS)
 
     return WithNewHead(
-        folder, STARTS[purpose], head, seed, is_new, dropped=config.dropped_layers, added=config.added_layers
+        folder,
+        STARTS[purpose],
+        head,
+        seed,
+        is_new,
+        dropped=config.dropped_layers,
+        added=config.added_layers,
+        input_norm=input_norm if config.dt_fixup else 0.0,
     )
 
 
