@@ -1,14 +1,26 @@
 """What the classify stage configures. Defaults are BERT's (arXiv 1810.04805, appendix A.3; `run_squad.py`)."""
 
-from typing import ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from training.config import BatchConfig, FineTuningConfig, OptimizerConfig
+from lm.config import ModelConfig
+from training.config import BatchConfig, LayersConfig, OptimizerConfig
 from training.data import OnOverlong, SourceConfig, overlong_field
 
 Task = Literal["sequence", "token", "span"]
 PAIR_MARKS, QUESTION_MARKS = 3, 3  # tokens that open, separate and close two texts
+SPAN_TOKENS = 384  # seq_len of `span`, by default
+OUTSIDE = "O"  # the tag of a word in no entity
+
+
+def entity_type(tag: str) -> str:
+    """Returns the type of entity that a tag marks, "" for OUTSIDE. Raises: ValueError for anything but a tag."""
+    mark, _, kind = tag.partition("-")
+    if tag != OUTSIDE and (mark not in ("B", "I") or not kind):
+        raise ValueError(f"{tag!r}; {OUTSIDE}, B-TYPE or I-TYPE was expected")
+    return kind
 
 
 class ClassifyData(SourceConfig):
@@ -27,7 +39,7 @@ class ClassifyData(SourceConfig):
     )
 
 
-class ClassifyConfig(FineTuningConfig):
+class ClassifyConfig(LayersConfig):
     """`batch.batch_size` counts texts (`sequence`), sentences (`token`) or windows of a text (`span`)."""
 
     packs_sequences: ClassVar[bool] = True
@@ -46,7 +58,8 @@ class ClassifyConfig(FineTuningConfig):
     seq_len: int = Field(
         default=128,
         ge=8,
-        description="Most tokens of an example, or of a window of a text (BERT: 128 for texts, 384 for questions).",
+        description="Most tokens of an example, or of a window of a text. The default is BERT's: 128, and"
+        f" {SPAN_TOKENS} for `span`.",
     )
     on_overlong: OnOverlong = overlong_field()
     doc_stride: int = Field(
@@ -64,10 +77,11 @@ class ClassifyConfig(FineTuningConfig):
         " it chooses on held-out questions; nats).",
     )
     num_epochs: float = Field(default=3.0, gt=0, description="Passes over the examples (BERT: 2, 3 or 4).")
-    dropped_layers: int = Field(
-        default=0, ge=0, description="Leave out the initial model's last N blocks, which know most about its own task."
+    dt_fixup: bool = Field(
+        default=False,
+        description="Add blocks without norms and draw them by DT-Fixup (arXiv 2012.15355), from the norms of their"
+        " inputs in the training data. For many added blocks on a post-norm encoder, and little data.",
     )
-    added_layers: int = Field(default=0, ge=0, description="Then add N new blocks, with random weights.")
     batch: BatchConfig = Field(
         default=BatchConfig(batch_size=32, micro_batch_size=8), description="Batch sizes (BERT: 16 or 32)."
     )
@@ -77,6 +91,13 @@ class ClassifyConfig(FineTuningConfig):
         " of 0.01; it warms up over the first tenth of the steps).",
     )
     dropout: float = Field(default=0.1, ge=0, lt=1, description="Dropout probability during training (BERT: 0.1).")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _room_for_questions(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("task") == "span":
+            return {"seq_len": SPAN_TOKENS, **values}
+        return values
 
     @model_validator(mode="after")
     def _check_task(self) -> Self:
@@ -89,4 +110,38 @@ class ClassifyConfig(FineTuningConfig):
             )
         if self.task == "span" and self.labels:
             raise ValueError('labels are set with task "span", which has none; "sequence" or "token" was expected')
+        return self
+
+    def reshaped(self, shape: ModelConfig) -> ModelConfig:
+        if self.dt_fixup and self.dropped_layers >= shape.num_hidden_layers:
+            raise ValueError(
+                f"dropped_layers is {self.dropped_layers} with dt_fixup; the model has {shape.num_hidden_layers}"
+                " blocks, and at least one was expected to be left, whose states the added ones read"
+            )
+        return shape.with_blocks(self.dropped_layers, self.added_layers, with_norms=not self.dt_fixup)
+
+    @model_validator(mode="after")
+    def _check_fixup(self) -> Self:
+        if self.dt_fixup and not self.added_layers:
+            raise ValueError("dt_fixup is true with added_layers 0, which draws no block; at least 1 was expected")
+        if self.dt_fixup and self.optimizer.warmup_steps:
+            raise ValueError(
+                f"dt_fixup with optimizer.warmup_steps {self.optimizer.warmup_steps}: it makes warm-up unnecessary;"
+                " 0 was expected"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_labels(self) -> Self:
+        if not self.labels:
+            return self
+        if len(set(self.labels)) < len(self.labels) or not all(self.labels) or len(self.labels) < 2:
+            raise ValueError(f"labels is {list(self.labels)}; at least two distinct names were expected")
+        if self.task == "token":
+            try:
+                kinds = {entity_type(tag) for tag in self.labels}
+            except ValueError as error:
+                raise ValueError(f"labels has {error}") from None
+            if "" not in kinds:
+                raise ValueError(f"labels is {list(self.labels)}; {OUTSIDE}, for words in no entity, is missing")
         return self

@@ -13,7 +13,7 @@ Shape letters: N examples, B packed rows, T tokens of a row, C counted positions
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -28,6 +28,7 @@ from classify.rows import LabelledText, Question, TaggedWords, read_labelled
 from lm.model import segment_positions
 from lm.tokenizer import Tokenizer
 from lm.transfer import upload
+from stages.sizes import Lengths, RowSample
 from training.data import SourceRows, untold
 from training.packing import IntArray, packed_rows
 from training.tokens import FITS, SKIPPED, TRUNCATED, Part, Sequences, chunks, read_array, unusual_rows
@@ -35,6 +36,7 @@ from training.tokens import FITS, SKIPPED, TRUNCATED, Part, Sequences, chunks, r
 ARRAYS = ("tokens", "token_types", "targets", "lengths", "overlong")
 HELDOUT_ARRAYS = (*ARRAYS, "texts", "text_bytes")
 BEGINS, ENDS = 1, 2  # bits of a span's targets
+SHOWN_LABELS = 20
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,9 @@ class Encoder:
 
     def _number(self, where: str, label: str) -> int:
         if label not in self.numbers:
-            known = ", ".join(self.numbers)
-            raise ValueError(f"{where}: label {label!r} is in no row of the training data; one of {known} was expected")
+            known = ", ".join([*islice(self.numbers, SHOWN_LABELS)]) + (", ..." * (len(self.numbers) > SHOWN_LABELS))
+            lacks = "classify.labels does not have" if self.config.labels else "no row of classify.data has"
+            raise ValueError(f"{where}: label {label!r}, which {lacks}; one of {known} was expected")
         return self.numbers[label]
 
     def _text(self, where: str, row: LabelledText) -> Encoded:
@@ -222,6 +225,34 @@ def example_parts(
     for line in lines:
         tell(line)
     yield from unusual_rows(counted)
+
+
+def example_lengths(tokenizer: Tokenizer, config: ClassifyConfig, labels: Sequence[str]) -> Lengths:
+    """Returns the lengths of the training examples for a plan, from a sample of the rows if there are many.
+
+    A question's text may be several examples. Raises: ValueError as `read_labelled` and `Encoder.encode`.
+    """
+    sample, encoder = RowSample[tuple[str, Any]](), Encoder(tokenizer, config, labels)
+    for where, row in read_labelled(config.task, config.labels, config.data, [], []):
+        sample.add((where, row), row.num_bytes)
+    kept = list[Sequence[EncodedExample]]()  # of the measured rows that are not skipped; those spread evenly come first
+
+    def encode(rows: Sequence[tuple[str, Any]]) -> Iterator[tuple[int, int, int]]:
+        for where, row in rows:
+            examples, fate = encoder.encode(where, row)
+            kept.extend([examples] if fate != SKIPPED else [])
+            yield max((len(example.tokens) for example in examples), default=0), 0, fate
+
+    lengths = sample.lengths(encode, config.seq_len)
+    spread = kept[: len(lengths.spread)]
+    examples = [example for of_row in spread for example in of_row]
+    if not examples:
+        return lengths
+    num_measured, per_row = sum(map(len, kept)), len(examples) / len(spread)
+    is_all = lengths.num_measured == lengths.num_rows
+    num_examples = num_measured if is_all else round(lengths.num_rows * per_row)
+    mean = sum(len(example.tokens) for example in examples) / len(examples)
+    return replace(lengths, num_rows=num_examples, num_measured=num_measured, mean=mean)
 
 
 @dataclass(frozen=True)

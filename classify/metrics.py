@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from classify.rows import OUTSIDE
+from classify.config import OUTSIDE
 from classify.squad import exact_match, normalized, token_f1
 from preferences.statistics.estimates import LEVEL, Floats, Interval
 from preferences.statistics.intervals import NUM_RESAMPLES, clustered_mean, percentiles, resampled_sums, share_interval

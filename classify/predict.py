@@ -5,18 +5,18 @@ Shape letters: K labels, L tokens of an example, F tokens of all examples.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
 
-from classify.config import QUESTION_MARKS, ClassifyConfig, Task
+from classify.config import OUTSIDE, QUESTION_MARKS, ClassifyConfig, Task
 from classify.examples import Examples, best_windows, context_windows, encode_words, marked
 from classify.metrics import entities
 from classify.objective import Classifier
-from classify.rows import OUTSIDE
+from files.records import read_record
 from lm.config import ModelConfig
 from lm.encoder import (
     EncoderModel,
@@ -33,41 +33,51 @@ from lm.weights import CONFIG, Model, ModelFolder, WithNewHead, purpose_of
 HEADS: dict[str, type[Classifier]] = {"sequence": SequenceClassifier, "token": TokenClassifier, "span": SpanPredictor}
 STARTS: dict[str, type[Model]] = {"masked": MaskedLanguageModel, "body": EncoderModel, **HEADS}
 NEW_HEADS = ("classifier.", "ends.")  # beginnings of the names of their weights
-DOC_STRIDE, MAX_ANSWER_TOKENS = 128, 30  # BERT's, where no job says otherwise
+SETTINGS = "classify.json"  # in a model's folder: the settings of its job that say how it reads
 
 
 def classifier_source(
-    folder: Path, config: ClassifyConfig, labels: Sequence[str], seed: int
+    folder: Path, config: ClassifyConfig, labels: Sequence[str], seed: int, input_norm: float = 1.0
 ) -> WithNewHead[Classifier]:
     """Returns an encoder's blocks, without the last or with new ones if the config says so, under the task's head. The
-    head is that of the directory if it has one with the same labels; else it is drawn from `seed`.
+    head is that of the directory if it has one with the same labels; else it is drawn from `seed`. `input_norm` is for
+    blocks that DT-Fixup draws (`largest_input_norm`).
 
-    Raises: ValueError naming the file for a model that is no encoder, or that has too few blocks.
+    Raises: ValueError naming the file for a model that is no encoder, or that has too few blocks or positions.
     """
     purpose = purpose_of(folder)
     if purpose not in STARTS:
         raise ValueError(f"{folder / CONFIG}: a model for the purpose {purpose!r}; an encoder was expected")
     old = on_meta(ModelFolder(folder, STARTS[purpose]).build)
-    kept = old.config.num_hidden_layers - config.dropped_layers
-    if kept < 0 or not kept + config.added_layers:
+    try:
+        shape = config.reshaped(old.config)
+    except ValueError as error:
+        raise ValueError(f"{folder}: classify.{error}") from None
+    if config.seq_len > shape.max_position_embeddings:
         raise ValueError(
-            f"classify.dropped_layers is {config.dropped_layers} and added_layers {config.added_layers}; {folder} has"
-            f" {old.config.num_hidden_layers} blocks, and at least one was expected to be left"
+            f"classify.seq_len is {config.seq_len}; {folder} reads at most {shape.max_position_embeddings}"
         )
     is_same = purpose == config.task and tuple(getattr(old, "labels", ())) == tuple(labels)
 
     def head(shape: ModelConfig) -> Classifier:
-        changed = shape.model_copy(update={"num_hidden_layers": kept + config.added_layers})
         if config.task == "span":
-            return SpanPredictor(changed, config.dropout)
+            return SpanPredictor(shape, config.dropout)
         kind = SequenceClassifier if config.task == "sequence" else TokenClassifier
-        return kind(changed, labels, config.dropout)
+        return kind(shape, labels, config.dropout)
 
     def is_new(name: str) -> bool:
-        _, _, block = name.partition("encoder.blocks.")
-        return int(block.partition(".")[0]) >= kept if block else not is_same and name.startswith(NEW_HEADS)
+        return not is_same and name.startswith(NEW_HEADS)
 
-    return WithNewHead(folder, STARTS[purpose], head, seed, is_new)
+    return WithNewHead(
+        folder,
+        STARTS[purpose],
+        head,
+        seed,
+        is_new,
+        dropped=config.dropped_layers,
+        added=config.added_layers,
+        input_norm=input_norm if config.dt_fixup else 0.0,
+    )
 
 
 def predictions(
@@ -141,12 +151,34 @@ WORDS = re.compile(r"\w+|[^\w\s]")
 
 
 @dataclass(frozen=True)
+class Reading:
+    """The settings of a classifier's job that say how it reads texts; see the fields of `ClassifyConfig`."""
+
+    seq_len: int
+    max_question_tokens: int
+    doc_stride: int = 128
+    max_answer_tokens: int = 30
+    no_answer_margin: float = 0.0
+
+    @classmethod
+    def of(cls, config: ClassifyConfig) -> Self:
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+
+    @classmethod
+    def read(cls, folder: Path, shape: ModelConfig) -> Self:
+        """Returns the settings in a model's directory; BERT's if no job of Heed's has written it."""
+        path, most = folder / SETTINGS, shape.max_position_embeddings
+        return read_record(path, cls) if path.is_file() else cls(most, most - QUESTION_MARKS - 1)
+
+
+@dataclass(frozen=True)
 class TextClassifier:
-    """A classifier of a directory, which reads texts."""
+    """A classifier of a directory, which reads texts as its job read them."""
 
     network: Classifier
     tokenizer: Tokenizer
     task: Task
+    reading: Reading
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -158,7 +190,8 @@ class TextClassifier:
                 " [classify] trains one, was expected"
             )
         task: Task = next(task for task in get_args(Task) if task == purpose)
-        return cls(load_for_inference(ModelFolder(folder, HEADS[purpose])), Tokenizer.load(folder), task)
+        network = load_for_inference(ModelFolder(folder, HEADS[purpose]))
+        return cls(network, Tokenizer.load(folder), task, Reading.read(folder, network.config))
 
     def probabilities(self, text: str, second: str = "") -> dict[str, float]:
         """Returns the probability of each label of a text, or of a pair; a single label is a score. Likeliest first."""
@@ -181,25 +214,34 @@ class TextClassifier:
         return [(kind, text[places[first][0] : places[last][1]]) for kind, first, last in found]
 
     def answer(self, question: str, context: str) -> tuple[str, float]:
-        """Returns the best answer, and by how much its score exceeds that of no answer, in nats."""
+        """Returns the best answer, and by how much its score exceeds that of no answer, in nats.
+
+        It is the model's answer if that exceeds `reading.no_answer_margin`; else the text has none.
+        """
+        reading = self.reading
         (asked, _), (tokens, places) = self.tokenizer.encode_with_places([question, context])
-        room = self.network.config.max_position_embeddings - len(asked) - QUESTION_MARKS
-        if room < 1:
-            raise ValueError(f"the question has {len(asked)} tokens, which leaves no room for the text")
-        windows = context_windows(len(tokens), room, min(room, DOC_STRIDE))
+        if len(asked) > reading.max_question_tokens:
+            raise ValueError(
+                f"the question has {len(asked)} tokens; the model reads at most {reading.max_question_tokens}"
+                " (classify.max_question_tokens of its job)"
+            )
+        windows = context_windows(len(tokens), reading.seq_len - len(asked) - QUESTION_MARKS, reading.doc_stride)
         best, before = best_windows(windows, len(tokens)), len(asked) + QUESTION_MARKS - 1
         golds = [
             {"context": context, "before": before, "places": [[*places[t], best[t] == n] for t in window]}
             for n, window in enumerate(windows)
         ]
         parts = [self._logits([asked, tokens[window.start : window.stop]])[0] for window in windows]
-        return best_answer(golds, parts, MAX_ANSWER_TOKENS)
+        return best_answer(golds, parts, reading.max_answer_tokens)
 
     def _logits(self, texts: Sequence[Sequence[int]]) -> Tensor:
         tokens, types = marked(self.tokenizer, texts)
-        context = self.network.config.max_position_embeddings
-        if len(tokens) > context:
-            raise ValueError(f"the text has {len(tokens)} tokens with its marks; the model reads at most {context}")
+        most = self.reading.seq_len
+        if len(tokens) > most:
+            raise ValueError(
+                f"the text has {len(tokens)} tokens with its marks; the model reads at most {most} (classify.seq_len of"
+                " its job)"
+            )
         device = next(self.network.parameters()).device
         types_1T = torch.tensor([types], device=device) if self.network.config.type_vocab_size > 1 else None
         found = self.network(torch.tensor([tokens], device=device), None, types_1T)

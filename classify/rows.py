@@ -6,13 +6,15 @@ after each sentence) and SQuAD's nested JSON.
 
 import itertools
 import json
+import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from classify.config import ClassifyData, Task
+from classify.config import OUTSIDE, ClassifyData, Task, entity_type
 from files.fields import any_text, kind_of, list_field, name_field, optional_text, present, shown, text_field
 from files.rows import InvalidRows, Row, valid_rows
 from files.strict_json import open_bytes, parse_json
@@ -21,7 +23,8 @@ from training.data import SourceRows, read_rows
 
 COLUMNS = (".conll", ".bio", ".iob", ".iob2", ".tsv", ".txt")  # suffixes of files with a word per line
 DOCUMENT = "-DOCSTART-"  # the word of a line between documents
-OUTSIDE = "O"
+
+_GAPS = re.compile(r"[ \t]+")  # between columns
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,10 @@ class LabelledText:
     texts: tuple[str, ...]
     label: str
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(text.encode()) for text in self.texts)
+
 
 @dataclass(frozen=True)
 class TaggedWords:
@@ -38,6 +45,10 @@ class TaggedWords:
 
     words: tuple[str, ...]
     tags: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(word.encode()) + 1 for word in self.words)
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,10 @@ class Question:
     question: str
     context: str
     answers: tuple[tuple[str, int], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.question.encode()) + len(self.context.encode())
 
 
 Labelled = LabelledText | TaggedWords | Question
@@ -119,9 +134,10 @@ def iob2(tags: Sequence[str], scheme: str, places: Sequence[str]) -> Iterator[st
     """
     before = ""  # the type of the word before, "" outside
     for tag, place in zip(tags, places, strict=True):
-        mark, _, kind = tag.partition("-")
-        if tag != OUTSIDE and (mark not in ("B", "I") or not kind):
-            raise ValueError(f"{place} is {tag!r}; {OUTSIDE}, B-TYPE or I-TYPE was expected")
+        try:
+            mark, kind = tag[:1], entity_type(tag)
+        except ValueError as error:
+            raise ValueError(f"{place} is {error}") from None
         if scheme == "iob2" and mark == "I" and kind != before:
             last = f"an entity of type {before}" if before else OUTSIDE
             raise ValueError(
@@ -198,11 +214,17 @@ def _columns(path: Path, data: ClassifyData) -> Iterator[tuple[str, Row]]:
         }
 
     with open_bytes(path) as file:
-        for number, line in enumerate(file, 1):
+        for number in itertools.count(1):
             try:
-                columns = line.decode("utf-8-sig").split()
+                line = file.readline()
+                # Only spaces and tabs separate columns: a word may contain a no-break space.
+                columns = _GAPS.split(stripped) if (stripped := line.decode("utf-8-sig").strip(" \t\r\n")) else []
             except UnicodeDecodeError as error:
-                raise ValueError(f"{path}: line {number}: not UTF-8: {error}") from None
+                raise ValueError(f"{path}: line {number}: not UTF-8: {error.reason}") from None
+            except (OSError, EOFError, zlib.error) as error:
+                raise ValueError(f"{path}: line {number}: cannot be read: {error}") from None
+            if not line:
+                break
             if columns and columns[0] != DOCUMENT:
                 lines.append((number, columns))
             elif lines:
@@ -216,14 +238,21 @@ def _articles(path: Path) -> list[Any] | None:
     """Returns the articles of SQuAD's JSON, or None for a file with anything else."""
     if not path.is_file():
         return None
-    with open_bytes(path) as file:
-        text = file.read().decode("utf-8-sig", errors="replace")
     try:
-        whole = json.loads(text)
-    except json.JSONDecodeError:
+        with open_bytes(path) as file:
+            content = file.read()
+        whole = json.loads(content.decode("utf-8-sig", errors="replace"))
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    except (json.JSONDecodeError, RecursionError):
         return None  # a row per line
     if not isinstance(whole, dict) or "data" not in whole:
         return None
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = 1 + error.object.count(b"\n", 0, error.start)
+        raise ValueError(f"{path}: line {line}: not UTF-8: {error.reason}") from None
     return list_field(f"{path}", parse_json(f"{path}", text), "data")
 
 

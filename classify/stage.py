@@ -6,54 +6,69 @@ Examples are packed into rows and do not attend to each other, so packing change
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from classify.config import ClassifyConfig, ClassifyData
-from classify.examples import ARRAYS, HELDOUT_ARRAYS, Examples, example_parts
+import numpy as np
+import torch
+
+from classify.config import OUTSIDE, ClassifyConfig, ClassifyData, entity_type
+from classify.examples import (
+    ARRAYS,
+    HELDOUT_ARRAYS,
+    Examples,
+    PackedExamples,
+    example_lengths,
+    example_parts,
+)
 from classify.metrics import metrics_of
 from classify.objective import ClassifyObjective, logits_on_all_ranks
-from classify.predict import classifier_source, predictions
+from classify.predict import SETTINGS, Reading, classifier_source, predictions
 from classify.report import REPORTER, ClassifyResults
 from classify.rows import read_labelled
-from files.atomic import write_jsonl
+from files.atomic import write_json, write_jsonl
 from files.hashes import derive_seed
+from files.records import as_json
 from lm.adapters import save_trained
+from lm.hub import on_this_machine
 from lm.lora import adapted
-from lm.source import on_meta
+from lm.progress import note_progress
+from lm.source import inference_device, load, on_meta
 from lm.tokenizer import Tokenizer
+from lm.transfer import MAX_TOKENS, at_positions
 from stages.contract import Parent, Stage
 from stages.data import token_folder
 from stages.planner import Planner, StagePlan
 from stages.run import StageRun
+from stages.sizes import Lengths
 from training.engine import StageContext, build_engine
 from training.loop import LoopConfig, TrainingLoop
-from training.tokens import TokenFolders, read_overlong, read_sources
+from training.packing import split_passes
+from training.tokens import TokenFolders, read_array, read_overlong, read_sources
 
 PREDICTIONS = "predictions.jsonl"  # what the model says of each held-out row
 
 
 def train(
-    context: StageContext, config: ClassifyConfig, start: Path, data: TokenFolders, labels: Sequence[str]
+    context: StageContext,
+    config: ClassifyConfig,
+    start: Path,
+    data: TokenFolders,
+    labels: Sequence[str],
+    input_norm: float = 1.0,
 ) -> None:
     """Train on this rank; rank 0 writes `model/`, `predictions.jsonl` and `results.json`.
 
-    Raises: ValueError if there is no example, or none is held out.
+    Raises: ValueError as `classifier_source`.
     """
     tokenizer = Tokenizer.load(start, end=config.end_token)
-    source = classifier_source(start, config, labels, derive_seed(context.seed, "classify", "head"))
+    source = classifier_source(start, config, labels, derive_seed(context.seed, "classify", "head"), input_norm)
     plain = on_meta(source.build)
-    if config.seq_len > plain.config.max_position_embeddings:
-        raise ValueError(
-            f"classify.seq_len is {config.seq_len}; {start} reads at most {plain.config.max_position_embeddings}"
-        )
     unseen, learned = Examples.read(data.heldout), Examples.read(data.training)
-    for name, examples in (("data", learned), ("heldout", unseen)):
-        if not len(examples):
-            raise ValueError(f"classify.{name}: no example is left; at least one was expected")
     has_types = plain.config.type_vocab_size > 1
     training, heldout = (ClassifyObjective(part, config.task, has_types=has_types) for part in (learned, unseen))
-    num_steps = max(1, round(config.num_epochs * len(training) / config.batch.batch_size))
+    num_steps = _num_steps(config, len(training))
     engine = build_engine(context, adapted(source, config.lora, derive_seed(context.seed, "classify", "lora")), config)
     loop_config = LoopConfig.of("classify", context.seed, num_steps, config)
     loop = TrainingLoop(engine, loop_config, training, heldout, context.folder)
@@ -63,6 +78,7 @@ def train(
     weights = engine.weights_for_file()
     if engine.is_main:
         save_trained(context.folder, plain, engine.module, weights, tokenizer, config.lora, start)
+        write_json(context.model_folder / SETTINGS, as_json(Reading.of(config)))
         found = predictions(config, labels, logits, unseen)
         write_jsonl(context.folder / PREDICTIONS, found)
         metrics, by_label = metrics_of(config.task, found, derive_seed(context.seed, "classify", "intervals"))
@@ -86,6 +102,24 @@ def train(
     engine.close()
 
 
+@torch.no_grad()
+def largest_input_norm(start: Path, config: ClassifyConfig, folder: Path, rank: int, num_ranks: int) -> float:
+    """Returns the largest L2 norm of a state that enters the added blocks, over a rank's share of the training data."""
+    initial = config.model_copy(update={"added_layers": 0, "dt_fixup": False})
+    model = load(classifier_source(on_this_machine(start), initial, (), seed=0), inference_device()).eval()
+    device, examples = inference_device(), Examples.read(folder)
+    own, largest = np.arange(rank, len(examples), num_ranks), 0.0
+    has_types = model.config.type_vocab_size > 1
+    units = [[length] for length in examples.lengths_of(own).tolist()]
+    for places in split_passes(units, 1, MAX_TOKENS)[0]:
+        note_progress()
+        packed = PackedExamples.of(examples, own[places], device)
+        types_BT = packed.token_types_BT if has_types else None
+        states_BTD = model.hidden(packed.tokens_BT, packed.segments_BT, types_BT, None)
+        largest = max(largest, float(at_positions(states_BTD, packed.real_BT).norm(dim=-1).max()))
+    return largest
+
+
 def known_labels(config: ClassifyConfig) -> tuple[str, ...]:
     """Returns the labels in order: the config's, or those of the training data, sorted (numbers by value). A tag comes
     with its other form, B- or I-, so that an entity of any length can be marked.
@@ -97,9 +131,13 @@ def known_labels(config: ClassifyConfig) -> tuple[str, ...]:
     found = set[str]()
     for _, row in read_labelled(config.task, (), config.data, [], []):
         found |= set(row.tags) if config.task == "token" else {row.label}
+    if not found:
+        raise ValueError("classify.data: no rows; at least one was expected")
     if config.task == "token":
-        kinds = {tag.partition("-")[2] for tag in found} - {""}
-        return ("O", *(f"{mark}-{kind}" for kind in sorted(kinds) for mark in "BI"))
+        kinds = {*map(entity_type, found)} - {""}
+        if not kinds:
+            raise ValueError(f"classify.data: all words have the tag {OUTSIDE}; at least one entity was expected")
+        return (OUTSIDE, *(f"{mark}-{kind}" for kind in sorted(kinds) for mark in "BI"))
     if len(found) < 2:
         raise ValueError(
             f"classify.data: all rows have the label {', '.join(found)}; at least two labels were expected"
@@ -109,7 +147,10 @@ def known_labels(config: ClassifyConfig) -> tuple[str, ...]:
 
 
 def tokenize(run: StageRun, config: ClassifyConfig, tokenizer: Tokenizer, labels: Sequence[str]) -> TokenFolders:
-    """Tokenize the examples, unless that is already done. Raises: ValueError naming file, line and field."""
+    """Tokenize the examples, unless that is already done.
+
+    Raises: ValueError naming file, line and field; or the field with no example left.
+    """
     settings = config.model_dump_json(
         include={"task", "seq_len", "on_overlong", "doc_stride", "max_question_tokens", "labels"}
     )
@@ -117,24 +158,33 @@ def tokenize(run: StageRun, config: ClassifyConfig, tokenizer: Tokenizer, labels
     def folder(name: str, sources: Sequence[ClassifyData], arrays: Sequence[str]) -> Path:
         with_gold = arrays is HELDOUT_ARRAYS
         parts = partial(example_parts, tokenizer, config, sources, labels, with_gold=with_gold, tell=run.tell)
-        return token_folder(
+        made = token_folder(
             run, name, tokenizer, sources, arrays, parts, settings=settings, known_labels=json.dumps(labels)
         )
+        if not len(read_array(made, "lengths")):
+            why = f" ({overlong})" if (overlong := read_overlong(made)) else ""
+            raise ValueError(f"classify.{name}: no example is left{why}; at least one was expected")
+        return made
 
     return TokenFolders(folder("data", config.data, ARRAYS), folder("heldout", config.heldout, HELDOUT_ARRAYS))
 
 
 def run_classify(run: StageRun, config: ClassifyConfig) -> None:
-    """Train on all workers."""
+    """Train on all workers. Before that, they measure the inputs of blocks that DT-Fixup draws."""
     start, labels = run.start("pretrain"), known_labels(config)
-    tokenizer = Tokenizer.load(start, end=config.end_token)
-    run.on_ranks(train, config, start, tokenize(run, config, tokenizer, labels), labels)
+    data = tokenize(run, config, Tokenizer.load(start, end=config.end_token), labels)
+    input_norm = 1.0
+    if config.dt_fixup:
+        workers = run.workers()
+        shares = [(start, config, data.training, rank, workers.num_workers) for rank in range(workers.num_workers)]
+        input_norm = max(workers.run_split(f"{run.name}: input norms", largest_input_norm, shares))
+    run.on_ranks(train, config, start, data, labels, input_norm)
 
 
 def preflight(run: StageRun, config: ClassifyConfig) -> None:
     """Read and tokenize every row. Raises: ValueError naming file, line and field."""
     if config.init_from:
-        classifier_source(run.start("pretrain"), config, (), seed=0)  # refuses what is no encoder
+        classifier_source(run.start("pretrain"), config, (), seed=0)  # refuses what it cannot start from
     folders = tokenize(run, config, run.tokenizer_of("pretrain", config.end_token), known_labels(config))
     for name, folder in (("data", folders.training), ("heldout", folders.heldout)):
         if overlong := read_overlong(folder):
@@ -142,10 +192,39 @@ def preflight(run: StageRun, config: ClassifyConfig) -> None:
 
 
 def plan(planner: Planner, config: ClassifyConfig) -> StagePlan:
-    rows = sum(planner.sizes.num_rows(data) for data in config.data)
-    planner.sizes.assume("assumes that every example fills seq_len; packing puts shorter ones into one row")
-    steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
-    return planner.training("examples", config, steps, config.seq_len, 0, init_from=config.init_from)
+    lengths = planner.measured(
+        config.data,
+        "examples",
+        lambda run: run.tokenizer_of("pretrain", config.end_token),
+        lambda tokenizer: example_lengths(tokenizer, config, known_labels(config)),
+    )
+    if lengths is None:
+        rows = sum(_num_rows(planner, config, data) for data in config.data)
+        windows = ", and that every question has one window" if config.task == "span" else ""
+        planner.sizes.assume(f"assumes that every example fills seq_len{windows}")
+        lengths = replace(Lengths.bound(config.seq_len), num_rows=rows)
+    shape = config.reshaped(planner.shape(config.init_from))
+    return replace(planner, model=shape).training(
+        "examples",
+        config,
+        _num_steps(config, lengths.num_rows),
+        lengths.longest,
+        0,
+        mean_tokens=lengths.mean,
+    )
+
+
+def _num_steps(config: ClassifyConfig, num_examples: int) -> int:
+    return max(1, round(config.num_epochs * num_examples / config.batch.batch_size))
+
+
+def _num_rows(planner: Planner, config: ClassifyConfig, data: ClassifyData) -> int:
+    """Returns the rows of a source; those of a local file are counted as the task reads them."""
+    if not Path(data.source).exists():
+        return planner.sizes.num_rows(data)
+    key = f"rows of {config.task} {data.model_dump_json()}"
+    read = read_labelled(config.task, config.labels, (data,), [], [])
+    return planner.sizes.measures.get(key, lambda: sum(1 for _ in read))
 
 
 STAGE = Stage(

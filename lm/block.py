@@ -41,15 +41,18 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), as from GPT-2 on.
 
     With `cross_attention`, x + cross(norm(x)) between them attends to an encoder. Dropout applies to each branch.
+    Without `has_norms`, the norms are the identity.
     """
 
-    def __init__(self, config: ModelConfig, dropout: float, *, cross_attention: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, dropout: float, *, cross_attention: bool = False, has_norms: bool = True
+    ) -> None:
         super().__init__()
-        self.attention_norm = make_norm(config, config.hidden_size)
+        self.attention_norm = make_norm(config, config.hidden_size) if has_norms else nn.Identity()
         self.attention = Attention(config)
         self.cross_norm = make_norm(config, config.hidden_size) if cross_attention else None
         self.cross = CrossAttention(config) if cross_attention else None
-        self.mlp_norm = make_norm(config, config.hidden_size)
+        self.mlp_norm = make_norm(config, config.hidden_size) if has_norms else nn.Identity()
         self.mlp = MLP(config)
         self.dropout = Dropout(dropout)
 

@@ -92,8 +92,8 @@ def _adapter_of_reward(planner: Planner, config: PPOConfig) -> LoRAConfig | None
 def _critic(planner: Planner, config: PPOConfig) -> ModelConfig:
     if config.external_reward:
         return planner.model
-    reward = planner.job.section(REWARD)
-    return planner.shape(_named_reward(config) or (reward.init_from if reward is not None else ""))
+    reward, named = planner.job.section(REWARD), _named_reward(config)
+    return planner.shape(named) if named or reward is None else reward.reshaped(planner.shape(reward.init_from))
 
 
 def _named_reward(config: PPOConfig) -> str:

@@ -9,7 +9,7 @@ from preferences.records import MIN_RESPONSES
 from reward.comparisons import RankingsConfig
 from reward.objective import Ties
 from reward.step_labels import StepLabelsConfig
-from training.config import FineTuningConfig
+from training.config import FineTuningConfig, LayersConfig
 from training.data import DataConfig, OnOverlong, overlong_field
 
 
@@ -57,7 +57,7 @@ class ComparisonsConfig(FineTuningConfig):
         raise NotImplementedError
 
 
-class RewardConfig(ComparisonsConfig):
+class RewardConfig(LayersConfig, ComparisonsConfig):
     """`init_from` may name a language model, a reward model, or an encoder (not with `step_labels`)."""
 
     section = "reward"

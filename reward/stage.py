@@ -21,6 +21,7 @@ from files.atomic import write_json
 from files.hashes import derive_seed
 from files.records import read_record, record_of
 from lm.adapters import save_trained
+from lm.config import ModelConfig
 from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
 from lm.lora import adapted
 from lm.model import SCORE, LanguageModel, ScalarModel
@@ -89,19 +90,26 @@ def run_reward(run: StageRun, config: RewardConfig) -> None:
 
 
 def network_source(
-    folder: Path, dropout: float, seed: int, labels: Sequence[str] = (SCORE,)
+    folder: Path, dropout: float, seed: int, labels: Sequence[str] = (SCORE,), *, dropped: int = 0, added: int = 0
 ) -> ModelSource[RewardNetwork]:
     """Returns a source of a reward model to train further, or of a language model's or encoder's trunk with heads drawn
-    from `seed`.
+    from `seed`. The last `dropped` blocks are left out, and `added` new ones are drawn.
 
     Raises: ValueError for a directory with anything else, and for a reward model with other labels.
     """
     purpose = purpose_of(folder)
+
+    def scalar(shape: ModelConfig) -> ScalarModel:
+        return ScalarModel(shape, dropout, labels)
+
+    def classifier(shape: ModelConfig) -> SequenceClassifier:
+        return SequenceClassifier(shape, labels, dropout)
+
     if purpose == "language":
-        return WithNewHead(folder, LanguageModel, lambda shape: ScalarModel(shape, dropout, labels), seed)
+        return WithNewHead(folder, LanguageModel, scalar, seed, dropped=dropped, added=added)
     if purpose in ("masked", "body"):
         kind = MaskedLanguageModel if purpose == "masked" else EncoderModel
-        return WithNewHead(folder, kind, lambda shape: SequenceClassifier(shape, labels, dropout), seed)
+        return WithNewHead(folder, kind, classifier, seed, dropped=dropped, added=added)
     trained = network_folder(folder, dropout)
     present_labels = on_meta(trained.build).labels
     if present_labels != tuple(labels):
@@ -109,7 +117,22 @@ def network_source(
             f"{folder / 'config.json'}: id2label names {', '.join(present_labels)}; {', '.join(labels)} was expected"
             " (the objectives to learn, in order; a single one is called score)"
         )
+    if dropped or added:  # its head is kept, but not its zero, which training sets again
+        if purpose == "sequence":
+            return WithNewHead(folder, SequenceClassifier, classifier, seed, dropped=dropped, added=added)
+        return WithNewHead(folder, ScalarModel, scalar, seed, dropped=dropped, added=added)
     return trained
+
+
+def _source(start: Path, config: RewardConfig, seed: int) -> ModelSource[RewardNetwork]:
+    """Returns the model that training starts from. Raises: ValueError as `network_source`, and if no block is left."""
+    blocks = {"dropped": config.dropped_layers, "added": config.added_layers}
+    source = network_source(start, config.dropout, seed, config.labels, **blocks)
+    try:
+        on_meta(source.build)
+    except ValueError as error:
+        raise ValueError(f"{start}: reward.{error}") from None
+    return source
 
 
 def train(context: StageContext, config: RewardConfig, start: Path, data: PreparedRankings) -> None:
@@ -119,7 +142,7 @@ def train(context: StageContext, config: RewardConfig, start: Path, data: Prepar
     """
     tokenizer = Tokenizer.load(start, end=config.end_token)
     tokenizer = tokenizer.with_template(config.chat_template)
-    source = network_source(start, config.dropout, derive_seed(context.seed, "reward", "head"), config.labels)
+    source = _source(start, config, derive_seed(context.seed, "reward", "head"))
     shape = on_meta(source.build).config
     split = data.split
     trained_on = data.comparisons(split.train, weights_of_labelers(split, config))
@@ -286,7 +309,7 @@ def preflight(run: StageRun, config: RewardConfig) -> None:
 
 def _most_tokens(start: Path, config: RewardConfig) -> int:
     """Returns the context, in tokens, of a reward model that starts from this directory."""
-    return on_meta(network_source(start, 0.0, seed=0, labels=config.labels).build).config.max_position_embeddings
+    return on_meta(_source(start, config, seed=0).build).config.max_position_embeddings
 
 
 def plan(planner: Planner, config: RewardConfig) -> StagePlan:
@@ -295,7 +318,8 @@ def plan(planner: Planner, config: RewardConfig) -> StagePlan:
     steps, num_responses = comparison_steps(planner, config)
     context = planner.shape(config.init_from).max_position_embeddings
     lengths = comparison_lengths(planner, config, lambda run: run.tokenizer_of("sft", config.end_token), context)
-    return planner.training(
+    changed = replace(planner, model=config.reshaped(planner.shape(config.init_from)))
+    return changed.training(
         "comparisons",
         config,
         steps,
@@ -304,7 +328,6 @@ def plan(planner: Planner, config: RewardConfig) -> StagePlan:
         mean_tokens=lengths.mean,
         rows_per_unit=num_responses,
         num_scores=len(config.labels),
-        init_from=config.init_from,
     )
 
 

@@ -6,6 +6,7 @@ writes that response (sequence to sequence); its pairs are not packed.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from lm.lora import adapted
 from lm.model import LanguageModel
 from lm.source import ModelSource, on_meta
 from lm.tokenizer import Tokenizer
-from lm.weights import ModelFolder, purpose_of
+from lm.weights import WithNewHead, purpose_of
 from sft.demonstrations import Limit, Rows, demonstration_lengths, demonstration_parts, split_pair
 from sft.report import REPORTER, SFTResults
 from sft.translation import TranslationResults, translate, write_and_score
@@ -28,7 +29,7 @@ from stages.contract import Parent, Stage
 from stages.data import token_folder
 from stages.planner import Planner, StagePlan
 from stages.run import JobView, StageRun
-from training.config import FineTuningConfig
+from training.config import LayersConfig
 from training.data import DataConfig, OnOverlong, overlong_field, untold
 from training.engine import Engine, StageContext, build_engine
 from training.loop import LoopConfig, Objective, TrainingLoop
@@ -37,8 +38,10 @@ from training.packing import Packed, best_fit
 from training.tokens import CHECKED_SEQUENCES, Sequences, TokenFolders, read_overlong, read_sources
 
 
-class SFTConfig(FineTuningConfig):
+class SFTConfig(LayersConfig):
     """`batch.batch_size` counts packed rows of `seq_len` tokens; for an encoder-decoder it counts conversations."""
+
+    leaves_policy = True
 
     demonstrations: tuple[DataConfig, ...] = Field(min_length=1, description="Conversations to learn from.")
     heldout: tuple[DataConfig, ...] = Field(
@@ -68,17 +71,16 @@ def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFold
     """Train on this rank; rank 0 writes `model/` and `results.json`. Raises: ValueError if there is no data."""
     tokenizer = Tokenizer.load(start, end=config.end_token)
     tokenizer = tokenizer.with_template(config.chat_template)
-    kind = EncoderDecoder if purpose_of(start) == "translate" else LanguageModel
-    source: ModelSource[LanguageModel | EncoderDecoder] = ModelFolder(start, kind, config.dropout)
+    source = policy_source(start, config, derive_seed(context.seed, "sft", "blocks"))
+    plain = on_meta(source.build)
     training, heldout = (
-        make_objective(kind is EncoderDecoder, tokenizer, sources, folder, config.seq_len)
+        make_objective(plain.config.kind == "encoder-decoder", tokenizer, sources, folder, config.seq_len)
         for sources, folder in (
             (config.demonstrations, data.training),
             (config.heldout or config.demonstrations, data.heldout),
         )
     )
     num_steps = max(1, round(config.num_epochs * len(training) / config.batch.batch_size))
-    plain = on_meta(source.build)
     engine = build_engine(context, adapted(source, config.lora, derive_seed(context.seed, "sft", "lora")), config)
     loop_config = LoopConfig.of("sft", context.seed, num_steps, config)
     loop = TrainingLoop(engine, loop_config, training, heldout, context.folder)
@@ -103,6 +105,13 @@ def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFold
         )
     engine.barrier()
     engine.close()
+
+
+def policy_source(start: Path, config: SFTConfig, seed: int) -> ModelSource[LanguageModel | EncoderDecoder]:
+    """Returns a directory's model, without its last blocks or with new ones if the config says so."""
+    kind: type[LanguageModel | EncoderDecoder] = EncoderDecoder if purpose_of(start) == "translate" else LanguageModel
+    blocks = {"dropped": config.dropped_layers, "added": config.added_layers}
+    return WithNewHead(start, kind, lambda shape: kind(shape, config.dropout), seed, **blocks)
 
 
 def translate_heldout(
@@ -216,7 +225,8 @@ def plan(planner: Planner, config: SFTConfig) -> StagePlan:
             planner.sizes.assume("upper bound: one conversation per row; packing puts several in a row")
     steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
     logits = config.batch.micro_batch_size * tokens * planner.model.vocab_size
-    return planner.training("rows", config, steps, tokens, logits)
+    changed = replace(planner, model=config.reshaped(planner.model))
+    return changed.training("rows", config, steps, tokens, logits)
 
 
 def _num_packed_rows(planner: Planner, config: SFTConfig) -> float | None:

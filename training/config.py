@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, model_validator
 
-from lm.config import Precision, exact_div
+from lm.config import ModelConfig, Precision, exact_div
 from lm.lora import LoRAConfig
 
 AnyTable = TypeVar("AnyTable", bound=BaseModel)
@@ -356,3 +356,27 @@ class FineTuningConfig(InitConfig, TrainingConfig):
     def _check_lora(self) -> Self:
         check_lora(self.lora, {"optimizer": self.optimizer})
         return self
+
+
+class LayersConfig(FineTuningConfig):
+    """What stages share that may change the last blocks of the model they start from (transfer learning)."""
+
+    leaves_policy: ClassVar[bool] = False  # whether later stages start from the model that has these blocks
+
+    dropped_layers: int = Field(
+        default=0, ge=0, description="Leave out the initial model's last N blocks, which know most about its own task."
+    )
+    added_layers: int = Field(default=0, ge=0, description="Then add N new blocks, with random weights.")
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
+        if self.lora is not None and (self.dropped_layers or self.added_layers):
+            raise ValueError(
+                f"lora with dropped_layers {self.dropped_layers} and added_layers {self.added_layers}: adapters are"
+                " additions to a frozen model as its files have it; only one of them was expected"
+            )
+        return self
+
+    def reshaped(self, shape: ModelConfig) -> ModelConfig:
+        """Return the shape of the trained model, given the initial model's. Raises: ValueError if no block is left."""
+        return shape.with_blocks(self.dropped_layers, self.added_layers)

@@ -20,7 +20,8 @@ def classify(
 ) -> None:
     """Print what a classifier says of each text: labels with probabilities, entities, or the answer to --question.
 
-    Each answer comes with its margin over no answer, in nats; below 0, the text has no answer.
+    Each answer comes with its margin over no answer, in nats. Below `no_answer_margin` of the model's job (default: 0),
+    the text has no answer.
     """
     with console.status("loading"):
         from classify.predict import TextClassifier
@@ -42,7 +43,8 @@ def classify(
 def _lines(classifier: "TextClassifier", text: str, pair: str, question: str) -> list[str]:
     if classifier.task == "span":
         answer, margin = classifier.answer(question, text)
-        return [f"{margin:+.2f}  {answer}" if margin > 0 else f"{margin:+.2f}  no answer (the best: {answer})"]
+        has_answer = margin > classifier.reading.no_answer_margin
+        return [f"{margin:+.2f}  {answer}" if has_answer else f"{margin:+.2f}  no answer (the best: {answer})"]
     if classifier.task == "token":
         return [f"{kind}  {words}" for kind, words in classifier.entities(text)] or ["no entity"]
     return [f"{share:.3f}  {label}" for label, share in classifier.probabilities(text, pair).items()]

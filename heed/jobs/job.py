@@ -15,7 +15,7 @@ from lm.sequence_parallel import check_sequence_split
 from stages.contract import POLICIES, Parent, Stage
 from stages.run import StageView, sources_in
 from stages.world import World
-from training.config import BatchConfig, Config, EngineConfig, OptimizerConfig, tables_in, value_at
+from training.config import BatchConfig, Config, EngineConfig, LayersConfig, OptimizerConfig, tables_in, value_at
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
@@ -88,6 +88,7 @@ class JobConfig(Config):
         self._check_world()
         self._check_kind()
         self._check_room()
+        self._check_layers()
         self._check_sequence_split()
         self._check_batches()
         self._check_optimizers()
@@ -236,6 +237,31 @@ class JobConfig(Config):
         """The number of processes that stages need in addition to the job's workers."""
         return sum(stage.extra_ranks(self.section_of(stage)) for stage in self.stages if stage.round == 1)
 
+    def shape_before(self, stage: AnyStage) -> ModelConfig | None:
+        """Returns the shape of the policy when a stage starts, if the job knows it: earlier stages may change its last
+        blocks.
+        """
+        shape = self.model
+        for other in self.stages[: self.stages.index(stage)]:
+            section = self.section_of(other)
+            if shape is not None and isinstance(section, LayersConfig) and section.leaves_policy:
+                shape = section.reshaped(shape)
+        return shape
+
+    def _trained_shape(self, stage: AnyStage) -> ModelConfig | None:
+        """Returns the shape of the model that a stage trains; None if the job does not know it."""
+        section = self.section_of(stage)
+        shape = None if self._has_own_shape(stage) else self.shape_before(stage)
+        return section.reshaped(shape) if shape is not None and isinstance(section, LayersConfig) else shape
+
+    def _check_layers(self) -> None:
+        """Check that blocks are left in every model. A stage checks models of other shapes when it opens them."""
+        for stage in self.stages:
+            try:
+                self._trained_shape(stage)
+            except ValueError as error:
+                raise ValueError(f"{stage.name}.{error}") from None
+
     def _check_batches(self) -> None:
         problem = self._batch_problem(self.workers)
         if problem:
@@ -279,13 +305,12 @@ class JobConfig(Config):
                     optimizer.check_sharding(self.engine)
                 except ValueError as error:
                     raise ValueError(f"{stage.name}.{field}: {error}") from None
-                if not self._has_own_shape(stage):  # the engine checks the others
-                    self._check_trained_layers(f"{stage.name}.{field}", optimizer)
+                self._check_trained_layers(f"{stage.name}.{field}", optimizer, self._trained_shape(stage))
 
-    def _check_trained_layers(self, name: str, optimizer: OptimizerConfig) -> None:
-        if self.model is None:
+    def _check_trained_layers(self, name: str, optimizer: OptimizerConfig, shape: ModelConfig | None) -> None:
+        if shape is None:  # the engine checks it
             return
-        num_layers = self.model.num_hidden_layers + self.model.num_encoder_layers
+        num_layers = shape.num_hidden_layers + shape.num_encoder_layers
         if (optimizer.trained_layers or 0) > num_layers:
             raise ValueError(f"{name}.trained_layers is {optimizer.trained_layers}; the model has {num_layers}")
 

@@ -105,13 +105,14 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
         world_rows=lambda source: _world_rows(job, source),
         stage_size=lambda source: _stage_size(job, source, sizes),
     )
-    times = Times(model, layout, setting.hardware, setting.share_of_peak)
     plans = []
     for stage in job.stages:
         # Of a run, a plan reads only the data and, if an earlier run has made one, the vocabulary.
         has_models = all(map(is_on_this_machine, _models(job, stage.name)))
         run = _PlannedRun(stage.name, job, RUNS / job.name, _NoWorkers(), None) if has_models else None
-        planner = Planner(stage.name, job, model, layout, sizes, times, known_shape, run)
+        shape = job.shape_before(stage) or model
+        times = Times(shape, layout, setting.hardware, setting.share_of_peak)
+        planner = Planner(stage.name, job, shape, layout, sizes, times, known_shape, run)
         plans.append(stage.plan(planner, job.section_of(stage)))
     return Plan(job, setting, layout, tuple(plans))
 

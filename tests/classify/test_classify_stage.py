@@ -14,11 +14,15 @@ from safetensors.torch import load_file
 from classify.examples import BEGINS, ENDS, Examples
 from classify.objective import ClassifyObjective
 from classify.predict import TextClassifier, classifier_source
-from classify.stage import known_labels, train
-from lm.encoder import SequenceClassifier, SpanPredictor, TokenClassifier
+from classify.stage import known_labels, largest_input_norm, train
+from heed.jobs.job_file import load_job
+from heed.jobs.plan import Setting, make_plan
+from lm.encoder import MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier
 from lm.model import init_weights
 from lm.source import load
-from lm.weights import load_model
+from lm.weights import load_any, load_model
+from stages.planner import StagePlan
+from stages.planning.hardware import GPUS
 from tests.classify.conftest import SHAPE, config_for, train_here, write_tokens
 from training.config import EngineConfig
 from training.engine import StageContext
@@ -180,6 +184,61 @@ def test_blocks_are_dropped_and_added(bert_folder: Path, tmp_path: Path) -> None
         classifier_source(bert_folder, none_left, ("a", "b"), seed=5)
 
 
+def test_the_largest_input_of_the_added_blocks_by_hand(bert_folder: Path, tmp_path: Path) -> None:
+    """Each example alone, through the blocks that are left; the largest over all ranks is that over all examples."""
+    config = config_for(tmp_path, "token", SENTENCES, dropped_layers=1, added_layers=3, dt_fixup=True)
+    folder = write_tokens(tmp_path, config, bert_folder, known_labels(config)).training
+    examples, kept = Examples.read(folder), load_model(bert_folder, MaskedLanguageModel).eval()
+    kept.encoder.blocks = kept.encoder.blocks[:1]
+    norms = []
+    for end, length in zip(examples.ends, examples.lengths_of(np.arange(len(examples))), strict=True):
+        tokens = torch.tensor(examples.tokens[end - length : end].astype(np.int64))[None]
+        with torch.no_grad():
+            norms.append(float(kept.hidden(tokens, None, None, None).norm(dim=-1).max()))
+    assert largest_input_norm(bert_folder, config, folder, 0, 1) == pytest.approx(max(norms), rel=1e-5)
+    shares = [largest_input_norm(bert_folder, config, folder, rank, 3) for rank in range(3)]
+    assert max(shares) == pytest.approx(max(norms), rel=1e-5)
+    assert min(shares) < max(shares)
+
+
+def test_blocks_of_dt_fixup_are_trained_without_norms(bert_folder: Path, tmp_path: Path) -> None:
+    """The model learns, is read again with its shape, and keeps its blocks when it learns another task."""
+    config = config_for(tmp_path, "sequence", SEQUENCES, added_layers=6, dt_fixup=True)
+    folder = train_here(tmp_path, config, bert_folder)
+    results = results_of(folder)
+    assert results["heldout_loss"] < 0.2 < results["heldout_loss_before"]
+    names = [name for name, _ in load_any(folder / "model").named_parameters()]
+    assert "encoder.blocks.1.mlp_norm.weight" in names
+    assert not any(name.startswith("encoder.blocks.2.") and "norm" in name for name in names)
+    assert next(iter(TextClassifier.load(folder / "model").probabilities("Tom likes the ball."))) == "good"
+    again = classifier_source(folder / "model", config_for(tmp_path, "token", SENTENCES, dropped_layers=4), ("O",), 1)
+    assert (again.build().config.num_hidden_layers, again.build().config.blocks_without_norm) == (4, 2)
+    normed = config_for(tmp_path, "token", SENTENCES, added_layers=1)
+    with pytest.raises(ValueError, match=r"classify.added_layers is 1; the model ends with 6 blocks without norms"):
+        classifier_source(folder / "model", normed, ("O",), 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, r"dt_fixup is true with added_layers 0, which draws no block; at least 1 was expected"),
+        (
+            {"added_layers": 2, "optimizer": {"learning_rate": 1e-3, "warmup_steps": 5}},
+            r"dt_fixup with .*warmup_steps 5",
+        ),
+        (
+            {"added_layers": 2, "dropped_layers": 2},
+            r"classify.dropped_layers is 2 with dt_fixup; the model has 2 blocks",
+        ),
+    ],
+)
+def test_dt_fixup_that_has_nothing_to_start_from_is_refused(
+    bert_folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        classifier_source(bert_folder, config_for(tmp_path, "sequence", SEQUENCES, dt_fixup=True, **changes), ("a",), 1)
+
+
 def test_a_head_is_kept_for_the_same_labels_only(finished: dict[str, Path], tmp_path: Path) -> None:
     folder, config = finished["sequence"] / "model", config_for(tmp_path, "sequence", SEQUENCES)
     held = load_file(folder / "model.safetensors")
@@ -275,10 +334,64 @@ def test_labels_of_training(tmp_path: Path) -> None:
         ValueError, match=r"classify.data: all rows have the label 1; at least two labels were expected"
     ):
         known_labels(config_for(tmp_path, "sequence", numbers[2:]))
+    with pytest.raises(ValueError, match=r"classify.data: all words have the tag O; at least one entity was expected"):
+        known_labels(config_for(tmp_path, "token", [{"tokens": ["x", "y"], "tags": ["O", "O"]}]))
+    with pytest.raises(ValueError, match=r"classify.data: no rows; at least one was expected"):
+        known_labels(config_for(tmp_path, "token", []))
+
+
+def test_a_classifier_reads_as_its_job_did(bert_folder: Path, tmp_path: Path) -> None:
+    """The windows, the longest answer and the margin are those of the job, which its model's folder names."""
+    changes = {"max_answer_tokens": 1, "no_answer_margin": 99.0, "max_question_tokens": 8, "seq_len": 20}
+    changes |= {"doc_stride": 4}
+    folder = train_here(tmp_path, config_for(tmp_path, "span", QUESTIONS, num_epochs=1.0, **changes), bert_folder)
+    reader = TextClassifier.load(folder / "model")
+    assert vars(reader.reading) == changes
+    context = "Mia has a red kite at the park, and Tom has a blue ball."
+    text, margin = reader.answer("What has Mia?", context)
+    assert margin < reader.reading.no_answer_margin
+    assert text in {context[start:end] for start, end in reader.tokenizer.encode_with_places([context])[0][1]}
+    with pytest.raises(ValueError, match=r"the question has \d+ tokens; the model reads at most 8"):
+        reader.answer("What has Mia at the park and the lake?", "Mia has a kite.")
+    (folder / "model" / "classify.json").unlink()
+    assert TextClassifier.load(folder / "model").reading.seq_len == 48  # the model's positions
+
+
+def plan_of(folder: Path, start: Path, task: str, source: Path, *settings: str) -> StagePlan:
+    data = f"[{{ source = '{source}' }}]"
+    job = folder / "job.toml"
+    job.write_text(
+        f"name = 'planned'\n[classify]\ninit_from = '{start}'\ntask = '{task}'\ndata = {data}\nheldout = {data}\n"
+        "seq_len = 40\ndoc_stride = 8\nmax_question_tokens = 16\nnum_epochs = 1.0\n"
+        "batch = { batch_size = 1, micro_batch_size = 1 }\n"
+    )
+    (stage,) = make_plan(load_job(job, settings), Setting(GPUS["h100"], 0.5, 1000)).stages
+    return stage
+
+
+def test_the_plan_reads_conll_and_squad(bert_folder: Path, tmp_path: Path) -> None:
+    columns, squad = tmp_path / "a.conll", tmp_path / "dev.json"
+    columns.write_text("Mia B-PER\n\nTom B-PER\nran O\n\nTom B-PER\n")
+    qas = [{"id": str(n), "question": "Where?", "answers": []} for n in range(5)]
+    paragraphs = [{"context": text, "qas": qas} for text in ("Mia has a kite.", "Mia has a kite. " * 10)]
+    squad.write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    assert plan_of(tmp_path, bert_folder, "token", columns).num_steps == 3
+    assert plan_of(tmp_path, bert_folder, "span", squad).num_steps > 5 + 2 * 5  # the long text has several windows
+
+
+def test_the_plan_counts_dropped_and_added_blocks(bert_folder: Path, tmp_path: Path) -> None:
+    columns = tmp_path / "a.conll"
+    columns.write_text("Mia B-PER\n")
+    peaks = [
+        plan_of(tmp_path, bert_folder, "token", columns, *settings).peak
+        for settings in (["classify.dropped_layers=1"], [], ["classify.added_layers=1"])
+    ]
+    assert peaks == sorted(set(peaks))
+    with pytest.raises(ValueError, match=r"classify.dropped_layers is 3 and added_layers 0; the model has 2 blocks"):
+        plan_of(tmp_path, bert_folder, "token", columns, "classify.dropped_layers=3")
 
 
 def test_a_model_without_token_types_reads_pairs(tmp_path: Path, words_tokenizer: Any) -> None:
-    from lm.encoder import MaskedLanguageModel
     from lm.weights import save_model
 
     model = MaskedLanguageModel(SHAPE.model_copy(update={"type_vocab_size": 0}))

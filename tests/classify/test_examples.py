@@ -19,9 +19,11 @@ from classify.examples import (
     best_windows,
     context_windows,
     encode_words,
+    example_lengths,
 )
 from classify.rows import LabelledText, Question, TaggedWords
 from lm.tokenizer import Tokenizer
+from stages.sizes import RowSample
 from tests.classify.conftest import config_for, write_tokens
 from training.tokens import FITS, SKIPPED, TRUNCATED
 
@@ -51,9 +53,16 @@ def test_a_pair_has_token_types(words_tokenizer: Tokenizer) -> None:
 
 def test_a_label_that_training_lacks_is_refused(words_tokenizer: Tokenizer) -> None:
     with pytest.raises(
-        ValueError, match=r"b.jsonl: line 3: label 'maybe' is in no row of the training data; one of no, yes"
+        ValueError, match=r"b.jsonl: line 3: label 'maybe', which no row of classify.data has; one of no, yes"
     ):
         encoder(words_tokenizer, "sequence", ("no", "yes")).encode("b.jsonl: line 3", LabelledText(("x",), "maybe"))
+    values = {"task": "sequence", "labels": ("no", "yes"), "data": [{"source": "a"}], "heldout": [{"source": "b"}]}
+    named = Encoder(words_tokenizer, ClassifyConfig.model_validate(values), ("no", "yes"))
+    with pytest.raises(ValueError, match=r"line 3: label 'maybe', which classify.labels does not have; one of no, yes"):
+        named.encode("b.jsonl: line 3", LabelledText(("x",), "maybe"))
+    many = tuple(map(str, range(99)))
+    with pytest.raises(ValueError, match=r"one of 0, 1, .* 19, \.\.\. was expected"):
+        encoder(words_tokenizer, "sequence", many).encode("b.jsonl: line 3", LabelledText(("x",), "maybe"))
 
 
 def test_each_words_first_token_has_its_tag(words_tokenizer: Tokenizer) -> None:
@@ -153,3 +162,27 @@ def test_packed_rows_hold_every_example_with_its_types_and_targets(tmp_path: Pat
         assert packed.targets_BT[mine].tolist() == examples.targets[start:end].tolist()
         assert packed.place_BT[mine].tolist() == list(range(end - start))
     assert (packed.targets_BT[~packed.real_BT] == -1).all()
+
+
+def test_a_plan_counts_windows(words_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """The lengths are those of the examples that training reads, also from a sample of the rows."""
+    contexts = ["Mia has a kite.", "Tom likes the red kite. " * 6]
+    rows = [
+        {"id": str(n), "question": "What?", "context": contexts[n % 2], "answers": {"text": [], "answer_start": []}}
+        for n in range(6)
+    ]
+    config = config_for(tmp_path, "span", rows, seq_len=24, max_question_tokens=8)
+    (tmp_path / "model").mkdir()
+    words_tokenizer.save(tmp_path / "model")
+    examples = Examples.read(write_tokens(tmp_path, config, tmp_path / "model", ()).training)
+    every = np.arange(len(examples))
+    assert len(examples) > 2 * len(rows)
+    lengths = example_lengths(words_tokenizer, config, ())
+    assert lengths.num_rows == len(examples)
+    assert lengths.mean == pytest.approx(examples.lengths_of(every).mean())
+    assert lengths.longest == examples.lengths_of(every).max()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowSample.__init__, "__defaults__", (1,))
+        sampled = example_lengths(words_tokenizer, config, ())
+    assert sampled.num_measured < len(examples)
+    assert sampled.num_rows == pytest.approx(len(examples), rel=0.8)

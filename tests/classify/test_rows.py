@@ -133,8 +133,8 @@ def test_iob1_opens_with_b_only_after_its_own_type() -> None:
 def test_windows_that_would_leave_a_gap_are_refused() -> None:
     values = {"task": "span", "data": [{"source": "a"}], "heldout": [{"source": "b"}]}
     with pytest.raises(ValueError, match=r"doc_stride is 128, but a window of seq_len = 128 .* has room for 61"):
-        ClassifyConfig.model_validate(values)
-    assert ClassifyConfig.model_validate(values | {"seq_len": 384}).doc_stride == 128
+        ClassifyConfig.model_validate(values | {"seq_len": 128})
+    assert ClassifyConfig.model_validate(values).doc_stride == 128
 
 
 @pytest.mark.parametrize(("name", "num_rows"), [("sentence_polarity.jsonl", 7996), ("movie_reviews.jsonl.gz", 2000)])
@@ -145,3 +145,52 @@ def test_published_sentiment_is_read(name: str, num_rows: int) -> None:
     found = read("sequence", path, label_field="sentiment")
     assert len(found) == num_rows
     assert {row.label for row in found} == {"negative", "positive"}
+
+
+def test_bad_utf8_names_file_and_line(tmp_path: Path) -> None:
+    squad, columns = tmp_path / "dev.json", tmp_path / "a.conll"
+    squad.write_bytes(json.dumps(SQUAD, indent=1).encode().replace(b"a kite.", b"a kit\xe9."))
+    line = 1 + squad.read_bytes().split(b"\xe9")[0].count(b"\n")
+    with pytest.raises(ValueError, match=rf"dev.json: line {line}: not UTF-8: invalid continuation byte"):
+        read("span", squad)
+    columns.write_bytes(b"Mia B-PER\nJos\xe9 B-PER\n")
+    with pytest.raises(ValueError, match=r"a.conll: line 2: not UTF-8: invalid continuation byte"):
+        read("token", columns)
+
+
+def test_a_cut_gzip_file_is_one_line(tmp_path: Path) -> None:
+    whole = gzip.compress((CONLL * 50).encode())
+    for name in ("a.conll.gz", "dev.json.gz"):
+        (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(ValueError, match=rf"{name}.*cannot be read: Compressed file ended"):
+            read("token" if "conll" in name else "span", tmp_path / name)
+
+
+def test_a_word_may_contain_a_no_break_space(tmp_path: Path) -> None:
+    path = tmp_path / "a.conll"
+    path.write_text("10\u00a0000\tNUM  O\r\nParis NNP B-LOC \n", encoding="utf-8")
+    assert read("token", path) == [TaggedWords(("10\u00a0000", "Paris"), ("O", "B-LOC"))]
+
+
+@pytest.mark.parametrize(
+    ("task", "labels", "message"),
+    [
+        ("sequence", ["a", "a"], r"labels is \['a', 'a'\]; at least two distinct names were expected"),
+        ("sequence", ["a"], r"labels is \['a'\]; at least two distinct names"),
+        ("sequence", ["a", ""], r"at least two distinct names"),
+        ("token", ["O", "PER"], r"labels has 'PER'; O, B-TYPE or I-TYPE was expected"),
+        ("token", ["B-PER", "I-PER"], r"labels is \['B-PER', 'I-PER'\]; O, for words in no entity, is missing"),
+    ],
+)
+def test_labels_are_checked(task: str, labels: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ClassifyConfig.model_validate(
+            {"task": task, "data": [{"source": "a"}], "heldout": [{"source": "b"}], "labels": labels}
+        )
+
+
+def test_windows_of_questions_have_berts_room_by_default() -> None:
+    values = {"data": [{"source": "a"}], "heldout": [{"source": "b"}]}
+    spans, texts = (ClassifyConfig.model_validate({**values, "task": task}) for task in ("span", "sequence"))
+    assert (spans.seq_len, texts.seq_len) == (384, 128)
+    assert ClassifyConfig.model_validate(spans.model_dump()) == spans

@@ -107,6 +107,29 @@ def test_a_decoders_reward_model_is_trained_further(model_folder: Path, tmp_path
     assert float(again.bias) == pytest.approx(0.7)
 
 
+def test_blocks_of_a_reward_model_are_dropped_and_added(
+    model_folder: Path, encoder_folder: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """From a policy, from an encoder, and from a reward model, whose head is kept."""
+    old = load(network_source(model_folder, 0.0, 4))
+    assert isinstance(old, ScalarModel)
+    old.bias.fill_(0.7)
+    save_model(tmp_path / "reward", old, old.state_dict(), tokenizer)
+    for start in (model_folder, tmp_path / "reward"):
+        new = load(network_source(start, 0.0, 5, dropped=1, added=2))
+        assert new.config.num_hidden_layers == 3
+        weights = new.state_dict()
+        first, second = ((f"decoder.blocks.{block}.mlp.up.weight") for block in (0, 1))
+        assert torch.equal(weights[first], old.state_dict()[first])
+        assert not torch.equal(weights[second], old.state_dict()[second])
+        assert torch.equal(weights["score.weight"], old.score.weight) == (start != model_folder)
+        assert float(weights["bias"]) == 0
+    whole = load(network_source(encoder_folder, 0.0, 4))
+    shorter = load(network_source(encoder_folder, 0.0, 4, dropped=1))
+    assert shorter.config.num_hidden_layers == whole.config.num_hidden_layers - 1
+    assert all(torch.equal(t, whole.state_dict()[n]) for n, t in shorter.state_dict().items() if "blocks" in n)
+
+
 def test_a_classifier_of_several_labels_is_no_reward_model(
     encoder_folder: Path, tmp_path: Path, masking_tokenizer: Tokenizer
 ) -> None:

@@ -12,10 +12,11 @@ from lm.encoder import EncoderDecoder
 from lm.generation import generate
 from lm.model import init_weights
 from lm.sampling import Choice
+from lm.source import load
 from lm.tokenizer import Tokenizer
 from lm.weights import load_model, save_model
 from sft.demonstrations import Limit, demonstration_parts, split_pair
-from sft.stage import SFTConfig, train
+from sft.stage import SFTConfig, policy_source, train
 from tests.token_files import sft_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -119,3 +120,18 @@ def test_a_source_must_be_there(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path.write_text(json.dumps({"messages": [{"role": "assistant", "content": "Far."}]}) + "\n")
     with pytest.raises(ValueError, match=r"alone\.jsonl: line 1: nothing comes before the response"):
         list(demonstration_parts(tokenizer.with_template("plain"), (DataConfig(source=str(path)),), Limit(True, 40), 0))
+
+
+def test_blocks_of_the_decoder_are_added(start: Path, tmp_path: Path) -> None:
+    config = SFTConfig(
+        demonstrations=write_data(tmp_path / "train.jsonl", PAIRS),
+        seq_len=64,
+        batch=BatchConfig(batch_size=4, micro_batch_size=2),
+        optimizer=OptimizerConfig(learning_rate=0.01),
+        added_layers=1,
+    )
+    old, new = load_model(start, EncoderDecoder), load(policy_source(start, config, seed=1))
+    assert (new.config.num_encoder_layers, new.config.num_hidden_layers) == (1, 2)
+    weights = new.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in old.state_dict().items())
+    assert float(weights["decoder.blocks.1.cross.query.weight"].std()) > 0

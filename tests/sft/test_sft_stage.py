@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from lm.config import ModelConfig
 from lm.generation import generate
+from lm.gguf_files import export_gguf
+from lm.hub import model_directory
+from lm.model import LanguageModel
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model
+from lm.weights import ModelFolder, load_language_model
 from sft.demonstrations import Limit, demonstration_parts
-from sft.stage import SFTConfig, make_objective, train
+from sft.stage import SFTConfig, make_objective, policy_source, train
 from tests.token_files import sft_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -99,6 +104,53 @@ def test_the_template_of_the_job_goes_into_the_model(tmp_path: Path, model_folde
     ours = Tokenizer.load(context.model_folder)
     assert ours.render([{"role": "user", "content": "A"}], add_generation_prompt=True) == "A"
     assert json.loads((context.folder / "results.json").read_text())["num_steps"] == 1
+
+
+def test_blocks_of_a_decoder_are_dropped_and_added(tmp_path: Path, model_folder: Path) -> None:
+    """All but the new blocks are the start's; transformers and GGUF hold the trained model."""
+    config = config_for(tmp_path, dropped_layers=1, added_layers=2)
+    start = dict(ModelFolder(model_folder, LanguageModel).tensors())
+    weights = dict(policy_source(model_folder, config, seed=5).tensors())
+    kept = {name for name in start if ".blocks.1." not in name}
+    assert all(torch.equal(weights[name], start[name]) for name in kept)
+    assert weights.keys() - start.keys() == {name.replace(".1.", ".2.") for name in start.keys() - kept}
+    name = "decoder.blocks.{}.mlp.up.weight"
+    drawn = [weights[name.format(block)] for block in (1, 2)]
+    assert not torch.equal(drawn[0], start[name.format(1)])
+    assert not torch.equal(*drawn)
+    context = StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
+    train(context, config, model_folder, sft_tokens(tmp_path, config, model_folder))
+    results = json.loads((context.folder / "results.json").read_text())
+    assert results["heldout_loss"] < results["heldout_loss_before"] - 1
+    ours, tokens = load_language_model(context.model_folder).eval(), torch.tensor([[5, 80, 17, 200]])
+    assert ours.config.num_hidden_layers == 3
+    theirs = AutoModelForCausalLM.from_pretrained(context.model_folder).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
+    export_gguf(context.model_folder, tmp_path / "model.gguf", "f32")
+    written = load_language_model(model_directory(str(tmp_path / "model.gguf")))
+    assert all(torch.equal(own, written.state_dict()[name]) for name, own in ours.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dropped_layers": 2}, r"dropped_layers is 2 and added_layers 0; the model has 2 blocks, and at least one"),
+        ({"dropped_layers": 3, "added_layers": 1}, r"dropped_layers is 3 and added_layers 1; the model has 2 blocks"),
+        ({"added_layers": 1, "lora": {"rank": 2}}, r"lora with dropped_layers 0 and added_layers 1: adapters are"),
+    ],
+)
+def test_blocks_that_cannot_be_changed_are_named(
+    tmp_path: Path, model_folder: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        policy_source(model_folder, config_for(tmp_path, **changes), seed=5).build()
+
+
+def test_windows_of_attention_stay_with_their_blocks(tiny_config: ModelConfig) -> None:
+    banded = tiny_config.model_copy(update={"num_hidden_layers": 4, "sliding_window": (0, 0, 0, 8)})
+    assert banded.with_blocks(1, 0).sliding_window == (0,)
+    assert [banded.with_blocks(2, 4).window(layer) for layer in range(6)] == [0, 0, 0, 8, 0, 0]
 
 
 def test_a_conversation_longer_than_a_row_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:

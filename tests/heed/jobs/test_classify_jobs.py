@@ -57,6 +57,15 @@ def test_the_other_tasks_start_from_its_encoder(pretrained: Path, tmp_path: Path
     assert 0 <= json.loads((run / "classify" / "results.json").read_text())["metrics"]["f1"]["mean"] <= 1
 
 
+def test_blocks_of_dt_fixup_are_added_in_a_job(pretrained: Path, tmp_path: Path) -> None:
+    start = [f"classify.init_from={pretrained / 'pretrain' / 'model'}", "pretrain=none", "classify.num_epochs=0.5"]
+    settings = ["classify.added_layers=3", "classify.dt_fixup=true", "classify.optimizer.warmup_steps=0"]
+    run = run_job(load_job(JOBS / "classify.toml", [*start, *settings]), tmp_path)
+    shape = json.loads((run / "classify" / "model" / "config.json").read_text())
+    assert (shape["num_hidden_layers"], shape["blocks_without_norm"]) == (5, 3)
+    assert "BertFor" not in shape["architectures"][0]
+
+
 @pytest.mark.parametrize(
     ("task", "row", "settings", "message"),
     [
@@ -97,9 +106,29 @@ def test_a_heldout_label_that_training_lacks_is_named(pretrained: Path, tmp_path
         for field, name in (("data", "train"), ("heldout", "heldout"))
     ]
     with pytest.raises(
-        ValueError, match=r"heldout.jsonl: line 2: label 'c' is in no row of the training data; one of a, b"
+        ValueError, match=r"heldout.jsonl: line 2: label 'c', which no row of classify.data has; one of a, b"
     ):
         run_job(load_job(JOBS / "classify.toml", [*start, *sources]), tmp_path / "runs")
+
+
+def test_rows_that_are_all_too_long_end_the_run_before_pretraining(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(json.dumps({"text": "x " * 200, "label": label}) + "\n" for label in "ab"))
+    source = f"[{{ source = '{path}' }}]"
+    settings = [f"classify.data={source}", f"classify.heldout={source}", "classify.on_overlong=skip"]
+    with pytest.raises(ValueError, match=r"classify.data: no example is left \(2 of 2 too long: 2 skipped\)"):
+        run_job(load_job(JOBS / "classify.toml", settings), tmp_path / "runs")
+    assert not (tmp_path / "runs" / "classify" / "pretrain" / "model").exists()
+
+
+def test_too_many_dropped_blocks_are_refused_with_the_job() -> None:
+    message = r"classify.dropped_layers is 9 and added_layers 1; the model has 2 blocks, and at least one was expected"
+    with pytest.raises(ValueError, match=message):
+        load_job(JOBS / "classify.toml", ["classify.dropped_layers=9", "classify.added_layers=1"])
+    with pytest.raises(ValueError, match=r"classify.optimizer.trained_layers is 3; the model has 2"):
+        load_job(JOBS / "classify.toml", ["classify.optimizer.trained_layers=3"])
+    added = load_job(JOBS / "classify.toml", ["classify.optimizer.trained_layers=3", "classify.added_layers=1"])
+    assert added.stage_names[-1] == "classify"
 
 
 def test_the_command_prints_probabilities(
@@ -121,7 +150,10 @@ def test_the_command_prints_probabilities(
         (["classify/model", "x", "--question", "y"], "is a classifier of sequences; no --question was expected"),
         (["classify", "x"], "is the folder of a stage; its model is"),
         (["pretrain/model", "x"], "a model for the purpose 'masked'; a classifier of texts"),
-        (["classify/model", "x " * 400], "tokens with its marks; the model reads at most 160"),
+        (
+            ["classify/model", "x " * 400],
+            "tokens with its marks; the model reads at most 64 (classify.seq_len",
+        ),
     ],
 )
 def test_mistakes_of_the_command_are_one_line(

@@ -132,6 +132,20 @@ def test_ktos_baseline_takes_another_pass() -> None:
     assert 0.05 < forward / sigmoid.seconds_per_step < 0.34
 
 
+def test_later_stages_are_planned_with_the_policys_new_blocks() -> None:
+    """A policy that SFT shortens is shorter in all later stages; a longer reward model is PPO's value function too."""
+
+    def peaks(*overrides: str) -> dict[str, int]:
+        return {stage.name: stage.peak for stage in plan_of(JOBS / "debug.toml", overrides=overrides).stages}
+
+    plain, short, long = peaks(), peaks("sft.dropped_layers=1"), peaks("reward.added_layers=4")
+    trained = ("sft", "reward", "dpo", "ppo")
+    assert short["pretrain"] == plain["pretrain"]
+    assert all(short[name] < plain[name] for name in trained)
+    assert [name for name in trained if long[name] != plain[name]] == ["reward", "ppo"]
+    assert long["ppo"] > plain["ppo"]
+
+
 def test_batches_by_hand() -> None:
     plan = plan_of(JOBS / "demo.toml")
     assert stage_of(plan, "pretrain").batch == {
