@@ -11,8 +11,21 @@ from string import Template
 
 from evaluation.endpoint import Answer
 from evaluation.judges.language_model import read_last_line, read_reply
-from evaluation.suites.items import Row, id_field, read_items, texts_field
-from evaluation.suites.suite import Asks, Item, Judge, Measure, Model, Request, Scored, Suite, Tools
+from evaluation.suites.suite import (
+    Asks,
+    Item,
+    Judge,
+    Measure,
+    Model,
+    Request,
+    Row,
+    Scored,
+    Suite,
+    Tools,
+    id_field,
+    read_items,
+    texts_field,
+)
 from files.fields import text_field
 from lm.tokenizer import Messages
 
@@ -48,6 +61,7 @@ class MtBench:
     title = "MT-Bench (Zheng et al. 2023, arXiv 2306.05685)"
     source = ""
     needs = frozenset({"judge"})
+    uses = frozenset[str]()
     asks: Asks = "conversations"
     measures = (
         Measure(SCORE, "The mean of the judge's grades of both answers of a conversation, from 1 to 10."),
@@ -84,6 +98,7 @@ def _item(where: str, row: Row) -> Item:
         ({"role": "user", "content": turns[0]},),
         group=text_field(where, row, "category"),
         data={"second": turns[1], "references": tuple(references)},
+        own_texts=tuple(turns),
     )
 
 
