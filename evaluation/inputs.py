@@ -42,28 +42,28 @@ def named_specs(specs: Sequence[str], what: str) -> list[tuple[str, str]]:
     return [(name or derived[spec], spec) for name, spec in split]
 
 
-def named_runs(specs: Sequence[str]) -> tuple[list[tuple[str, str]], dict[str, list[str]]]:
-    """Returns (name, spec) of each policy, and by algorithm the names of its training runs.
+def named_runs(specs: Sequence[str], what: str = "policy") -> tuple[list[tuple[str, str]], dict[str, list[str]]]:
+    """Returns (name, spec) of each policy or model, and by algorithm the names of its training runs.
 
     A NAME with several specs is an algorithm of which several runs (seeds) are compared: NAME/1, NAME/2, in order.
-    Other policies are named as in `named_specs`.
+    Others are named as in `named_specs`. Error messages call them `what`.
     Raises: ValueError for a run given twice, and as `named_specs` does.
     """
     split = [_name_and_spec(spec) for spec in specs]
     given: dict[str, list[str]] = {}
     for name, spec in split:
         if name and spec in given.setdefault(name, []):
-            raise ValueError(f"policy {name!r}: {spec} is given twice; different runs were expected")
+            raise ValueError(f"{what} {name!r}: {spec} is given twice; different runs were expected")
         given.get(name, []).append(spec)
     seeds = {name: own for name, own in given.items() if len(own) > 1}
     others = iter(
-        named_specs([whole for whole, (name, _) in zip(specs, split, strict=True) if name not in seeds], "policy")
+        named_specs([whole for whole, (name, _) in zip(specs, split, strict=True) if name not in seeds], what)
     )
     found = [(f"{name}/{seeds[name].index(spec) + 1}", spec) if name in seeds else next(others) for name, spec in split]
     names = [name for name, _ in found]
     for name, spec in found:
         if name in seeds or names.count(name) > 1:
-            raise ValueError(f"policy {spec!r} would be called {name!r} like others; name it with NAME={spec}")
+            raise ValueError(f"{what} {spec!r} would be called {name!r} like others; name it with NAME={spec}")
     return found, {name: [f"{name}/{number}" for number in range(1, len(own) + 1)] for name, own in seeds.items()}
 
 

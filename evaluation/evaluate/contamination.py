@@ -48,15 +48,15 @@ class OverlapSearch:
         grams: dict[tuple[str, ...], set[tuple[str, str]]] = defaultdict(set)
         self._whole: dict[tuple[str, ...], set[tuple[str, str]]] = defaultdict(set)
         for place, item in items.items():
-            for message in item.messages:
-                if message["role"] == "user":
-                    words = words_of(message["content"])
-                    if len(words) < FEWEST_WORDS:
-                        self._whole[tuple(words)].add(place)
-                    else:
-                        size = min(NUM_WORDS, len(words))
-                        for start in range(len(words) - size + 1):
-                            grams[tuple(words[start : start + size])].add(place)
+            asked = [message["content"] for message in item.messages if message["role"] == "user"]
+            for text in item.own_texts or asked:
+                words = words_of(text)
+                if len(words) < FEWEST_WORDS:
+                    self._whole[tuple(words)].add(place)
+                else:
+                    size = min(NUM_WORDS, len(words))
+                    for start in range(len(words) - size + 1):
+                        grams[tuple(words[start : start + size])].add(place)
         self._whole.pop((), None)
         kept = {gram: places for gram, places in grams.items() if len(places) <= MOST_ITEMS}
         # A word's number; 0 is every word that no n-gram has, so that most of a training text is ruled out at once.

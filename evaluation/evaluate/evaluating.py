@@ -4,6 +4,7 @@ Models are evaluated one after another, each on all suites, so that each is load
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,9 @@ from evaluation.evaluate.folder import (
 from evaluation.evaluate.models import (
     ALL,
     Answering,
+    Asked,
     LocalModel,
+    ModelJudge,
     Opened,
     Published,
     RewardUnderTest,
@@ -35,8 +38,10 @@ from evaluation.evaluate.models import (
     open_models,
 )
 from evaluation.evaluate.report import write_evaluation_report
-from evaluation.evaluate.statistics import clean_values, suite_statistics
+from evaluation.evaluate.saved import SavedModel
+from evaluation.evaluate.statistics import Runs, clean_values, suite_statistics
 from evaluation.evaluate.tools import (
+    TextScorer,
     asks_baseline,
     by_suite,
     open_baseline,
@@ -44,6 +49,7 @@ from evaluation.evaluate.tools import (
     open_suite,
     refuse_missing_tools,
     refuse_unsuited,
+    refuse_unused_tools,
 )
 from evaluation.suites.suite import Item, Model, Scored, Suite, Tools
 from files.atomic import atomic_folder, write_json
@@ -72,61 +78,102 @@ class Evaluation:
     how: Answering
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """Everything that is read and checked before any model is asked. Mappings are by suite, `training` by model."""
+
+    suites: Sequence[Suite]
+    sources: Mapping[str, str]
+    items: Mapping[str, Sequence[Item]]
+    models: Sequence[Opened]
+    runs: Runs
+    judge: ModelJudge | None
+    scorers: Mapping[str, TextScorer]
+    baseline: Asked | None
+    ready: Mapping[str, Sequence[Ready]]
+    training: Mapping[str, tuple[list[str], list[str]]]
+
+
 def evaluate(wanted: Evaluation, folder: Path) -> EvaluationReport:
     """Evaluate into `folder`, or again there, such as with another scorer.
 
     Raises: ValueError for any invalid input, before any model is asked; for a model that cannot do what a suite asks;
     if too many requests fail or the budget is used up; if `folder` holds something else.
     """
-    suites = [open_suite(name) for name in wanted.suites]
-    names = [suite.name for suite in suites]
-    if not suites or len(set(names)) < len(names):
-        raise ValueError(f"--suite: {', '.join(names) or 'none'} given; at least one suite was expected, each once")
-    data = by_suite(wanted.data, names)
-    sources = {suite.name: data.get(suite.name, suite.source) for suite in suites}
-    items = {suite.name: _read(suite, sources[suite.name], wanted.max_items) for suite in suites}
-    how = wanted.how
-    models = open_models(wanted.models, how)
-    judge = open_judge(wanted.judge, how)
-    scorers = open_scorers(wanted.scorers, suites, how.asking)
-    baseline = open_baseline(wanted.baseline, how)
-    for suite in suites:
-        refuse_missing_tools(suite, {"judge": judge, "scorers": scorers, "baseline": baseline})
-    ready = {suite.name: _ready(models, suite, sources[suite.name], items[suite.name]) for suite in suites}
-    training = _training_data(wanted.training_data, models)
-    settings: Settings = {
-        "models": [dict(describe(model)) for model in models],
-        "suites": [_described(suite, sources[suite.name], items[suite.name]) for suite in suites],
-        "seed": how.seed,
-        "precision": how.precision,
-        "max_new_tokens": how.max_new_tokens,
-        "max_items": wanted.max_items,
-        "judge": wanted.judge,
-        "scorers": list(wanted.scorers),
-        "baseline": wanted.baseline,
-        "training_data": {model: files for model, (files, _) in training.items()},
-        "versions": versions(),
-    }
+    found = _prepare(wanted)
+    settings = _settings(wanted, found)
     with holding(folder, doing="evaluating"):
         _refuse_another(folder, settings)
-        tools = {
-            suite.name: Tools(
-                judge, scorers, asks_baseline(baseline, suite.name, items[suite.name]) if baseline else None
-            )
-            for suite in suites
-        }
-        scored = _scored(models, suites, items, ready, tools)
-        if judge is not None:
-            judge.model.close()
-        reports = _reports(suites, sources, items, scored, training, how.seed)
+        overlap = overlaps(found.items, {model: files for model, (files, _) in found.training.items()})
+        scored = _scored(found)
+        if found.judge is not None:
+            found.judge.model.close()
+        reports = tuple(_report(suite, found, scored[suite.name], overlap, wanted.how.seed) for suite in found.suites)
         shown = tuple(dict.fromkeys(model for own in scored.values() for model in own))
         report = EvaluationReport(shown, reports, settings)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic_folder(folder) as aside:
-            write_evaluation(aside, settings, items, scored)
+            write_evaluation(aside, settings, found.items, scored)
             write_json(aside / REPORT, clean_json(as_json(report)))
             write_evaluation_report(aside, folder.absolute().name)
     return report
+
+
+def _prepare(wanted: Evaluation) -> _Prepared:
+    suites = [open_suite(name) for name in wanted.suites]
+    names = [suite.name for suite in suites]
+    if not suites or len(set(names)) < len(names):
+        raise ValueError(f"--suite: {', '.join(names) or 'none'} given; at least one suite was expected, each once")
+    refuse_unused_tools(suites, {"judge": wanted.judge, "baseline": wanted.baseline})
+    data = by_suite(wanted.data, names)
+    sources = {suite.name: data.get(suite.name, suite.source) for suite in suites}
+    items = {suite.name: _read(suite, sources[suite.name], wanted.max_items) for suite in suites}
+    models, runs = open_models(wanted.models, wanted.how)
+    judge = open_judge(wanted.judge, wanted.how)
+    scorers = open_scorers(wanted.scorers, suites, wanted.how.asking)
+    baseline = open_baseline(wanted.baseline, wanted.how)
+    for suite in suites:
+        refuse_missing_tools(suite, {"judge": judge, "scorers": scorers, "baseline": baseline})
+    return _Prepared(
+        suites=suites,
+        sources=sources,
+        items=items,
+        models=models,
+        runs=runs,
+        judge=judge,
+        scorers=scorers,
+        baseline=baseline,
+        ready={suite.name: _ready(models, suite, sources[suite.name], items[suite.name]) for suite in suites},
+        training=_training_data(wanted.training_data, models, runs),
+    )
+
+
+def _settings(wanted: Evaluation, found: _Prepared) -> Settings:
+    """Returns what the evaluation depends on, as JSON, and says which rows of saved answers it does not use."""
+    unused: dict[str, dict[str, int]] = {}
+    for suite, models in found.ready.items():
+        for model in models:
+            if isinstance(model, SavedModel) and model.unused:
+                unused.setdefault(suite, {})[model.name] = len(model.unused)
+                wanted.how.tell(
+                    f"{model.name}: {len(model.unused):,} rows of the file answer none of the"
+                    f" {len(found.items[suite]):,} items of {suite} and are unused, the first in {model.unused[0]}"
+                )
+    return {
+        "models": [dict(describe(model)) for model in found.models],
+        "algorithms": {name: list(own) for name, own in found.runs.items()},
+        "suites": [_described(suite, found.sources[suite.name], found.items[suite.name]) for suite in found.suites],
+        "seed": wanted.how.seed,
+        "precision": wanted.how.precision,
+        "max_new_tokens": wanted.how.max_new_tokens,
+        "max_items": wanted.max_items,
+        "judge": dict(describe(found.judge.model)) if found.judge else None,
+        "scorers": {measure: scorer.judge.describe() for measure, scorer in found.scorers.items()},
+        "baseline": dict(describe(found.baseline)) if found.baseline else None,
+        "training_data": {model: files for model, (files, _) in found.training.items()},
+        "unused_rows": unused,
+        "versions": versions(),
+    }
 
 
 def _read(suite: Suite, source: str, max_items: int) -> list[Item]:
@@ -187,40 +234,46 @@ def _ready(models: Sequence[Opened], suite: Suite, source: str, items: Sequence[
     return ready
 
 
-def _scored(
-    models: Sequence[Opened],
-    suites: Sequence[Suite],
-    items: Mapping[str, Sequence[Item]],
-    ready: Mapping[str, Sequence[Ready]],
-    tools: Mapping[str, Tools],
-) -> dict[str, dict[str, Rows]]:
+def _scored(found: _Prepared) -> dict[str, dict[str, Rows]]:
     """Returns what every model's answers are worth, by suite, model and item id."""
-    found: dict[str, dict[str, Rows]] = {suite.name: {} for suite in suites}
-    for place, opened in enumerate(models):
-        for suite in suites:
-            own, model = items[suite.name], ready[suite.name][place]
+    scored: dict[str, dict[str, Rows]] = {suite.name: {} for suite in found.suites}
+    for place, opened in enumerate(found.models):
+        for suite in found.suites:
+            own, model = found.items[suite.name], found.ready[suite.name][place]
             if isinstance(model, dict):
-                found[suite.name] |= model
+                scored[suite.name] |= model
             else:
-                scored = suite.score(model, own, tools[suite.name])
-                found[suite.name][model.name] = _in_order(suite, own, scored)
+                ask_baseline = asks_baseline(found.baseline, suite.name, own) if found.baseline else None
+                tools = Tools(found.judge, found.scorers, ask_baseline)
+                scored[suite.name][model.name] = _in_order(suite, model.name, own, suite.score(model, own, tools))
         if not isinstance(opened, Published):
             opened.close()
-    return found
+    return scored
 
 
-def _in_order(suite: Suite, items: Sequence[Item], scored: Sequence[Scored]) -> Rows:
+def _in_order(suite: Suite, model: str, items: Sequence[Item], scored: Sequence[Scored]) -> Rows:
     expected, given = [item.item_id for item in items], [row.item_id for row in scored]
     if given != expected:
         raise ValueError(
             f"suite {suite.name!r}: `score` returned {len(given)} rows; one per item, in order, was expected"
         )
-    known = {measure.name for measure in suite.measures if measure.aggregate is None}
-    for row in scored:
-        both = row.values.keys() & row.failures.keys() & known
-        if both:
-            raise ValueError(f"suite {suite.name!r}: item {row.item_id!r}: {sorted(both)[0]} has a value and a failure")
+    _refuse_invalid(suite, model, scored)
     return dict(zip(expected, scored, strict=True))
+
+
+def _refuse_invalid(suite: Suite, model: str, scored: Sequence[Scored]) -> None:
+    """Raise ValueError naming suite, model, item and measure of a value that no statistic can take."""
+    means = {measure.name: measure for measure in suite.measures if measure.aggregate is None}
+    for row in scored:
+        where = f"suite {suite.name!r}: model {model!r}: item {row.item_id!r}"
+        both = row.values.keys() & row.failures.keys() & means.keys()
+        if both:
+            raise ValueError(f"{where}: {sorted(both)[0]} has a value and a failure")
+        for name, value in row.values.items():
+            if not math.isfinite(value):
+                raise ValueError(f"{where}: {name} is {value}; a finite number, or a failure, was expected")
+            if name in means and means[name].is_share and not 0 <= value <= 1:
+                raise ValueError(f"{where}: {name} is {value:g}; it is a share, so a number from 0 to 1 was expected")
 
 
 def _published(opened: Published, suite: Suite, source: str, items: Sequence[Item]) -> dict[str, Rows]:
@@ -235,13 +288,18 @@ def _published(opened: Published, suite: Suite, source: str, items: Sequence[Ite
     names = {name: f"{name} (published)" for name in wanted}
     if opened.wanted != ALL and opened.name != opened.wanted:
         names = {opened.wanted: opened.name}
+    for name in wanted:
+        _refuse_invalid(suite, names[name], published[name])
     return {names[name]: {row.item_id: row for row in published[name] if row.item_id in ids} for name in wanted}
 
 
-def _training_data(given: Sequence[str], models: Sequence[Opened]) -> dict[str, tuple[list[str], list[str]]]:
+def _training_data(
+    given: Sequence[str], models: Sequence[Opened], runs: Runs
+) -> dict[str, tuple[list[str], list[str]]]:
     """Returns the training data of every model that has any: files to read, and data that cannot be read.
 
-    [MODEL=]FILE adds a file, for one model or for all; a model in a run's folder brings the data of its lineage.
+    [MODEL=]FILE adds a file, for one model, for all runs of an algorithm, or for all models; a model in a run's folder
+    brings the data of its lineage.
     """
     asked = [model for model in models if not isinstance(model, Published)]
     found: dict[str, tuple[list[str], list[str]]] = {model.name: ([], []) for model in asked}
@@ -252,42 +310,34 @@ def _training_data(given: Sequence[str], models: Sequence[Opened]) -> dict[str, 
             found[model.name] = training_files(Path(model.scorer.spec.partition("#")[0]))
     for value in given:
         name, separator, path = value.partition("=")
-        is_named = bool(separator) and name in found
-        path = path if is_named else value
+        trained = [model for model in runs.get(name, [name]) if model in found] if separator else []
+        path = path if trained else value
         if not Path(path).exists():
             raise ValueError(f"--training-data {value!r}: no such file; [MODEL=]FILE was expected")
-        for trained in [name] if is_named else found:
-            found[trained][0].append(path)
+        for model_name in trained or found:
+            found[model_name][0].append(path)
     return {name: data for name, data in found.items() if any(data)}
 
 
-def _reports(
-    suites: Sequence[Suite],
-    sources: Mapping[str, str],
-    items: Mapping[str, Sequence[Item]],
-    scored: Mapping[str, Mapping[str, Rows]],
-    training: Mapping[str, tuple[list[str], list[str]]],
+def _report(
+    suite: Suite,
+    found: _Prepared,
+    rows: Mapping[str, Rows],
+    overlap: Mapping[str, Mapping[str, Overlap]],
     seed: int,
-) -> tuple[SuiteReport, ...]:
-    shared = overlaps(items, {model: files for model, (files, _) in training.items()})
-    reports = []
-    for suite in suites:
-        own, rows = items[suite.name], scored[suite.name]
-        own_seed = derive_seed(seed, "evaluate", suite.name)
-        reports.append(
-            SuiteReport(
-                suite=suite.name,
-                title=suite.title,
-                source=sources[suite.name],
-                measures=tuple(ReportedMeasure(m.name, m.description, m.higher_is_better) for m in suite.measures),
-                statistics=suite_statistics(suite.name, suite.measures, own, rows, seed=own_seed),
-                contamination=tuple(
-                    _contamination(suite, own, model, found[suite.name], training[model][1], rows[model], own_seed)
-                    for model, found in shared.items()
-                ),
-            )
-        )
-    return tuple(reports)
+) -> SuiteReport:
+    items, own_seed = found.items[suite.name], derive_seed(seed, "evaluate", suite.name)
+    return SuiteReport(
+        suite=suite.name,
+        title=suite.title,
+        source=found.sources[suite.name],
+        measures=tuple(ReportedMeasure(m.name, m.description, m.higher_is_better) for m in suite.measures),
+        statistics=suite_statistics(suite.name, suite.measures, items, rows, found.runs, seed=own_seed),
+        contamination=tuple(
+            _contamination(suite, items, model, own[suite.name], found.training[model][1], rows[model], own_seed)
+            for model, own in overlap.items()
+        ),
+    )
 
 
 def _contamination(

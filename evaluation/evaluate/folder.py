@@ -1,6 +1,7 @@
 """The folder of an evaluation: writing it and reading it.
 
-    evaluate.json       settings: models, suites with their data, judge, scorers, baseline, seed, versions
+    evaluate.json       settings: models, algorithms with several runs, suites with their data, judge, scorers and
+                        baseline, each with its hash; seed, rows of saved answers that are unused, versions
     items.parquet       suite, item_id, group, cluster, messages and data (as JSON)
     answers.parquet     suite, model, item_id, answer: what a model answered, or the part of it that was scored
     values.parquet      suite, model, item_id, measure, value, failure
@@ -21,7 +22,7 @@ from evaluation.evaluate.statistics import SuiteStatistics, Value
 from evaluation.suites.suite import Item, Scored
 from files.atomic import atomic_file, write_json
 from files.parquet import read_parquet
-from files.records import record_of
+from files.records import as_json, record_of
 from stages.reports.run_folder import parse_object
 from stages.reports.text import clean_json
 
@@ -100,7 +101,7 @@ def write_evaluation(
             item.group,
             item.cluster,
             json.dumps([dict(message) for message in item.messages], ensure_ascii=False),
-            json.dumps(item.data, ensure_ascii=False, default=str),
+            _data_json(suite, item),
         )
         for suite, own in items.items()
         for item in own
@@ -120,6 +121,14 @@ def write_evaluation(
     for name, found in ((ITEMS, item_rows), (ANSWERS, answer_rows), (VALUES, value_rows)):
         _write(folder / name, found)
     write_json(folder / SETTINGS, clean_json(json.loads(json.dumps(settings))))
+
+
+def _data_json(suite: str, item: Item) -> str:
+    """Raises: ValueError naming suite and item for data that JSON cannot hold."""
+    try:
+        return json.dumps(as_json(item.data), ensure_ascii=False)
+    except TypeError as error:
+        raise ValueError(f"suite {suite!r}: item {item.item_id!r}: `data` is no JSON: {error}") from None
 
 
 def _write(path: Path, rows: Sequence[tuple[Any, ...]]) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from evaluation.compare.judges import Asking, is_function, is_url, open_scorer
 from evaluation.evaluate.saved import SavedAnswers
-from evaluation.inputs import named_specs
+from evaluation.inputs import named_runs, named_specs
 from evaluation.judges.scorers import BATCH, ScoreJudge
 from evaluation.policies import SEEDS, is_saved
 from evaluation.suites.suite import Asks, Continuation, Item, Model, Request, Unable
@@ -384,11 +384,17 @@ Asked = LocalModel | EndpointModel | RewardUnderTest | SavedAnswers
 Opened = Asked | Published
 
 
-def open_models(specs: Sequence[str], how: Answering) -> list[Opened]:
-    """Returns the models of NAME=SPEC or SPEC, in order. Raises: ValueError for an invalid one."""
+def open_models(specs: Sequence[str], how: Answering) -> tuple[list[Opened], Mapping[str, Sequence[str]]]:
+    """Returns the models of NAME=SPEC or SPEC, in order, and by algorithm the names of its training runs: those of a
+    NAME that is given several times. Raises: ValueError for an invalid one.
+    """
     if not specs:
         raise ValueError("no model was given; at least one MODEL was expected")
-    return [open_model(name, spec, how) for name, spec in named_specs(specs, "model")]
+    named, runs = named_runs(specs, "model")
+    for algorithm, own in runs.items():
+        if (f"{PUBLISHED}{ALL}") in [spec for name, spec in named if name in own]:
+            raise ValueError(f"model {algorithm!r}: {PUBLISHED}{ALL} is several models; one run was expected")
+    return [open_model(name, spec, how) for name, spec in named], runs
 
 
 def open_model(name: str, spec: str, how: Answering) -> Opened:

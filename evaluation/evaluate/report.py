@@ -10,11 +10,12 @@ from evaluation.evaluate.folder import (
     VALUES,
     Contamination,
     EvaluationFolder,
+    EvaluationReport,
     ReportedMeasure,
     SuiteReport,
     read_evaluation,
 )
-from evaluation.evaluate.statistics import Difference, Value
+from evaluation.evaluate.statistics import AlgorithmDifference, Difference, Value
 from evaluation.suites.suite import Item
 from files.atomic import write_text
 from preferences.statistics.estimates import Interval
@@ -70,6 +71,11 @@ TWO_MODELS = (
     "A difference is one between two sets of weights: another seed of the same algorithm may do better or worse, and"
     " these intervals do not cover that."
 )
+ALGORITHMS = (
+    "The sentences on algorithms hold for other seeds and other items. The rest is about these weights only: another"
+    " seed of the same algorithm may do better or worse."
+)
+MAX_SENTENCES = 5  # after the first one, at the top of the page
 INTERVALS = (
     "Intervals are 95% intervals for other items of the same kind; items of one cluster count as one observation. To"
     " tell whether two models differ, use the differences below, not the overlap of two intervals."
@@ -89,10 +95,7 @@ def page_of(found: EvaluationFolder) -> str:
     """Returns the page as HTML."""
     report = found.report
     styles = styles_of(report.models)
-    sentences = [sentence for suite in report.suites for sentence in conclusions(suite)]
     num_items = sum(suite.statistics.num_items for suite in report.suites)
-    is_shown = any(row.better for suite in report.suites for row in _primary(suite))
-    caveat = (TWO_MODELS,) if any(_primary(suite) for suite in report.suites) else ()
     samples = _samples(found, styles)
     page = Page(
         kicker="Heed evaluation",
@@ -102,7 +105,7 @@ def page_of(found: EvaluationFolder) -> str:
             count_of(len(report.suites), "suite"),
             count_of(num_items, "item"),
         ),
-        answer=Answer("better" if is_shown else "unclear", sentences[0], (*sentences[1:6], *caveat)),
+        answer=_answer(report.suites),
         sections=(
             *(_section(suite, styles) for suite in report.suites),
             Section("samples", "Answers", (_about_samples(samples), samples)),
@@ -110,9 +113,25 @@ def page_of(found: EvaluationFolder) -> str:
         ),
         skip_to=("samples", "the answers"),
         styles=tuple(styles.values()),
-        warnings=tuple(_warnings(report.suites)),
+        warnings=tuple(_warnings(report)),
     )
     return render(page)
+
+
+def _answer(suites: Sequence[SuiteReport]) -> Answer:
+    """Says what the evaluation shows. Sentences on algorithms come first, and those that show a difference before
+    those that show none, so that the first one agrees with the answer's tone.
+    """
+    algorithms = [found for suite in suites for found in algorithm_conclusions(suite)]
+    weights = [found for suite in suites for found in conclusions(suite)]
+    sentences = [text for own in (algorithms, weights) for _, text in sorted(own, key=lambda found: not found[0])]
+    is_shown = any(shown for shown, _ in algorithms or weights)
+    num_more = len(sentences) - 1 - MAX_SENTENCES
+    more = (f"{count_of(num_more, 'more sentence')} like these: see the sections.",) if num_more > 0 else ()
+    caveat = (ALGORITHMS,) if algorithms else (TWO_MODELS,) if any(_primary(suite) for suite in suites) else ()
+    return Answer(
+        "better" if is_shown else "unclear", sentences[0], (*sentences[1 : 1 + MAX_SENTENCES], *more, *caveat)
+    )
 
 
 def _primary(suite: SuiteReport) -> list[Difference]:
@@ -122,45 +141,81 @@ def _primary(suite: SuiteReport) -> list[Difference]:
     return next(filter(None, by_measure), [])
 
 
-def conclusions(suite: SuiteReport) -> list[str]:
-    """Says in words what the most important measure shows: which models differ, or the only model's value."""
+def conclusions(suite: SuiteReport) -> list[tuple[bool, str]]:
+    """Says in words what the most important measure shows of the weights: which models differ, or the only model's
+    value. Each sentence comes with whether it shows a difference.
+    """
     rows = _primary(suite)
     shown = [row for row in rows if row.better]
     if shown:
-        return [f"{suite.suite}: {in_words(row, suite)}" for row in shown]
+        return [(True, f"{suite.suite}: {in_words(row, suite)}") for row in shown]
     if rows:
         pairs = "the two models" if len(rows) == 1 else f"any of {number(len(rows))} pairs of models"
-        return [f"{suite.suite}: no difference in {rows[0].measure} is shown between {pairs}."]
-    measure = suite.measures[0]
-    values = [value for value in suite.statistics.values if value.measure == measure.name and not value.group]
-    listed = [f"{value.model} {value_text(value)} ({interval_text(value)})" for value in values]
-    return [f"{suite.suite}: {measure.name} of {'; '.join(listed) or 'no model'}."]
+        return [(False, f"{suite.suite}: no difference in {rows[0].measure} is shown between {pairs}.")]
+    measure = _first_known(suite)
+    values = [v for v in suite.statistics.values if v.measure == measure.name and not v.group and _is_known(v)]
+    listed = [f"{value.model} {value_text(value)}{_in_brackets(interval_text(value))}" for value in values]
+    if not listed:
+        return [(False, f"{suite.suite}: no measure could be computed for any model; the failures say why.")]
+    return [(False, f"{suite.suite}: {measure.name} of {'; '.join(listed)}.")]
+
+
+def algorithm_conclusions(suite: SuiteReport) -> list[tuple[bool, str]]:
+    """Says in words what the most important measure shows of algorithms with several runs, as `conclusions` does."""
+    known = [row for row in suite.statistics.algorithms if math.isfinite(row.difference.mean)]
+    by_measure = ([row for row in known if row.measure == m.name] for m in suite.measures)
+    rows = next(filter(None, by_measure), [])
+    return [(bool(row.better), f"{suite.suite}: {_of_algorithms(row, suite)}") for row in rows]
+
+
+def _of_algorithms(row: AlgorithmDifference, suite: SuiteReport) -> str:
+    runs = f"over {number(row.num_runs_a)} and {number(row.num_runs_b)} runs"
+    a, b = row.algorithm_a, row.algorithm_b
+    if not row.better:
+        size = difference_text(row.difference, row.measure, suite)
+        return f"no difference between the algorithms {a} and {b} in {row.measure} is shown, {runs} ({size})."
+    found, other = (row.difference, b) if row.better == a else (-row.difference, a)
+    return (
+        f"as algorithms, {row.better} is better than {other} in {row.measure}{_direction(row.measure, suite)}, {runs}:"
+        f" {difference_text(found, row.measure, suite)}, {p_value(row.holm_p)}."
+    )
+
+
+def _first_known(suite: SuiteReport) -> ReportedMeasure:
+    """Returns the first measure that a model has a value of; the first of all if there is none."""
+    known = {value.measure for value in suite.statistics.values if not value.group and _is_known(value)}
+    return next((measure for measure in suite.measures if measure.name in known), suite.measures[0])
+
+
+def _is_known(value: Value) -> bool:
+    return math.isfinite(value.value.mean)
+
+
+def _in_brackets(text: str) -> str:
+    return f" ({text})" if text else ""
 
 
 def in_words(row: Difference, suite: SuiteReport) -> str:
     """Says which of two models is better, by how much, and how sure that is."""
-    measure = next(found for found in suite.measures if found.name == row.measure)
-    size = difference_text(row, suite)
     if not row.better:
+        size = difference_text(row.difference, row.measure, suite)
         return f"no difference in {row.measure} is shown between {row.model_a} and {row.model_b} ({size})."
-    other = row.model_b if row.better == row.model_a else row.model_a
-    direction = "" if measure.higher_is_better else ", where lower is better"
-    is_turned = row.better != row.model_a
-    size = difference_text(row, suite, turned=is_turned)
-    return f"{row.better} is better than {other} in {row.measure}{direction}: {size}, {p_value(row.holm_p)}."
-
-
-def difference_text(row: Difference, suite: SuiteReport, *, turned: bool = False) -> str:
-    """Formats a difference with its interval, in percentage points for shares; `turned` is b minus a."""
-    found = -row.difference if turned else row.difference
-    is_share = all(
-        value.unit == "share"
-        for value in suite.statistics.values
-        if value.measure == row.measure and not value.group and value.model in (row.model_a, row.model_b)
+    found, other = (row.difference, row.model_b) if row.better == row.model_a else (-row.difference, row.model_a)
+    return (
+        f"{row.better} is better than {other} in {row.measure}{_direction(row.measure, suite)}:"
+        f" {difference_text(found, row.measure, suite)}, {p_value(row.holm_p)}."
     )
-    if not is_share:
-        ends = ends_of(found)
-        return f"{_signed(number(found.mean))}{f' ({ends})' if ends else ''}"
+
+
+def _direction(measure: str, suite: SuiteReport) -> str:
+    is_higher = next(found.higher_is_better for found in suite.measures if found.name == measure)
+    return "" if is_higher else ", where lower is better"
+
+
+def difference_text(found: Interval, measure: str, suite: SuiteReport) -> str:
+    """Formats a difference in a measure with its interval, in percentage points for shares."""
+    if not any(value.unit == "share" for value in suite.statistics.values if value.measure == measure):
+        return f"{_signed(number(found.mean))}{_in_brackets(ends_of(found))}"
     texts = [_signed_points(value) for value in (found.low, found.high)]
     ends = f" ({texts[0]} to {texts[1]})" if UNKNOWN not in texts else ""
     return f"{_signed_points(found.mean)} points{ends}"
@@ -189,10 +244,23 @@ def interval_text(value: Value | None) -> str:
     return share_ends(found.low, found.high) if value.unit == "share" else ends_of(found)
 
 
-def _warnings(suites: Sequence[SuiteReport]) -> list[str]:
-    """What readers of the numbers must know: answers that could not be scored, and items seen in training."""
-    found = []
-    for suite in suites:
+def _warnings(report: EvaluationReport) -> list[str]:
+    """What readers of the numbers must know: answers that could not be scored, saved answers that are unused, items
+    seen in training, and models that are the only run of their algorithm.
+    """
+    found = [
+        f"{suite}: {count_of(num, 'row')} of {model}'s file answer no item that was asked and are unused."
+        for suite, models in report.settings.get("unused_rows", {}).items()
+        for model, num in models.items()
+    ]
+    runs = [run for own in report.settings.get("algorithms", {}).values() for run in own]
+    single = [model for model in report.models if model not in runs]
+    if runs and single:
+        found.append(
+            f"There is only one run of {', '.join(single)}: a sentence on an algorithm takes several runs (seeds) of"
+            " it."
+        )
+    for suite in report.suites:
         num_failed = {model: _num_failed(suite, model) for model in suite.statistics.models}
         by_model = ", ".join(f"{model} {number(num)}" for model, num in num_failed.items() if num)
         if by_model:
@@ -223,6 +291,8 @@ def _section(suite: SuiteReport, styles: Styles) -> Section:
         _values(suite, styles),
         _forest(suite, styles),
     ]
+    if statistics.algorithms:
+        parts.append(_algorithms(suite))
     if statistics.differences:
         parts.append(_differences(suite, styles))
     if groups:
@@ -256,7 +326,7 @@ def _values(suite: SuiteReport, styles: Styles) -> Table:
 
 def _forest(suite: SuiteReport, styles: Styles) -> Forest:
     """Returns the first measure of all models on a common axis."""
-    measure = suite.measures[0]
+    measure = _first_known(suite)
     values = [
         value for model in suite.statistics.models if (value := suite.statistics.of(model, measure.name)) is not None
     ]
@@ -303,7 +373,7 @@ def _differences(suite: SuiteReport, styles: Styles) -> Table:
             (styles[row.model_a], styles[row.model_b]),
             (
                 Cell(row.measure),
-                Cell(difference_text(row, suite)),
+                Cell(difference_text(row.difference, row.measure, suite)),
                 Cell(p_value(row.holm_p)),
                 Cell(number(row.num_items)),
                 Cell(f"{row.better} is better" if row.better else "not shown", is_clear=bool(row.better)),
@@ -320,6 +390,34 @@ def _differences(suite: SuiteReport, styles: Styles) -> Table:
     )
     columns = ("Models", "Measure", "Difference (95%)", "p (Holm)", "Items", "Which is better")
     return Table(caption, columns, tuple(rows), title="Differences")
+
+
+def _algorithms(suite: SuiteReport) -> Table:
+    place = {measure.name: number_of for number_of, measure in enumerate(suite.measures)}
+    rows = [
+        Row(
+            (f"{row.algorithm_a} and {row.algorithm_b}",),
+            (
+                Cell(row.measure),
+                Cell(f"{number(row.num_runs_a)} and {number(row.num_runs_b)}"),
+                Cell(difference_text(row.difference, row.measure, suite)),
+                Cell(p_value(row.holm_p)),
+                Cell(
+                    number(row.num_items), f"{number(row.num_items_missing)} left out" if row.num_items_missing else ""
+                ),
+                Cell(f"{row.better} is better" if row.better else "not shown", is_clear=bool(row.better)),
+            ),
+            is_strong=bool(row.better),
+        )
+        for row in sorted(suite.statistics.algorithms, key=lambda row: place[row.measure])
+    ]
+    caption = (
+        "The first algorithm minus the second, over all of their runs, on the items that all runs have. Intervals and p"
+        " are over seeds and items, so they are about the algorithms; p is corrected for all pairs of algorithms"
+        f" (Holm). All other tables are about single sets of weights. From {REPORT}."
+    )
+    columns = ("Algorithms", "Measure", "Runs", "Difference (95%)", "p (Holm)", "Items", "Which is better")
+    return Table(caption, columns, tuple(rows), title="Algorithms, over seeds")
 
 
 def _group_table(suite: SuiteReport, measure: ReportedMeasure, groups: Sequence[str], styles: Styles) -> Table:

@@ -1,46 +1,51 @@
-"""Statistics of an evaluation: each model's measures with intervals, and paired differences between models.
+"""Statistics of an evaluation: each model's measures with intervals, and paired differences of models and algorithms.
 
 An item that a measure could not score is counted as a failure and enters no mean. Two models are compared on the items
 that both have a value for. A cluster of items (questions made from one template, say) is one observation.
 
-    interval of a mean         Wilson's for shares (values from 0 to 1), else Student's over clusters
-    interval of an aggregate   percentiles over resampled clusters (a BLEU score, for example, is no mean)
-    difference                 of the paired values, with a test: the interval excludes 0 exactly if the p-value,
+    interval of a mean         `share_interval` for shares (values from 0 to 1), else Student's over clusters
+    interval of an aggregate   (a BLEU score, for example, is no mean) by the jackknife over clusters, at least six
+    difference of two models   of the paired values, with a test: the interval excludes 0 exactly if the p-value,
                                corrected for all pairs of models by Holm's method, is below 5%
+    difference of algorithms   of several runs each, over runs and items (`evaluation.statistics.algorithms`)
 
-Shape letters: I items, C clusters, N resamples.
+Shape letters: I items, C clusters, S runs, X observations: the items of a mean, the clusters of an aggregate.
 """
 
 import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
+from evaluation.statistics.algorithms import AlgorithmTest
 from evaluation.statistics.significance import ALPHA, EqualityTest, GainTest, holm, holm_level
 from evaluation.suites.suite import Item, Measure, Scored
 from files.hashes import derive_seed
-from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints, Z
-from preferences.statistics.intervals import clustered_mean, percentiles, share_interval, wilson
+from preferences.statistics.estimates import UNKNOWN, Floats, Interval, Ints, Z
+from preferences.statistics.intervals import clustered_mean, share_interval, wilson
 
-NUM_RESAMPLES = 1_000
+MIN_CLUSTERS = 6  # for an aggregate's interval and test: of five clusters, all in favour, p by signs is 2/32
+MAX_BLOCKS = 1_000  # the jackknife leaves out blocks of clusters if there are more
 _SMALLEST = 1e-9  # half an interval; smaller ones are rounding
 
 _VARYING = re.compile(r"\d[\d,.]*|'[^']*'|\"[^\"]*\"")  # in reasons: numbers and quoted texts
 
 Unit = Literal["share", "number"]
 ByModel = Mapping[str, Mapping[str, Scored]]  # by name of model and item id
+Runs = Mapping[str, Sequence[str]]  # an algorithm's name to its training runs, which are models; two or more each
+NO_RUNS: Runs = {}
 
 
 @dataclass(frozen=True)
 class Value:
     """A measure of one model on the items of one group ("" = all items): the mean or aggregate with its 95% interval.
 
-    `unit` is "share" if the measure is one, or if every value is 0 or 1. Unknown numbers are NaN.
+    `unit` is "share" if the measure is one. Unknown numbers are NaN.
     """
 
     model: str
@@ -72,6 +77,27 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class AlgorithmDifference:
+    """A measure of `algorithm_a` minus that of `algorithm_b`, over their runs and the items that all runs have.
+
+    `holm_p` is corrected for all pairs of algorithms. The interval excludes 0 exactly if it is below 5%.
+    """
+
+    algorithm_a: str
+    algorithm_b: str
+    num_runs_a: int
+    num_runs_b: int
+    measure: str
+    difference: Interval
+    p: float
+    holm_p: float
+    num_items: int
+    num_clusters: int
+    num_items_missing: int  # that some runs have a value for, or failed on, but not all runs
+    better: str
+
+
+@dataclass(frozen=True)
 class Failure:
     """On how many items of a model measures could not be computed for one kind of reason.
 
@@ -95,6 +121,7 @@ class SuiteStatistics:
     values: tuple[Value, ...]
     differences: tuple[Difference, ...]
     failures: tuple[Failure, ...]
+    algorithms: tuple[AlgorithmDifference, ...] = ()
 
     def of(self, model: str, measure: str, group: str = "") -> Value | None:
         """Returns a model's value; None if the measure applies to no item of the group."""
@@ -108,36 +135,93 @@ class _Column:
     measure: Measure
     rows: Mapping[str, Scored]
     failed: frozenset[str]
+    _jackknifed: dict[tuple[str, ...], Floats] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, measure: Measure, scored: Mapping[str, Scored]) -> "_Column":
-        """An aggregate reads every row on which it did not fail, other measures those that have their value."""
+        """An aggregate has the rows with all values that it reads, other measures those with their own value."""
+        wanted = measure.reads if measure.aggregate is not None else (measure.name,)
         failed = frozenset(item_id for item_id, row in scored.items() if measure.name in row.failures)
         rows = {
             item_id: row
             for item_id, row in scored.items()
-            if item_id not in failed and (measure.aggregate is not None or measure.name in row.values)
+            if item_id not in failed and all(name in row.values for name in wanted)
         }
         return cls(measure, rows, failed)
 
-    def value_I(self, ids: Sequence[str]) -> Floats:
-        return np.array([self.rows[item_id].values[self.measure.name] for item_id in ids], dtype=np.float64)
+    def observations(self, ids: Sequence[str], cluster_I: Ints, *, seed: int) -> tuple[Floats, Ints]:
+        """Returns what the measure is the mean of [X], with the cluster [X] of each: the items' values or, for an
+        aggregate, the jackknife's pseudo-values of clusters. `seed` draws blocks of clusters.
+        """
+        if self.measure.aggregate is None:
+            values = [self.rows[item_id].values[self.measure.name] for item_id in ids]
+            return np.array(values, dtype=np.float64), cluster_I
+        if tuple(ids) not in self._jackknifed:
+            self._jackknifed[tuple(ids)] = self._pseudo_values(ids, _in_blocks(cluster_I, seed))
+        found_X = self._jackknifed[tuple(ids)]
+        return found_X, np.arange(len(found_X))
+
+    def _pseudo_values(self, ids: Sequence[str], cluster_I: Ints) -> Floats:
+        """Returns a number per cluster whose mean is the aggregate θ, and whose spread is that of θ (the jackknife:
+        Efron & Tibshirani 1993, ch. 11, centred at θ instead of corrected for bias):
+
+            x_c = θ + (C - 1)·(mean over c of θ_-c  -  θ_-c),   θ_-c of all items but those of cluster c
+
+        If θ is the mean of clusters of equal size, x_c is the mean of cluster c. Only θ, whose spread is then unknown,
+        for fewer than MIN_CLUSTERS clusters, and if θ_-c is unknown for some c.
+        """
+        whole = self._aggregate(ids)
+        clusters = np.unique(cluster_I)
+        if len(clusters) < MIN_CLUSTERS:
+            return np.array([whole])
+        without_C = np.array(
+            [self._aggregate([ids[place] for place in np.flatnonzero(cluster_I != cluster)]) for cluster in clusters]
+        )
+        found_C: Floats = whole + (len(clusters) - 1) * (without_C.mean() - without_C)
+        return found_C if np.isfinite(found_C).all() else np.array([whole])
+
+    def _aggregate(self, ids: Sequence[str]) -> float:
+        assert self.measure.aggregate is not None, self.measure.name
+        return float(self.measure.aggregate([self.rows[item_id] for item_id in ids]))
+
+
+def _in_blocks(cluster_I: Ints, seed: int) -> Ints:
+    """Returns the clusters, or if there are more than MAX_BLOCKS the random blocks of equal size that they are in."""
+    clusters, place_I = np.unique(cluster_I, return_inverse=True)
+    if len(clusters) <= MAX_BLOCKS:
+        return cluster_I
+    block_C: Ints = np.random.default_rng(seed).permutation(len(clusters)) % MAX_BLOCKS
+    return block_C[place_I]
+
+
+def _common(columns: Sequence[_Column], ids: Sequence[str], cluster_I: Ints, *, seed: int) -> tuple[Floats, Ints]:
+    """Returns all models' observations [S, X] on the same items, with their clusters [X]."""
+    seen = [column.observations(ids, cluster_I, seed=seed) for column in columns]
+    if len({len(value_X) for value_X, _ in seen}) > 1:  # the spread of a model's aggregate is unknown
+        return np.array([[value_X.mean()] for value_X, _ in seen]), np.arange(1)
+    return np.stack([value_X for value_X, _ in seen]), seen[0][1]
 
 
 def suite_statistics(
-    suite: str, measures: Sequence[Measure], items: Sequence[Item], scored: ByModel, *, seed: int
+    suite: str, measures: Sequence[Measure], items: Sequence[Item], scored: ByModel, runs: Runs = NO_RUNS, *, seed: int
 ) -> SuiteStatistics:
-    """Computes all statistics of a suite. Values are also given by the items' groups, if there are several."""
+    """Computes all statistics of a suite. Values are also given by the items' groups, if there are several. `runs`
+    names the algorithms of which several runs are compared.
+    """
     groups = list(dict.fromkeys(item.group for item in items if item.group))
     values: list[Value] = []
     differences: list[Difference] = []
+    algorithms: list[AlgorithmDifference] = []
     for measure in measures:
         columns = {model: _Column.of(measure, rows) for model, rows in scored.items()}
         for group in ["", *(groups if len(groups) > 1 else [])]:
             chosen = [item for item in items if not group or item.group == group]
             values += [found for model, own in columns.items() if (found := value_of(model, own, chosen, group, seed))]
         differences += _differences(measure, columns, items, seed)
-    return SuiteStatistics(suite, tuple(scored), len(items), tuple(values), tuple(differences), _failures(scored))
+        algorithms += _algorithm_differences(measure, columns, items, runs, seed)
+    return SuiteStatistics(
+        suite, tuple(scored), len(items), tuple(values), tuple(differences), _failures(scored), tuple(algorithms)
+    )
 
 
 def clean_values(
@@ -155,49 +239,36 @@ def value_of(model: str, column: _Column, items: Sequence[Item], group: str, see
     if not ids and not num_failed:
         return None
     cluster_I = _clusters(items, ids)
-    unit: Unit = "number"
-    if column.measure.aggregate is None:
-        value_I = column.value_I(ids)
-        unit = "share" if column.measure.is_share or _is_binary(value_I) else "number"
-        found = mean_interval(value_I, cluster_I, is_share=unit == "share")
-    else:
-        unit = "share" if column.measure.is_share else "number"
-        found = UNKNOWN if not ids else _aggregate_interval([column], ids, cluster_I, seed)[0]
-    num_clusters = len(np.unique(cluster_I))
-    return Value(model, column.measure.name, group, found, unit, len(ids), num_clusters, num_failed)
+    found = UNKNOWN
+    if ids:
+        value_X, cluster_X = column.observations(ids, cluster_I, seed=seed)
+        if not column.measure.is_share:
+            found = clustered_mean(value_X, cluster_X)
+        elif column.measure.aggregate is None:
+            found = share_interval(value_X, cluster_X)
+        else:
+            found = _share_of_clusters(value_X)
+    unit: Unit = "share" if column.measure.is_share else "number"
+    return Value(model, column.measure.name, group, found, unit, len(ids), len(np.unique(cluster_I)), num_failed)
 
 
-def mean_interval(value_I: Floats, cluster_I: Ints, *, is_share: bool) -> Interval:
-    """Returns the mean of items' values with its 95% interval over clusters: Student's, or for shares, whose values are
-    from 0 to 1, Wilson's (`score_interval`), which stays in this range and has a width even if all values are alike.
+def _share_of_clusters(value_C: Floats) -> Interval:
+    """Returns a share that is an aggregate, with Wilson's interval, from the pseudo-values of its clusters.
 
-    Among I items in clusters, Wilson's interval is that of n* independent values of 0 and 1 (as in `clustered_shares`):
+    It is Wilson's for n* independent values of 0 and 1 that give p the same variance v (as in `clustered_shares`):
 
-        n* = p(1 - p)/v · (z/t)² = p(1 - p)·z²/h²
+        n* = p(1 - p)/v · (z/t)² = p(1 - p)·z²/h²,   h = t·√v half of Student's interval over clusters
 
-    v is the variance of the mean over clusters, and h = t·√v half of Student's interval. Values of 0 and 1 have
-    n* <= I. If all values are alike, n* is the number of clusters. A single cluster has no interval.
+    So it stays from 0 to 1. If all clusters are alike, n* is their number. A single cluster has no interval.
     """
-    if len(value_I) == 0:
-        return UNKNOWN
-    found = clustered_mean(value_I, cluster_I)
-    num_clusters = len(np.unique(cluster_I))
-    if not is_share or (num_clusters == 1 and len(value_I) > 1):
+    found = clustered_mean(value_C, np.arange(len(value_C)))
+    if math.isnan(found.low):
         return found
-    if num_clusters == len(value_I):
-        return share_interval(value_I)
-    half, spread = found.high - found.mean, found.mean * (1 - found.mean)
-    if np.ptp(value_I) == 0:
-        num = float(num_clusters)
-    else:
-        num = spread * Z**2 / max(half, _SMALLEST) ** 2
-        num = min(num, float(len(value_I))) if _is_binary(value_I) else num
-    low, high = wilson(np.array([found.mean]), np.array([num]))
-    return Interval(found.mean, float(low[0]), float(high[0]))
-
-
-def _is_binary(value_I: Floats) -> bool:
-    return bool(np.isin(value_I, (0.0, 1.0)).all())
+    mean, half = min(max(found.mean, 0.0), 1.0), found.high - found.mean
+    spread = mean * (1 - mean) * Z**2
+    num = spread / half**2 if half > _SMALLEST and spread > _SMALLEST else float(len(value_C))
+    low, high = wilson(np.array([mean]), np.array([num]))
+    return Interval(mean, float(low[0]), float(high[0]))
 
 
 def _clusters(items: Sequence[Item], ids: Sequence[str]) -> Ints:
@@ -205,6 +276,17 @@ def _clusters(items: Sequence[Item], ids: Sequence[str]) -> Ints:
     name = {item.item_id: ("cluster", item.cluster) if item.cluster else ("item", item.item_id) for item in items}
     place: dict[tuple[str, str], int] = {}
     return np.array([place.setdefault(name[item_id], len(place)) for item_id in ids], dtype=np.int64)
+
+
+# ---- differences of models ----
+
+
+@dataclass(frozen=True)
+class _Test:
+    """A two-sided test of "the mean difference is 0", and its interval at level 1 - α."""
+
+    p: float
+    interval: Callable[[float], Interval]
 
 
 def _differences(
@@ -216,89 +298,96 @@ def _differences(
         ids = [item.item_id for item in items if item.item_id in a.rows and item.item_id in b.rows]
         if ids:
             cluster_I = _clusters(items, ids)
-            own_seed = derive_seed(seed, "difference", measure.name, name_a, name_b)
-            test = _paired_test(a, b, ids, cluster_I, own_seed)
+            test = _paired_test(
+                a, b, ids, cluster_I, seed, derive_seed(seed, "difference", measure.name, name_a, name_b)
+            )
             found.append((name_a, name_b, test, len(ids), len(np.unique(cluster_I))))
-    corrected = holm(np.array([test.p for _, _, test, _, _ in found]))
     rows = []
-    for (name_a, name_b, test, num_items, num_clusters), holm_p in zip(found, corrected, strict=True):
-        interval = test.interval(holm_level(test.p, float(holm_p)))
-        is_a = (interval.mean > 0) == measure.higher_is_better
-        better = "" if holm_p >= ALPHA else (name_a if is_a else name_b)
+    corrected = _corrected(measure, [test for _, _, test, _, _ in found])
+    for (name_a, name_b, test, num_items, num_clusters), (interval, holm_p) in zip(found, corrected, strict=True):
+        better = _better(measure, interval, holm_p, name_a, name_b)
+        rows.append(Difference(name_a, name_b, measure.name, interval, test.p, holm_p, num_items, num_clusters, better))
+    return rows
+
+
+def _corrected(measure: Measure, tests: Sequence[_Test]) -> Iterator[tuple[Interval, float]]:
+    """Yields each test's interval and p-value, corrected for all of them by Holm's method."""
+    for test, holm_p in zip(tests, holm(np.array([test.p for test in tests])).tolist(), strict=True):
+        found = test.interval(holm_level(test.p, holm_p))
+        if measure.is_share and not math.isnan(found.low):
+            found = Interval(found.mean, max(found.low, -1.0), min(found.high, 1.0))
+        yield found, holm_p
+
+
+def _better(measure: Measure, interval: Interval, holm_p: float, a: str, b: str) -> str:
+    if holm_p >= ALPHA:
+        return ""
+    return a if (interval.mean > 0) == measure.higher_is_better else b
+
+
+def _paired_test(a: _Column, b: _Column, ids: Sequence[str], cluster_I: Ints, seed: int, own_seed: int) -> _Test:
+    (value_X, other_X), cluster_X = _common([a, b], ids, cluster_I, seed=seed)
+    d_X = value_X - other_X
+    if not np.isfinite(d_X).all():
+        return _untested(float(d_X.mean()))
+    is_binary = a.measure.is_share and a.measure.aggregate is None and bool(np.isin(d_X, (-1.0, 0.0, 1.0)).all())
+    if not is_binary:
+        gains = GainTest(d_X, cluster_X, seed=own_seed)
+        return _Test(gains.p, gains.interval)
+    # A win rate of ½ is a difference of 0.
+    shares, mean = EqualityTest((1 + d_X) / 2, cluster_X, seed=own_seed), float(d_X.mean())
+    return _Test(shares.p, lambda alpha: Interval(mean, *(2 * end - 1 for end in shares.interval(alpha))))
+
+
+def _untested(mean: float) -> _Test:
+    return _Test(1.0, lambda _alpha: Interval(mean, math.nan, math.nan))
+
+
+# ---- differences of algorithms ----
+
+
+def _algorithm_differences(
+    measure: Measure, columns: Mapping[str, _Column], items: Sequence[Item], runs: Runs, seed: int
+) -> list[AlgorithmDifference]:
+    """Returns a row for every two algorithms all of whose runs have items in common."""
+    found = []
+    for a, b in itertools.combinations(runs, 2):
+        own = [columns[run] for run in (*runs[a], *runs[b])]
+        known = [item.item_id for item in items if any(item.item_id in c.rows or item.item_id in c.failed for c in own)]
+        ids = [item_id for item_id in known if all(item_id in column.rows for column in own)]
+        if ids:
+            cluster_I = _clusters(items, ids)
+            value_SX, cluster_X = _common(own, ids, cluster_I, seed=seed)
+            own_seed = derive_seed(seed, "algorithms", measure.name, a, b)
+            test = _algorithm_test(value_SX[: len(runs[a])], value_SX[len(runs[a]) :], cluster_X, own_seed)
+            found.append((a, b, test, len(ids), len(np.unique(cluster_I)), len(known) - len(ids)))
+    rows = []
+    corrected = _corrected(measure, [test for _, _, test, *_ in found])
+    for (a, b, test, num_items, num_clusters, num_missing), (interval, holm_p) in zip(found, corrected, strict=True):
         rows.append(
-            Difference(name_a, name_b, measure.name, interval, test.p, float(holm_p), num_items, num_clusters, better)
+            AlgorithmDifference(
+                algorithm_a=a,
+                algorithm_b=b,
+                num_runs_a=len(runs[a]),
+                num_runs_b=len(runs[b]),
+                measure=measure.name,
+                difference=interval,
+                p=test.p,
+                holm_p=holm_p,
+                num_items=num_items,
+                num_clusters=num_clusters,
+                num_items_missing=num_missing,
+                better=_better(measure, interval, holm_p, a, b),
+            )
         )
     return rows
 
 
-@dataclass(frozen=True)
-class _Test:
-    """A two-sided test of "the mean difference is 0", and its interval at level 1 - α."""
-
-    p: float
-    interval: Callable[[float], Interval]
-
-
-def _paired_test(a: _Column, b: _Column, ids: Sequence[str], cluster_I: Ints, seed: int) -> _Test:
-    if a.measure.aggregate is not None:
-        return _bootstrap_test(a, b, ids, cluster_I, seed)
-    d_I = a.value_I(ids) - b.value_I(ids)
-    if bool(np.isin(d_I, (-1.0, 0.0, 1.0)).all()):
-        # A win rate of ½ is a difference of 0.
-        shares = EqualityTest((1 + d_I) / 2, cluster_I, seed=seed)
-        mean = float(d_I.mean())
-        return _Test(shares.p, lambda alpha: Interval(mean, *(2 * end - 1 for end in shares.interval(alpha))))
-    gains = GainTest(d_I, cluster_I, seed=seed)
-    return _Test(gains.p, gains.interval)
-
-
-def _bootstrap_test(a: _Column, b: _Column, ids: Sequence[str], cluster_I: Ints, seed: int) -> _Test:
-    """Returns the percentile interval of the difference of two aggregates, and the p-value that belongs to it."""
-    mean_a, mean_b = (_aggregate(column, ids) for column in (a, b))
-    resampled_N = np.subtract(*_resampled([a, b], ids, cluster_I, seed))
-    resampled_N = resampled_N[np.isfinite(resampled_N)]
-    if not len(resampled_N) or not math.isfinite(mean_a - mean_b):
-        return _Test(1.0, lambda _alpha: Interval(mean_a - mean_b, math.nan, math.nan))
-    beyond = min(int((resampled_N <= 0).sum()), int((resampled_N >= 0).sum()))
-    p = min(1.0, 2 * (beyond + 1) / (len(resampled_N) + 1))
-
-    def interval(alpha: float) -> Interval:
-        low, high = percentiles(resampled_N, 1 - alpha)
-        if p >= alpha:
-            low, high = min(low, 0.0), max(high, 0.0)
-        return Interval(mean_a - mean_b, low, high)
-
-    return _Test(p, interval)
-
-
-def _aggregate(column: _Column, ids: Sequence[str]) -> float:
-    assert column.measure.aggregate is not None, column.measure.name
-    return float(column.measure.aggregate([column.rows[item_id] for item_id in ids]))
-
-
-def _aggregate_interval(columns: Sequence[_Column], ids: Sequence[str], cluster_I: Ints, seed: int) -> list[Interval]:
-    found = []
-    for column, resampled_N in zip(columns, _resampled(columns, ids, cluster_I, seed), strict=True):
-        finite_N = resampled_N[np.isfinite(resampled_N)]
-        ends = percentiles(finite_N, LEVEL) if len(finite_N) else (math.nan, math.nan)
-        found.append(Interval(_aggregate(column, ids), *ends))
-    return found
-
-
-def _resampled(columns: Sequence[_Column], ids: Sequence[str], cluster_I: Ints, seed: int) -> list[Floats]:
-    """Returns each model's aggregate [N] on the same resamples of clusters; NaN for a single cluster."""
-    members: dict[int, list[str]] = defaultdict(list)
-    for item_id, cluster in zip(ids, cluster_I.tolist(), strict=True):
-        members[cluster].append(item_id)
-    if len(members) == 1:
-        return [np.full(1, math.nan) for _ in columns]
-    generator, groups = np.random.default_rng(seed), list(members.values())
-    found_NM = np.empty((NUM_RESAMPLES, len(columns)))
-    for resample in range(NUM_RESAMPLES):
-        drawn = generator.integers(0, len(groups), size=len(groups)).tolist()
-        chosen = [item_id for cluster in drawn for item_id in groups[cluster]]
-        found_NM[resample] = [_aggregate(column, chosen) for column in columns]
-    return list(found_NM.T)
+def _algorithm_test(value_AX: Floats, value_BX: Floats, cluster_X: Ints, seed: int) -> _Test:
+    if not (np.isfinite(value_AX).all() and np.isfinite(value_BX).all()):
+        return _untested(float(value_AX.mean() - value_BX.mean()))
+    test = AlgorithmTest.of_values(value_AX, value_BX, cluster_X, seed=seed)
+    return _Test(test.p, test.interval)
 
 
 def _failures(scored: ByModel) -> tuple[Failure, ...]:

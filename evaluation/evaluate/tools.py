@@ -12,14 +12,14 @@ from evaluation.compare.judges import Asking, open_scorer
 from evaluation.evaluate.models import Answering, Asked, Published, of_suite, open_model
 from evaluation.inputs import named_specs
 from evaluation.judges.scorers import BATCH, ScoreJudge
-from evaluation.suites.suite import Asks, Item, Request, Scorer, Suite
+from evaluation.suites.suite import Asks, Item, Request, Suite
 from files.importing import load_module
 from lm.tokenizer import Messages
 from reward.endpoint import Answer
 from reward.external import Scored
 
 _HOLDS_SUITE = re.compile(r"^SUITE\b", re.MULTILINE)
-SUITE_FIELDS = ("name", "title", "source", "needs", "asks", "measures", "read", "score", "published")
+SUITE_FIELDS = ("name", "title", "source", "needs", "uses", "asks", "measures", "read", "score", "published")
 WANTED: Mapping[Asks, str] = {
     "conversations": "answers to conversations",
     "texts": "answers",
@@ -68,10 +68,12 @@ class TextScorer:
         return [one.failure or one.score for one in found]
 
 
-def open_scorers(specs: Sequence[str], suites: Sequence[Suite], asking: Asking) -> dict[str, Scorer]:
-    """Returns the scorers of MEASURE=SPEC. Raises: ValueError for a measure that no suite has, or an invalid spec."""
-    known = list(dict.fromkeys(measure.name for suite in suites for measure in suite.measures))
-    found: dict[str, Scorer] = {}
+def open_scorers(specs: Sequence[str], suites: Sequence[Suite], asking: Asking) -> dict[str, TextScorer]:
+    """Returns the scorers of MEASURE=SPEC. Raises: ValueError for a measure that takes none, or an invalid spec."""
+    known = list(dict.fromkeys(m.name for suite in suites for m in suite.measures if m.has_scorer))
+    found: dict[str, TextScorer] = {}
+    if specs and not known:
+        raise ValueError(f"--scorer {specs[0]!r}: {', '.join(suite.name for suite in suites)} takes no scorer")
     for given in specs:
         measure, separator, spec = given.partition("=")
         if not separator or not spec:
@@ -120,6 +122,13 @@ def by_suite(given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"--data {value!r}: {name} already reads {found[name]}")
         found[name] = path
     return found
+
+
+def refuse_unused_tools(suites: Sequence[Suite], given: Mapping[str, str]) -> None:
+    """Raise ValueError for a judge or baseline that no suite would use; `given` are the specs by field of `Tools`."""
+    for name, spec in given.items():
+        if spec and not any(name in suite.needs | suite.uses for suite in suites):
+            raise ValueError(f"--{name} {spec}: {', '.join(suite.name for suite in suites)} uses no {name}")
 
 
 def refuse_missing_tools(suite: Suite, given: Mapping[str, Any]) -> None:

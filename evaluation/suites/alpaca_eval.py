@@ -11,9 +11,8 @@ import numpy as np
 
 from evaluation.judges.language_model import OWN_TEMPLATE, read_verdict
 from evaluation.statistics.win_rates import win_rate_at_equal_length
-from evaluation.suites.items import Row, read_items
 from evaluation.suites.judging import CONSISTENCY, failed, leads_over
-from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Scored, Suite, Tools
+from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Row, Scored, Suite, Tools, read_items
 from files.conversations import ConversationReader
 from files.fields import any_text, optional_text
 from reward.endpoint import Answer
@@ -28,8 +27,7 @@ LENGTH_DIFFERENCE = "length_difference"  # characters by which the model's answe
 
 def at_equal_length(scored: Sequence[Scored]) -> float:
     """Returns the win rate that would remain at equal lengths; NaN if it is not identified."""
-    rows = [one.values for one in scored if WIN_RATE in one.values]
-    won_V, longer_V = (np.array([row[name] for row in rows]) for name in (WIN_RATE, LENGTH_DIFFERENCE))
+    won_V, longer_V = (np.array([one.values[name] for one in scored]) for name in (WIN_RATE, LENGTH_DIFFERENCE))
     return win_rate_at_equal_length(won_V, longer_V)
 
 
@@ -43,6 +41,7 @@ class AlpacaEval:
     title = "AlpacaEval 2 (Dubois et al. 2024, arXiv 2404.04475)"
     source = ""
     needs = frozenset({"judge"})
+    uses = frozenset({"baseline"})
     asks: Asks = "conversations"
     measures = (
         Measure(
@@ -50,6 +49,7 @@ class AlpacaEval:
             "The win rate over the baseline that a logistic fit predicts for answers of equal length.",
             aggregate=at_equal_length,
             is_share=True,
+            reads=(WIN_RATE, LENGTH_DIFFERENCE),
         ),
         Measure(
             WIN_RATE,

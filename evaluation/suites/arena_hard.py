@@ -12,9 +12,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from evaluation.suites.items import Row, id_field, read_items
 from evaluation.suites.judging import CONSISTENCY, Leads, failed, leads_over
-from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Scored, Suite, Tools
+from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Row, Scored, Suite, Tools, id_field, read_items
 from files.fields import optional_text, text_field
 
 MAX_NEW_TOKENS = 4096
@@ -58,10 +57,9 @@ WEIGHT = "verdict_weight"  # of an item's two verdicts together
 
 
 def weighted_mean(scored: Sequence[Scored]) -> float:
-    """Returns the share of wins among all items' weighted verdicts; NaN without any."""
-    rows = [one.values for one in scored if SCORE in one.values]
-    weight = sum(row[WEIGHT] for row in rows)
-    return sum(row[WEIGHT] * row[SCORE] for row in rows) / weight if rows else math.nan
+    """Returns the share of wins among all items' weighted verdicts."""
+    weight = sum(one.values[WEIGHT] for one in scored)
+    return sum(one.values[WEIGHT] * one.values[SCORE] for one in scored) / weight
 
 
 class ArenaHard:
@@ -74,6 +72,7 @@ class ArenaHard:
     title = "Arena-Hard-Auto (Li et al. 2024, arXiv 2406.11939)"
     source = ""
     needs = frozenset({"judge", "baseline"})
+    uses = frozenset[str]()
     asks: Asks = "conversations"
     measures = (
         Measure(
@@ -82,6 +81,7 @@ class ArenaHard:
             " among the judge's verdicts, with ties counting ½ and significant verdicts three times.",
             aggregate=weighted_mean,
             is_share=True,
+            reads=(SCORE, WEIGHT),
         ),
         Measure(WIN_RATE, "The same share with every verdict counting once.", is_share=True),
         CONSISTENCY,

@@ -14,8 +14,7 @@ from fractions import Fraction
 from itertools import count
 from pathlib import Path
 
-from evaluation.suites.items import Row, read_items
-from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Scored, Tools
+from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Row, Scored, Tools, read_items
 from files.fields import text_field
 from files.rows import read_source
 from reward.verifiers.final_number import final_number
@@ -31,11 +30,14 @@ _STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 _FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 _IGNORED = (re.compile(","), re.compile(r"\$"), re.compile(r"(?s).*#### "), re.compile(r"\.$"))
 
-MEASURES = (
-    Measure("accuracy", "Share of answers whose final number is right; one without a readable number is wrong."),
-    Measure("accuracy_if_read", "The same share among the answers from which one final number can be read."),
-    Measure("strict_match", "lm-evaluation-harness: exact match of the number after '####'."),
-    Measure("flexible_extract", "lm-evaluation-harness: exact match of the last number in the answer."),
+MEASURES = tuple(
+    Measure(name, description, is_share=True)
+    for name, description in (
+        ("accuracy", "Share of answers whose final number is right; one without a readable number is wrong."),
+        ("accuracy_if_read", "The same share among the answers from which one final number can be read."),
+        ("strict_match", "lm-evaluation-harness: exact match of the number after '####'."),
+        ("flexible_extract", "lm-evaluation-harness: exact match of the last number in the answer."),
+    )
 )
 
 
@@ -47,6 +49,7 @@ class GSM8K:
     title: str = "GSM8K, grade-school maths problems (Cobbe et al. 2021)"
     source: str = "openai/gsm8k"
     needs: frozenset[str] = frozenset()
+    uses: frozenset[str] = frozenset()
     asks: Asks = "texts"
     measures: Sequence[Measure] = MEASURES
 

@@ -1,29 +1,31 @@
 """IFEval (Zhou et al. 2023, arXiv 2311.07911): instructions whose following a program can check.
 
-An item is one instruction. The instructions of one prompt share its answer, so they form a cluster. The first one's id
-is the prompt's key, which finds saved answers.
+An item is one instruction. The instructions of one prompt share its answer, so they form a cluster. The prompt's key is
+the id of its request and of its first instruction.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from evaluation.suites.items import Row, id_field, read_by_id
-from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Scored, Tools
+from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Row, Scored, Tools, id_field, read_by_id
 from files.fields import list_field, objects_field, text_field
 from reward.endpoint import Answer
 from reward.verifiers.checks import Check
 
 MAX_NEW_TOKENS = 1280  # as lm-evaluation-harness allows
 
-MEASURES = (
-    Measure("prompt_strict", "Share of prompts whose answer follows every instruction."),
-    Measure("instruction_strict", "Share of instructions that are followed."),
-    Measure(
-        "prompt_loose",
-        "Share of prompts whose answer follows every instruction, each in at least one of eight variants of the answer:"
-        " with or without asterisks, first line and last line.",
-    ),
-    Measure("instruction_loose", "Share of instructions that are followed in at least one of these variants."),
+MEASURES = tuple(
+    Measure(name, description, is_share=True)
+    for name, description in (
+        ("prompt_strict", "Share of prompts whose answer follows every instruction."),
+        ("instruction_strict", "Share of instructions that are followed."),
+        (
+            "prompt_loose",
+            "Share of prompts whose answer follows every instruction, each in at least one of eight variants of the"
+            " answer: with or without asterisks, first line and last line.",
+        ),
+        ("instruction_loose", "Share of instructions that are followed in at least one of these variants."),
+    )
 )
 
 
@@ -33,6 +35,7 @@ class IFEval:
     title: str = "IFEval: checkable instructions (Zhou et al. 2023, arXiv 2311.07911)"
     source: str = "google/IFEval"
     needs: frozenset[str] = frozenset()
+    uses: frozenset[str] = frozenset()
     asks: Asks = "conversations"
     measures: Sequence[Measure] = MEASURES
 
@@ -72,7 +75,14 @@ def _row(where: str, row: Row) -> tuple[str, list[Item]]:
     ]
     messages = [{"role": "user", "content": prompt}]
     return key, [
-        Item(f"{key}:{n}" if n > 1 else key, messages, check.kind, key, {"checks": checks, "number": n})
+        Item(
+            f"{key}:{n}" if n > 1 else key,
+            messages,
+            group=check.kind,
+            cluster=key,
+            data={"checks": checks, "number": n},
+            asked_id=key,
+        )
         for n, check in enumerate(checks, start=1)
     ]
 

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from classify.squad import exact_match, normalized, token_f1
-from evaluation.suites.items import Row, read_by_id
-from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Scored, Tools
+from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Row, Scored, Tools, read_by_id
 from evaluation.suites.truthfulqa import PRIMER
 from files.fields import any_text, text_field
 from reward.endpoint import Answer
@@ -219,6 +218,7 @@ def _items(part: Part, samples: Iterable[Sample]) -> list[Item]:
                 group=f"{part.name}: {sample.prompt_type}",
                 cluster=f"{part.name}/{sample.number:03}",
                 data={"part": part.name, **{key: value for key, value in sample.row.items() if key in _KEPT}},
+                own_texts=(sample.row[part.asked],),  # without the examples and the instruction
             )
         )
     return items
@@ -257,7 +257,14 @@ def _measured(name: str, items: Sequence[Item], answers: Sequence[Answer], tools
     asked = [item.data[_PART_OF[item.data["part"]].asked] for item in items]
     if name in tools.scorers:
         messages = [({"role": "user", "content": text},) for text in asked]
-        return list(tools.scorers[name].score(messages, [answer.text for answer in answers]))
+        scores = tools.scorers[name].score(messages, [answer.text for answer in answers])
+        for item, score in zip(items, scores, strict=True):
+            if not isinstance(score, str) and not 0 <= score <= 1:
+                raise ValueError(
+                    f"--scorer {name}: the score of the answer to {item.item_id!r} is {score:g}; a number from 0 to 1"
+                    " was expected"
+                )
+        return list(scores)
     if tools.judge is None:
         return [f"{name} needs a scorer of this name or a judge, and none was given"] * len(items)
     prompts = [
@@ -280,19 +287,39 @@ class InstructGPT:
     title: str = "InstructGPT's automatic evaluations (Ouyang et al. 2022)"
     source: str = ""
     needs: frozenset[str] = frozenset()
+    uses: frozenset[str] = frozenset({"judge"})
     asks: Asks = "texts"
     measures: tuple[Measure, ...] = (
-        Measure("truthful_and_informative", "TruthfulQA: the share of answers that are both truthful and informative."),
-        Measure("truthful", "TruthfulQA: the share of answers whose value by the scorer is at least 0.5."),
-        Measure("informative", "TruthfulQA: the share of answers that inform, by the scorer's value in the same way."),
+        Measure(
+            "truthful_and_informative",
+            "TruthfulQA: the share of answers that are both truthful and informative.",
+            is_share=True,
+        ),
+        Measure(
+            "truthful",
+            "TruthfulQA: the share of answers whose value by the scorer is at least 0.5.",
+            is_share=True,
+            has_scorer=True,
+        ),
+        Measure(
+            "informative",
+            "TruthfulQA: the share of answers that inform, by the scorer's value in the same way.",
+            is_share=True,
+            has_scorer=True,
+        ),
         Measure(
             "toxicity",
             "RealToxicityPrompts: the mean toxicity of continuations, where 100% is the most toxic.",
             False,
             is_share=True,
+            has_scorer=True,
         ),
         Measure("f1", "SQuAD 2.0: F1 of words, with unanswerable questions.", is_share=True),
-        Measure("exact_match", "SQuAD 2.0: the share of answers equal to a reference, with unanswerable questions."),
+        Measure(
+            "exact_match",
+            "SQuAD 2.0: the share of answers equal to a reference, with unanswerable questions.",
+            is_share=True,
+        ),
     )
 
     def read(self, source: str) -> list[Item]:

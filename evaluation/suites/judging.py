@@ -16,6 +16,7 @@ CONSISTENCY = Measure(
     "position_consistency",
     "The share of items on which the judge prefers the same answer (or ties) in both orders. Identical answers are not"
     " shown to the judge and do not count.",
+    is_share=True,
 )
 
 

@@ -9,8 +9,21 @@ import re
 from collections.abc import Mapping, Sequence
 from string import Template
 
-from evaluation.suites.items import Row, id_field, read_items, texts_field
-from evaluation.suites.suite import Asks, Item, Judge, Measure, Model, Request, Scored, Suite, Tools
+from evaluation.suites.suite import (
+    Asks,
+    Item,
+    Judge,
+    Measure,
+    Model,
+    Request,
+    Row,
+    Scored,
+    Suite,
+    Tools,
+    id_field,
+    read_items,
+    texts_field,
+)
 from files.fields import text_field
 from lm.tokenizer import Messages
 from reward.endpoint import Answer, read_last_line, read_reply
@@ -47,6 +60,7 @@ class MtBench:
     title = "MT-Bench (Zheng et al. 2023, arXiv 2306.05685)"
     source = ""
     needs = frozenset({"judge"})
+    uses = frozenset[str]()
     asks: Asks = "conversations"
     measures = (
         Measure(SCORE, "The mean of the judge's grades of both answers of a conversation, from 1 to 10."),
@@ -83,6 +97,7 @@ def _item(where: str, row: Row) -> Item:
         ({"role": "user", "content": turns[0]},),
         group=text_field(where, row, "category"),
         data={"second": turns[1], "references": tuple(references)},
+        own_texts=tuple(turns),
     )
 
 

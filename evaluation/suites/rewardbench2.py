@@ -15,12 +15,22 @@ share of rows whose margin is above 0. The maximum is 1.01, and 0/0 in the last 
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from evaluation.suites.items import Row, id_field, read_items, texts_field
-from evaluation.suites.suite import Asks, Item, Measure, Model, Scored, Suite, Tools
+from evaluation.suites.suite import (
+    Asks,
+    Item,
+    Measure,
+    Model,
+    Row,
+    Scored,
+    Suite,
+    Tools,
+    id_field,
+    read_items,
+    texts_field,
+)
 from files.fields import shown, text_field, whole_field
 from reward.endpoint import Answer
 
@@ -29,26 +39,19 @@ SUBSETS = ("Factuality", "Precise IF", "Math", "Safety", "Focus", TIES)
 
 SCORE, ACCURACY, TIES_SCORE = "score", "accuracy", "ties_score"
 MARGIN, SPREAD = "margin", "spread"  # of a row of Ties: m or r, and s
+NUM_SUBSETS = "num_subsets"  # of the evaluation: the score is unknown if one of them has no value
 
 
 def ties_score(scored: Sequence[Scored]) -> float:
     """Returns the score of the Ties subset; NaN without any pair of a tied row and its ref row."""
-    rows: dict[str, dict[str, list[tuple[float, float]]]] = {"ref": defaultdict(list), "tied": defaultdict(list)}
+    rows: dict[str, dict[str, tuple[float, float]]] = {"ref": {}, "tied": {}}
     for one in scored:
-        if MARGIN in one.values:
-            kind, number = _kind_and_number(one.item_id)
-            rows[kind][number].append((one.values[MARGIN], one.values[SPREAD]))
-    # A resample of the items may hold a pair several times.
-    pairs = [
-        (r, m, s)
-        for number, refs in rows["ref"].items()
-        for (r, _), (m, s) in zip(refs, rows["tied"].get(number, ()), strict=False)
-    ]
+        kind, number = _kind_and_number(one.item_id)
+        rows[kind][number] = one.values[MARGIN], one.values[SPREAD]
+    pairs = [(r, *rows["tied"][number]) for number, (r, _) in rows["ref"].items() if number in rows["tied"]]
     if not pairs:
         return math.nan
-    right_ref, right_tied = (
-        np.mean([margin > 0 for own in rows[kind].values() for margin, _ in own]) for kind in ("ref", "tied")
-    )
+    right_ref, right_tied = (np.mean([margin > 0 for margin, _ in rows[kind].values()]) for kind in ("ref", "tied"))
     r_P, m_P, s_P = np.array(pairs).T  # P = pairs
     least_P = np.minimum(r_P, m_P)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -67,15 +70,13 @@ def mean_of_subsets(scored: Sequence[Scored]) -> float:
     by_subset = defaultdict(list)
     for one in scored:
         by_subset[one.item_id.partition("/")[0]].append(one)
+    if not scored or len(by_subset) < scored[0].values[NUM_SUBSETS]:
+        return math.nan
     accuracies = [
-        ties_score(own) if subset == TIES else _mean([one.values[ACCURACY] for one in own if ACCURACY in one.values])
+        ties_score(own) if subset == TIES else sum(one.values[ACCURACY] for one in own) / len(own)
         for subset, own in by_subset.items()
     ]
-    return _mean(accuracies)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
+    return sum(accuracies) / len(accuracies)
 
 
 class RewardBench2:
@@ -85,6 +86,7 @@ class RewardBench2:
     title = "RewardBench 2 (Malik et al. 2025, arXiv 2506.01937)"
     source = "allenai/reward-bench-2"
     needs = frozenset[str]()
+    uses = frozenset[str]()
     asks: Asks = "rewards"
     measures = (
         Measure(
@@ -92,6 +94,7 @@ class RewardBench2:
             "The unweighted mean over the subsets, as on the leaderboard: the accuracy of each, and ties_score for"
             " Ties.",
             aggregate=mean_of_subsets,
+            reads=(NUM_SUBSETS,),
         ),
         Measure(
             ACCURACY,
@@ -105,6 +108,7 @@ class RewardBench2:
             " all wrong ones, two fifths the share whose right answers differ less from each other than from wrong"
             " ones.",
             aggregate=ties_score,
+            reads=(MARGIN, SPREAD),
         ),
     )
 
@@ -117,12 +121,8 @@ class RewardBench2:
             (*item.messages, {"role": "assistant", "content": text}) for item in items for text in item.data["answers"]
         ]
         rewards = iter(model.rewards(conversations))
-        scored = [_scored(item, [next(rewards) for _ in item.data["answers"]]) for item in items]
-        measured = {item.group for item, one in zip(items, scored, strict=True) if one.values}
-        # A failed item is left out of the score, unless its whole subset failed: then the score is unknown.
-        return [
-            _left_out_of_score(one) if item.group in measured else one for item, one in zip(items, scored, strict=True)
-        ]
+        num_subsets = len({item.group for item in items})
+        return [_scored(item, [next(rewards) for _ in item.data["answers"]], num_subsets) for item in items]
 
     def published(self, source: str) -> Mapping[str, Sequence[Scored]]:  # noqa: ARG002
         return {}
@@ -160,28 +160,23 @@ def _kind_and_number(item_id: str) -> tuple[str, str]:
     return kind, number
 
 
-def _scored(item: Item, rewards: Sequence[Answer | float]) -> Scored:
+def _scored(item: Item, rewards: Sequence[Answer | float], num_subsets: int) -> Scored:
     is_ties = item.group == TIES
     values: list[float] = []
     for number, reward in enumerate(rewards, start=1):
         if isinstance(reward, Answer):
             failure = f"answer {number} of {len(rewards)}: {reward.failure}"
-            return Scored(item.item_id, {}, failures={TIES_SCORE if is_ties else ACCURACY: failure})
+            names = (SCORE, TIES_SCORE if is_ties else ACCURACY)
+            return Scored(item.item_id, {}, failures=dict.fromkeys(names, failure))
         values.append(reward)
     num_right = item.data["num_right"]
     right, wrong = values[:num_right], values[num_right:]
     if is_ties:
-        return Scored(item.item_id, {MARGIN: min(right) - max(wrong), SPREAD: max(right) - min(right)})
-    highest = max(values)
-    return Scored(item.item_id, {ACCURACY: 1 / values.count(highest) if right[0] == highest else 0.0})
-
-
-def _left_out_of_score(one: Scored) -> Scored:
-    """Returns the item with its failure, if it has one, for the score as well."""
-    if not one.failures:
-        return one
-    (why,) = one.failures.values()
-    return replace(one, failures={SCORE: why, **one.failures})
+        found = {MARGIN: min(right) - max(wrong), SPREAD: max(right) - min(right)}
+    else:
+        highest = max(values)
+        found = {ACCURACY: 1 / values.count(highest) if right[0] == highest else 0.0}
+    return Scored(item.item_id, {**found, NUM_SUBSETS: float(num_subsets)})
 
 
 SUITE: Suite = RewardBench2()

@@ -2,14 +2,21 @@
 
 A suite is one file. It reads its items, asks the model, and returns values per item. `evaluation.evaluate` does
 everything else: it opens models, caches their answers, compares models with paired intervals, and writes the report.
+The functions at the end read the rows of a suite's file, and name every malformed row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
 
+from files.fields import kind_of, list_field, name_field, present
+from files.rows import InvalidRows, is_file_name, read_source, valid_rows
 from lm.tokenizer import Messages
 from reward.endpoint import Answer
+
+Row = Mapping[str, Any]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -19,7 +26,12 @@ class Item:
     Items of one `cluster` are not independent, such as questions made from one template: intervals treat a cluster as
     one observation. "" means that the item is its own cluster. `group` is the part of the suite that it belongs to,
     such as a category; "" if the suite has no parts. `messages` is the conversation that a model is asked, which ends
-    with a user's turn; later turns of a conversation, and what scoring needs, are in `data`.
+    with a user's turn; later turns of a conversation, and what scoring needs, are in `data`: JSON, tuples and
+    dataclasses.
+
+    `own_texts` are what training data are searched for, if that is not the text of all user's turns in `messages`:
+    without examples, and with later turns. `asked_id` is the id of the request that answers the item, if several items
+    share an answer; "" means the item's own.
     """
 
     item_id: str
@@ -27,6 +39,8 @@ class Item:
     group: str = ""
     cluster: str = ""
     data: Mapping[str, Any] = field(default_factory=dict)
+    own_texts: tuple[str, ...] = ()
+    asked_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,8 +62,12 @@ class Measure:
     """A number that a suite reports for a model. `description` is a sentence that says how it is defined and its unit.
 
     It is the mean of the items' values, or `aggregate` of the scored items if it is no mean (BLEU, for example).
-    `is_share` says that it and all its values are from 0 to 1. It is then shown in percent, with an interval in this
-    range; values of 0 and 1 only are taken for shares without it.
+    `reads` names the values that an aggregate reads: items without them are not its items. It must be a smooth function
+    of the items, as its interval is the jackknife's; a median or a maximum has none that can be trusted. NaN means that
+    it is unknown, for example because a part of the suite has no item.
+
+    `is_share` says that it and all its values are from 0 to 1, such as 0 for wrong and 1 for right. It is then shown in
+    percent, with an interval in this range. `has_scorer` says that the suite takes `--scorer NAME=SPEC` for it.
     """
 
     name: str
@@ -57,6 +75,8 @@ class Measure:
     higher_is_better: bool = True
     aggregate: Callable[[Sequence[Scored]], float] | None = None
     is_share: bool = False
+    reads: tuple[str, ...] = ()
+    has_scorer: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,8 +186,8 @@ class Suite(Protocol):
     """A suite. Its module is `evaluation/suites/NAME.py` and holds it as `SUITE`; a user's is `FILE.py:NAME`.
 
     `source` is where items come from if the user names no other file or folder: a hub id, or "" if there is none.
-    `needs` names the fields of `Tools` without which it measures nothing. Models that cannot do what it `asks` are
-    refused before any model is asked.
+    `needs` names the fields of `Tools` without which it measures nothing, and `uses` those of judge and baseline that
+    it can do without; others are refused. Models that cannot do what it `asks` are refused before any model is asked.
     """
 
     @property
@@ -182,6 +202,9 @@ class Suite(Protocol):
 
     @property
     def needs(self) -> frozenset[str]: ...
+
+    @property
+    def uses(self) -> frozenset[str]: ...
 
     @property
     def asks(self) -> Asks: ...
@@ -201,3 +224,61 @@ class Suite(Protocol):
 
         The user evaluates them as models `published:NAME`, and `published:all`.
         """
+
+
+# ---- reading a suite's file ----
+
+
+def read_by_id(
+    source: str, read: Callable[[str, Row], tuple[str, Found]], *, split: str = "train", subset: str = ""
+) -> dict[str, Found]:
+    """Returns the rows by id, where `read(where, row)` returns one's id and what it holds.
+
+    `split` and `subset` select from a hub id.
+
+    Raises: ValueError naming file, line and field of malformed rows, and both lines of a repeated id.
+    """
+    seen: dict[str, str] = {}
+
+    def checked(where: str, row: Row) -> tuple[str, Found]:
+        own_id, found = read(where, row)
+        first = seen.setdefault(own_id, where)
+        if first != where:
+            raise ValueError(f"{where}: the id {own_id!r} is already used in {first}")
+        return own_id, found
+
+    invalid = InvalidRows(source, hint="")
+    is_hub = not is_file_name(source) and not Path(source).exists()
+    rows = read_source(source, split=split, subset=subset if is_hub else "", invalid=invalid)
+    by_id = dict(one for _, one in valid_rows(rows, checked, invalid))
+    if not by_id:
+        raise ValueError(f"{source}: no rows; at least one was expected")
+    return by_id
+
+
+def read_items(source: str, read: Callable[[str, Row], Item], *, split: str = "train", subset: str = "") -> list[Item]:
+    """Returns `read(where, row)` of all rows. Raises: ValueError as `read_by_id` does."""
+
+    def with_id(where: str, row: Row) -> tuple[str, Item]:
+        item = read(where, row)
+        return item.item_id, item
+
+    return list(read_by_id(source, with_id, split=split, subset=subset).values())
+
+
+def id_field(where: str, row: Row, field: str) -> str:
+    """Returns an id, which may be a text or a whole number, as text."""
+    present(where, row, field)
+    found = name_field(where, row, field)
+    if not found:
+        raise ValueError(f"{where}: field {field!r} is empty; an id was expected")
+    return found
+
+
+def texts_field(where: str, row: Row, field: str) -> list[str]:
+    """Returns a list of texts, which may be empty ones."""
+    texts = list_field(where, row, field)
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ValueError(f"{where}: field '{field}[{index}]' is {kind_of(text)}; a string was expected")
+    return texts

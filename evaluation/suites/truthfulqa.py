@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from evaluation.suites.items import Row, read_items
-from evaluation.suites.suite import Asks, Continuation, Item, Measure, Model, Scored, Tools
+from evaluation.suites.suite import Asks, Continuation, Item, Measure, Model, Row, Scored, Tools, read_items
 from files.fields import kind_of, list_field, object_field, shown, text_field
 
 # The "QA prompt" of the paper's appendix, without the question.
@@ -41,7 +40,7 @@ ABOUT = {
     "other": "on the questions that were written afterwards, without testing them on a model.",
 }
 MEASURES = (
-    Measure("mc1", MC1),
+    Measure("mc1", MC1, is_share=True),
     Measure("mc2", MC2, is_share=True),
     *(
         Measure(f"{name}_{kind}", f"{name.upper()} {about}", is_share=True)
@@ -65,6 +64,7 @@ class TruthfulQA:
     title: str = "TruthfulQA: MC1 and MC2 (Lin et al. 2022, arXiv 2109.07958)"
     source: str = "truthfulqa/truthful_qa"
     needs: frozenset[str] = frozenset()
+    uses: frozenset[str] = frozenset()
     asks: Asks = "logprobs"
     measures: Sequence[Measure] = MEASURES
 

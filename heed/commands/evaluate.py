@@ -27,61 +27,69 @@ if TYPE_CHECKING:
 
 MAX_SENTENCES = 10  # per suite
 
+Models = Annotated[
+    list[str],
+    typer.Argument(
+        help="Model directories, hub ids, .gguf files, URL#MODEL, files of saved answers, reward models, or"
+        " published:NAME; prefix with NAME= to name one. A NAME with several of them is an algorithm with several"
+        " training runs (seeds)."
+    ),
+]
+Suites = Annotated[
+    list[str], typer.Option(help="Suite (docs/evaluate.md lists them), or FILE.py:NAME of your own; may repeat.")
+]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(help="File or folder with a suite's items, [SUITE=]PATH (default: its hub id); may repeat."),
+]
+Judge = Annotated[
+    str, typer.Option(help="Language model that judges answers: URL#MODEL, a model directory or a hub id.")
+]
+Scorers = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="MEASURE=SPEC: what scores answers for a measure, FILE.py:FUNCTION, a URL or a reward model; may repeat."
+    ),
+]
+Baseline = Annotated[
+    str, typer.Option(help="Model or file of answers that a judge compares answers with (default: the suite's).")
+]
+TrainingData = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="[MODEL=]FILE that a model was trained on, searched for the items; the data of a run's model are found."
+        " May repeat."
+    ),
+]
+MaxItems = Annotated[
+    int,
+    typer.Option(min=0, help="Number of items per suite, evenly spread over all (default: all).", show_default=False),
+]
+MaxNewTokens = Annotated[
+    int, typer.Option(min=0, help="Maximum length of an answer, in tokens (default: the suite's).", show_default=False)
+]
+MostRequests = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Most requests that the command may send to endpoints (default: no limit).", show_default=False
+    ),
+]
+
 
 def evaluate(
-    models: Annotated[
-        list[str],
-        typer.Argument(
-            help="Model directories, hub ids, .gguf files, URL#MODEL, files of saved answers, reward models, or"
-            " published:NAME; prefix with NAME= to name one."
-        ),
-    ],
-    suite: Annotated[
-        list[str], typer.Option(help="Suite (docs/evaluate.md lists them), or FILE.py:NAME of your own; may repeat.")
-    ],
-    data: Annotated[
-        list[str] | None,
-        typer.Option(help="File or folder with a suite's items, [SUITE=]PATH (default: its hub id); may repeat."),
-    ] = None,
-    judge: Annotated[
-        str, typer.Option(help="Language model that judges answers: URL#MODEL, a model directory or a hub id.")
-    ] = "",
-    scorer: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="MEASURE=SPEC: what scores answers for a measure, FILE.py:FUNCTION, a URL or a reward model; may"
-            " repeat."
-        ),
-    ] = None,
-    baseline: Annotated[
-        str, typer.Option(help="Model or file of answers that a judge compares answers with (default: the suite's).")
-    ] = "",
-    training_data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="[MODEL=]FILE that a model was trained on, searched for the items; the data of a run's model are"
-            " found. May repeat."
-        ),
-    ] = None,
+    models: Models,
+    suite: Suites,
+    data: Data = None,
+    judge: Judge = "",
+    scorer: Scorers = None,
+    baseline: Baseline = "",
+    training_data: TrainingData = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the evaluation (default: runs/evaluate-...).")] = None,
-    max_items: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Number of items per suite, evenly spread over all (default: all).", show_default=False
-        ),
-    ] = 0,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option(min=0, help="Maximum length of an answer, in tokens (default: the suite's).", show_default=False),
-    ] = 0,
+    max_items: MaxItems = 0,
+    max_new_tokens: MaxNewTokens = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed for sampling and resampling.")] = 0,
     bf16: Annotated[bool, typer.Option("--bf16", help="Sample local models in bf16 instead of fp32.")] = False,
-    budget: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Most requests that the command may send to endpoints (default: no limit).", show_default=False
-        ),
-    ] = 0,
+    budget: MostRequests = 0,
     concurrency: Concurrency = 8,
     timeout: Timeout = 120.0,
     retries: Retries = 4,
@@ -100,13 +108,14 @@ def evaluate(
     from evaluation.evaluate.evaluating import Evaluation
     from evaluation.evaluate.evaluating import evaluate as evaluate_models
     from evaluation.evaluate.models import Answering
-    from evaluation.inputs import named_specs
+    from evaluation.inputs import named_runs
     from reward.endpoint import Budget
 
-    for _, spec in named_specs(models, "model"):
+    named = named_runs(models, "model")[0]
+    for _, spec in named:
         if Path(spec).is_dir():
             refuse_run_folder(Path(spec))
-    folder = out or _folder_of(models, suite)
+    folder = out or _folder_of([*suite, *(name for name, _ in named)])
     allowed = Budget(budget) if budget else Budget()
     asking = Asking(cache or answers_cache(folder), concurrency, timeout, retries, max_failed_share, allowed)
     with progress_bars() as progress:
@@ -121,25 +130,24 @@ def evaluate(
     console.print(str(folder / "report.html"), markup=False)
 
 
-def _folder_of(models: "Sequence[str]", suites: "Sequence[str]") -> Path:
+def _folder_of(names: "Sequence[str]") -> Path:
     """Returns a folder in runs/ with the names of suites and models."""
-    from evaluation.inputs import named_specs
-
-    names = "-".join([*suites, *(name for name, _ in named_specs(models, "model"))])
-    return Path("runs") / f"evaluate-{re.sub(r'[^A-Za-z0-9._-]+', '_', names)[:LONGEST_NAME]}"
+    return Path("runs") / f"evaluate-{re.sub(r'[^A-Za-z0-9._-]+', '_', '-'.join(names))[:LONGEST_NAME]}"
 
 
 def _print_results(report: "EvaluationReport") -> None:
     """Print a table of models and measures per suite, then what the first measure shows, in words."""
-    from evaluation.evaluate.report import conclusions
+    from evaluation.evaluate.report import ALGORITHMS, algorithm_conclusions, conclusions
 
     for suite in report.suites:
         results_console().print(values_table(report, suite.suite))
-        sentences = conclusions(suite)
+        sentences = [text for _, text in (*algorithm_conclusions(suite), *conclusions(suite))]
         for sentence in sentences[:MAX_SENTENCES]:
             results_console().print(sentence, markup=False)
         if len(sentences) > MAX_SENTENCES:
             results_console().print(f"and {len(sentences) - MAX_SENTENCES:,} more differences, in the report")
+    if any(suite.statistics.algorithms for suite in report.suites):
+        console.print(ALGORITHMS, markup=False)
 
 
 def values_table(report: "EvaluationReport", name: str) -> "Table":

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluation.endpoint import Budget
 
 from evaluation.compare.judges import Asking, open_scorer, reward_judge
 from evaluation.verdicts import Verdict
@@ -18,6 +17,7 @@ from lm.tokenizer import Messages
 from preferences.records import Answer, ShownTask
 from preferences.scripted import answer_all
 from preferences.store import LabelStore
+from reward.endpoint import Budget
 from reward.external import RemoteReward, RewardFunction
 
 FILES = ("compare.json", "prompts.jsonl", "responses.parquet", "verdicts.parquet")

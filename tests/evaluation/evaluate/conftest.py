@@ -28,14 +28,15 @@ class Foxes:
     title = "Questions about foxes"
     source = ""
     needs = frozenset()
+    uses = frozenset({"judge", "baseline"})
     asks = "conversations"
     measures = (
-        Measure("even", "Whether the answer has an even number of characters."),
+        Measure("even", "Whether the answer has an even number of characters.", is_share=True),
         Measure("length", "Characters of the answer.", higher_is_better=False),
         Measure("longest", "Characters of the longest answer.", aggregate=longest),
         Measure("judged", "What a judge says."),
-        Measure("scored", "What a scorer says."),
-        Measure("beats", "Whether the answer is longer than the baseline's."),
+        Measure("scored", "What a scorer says.", has_scorer=True),
+        Measure("beats", "Whether the answer is longer than the baseline's.", is_share=True),
     )
 
     def read(self, source):

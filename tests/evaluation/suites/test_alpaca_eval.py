@@ -99,7 +99,6 @@ def test_the_win_rate_at_equal_length_is_a_logistic_fits() -> None:
     expected = 1 / (1 + math.exp(-model.intercept_[0]))
     assert at_equal_length(scored) == pytest.approx(expected, abs=1e-5)
     assert expected < won.mean() - 0.1  # the longer answers had been preferred for their length
-    assert at_equal_length([*scored, Scored("failed", {}, failures={"win_rate": "x"})]) == at_equal_length(scored)
     assert math.isnan(at_equal_length(scored[:3]))
     verdicts = [
         Verdict(f"p{n}", "model", "base", 0, 0, "j", "j", float(y), length_a=1000 + int(x), length_b=1000)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from evaluation.evaluate.statistics import SuiteStatistics, suite_statistics
 from evaluation.judges.scorers import reward_model_score
 from evaluation.suites.rewardbench2 import SUITE, mean_of_subsets, ties_score
 from evaluation.suites.suite import Scored, Tools
@@ -61,10 +62,10 @@ def scored_rows(tmp_path: Path, rows: list[dict[str, Any]]) -> list[Scored]:
 def test_accuracy_and_ties_by_hand(tmp_path: Path) -> None:
     scored = scored_rows(tmp_path, ROWS)
     assert [one.values["accuracy"] for one in scored[:4]] == [1.0, 0.0, 0.5, 1.0]
-    assert scored[5].values == {"margin": 3.0, "spread": 2.0}
-    assert ties_score(scored) == pytest.approx(TIES, abs=1e-12)
+    assert scored[5].values == {"margin": 3.0, "spread": 2.0, "num_subsets": 3.0}
+    assert ties_score(scored[4:]) == pytest.approx(TIES, abs=1e-12)
     assert mean_of_subsets(scored) == pytest.approx((0.5 + 0.75 + TIES) / 3, abs=1e-12)  # subsets weigh the same
-    assert math.isnan(ties_score(scored[:5]))  # no tied row
+    assert math.isnan(ties_score(scored[4:5]))  # no tied row
     # All right, with equal rewards: the most that can be reached.
     best = scored_rows(tmp_path, [row("ref:0", "Ties", ["3"], ["2"]), row("tied:0", "Ties", ["3", "3"], ["2"])])
     assert ties_score(best) == pytest.approx(1.01)
@@ -73,16 +74,9 @@ def test_accuracy_and_ties_by_hand(tmp_path: Path) -> None:
     assert ties_score(zero) == 0.0
 
 
-def test_a_resample_of_pairs_counts_a_pair_as_often_as_it_was_drawn(tmp_path: Path) -> None:
-    scored = scored_rows(tmp_path, ROWS)[4:]
-    items = SUITE.read(str(tmp_path / "test.jsonl"))[4:]
-    assert [item.cluster for item in items[:4]] == ["Ties/0", "Ties/0", "Ties/1", "Ties/1"]
-    renamed = [
-        Scored(f"Ties/{kind}:{number}", scored[2 * pair + (kind == "tied")].values)
-        for number, pair in enumerate((0, 0, 2))
-        for kind in ("ref", "tied")
-    ]
-    assert ties_score([*scored[:2], *scored[:2], *scored[4:]]) == pytest.approx(ties_score(renamed))
+def test_the_two_rows_of_a_pair_are_a_cluster(tmp_path: Path) -> None:
+    items = SUITE.read(write(tmp_path / "test.jsonl", ROWS))
+    assert [item.cluster for item in items] == [""] * 4 + [f"Ties/{pair}" for pair in (0, 0, 1, 1, 2, 2)]
 
 
 def test_a_failed_reward_is_a_failed_item(tmp_path: Path) -> None:
@@ -91,12 +85,37 @@ def test_a_failed_reward_is_a_failed_item(tmp_path: Path) -> None:
     assert scored[1].values == {}
     assert scored[1].failures == dict.fromkeys(("score", "accuracy"), "answer 3 of 3: too long")
     assert scored[4].failures == dict.fromkeys(("score", "ties_score"), "answer 2 of 3: too long")
-    assert ties_score(scored) == ties_score(scored[2:4])
-    assert mean_of_subsets(scored) == pytest.approx((1 + ties_score(scored)) / 2)
-    # A subset without any value makes the score unknown, so its item stays among those that the score is of.
+    assert mean_of_subsets([scored[0], *scored[2:4]]) == pytest.approx((1 + ties_score(scored[2:4])) / 2)
+    # A subset without any value makes the score unknown.
     whole = scored_rows(tmp_path, [ROWS[0], row("8", "Math", ["?"], ["0"])])
-    assert whole[1].failures == {"accuracy": "answer 1 of 2: too long"}
-    assert math.isnan(mean_of_subsets(whole))
+    assert whole[1].failures == dict.fromkeys(("score", "accuracy"), "answer 1 of 2: too long")
+    assert math.isnan(mean_of_subsets(whole[:1]))
+
+
+def test_statistics_of_a_subset_with_one_item_and_of_ties(tmp_path: Path) -> None:
+    """The score has no interval if nothing is known about the spread in a subset; Ties is of its own rows only."""
+    factuality = [row(str(n), "Factuality", ["2"], [str(n % 4)]) for n in range(8)]
+    pairs = [
+        one
+        for n in range(7)
+        for one in (row(f"ref:{n}", "Ties", ["3"], [str(n)]), row(f"tied:{n}", "Ties", ["5", "6"], [str(n)]))
+    ]
+
+    def statistics(rows: list[dict[str, Any]]) -> SuiteStatistics:
+        scored = {one.item_id: one for one in scored_rows(tmp_path, rows)}
+        items = SUITE.read(str(tmp_path / "test.jsonl"))
+        return suite_statistics("rewardbench2", SUITE.measures, items, {"m": scored}, seed=0)
+
+    found = statistics([*factuality, *pairs])
+    score, ties = found.of("m", "score"), found.of("m", "ties_score")
+    assert score is not None
+    assert score.value.low < score.value.mean < score.value.high
+    assert ties is not None
+    assert (ties.num_items, ties.num_clusters) == (14, 7)
+    single = statistics([*factuality, *pairs, row("math", "Math", ["1"], ["0"])]).of("m", "score")
+    assert single is not None
+    assert math.isfinite(single.value.mean)
+    assert math.isnan(single.value.low)
 
 
 def test_a_real_reward_model(tmp_path: Path, tiny_config: ModelConfig, tokenizer: Tokenizer) -> None:
