@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as BPE
 
 from lm.chat_encoding import Conversation, Names, Section, SectionEncoder, Turn, encode_texts
 from lm.chat_template import CHAT_TEMPLATES as CHAT_TEMPLATES  # also for users of this module
-from lm.chat_template import ChatTemplate, turn_of
+from lm.chat_template import ChatTemplate
 from lm.chat_template import Messages as Messages
 
 PAD, END, MASK = "<|pad|>", "<|end|>", "<|mask|>"
@@ -382,8 +382,8 @@ class Tokenizer:
     def _rendered_prompt(self, messages: Messages) -> tuple[str, list[Turn]]:
         text = self.render(messages, add_generation_prompt=True)
         # A template may render an earlier turn differently from when it was the last one.
-        beginnings = self._template.beginnings(messages)
-        return text, [turn for before, whole in beginnings if (turn := turn_of(text, before, whole))]
+        turns = (beginning.turn_in(text) for beginning in self._template.beginnings(messages))
+        return text, [turn for turn in turns if turn is not None]
 
     def encode_conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """Applies `encode_conversations` to a single conversation."""
