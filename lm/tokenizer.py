@@ -16,6 +16,7 @@ from lm.chat_encoding import Conversation, Names, Section, SectionEncoder, Turn,
 from lm.chat_template import CHAT_TEMPLATES as CHAT_TEMPLATES  # also for users of this module
 from lm.chat_template import ChatTemplate
 from lm.chat_template import Messages as Messages
+from lm.tool_calls import CALL_TOKENS, AssistantMessage, read_tool_calls
 
 PAD, END, MASK = "<|pad|>", "<|end|>", "<|mask|>"
 ANY_MASK = "[MASK]"  # how a text names a hidden word, whatever the vocabulary's mask token is called
@@ -290,6 +291,22 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Decodes tokens to text, without special tokens."""
         return str(self._bpe.decode(list(tokens), skip_special_tokens=True))
+
+    def assistant_message(self, tokens: Sequence[int]) -> AssistantMessage:
+        """Returns a turn of the assistant with the calls of tools in it. Its text has the special tokens that open
+        calls, and no others. Never raises.
+        """
+        parts, done = list[str](), 0
+        for place, token in enumerate(tokens):
+            if token in self._call_ids:
+                parts += [self.decode(tokens[done:place]), self.token_text(token)]
+                done = place + 1
+        return read_tool_calls("".join([*parts, self.decode(tokens[done:])]), self.chat_template)
+
+    @cached_property
+    def _call_ids(self) -> set[int]:
+        numbers = (self._bpe.token_to_id(name) for name in CALL_TOKENS)
+        return {number for number in numbers if number is not None and self.is_special(number)}
 
     def stop_at(self, strings: Sequence[str]) -> Callable[[Sequence[int]], bool]:
         """Returns a stop condition for `lm.generation`: whether a response's text contains one of the strings.
