@@ -105,6 +105,10 @@ class Names:
         names = [name for name in self._added if name not in left_out]
         return re.compile("|".join([_REGION, *(_pattern(self._added[name][1]) for name in _longest_first(names))]))
 
+    def are_in(self, text: str) -> bool:
+        """Whether the text contains a special token's name, or a mark."""
+        return self._people.search(text) is not None
+
     def marked(self, content: str) -> str:
         """Puts marks around special tokens' names in a message, and around edges that might become part of one."""
         spans = [match.span() for match in self._people.finditer(content)]

@@ -1,9 +1,10 @@
 """Chat templates, which turn conversations into text. They are Jinja, as in published models."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2.ext
 import jinja2.nodes
@@ -14,13 +15,28 @@ from lm.chat_encoding import Names, Rendered, Turn, marked_throughout
 
 SHOWN_CHARACTERS = 200  # of a rendering, in an error message
 
-Messages = Sequence[Mapping[str, str]]
+# Each message has a `role` and `content`. As in OpenAI's API, an assistant's may have `tool_calls`, next to which
+# `content` may be None, and a message of the role `tool` has the result of a call. The first message may have `tools`:
+# see `with_tools`.
+Messages = Sequence[Mapping[str, Any]]
+
+_WORD = re.compile(r"[\w.-]+")
 
 CHAT_TEMPLATES = {
     # Every turn opens with its role's token and closes with the end token. The space makes a turn's first word the same
-    # token as in running text, so a response can begin with a word copied from its prompt.
+    # token as in running text, so a response can begin with a word copied from its prompt. Tools are in the system's
+    # turn, their results in a user's, and calls are written as Hermes and Qwen write them.
     "chat": (
-        "{% for message in messages %}<|{{ message.role }}|> {{ message.content }}{{ eos_token }}{% endfor %}"
+        "{% set system = messages[0].content if tools and messages[0].role == 'system' else '' %}"
+        "{% if tools %}<|system|> {{ system + '\n\n' if system }}Call functions with "
+        '<tool_call>{"name": ..., "arguments": {...}}</tool_call>.'
+        "{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}{{ eos_token }}{% endif %}"
+        "{% for message in messages %}{% if not (system and loop.first) %}"
+        "{% if message.role == 'tool' %}<|user|> <tool_response>{{ message.content }}</tool_response>{{ eos_token }}"
+        "{% else %}<|{{ message.role }}|> {{ message.content or '' }}{% for call in message.tool_calls or [] %}"
+        """{{ '<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}"""
+        "{{ call.function.arguments | tojson }}}</tool_call>{% endfor %}{{ eos_token }}"
+        "{% endif %}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     ),
     # The response continues the prompt's sentence; roles are not written.
@@ -40,6 +56,7 @@ class ChatTemplate:
 
     def __init__(self, text: str, names: Names, tokens: Mapping[str, str]) -> None:
         self.text, self._names, self._tokens = text, names, tokens
+        self._known_shapes = set[object]()  # of conversations with tools, of which the template leaves nothing out
 
     @cached_property
     def _template(self) -> jinja2.Template:
@@ -54,43 +71,85 @@ class ChatTemplate:
     def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
         """Returns the conversation as the template writes it, with marks around special tokens' names in messages.
 
-        Raises: ValueError for a conversation that the template refuses, or if it is unclear whether the template or a
-        message wrote a special token's name.
+        Raises: ValueError for a conversation that the template refuses, whose tools, calls or results it leaves out, or
+            if it is unclear whether the template or a message wrote a special token's name.
         """
-        contents = [message["content"] for message in messages]
-        marked = [self._names.marked(content) for content in contents]
-        text = self._rendered(messages, marked, add_generation_prompt)
-        read = self._names.read(text) if marked != contents else None
+        given = _variables(messages)
+        marked = self._changed(given, self._names.marked)
+        text = self._rendered(marked, add_generation_prompt)
+        read = self._names.read(text) if marked != given else None
         plain = text if read is None else read.text
-        if read is not None and plain != self._rendered(messages, contents, add_generation_prompt):
+        if read is not None and plain != self._rendered(given, add_generation_prompt):
             raise ValueError(
                 "chat_template searches messages for special tokens' names, which are plain text there; a template that"
                 " copies messages unchanged was expected"
             )
-        if not all(content.strip() in plain for content in contents):
-            self._check_rewritten(messages, text, add_generation_prompt)
+        if not all(content.strip() in plain for content in _texts(given)):
+            self._check_rewritten(given, text, add_generation_prompt)
+        if _has_tools(given):
+            self._check_has_place(given)
         return text
 
-    def _check_rewritten(self, messages: Messages, text: str, add_generation_prompt: bool) -> None:
+    def _changed(self, given: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+        """Returns the variables with changed texts: those of messages, and all of calls and tools except plain words.
+
+        Templates compare some of these words, such as roles and the types of parameters.
+        """
+
+        def changed(value: Any, *, is_text: bool, has_texts: bool) -> Any:
+            if isinstance(value, str):
+                is_word = not is_text and _WORD.fullmatch(value) and not self._names.are_in(value)
+                return value if is_word else change(value)
+            if isinstance(value, list):
+                return [changed(item, is_text=is_text, has_texts=has_texts) for item in value]
+            if not isinstance(value, Mapping):
+                return value
+            return {
+                changed(key, is_text=False, has_texts=has_texts): changed(
+                    item, is_text=is_text or (has_texts and key in ("content", "arguments")), has_texts=has_texts
+                )
+                for key, item in value.items()
+            }
+
+        return {name: changed(value, is_text=False, has_texts=name == "messages") for name, value in given.items()}
+
+    def _check_rewritten(self, given: Mapping[str, Any], text: str, add_generation_prompt: bool) -> None:
         """Check that the template's changes to a message do not make a special token's name.
 
         Raises: ValueError if the rendering has other special tokens than with every character of the messages marked.
         """
-        marked = [marked_throughout(message["content"]) for message in messages]
-        whatever = self._names.read(self._rendered(messages, marked, add_generation_prompt))
+        marked = self._changed(given, marked_throughout)
+        whatever = self._names.read(self._rendered(marked, add_generation_prompt))
         if self._ids_of(whatever) != self._ids_of(self._names.read(text)):
             raise ValueError("chat_template makes the name of a special token out of a message's text")
+
+    def _check_has_place(self, given: Mapping[str, Any]) -> None:
+        """Check that the template writes all of a conversation with tools, except what it drops of answers.
+
+        It is rendered with words that appear nowhere else. What a template writes depends on the conversation's shape,
+        so each shape is checked once. Raises: ValueError naming what is left out.
+        """
+        probe, wanted = _probe(given)
+        shape = repr((probe["messages"], len(given["tools"] or ())))
+        if shape in self._known_shapes:
+            return
+        text = self._rendered(probe, add_generation_prompt=False)
+        missing = next((place for word, place in wanted.items() if word not in text), "")
+        if missing:
+            raise ValueError(
+                f"chat_template leaves out {missing}; a template that writes tools, their calls and results was"
+                ' expected, such as "chat" or the one that the model was published with'
+            )
+        self._known_shapes.add(shape)
 
     @staticmethod
     def _ids_of(rendered: Rendered) -> list[int]:
         return [special.token_id for special in rendered.specials]
 
-    def _rendered(self, messages: Messages, contents: Sequence[str], add_generation_prompt: bool) -> str:
+    def _rendered(self, variables: Mapping[str, Any], add_generation_prompt: bool) -> str:
         try:
             return self._template.render(
-                messages=[{**message, "content": text} for message, text in zip(messages, contents, strict=True)],
-                add_generation_prompt=add_generation_prompt,
-                **self._tokens,
+                **variables, documents=None, add_generation_prompt=add_generation_prompt, **self._tokens
             )
         except Exception as error:  # a template is code, which may also raise TypeError and others
             # In one line, and without the template: published templates have dozens of lines.
@@ -103,14 +162,14 @@ class ChatTemplate:
         """
         beginnings = list(self.beginnings(messages))
         if messages and messages[-1]["role"] == "assistant":
-            text = beginnings[-1][1]
+            text = beginnings[-1].whole
         else:
             text = self.render(messages, add_generation_prompt=False)
         turns: list[Turn] = []
-        for before, whole in beginnings:
-            turn = turn_of(text, before, whole)
+        for beginning in beginnings:
+            turn = beginning.turn_in(text)
             if turn is None:
-                wrong = before if not text.startswith(before) else whole
+                wrong = beginning.before if not text.startswith(beginning.before) else beginning.whole
                 raise ValueError(
                     f"chat_template: the rendering {_end(text)} does not start with {_end(wrong)};"
                     " a template must only append when a message is added"
@@ -165,19 +224,131 @@ class ChatTemplate:
             )
         return text, Turn(len(before), len(text))
 
-    def beginnings(self, messages: Messages) -> Iterator[tuple[str, str]]:
+    def beginnings(self, messages: Messages) -> Iterator["Beginning"]:
         """Yields, for each response, the rendering before it and the rendering up to the next message."""
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = self.render(messages[:index], add_generation_prompt=True)
-                yield before, self.render(messages[: index + 1], add_generation_prompt=False)
+                names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+                yield Beginning(
+                    self.render(messages[:index], add_generation_prompt=True),
+                    self.render(messages[: index + 1], add_generation_prompt=False),
+                    [self._names.marked(message.get("content") or "").strip(), *names],
+                )
 
 
-def turn_of(text: str, before: str, whole: str) -> Turn | None:
-    """Returns the response's place in the text; None unless the text begins with `whole` and `whole` with `before`."""
-    if not (text.startswith(whole) and whole.startswith(before)):
+class Beginning(NamedTuple):
+    """The renderings of a conversation before a response (up to where it starts) and with it as the last message."""
+
+    before: str
+    whole: str
+    texts: Sequence[str]  # of the response: what it says, and the names of the tools that it calls
+
+    def turn_in(self, text: str) -> Turn | None:
+        """Returns the response's place in the whole conversation's rendering; None if the rendering changes before the
+        response's end.
+
+        Templates may write something before a response only while it is the last, such as Qwen3's empty thoughts.
+        """
+        start = len(self.before)
+        if not (text.startswith(self.before) and self.whole.startswith(self.before)):
+            return None
+        response = self.whole[start:]
+        first_text = next((found for part in self.texts if part and (found := response.find(part)) >= 0), 0)
+        for dropped in range(first_text + 1):
+            kept = response[dropped:]
+            if text.startswith(kept, start) and (not dropped or all(part in kept for part in self.texts)):
+                return Turn(start, start + len(kept))
         return None
-    return Turn(len(before), len(whole))
+
+
+def with_tools(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
+    """Returns the conversation with more functions that the assistant may call. Their JSON schemas, as in OpenAI's API,
+    are kept in the first message, from which templates get them.
+    """
+    if not tools:
+        return messages
+    return [{**messages[0], "tools": [*(messages[0].get("tools") or ()), *tools]}, *messages[1:]]
+
+
+def _variables(messages: Messages) -> dict[str, Any]:
+    """Returns `messages` and `tools` as published templates expect them: the arguments of calls are objects.
+
+    Raises: ValueError for arguments that are neither an object nor its JSON text.
+    """
+    tools = messages[0].get("tools") if messages else None
+    given = [
+        {key: value for key, value in message.items() if key not in ("tools", "tool_calls")} for message in messages
+    ]
+    for place, message in enumerate(messages):
+        if message.get("tool_calls"):
+            given[place]["content"] = message.get("content") or None
+            calls = enumerate(message["tool_calls"])
+            given[place]["tool_calls"] = [_call(f"messages[{place}].tool_calls[{n}]", call) for n, call in calls]
+    functions = [
+        dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in tools or ()
+    ]
+    return {"messages": given, "tools": functions or None}
+
+
+def _call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = call["function"].get("arguments") or {}
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"{where}.function.arguments is not a JSON object")
+    return {**call, "function": {**call["function"], "arguments": dict(arguments)}}
+
+
+def _has_tools(given: Mapping[str, Any]) -> bool:
+    return bool(given["tools"]) or any("tool_calls" in m or m["role"] == "tool" for m in given["messages"])
+
+
+def _texts(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the texts that special tokens could be made of: those of messages, and of calls and tools if there are
+    any.
+    """
+    for message in given["messages"]:
+        yield message["content"] or ""
+        if "tool_calls" in message:
+            yield from _strings(message["tool_calls"])
+    yield from _strings(given["tools"])
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from value
+        yield from _strings(list(value.values()))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+
+
+def _probe(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns a conversation of the same shape, and what each word in it that must be written stands for."""
+    wanted, messages = dict[str, str](), list[dict[str, Any]]()
+    for place, message in enumerate(given["messages"]):
+        where, calls = f"messages[{place}]", message.get("tool_calls") or ()
+        probe = {**message, "content": message["content"] and f"probe{place}text"}
+        if message["content"] and (calls or message["role"] != "assistant"):
+            wanted[probe["content"]] = f"{where}.content" + (", which stands next to tool_calls" if calls else "")
+        if calls:
+            probe["tool_calls"] = list[Any]()
+        for number, call in enumerate(calls):
+            word = f"probe{place}call{number}x"
+            function = {"name": f"{word}name", "arguments": {f"{word}key": f"{word}value"}}
+            probe["tool_calls"].append({**call, "function": function})
+            wanted |= dict.fromkeys((f"{word}name", f"{word}key", f"{word}value"), f"{where}.tool_calls[{number}]")
+        messages.append(probe)
+    tools = [
+        {**tool, "function": {**tool["function"], "name": f"probetool{number}x"}}
+        for number, tool in enumerate(given["tools"] or ())
+    ]
+    wanted |= {tool["function"]["name"]: f"tools[{number}]" for number, tool in enumerate(tools)}
+    return {"messages": messages, "tools": tools or None}, wanted
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -190,9 +361,15 @@ class GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Writes JSON as published templates expect it; Jinja's own filter would escape HTML's special characters."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _escaped(text: str) -> str:

@@ -14,8 +14,9 @@ from tokenizers import Tokenizer as BPE
 
 from lm.chat_encoding import Conversation, Names, Section, SectionEncoder, Turn, encode_texts
 from lm.chat_template import CHAT_TEMPLATES as CHAT_TEMPLATES  # also for users of this module
-from lm.chat_template import ChatTemplate, turn_of
+from lm.chat_template import ChatTemplate
 from lm.chat_template import Messages as Messages
+from lm.tool_calls import CALL_TOKENS, AssistantMessage, read_tool_calls
 
 PAD, END, MASK = "<|pad|>", "<|end|>", "<|mask|>"
 ANY_MASK = "[MASK]"  # how a text names a hidden word, whatever the vocabulary's mask token is called
@@ -291,6 +292,22 @@ class Tokenizer:
         """Decodes tokens to text, without special tokens."""
         return str(self._bpe.decode(list(tokens), skip_special_tokens=True))
 
+    def assistant_message(self, tokens: Sequence[int]) -> AssistantMessage:
+        """Returns a turn of the assistant with the calls of tools in it. Its text has the special tokens that open
+        calls, and no others. Never raises.
+        """
+        parts, done = list[str](), 0
+        for place, token in enumerate(tokens):
+            if token in self._call_ids:
+                parts += [self.decode(tokens[done:place]), self.token_text(token)]
+                done = place + 1
+        return read_tool_calls("".join([*parts, self.decode(tokens[done:])]), self.chat_template)
+
+    @cached_property
+    def _call_ids(self) -> set[int]:
+        numbers = (self._bpe.token_to_id(name) for name in CALL_TOKENS)
+        return {number for number in numbers if number is not None and self.is_special(number)}
+
     def stop_at(self, strings: Sequence[str]) -> Callable[[Sequence[int]], bool]:
         """Returns a stop condition for `lm.generation`: whether a response's text contains one of the strings.
 
@@ -382,8 +399,8 @@ class Tokenizer:
     def _rendered_prompt(self, messages: Messages) -> tuple[str, list[Turn]]:
         text = self.render(messages, add_generation_prompt=True)
         # A template may render an earlier turn differently from when it was the last one.
-        beginnings = self._template.beginnings(messages)
-        return text, [turn for before, whole in beginnings if (turn := turn_of(text, before, whole))]
+        turns = (beginning.turn_in(text) for beginning in self._template.beginnings(messages))
+        return text, [turn for turn in turns if turn is not None]
 
     def encode_reply(self, messages: Messages) -> list[int]:
         """Returns the tokens that follow an assistant's turn when others answer it: all that the template writes after
