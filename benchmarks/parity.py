@@ -143,6 +143,12 @@ CASES = {
         },
         {"sliding_window": (0, 9), "qk_norm": True, "attention_bias": "none"},
     ),
+    "olmo2": Case(
+        "Olmo2", {}, {"norm_place": "output", "qk_norm": True, "qk_norm_over": "projection", "attention_bias": "none"}
+    ),
+    "olmo2, biases, tied": Case(
+        "Olmo2", {"attention_bias": True, "tie_word_embeddings": True}, {"attention_bias": "all"}
+    ),
     "bert, masked words": Case("Bert", {}, {"type_vocab_size": 2, "mlp": "gelu", "norm_eps": 1e-3}, purpose="masked"),
     "bert, masked words, untied, relu": Case(
         "Bert",

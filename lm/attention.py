@@ -553,8 +553,11 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = N, G, H
         self.qkv = Linear(D, (N + 2 * G) * H, bias=config.attention_bias != "none")
         self.out = Linear(N * H, D, bias=config.attention_bias == "all")
-        self.query_norm = RMSNorm(H, config.norm_eps) if config.qk_norm else None
-        self.key_norm = RMSNorm(H, config.norm_eps) if config.qk_norm else None
+        self.norms_projection = config.qk_norm_over == "projection"
+        normed = (N * H, G * H) if self.norms_projection else (H, H)
+        self.query_norm, self.key_norm = (
+            RMSNorm(width, config.norm_eps) if config.qk_norm else None for width in normed
+        )
 
     def forward(
         self,
@@ -585,7 +588,11 @@ class Attention(nn.Module):
         if self.query_norm is None or self.key_norm is None:
             return split_heads(qkv_BTE, rotary, N, G)
         q, k, v = qkv_BTE.unflatten(-1, (N + 2 * G, -1)).split([N, G, G], dim=2)
-        qk = torch.cat([self.query_norm(q), self.key_norm(k)], dim=2)
+        if self.norms_projection:
+            q, k = self.query_norm(q.flatten(2)).view_as(q), self.key_norm(k.flatten(2)).view_as(k)
+        else:
+            q, k = self.query_norm(q), self.key_norm(k)
+        qk = torch.cat([q, k], dim=2)
         if rotary is not None:
             qk = rotate(qk, rotary)
         q, k = qk.split([N, G], dim=2)

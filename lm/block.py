@@ -39,17 +39,21 @@ class BlockInputs:
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), as from GPT-2 on.
 
-    With `cross_attention`, x + cross(norm(x)) between them attends to an encoder. Dropout applies to each branch.
+    With `cross_attention`, x + cross(norm(x)) between them attends to an encoder. Dropout applies to each branch. The
+    config may norm the branches' outputs, in addition to their inputs or instead: x + norm(attention(x)).
     """
 
     def __init__(self, config: ModelConfig, dropout: float, *, cross_attention: bool = False) -> None:
         super().__init__()
-        self.attention_norm = make_norm(config, config.hidden_size)
+        norm = partial(make_norm, config, config.hidden_size)
+        self.attention_norm = nn.Identity() if config.norm_place == "output" else norm()
         self.attention = Attention(config)
-        self.cross_norm = make_norm(config, config.hidden_size) if cross_attention else None
+        self.attention_output_norm = norm() if config.norms_outputs else nn.Identity()
+        self.cross_norm = norm() if cross_attention else None
         self.cross = CrossAttention(config) if cross_attention else None
-        self.mlp_norm = make_norm(config, config.hidden_size)
+        self.mlp_norm = nn.Identity() if config.norm_place == "output" else norm()
         self.mlp = MLP(config)
+        self.mlp_output_norm = norm() if config.norms_outputs else nn.Identity()
         self.dropout = Dropout(dropout)
 
     def forward(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
@@ -60,7 +64,7 @@ class Block(nn.Module):
 
     def attend(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
         y_BTD = self.attention(x_BTD, inputs.rotary, inputs.masks[layer], inputs.cache, layer, inputs.split)
-        return self.dropout(y_BTD, inputs.dropout_keys_BT, 1 + BRANCHES * layer)
+        return self.dropout(self.attention_output_norm(y_BTD), inputs.dropout_keys_BT, 1 + BRANCHES * layer)
 
     def attend_to_encoder(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
         assert self.cross is not None, "this block has no cross-attention"
@@ -68,7 +72,7 @@ class Block(nn.Module):
         return self.dropout(y_BTD, inputs.dropout_keys_BT, 2 + BRANCHES * layer)
 
     def transform(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
-        return self.dropout(self.mlp(x_BTD), inputs.dropout_keys_BT, 3 + BRANCHES * layer)
+        return self.dropout(self.mlp_output_norm(self.mlp(x_BTD)), inputs.dropout_keys_BT, 3 + BRANCHES * layer)
 
 
 class PostNormBlock(Block):

@@ -88,6 +88,9 @@ class ModelConfig(BaseModel):
     qk_norm: bool = Field(
         default=False, description="RMSNorm of every query and key before rotary positions are applied (Qwen3)."
     )
+    qk_norm_over: Literal["head", "projection"] = Field(
+        default="head", description="`head`: `qk_norm` is of each head; `projection`: of all heads together (OLMo 2)."
+    )
     sliding_window: tuple[int, ...] = Field(
         default=(0,),
         min_length=1,
@@ -104,8 +107,10 @@ class ModelConfig(BaseModel):
     norm: Literal["rms", "layer"] = Field(
         default="rms", description="`rms` (RMSNorm, arXiv 1910.07467) or `layer` (LayerNorm, arXiv 1607.06450)."
     )
-    norm_place: Literal["pre", "post"] = Field(
-        default="pre", description="`pre`: x + f(norm(x)), as from GPT-2 on; `post`: norm(x + f(x)), as Vaswani et al."
+    norm_place: Literal["pre", "post", "output", "sandwich"] = Field(
+        default="pre",
+        description="`pre`: x + f(norm(x)), as from GPT-2 on; `post`: norm(x + f(x)), as Vaswani et al.; `output`:"
+        " x + norm(f(x)) (OLMo 2, arXiv 2501.00656); `sandwich`: x + norm(f(norm(x))) (Gemma 3, arXiv 2503.19786).",
     )
     norm_eps: float = Field(default=1e-5, gt=0, description="ε in the norms.")
     type_vocab_size: int = Field(
@@ -168,6 +173,10 @@ class ModelConfig(BaseModel):
             raise ValueError(
                 f"model.sliding_window is {self.sliding_window}, but model.kind is {self.kind!r}, not 'decoder'"
             )
+        if self.qk_norm_over != "head" and not self.qk_norm:
+            raise ValueError(f"model.qk_norm_over is {self.qk_norm_over!r}, but model.qk_norm is false")
+        if self.kind == "encoder-decoder" and self.norm_place not in ("pre", "post"):
+            raise ValueError(f"model.norm_place is {self.norm_place!r}, but model.kind is {self.kind!r}")
         if self.positions != "rotary" and self.rope_scaling is not None:
             raise ValueError(f"model.rope_scaling is given, but model.positions is {self.positions!r}")
         return self
@@ -176,6 +185,11 @@ class ModelConfig(BaseModel):
         """Check the model's kind. Raises: ValueError for another kind."""
         if self.kind != kind:
             raise ValueError(f"model.kind is {self.kind!r}; {kind!r} was expected")
+
+    @property
+    def norms_outputs(self) -> bool:
+        """Whether the outputs of attention and MLP are normed before they are added to the residual stream."""
+        return self.norm_place in ("output", "sandwich")
 
     def window(self, layer: int) -> int:
         """Returns how many tokens back a layer attends, the token itself included; 0 = all."""

@@ -174,7 +174,7 @@ def ends_bytes(config: ModelConfig, of: Pass) -> int:
     kept = 2 * config.head_dim * of.compute_bytes if config.positions == "rotary" else 0
     kept += _norm_bytes(config, of) if config.embedding_norm else 0
     kept += _dropout_bytes(of)
-    kept += _norm_bytes(config, of) if config.norm_place == "pre" else 0
+    kept += _norm_bytes(config, of) if config.norm_place != "post" else 0
     return of.num_tokens * (kept + config.hidden_size * of.compute_bytes)
 
 
@@ -214,13 +214,21 @@ def forward_bytes(config: ModelConfig, of: Pass) -> int:
 
 
 def _branch_bytes(config: ModelConfig, of: Pass) -> int:
-    """Returns the bytes per token around a branch: its norm, its first product's input, its dropout."""
-    return _norm_bytes(config, of) + config.hidden_size * of.compute_bytes + _dropout_bytes(of)
+    """Returns the bytes per token around a branch: its norms, its first product's input, its dropout. A norm of its
+    output keeps that in the compute dtype.
+    """
+    kept = 0 if config.norm_place == "output" else _norm_bytes(config, of)
+    kept += config.hidden_size * of.compute_bytes + _norm_numbers(config) if config.norms_outputs else 0
+    return kept + config.hidden_size * of.compute_bytes + _dropout_bytes(of)
 
 
 def _norm_bytes(config: ModelConfig, of: Pass) -> int:
     """RMSNorm keeps x and 1 / rms(x); PyTorch's LayerNorm keeps x, its mean and its deviation."""
-    return of.stream_bytes * config.hidden_size + (4 if config.norm == "rms" else 8)
+    return of.stream_bytes * config.hidden_size + _norm_numbers(config)
+
+
+def _norm_numbers(config: ModelConfig) -> int:
+    return 4 if config.norm == "rms" else 8
 
 
 def _dropout_bytes(of: Pass) -> int:
@@ -236,7 +244,7 @@ def _attention_bytes(config: ModelConfig, of: Pass) -> int:
     fp32 number each.
     """
     N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, of.compute_bytes
-    kept = 4 * (N + G) if config.qk_norm else 0
+    kept = 4 * (N + G if config.qk_norm_over == "head" else 2) if config.qk_norm else 0
     if config.qk_norm and not of.is_fused:
         kept += c * (N + 2 * G) * H
     turned = config.positions == "rotary" or config.qk_norm

@@ -67,10 +67,10 @@ class Transformer(nn.Module):
         self.embedding_norm = make_norm(config, config.hidden_size) if config.embedding_norm else nn.Identity()
         self.dropout = Dropout(dropout)
         num_layers = config.num_hidden_layers if causal or not config.num_encoder_layers else config.num_encoder_layers
-        block = Block if config.norm_place == "pre" else PostNormBlock
+        block = PostNormBlock if config.norm_place == "post" else Block
         self.blocks = nn.ModuleList(block(config, dropout, cross_attention=cross_attention) for _ in range(num_layers))
         # In a post-norm model the last block ends with a norm.
-        self.norm = make_norm(config, config.hidden_size) if config.norm_place == "pre" else nn.Identity()
+        self.norm = nn.Identity() if config.norm_place == "post" else make_norm(config, config.hidden_size)
 
     def forward(
         self,

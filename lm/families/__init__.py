@@ -14,6 +14,7 @@ from lm.families.bart import BartFamily
 from lm.families.bert import BertFamily
 from lm.families.family import Family, Stored, expect
 from lm.families.gpt2 import GPT2Family
+from lm.families.olmo2 import Olmo2Family
 from lm.families.own import HeedFamily
 from lm.families.rotary import RotaryFamily
 
@@ -30,6 +31,7 @@ FAMILIES: tuple[Family, ...] = (
     RotaryFamily(
         "qwen3", "Qwen3", attention_bias="flag", windows="by layer", qk_norm=True, defaults={**_QWEN, "head_dim": 128}
     ),
+    Olmo2Family("olmo2", "Olmo2", attention_bias="flag"),
     GPT2Family(),
     BertFamily(),
     BartFamily(),

@@ -45,6 +45,8 @@ def what_a_decoder_misses(config: ModelConfig, dtype: torch.dtype) -> str:
         return f"an even head_dim of at most {LARGEST_HEAD}, and widths that are multiples of {KC}"
     if config.norm_place != "pre" or config.mlp not in ACTIVATIONS:
         return f'norm_place "pre" and mlp of {list(ACTIVATIONS)}'
+    if config.qk_norm_over != "head":
+        return 'qk_norm_over "head"'
     return "" if _functions() is not None else "a compiler"
 
 

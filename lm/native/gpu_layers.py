@@ -438,6 +438,7 @@ def takes_stored_heads(
         and takes(qkv_BTE, *(rotary or ()))
         and cache.cache.keys.dtype == qkv_BTE.dtype
         and attention.head_dim % 2 == 0
+        and not attention.norms_projection
         and not (torch.is_grad_enabled() and qkv_BTE.requires_grad)
     )
 

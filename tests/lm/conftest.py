@@ -27,6 +27,7 @@ DECODERS = {
         "mistral": {"sliding_window": (4,), "head_dim": 6},
         "qwen2": {"attention_bias": "qkv"},
         "qwen3": {"qk_norm": True, "head_dim": 6, "sliding_window": (5, 0)},
+        "olmo2": {"norm_place": "output", "qk_norm": True, "qk_norm_over": "projection"},
         "vaswani": {**_GPT, "mlp": "relu", "positions": "sinusoidal", "norm_place": "post"},
     }.items()
 }

@@ -1,6 +1,8 @@
 """Parity with `transformers`: every family, in unusual shapes, in both directions, with every head that it has."""
 
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,19 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from benchmarks.parity import CASES, CONTEXT, TOKENS, measure, our_logits, shuffled, their_logits
+from benchmarks.parity import (
+    CASES,
+    CONTEXT,
+    LINEAR,
+    LLAMA3,
+    TOKENS,
+    YARN,
+    Case,
+    measure,
+    our_logits,
+    shuffled,
+    their_logits,
+)
 from lm.config import ModelConfig, RopeScaling
 from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
 from lm.families import FAMILIES, family_of
@@ -59,7 +73,7 @@ def test_transformers_computes_our_logits(tmp_path: Path, tokenizer: Tokenizer, 
     assert torch.equal(our_logits(again), our_logits(model))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama, biases", "mistral, window", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama, biases", "mistral, window", "qwen2", "qwen3", "olmo2"])
 @torch.no_grad()
 def test_a_reward_model_is_the_familys_classifier(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
     case = CASES[name]
@@ -73,6 +87,42 @@ def test_a_reward_model_is_the_familys_classifier(tmp_path: Path, tokenizer: Tok
     save_model(tmp_path / "ours", ours, ours.state_dict(), tokenizer)
     again = getattr(transformers, f"{case.prefix}ForSequenceClassification").from_pretrained(tmp_path / "ours").eval()
     torch.testing.assert_close(again(TOKENS).logits[:, 0], expected, **EXACT)
+
+
+def drawn_config(prefix: str, draw: random.Random) -> Any:
+    """Draws what `transformers` lets a shape of the family vary."""
+    kv_heads, head_dim = draw.randint(1, 3), 4 * draw.randint(1, 5)
+    heads = kv_heads * draw.randint(1, 3)
+    shape: dict[str, Any] = {
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * head_dim,
+        "num_hidden_layers": draw.randint(1, 4), "intermediate_size": draw.randint(5, 40),
+        "rms_norm_eps": 10 ** -draw.uniform(2, 6), "tie_word_embeddings": draw.random() < 0.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10 ** draw.uniform(1, 5)},
+    }  # fmt: skip
+    return Case(prefix, {**shape, **DRAWN[prefix](draw)}).config()
+
+
+DRAWN: dict[str, Callable[[random.Random], dict[str, Any]]] = {
+    "Olmo2": lambda draw: {
+        "attention_bias": draw.random() < 0.5,
+        "rope_parameters": draw.choice([LINEAR, LLAMA3, YARN, {"rope_type": "default", "rope_theta": 500.0}]),
+    },
+}
+
+
+@pytest.mark.parametrize("prefix", DRAWN)
+@torch.no_grad()
+def test_twenty_drawn_shapes_have_the_logits_of_transformers(tmp_path: Path, tokenizer: Tokenizer, prefix: str) -> None:
+    for seed in range(20):
+        config = drawn_config(prefix, random.Random(seed))
+        theirs = shuffled(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+        theirs.save_pretrained(tmp_path / "theirs")
+        ours = load_language_model(tmp_path / "theirs").eval()
+        assert (ours(TOKENS) - theirs(TOKENS).logits).abs().max() < 1e-4, f"seed {seed}"
+        save_model(tmp_path / "ours", ours, ours.state_dict(), tokenizer)
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+        assert type(again) is type(theirs), f"seed {seed}"
+        assert (again(TOKENS).logits - theirs(TOKENS).logits).abs().max() < 1e-4, f"seed {seed}"
 
 
 GPT3_BANDED = ModelConfig(
@@ -103,6 +153,7 @@ def test_the_first_family_that_holds_a_shape_writes_it(tiny_config: ModelConfig)
         "mistral": {"sliding_window": (8,)},
         "qwen2": {"attention_bias": "qkv"},
         "qwen3": {"qk_norm": True},
+        "olmo2": {"qk_norm": True, "qk_norm_over": "projection", "norm_place": "output"},
         "heed": {"norm_place": "post"},
     }
     for name, change in changes.items():

@@ -169,6 +169,7 @@ BASE_SHAPE: dict[str, Any] = {
     "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 160,
 }  # fmt: skip
 LLAMA_SHAPE = {**BASE_SHAPE, "mlp": "swiglu"}
+OLMO2 = {"norm_place": "output", "qk_norm": True, "qk_norm_over": "projection"}
 GPT2_SHAPE = {
     **BASE_SHAPE, "num_key_value_heads": 6, "norm": "layer", "positions": "learned", "mlp": "gelu_tanh",
     "mlp_bias": True, "attention_bias": "all",
@@ -214,7 +215,8 @@ def fused(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | Non
     [
         LLAMA_SHAPE, GPT2_SHAPE, {**GPT2_SHAPE, "norm_place": "post", "mlp": "gelu"}, {**LLAMA_SHAPE, "qk_norm": True},
         {**BASE_SHAPE, "mlp": "relu2"}, {**GPT2_SHAPE, "mlp": "relu", "embedding_norm": True},
-        {**LLAMA_SHAPE, "num_key_value_heads": 6, "head_dim": 24},
+        {**LLAMA_SHAPE, "num_key_value_heads": 6, "head_dim": 24}, {**LLAMA_SHAPE, **OLMO2},
+        {**GPT2_SHAPE, "norm_place": "sandwich"},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "autocast", "dropout"])

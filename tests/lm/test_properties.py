@@ -31,9 +31,11 @@ SCALINGS = [
     RopeScaling(rope_type="yarn", factor=2, original_max_position_embeddings=12),
 ]
 CLASSIC: dict[str, Any] = {
-    "mlp": "gelu", "mlp_bias": True, "attention_bias": "all", "qk_norm": False, "sliding_window": (0,),
+    "mlp": "gelu", "mlp_bias": True, "attention_bias": "all", "qk_norm": False, "qk_norm_over": "head",
+    "sliding_window": (0,),
     "positions": "learned", "rope_scaling": None, "norm": "layer", "scale_embedding": False,
 }  # fmt: skip
+NORMED_OUTPUTS = ["output", "sandwich"]
 PUBLISHED: dict[str, dict[str, Any]] = {
     "decoder": {**CLASSIC, "norm_place": "pre", "embedding_norm": False},
     "encoder": {**CLASSIC, "norm_place": "post", "embedding_norm": True, "type_vocab_size": 2},
@@ -62,12 +64,13 @@ def configs(draw: st.DrawFn, kind: str = "decoder", vocab_size: int = 11, publis
         "mlp": draw(st.sampled_from(["swiglu", "relu2", "gelu", "gelu_tanh", "relu"])),
         "mlp_bias": draw(st.booleans()),
         "attention_bias": draw(st.sampled_from(["none", "qkv", "all"])),
-        "qk_norm": draw(st.booleans()),
+        "qk_norm": (qk_norm := draw(st.booleans())),
+        "qk_norm_over": draw(st.sampled_from(["head", "projection"])) if qk_norm else "head",
         "sliding_window": draw(bands) if kind == "decoder" else (0,),
         "positions": positions,
         "rope_scaling": draw(st.sampled_from(SCALINGS)) if positions == "rotary" else None,
         "norm": draw(st.sampled_from(["rms", "layer"])),
-        "norm_place": draw(st.sampled_from(["pre", "post"])),
+        "norm_place": draw(st.sampled_from(["pre", "post", *([] if kind == "encoder-decoder" else NORMED_OUTPUTS)])),
         "type_vocab_size": draw(st.integers(0, 3)) if kind == "encoder" else 0,
         "embedding_norm": draw(st.booleans()),
         "scale_embedding": draw(st.booleans()),

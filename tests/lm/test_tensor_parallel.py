@@ -43,6 +43,17 @@ SHAPES: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_norms_over_all_heads_are_not_split(size: int) -> None:
+    config = ModelConfig.model_validate({**SHAPE, "qk_norm": True, "qk_norm_over": "projection"})
+    with pytest.raises(
+        ValueError, match=rf"size is {size}, but the model norms the queries of all heads together; 1 was"
+    ):
+        require_divisible(config, size)
+    assert largest_team(config, size, size) == 1
+    require_divisible(config, 1)
+
+
 def together(size: int, work: Callable[[Team], Result]) -> list[Result]:
     """Returns what `work` returns on each rank of a team."""
     store, limit = dist.HashStore(), timedelta(seconds=60)  # type: ignore[attr-defined]
