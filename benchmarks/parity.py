@@ -43,6 +43,11 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 12}
 LINEAR = {"rope_type": "linear", "rope_theta": 50.0, "factor": 2.5}
 
+GEMMA_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 900.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "GPT2": {"n_embd": 20, "n_layer": 3, "n_head": 5, "n_positions": CONTEXT, "layer_norm_epsilon": 1e-3},
     "Bert": {
@@ -149,6 +154,30 @@ CASES = {
     "olmo2, biases, tied": Case(
         "Olmo2", {"attention_bias": True, "tie_word_embeddings": True}, {"attention_bias": "all"}
     ),
+    "phi3": Case("Phi3", {}, {"partial_rotary_factor": 1.0}, written_as="Llama"),
+    "phi3, partial rotary, window": Case(
+        "Phi3",
+        {
+            "head_dim": 8, "sliding_window": 7,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+        },
+        {"partial_rotary_factor": 0.5, "sliding_window": (7,)},
+    ),
+    "gemma3": Case(
+        "Gemma3Text",
+        {"sliding_window": 7, "layer_types": GEMMA_LAYERS, "rope_parameters": GEMMA_ROPE, "query_pre_attn_scalar": 11},
+        {"mlp": "geglu", "norm_place": "sandwich", "scale_embedding": True, "sliding_window": (7, 7, 0),
+         "rope_local_base_freq": 30.0, "query_pre_attn_scalar": 11, "tie_word_embeddings": True},
+        written_as="Gemma3",
+    ),
+    "gemma3, linear, untied, no window": Case(
+        "Gemma3Text",
+        {"layer_types": ["full_attention"] * 3, "tie_word_embeddings": False,
+         "rope_parameters": {**GEMMA_ROPE, "full_attention": LINEAR}, "query_pre_attn_scalar": 6},
+        {"rope_scaling": RopeScaling(rope_type="linear", factor=2.5), "query_pre_attn_scalar": 0,
+         "rope_local_base_freq": 0},
+        written_as="Gemma3",
+    ),
     "bert, masked words": Case("Bert", {}, {"type_vocab_size": 2, "mlp": "gelu", "norm_eps": 1e-3}, purpose="masked"),
     "bert, masked words, untied, relu": Case(
         "Bert",
@@ -180,13 +209,14 @@ def shuffled(model: Any) -> Any:
     Biases are small and position embeddings large, because otherwise post-norm stacks soon make all tokens alike.
     """
     generator = torch.Generator().manual_seed(4)
+    default = 0.0 if type(model).__name__.startswith("Gemma") else 1.0  # of norms; Gemma's multiply by 1 + weight
     for name, parameter in model.named_parameters():
         if "position" in name or "wpe" in name:
             parameter.data.normal_(0, 1, generator=generator)
         elif parameter.dim() > 1:
             parameter.data.normal_(0, 0.2, generator=generator)
         elif name.endswith("weight"):
-            parameter.data.uniform_(0.5, 1.5, generator=generator)
+            parameter.data.uniform_(default - 0.5, default + 0.5, generator=generator)
         else:
             parameter.data.uniform_(-0.2, 0.2, generator=generator)
     return model.eval()

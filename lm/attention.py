@@ -209,9 +209,19 @@ def rotary_tables(
 
 
 def rotate(x_BTNH: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the pairs (x_i, x_{i+H/2}), the layout of the Hugging Face checkpoints."""
+    """Rotate the pairs (x_i, x_{i+H/2}), the layout of the Hugging Face checkpoints.
+
+    With tables of R < H columns, only the first R dimensions are rotated, as if the head had no others.
+    """
     cos, sin = rotary
+    if (R := cos.shape[-1]) < x_BTNH.shape[-1]:
+        return torch.cat([rotate(x_BTNH[..., :R], rotary), x_BTNH[..., R:]], dim=-1)
     return torch.addcmul(x_BTNH * cos, x_BTNH.roll(x_BTNH.shape[-1] // 2, dims=-1), sin)
+
+
+def turns_whole_heads(qkv_BTE: Tensor, rotary: Rotary, num_heads: int, num_kv_heads: int) -> bool:
+    """Whether rotary tables have a column per dimension of a head, which Heed's kernels need."""
+    return rotary[0].shape[-1] * (num_heads + 2 * num_kv_heads) == qkv_BTE.shape[-1]
 
 
 def sinusoids(positions_BT: Tensor, width: int) -> Tensor:
@@ -551,6 +561,8 @@ class Attention(nn.Module):
         super().__init__()
         N, G, H, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.hidden_size
         self.num_heads, self.num_kv_heads, self.head_dim = N, G, H
+        # `attend` divides scores by √H; a config that divides by another root scales the queries before.
+        self.query_factor = math.sqrt(H / config.query_pre_attn_scalar) if config.query_pre_attn_scalar else 1.0
         self.qkv = Linear(D, (N + 2 * G) * H, bias=config.attention_bias != "none")
         self.out = Linear(N * H, D, bias=config.attention_bias == "all")
         self.norms_projection = config.qk_norm_over == "projection"
@@ -586,7 +598,8 @@ class Attention(nn.Module):
         """Computes `project` from the product for Q, K and V."""
         N, G = self.num_heads, self.num_kv_heads
         if self.query_norm is None or self.key_norm is None:
-            return split_heads(qkv_BTE, rotary, N, G)
+            q, k, v = split_heads(qkv_BTE, rotary, N, G)
+            return self._scaled(q), k, v
         q, k, v = qkv_BTE.unflatten(-1, (N + 2 * G, -1)).split([N, G, G], dim=2)
         if self.norms_projection:
             q, k = self.query_norm(q.flatten(2)).view_as(q), self.key_norm(k.flatten(2)).view_as(k)
@@ -596,7 +609,10 @@ class Attention(nn.Module):
         if rotary is not None:
             qk = rotate(qk, rotary)
         q, k = qk.split([N, G], dim=2)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return self._scaled(q.transpose(1, 2)), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _scaled(self, q_BNTH: Tensor) -> Tensor:
+        return q_BNTH if self.query_factor == 1 else q_BNTH * self.query_factor
 
 
 @Replaceable

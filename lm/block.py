@@ -23,13 +23,13 @@ BACKEND = "inductor"  # of `torch.compile`
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """Inputs that the blocks of one pass share; `masks` has an entry per layer.
+    """Inputs that the blocks of one pass share; `masks` and `rotary` have an entry per layer.
 
     `dropout_keys_BT` are the tokens' keys (`lm.layers.Dropout`).
     """
 
     masks: Sequence[Mask]
-    rotary: Rotary | None = None
+    rotary: Sequence[Rotary | None]
     cache: PassCache | None = None
     cross_cache: CrossAttentionCache | None = None
     dropout_keys_BT: Tensor | None = None
@@ -63,7 +63,7 @@ class Block(nn.Module):
         return x_BTD + self.transform(self.mlp_norm(x_BTD), inputs, layer)
 
     def attend(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
-        y_BTD = self.attention(x_BTD, inputs.rotary, inputs.masks[layer], inputs.cache, layer, inputs.split)
+        y_BTD = self.attention(x_BTD, inputs.rotary[layer], inputs.masks[layer], inputs.cache, layer, inputs.split)
         return self.dropout(self.attention_output_norm(y_BTD), inputs.dropout_keys_BT, 1 + BRANCHES * layer)
 
     def attend_to_encoder(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
@@ -130,4 +130,4 @@ def _of_layer(inputs: BlockInputs, layer: int) -> BlockInputs:
     assert inputs.cross_cache is None, "a cache has an entry per layer"
     keys_BT = inputs.dropout_keys_BT
     own_keys_BT = None if keys_BT is None else keys_BT + site_offset(BRANCHES * layer)
-    return replace(inputs, masks=(inputs.masks[layer],), dropout_keys_BT=own_keys_BT)
+    return replace(inputs, masks=(inputs.masks[layer],), rotary=(inputs.rotary[layer],), dropout_keys_BT=own_keys_BT)

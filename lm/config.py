@@ -75,10 +75,10 @@ class ModelConfig(BaseModel):
     )
     head_dim: int = Field(default=0, ge=1, description="Size of a head; hidden_size / num_attention_heads if absent.")
     intermediate_size: int = Field(ge=1, description="Width of the MLP.")
-    mlp: Literal["swiglu", "relu2", "gelu", "gelu_tanh", "relu"] = Field(
+    mlp: Literal["swiglu", "geglu", "relu2", "gelu", "gelu_tanh", "relu"] = Field(
         default="swiglu",
-        description="`swiglu` (Llama), `relu2` (Primer, arXiv 2109.08668: fewest passes over memory), `gelu`,"
-        " `gelu_tanh` (GPT-2) or `relu`.",
+        description="`swiglu` (Llama), `geglu` (a gate with `gelu_tanh`; Gemma), `relu2` (Primer, arXiv 2109.08668:"
+        " fewest passes over memory), `gelu`, `gelu_tanh` (GPT-2) or `relu`.",
     )
     mlp_bias: bool = Field(default=False, description="Whether the MLP's linear layers have a bias.")
     attention_bias: Literal["none", "qkv", "all"] = Field(
@@ -90,6 +90,11 @@ class ModelConfig(BaseModel):
     )
     qk_norm_over: Literal["head", "projection"] = Field(
         default="head", description="`head`: `qk_norm` is of each head; `projection`: of all heads together (OLMo 2)."
+    )
+    query_pre_attn_scalar: int = Field(
+        default=0,
+        ge=0,
+        description="Products of queries and keys are divided by the root of this number (Gemma 3); 0 = head_dim.",
     )
     sliding_window: tuple[int, ...] = Field(
         default=(0,),
@@ -104,6 +109,15 @@ class ModelConfig(BaseModel):
     )
     rope_theta: float = Field(default=10_000.0, gt=0, description="Base of the rotary frequencies.")
     rope_scaling: RopeScaling | None = Field(default=None, description="Stretched rotary frequencies; absent = none.")
+    rope_local_base_freq: float = Field(
+        default=0.0,
+        ge=0,
+        description="Base of the rotary frequencies, unstretched, in layers with a sliding window (Gemma 3); 0 = as in"
+        " the other layers.",
+    )
+    partial_rotary_factor: float = Field(
+        default=1.0, gt=0, le=1, description="The part of each head that rotary positions turn, from its start (Phi-4)."
+    )
     norm: Literal["rms", "layer"] = Field(
         default="rms", description="`rms` (RMSNorm, arXiv 1910.07467) or `layer` (LayerNorm, arXiv 1607.06450)."
     )
@@ -121,6 +135,11 @@ class ModelConfig(BaseModel):
     tie_word_embeddings: bool = Field(
         default=True, description="Whether the output layer shares the weights of the token embeddings."
     )
+
+    @field_validator("query_pre_attn_scalar")
+    @classmethod
+    def _zero_for_head_dim(cls, divisor: int, info: ValidationInfo) -> int:
+        return 0 if divisor == info.data.get("head_dim") else divisor
 
     @field_validator("sliding_window", mode="before")
     @classmethod
@@ -163,6 +182,21 @@ class ModelConfig(BaseModel):
         )
         if self.positions == "rotary" and self.head_dim % 2:
             raise ValueError(f"model.head_dim is {self.head_dim}; rotary positions need an even number")
+        if self.positions != "rotary" and self.partial_rotary_factor != 1:
+            raise ValueError(
+                f"model.partial_rotary_factor is {self.partial_rotary_factor}, but model.positions is"
+                f" {self.positions!r}"
+            )
+        if self.positions == "rotary" and (self.rotary_dim % 2 or not self.rotary_dim):
+            raise ValueError(
+                f"model.partial_rotary_factor is {self.partial_rotary_factor}, {self.rotary_dim} of {self.head_dim}"
+                " dimensions; an even number, at least 2, was expected"
+            )
+        if self.rope_local_base_freq and (self.positions != "rotary" or not any(self.sliding_window)):
+            raise ValueError(
+                f"model.rope_local_base_freq is {self.rope_local_base_freq}, but no layer has rotary positions and a"
+                " sliding window"
+            )
         if self.positions == "sinusoidal" and self.hidden_size % 2:
             raise ValueError(f"model.hidden_size is {self.hidden_size}; sinusoidal positions need an even number")
         if (self.kind == "encoder-decoder") != (self.num_encoder_layers > 0):
@@ -185,6 +219,16 @@ class ModelConfig(BaseModel):
         """Check the model's kind. Raises: ValueError for another kind."""
         if self.kind != kind:
             raise ValueError(f"model.kind is {self.kind!r}; {kind!r} was expected")
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP multiplies by the activation of a gate."""
+        return self.mlp in ("swiglu", "geglu")
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many dimensions of each head rotary positions turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def norms_outputs(self) -> bool:

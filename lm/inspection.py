@@ -171,7 +171,8 @@ def block_bytes(config: ModelConfig, of: Pass, *, cross_attention: bool = False)
 
 def ends_bytes(config: ModelConfig, of: Pass) -> int:
     """Returns the bytes kept outside the blocks: rotary tables, embedding norm and dropout, final norm, head input."""
-    kept = 2 * config.head_dim * of.compute_bytes if config.positions == "rotary" else 0
+    tables = 2 if config.rope_local_base_freq else 1
+    kept = 2 * tables * config.rotary_dim * of.compute_bytes if config.positions == "rotary" else 0
     kept += _norm_bytes(config, of) if config.embedding_norm else 0
     kept += _dropout_bytes(of)
     kept += _norm_bytes(config, of) if config.norm_place != "post" else 0
@@ -185,7 +186,8 @@ def gradient_bytes(config: ModelConfig, of: Pass) -> int:
     its scores. By then, the memory that the MLP and the last norm kept is free again.
     """
     inner = config.intermediate_size * of.compute_bytes
-    mlp = 2 * inner - config.hidden_size * of.compute_bytes if config.mlp == "swiglu" else inner
+    widths = {"swiglu": 2, "geglu": 4}.get(config.mlp, 1)
+    mlp = widths * inner - (config.hidden_size * of.compute_bytes if config.is_gated else 0)
     tables = 0 if of.is_fused or of.is_tiled else 2 * _score_bytes(config, of)
     after = (
         _branch_bytes(config, of)
@@ -209,7 +211,7 @@ def forward_bytes(config: ModelConfig, of: Pass) -> int:
     attention = (
         2 * c * (N + 2 * G) * H + c * N * H + (0 if of.is_fused or of.is_tiled else 2 * _score_bytes(config, of))
     )
-    mlp = c * config.intermediate_size * (3 if config.mlp == "swiglu" else 2)
+    mlp = c * config.intermediate_size * {"swiglu": 3, "geglu": 4}.get(config.mlp, 2)
     return of.num_tokens * (around + max(attention, mlp))
 
 
@@ -274,8 +276,8 @@ def _cross_bytes(config: ModelConfig, of: Pass) -> int:
 
 
 def _mlp_bytes(config: ModelConfig, of: Pass) -> int:
-    """c·M for the input of the last product, plus what the activation needs: SwiGLU its gate and up, ReLU only its
-    result, which is that input.
+    """c·M for the input of the last product, plus what the activation needs: SwiGLU its gate and up, GEGLU also the
+    gate's activation, ReLU only its result, which is that input.
     """
-    widths = {"swiglu": 3, "relu2": 2, "gelu": 2, "gelu_tanh": 2, "relu": 1}[config.mlp]
+    widths = {"swiglu": 3, "geglu": 4, "relu2": 2, "gelu": 2, "gelu_tanh": 2, "relu": 1}[config.mlp]
     return widths * config.intermediate_size * of.compute_bytes

@@ -130,11 +130,16 @@ class Transformer(nn.Module):
             x_BTD = x_BTD + self.token_types(torch.zeros_like(tokens_BT) if token_types_BT is None else token_types_BT)
         return self.dropout(self.embedding_norm(x_BTD), keys_BT, 0)
 
-    def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> Rotary | None:
-        config = self.config
+    def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> Sequence[Rotary | None]:
+        """Returns each layer's rotary tables; layers share them."""
+        config, layers = self.config, range(len(self.blocks))
         if config.positions != "rotary":
-            return None
-        return rotary_tables(positions_BT, config.head_dim, config.rope_theta, config.rope_scaling, dtype)
+            return [None for _ in layers]
+        tables = rotary_tables(positions_BT, config.rotary_dim, config.rope_theta, config.rope_scaling, dtype)
+        if not config.rope_local_base_freq:
+            return [tables for _ in layers]
+        local = rotary_tables(positions_BT, config.rotary_dim, config.rope_local_base_freq, None, dtype)
+        return [local if config.window(layer) else tables for layer in layers]
 
     def hidden(
         self,

@@ -186,7 +186,7 @@ class Reader:
                     name, place, low - start, high - start, end - start
                 )
             start = end
-        return found
+        return found.add_(place.added) if place.added else found
 
     def _rows(self, name: str, place: Stored, low: int, high: int, num_rows: int) -> Tensor:
         """Reads rows `low` to `high` of a part that has `num_rows`."""

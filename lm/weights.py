@@ -25,7 +25,7 @@ from lm.encoder import (
     SpanPredictor,
     TokenClassifier,
 )
-from lm.families import FAMILIES, family_of
+from lm.families import FAMILIES, NOT_COVERED, family_of
 from lm.families.family import Family, Stored, expect
 from lm.hub import refuse_adapter
 from lm.model import SCORE, LanguageModel, ScalarModel, initial_weight
@@ -282,6 +282,7 @@ def _to_stored(place: Stored, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     for name, part in zip(place.parts, tensor.split(sizes), strict=True):
         unused = part.new_zeros(place.rows_before, *part.shape[1:])
         whole = torch.cat([unused, part]) if place.rows_before else part
+        whole = whole - place.added if place.added else whole
         yield name, (whole.T if place.transposed else whole).contiguous()
 
 
@@ -340,7 +341,9 @@ def _family_of(raw: Mapping[str, Any], where: Path | str) -> Family:
     family = next((family for family in FAMILIES if family.model_type == raw.get("model_type")), None)
     if family is None:
         known = [family.model_type for family in FAMILIES]
-        raise ValueError(f"{where}: model_type is {raw.get('model_type')!r}; one of {known} was expected")
+        kind = raw.get("model_type")
+        why = f", {NOT_COVERED[kind]}" if str(kind) in NOT_COVERED else ""
+        raise ValueError(f"{where}: model_type is {kind!r}{why}; one of {known} was expected")
     return family
 
 

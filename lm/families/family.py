@@ -14,12 +14,14 @@ class Stored:
     """How a checkpoint stores one of Heed's tensors: `parts` has the name and number of rows of each part, in order.
 
     None: all rows. `transposed`: the checkpoint stores the matrix as (in, out), as GPT-2 does. The first `rows_before`
-    rows in the checkpoint are not used: BART counts its positions from 2.
+    rows in the checkpoint are not used: BART counts its positions from 2. Heed's numbers are the checkpoint's plus
+    `added`.
     """
 
     parts: Mapping[str, int | None]
     transposed: bool = False
     rows_before: int = 0
+    added: float = 0.0
 
 
 class Family(Protocol):

@@ -60,7 +60,8 @@ def _dropout(x: Tensor, keys: Tensor, threshold: int) -> Tensor:
 
 def _takes_heads(qkv_BTE: Tensor, rotary: Rotary | None, num_heads: int, num_kv_heads: int) -> bool:
     tables = rotary or ()
-    return runs(qkv_BTE, *tables) and all(table.dtype == qkv_BTE.dtype for table in tables)
+    is_whole = rotary is None or attention.turns_whole_heads(qkv_BTE, rotary, num_heads, num_kv_heads)
+    return is_whole and runs(qkv_BTE, *tables) and all(table.dtype == qkv_BTE.dtype for table in tables)
 
 
 def _split_heads(

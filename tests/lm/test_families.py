@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from benchmarks.parity import (
     CASES,
     CONTEXT,
+    GEMMA_ROPE,
     LINEAR,
     LLAMA3,
     TOKENS,
@@ -30,7 +31,7 @@ from lm.families import FAMILIES, family_of
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.source import load
 from lm.tokenizer import Tokenizer
-from lm.weights import load_any, load_language_model, load_model, load_scalar_model, save_model
+from lm.weights import config_from_hf, load_any, load_language_model, load_model, load_scalar_model, save_model
 from reward.stage import network_source
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
@@ -73,7 +74,10 @@ def test_transformers_computes_our_logits(tmp_path: Path, tokenizer: Tokenizer, 
     assert torch.equal(our_logits(again), our_logits(model))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama, biases", "mistral, window", "qwen2", "qwen3", "olmo2"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "llama, biases", "mistral, window", "qwen2", "qwen3", "olmo2", "phi3, partial rotary, window", "gemma3"],
+)
 @torch.no_grad()
 def test_a_reward_model_is_the_familys_classifier(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
     case = CASES[name]
@@ -91,7 +95,8 @@ def test_a_reward_model_is_the_familys_classifier(tmp_path: Path, tokenizer: Tok
 
 def drawn_config(prefix: str, draw: random.Random) -> Any:
     """Draws what `transformers` lets a shape of the family vary."""
-    kv_heads, head_dim = draw.randint(1, 3), 4 * draw.randint(1, 5)
+    # A stream of fewer than 8 numbers may be almost 0, and a norm of it then amplifies rounding.
+    kv_heads, head_dim = draw.randint(1, 3), 4 * draw.randint(2, 6)
     heads = kv_heads * draw.randint(1, 3)
     shape: dict[str, Any] = {
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * head_dim,
@@ -106,6 +111,26 @@ DRAWN: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "Olmo2": lambda draw: {
         "attention_bias": draw.random() < 0.5,
         "rope_parameters": draw.choice([LINEAR, LLAMA3, YARN, {"rope_type": "default", "rope_theta": 500.0}]),
+    },
+    "Phi3": lambda draw: {
+        "head_dim": 8 * draw.randint(1, 3),
+        "sliding_window": draw.choice([None, draw.randint(1, 30)]),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": draw.choice([0.25, 0.5, 0.75]),
+        },
+    },
+    "Gemma3Text": lambda draw: {
+        "head_dim": 2 * draw.randint(2, 9),
+        "attention_bias": draw.random() < 0.5,
+        "sliding_window": draw.randint(1, 30),
+        "sliding_window_pattern": draw.randint(1, 4),
+        "query_pre_attn_scalar": draw.randint(4, 24),
+        "rope_parameters": {
+            **GEMMA_ROPE,
+            "full_attention": draw.choice([LINEAR, LLAMA3, YARN, GEMMA_ROPE["full_attention"]]),
+        },
     },
 }
 
@@ -154,11 +179,71 @@ def test_the_first_family_that_holds_a_shape_writes_it(tiny_config: ModelConfig)
         "qwen2": {"attention_bias": "qkv"},
         "qwen3": {"qk_norm": True},
         "olmo2": {"qk_norm": True, "qk_norm_over": "projection", "norm_place": "output"},
+        "phi3": {"partial_rotary_factor": 0.5},
+        "gemma3_text": {"qk_norm": True, "norm_place": "sandwich", "mlp": "geglu", "scale_embedding": True},
         "heed": {"norm_place": "post"},
     }
     for name, change in changes.items():
         assert family_of(tiny_config.model_copy(update=change), "language").model_type == name
     assert {"gpt2", "bert", "bart", *changes} == {family.model_type for family in FAMILIES}
+
+
+GEMMA_1B = {  # as google/gemma-3-1b-it is published, with another size
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 20, "num_hidden_layers": 7, "num_attention_heads": 5,
+    "intermediate_size": 30, "vocab_size": 288, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+    "attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 256, "head_dim": 256,
+    "num_key_value_heads": 1, "rope_theta": 1_000_000, "rope_local_base_freq": 10_000, "rope_scaling": None,
+    "sliding_window": 512, "sliding_window_pattern": 6, "attention_bias": False,
+}  # fmt: skip
+PHI_4K = {
+    "hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 5, "intermediate_size": 30, "vocab_size": 288,
+    "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0, "rope_scaling": None, "sliding_window": 2047, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def test_gemma_and_phi_are_read_as_they_are_published() -> None:
+    gemma = config_from_hf({**GEMMA_1B, "model_type": "gemma3_text"}, "config.json")
+    assert gemma.sliding_window == (512, 512, 512, 512, 512, 0)
+    assert (gemma.rope_theta, gemma.rope_local_base_freq, gemma.rope_scaling) == (1_000_000, 10_000, None)
+    assert (gemma.query_pre_attn_scalar, gemma.tie_word_embeddings) == (0, True)
+    full = transformers.Gemma3TextConfig(**GEMMA_1B).to_dict()
+    assert config_from_hf(full, "config.json") == gemma
+    phi = config_from_hf({**PHI_4K, "model_type": "phi3"}, "config.json")
+    assert (phi.sliding_window, phi.partial_rotary_factor, phi.num_key_value_heads) == ((2047,), 1, 5)
+    assert config_from_hf(transformers.Phi3Config(**PHI_4K).to_dict(), "config.json") == phi
+
+
+LONG = {"type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0]}
+
+
+@pytest.mark.parametrize(
+    ("family", "published", "change", "words"),
+    [
+        (
+            "gemma3_text",
+            GEMMA_1B,
+            {"attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping is 50.0; None was",
+        ),
+        ("gemma3_text", GEMMA_1B, {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0; None was"),
+        ("gemma3_text", GEMMA_1B, {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; False"),
+        ("gemma3_text", GEMMA_1B, {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'; 'gelu_pytorch_tanh'"),
+        ("phi3", PHI_4K, {"rope_scaling": LONG}, "rope_type is 'longrope'; 'default' was expected"),
+        ("phi3", PHI_4K, {"rope_parameters": {**LINEAR}}, "rope_type is 'linear'; 'default' was expected"),
+        ("phi3", PHI_4K, {"partial_rotary_factor": 0.3}, "1 of 4 dimensions; an even number, at least 2, was expected"),
+        ("olmo2", PHI_4K, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; 'silu' was expected"),
+        ("gemma2", GEMMA_1B, {}, "model_type is 'gemma2', which caps logits and attention scores with tanh; one of"),
+        ("gemma3", GEMMA_1B, {}, "model_type is 'gemma3', which has a vision tower"),
+        ("qwen3_5_text", PHI_4K, {}, "model_type is 'qwen3_5_text', which has layers of linear attention; one of"),
+        ("falcon", PHI_4K, {}, "model_type is 'falcon'; one of"),
+    ],
+)
+def test_what_a_family_does_not_cover_is_refused(
+    family: str, published: dict[str, Any], change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^config.json: .*{words}"):
+        config_from_hf({**published, **change, "model_type": family}, "config.json")
 
 
 @torch.no_grad()

@@ -169,6 +169,10 @@ BASE_SHAPE: dict[str, Any] = {
     "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 160,
 }  # fmt: skip
 LLAMA_SHAPE = {**BASE_SHAPE, "mlp": "swiglu"}
+GEMMA3 = {
+    "norm_place": "sandwich", "qk_norm": True, "mlp": "geglu", "sliding_window": (8, 0), "rope_local_base_freq": 100.0,
+    "query_pre_attn_scalar": 20,
+}  # fmt: skip
 OLMO2 = {"norm_place": "output", "qk_norm": True, "qk_norm_over": "projection"}
 GPT2_SHAPE = {
     **BASE_SHAPE, "num_key_value_heads": 6, "norm": "layer", "positions": "learned", "mlp": "gelu_tanh",
@@ -216,7 +220,8 @@ def fused(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | Non
         LLAMA_SHAPE, GPT2_SHAPE, {**GPT2_SHAPE, "norm_place": "post", "mlp": "gelu"}, {**LLAMA_SHAPE, "qk_norm": True},
         {**BASE_SHAPE, "mlp": "relu2"}, {**GPT2_SHAPE, "mlp": "relu", "embedding_norm": True},
         {**LLAMA_SHAPE, "num_key_value_heads": 6, "head_dim": 24}, {**LLAMA_SHAPE, **OLMO2},
-        {**GPT2_SHAPE, "norm_place": "sandwich"},
+        {**GPT2_SHAPE, "norm_place": "sandwich"}, {**LLAMA_SHAPE, **GEMMA3, "num_key_value_heads": 6},
+        {**LLAMA_SHAPE, "partial_rotary_factor": 0.5},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "autocast", "dropout"])

@@ -39,6 +39,10 @@ SHAPES: dict[str, dict[str, object]] = {
     "GPT-2": {
         "attention_bias": "all", "mlp_bias": True, "mlp": "gelu_tanh", "positions": "learned", "norm": "layer",
     },
+    "Gemma 3": {
+        "num_key_value_heads": 2, "norm_place": "sandwich", "mlp": "geglu", "qk_norm": True, "sliding_window": (4, 0),
+        "rope_local_base_freq": 70.0, "query_pre_attn_scalar": 5, "partial_rotary_factor": 0.5,
+    },
     "after the sum": {"norm_place": "post", "attention_bias": "qkv", "mlp": "relu2", "sliding_window": (4, 0)},
 }  # fmt: skip
 
