@@ -1,7 +1,8 @@
 """Do the intervals of a comparison have their nominal coverage? `python -m benchmarks.compare_coverage`.
 
-The worlds of `benchmarks.compare_worlds` are drawn repeatedly, and every interval is compared with the truth.
-`tests/evaluation/statistics/test_coverage.py` runs fewer worlds; docs/statistics.md has the tables for 2,000.
+The worlds of `benchmarks.compare_worlds` and `dependent_worlds` are drawn repeatedly, and every interval is compared
+with the truth. `tests/evaluation/statistics/test_coverage.py` runs fewer worlds; docs/statistics.md has the tables for
+2,000.
 Shape letters: W worlds.
 """
 
@@ -13,6 +14,7 @@ import numpy as np
 from scipy import stats
 
 from benchmarks import compare_worlds as worlds
+from benchmarks import dependent_worlds
 from benchmarks.compare_worlds import Held
 from evaluation.statistics import ratings, win_rates
 from evaluation.statistics.significance import ALPHA, EqualityTest, power_of
@@ -29,6 +31,9 @@ STATISTICS: dict[str, tuple[Draw, tuple[int, ...]]] = {
     "position": (worlds.positions, (20, 100)),
     "flips": (worlds.flipped, (20, 100)),
     "rows": (worlds.rows_or_prompts, (200,)),
+    "templates": (dependent_worlds.templates, (10, 20, 50)),  # of 5 prompts each
+    "playground": (dependent_worlds.playground, (100,)),
+    "seeds": (dependent_worlds.seeds, (2, 3, 5, 10)),  # runs of each algorithm, on 100 prompts
 }
 
 
@@ -115,7 +120,8 @@ def main() -> None:
             print_tests(arguments.worlds, arguments.seed)
             continue
         draw, sizes = STATISTICS[name]
-        print(f"\n| {name} | prompts | intervals | cover the truth | mean width |\n|---|---|---|---|---|")
+        sized = {"templates": "templates", "seeds": "runs"}.get(name, "prompts")
+        print(f"\n| {name} | {sized} | intervals | cover the truth | mean width |\n|---|---|---|---|---|")
         for num_prompts in sizes:
             for what, covered in coverage(draw, num_prompts, arguments.worlds, arguments.seed).items():
                 share, width = f"{100 * covered.share:.1f}%", f"{covered.width:.3g}"

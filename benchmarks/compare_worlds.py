@@ -18,7 +18,7 @@ from scipy import special
 from evaluation.statistics.judges import flips, labelers_agree, position_bias
 from evaluation.statistics.ratings import Model, rate
 from evaluation.statistics.significance import EqualityTest
-from evaluation.statistics.win_rates import bootstrap_prompts, length_controlled, pair_win_rate, prompt_means
+from evaluation.statistics.win_rates import bootstrap_clusters, length_controlled, pair_win_rate, prompt_means
 from evaluation.verdicts import Comparisons, Verdict
 from preferences.statistics.estimates import Floats, Ints
 from preferences.statistics.intervals import percentiles, resampled_sums
@@ -65,6 +65,7 @@ def comparisons(
     pairs: tuple[Ints, Ints] | None = None,
     first_V: Ints | None = None,
     longer_V: Floats | None = None,
+    cluster_V: Ints | None = None,
 ) -> Comparisons:
     """Returns columns of verdicts; by default on policies 0 and 1, by one labeler, order unknown, equal lengths."""
     none_V = np.zeros(len(won_V), dtype=np.int64)
@@ -78,6 +79,7 @@ def comparisons(
         a_V=a_V,
         b_V=b_V,
         prompt_V=prompt_V,
+        cluster_V=prompt_V if cluster_V is None else cluster_V,
         labeler_V=labeler_V,
         category_V=none_V,
         won_V=won_V,
@@ -115,7 +117,7 @@ def _win_rate(
     x_P = prompt_means(comparisons(outcome(u_V, win, tie), prompt_V))
     yield Held(what, *equality(x_P).interval(), truth)
     if len(x_P) <= MAX_BOOTSTRAPPED:
-        bootstrap = bootstrap_prompts(x_P, seed=int(generator.integers(2**31)))
+        bootstrap = bootstrap_clusters(x_P, np.arange(len(x_P)), seed=int(generator.integers(2**31)))
         yield Held(f"{what}: bootstrap", bootstrap.low, bootstrap.high, truth)
 
 

@@ -26,7 +26,7 @@ from ppo.learner import Learners
 from ppo.rank import ScoreScale
 from ppo.roles import Roles, WeightTransport
 from ppo.rollout import Rollout
-from ppo.scorer import Scorers
+from ppo.scorer import Asked, Scorers
 from training.config import BatchConfig
 
 NUM_RESPONSES, NUM_TOKENS = 1024, 1024  # tokens per prompt and per response
@@ -134,7 +134,7 @@ def controller_on(
     minibatch = BatchConfig(batch_size=max(num_responses // 4, num_ranks), micro_batch_size=1)
     config = ppo_config(2, num_responses, minibatch, num_tokens)
     ranks = FakeRanks(num_ranks)
-    scorers = Scorers(ranks, (), config.minibatch, ranks)
+    scorers = Scorers(ranks, Asked(), config.minibatch, ranks)
     roles = Roles(config, Learners(ranks, config.minibatch), Generators(ranks), scorers, NoTransport())
     prompts = [[row % 1000] * num_tokens for row in range(2 * num_responses)]
     return PPOController(config, roles, prompts, ScoreScale(0.0, 1.0), num_pretraining_rows=0, seed=1), ranks

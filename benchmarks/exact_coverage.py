@@ -15,7 +15,7 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.compare_worlds import equality
-from evaluation.statistics.win_rates import bootstrap_prompts
+from evaluation.statistics.win_rates import bootstrap_clusters
 from preferences.statistics.estimates import Floats
 from preferences.statistics.intervals import wilson
 
@@ -60,7 +60,7 @@ def ours(x_P: Floats) -> Ends:
 
 
 def bootstrapped(x_P: Floats) -> Ends:
-    found = bootstrap_prompts(x_P, seed=0)
+    found = bootstrap_clusters(x_P, np.arange(len(x_P)), seed=0)
     return found.low, found.high
 
 

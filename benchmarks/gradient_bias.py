@@ -32,6 +32,7 @@ from ppo.algorithm import (
     importance_weights,
     policy_loss,
     response_kl_loss,
+    teacher_terms,
     token_rewards,
     token_weights,
 )
@@ -155,7 +156,12 @@ def config_of(**changes: object) -> PPOConfig:
 
 
 def heeds_loss(config: PPOConfig, *, has_perfect_values: bool = True, corrects: bool = False) -> Loss:
-    """Returns the policy's loss, as the controller and the learner compute it from two responses to one prompt."""
+    """Returns the policy's loss, as the controller and the learner compute it from two responses to one prompt. The
+    job's teachers, if it has any, all have the reference's log-probs.
+    """
+    reward_weight, token_weight = (
+        sum(teacher.weight for teacher in config.teachers if teacher.kind == kind) for kind in ("reward", "token")
+    )
 
     def loss(group: Group) -> Tensor:
         old_BR, ref_BR, mask_BR, scores_B = (
@@ -165,9 +171,13 @@ def heeds_loss(config: PPOConfig, *, has_perfect_values: bool = True, corrects: 
             group.toy.scores_B[group.rows],
         )
         kl_coef = config.kl.coef if config.kl.kind == "reward" else 0.0
-        rewards_BR, _ = token_rewards(scores_B, old_BR, ref_BR, mask_BR, kl_coef)
+        rewards_BR, _ = token_rewards(config.score_coef * scores_B, old_BR, ref_BR, mask_BR, kl_coef)
         values_BR = group.toy.values(kl_coef)[group.rows] * has_perfect_values
-        found = config.advantage.estimate(scores_B, rewards_BR, values_BR, mask_BR)
+        terms = {
+            kind: teacher_terms(old_BR, ref_BR[:, None], torch.tensor([own]), mask_BR)
+            for kind, own in (("reward", reward_weight), ("token", token_weight))
+        }
+        found = config.advantage.estimate(scores_B, rewards_BR + terms["reward"], values_BR, mask_BR, terms["token"])
         advantages_BR = found.advantages_BR
         if corrects:
             importance_BR, _ = importance_weights(
@@ -227,7 +237,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    return [*_advantages(), *_token_weights(), *_stale_samples(), *_kl_terms()]
+    return [*_advantages(), *_token_weights(), *_stale_samples(), *_kl_terms(), *_teachers()]
 
 
 def _advantages() -> list[Row]:
@@ -309,6 +319,25 @@ def _kl_terms() -> list[Row]:
         row("k1 in the loss", "not offered", lambda x: x, 0.0, "its mean gradient is 0"),
         row("k3 in the loss", "not offered", lambda x: (-x).exp() - 1 + x, 0.0, "the gradient of KL(π_ref, π) instead"),
     ]
+
+
+def _teachers() -> list[Row]:
+    """The reference as the teacher, with weight 1 and no other reward: its exact gradient is that of -KL(π, π_ref)."""
+
+    def row(kind: str, scale: float, known: str) -> Row:
+        loss = heeds_loss(
+            config_of(
+                advantage=NoBaseline(scale="none"),
+                loss={"token_weight": "constant"},
+                kl=KLConfig(coef=0.0),
+                score_coef=0.0,
+                teachers=[{"model": "the reference", "kind": kind}],
+            )
+        )
+        settings = f'`teachers.kind = "{kind}"`'
+        return Row("Teacher alone", settings, Toy.draw(has_end=True), loss, scale, known, kl_only=True)
+
+    return [row("reward", 1.0, "none"), row("token", 0.0, "leaves out the KL of the tokens that follow")]
 
 
 def table(found: Sequence[Row]) -> str:

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 from lm.config import RopeScaling
-from lm.encoder import EncoderDecoder
+from lm.encoder import EncoderDecoder, NextSentenceModel
 from lm.families import family_of
 from lm.generation import generate
 from lm.model import LanguageModel, count_parameters
@@ -68,6 +68,7 @@ ROTARY_SHAPE: dict[str, Any] = {
 AUTO_MODELS = {
     "language": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
+    "next": "AutoModelForPreTraining",
     "sequence": "AutoModelForSequenceClassification",
     "token": "AutoModelForTokenClassification",
     "span": "AutoModelForQuestionAnswering",
@@ -185,6 +186,7 @@ CASES = {
         {"tie_word_embeddings": False, "mlp": "relu"},
         purpose="masked",
     ),
+    "bert, masked words and the next sentence": Case("Bert", {}, {"type_vocab_size": 2}, purpose="next"),
     "bert, sequences, three types": Case(
         "Bert", {"num_labels": 3, "type_vocab_size": 3}, {"type_vocab_size": 3}, purpose="sequence"
     ),
@@ -229,6 +231,8 @@ def our_logits(model: Any) -> Tensor:
     if isinstance(model, EncoderDecoder):
         return model(TOKENS, TARGETS, SEGMENTS)
     found = model(TOKENS, SEGMENTS, token_types_BT=TYPES)
+    if isinstance(model, NextSentenceModel):
+        return _without_padding(_joined(*found))
     return _without_padding(torch.stack(found, dim=-1) if isinstance(found, tuple) else found)
 
 
@@ -240,8 +244,15 @@ def their_logits(model: Any) -> Tensor:
     if model.config.model_type != "bert":
         return model(TOKENS).logits
     found = model(TOKENS, attention_mask=SEGMENTS, token_type_ids=TYPES)
+    if "seq_relationship_logits" in found:
+        return _without_padding(_joined(found.prediction_logits, found.seq_relationship_logits))
     ends = "start_logits" in found
     return _without_padding(torch.stack([found.start_logits, found.end_logits], dim=-1) if ends else found.logits)
+
+
+def _joined(words_BTV: Tensor, next_B2: Tensor) -> Tensor:
+    """Returns each word's logits with those of its row's pair, [B, T, V + 2]."""
+    return torch.cat([words_BTV, next_B2[:, None].expand(-1, words_BTV.shape[1], -1)], dim=-1)
 
 
 def _without_padding(logits: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ class DPOConfig(ComparisonsConfig):
     def _check_loss(self) -> Self:
         if self.margin and self.loss != "simpo":
             raise ValueError(f'margin is {self.margin:g} with loss "{self.loss}"; only "simpo" has a margin')
-        if "kto" in self.model_fields_set and self.loss != "kto":
+        if self.kto != KTOConfig() and self.loss != "kto":
             raise ValueError(f'kto is set, but loss is "{self.loss}"; loss = "kto" was expected')
         if self.loss == "kto" and (self.ties == "davidson" or self.sft_coef):
             given = 'ties "davidson"' if self.ties == "davidson" else f"sft_coef {self.sft_coef:g}"

@@ -80,14 +80,20 @@ class DPOResults:
 
 def _both(field: str) -> tuple[Series, ...]:
     chosen, rejected = f"chosen_{field}", f"rejected_{field}"
-    return (Series(chosen, "better response", "ppo"), Series(rejected, "worse response", "sft"))
+    return (Series(chosen, "better or desirable", "ppo"), Series(rejected, "worse or undesirable", "sft"))
 
 
 PANELS = (
     Panel("Loss", "per comparison", train_and_heldout("loss")),
-    Panel("Accuracy", "pairs whose implicit rewards are in the labelers' order", train_and_heldout("accuracy"), True),
+    Panel(
+        "Accuracy",
+        "pairs whose implicit rewards are in the labelers' order; KTO: responses on the right side of the baseline",
+        train_and_heldout("accuracy"),
+        True,
+    ),
     Panel("Margin", "implicit reward of the better response minus that of the worse", train_and_heldout("margin")),
-    Panel("Implicit rewards", "β × log-ratio to the reference", _both("reward")),
+    Panel("Implicit rewards", "β × log-ratio to the reference; SimPO: β × log-prob per token", _both("reward")),
+    Panel("Baseline", "KTO's estimate of the KL from the reference, nats", train_and_heldout("baseline")),
     Panel("Log-probabilities", "nats per response; both may fall", _both("logprob")),
     Panel("SFT loss", "nats per token of the best responses", train_and_heldout("sft_loss")),
     GRADIENT_NORM,
@@ -101,11 +107,17 @@ def report(stage: StageFolder) -> StageReport:
         return StageReport((stage_block(stage, (), figures),))
     accuracy, pairs = results.heldout_accuracy.mean, count_of(results.heldout_accuracy.num_pairs, "held-out pair")
     sentence = f"DPO's implicit rewards order {percent(accuracy)} of {pairs} as the labelers did."
-    return StageReport(
-        (stage_block(stage, _facts(results), figures),),
-        headlines=_headlines(stage, results),
-        sentence=sentence if isfinite(accuracy) else "",
-    )
+    if results.unpaired is not None:
+        of, right = results.unpaired, results.unpaired.heldout_accuracy
+        detail = count_of(of.heldout_desirable + of.heldout_undesirable, "held-out label")
+        span = (right.mean, right.low, right.high)
+        headlines: tuple[Headline, ...] = (
+            headline_of_share(stage, "unpaired.heldout_accuracy", "KTO's accuracy", span, detail),
+        )
+        sentence = f"KTO puts {percent(right.mean)} of {detail} on the right side of the baseline."
+    else:
+        headlines, sentence = _headlines(stage, results), sentence if isfinite(accuracy) else ""
+    return StageReport((stage_block(stage, _facts(results), figures),), headlines=headlines, sentence=sentence)
 
 
 def _facts(results: DPOResults) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ without a reference needs them only for the report, on held-out rankings.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from dpo.learner import PolicyLearner, PolicySource
 from dpo.objective import Floats, PreferenceObjective, implicit_rewards
 from dpo.reference import check_first_loss, logprobs_on_all_ranks, reference_logprobs
 from dpo.report import REPORTER, DPOResults, PairMeans, UnpairedResults
-from dpo.unpaired import UnpairedObjective, labelled, labels_of, mismatched, require_labels
+from dpo.unpaired import UnpairedObjective, flags_without_effect, labelled, labels_of, mismatched, require_labels
 from files.atomic import write_json
 from files.hashes import derive_seed
 from files.records import record_of
@@ -162,7 +162,7 @@ def write_results(
     write_json(context.folder / HELDOUT_REWARDS, rewards)
     write_json(context.folder / WARNINGS, data.warnings)
     num_pairs, num_equal = count_pairs(trained_on)
-    if num_equal:
+    if num_equal and unpaired is None:
         say(f"dpo: in {num_equal:,} of {num_pairs:,} pairs the responses are equal; DPO learns nothing from these")
     rankings = [ranking for ranking in split.heldout if ranking.task_id in measured]  # KTO leaves out unlabelled ones
     margin, pairs = margin_and_means(rankings, measured)
@@ -174,7 +174,7 @@ def write_results(
             beta=config.beta,
             num_steps=num_steps,
             train_comparisons=len(trained_on),
-            train_rankings=len(split.train),
+            train_rankings=sum(len(comparison.verdicts) for comparison in trained_on),
             heldout_comparisons=len(unseen),
             heldout_accuracy=accuracy_against(rankings, rewards),
             margin=margin,
@@ -291,6 +291,8 @@ def preflight(run: StageRun, config: DPOConfig) -> None:
     prepared = tokenize(run, config, load_tokenizer(run, config), most_tokens, run.tell)
     if config.loss == "kto":
         require_labels(prepared.split, config)
+        if absent := flags_without_effect(prepared.split, config.kto):
+            run.tell(f"dpo: no response of {config.rankings.source} has a flag {' or '.join(map(repr, absent))}")
     report_rankings(run, config, prepared, most_tokens)
 
 
@@ -304,7 +306,7 @@ def plan(planner: Planner, config: DPOConfig) -> StagePlan:
         planner.sizes.assume("upper bound: counts every token of a conversation as a response token")
     # Only responses have logits. A pass may be full of conversations with the largest share of response tokens.
     num_logits = math.ceil(rows * width * lengths.response_share) * planner.model.vocab_size
-    return planner.training(
+    planned = planner.training(
         "comparisons",
         config,
         steps,
@@ -313,6 +315,12 @@ def plan(planner: Planner, config: DPOConfig) -> StagePlan:
         mean_tokens=lengths.mean,
         rows_per_unit=num_responses,
     )
+    if config.loss != "kto":
+        return planned
+    mean = round(lengths.mean) or lengths.longest
+    tokens = config.batch.batch_size * mean / planner.layout.ranks  # each prompt with a response to another one
+    baseline = planner.times.forward_seconds(tokens, mean, lengths.response_share)
+    return replace(planned, seconds_per_step=planned.seconds_per_step + baseline)
 
 
 STAGE = Stage(

@@ -13,9 +13,11 @@ Shape letters: N responses of all comparisons.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dpo.config import DPOConfig, KTOConfig
@@ -43,27 +45,35 @@ def labels_of(judged: Verdict | Ranking, config: KTOConfig) -> tuple[int, ...]:
 
 
 def require_labels(split: Split, config: DPOConfig) -> None:
-    """Raises: ValueError unless some responses to learn from are desirable and some undesirable, and some held-out ones
-    are labelled.
+    """Raises: ValueError unless some responses to learn from are desirable and some undesirable, and labelled responses
+    to at least two prompts are learned from and held out: the baseline needs responses to other prompts.
     """
     rankings = split.train
     labels = [label for ranking in rankings for label in labels_of(ranking, config.kto)]
-    if not any(any(labels_of(ranking, config.kto)) for ranking in split.heldout):
+    if not {1, -1} <= set(labels):
+        ratings = [rating for ranking in rankings for rating in ranking.ratings]
+        flags = sorted({flag for ranking in rankings for of in ranking.flags for flag in of})
         raise ValueError(
-            f'dpo.loss "kto": none of the {len(split.heldout):,} held-out rankings of {config.rankings.source} has a'
-            " rating, or a flag of dpo.kto.undesirable_flags; at least one was expected"
+            f'dpo.loss "kto": of {len(labels):,} responses to learn from in {config.rankings.source},'
+            f" {labels.count(1):,} are desirable and {labels.count(-1):,} undesirable; both kinds were expected."
+            f" Ratings are {f'{min(ratings):g} to {max(ratings):g}' if ratings else 'missing'}, flags"
+            f" {', '.join(flags) or 'missing'}; dpo.kto.desirable_above is {config.kto.desirable_above:g}, and"
+            f" dpo.kto.undesirable_flags {list(config.kto.undesirable_flags)}"
         )
-    if 1 in labels and -1 in labels:
-        return
-    ratings = [rating for ranking in rankings for rating in ranking.ratings]
-    flags = sorted({flag for ranking in rankings for of in ranking.flags for flag in of})
-    raise ValueError(
-        f'dpo.loss "kto": of {len(labels):,} responses to learn from in {config.rankings.source}, {labels.count(1):,}'
-        f" are desirable and {labels.count(-1):,} undesirable; both kinds were expected. Ratings are"
-        f" {f'{min(ratings):g} to {max(ratings):g}' if ratings else 'missing'}, flags"
-        f" {', '.join(flags) or 'missing'}; dpo.kto.desirable_above is {config.kto.desirable_above:g}, and"
-        f" dpo.kto.undesirable_flags {list(config.kto.undesirable_flags)}"
-    )
+    for name, part in (("training", split.train), ("held-out", split.heldout)):
+        num_prompts = len({ranking.prompt for ranking in part if any(labels_of(ranking, config.kto))})
+        if num_prompts < 2:
+            raise ValueError(
+                f'dpo.loss "kto": {num_prompts} of the {name} prompts of {config.rankings.source} have a response with'
+                " a rating, or with a flag of dpo.kto.undesirable_flags; at least two were expected, since the baseline"
+                " needs responses to other prompts"
+            )
+
+
+def flags_without_effect(split: Split, config: KTOConfig) -> list[str]:
+    """Returns the configured flags that no response has."""
+    found = {flag for ranking in (*split.train, *split.heldout) for of in ranking.flags for flag in of}
+    return [flag for flag in config.undesirable_flags if flag not in found]
 
 
 def labelled(comparisons: Sequence[Comparison], config: KTOConfig) -> list[Comparison]:
@@ -77,19 +87,30 @@ def labelled(comparisons: Sequence[Comparison], config: KTOConfig) -> list[Compa
 
 
 def mismatched(comparisons: Sequence[Comparison], seed: int, max_tokens: int) -> list[Comparison]:
-    """Returns each comparison's prompt with the first response of another one, drawn by `seed`.
+    """Returns each comparison's prompt with the first response of one with another prompt, drawn by `seed`.
 
-    A response is cut where prompt and response have more than `max_tokens` tokens.
+    A response is cut where prompt and response have more than `max_tokens` tokens. If more than half of the comparisons
+    have the same prompt, some get another response to it.
     """
-    order = np.random.default_rng(seed).permutation(len(comparisons))
-    other = dict(zip(order.tolist(), np.roll(order, 1).tolist(), strict=True))
+    prompts, order = [_prompt(own) for own in comparisons], np.random.default_rng(seed).permutation(len(comparisons))
+    same: dict[bytes, list[int]] = {}
+    for place in order.tolist():
+        same.setdefault(prompts[place].tobytes(), []).append(place)
+    # With equal prompts next to each other, a turn by the largest group takes each response to another group.
+    turned = [place for group in same.values() for place in group]
+    other = dict(zip(turned, np.roll(turned, max(map(len, same.values())) % len(turned) or 1).tolist(), strict=True))
     pairs = []
-    for place, comparison in enumerate(comparisons):
-        prompt = comparison.sequences[0][: len(comparison.sequences[0]) - comparison.response_tokens[0]]
+    for place, (comparison, prompt) in enumerate(zip(comparisons, prompts, strict=True)):
         donor = comparisons[other[place]]
         response = donor.sequences[0][len(donor.sequences[0]) - donor.response_tokens[0] :][: max_tokens - len(prompt)]
-        pairs.append(replace(comparison, sequences=((*prompt, *response),), response_tokens=(len(response),)))
+        sequence = cast(Sequence[int], np.concatenate([prompt, np.asarray(response, dtype=np.int32)]))
+        pairs.append(replace(comparison, sequences=(sequence,), response_tokens=(len(response),)))
     return pairs
+
+
+def _prompt(comparison: Comparison) -> NDArray[np.int32]:
+    sequence = np.asarray(comparison.sequences[0], dtype=np.int32)
+    return sequence[: len(sequence) - comparison.response_tokens[0]]
 
 
 @dataclass

@@ -5,7 +5,9 @@ a SQLite file under the SHA-256 of the whole request, so later runs reuse them.
 """
 
 import hashlib
+import itertools
 import json
+import math
 import os
 import re
 import sqlite3
@@ -151,31 +153,54 @@ def request_key(endpoint: Endpoint, request: Request) -> str:
     return hashlib.sha256(json.dumps([endpoint.url, endpoint.model, request], sort_keys=True).encode()).hexdigest()
 
 
+class Budget:
+    """The most requests that a command may still send to endpoints. Retries of a request count as one request."""
+
+    def __init__(self, num_requests: float = math.inf) -> None:
+        self.num_requests = self._num_left = num_requests
+
+    def take(self, num_wanted: int) -> int:
+        """Returns how many of these requests may be sent, and counts them as sent."""
+        num_granted = int(min(num_wanted, self._num_left))
+        self._num_left -= num_granted
+        return num_granted
+
+
 @dataclass(frozen=True)
 class Asker:
     """Sends requests to an endpoint through `cache`, at most `concurrency` at a time.
 
-    Stops with an error once more than `max_failed_share` of the requests have failed.
+    Stops with an error once more than `max_failed_share` of the requests have failed, or `budget` is used up.
     """
 
     endpoint: Endpoint
     cache: Path
     concurrency: int
     max_failed_share: float
+    budget: Budget = field(default_factory=Budget)
 
     def ask_all(self, requests: Sequence[Request], on_progress: OnProgress) -> list[Answer]:
         """Returns one answer per request, in order. Equal requests are sent once.
 
-        Raises: ValueError with the first cause if too many requests fail. Answers received until then are stored.
+        Raises: ValueError with the first cause if too many requests fail, or if the budget does not suffice. Answers
+        received until then are stored.
         """
         cache = AnswerCache(self.cache)
         try:
             keys = [request_key(self.endpoint, request) for request in requests]
             answers = {key: answer for key in dict.fromkeys(keys) if (answer := cache.get(key)) is not None}
             missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in answers}
-            answers |= self._ask_missing(missing, cache, len(keys), on_progress)
+            num_granted = self.budget.take(len(missing))
+            sent = dict(itertools.islice(missing.items(), num_granted))
+            answers |= self._ask_missing(sent, cache, len(keys), on_progress)
         finally:
             cache.close()
+        if num_granted < len(missing):
+            raise ValueError(
+                f"--budget {self.budget.num_requests:,} requests is used up: {len(missing) - num_granted:,} of"
+                f" {len(keys):,} requests to {self.endpoint.model} have not been sent. The answers received are stored;"
+                " the same command continues"
+            )
         return [answers[key] for key in keys]
 
     def _ask_missing(

@@ -1,4 +1,4 @@
-"""Reads the inputs of a comparison: policies and judges as NAME=SPEC, and prompts with ids and categories.
+"""Reads the inputs of a comparison: policies and judges as NAME=SPEC, and prompts with ids, categories and clusters.
 
 A policy or judge without a NAME is named after the end of its spec, and such names are made unique. A prompt is a
 conversation that ends with a user's turn.
@@ -9,9 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from evaluation.verdicts import Clusters
 from files.conversations import ConversationReader, turns_of
-from files.fields import names, text_field
-from training.data import DataConfig, Prompt, read_rows
+from files.fields import name_field, names, text_field
+from files.rows import InvalidRows, Row
+from training.data import DataConfig, Prompt, read_rows, read_valid
 
 CATEGORY_FIELDS = ("category", "kind", "dataset")  # names of the category in published prompt sets
 
@@ -38,6 +40,31 @@ def named_specs(specs: Sequence[str], what: str) -> list[tuple[str, str]]:
             raise ValueError(f"{what} {spec!r} is given twice; NAME={spec} tells two of them apart")
     derived = _default_names(unnamed, set(taken), what)
     return [(name or derived[spec], spec) for name, spec in split]
+
+
+def named_runs(specs: Sequence[str]) -> tuple[list[tuple[str, str]], dict[str, list[str]]]:
+    """Returns (name, spec) of each policy, and by algorithm the names of its training runs.
+
+    A NAME with several specs is an algorithm of which several runs (seeds) are compared: NAME/1, NAME/2, in order.
+    Other policies are named as in `named_specs`.
+    Raises: ValueError for a run given twice, and as `named_specs` does.
+    """
+    split = [_name_and_spec(spec) for spec in specs]
+    given: dict[str, list[str]] = {}
+    for name, spec in split:
+        if name and spec in given.setdefault(name, []):
+            raise ValueError(f"policy {name!r}: {spec} is given twice; different runs were expected")
+        given.get(name, []).append(spec)
+    seeds = {name: own for name, own in given.items() if len(own) > 1}
+    others = iter(
+        named_specs([whole for whole, (name, _) in zip(specs, split, strict=True) if name not in seeds], "policy")
+    )
+    found = [(f"{name}/{seeds[name].index(spec) + 1}", spec) if name in seeds else next(others) for name, spec in split]
+    names = [name for name, _ in found]
+    for name, spec in found:
+        if name in seeds or names.count(name) > 1:
+            raise ValueError(f"policy {spec!r} would be called {name!r} like others; name it with NAME={spec}")
+    return found, {name: [f"{name}/{number}" for number in range(1, len(own) + 1)] for name, own in seeds.items()}
 
 
 def _name_and_spec(spec: str) -> tuple[str, str]:
@@ -80,11 +107,12 @@ def _name_parts(spec: str) -> list[str]:
     return parts or [spec]
 
 
-def read_compared_prompts(data: DataConfig, category_field: str = "") -> list[Prompt]:
+def read_compared_prompts(data: DataConfig, category_field: str = "", cluster_field: str = "") -> list[Prompt]:
     """Reads prompts in the rows' order, in one of the formats of docs/data.md.
 
     If rows have no `prompt_id`, it is the row's number, from 0. A prompt's `kind` is the row's `category_field`, which
-    every row must then have; if it is "", it is the first of `category`, `kind` and `dataset` that the row has.
+    every row must then have; if it is "", it is the first of `category`, `kind` and `dataset` that the row has. Its
+    `cluster` is the row's `cluster_field`, if that is set.
     Raises: ValueError naming file, line and field; for a repeated id or conversation, naming both lines.
     """
     prompts: list[Prompt] = []
@@ -100,7 +128,8 @@ def read_compared_prompts(data: DataConfig, category_field: str = "") -> list[Pr
             raise ValueError(f"{where}: the prompt is the same as in {texts[conversation_key(messages)]}")
         ids[prompt_id] = texts[conversation_key(messages)] = where
         category = category_of(where, row, category_field)
-        prompts.append(Prompt(prompt_id=prompt_id, messages=tuple(messages), kind=category))
+        cluster = cluster_of(where, row, cluster_field) if cluster_field else ""
+        prompts.append(Prompt(prompt_id=prompt_id, messages=tuple(messages), kind=category, cluster=cluster))
     if not prompts:
         raise ValueError(f"{data.source}: no prompts; at least one was expected")
     return prompts
@@ -128,6 +157,41 @@ def category_of(where: str, row: Mapping[str, Any], field: str) -> str:
         raise ValueError(f"{where}: the category field {field!r} is missing; found {names(row)}")
     fields = (field,) if field else CATEGORY_FIELDS
     return next((str(row[name]) for name in fields if isinstance(row.get(name), str | int)), "")
+
+
+def cluster_of(where: str, row: Mapping[str, Any], field: str) -> str:
+    """Returns the row's cluster as text. Raises: ValueError if the field is missing, empty, or neither text nor a whole
+    number."""
+    value = row.get(field)
+    if field not in row:
+        raise ValueError(f"{where}: the field {field!r} to cluster by is missing; found {names(row)}")
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise ValueError(
+            f"{where}: the field {field!r} to cluster by is {value!r}; text or a whole number was expected"
+        )
+    return str(value)
+
+
+def with_clusters(prompts: Sequence[Prompt], data: DataConfig, field: str) -> Sequence[Prompt]:
+    """Returns a job's prompts with the cluster that their row in `data` names in `field`; unchanged if that is "".
+
+    Raises: ValueError naming file, line and field for a prompt whose row names none.
+    """
+    if not field:
+        return prompts
+    rows: dict[str, tuple[str, Row]] = {}
+    invalid = InvalidRows(data.source, data.on_invalid)
+    for where, row in read_valid(data, lambda _, row: row, invalid):
+        prompt_id = name_field(where, row, "prompt_id") or str(invalid.num_rows - 1)  # as `stream_prompts` names it
+        rows.setdefault(prompt_id, (where, row))
+    return [prompt.model_copy(update={"cluster": cluster_of(*rows[prompt.prompt_id], field)}) for prompt in prompts]
+
+
+def clusters_of(prompts: Iterable[Prompt]) -> Clusters:
+    """Returns the first prompt, by id, of each prompt's cluster; empty if the prompts have no clusters."""
+    first: dict[str, str] = {}
+    clustered = sorted((prompt.cluster, prompt.prompt_id) for prompt in prompts if prompt.cluster)
+    return {prompt_id: first.setdefault(cluster, prompt_id) for cluster, prompt_id in clustered}
 
 
 def conversation_key(messages: Iterable[Mapping[str, str]]) -> tuple[tuple[str, str], ...]:

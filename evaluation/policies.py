@@ -1,7 +1,7 @@
 """Policies of a comparison: models sampled here, models behind an endpoint, and files of saved outputs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -198,6 +198,30 @@ def is_saved(spec: str) -> bool:
     return spec.partition("#")[0].endswith(SUFFIXES)
 
 
+def saved_rows(who: str, name: str, spec: str, writer_fields: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (where, row) of FILE, or for FILE#WRITER of the rows that WRITER wrote, without absent fields.
+
+    The first of `writer_fields` that a row has names its writer. Raises: ValueError for a missing file, for rows by
+    several writers if none was chosen, and if there is none by WRITER.
+    """
+    file, _, writer = spec.partition("#")
+    if not Path(file).is_file():
+        raise ValueError(f"{who}: {file}: no such file")
+    writers: dict[str, str] = {}
+    for where, row in read_source(file):
+        wrote = next(filter(None, (name_field(where, row, field) for field in writer_fields)), "")
+        writers.setdefault(wrote, where)
+        if not writer and len(writers) > 1:
+            both = " and ".join(repr(known) for known in writers)
+            raise ValueError(f"{where}: the file has rows by {both}; choose one with {name}={file}#WRITER")
+        if wrote == writer or not writer:
+            # Parquet stores every field in every row.
+            yield where, {field: value for field, value in row.items() if value is not None}
+    if writer and writer not in writers:
+        fields = " or ".join(writer_fields)
+        raise ValueError(f"{file}: no row's {fields} is {writer!r}; found {sorted(writers)[:SHOWN_IDS]}")
+
+
 @dataclass(frozen=True)
 class SavedPolicy:
     """A file of saved outputs: Heed's own rows, AlpacaEval's model_outputs, or a comparison's responses.
@@ -220,22 +244,10 @@ class SavedPolicy:
         Raises: ValueError naming file and line of a row that is malformed, empty, repeated or contradicts the prompts;
         naming prompts without a response; for rows by several writers when none was chosen.
         """
-        file, _, writer = spec.partition("#")
-        if not Path(file).is_file():
-            raise ValueError(f"policy {name!r}: {file}: no such file")
+        file = spec.partition("#")[0]
         rows = _SavedRows(name, prompts, allow_empty=allow_empty)
-        writers: dict[str, str] = {}
-        for where, row in read_source(file):
-            wrote = next(filter(None, (name_field(where, row, field) for field in WRITER_FIELDS)), "")
-            writers.setdefault(wrote, where)
-            if not writer and len(writers) > 1:
-                both = " and ".join(repr(known) for known in writers)
-                raise ValueError(f"{where}: the file has rows by {both}; choose one with {name}={file}#WRITER")
-            if wrote == writer or not writer:
-                # Parquet stores every field in every row.
-                rows.add(where, {name: value for name, value in row.items() if value is not None})
-        if writer and writer not in writers:
-            raise ValueError(f"{file}: no row's policy or generator is {writer!r}; found {sorted(writers)[:SHOWN_IDS]}")
+        for where, row in saved_rows(f"policy {name!r}", name, spec, WRITER_FIELDS):
+            rows.add(where, row)
         return cls(name, spec, file_hash(Path(file)), rows.in_order(file), rows.num_unused)
 
     def describe(self) -> dict[str, Any]:

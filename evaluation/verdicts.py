@@ -5,7 +5,7 @@ can judge the same responses. Shape letters: V verdicts.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,8 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 Side = Literal["a", "b", ""]
+Clusters = Mapping[str, str]  # from a prompt's id to one prompt of its cluster; a prompt not in it is its own cluster
+NO_CLUSTERS: Clusters = {}
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Comparisons:
     """The verdicts that did not fail, as columns [V] for statistics.
 
     `a_V` and `b_V` index `policies`; `prompt_V`, `labeler_V` and `category_V` index the lists of those names.
+    `cluster_V` numbers clusters of prompts that are not independent; without clusters it is `prompt_V`.
     `won_V` is `preference_a`. `first_V` is 1 if a was shown first, -1 if b was, 0 if unknown. `longer_V`
     is a's length minus b's, in characters.
     """
@@ -103,6 +106,7 @@ class Comparisons:
     a_V: Ints
     b_V: Ints
     prompt_V: Ints
+    cluster_V: Ints
     labeler_V: Ints
     category_V: Ints
     won_V: Floats
@@ -125,6 +129,7 @@ class Comparisons:
             a_V=np.full(len(sign_V), a),
             b_V=np.full(len(sign_V), b),
             prompt_V=self.prompt_V[kept_V],
+            cluster_V=self.cluster_V[kept_V],
             labeler_V=self.labeler_V[kept_V],
             category_V=self.category_V[kept_V],
             won_V=np.where(sign_V > 0, self.won_V[kept_V], 1 - self.won_V[kept_V]),
@@ -138,7 +143,9 @@ class Comparisons:
         return replace(self, **{name: column[kept_V] for name, column in columns.items()})
 
 
-def comparisons_of(verdicts: Sequence[Verdict], policies: Sequence[str] = ()) -> Comparisons:
+def comparisons_of(
+    verdicts: Sequence[Verdict], policies: Sequence[str] = (), clusters: Clusters = NO_CLUSTERS
+) -> Comparisons:
     """Turns the verdicts that did not fail into columns, in order; the caller counts the failed ones.
 
     `policies` gives the order of policies; if empty, they are sorted by name.
@@ -162,12 +169,18 @@ def comparisons_of(verdicts: Sequence[Verdict], policies: Sequence[str] = ()) ->
         a_V=np.array([place[verdict.policy_a] for verdict in standing], dtype=np.int64),
         b_V=np.array([place[verdict.policy_b] for verdict in standing], dtype=np.int64),
         prompt_V=prompt_V,
+        cluster_V=_places(clusters.get(verdict.prompt_id, verdict.prompt_id) for verdict in standing)[1],
         labeler_V=labeler_V,
         category_V=category_V,
         won_V=np.array([verdict.preference_a for verdict in standing], dtype=np.float64),
         first_V=np.array([{"a": 1, "b": -1, "": 0}[verdict.first] for verdict in standing], dtype=np.int64),
         longer_V=np.array([verdict.length_a - verdict.length_b for verdict in standing], dtype=np.float64),
     )
+
+
+def places_of(prompts: Sequence[str], clusters: Clusters) -> Ints:
+    """Returns the number of each prompt's cluster, in order of appearance."""
+    return _places(clusters.get(prompt, prompt) for prompt in prompts)[1]
 
 
 def _places(names: Iterable[str]) -> tuple[tuple[str, ...], Ints]:

@@ -24,7 +24,7 @@ SHOWN_FRAMES = 4  # of a traceback through a user's code
 
 # The project's packages, from the top layer down. `benchmarks` is left out: no run needs it.
 PACKAGES = (
-    "heed", "evaluation", "sft", "dpo", "ppo", "reward", "pretrain", "stages", "cluster", "training", "lm",
+    "heed", "evaluation", "classify", "sft", "dpo", "ppo", "reward", "pretrain", "stages", "cluster", "training", "lm",
     "preferences", "files", "configs",
 )  # fmt: skip
 

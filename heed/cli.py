@@ -18,8 +18,10 @@ from cluster import local_ray
 from cluster.environment import LAUNCHER_VARIABLES
 from files.importing import imports_uncollected
 from heed.commands.chat import chat
+from heed.commands.classify import classify
 from heed.commands.compare import compare, judge_again, verdicts
 from heed.commands.complete import complete
+from heed.commands.evaluate import evaluate
 from heed.commands.export import export_app
 from heed.commands.init import init
 from heed.commands.inspect import inspect_app
@@ -98,6 +100,7 @@ app.command("merge-adapter", rich_help_panel=TRAIN)(merge_adapter)
 app.command(rich_help_panel=LOOK)(compare)
 app.command(rich_help_panel=LOOK)(verdicts)
 app.command("judge", rich_help_panel=LOOK)(judge_again)
+app.command(rich_help_panel=LOOK)(evaluate)
 app.add_typer(export_app, name="export", rich_help_panel=TRAIN)
 app.add_typer(jobs_app, name="jobs", rich_help_panel=TRAIN)
 app.add_typer(label_app, name="label", rich_help_panel=PEOPLE)
@@ -158,15 +161,21 @@ def plan(
 
 @app.command(rich_help_panel=TRAIN)
 def report(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/demo, or of a comparison.")],
+    folder: Annotated[
+        Path, typer.Argument(help="The folder of a run, such as runs/demo, of a comparison, or of an evaluation.")
+    ],
 ) -> None:
-    """Write report.html and report.json of a run or a comparison again."""
+    """Write the report of a run, a comparison or an evaluation again."""
     from evaluation.compare.folder import is_comparison
     from evaluation.compare.report.page import write_comparison_report
+    from evaluation.evaluate.folder import is_evaluation
+    from evaluation.evaluate.report import write_evaluation_report
     from heed.jobs.report import write_run_report
 
     if is_comparison(folder):
         write_comparison_report(folder)
+    elif is_evaluation(folder):
+        write_evaluation_report(folder)
     else:
         write_run_report(folder)
     console.print(str(folder / "report.html"))
@@ -185,6 +194,7 @@ def watch(
 
 app.command(rich_help_panel=LOOK)(chat)
 app.command(rich_help_panel=LOOK)(complete)
+app.command(rich_help_panel=LOOK)(classify)
 
 
 @app.command("few-shot", rich_help_panel=RESEARCH)

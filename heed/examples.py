@@ -39,6 +39,10 @@ heed verdicts gpt-4=battles.jsonl --format arena --out runs/arena
 heed judge runs/mine/compare people:labels.sqlite
 heed judge runs/mine/compare strict=judge.py:score
 """,
+    "heed evaluate": """
+heed evaluate runs/mine/sft/model runs/mine/ppo/model --suite gsm8k --data grade-school-math
+heed evaluate old=old.jsonl new=runs/mine/ppo/model --suite gsm8k --max-items 200
+""",
     "heed plan": """
 heed plan mine.toml                                 # on this machine's CPU
 heed plan mine.toml --gpu h100 --gpus-per-node 1
@@ -51,6 +55,11 @@ heed report runs/mine/compare
     "heed watch": """
 heed watch runs/mine                                # then open http://127.0.0.1:8200
 heed watch /shared/runs/mine --port 0
+""",
+    "heed classify": """
+heed classify runs/classify/classify/model "Mia has a red kite."
+heed classify runs/classify-entities/classify/model "Mia has a red kite."
+heed classify runs/classify-questions/classify/model "Mia has a red kite." --question "What does Mia have?"
 """,
     "heed chat": """
 heed chat runs/mine/ppo/model
@@ -66,6 +75,7 @@ heed complete runs/demo/pretrain/model "Mia has a red kite." --tokens
 """,
     "heed few-shot": """
 heed few-shot runs/demo/pretrain/model examples.jsonl --shots 0 --shots 4
+heed few-shot models/SmolLM2-135M-Instruct.gguf configs/few_shot/grammar.jsonl --shots 0 --shots 4 --shots 16
 """,
     "heed chaos": """
 heed chaos configs/jobs/debug.toml --faults 10 --set workers=2
@@ -164,5 +174,6 @@ heed inspect model configs/jobs/demo.toml
 """,
     "heed inspect attention": """
 heed inspect attention runs/demo/sft/model "Mia has a red kite." --layer 1 --png attention.png
+heed inspect attention runs/demo/pretrain/model "Mia has a kite." --texts runs/demo/world/data/pretrain_heldout.jsonl
 """,
 }

@@ -220,7 +220,7 @@ def _type_words(annotation: Any) -> str:
         return ", ".join(map(_type_words, args))
     if origin is not None:  # annotated
         return _type_words(args[0])
-    names = {bool: "true or false", int: "integer", float: "number", str: "string", Path: "path"}
+    names = {bool: "true or false", int: "integer", float: "number", str: "string", Path: "path", Any: "any value"}
     return names[annotation]
 
 

@@ -34,6 +34,7 @@ class BlockInputs:
     cross_cache: CrossAttentionCache | None = None
     dropout_keys_BT: Tensor | None = None
     split: SplitRows | None = None  # of rows of which each rank of a group has a slice
+    positions_BTD: Tensor | None = None  # added to the input of every block but the first, whose input has them
 
 
 class Block(nn.Module):
@@ -93,9 +94,14 @@ def run_blocks(
     and the backward pass runs the block again.
     """
     for layer, block in enumerate(blocks):
+        x_BTD = _with_positions(x_BTD, inputs, layer)
         run = partial(checkpoint, block, use_reentrant=False) if recompute else block
         x_BTD = run(x_BTD, inputs, layer)
     return final_norm(x_BTD)
+
+
+def _with_positions(x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
+    return x_BTD if layer == 0 or inputs.positions_BTD is None else x_BTD + inputs.positions_BTD
 
 
 def run_compiled_blocks(blocks: nn.ModuleList, x_BTD: Tensor, inputs: BlockInputs, *, recompute: bool) -> Tensor:
@@ -108,7 +114,7 @@ def run_compiled_blocks(blocks: nn.ModuleList, x_BTD: Tensor, inputs: BlockInput
     """
     run = _compiled(BACKEND)
     for layer, block in enumerate(blocks):
-        own = _of_layer(inputs, layer)
+        x_BTD, own = _with_positions(x_BTD, inputs, layer), _of_layer(inputs, layer)
         x_BTD = checkpoint(run, block, x_BTD, own, use_reentrant=False) if recompute else run(block, x_BTD, own)
     return x_BTD
 
@@ -130,4 +136,10 @@ def _of_layer(inputs: BlockInputs, layer: int) -> BlockInputs:
     assert inputs.cross_cache is None, "a cache has an entry per layer"
     keys_BT = inputs.dropout_keys_BT
     own_keys_BT = None if keys_BT is None else keys_BT + site_offset(BRANCHES * layer)
-    return replace(inputs, masks=(inputs.masks[layer],), rotary=(inputs.rotary[layer],), dropout_keys_BT=own_keys_BT)
+    return replace(
+        inputs,
+        masks=(inputs.masks[layer],),
+        rotary=(inputs.rotary[layer],),
+        dropout_keys_BT=own_keys_BT,
+        positions_BTD=None,
+    )

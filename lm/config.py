@@ -107,6 +107,11 @@ class ModelConfig(BaseModel):
         description="`rotary` (arXiv 2104.09864), or `learned` or `sinusoidal` (arXiv 1706.03762) embeddings added to"
         " the tokens'.",
     )
+    positions_every_layer: bool = Field(
+        default=False,
+        description="Whether `learned` or `sinusoidal` positions are added to the input of every layer, not only of the"
+        " first. `rotary` ones already act in every layer, on queries and keys alone.",
+    )
     rope_theta: float = Field(default=10_000.0, gt=0, description="Base of the rotary frequencies.")
     rope_scaling: RopeScaling | None = Field(default=None, description="Stretched rotary frequencies; absent = none.")
     rope_local_base_freq: float = Field(
@@ -211,6 +216,11 @@ class ModelConfig(BaseModel):
             raise ValueError(f"model.qk_norm_over is {self.qk_norm_over!r}, but model.qk_norm is false")
         if self.kind == "encoder-decoder" and self.norm_place not in ("pre", "post"):
             raise ValueError(f"model.norm_place is {self.norm_place!r}, but model.kind is {self.kind!r}")
+        if self.positions == "rotary" and self.positions_every_layer:
+            raise ValueError(
+                "model.positions_every_layer is true, but model.positions is 'rotary', which every layer applies to its"
+                " queries and keys; 'learned' or 'sinusoidal' was expected"
+            )
         if self.positions != "rotary" and self.rope_scaling is not None:
             raise ValueError(f"model.rope_scaling is given, but model.positions is {self.positions!r}")
         return self

@@ -94,7 +94,9 @@ def decode(
     rotary = stack.rotary(positions_BT, compute_dtype(x_BTD))
     by_window = {window: OwnKeys(columns_B, num_columns, window, x_BTD) for window in config.sliding_window}
     masks = [by_window[config.window(layer)] for layer in range(config.num_hidden_layers)]
-    inputs = BlockInputs(masks, rotary, TokenWriter(cache, columns_B, num_columns), cross_cache)
+    again_BTD = stack.layer_positions(positions_BT, x_BTD.dtype)
+    writer = TokenWriter(cache, columns_B, num_columns)
+    inputs = BlockInputs(masks, rotary, writer, cross_cache, positions_BTD=again_BTD)
     hidden_BTD = run_blocks(stack.blocks, stack.norm, x_BTD, inputs)
     return model.head(hidden_BTD[:, -1])
 

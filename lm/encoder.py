@@ -68,9 +68,38 @@ class MaskedLanguageModel(EncoderModel):
         sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
         """Returns logits [C, V] at the positions where `selected_BT` is True, row by row; [B, T, V] if it is None."""
-        hidden_BTD = self.hidden(tokens_BT, segments_BT, token_types_BT, sequence_keys_BT)
+        return self.words(self.hidden(tokens_BT, segments_BT, token_types_BT, sequence_keys_BT), selected_BT)
+
+    def words(self, hidden_BTD: Tensor, selected_BT: Tensor | None) -> Tensor:
+        """Computes the words' logits from the encoder's states."""
         chosen = hidden_BTD if selected_BT is None else hidden_BTD[selected_BT]
         return self.head(self.transform_norm(self.activation(self.transform(chosen))))
+
+
+class NextSentenceModel(MaskedLanguageModel):
+    """BERT as it was pretrained: logits of hidden words, and whether the second text of a pair follows the first.
+
+    The pooler reads the pair's first token, as in `SequenceClassifier`, which takes it over.
+    """
+
+    def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
+        super().__init__(config, dropout)
+        self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
+        self.next_sentence = nn.Linear(config.hidden_size, 2)
+
+    def forward(  # type: ignore[override]
+        self,
+        tokens_BT: Tensor,
+        segments_BT: Tensor | None = None,
+        selected_BT: Tensor | None = None,
+        token_types_BT: Tensor | None = None,
+        sequence_keys_BT: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the words' logits as `MaskedLanguageModel` does, and logits [B, 2] in fp32 of each row's pair: that
+        the second text follows the first, and that it is a random one.
+        """
+        hidden_BTD = self.hidden(tokens_BT, segments_BT, token_types_BT, sequence_keys_BT)
+        return self.words(hidden_BTD, selected_BT), self.next_sentence(self.pooler(hidden_BTD[:, 0]).tanh()).float()
 
 
 def _head_keys(sequence_keys_BT: Tensor, tokens_BT: Tensor) -> Tensor:
@@ -148,18 +177,15 @@ class SpanPredictor(EncoderModel):
         first_BT, last_BT = self.ends(hidden_BTD).float().unbind(dim=-1)
         return first_BT, last_BT
 
-    def best_span(
-        self, first_BT: Tensor, last_BT: Tensor, allowed_BT: Tensor, max_tokens: int
-    ) -> list[tuple[int, int]]:
-        """Returns the likeliest (first, last) of each row: both allowed, in order, at most `max_tokens` long."""
-        outside_BT = ~allowed_BT
-        scores_BTT = first_BT.masked_fill(outside_BT, -float("inf"))[:, :, None] + last_BT.masked_fill(
-            outside_BT, -float("inf")
-        )[:, None, :]  # fmt: skip
-        T = first_BT.shape[1]
-        in_order_TT = scores_BTT.new_ones(T, T).bool().triu().tril(max_tokens - 1)
-        best_B = scores_BTT.masked_fill(~in_order_TT, -float("inf")).flatten(1).argmax(dim=1)
-        return [divmod(place, T) for place in best_B.tolist()]
+
+def best_span(first_BT: Tensor, last_BT: Tensor, allowed_BT: Tensor, max_tokens: int) -> list[tuple[int, int]]:
+    """Returns the likeliest (first, last) of each row: both allowed, in order, at most `max_tokens` long."""
+    outside_BT = ~allowed_BT
+    first_BT, last_BT = (logits_BT.masked_fill(outside_BT, -torch.inf) for logits_BT in (first_BT, last_BT))
+    T = first_BT.shape[1]
+    in_order_TT = allowed_BT.new_ones(T, T).triu().tril(max_tokens - 1)
+    scores_BTT = (first_BT[:, :, None] + last_BT[:, None, :]).masked_fill(~in_order_TT, -torch.inf)
+    return [divmod(place, T) for place in scores_BTT.flatten(1).argmax(dim=1).tolist()]
 
 
 def masked_tokens_loss(logits_CV: Tensor, targets_C: Tensor) -> Tensor:

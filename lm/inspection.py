@@ -10,7 +10,7 @@ bytes per number in a matrix product, s those in the residual stream; D width, G
 T tokens of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +52,42 @@ def attention_weights(
                 watching.enter_context(module.register_forward_pre_hook(look_across))
         stack.hidden(tokens_BT, None, cross_cache)
     return torch.stack(own), torch.stack(across) if across else None
+
+
+@dataclass(frozen=True)
+class HeadAttention:
+    """Mean attention weights of a head, from 0 to 1: to the preceding token, the first token, and the token itself."""
+
+    layer: int
+    head: int
+    preceding: float
+    first: float
+    itself: float
+
+
+def measure_heads(stack: Transformer, texts: Iterable[Sequence[int]]) -> list[HeadAttention]:
+    """Returns every head's mean weights in self-attention, over all texts' tokens from the third on.
+
+    For the first two tokens, some of the three coincide. The list is empty if no text has three tokens.
+    """
+    sums_3LN, count = torch.zeros(3, 1, 1), 0
+    for tokens in texts:
+        if len(tokens) < 3:
+            continue
+        weights_LNTT = attention_weights(stack, torch.tensor([list(tokens)]))[0][:, 0]
+        to_preceding = weights_LNTT.diagonal(-1, dim1=-2, dim2=-1)[..., 1:]
+        to_itself = weights_LNTT.diagonal(0, dim1=-2, dim2=-1)[..., 2:]
+        sums_3LN = sums_3LN + torch.stack([to_preceding, weights_LNTT[..., 2:, 0], to_itself]).double().sum(dim=-1)
+        count += len(tokens) - 2
+    if not count:
+        return []
+    preceding_LN, first_LN, itself_LN = (sums_3LN / count).tolist()
+    rows = zip(preceding_LN, first_LN, itself_LN, strict=True)
+    return [
+        HeadAttention(layer, head, *means)
+        for layer, of_layer in enumerate(rows)
+        for head, means in enumerate(zip(*of_layer, strict=True))
+    ]
 
 
 def _weights(q_BNTH: Tensor, k_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
@@ -208,6 +244,7 @@ def forward_bytes(config: ModelConfig, of: Pass) -> int:
     N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, of.compute_bytes
     around = (3 * of.stream_bytes + (1 if of.is_fused else 2) * c) * config.hidden_size
     around += 2 * c * H if config.positions == "rotary" else 0
+    around += of.stream_bytes * config.hidden_size if config.positions_every_layer else 0
     attention = (
         2 * c * (N + 2 * G) * H + c * N * H + (0 if of.is_fused or of.is_tiled else 2 * _score_bytes(config, of))
     )

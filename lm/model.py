@@ -105,7 +105,8 @@ class Transformer(nn.Module):
             keys_BT = None if keys_BT is None else self.group.slice_of(keys_BT)
         x_BTD = self.embed(tokens_BT, positions_BT, token_types_BT, keys_BT)
         rotary = self.rotary(positions_BT, compute_dtype(x_BTD))
-        inputs = BlockInputs(masks, rotary, cache, cross_cache, keys_BT, split)
+        again_BTD = self.layer_positions(positions_BT, x_BTD.dtype)
+        inputs = BlockInputs(masks, rotary, cache, cross_cache, keys_BT, split, again_BTD)
         recompute = self.recomputes and torch.is_grad_enabled()
         if self.compiles and cache is None and cross_cache is None:
             return self.norm(run_compiled_blocks(self.blocks, x_BTD, inputs, recompute=recompute))
@@ -122,13 +123,21 @@ class Transformer(nn.Module):
         x_BTD = self.embedding(tokens_BT)
         if self.config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.hidden_size)
-        if self.positions is not None:
-            x_BTD = x_BTD + self.positions(positions_BT)
-        elif self.config.positions == "sinusoidal":
-            x_BTD = x_BTD + sinusoids(positions_BT, self.config.hidden_size).to(x_BTD.dtype)
+        if self.config.positions != "rotary":
+            x_BTD = x_BTD + self._position_vectors(positions_BT, x_BTD.dtype)
         if self.token_types is not None:
             x_BTD = x_BTD + self.token_types(torch.zeros_like(tokens_BT) if token_types_BT is None else token_types_BT)
         return self.dropout(self.embedding_norm(x_BTD), keys_BT, 0)
+
+    def layer_positions(self, positions_BT: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Returns what every block but the first adds to its input (`positions_every_layer`), or None."""
+        return self._position_vectors(positions_BT, dtype) if self.config.positions_every_layer else None
+
+    def _position_vectors(self, positions_BT: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns learned or sinusoidal positions [B, T, D]; all layers share them."""
+        if self.positions is not None:
+            return self.positions(positions_BT)
+        return sinusoids(positions_BT, self.config.hidden_size).to(dtype)
 
     def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> Sequence[Rotary | None]:
         """Returns each layer's rotary tables; layers share them."""

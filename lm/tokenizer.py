@@ -249,6 +249,17 @@ class Tokenizer:
         """Encodes user text, on all the library's threads: a special token's name is spelled out as text."""
         return [encoding.ids for encoding in self._encode_plain(texts)]
 
+    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """As `encode_plain`, with the characters (start, end) of the text that each token spells, without white space
+        around them.
+        """
+        found = []
+        for text, encoding in zip(texts, self._encode_plain(texts), strict=True):
+            spelled = [(text[start:end], end) for start, end in encoding.offsets]
+            places = [(end - len(part.lstrip()), end - len(part) + len(part.rstrip())) for part, end in spelled]
+            found.append((list(encoding.ids), [(min(start, end), end) for start, end in places]))
+        return found
+
     def spelled_bytes(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns how many bytes of text each token of `encode_plain` stands for; they sum to the text's bytes.
 
@@ -442,6 +453,14 @@ def _model_tokens(folder: Path, bpe: BPE, field: str) -> list[str]:
             raise ValueError(f"{path}: {field} is {numbers}; a token's number, or a list of them, was expected")
         return [added[number].content for number in numbers if number in added]
     return []
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether a model's files have a chat template. For those without one, `Tokenizer.load` supplies it."""
+    path = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").is_file() or bool(
+        _named_template(read_json(path).get("chat_template"), path)
+    )
 
 
 def _named_template(template: Any, path: Path) -> str:

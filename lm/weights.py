@@ -21,6 +21,7 @@ from lm.encoder import (
     EncoderDecoder,
     EncoderModel,
     MaskedLanguageModel,
+    NextSentenceModel,
     SequenceClassifier,
     SpanPredictor,
     TokenClassifier,
@@ -38,6 +39,7 @@ Model = (
     LanguageModel
     | ScalarModel
     | MaskedLanguageModel
+    | NextSentenceModel
     | SequenceClassifier
     | TokenClassifier
     | SpanPredictor
@@ -50,6 +52,7 @@ PURPOSES: dict[type[nn.Module], str] = {
     LanguageModel: "language",
     ScalarModel: "score",
     MaskedLanguageModel: "masked",
+    NextSentenceModel: "next",
     SequenceClassifier: "sequence",
     TokenClassifier: "token",
     SpanPredictor: "span",
@@ -57,8 +60,8 @@ PURPOSES: dict[type[nn.Module], str] = {
     EncoderDecoder: "translate",
 }
 
-# Pretrained BERT has a second head in addition to that for masked words; it is not read.
-_READ_AS = {"BertForPreTraining": "BertForMaskedLM"}
+# Pretrained BERT has a second head in addition to that for masked words; only `NextSentenceModel` reads it.
+_READ_AS = {"BertForPreTraining": "BertForMaskedLM", "HeedForPreTraining": "HeedForMaskedLM"}
 
 # The model as which each kind of shape is pretrained.
 PRETRAINED: dict[str, type[LanguageModel | MaskedLanguageModel | EncoderDecoder]] = {
@@ -194,13 +197,15 @@ def any_folder(folder: Path) -> "ModelFolder[Model]":
 class WithNewHead(Generic[AnyModel]):
     """A directory's model with another head, whose weights are drawn from `seed` unless the directory has them.
 
-    `head` makes the new model from the shape. Raises: as `ModelFolder`.
+    `head` makes the new model from the shape, which it may change. `is_new` names weights that are drawn even if the
+    directory has some of that name. Raises: as `ModelFolder`.
     """
 
     folder: Path
     kind: type[Model]
     head: Callable[[ModelConfig], AnyModel]
     seed: int
+    is_new: Callable[[str], bool] = lambda _name: False
 
     def build(self) -> AnyModel:
         return self.head(read_config(self.folder, PURPOSES[self.kind])[0])
@@ -209,18 +214,20 @@ class WithNewHead(Generic[AnyModel]):
         """Returns the names of the weights that the directory does not have."""
         _, family, _ = read_config(self.folder, PURPOSES[self.kind])
         with open_checkpoint(self.folder, family, on_meta(ModelFolder(self.folder, self.kind).build)) as checkpoint:
-            return {name for name, _ in on_meta(self.build).named_parameters() if not checkpoint.holds(name)}
+            names = [name for name, _ in on_meta(self.build).named_parameters()]
+            return {name for name in names if self.is_new(name) or not checkpoint.holds(name)}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        config, family, _ = read_config(self.folder, PURPOSES[self.kind])
+        _, family, _ = read_config(self.folder, PURPOSES[self.kind])
         generator = torch.Generator().manual_seed(self.seed)
         model = on_meta(self.build)
+        config = model.config
         with open_checkpoint(self.folder, family, on_meta(ModelFolder(self.folder, self.kind).build)) as checkpoint:
             for ours, parameter in model.named_parameters():
-                if checkpoint.holds(ours):
-                    yield ours, checkpoint.read(ours, parameter.shape)
-                else:
+                if self.is_new(ours) or not checkpoint.holds(ours):
                     yield ours, initial_weight(ours, parameter.shape, config, generator)
+                else:
+                    yield ours, checkpoint.read(ours, parameter.shape)
         for name, buffer in model.named_buffers():
             yield name, torch.zeros(buffer.shape)
 
@@ -318,7 +325,8 @@ def read_config(folder: Path, purpose: str) -> tuple[ModelConfig, Family, dict[s
     raw = _read_raw(folder)
     family = _family_of(raw, path)
     expected = [family.classes[purpose]] if purpose in family.classes else None
-    if _architectures(raw) != expected or expected is None:
+    found = raw.get("architectures") if purpose == "next" else _architectures(raw)
+    if found != expected or expected is None:
         wanted = expected or f"a family with a model for the purpose {purpose!r}"
         raise ValueError(f"{path}: architectures is {raw.get('architectures')}; {wanted} was expected")
     return _config_of(family, raw, path), family, raw

@@ -6,7 +6,7 @@ among them is a class, which holds its settings and applies its equation; `Advan
 list these classes.
 
 Shape letters: B responses, where each K adjacent ones answer the same prompt; G prompts; R response tokens; C counted
-tokens. Masks: True = counted.
+tokens; M teachers. Masks: True = counted.
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from training.config import Config, OptimizerConfig, by_kind
 # In units of the standard deviation of the initial policy's scores. Scores of a group that differ by less than this are
 # equal up to rounding: dividing by their standard deviation would turn rounding errors into advantages.
 MIN_SPREAD = 1e-4
+NO_TERMS = torch.zeros(())  # terms [B, R] of a token's own advantage, if there are none
 
 
 def token_rewards(
@@ -36,6 +37,34 @@ def token_rewards(
     assert bool((last_BR.sum(dim=1) == mask_BR.any(dim=1)).all()), "a score must sit on exactly one token per response"
     rewards_BR = torch.where(last_BR, scores_B[:, None], 0.0) - kl_coef * log_ratio_BR
     return rewards_BR, log_ratio_BR.sum(dim=1)
+
+
+class TeacherConfig(Config):
+    """A frozen model that the policy learns from on its own samples (docs/distillation.md)."""
+
+    model_config = ConfigDict(title="Teacher")
+
+    model: str = Field(
+        pattern=r"^.+$",
+        description="Model directory, .gguf file or hub id of the teacher; it has the policy's tokenizer.",
+    )
+    name: str = Field(default="", description="What metrics call it, if there are several; empty = its number.")
+    weight: float = Field(default=1.0, gt=0, description="Weight of log π_T - log π, in units of the reward per nat.")
+    kind: Literal["reward", "token"] = Field(
+        default="token",
+        description="Where log π_T - log π is added. `token`: to the token's own advantage, as most systems do; biased,"
+        " with little variance. `reward`: to the token's reward, so that a token also answers for the tokens that"
+        " follow it; unbiased (docs/distillation.md).",
+    )
+
+
+def teacher_terms(logprobs_BR: Tensor, teacher_logprobs_BMR: Tensor, weight_M: Tensor, mask_BR: Tensor) -> Tensor:
+    """Returns Σ_M w (log π_T - log π) [B, R] at counted tokens, 0 elsewhere; higher is better.
+
+    On samples of π its mean over a response is -Σ_M w KL(π, π_T) (arXiv 2306.08543, eq. 2).
+    """
+    log_ratio_BMR = teacher_logprobs_BMR - logprobs_BR[:, None]
+    return _counted((weight_M[:, None] * log_ratio_BMR).sum(dim=1), mask_BR)
 
 
 def generalised_advantages(
@@ -104,12 +133,16 @@ class GAE(TokenAdvantage):
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per token.")
     gae_lambda: float = Field(default=0.95, ge=0, le=1, description="λ of generalised advantage estimation.")
 
-    def estimate(self, _scores_B: Tensor, rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor) -> Estimate:
+    def estimate(
+        self, _scores_B: Tensor, rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor, own_BR: Tensor = NO_TERMS
+    ) -> Estimate:
         """Estimate advantages from the responses' scores, their token rewards (`token_rewards`, which include the
-        scores) and values. `mask_BR` is True at the tokens of scored responses.
+        scores) and values. `mask_BR` is True at the tokens of scored responses. `own_BR` is added to each token's own
+        advantage, before advantages are scaled.
         """
         advantages_BR, returns_BR = generalised_advantages(rewards_BR, values_BR, mask_BR, self.gamma, self.gae_lambda)
         explained = explained_variance(values_BR[mask_BR], returns_BR[mask_BR])
+        advantages_BR = advantages_BR + _counted(own_BR, mask_BR)
         if self.scale == "batch":
             advantages_BR = whiten(advantages_BR, mask_BR)
         return Estimate(advantages_BR, mask_BR, returns_BR, {"value_explained": explained})
@@ -125,9 +158,12 @@ class NoBaseline(TokenAdvantage):
 
     kind: Literal["none"] = Field(default="none", description="The kind of this table.")
 
-    def estimate(self, _scores_B: Tensor, rewards_BR: Tensor, _values_BR: Tensor, mask_BR: Tensor) -> Estimate:
+    def estimate(
+        self, _scores_B: Tensor, rewards_BR: Tensor, _values_BR: Tensor, mask_BR: Tensor, own_BR: Tensor = NO_TERMS
+    ) -> Estimate:
         """As `GAE.estimate`, without values."""
         advantages_BR, _ = generalised_advantages(rewards_BR, torch.zeros_like(rewards_BR), mask_BR, 1.0, 1.0)
+        advantages_BR = advantages_BR + _counted(own_BR, mask_BR)
         if self.scale == "batch" and bool(mask_BR.any()):
             advantages_BR = whiten(advantages_BR, mask_BR)
         return Estimate(advantages_BR, mask_BR, torch.zeros_like(rewards_BR), {})
@@ -155,15 +191,18 @@ class GroupBaseline(Config):
         " differ (DAPO's dynamic sampling, arXiv 2503.14476). 1 = off.",
     )
 
-    def estimate(self, scores_B: Tensor, rewards_BR: Tensor, _values_BR: Tensor, mask_BR: Tensor) -> Estimate:
-        """As `GAE.estimate`, without values."""
+    def estimate(
+        self, scores_B: Tensor, rewards_BR: Tensor, _values_BR: Tensor, mask_BR: Tensor, own_BR: Tensor = NO_TERMS
+    ) -> Estimate:
+        """As `GAE.estimate`, without values. A response with terms of its own counts whatever its group's scores."""
         returns_B, scored_B = torch.where(mask_BR, rewards_BR, 0.0).sum(dim=1), mask_BR.any(dim=1)
         advantages_B, counted_B = group_advantages(
             scores_B, returns_B, scored_B, self.samples_per_prompt, leave_one_out=self.leaves_one_out,
             scale="group" if self.scale == "group" else "none",
         )  # fmt: skip
-        counted_BR = mask_BR & counted_B[:, None]
-        advantages_BR = torch.where(counted_BR, advantages_B[:, None], 0.0)
+        own_BR = _counted(own_BR, mask_BR)
+        counted_BR = mask_BR & (counted_B | (own_BR != 0).any(dim=1))[:, None]
+        advantages_BR = torch.where(counted_BR, advantages_B[:, None] + own_BR, 0.0)
         if self.scale == "batch" and bool(counted_BR.any()):
             advantages_BR = whiten(advantages_BR, counted_BR)
         metrics = _group_metrics(scores_B, scored_B, self.samples_per_prompt)

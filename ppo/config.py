@@ -12,10 +12,11 @@ from pydantic import ConfigDict, Field, Tag, model_validator
 
 from lm.config import exact_div
 from lm.lora import LoRAConfig
-from ppo.algorithm import GAE, Advantage, CutImportance, Importance, KLConfig, PolicyLoss, TokenLoss
-from reward.external import ExternalReward, ModelReward, Reward
+from ppo.algorithm import GAE, Advantage, CutImportance, Importance, KLConfig, PolicyLoss, TeacherConfig, TokenLoss
+from reward.external import ExternalReward, ModelReward, NoReward
+from reward.sources import Reward
 from training.config import BatchConfig, Config, OptimizerConfig, by_kind, check_lora, lora_field
-from training.data import DataConfig, OnOverlong, overlong_field
+from training.data import NO_FIELDS, DataConfig, OnOverlong, RowFields, overlong_field
 
 
 class SamplerConfig(Config):
@@ -73,7 +74,9 @@ class SeparateRanks(Config):
     num_generators: int = Field(
         default=1, ge=1, description="Ranks that sample; a multiple of `sampler.tensor_parallel_size`."
     )
-    num_scorers: int = Field(default=1, ge=1, description="Ranks that hold the reward model and the reference policy.")
+    num_scorers: int = Field(
+        default=1, ge=1, description="Ranks that hold the frozen models: reward model, reference, teachers."
+    )
 
 
 class Disaggregated(SeparateRanks):
@@ -181,11 +184,22 @@ class PPOConfig(Config):
         default="fast",
         description="What leaves the device while it is not needed; results do not depend on it. `fast`: nothing; CPU"
         " ranks without ZeRO also keep up to 4 GiB of activations of the log-prob pass for the first update."
-        " `balanced`: the reference and the reward model (sharded over the scorers' CPU memory, gathered to score),"
-        " the weights of a colocated generator, and the moving average. `small`: as `balanced`, but the reference and"
-        " the reward model are gathered layer by layer, and the optimizer states of colocated learners leave too.",
+        " `balanced`: the frozen models, which are reference, reward model and teachers (sharded over the scorers'"
+        " CPU memory, gathered to score), the weights of a colocated generator, and the moving average. `small`: as"
+        " `balanced`, but the frozen models are gathered layer by layer, and the optimizer states of colocated learners"
+        " leave too.",
     )
     reward: Reward = Field(default=ModelReward(), description="What scores responses.")
+    score_coef: float = Field(
+        default=1.0,
+        ge=0,
+        description="Weight of the score, in standard deviations, in the reward; 0 = the score is only logged, and the"
+        " policy learns from `teachers` alone.",
+    )
+    teachers: tuple[TeacherConfig, ...] = Field(
+        default=(),
+        description="Models to learn from by on-policy distillation (docs/distillation.md); none by default.",
+    )
     missing_eos_penalty: float = Field(
         default=0.0,
         ge=0,
@@ -297,6 +311,7 @@ class PPOConfig(Config):
                 f"importance.kind {self.importance.kind!r} drops {self.importance.drops}, but here the current policy"
                 ' samples, which needs no correction; "cut" was expected'
             )
+        yield from self._unmet_needs_of_teachers()
         if self.shared_body and self.external_reward is not None:
             yield (
                 "lora.shared_body needs a reward model trained by Heed with [reward] lora; without one, leave"
@@ -307,6 +322,37 @@ class PPOConfig(Config):
                 f"lora.shared_body needs all roles on the same ranks, but placement.kind {self.placement.kind!r}"
                 ' separates them; "colocated" was expected'
             )
+
+    def _unmet_needs_of_teachers(self) -> Iterator[str]:
+        names = self.teacher_names
+        if len(set(names)) < len(names):
+            yield f"teachers are called {', '.join(names)}; a different `name` for each was expected"
+        if not self.teachers and isinstance(self.reward, NoReward):
+            yield 'reward.kind "none" leaves nothing to learn from; `teachers`, or another kind, was expected'
+        if not self.teachers and not self.score_coef:
+            yield "score_coef 0 leaves nothing to learn from; `teachers`, or more than 0, was expected"
+        if self.score_coef not in (0, 1) and self.advantage.scale == "group":
+            yield (
+                f'score_coef {self.score_coef} with advantage.scale "group", which divides scores by their spread; 0 or'
+                " 1 was expected (weights of teachers and kl.coef set the proportions)"
+            )
+        if self.advantage.oversample > 1 and (isinstance(self.reward, NoReward) or not self.score_coef):
+            yield (
+                f"advantage.oversample {self.advantage.oversample} keeps prompts whose responses' scores differ, but"
+                " the score has no weight; 1 was expected"
+            )
+        if self.teachers and self.shared_body:
+            yield "lora.shared_body holds one body, but teachers have bodies of their own; no `teachers` were expected"
+        if self.loss.is_per_response and any(teacher.kind == "token" for teacher in self.teachers):
+            yield (
+                f'loss.kind {self.loss.kind!r} has one ratio per response, but a teacher of kind "token" gives each'
+                ' token its own advantage; kind "reward" was expected'
+            )
+
+    @property
+    def teacher_names(self) -> tuple[str, ...]:
+        """What metrics call the teachers."""
+        return tuple(teacher.name or str(number) for number, teacher in enumerate(self.teachers, 1))
 
     @property
     def num_prompts(self) -> int:
@@ -347,6 +393,11 @@ class PPOConfig(Config):
     def external_reward(self) -> ExternalReward | None:
         """The source of rewards if it is not a model."""
         return self.reward if isinstance(self.reward, ExternalReward) else None
+
+    @property
+    def row_fields(self) -> RowFields:
+        """The fields of their rows that prompts keep, for the reward."""
+        return NO_FIELDS if self.external_reward is None else self.external_reward.row_fields
 
     @property
     def num_minibatches(self) -> int:

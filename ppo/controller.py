@@ -5,7 +5,7 @@ epochs of minibatches, adjust the KL coefficient, send the new weights to the sa
 are and how many ranks share the work. With placement `asynchronous`, the next rollouts are sampled while the learner
 trains, with weights that are a fixed number of iterations old, whichever side is faster.
 
-Shape letters: B responses, O objectives, R response tokens, C counted tokens.
+Shape letters: B responses, O objectives, R response tokens, C counted tokens, M teachers.
 """
 
 import math
@@ -26,6 +26,7 @@ from ppo.algorithm import (
     KLController,
     importance_weights,
     informative_groups,
+    teacher_terms,
     token_rewards,
     token_weights,
 )
@@ -35,6 +36,7 @@ from ppo.rank import ScoreScale
 from ppo.roles import ModelOutputs, Roles
 from ppo.rollout import PolicyBatch, PPOBatch, ResponseKL, Rollout, ValueBatch
 from ppo.rollout_log import RolloutLog, SampleLog, ScoredRollout
+from reward.external import NoReward
 from training.notices import RunError
 from training.packing import Sampler
 
@@ -58,7 +60,7 @@ class Experience:
     scores_B: Tensor  # weighted sum over the objectives
     scored_B: Tensor  # True = has a score
     terminal_rewards_B: Tensor  # scaled scores minus the penalty for a missing EOS; 0 where scoring failed
-    outputs: ModelOutputs  # log-probs under policy and reference, and values
+    outputs: ModelOutputs  # log-probs under policy, reference and teachers, and values
     staleness: int  # iterations between the weights that sampled the rollout and those that learn from it
     sampler_difference: float  # mean |difference| between the sampler's and the learner's log-probs, nats per token
     oversampling: Mapping[str, float]  # metrics of the choice among the sampled groups; empty without oversampling
@@ -184,7 +186,7 @@ class PPOController:
     # Score.
 
     def _score(self, iteration: int, rollout: Rollout, minibatches: Sequence[Tensor]) -> Experience:
-        """Compute scores, log-probs under policy and reference, and values.
+        """Compute scores, log-probs under policy, reference and teachers, and values.
 
         With `oversample`, all sampled groups are scored, and only the groups that are kept are returned.
 
@@ -248,8 +250,10 @@ class PPOController:
         return rollout.rows(rows), lambda: scores_BO[rows], {"sampled_informative_share": informative_share}
 
     def _weighted(self, scores_BO: Tensor) -> Tensor:
-        """Returns one score per response [B]: the weighted sum of its objectives' scores."""
-        return (scores_BO * self.weights_O).sum(dim=1)
+        """Returns one score per response [B]: the weighted sum of its objectives' scores. Objectives with weight 0 may
+        have failed.
+        """
+        return torch.where(self.weights_O != 0, scores_BO * self.weights_O, 0.0).sum(dim=1)
 
     def _require_scores(self, scores_B: Tensor) -> Tensor:
         """Returns a mask [B], True = scored. Raises ValueError if too many scores failed."""
@@ -269,12 +273,20 @@ class PPOController:
         """Returns rewards [B, R], and the KL from the reference [B] in nats.
 
         The last token's reward is the scaled score minus the penalty for a missing EOS. Every token's reward is
-        reduced by the KL penalty, unless that is in the loss (`kl.kind`).
+        reduced by the KL penalty, unless that is in the loss (`kl.kind`), and has the terms of teachers of the kind
+        "reward".
         """
         outputs, kl_coef = experience.outputs, self.kl.coef if self.config.kl.kind == "reward" else 0.0
-        return token_rewards(
+        rewards_BR, kl_B = token_rewards(
             experience.terminal_rewards_B, outputs.logprobs_BR, outputs.ref_logprobs_BR, experience.scored_BR, kl_coef
         )
+        return rewards_BR + self._teacher_terms(experience, "reward"), kl_B
+
+    def _teacher_terms(self, experience: Experience, kind: str) -> Tensor:
+        """Returns the weighted sum of log π_T - log π [B, R] over the teachers of a kind, in units of the reward."""
+        weight_M = torch.tensor([teacher.weight * (teacher.kind == kind) for teacher in self.config.teachers])
+        outputs = experience.outputs
+        return teacher_terms(outputs.logprobs_BR, outputs.teacher_logprobs_BMR, weight_M, experience.scored_BR)
 
     def _terminal_rewards(self, rollout: Rollout, scores_B: Tensor) -> Tensor:
         """Returns the rewards [B] of the last tokens, without the KL penalty; 0 where scoring failed."""
@@ -288,7 +300,10 @@ class PPOController:
     ) -> tuple[PPOBatch, dict[str, float]]:
         """Returns the batch that the updates learn from, and the metrics that are known before the updates."""
         config, outputs, scored_BR = self.config, experience.outputs, experience.scored_BR
-        estimate = config.advantage.estimate(experience.terminal_rewards_B, rewards_BR, outputs.values_BR, scored_BR)
+        own_BR = self._teacher_terms(experience, "token")
+        estimate = config.advantage.estimate(
+            experience.terminal_rewards_B, rewards_BR, outputs.values_BR, scored_BR, own_BR
+        )
         importance_BR, importance_metrics = importance_weights(
             outputs.logprobs_BR,
             experience.rollout.behaviour_logprobs_BR,
@@ -310,27 +325,47 @@ class PPOController:
             counted_BR=estimate.counted_BR,
             logprobs_BR=outputs.logprobs_BR,
             ref_logprobs_BR=outputs.ref_logprobs_BR,
+            teacher_BR=own_BR + self._teacher_terms(experience, "reward"),
             advantages_BR=advantages_BR,
             values_BR=outputs.values_BR,
             returns_BR=estimate.returns_BR,
         )
         by_objective = self._scores_by_objective(experience)
-        own = self._metrics(experience, kl_B)
+        own = self._metrics(experience, kl_B) | self._teacher_kls(experience)
         return batch, by_objective | importance_metrics | estimate.metrics | {**experience.oversampling} | own
 
     def _scores_by_objective(self, experience: Experience) -> dict[str, float]:
-        """Returns the mean score of each objective, if there are several."""
-        means_O = experience.scores_BO[experience.scored_B].mean(dim=0).tolist()
+        """Returns the mean of the scores that each objective gave, and the share that it failed to give, if there are
+        several.
+        """
+        names, scores_BO = self.config.reward.objective_weights, experience.scores_BO
+        means_O, failed_O = scores_BO.nanmean(dim=0), scores_BO.isnan().float().mean(dim=0)
         return {
-            f"score/{name}": mean for name, mean in zip(self.config.reward.objective_weights, means_O, strict=False)
+            f"{metric}/{name}": value
+            for metric, values_O in (("score", means_O), ("failed", failed_O))
+            for name, value in zip(names, values_O.tolist(), strict=False)
+            if math.isfinite(value)  # a mean of no scores is not
         }
+
+    def _teacher_kls(self, experience: Experience) -> dict[str, float]:
+        """Returns the KL from each teacher: the mean over scored responses of Σ log π - log π_T, in nats."""
+        names, outputs = self.config.teacher_names, experience.outputs
+        log_ratio_BMR = outputs.logprobs_BR[:, None] - outputs.teacher_logprobs_BMR
+        kl_M = (
+            torch.where(experience.scored_BR[:, None], log_ratio_BMR, 0.0).sum(dim=2)[experience.scored_B].mean(dim=0)
+        )
+        keys = ["teacher_kl_nats"] if len(names) == 1 else [f"teacher_kl_nats/{name}" for name in names]
+        return dict(zip(keys, kl_M.tolist(), strict=True))
 
     def _metrics(self, experience: Experience, kl_B: Tensor) -> dict[str, float]:
         """Returns the rollout's metrics. Scores, KL and entropy are means over the responses that have a score."""
         rollout, scores_B, scored_B = experience.rollout, experience.scores_B, experience.scored_B
-        return {
+        scores = {
             "score": float(scores_B[scored_B].mean()),
             "scaled_score": float(self.scale.apply(scores_B)[scored_B].mean()),
+        }
+        return {
+            **({} if isinstance(self.config.reward, NoReward) else scores),
             "kl_nats": float(kl_B[scored_B].mean()),
             "kl_coef": self.kl.coef,
             "eos_rate": float(rollout.finished_B.float().mean()),

@@ -73,6 +73,7 @@ def _models(planner: Planner, config: PPOConfig) -> PPOModels:
         count(planner.model, config.policy_optimizer, lora=config.lora),
         None if value is None else count(critic, value, num_scores=1, lora=lora),
         None if config.external_reward else count(critic, FROZEN, num_scores=num_objectives, lora=shared),
+        tuple((shape, count(shape, FROZEN)) for shape in (planner.shape(of.model) for of in config.teachers)),
     )
 
 
@@ -159,10 +160,10 @@ def _ptx_tokens(planner: Planner, config: PPOConfig) -> int:
 def _learning_seconds(planner: Planner, config: PPOConfig, models: PPOModels, work: PPOWork, seq_len: int) -> float:
     """Returns the seconds of an iteration without sampling.
 
-    They are one pass each of policy and reference, and of value function and reward model if there are any; then the
-    epochs' updates of policy and value function, without the kept passes that the first update reuses; and the
-    pretraining rows. Heads read only the responses. Passes hold as many tokens as those of the updates, or for scores
-    and values as many as `forward_tokens` says.
+    They are one pass each of policy and reference, and of teachers, value function and reward model if there are any;
+    then the epochs' updates of policy and value function, without the kept passes that the first update reuses; and
+    the pretraining rows. Heads read only the responses. Passes hold as many tokens as those of the updates, or for
+    scores and values as many as `forward_tokens` says.
     """
     policy, critic, ranks = planner.times, replace(planner.times, model=models.critic), planner.layout.ranks
     tokens, head_share = config.rollout_batch_size * seq_len / ranks, config.max_new_tokens / seq_len
@@ -176,6 +177,10 @@ def _learning_seconds(planner: Planner, config: PPOConfig, models: PPOModels, wo
         looks["reference"] = looks["policy"]
     else:
         looks["reference"] = _frozen_seconds(planner, work, models.policy_counts, num_passes, one_pass)
+    for number, (shape, counts) in enumerate(models.teachers):
+        times = replace(planner.times, model=shape)
+        one_teacher = times.forward_seconds(tokens / num_passes, seq_len, head_share)
+        looks[f"teacher {number}"] = _frozen_seconds(planner, work, counts, num_passes, one_teacher)
     if models.reward_counts is not None:
         num_rewards = math.ceil(config.advantage.oversample * num_scored)
         looks["reward"] = _frozen_seconds(planner, work, models.reward_counts, num_rewards, one_score)

@@ -39,13 +39,16 @@ from training.tokens import Sequences
 
 @dataclass(frozen=True)
 class ScoreScale:
-    """Mean and standard deviation of the SFT policy's scores, which normalise rewards (arXiv 1909.08593, 2.1)."""
+    """Mean and standard deviation of the SFT policy's scores, which normalise rewards (arXiv 1909.08593, 2.1), and
+    the weight of normalised scores (`ppo.score_coef`).
+    """
 
     mean: float
     std: float
+    coef: float = 1.0
 
     def apply(self, scores_B: Tensor) -> Tensor:
-        return (scores_B - self.mean) / self.std
+        return self.coef * (scores_B - self.mean) / self.std
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,13 @@ class InitialModels:
     scale: ScoreScale
     pretraining: TokenStream | None
     adapter_seed: int = 0  # draws new adapters, with `ppo.lora`
+    teachers: tuple[Path, ...] = ()  # in the order of `ppo.teachers`
 
     def on_this_machine(self) -> Self:
         """Returns the same models with their folders on this machine."""
         reward = on_this_machine(self.reward) if isinstance(self.reward, Path) else self.reward
-        return replace(self, sft=on_this_machine(self.sft), reward=reward)
+        teachers = tuple(map(on_this_machine, self.teachers))
+        return replace(self, sft=on_this_machine(self.sft), reward=reward, teachers=teachers)
 
     @property
     def reward_reads_texts(self) -> bool:
@@ -101,7 +106,8 @@ def joined_heads(
     `value_source`.
     """
     by_label = weights_by_label(str(reward), on_meta(source.build).labels, weights)
-    return JoinedHeads(source, tuple(weight / scale.std for weight in by_label.values()), -scale.mean / scale.std)
+    factors = tuple(scale.coef * weight / scale.std for weight in by_label.values())
+    return JoinedHeads(source, factors, -scale.coef * scale.mean / scale.std)
 
 
 @dataclass(frozen=True)

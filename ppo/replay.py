@@ -35,13 +35,15 @@ class ReplayedToken:
     """A token of the response.
 
     `reward` is in standard deviations of the initial policy's scores: the scaled score at the last token, minus the KL
-    penalty at each. `ratio` is π/π_sampler before the iteration's updates, and `ratio_after` is π/π_before after them.
-    `weight` is the weight of the token's loss in the minibatch's, after dividing by its number of counted tokens.
+    penalty at each, plus terms of teachers of the kind "reward". `ratio` is π/π_sampler before the iteration's updates,
+    and `ratio_after` is π/π_before after them. `weight` is the weight of the token's loss in the minibatch's, after
+    dividing by its number of counted tokens.
     """
 
     text: str
     logprob: float  # nats, as sampled
     kl: float  # log π - log π_ref, nats
+    teacher: float  # Σ over teachers of weight · (log π_T - log π), in units of the reward; 0 without teachers
     reward: float
     value: float
     advantage: float
@@ -146,6 +148,7 @@ def _replayed(
     columns = {
         "logprob": rollout.behaviour_logprobs_BR[response],
         "kl": (batch.logprobs_BR - batch.ref_logprobs_BR)[response],
+        "teacher": batch.teacher_BR[response],
         "reward": batch.rewards_BR[response],
         "value": batch.values_BR[response],
         "advantage": batch.advantages_BR[response],

@@ -15,6 +15,7 @@ from ppo.config import PPOConfig
 from ppo.rollout_log import TrainingSample
 from preferences.statistics.estimates import Interval
 from preferences.statistics.intervals import clustered_mean
+from reward.external import NoReward
 from stages.reports.parts import (
     Cell,
     Columns,
@@ -94,12 +95,19 @@ def names_of(config: PPOConfig | None, *, starts_from_sft: bool) -> Names:
     return Names(initial, config.advantage.algorithm, DEFAULT_NAMES.scorer if reward is None else reward.short_name)
 
 
+def _config_of(stage: StageFolder) -> PPOConfig | None:
+    """Returns the job's section; None if it is another version's."""
+    try:
+        return PPOConfig.model_validate(stage.job.get(SECTION))
+    except ValidationError:
+        return None
+
+
 def names_in(stage: StageFolder) -> Names:
     """Returns the names of the stage's job; those of the whole loop if its section is another version's."""
     first = stage.name == SECTION  # later rounds start from the policy of the round before
-    try:
-        config = PPOConfig.model_validate(stage.job.get(SECTION))
-    except ValidationError:
+    config = _config_of(stage)
+    if config is None:
         return DEFAULT_NAMES
     return names_of(config, starts_from_sft=first and "sft" in stage.job and not config.init_from)
 
@@ -112,6 +120,7 @@ def _panels(names: Names) -> tuple[Panel, ...]:
     return (
         Panel("Score", f"from {_with_article(names)}, higher is better", _ppo("score")),
         Panel(names.kl, "nats per response", _ppo("kl_nats")),
+        Panel("KL from the teacher", "nats per response", _ppo("teacher_kl_nats")),
         *PANELS,
     )
 
@@ -169,9 +178,15 @@ DIAGNOSTICS = (
 
 def report(stage: StageFolder) -> StageReport:
     names = names_in(stage)
+    config = _config_of(stage)
+    teachers = () if config is None else config.teachers
     objectives = [
-        Panel(f"Score, {label(name)}", "from the head of this objective", _ppo(f"score/{name}"))
+        Panel(f"Score, {label(name)}", "of this objective alone", _ppo(f"score/{name}"))
         for name in fields_under(stage, "score")
+    ]
+    objectives += [
+        Panel(f"KL from the teacher {label(name)}", "nats per response", _ppo(f"teacher_kl_nats/{name}"))
+        for name in fields_under(stage, "teacher_kl_nats")
     ]
     figures = metric_figures(stage, _named((*_panels(names), *objectives), names), "iteration")
     diagnostics = metric_figures(stage, _named(DIAGNOSTICS, names), "iteration", "diagnostics")
@@ -182,6 +197,7 @@ def report(stage: StageFolder) -> StageReport:
             ("Iterations", count(results.num_iterations)),
             ("Final KL coefficient", number(results.final_kl_coef, 4)),
             ("Sampled by", SAMPLERS[results.generator]),
+            *(("Teacher", f"{of.model}, weight {number(of.weight)}, kind {of.kind}") for of in teachers),
             *((("Prompts read", str(results.overlong)),) if results.overlong else ()),
             *(rows.fact for rows in results.sources),
         )
@@ -231,14 +247,17 @@ def _sentence(stage: StageFolder, names: Names) -> str:
     """Returns the summary of a run without a comparison. It must not claim much: a rise of the score that PPO trains on
     shows only that PPO trained.
     """
+    kls = [line["teacher_kl_nats"] for line in stage.metrics if isinstance(line.get("teacher_kl_nats"), float)]
+    change = f"from {number(kls[0])} to {number(kls[-1])} nats per response" if kls else ""
+    distilled = f"In {names.algorithm} the policy's KL from its teacher went {change}." if kls else ""
     scores = [line["score"] for line in stage.metrics if isinstance(line.get("score"), float)]
     if not scores:
-        return ""
+        return distilled
     return (
-        f"In {names.algorithm} the {names.score} went from {number(scores[0])} to {number(scores[-1])}. No other judge"
-        " has read the responses, so this does not show whether they got better or only exploit the score (reward"
-        " hacking). Read the samples, or let another judge compare the policies."
-    )
+        f"{distilled} In {names.algorithm} the {names.score} went from {number(scores[0])} to {number(scores[-1])}."
+        " No other judge has read the responses, so this does not show whether they got better or only exploit the"
+        " score (reward hacking). Read the samples, or let another judge compare the policies."
+    ).lstrip()
 
 
 def _headlines(stage: StageFolder, names: Names) -> tuple[Headline, ...]:
@@ -388,8 +407,12 @@ def _note(samples: Sequence[TrainingSample]) -> str:
 
 def _head(stage: StageFolder) -> tuple[str, str]:
     names = names_in(stage)
-    about = f"The policy is trained to raise the {names.score}, held near {names.the_initial} by a KL penalty."
-    return names.algorithm, about
+    config, goals = _config_of(stage), [f"raise the {names.score}"]
+    if config is not None and config.teachers:
+        has_score = config.score_coef > 0 and not isinstance(config.reward, NoReward)
+        goals = ["write what its teacher finds likely", *(goals if has_score else [])]
+    near = f", held near {names.the_initial} by a KL penalty" if config is None or config.kl.coef > 0 else ""
+    return names.algorithm, f"The policy is trained to {' and to '.join(goals)}{near}."
 
 
 REPORTER = StageReporter("Policy gradients", "The policy is trained to raise a score.", report, _head)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cluster.remote import Handle, Local, Pending, Remote
+from files.rows import Row
 from lm.tensor_parallel import Rendezvous
 from lm.tokenizer import Messages
 from ppo.config import PPOConfig
@@ -21,7 +22,7 @@ from ppo.generator import Generator, Generators
 from ppo.learner import Learner, Learners
 from ppo.rank import InitialModels
 from ppo.rollout import Drawn, Rollout, joined, shares_by_update
-from ppo.scorer import Scorer, Scorers
+from ppo.scorer import Asked, Scorer, Scorers
 from ppo.shared_body import SharedBodyLearner
 from training.config import EngineConfig
 
@@ -36,6 +37,7 @@ class ModelOutputs:
     logprobs_BR: Tensor  # nats, at the sampling temperature; 0 at padding
     ref_logprobs_BR: Tensor  # likewise
     values_BR: Tensor  # 0 without a value function
+    teacher_logprobs_BMR: Tensor  # as logprobs_BR, for each of M teachers
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Roles:
         engine: EngineConfig,
         models: InitialModels,
         conversations: Sequence[Messages],
+        rows: Sequence[Row] = (),
         *,
         learners: "WorkerGroup",
         generators: "WorkerGroup",
@@ -63,7 +66,8 @@ class Roles:
     ) -> Self:
         """Place each role on its group; roles that are passed the same group share its ranks.
 
-        `conversations` are the prompts' messages, in the order of the prompts' rows.
+        `conversations` are the prompts' messages, in the order of the prompts' rows, and `rows` the fields of their
+        rows that the reward reads, if it does.
         Raises:
             ValueError: a minibatch does not divide among the learners.
         """
@@ -82,13 +86,18 @@ class Roles:
         if not together and broadcasts(config, learning, sampling):
             transport = Broadcast.open(learners, learning, sampling)
         makes_room = config.memory == "small" and together
-        scorers_ = _scorers(config, engine, models, conversations, learning, own or learning)
+        scorers_ = _scorers(config, engine, models, Asked(conversations, rows), learning, own or learning)
         learners_ = Learners(learning, config.minibatch, engine.sequence_parallel_size)
         return cls(config, learners_, Generators(sampling, team_size), scorers_, transport, makes_room)
 
     @classmethod
     def in_process(
-        cls, config: PPOConfig, engine: EngineConfig, models: InitialModels, conversations: Sequence[Messages] = ()
+        cls,
+        config: PPOConfig,
+        engine: EngineConfig,
+        models: InitialModels,
+        conversations: Sequence[Messages] = (),
+        rows: Sequence[Row] = (),
     ) -> Self:
         """Place all roles on one rank, which is this process. Arguments as for `on_groups`."""
         assert config.sampler.tensor_parallel_size == 1, "a team has several ranks; one process was expected to sample"
@@ -97,14 +106,14 @@ class Roles:
         sampling = Local(Generator(config, engine, models))
         learning = Local(kind(config, engine, models, num_workers=1))
         makes_room, direct = config.memory == "small", Direct(learning, sampling)
-        scorers = _scorers(config, engine, models, conversations, learning, own or learning)
+        scorers = _scorers(config, engine, models, Asked(conversations, rows), learning, own or learning)
         return cls(config, Learners(learning, config.minibatch), Generators(sampling), scorers, direct, makes_room)
 
     def start_forward_passes(
         self, rollout: Rollout, minibatches: Sequence[Tensor], *, keeps: bool = False, tests_draws: bool = False
     ) -> Pending[ModelOutputs]:
-        """Start the forward passes of policy, reference and value function over a rollout. Its rows are packed as the
-        updates on `minibatches` will pack them.
+        """Start the forward passes of policy, reference, teachers and value function over a rollout. Its rows are
+        packed as the updates on `minibatches` will pack them.
 
         All passes start together, so scorers and learners on separate ranks work at the same time. With `keeps`,
         learners keep passes that the first update would repeat. For `tests_draws`, see
@@ -120,16 +129,18 @@ class Roles:
                 for part, share in zip(rollout.shares(shares), shares, strict=True)
             ]
             outputs = joined(ranks.start_split(SharedBodyLearner.measure, arguments), shares)
-            return lambda: ModelOutputs(*outputs().unbind(dim=1))
+            return lambda: _of_shared_body(outputs())
         logprobs = learners.start_policy_logprobs(rollout, minibatches, keeps=keeps, tests_draws=tests_draws)
         ref_logprobs = self.scorers.start_reference_logprobs(rollout, minibatches)
+        teachers = self.scorers.start_teacher_logprobs(rollout, minibatches) if self.config.teachers else None
         has_values = self.config.value_optimizer is not None
         values = learners.start_values(rollout, minibatches, keeps=keeps) if has_values else None
 
         def collect() -> ModelOutputs:
             logprobs_BR, ref_logprobs_BR = logprobs(), ref_logprobs()
             values_BR = torch.zeros_like(logprobs_BR) if values is None else values()
-            return ModelOutputs(logprobs_BR, ref_logprobs_BR, values_BR)
+            teacher_logprobs_BMR = logprobs_BR.new_zeros(len(logprobs_BR), 0, 1) if teachers is None else teachers()
+            return ModelOutputs(logprobs_BR, ref_logprobs_BR, values_BR, teacher_logprobs_BMR)
 
         return collect
 
@@ -164,16 +175,21 @@ class Roles:
             ranks.close()
 
 
+def _of_shared_body(measured_B3R: Tensor) -> ModelOutputs:
+    logprobs_BR, ref_logprobs_BR, values_BR = measured_B3R.unbind(dim=1)
+    return ModelOutputs(logprobs_BR, ref_logprobs_BR, values_BR, measured_B3R[:, :0])
+
+
 def _scorers(
     config: PPOConfig,
     engine: EngineConfig,
     models: InitialModels,
-    conversations: Sequence[Messages],
+    asked: Asked,
     learning: Handle[Any],
     scoring: Handle[Any],
 ) -> Scorers:
     """Returns the scorers. With adapters, the learners compute the reference's log-probs."""
-    read = conversations if models.reward_reads_texts else ()
+    read = asked if models.reward_reads_texts else Asked()
     if config.lora is None:
         return Scorers(scoring, read, config.minibatch, scoring)
     return Scorers(scoring, read, config.minibatch, learning, engine.sequence_parallel_size)

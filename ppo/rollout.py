@@ -280,11 +280,12 @@ class PPOBatch:
     rollout: Rollout
     scores_B: Tensor  # before scaling and penalties, higher is better; NaN where scoring failed
     kl_B: Tensor  # KL from the reference, nats
-    rewards_BR: Tensor  # the scaled score at the last token, minus the KL penalty at each
+    rewards_BR: Tensor  # the scaled score at the last token, minus the KL penalty at each, plus teachers' terms
     scored_BR: Tensor  # True = a token of a response with a score
     counted_BR: Tensor  # True = counted in the policy loss
     logprobs_BR: Tensor  # nats, under the policy before the updates, at the sampling temperature
     ref_logprobs_BR: Tensor
+    teacher_BR: Tensor  # Σ over teachers of weight · (log π_T - log π), in units of the reward; 0 without teachers
     advantages_BR: Tensor  # times the importance weights where the rollout is stale
     values_BR: Tensor  # 0 where there is no value function
     returns_BR: Tensor  # likewise

@@ -1,10 +1,11 @@
-"""Scoring with the frozen models, the reward model and the reference: `Scorers` on all ranks, `Scorer` on one.
+"""Scoring with the frozen models: the reward model, the reference and the teachers. `Scorers` are on all ranks,
+`Scorer` on one.
 
 A frozen model's weights are on the device all the time, or only while they are used (`ppo.memory`). In the second case
 each rank keeps a share of the weights in CPU memory, pinned if there is a GPU. The ranks gather either all weights for
 all passes of a call, or one layer at a time within each pass.
 
-Shape letters: B responses, O objectives, R response tokens.
+Shape letters: B responses, O objectives, R response tokens, M teachers.
 """
 
 import math
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cluster.remote import Handle, Pending
+from files.rows import Row
 from lm.attention import Attention
 from lm.layers import MLP, align_heads, round_products
 from lm.model import LanguageModel
@@ -32,7 +34,7 @@ from lm.weights import ModelFolder
 from ppo.config import PPOConfig
 from ppo.rank import InitialModels, Rank
 from ppo.rollout import Rollout, joined, shares_by_update, shares_of, start_on_groups
-from reward.external import ExternalReward, Scored, score_in_parts
+from reward.external import ExternalReward, score_in_parts
 from reward.scoring import (
     PackedInputs,
     RewardModel,
@@ -53,10 +55,26 @@ ALIGNMENT = 256  # bytes; each weight starts at a multiple of it, as a separatel
 TEXTS_PER_CALL = 16  # for a reward that reads texts, if `micro_batch_size` is not set
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a reward that reads texts knows of prompts: their messages and, if it reads them, fields of their rows of
+    data. Both are empty if the reward reads tokens.
+    """
+
+    conversations: Sequence[Messages] = ()
+    rows: Sequence[Row] = ()
+
+    def of(self, rollout: Rollout) -> "Asked":
+        """Returns what the responses answer. It is sent with each rollout, instead of all the job's."""
+        numbers = rollout.prompt_rows_B.tolist()
+        conversations = [self.conversations[number] for number in numbers] if self.conversations else []
+        return Asked(conversations, [self.rows[number] for number in numbers] if self.rows else [])
+
+
 class Scorers:
     """The scorers of all ranks. The controller passes whole rollouts, which are split among the ranks.
 
-    `conversations` are the job's prompts by row; it may be empty if the reward reads tokens, not texts.
+    `asked` are the job's prompts; it may be empty if the reward reads tokens, not texts.
     `reference` are the ranks that compute the reference's log-probs: the scorers or, with adapters, the learners, in
     groups of `sequence_parallel_size` ranks.
     """
@@ -64,12 +82,12 @@ class Scorers:
     def __init__(
         self,
         ranks: Handle["Scorer"],
-        conversations: Sequence[Messages],
+        asked: Asked,
         batch: BatchConfig,
         reference: Handle[Any],
         sequence_parallel_size: int = 1,
     ) -> None:
-        self.ranks, self.conversations, self.batch, self.reference = ranks, conversations, batch, reference
+        self.ranks, self.asked, self.batch, self.reference = ranks, asked, batch, reference
         self.num_reference_shares = reference.num_ranks // sequence_parallel_size
 
     def start_scores(self, rollout: Rollout) -> Pending[Tensor]:
@@ -79,13 +97,7 @@ class Scorers:
         """
         shares = shares_of(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, with_gradients=False)
         parts = rollout.shares(shares)
-        return joined(
-            self.ranks.start_split(Scorer.scores, [(part, self._conversations(part)) for part in parts]), shares
-        )
-
-    def _conversations(self, rollout: Rollout) -> list[Messages]:
-        """Returns the messages that the responses answer. They are sent with each rollout, instead of all the job's."""
-        return [self.conversations[row] for row in rollout.prompt_rows_B.tolist()] if self.conversations else []
+        return joined(self.ranks.start_split(Scorer.scores, [(part, self.asked.of(part)) for part in parts]), shares)
 
     def first_failure(self) -> str:
         """Returns why the first response without a score in the last call has none; "" if all have one."""
@@ -101,9 +113,15 @@ class Scorers:
         arguments = [(part, share.pass_sizes) for part, share in zip(rollout.shares(shares), shares, strict=True)]
         return joined(start_on_groups(self.reference, Scorer.reference_logprobs, arguments), shares)
 
+    def start_teacher_logprobs(self, rollout: Rollout, minibatches: Sequence[Tensor]) -> Pending[Tensor]:
+        """Start computing log π_T of each response token for each teacher [B, M, R], as the reference's."""
+        shares = shares_by_update(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, minibatches)
+        arguments = [(part, share.pass_sizes) for part, share in zip(rollout.shares(shares), shares, strict=True)]
+        return joined(self.ranks.start_split(Scorer.teacher_logprobs, arguments), shares)
+
 
 class Scorer(Rank):
-    """Holds the frozen models: the reference policy, and the reward model or the function or endpoint in its place."""
+    """Holds the frozen models: the reference policy, the teachers, and the reward model or what is in its place."""
 
     def __init__(
         self,
@@ -116,6 +134,7 @@ class Scorer(Rank):
         super().__init__(config, engine_config, models)
         # With adapters, the reference is the learner's policy with its adapters switched off.
         self.reference = self._fixed(ModelFolder(self.models.sft, LanguageModel)) if config.lora is None else None
+        self.teachers = [self._fixed(ModelFolder(teacher, LanguageModel)) for teacher in self.models.teachers]
         reward = self.models.reward
         self.judge: RewardModel | ExternalReward
         if isinstance(reward, Path):
@@ -145,15 +164,19 @@ class Scorer(Rank):
         align_heads(model, self.device)
 
     @torch.no_grad()
-    def scores(self, rollout: Rollout, conversations: Sequence[Messages]) -> Tensor:
-        """Returns scores [B, O]. `conversations` are the prompts' messages, if the reward reads texts."""
+    def scores(self, rollout: Rollout, asked: Asked) -> Tensor:
+        """Returns scores [B, O]. `asked` are the responses' prompts, if the reward reads texts."""
         prompts, responses = rollout.token_lists()
         if isinstance(self.judge, RewardModel):
-            sequences = self.judge.sequences(self.tokenizer, conversations, prompts, responses)
+            sequences = self.judge.sequences(self.tokenizer, asked.conversations, prompts, responses)
             return self._network_scores(self.judge, sequences)
-        scored = self._text_scores(self.judge, conversations, responses)
-        self._failure = next((result.failure for result in scored if result.failure), "")
-        return torch.tensor([[result.score] for result in scored])
+        texts = [self.tokenizer.decode(response).strip() for response in responses]
+        size = self.config.minibatch.micro_batch_size or TEXTS_PER_CALL
+        columns = [
+            score_in_parts(part, asked.conversations, texts, size, asked.rows) for part in self.judge.parts.values()
+        ]
+        self._failure = next((result.failure for scored in columns for result in scored if result.failure), "")
+        return torch.tensor([[result.score for result in scored] for scored in columns]).T
 
     def first_failure(self) -> str:
         return self._failure
@@ -180,18 +203,21 @@ class Scorer(Rank):
         heads = [network.labels.index(name) for name in self.config.reward.objective_weights] or [0]
         return scores_BO[:, heads]
 
-    def _text_scores(
-        self, external_reward: ExternalReward, conversations: Sequence[Messages], responses: Sequence[Sequence[int]]
-    ) -> list[Scored]:
-        texts = [self.tokenizer.decode(response).strip() for response in responses]
-        size = self.config.minibatch.micro_batch_size or TEXTS_PER_CALL
-        return score_in_parts(external_reward, conversations, texts, size)
-
     @torch.no_grad()
     def reference_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
         assert self.reference is not None, "the learner is the reference of a policy with adapters"
-        with self.reference.in_use(), self._precision():
-            return self._by_pass(partial(self._logprobs, self.reference.module), rollout, pass_sizes)
+        return self._frozen_logprobs(self.reference, rollout, pass_sizes)
+
+    @torch.no_grad()
+    def teacher_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
+        """Returns log π_T [B, M, R], nats."""
+        return torch.stack([self._frozen_logprobs(model, rollout, pass_sizes) for model in self.teachers], dim=1)
+
+    def _frozen_logprobs(
+        self, model: "FrozenModel[LanguageModel]", rollout: Rollout, pass_sizes: Sequence[int]
+    ) -> Tensor:
+        with model.in_use(), self._precision():
+            return self._by_pass(partial(self._logprobs, model.module), rollout, pass_sizes)
 
 
 class FrozenModel(Protocol[AnyModule_co]):

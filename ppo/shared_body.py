@@ -21,13 +21,12 @@ from lm.model import LanguageModel, ScalarModel
 from lm.progress import note_progress
 from lm.sampling import token_logprobs
 from lm.source import ModelSource, load, on_meta
-from lm.tokenizer import Messages
 from lm.weights import ModelFolder, WithNewHead
 from ppo.config import PPOConfig
 from ppo.learner import Learner
 from ppo.rank import InitialModels, PackedRollout, joined_heads
 from ppo.rollout import Drawn, Rollout
-from ppo.scorer import HeldModel, Scorer
+from ppo.scorer import Asked, HeldModel, Scorer
 from training.config import EngineConfig
 
 ROUNDING = 1e-6  # relative to the largest weight: another machine may have merged the adapter in another order
@@ -167,9 +166,9 @@ class SharedBodyLearner(Learner):
         outputs.append(torch.zeros_like(outputs[0]) if value is None else read(value, hidden[2]).float())
         return torch.stack([packed.spread(flat_C) for flat_C in outputs], dim=1)
 
-    def scores(self, rollout: Rollout, conversations: Sequence[Messages]) -> Tensor:
+    def scores(self, rollout: Rollout, asked: Asked) -> Tensor:
         """As `Scorer.scores`."""
-        return self.scorer.scores(rollout, conversations)
+        return self.scorer.scores(rollout, asked)
 
     def first_failure(self) -> str:
         """As `Scorer.first_failure`."""

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from shutil import rmtree
@@ -16,6 +16,7 @@ from cluster.remote import Pending
 from files.atomic import remove_unfinished
 from files.hashes import derive_seed
 from files.records import read_record
+from lm.hub import model_directory
 from lm.samplers.draws import Evidence
 from lm.samplers.engine import max_difference
 from lm.samplers.environment import require_vllm
@@ -33,10 +34,11 @@ from ppo.rollout_log import RolloutLog, SampleLog, followed_rows
 from ppo.shared_body import adapter_of, require_same_body, require_same_shape
 from pretrain.stage import STAGE as PRETRAIN
 from pretrain.stage import tokenize
-from reward.external import REWARD_KEYS, ExternalReward, ModelReward
+from reward.external import ExternalReward, ModelReward, NoReward
 from reward.report import RewardResults
 from reward.sampling import SamplingSpec, sample_everywhere
 from reward.scoring import labels_of, weights_by_label
+from reward.sources import REWARD_KEYS
 from reward.stage import STAGE as REWARD
 from stages.contract import Parent, Stage
 from stages.data import SAMPLES, Fitting, OnAccess, fitting_prompts
@@ -226,6 +228,8 @@ def score_scale(
     Raises:
         ValueError: the reward gives every sample the same score, or too many fail.
     """
+    if isinstance(judge, NoReward):
+        return ScoreScale(0.0, 1.0)
     if was_measured(run) and not config.reward.objective_weights:
         path = run.folder_of("reward") / "results.json"
         where, results = str(path), read_record(path, RewardResults)
@@ -233,7 +237,8 @@ def score_scale(
         assert results.sample_score_std is not None, "a reward model of a single objective has a spread of scores"
         scale = ScoreScale(results.sample_score_mean, results.sample_score_std)
     else:
-        where = run.job.substitute(run.name, run.own("reward")) or str(judge)
+        where = run.job.substitute(run.name, run.own("reward")) if isinstance(judge, Path) else judge.short_name
+        where = where or str(judge)
         spec = SamplingSpec(
             policy=policy,
             num_samples=1,
@@ -282,7 +287,9 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
     """Measure the scale of the scores unless it is given, and place the roles on workers."""
     policy = stage.start("sft")
     tokenizer = Tokenizer.load(policy)
-    fitting = fitting_prompts(stage, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong)
+    fitting = fitting_prompts(
+        stage, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong, keeps=config.row_fields
+    )
     prompts = fitting.prompts
     judge = config.external_reward or stage.start("reward")
     if config.shared_body and isinstance(judge, Path):
@@ -293,9 +300,10 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
         assert pretraining is not None, "pretraining rows come from the pretraining stage, a parent of this one"
         tokens = tokenize(stage.at(PRETRAIN.name), stage.resolve(pretraining))
         stream = TokenStream(array_path(tokens.training, "tokens"), pretraining.seq_len)
-    scale = scale or score_scale(stage, policy, judge, prompts, config)
+    scale = replace(scale or score_scale(stage, policy, judge, prompts, config), coef=config.score_coef)
     adapter_seed = derive_seed(stage.seed, "ppo", "lora")
-    models = InitialModels(sft=policy, reward=judge, scale=scale, pretraining=stream, adapter_seed=adapter_seed)
+    teachers = tuple(model_directory(teacher.model) for teacher in config.teachers)
+    models = InitialModels(policy, judge, scale, stream, adapter_seed, teachers)
     learners = generators = scorers = stage.workers()
     python = generator_python(config)
     if not config.placement.roles_share_ranks:
@@ -304,8 +312,9 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
     elif python:  # another interpreter needs another process, next to each learner
         generators = stage.workers.extra_group("generators", learners.num_workers, python, on_workers=True)
     conversations = OnAccess(len(prompts), lambda row: prompts[row].messages)
+    rows = OnAccess(len(prompts), lambda row: prompts[row].row) if config.row_fields.key else ()
     roles = Roles.on_groups(
-        config, stage.engine, models, conversations, learners=learners, generators=generators, scorers=scorers
+        config, stage.engine, models, conversations, rows, learners=learners, generators=generators, scorers=scorers
     )
     return Placed(roles, models, fitting)
 
@@ -370,10 +379,12 @@ def check(config: PPOConfig, job: JobView) -> None:
 
 
 def preflight(stage: StageRun, config: PPOConfig) -> None:
-    """Check the objectives of a reward model that no stage trains, that every prompt leaves room for a response, and
-    that the generators' Python has vLLM if they need it.
+    """Check the objectives of a reward model that no stage trains, that every prompt leaves room for a response, that
+    the reward can score it, the teachers, and that the generators' Python has vLLM if they need it.
     """
     generator_python(config)
+    for number, teacher in enumerate(config.teachers):
+        _check_teacher(stage, f"ppo.teachers.{number}.model", teacher.model)
     if isinstance(config.reward, ModelReward) and config.reward.model:
         judge = stage.start(REWARD.name)
         weights_by_label(str(judge), labels_of(judge), config.reward.objective_weights)
@@ -381,9 +392,32 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
             require_same_shape(stage.start("sft"), judge)
         elif config.shared_body:  # the policy is still to be trained
             adapter_of(judge)
-    fitting_prompts(
-        stage, stage.tokenizer_of("sft"), config.prompts, config.max_new_tokens, config.on_overlong, stage.tell
-    )
+    tokenizer, limits = stage.tokenizer_of("sft"), (config.max_new_tokens, config.on_overlong)
+    fitting = fitting_prompts(stage, tokenizer, config.prompts, *limits, stage.tell, config.row_fields)
+    if config.external_reward is not None:
+        config.external_reward.check(OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row))
+
+
+def _check_teacher(stage: StageRun, field: str, name: str) -> None:
+    """Check that a teacher is a language model with the policy's tokenizer, and has room for what the policy reads.
+
+    Raises: ValueError naming field and folders.
+    """
+    try:
+        folder = model_directory(name)
+        shape = read_config(folder, "language")[0]
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from None
+    if Tokenizer.load(folder) != stage.tokenizer_of("sft"):
+        raise ValueError(
+            f"{field}: the tokenizer of {folder} differs from that of the policy, {stage.start('sft')}; a teacher that"
+            " reads the same tokens was expected"
+        )
+    if shape.max_position_embeddings < stage.model.max_position_embeddings:
+        raise ValueError(
+            f"{field}: {folder} reads at most {shape.max_position_embeddings} tokens, and the policy"
+            f" {stage.model.max_position_embeddings}; a teacher that reads at least as many was expected"
+        )
 
 
 STAGE = Stage(
@@ -392,13 +426,13 @@ STAGE = Stage(
     run=run_ppo,
     parents=(
         Parent("sft", substitutes=("init_from",)),
-        Parent("reward", substitutes=REWARD_KEYS),
+        Parent("reward", substitutes=REWARD_KEYS, is_read=lambda config, _: not isinstance(config.reward, NoReward)),
         Parent("pretrain", is_read=lambda config, _: config.ptx_rows > 0),
     ),
     policy_from="sft",
     tokenizer=lambda run, _: run.tokenizer_of("sft"),
-    model_fields=("init_from", "reward.model"),
-    function_fields=("reward.function",),
+    model_fields=("init_from", "reward.model", "teachers.*.model"),
+    function_fields=("reward.function", "reward.sources.*.function"),
     context_tokens=lambda config: {"max_new_tokens": config.max_new_tokens + 1},
     split_rows=lambda config: {"rollout_batch_size": config.sampled_batch_size, "ptx.rows": config.ptx_rows},
     worker_teams=worker_teams,

@@ -1,4 +1,5 @@
-"""Objectives that hide words: BERT's masked words for an encoder, BART's denoising for an encoder-decoder.
+"""Objectives that hide words: BERT's masked words for an encoder, alone or with next-sentence prediction, and BART's
+denoising for an encoder-decoder.
 
 Which words of a row are hidden depends only on the seed and the row's number, so neither the split of a batch nor
 resuming changes them. Each row of the stream appears as `NUM_VIEWS` rows with different words hidden, as in BERT's own
@@ -10,13 +11,14 @@ Shape letters: B rows, T tokens of a row, S tokens of a corrupted row, C counted
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lm.encoder import EncoderDecoder, MaskedLanguageModel, masked_tokens_loss
+from lm.encoder import EncoderDecoder, MaskedLanguageModel, NextSentenceModel, masked_tokens_loss
 from lm.layers import sequence_keys
 from lm.tokenizer import Tokenizer
 from training.objectives import teacher_forcing_loss
@@ -125,6 +127,78 @@ class MaskedObjective:
     def _rows(self, rows: IntArray) -> IntArray:
         rows_BT: IntArray = self.rows_BT[rows % len(self.rows_BT)].astype(np.int64)
         return rows_BT
+
+
+class NextSentenceObjective:
+    """BERT's whole pretraining loss on pairs `[CLS] first [SEP] second [SEP]`: that of the masked words, as in
+    `MaskedObjective`, and for each pair -log p(the second text follows the first, or not). Lower is better.
+
+    A pair is a row of the stream, cut in half; in half of the pairs, drawn at random, the second text is of another
+    row. Both losses are means in BERT, over words and over pairs. Here each pair counts `words_per_pair` times in a sum
+    over masked words, which is the same as long as every pair has that many.
+    """
+
+    def __init__(self, rows_BT: NDArray[np.int32], words: HiddenWords, num_views: int = NUM_VIEWS) -> None:
+        self.rows_BT, self.words, self.num_views = rows_BT, words, num_views
+        self.half = rows_BT.shape[1] // 2
+        self.words_per_pair = max(1, round(MASKED_SHARE * 2 * self.half))
+
+    def __len__(self) -> int:
+        return len(self.rows_BT) * self.num_views
+
+    def count(self, rows: IntArray) -> int:
+        return int(self.words.num_masked(self.pairs(rows)[0]).sum())
+
+    def num_tokens(self, rows: IntArray) -> int:
+        return len(rows) * (2 * self.half + 3)
+
+    def pairs(self, rows: IntArray) -> tuple[IntArray, IntArray]:
+        """Returns both texts of each pair [B, 2 half], and 1 where the second is of another row [B], else 0."""
+        pairs_BT = self.rows_BT[rows % len(self.rows_BT), : 2 * self.half].astype(np.int64)
+        is_random_B = np.zeros(len(rows), dtype=np.int64)
+        for place, row in enumerate(rows):
+            generator = np.random.default_rng([self.words.seed, 1, int(row)])
+            if len(self.rows_BT) > 1 and generator.random() < 0.5:
+                other = (int(row) + int(generator.integers(1, len(self.rows_BT)))) % len(self.rows_BT)
+                pairs_BT[place, self.half :] = self.rows_BT[other, self.half : 2 * self.half]
+                is_random_B[place] = 1
+        return pairs_BT, is_random_B
+
+    def batch(self, rows: IntArray, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Returns corrupted tokens, token types and a mask of the chosen words, [B, T] each with the marks; the chosen
+        words [C]; and 1 where the second text is a random one [B].
+        """
+        pairs_BT, is_random_B = self.pairs(rows)
+        views = [self.words.mask(pair_T, self.words.generator(row)) for row, pair_T in zip(rows, pairs_BT, strict=True)]
+        corrupted_BT, chosen_BT = (np.stack(part) for part in zip(*views, strict=True))
+
+        def marked(values_BT: NDArray[Any], start: int, end: int) -> Tensor:
+            marks = [np.full((len(rows), 1), mark, dtype=values_BT.dtype) for mark in (start, end)]
+            parts = marks[0], values_BT[:, : self.half], marks[1], values_BT[:, self.half :], marks[1]
+            return torch.from_numpy(np.concatenate(parts, axis=1))
+
+        tokens_BT = marked(corrupted_BT, self.words.start_id, self.words.end_id)
+        types_BT = torch.zeros_like(tokens_BT)
+        types_BT[:, self.half + 2 :] = 1
+        parts = tokens_BT, types_BT, marked(chosen_BT, 0, 0), *map(torch.from_numpy, (pairs_BT[chosen_BT], is_random_B))
+        tokens_BT, types_BT, selected_BT, words_C, random_B = (part.to(device) for part in parts)
+        return tokens_BT, types_BT, selected_BT, words_C, random_B
+
+    def loss(
+        self, model: NextSentenceModel, rows: IntArray, device: torch.device, seed: int = 0
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        tokens_BT, types_BT, selected_BT, words_C, random_B = self.batch(rows, device)
+        keys_B1 = sequence_keys(seed, rows[:, None], device)
+        logits_CV, next_B2 = model(tokens_BT, None, selected_BT, types_BT, keys_B1)
+        masked = masked_tokens_loss(logits_CV, words_C)
+        pairs = torch.nn.functional.cross_entropy(next_B2, random_B, reduction="sum")
+        num_pairs = torch.tensor(float(len(rows)), device=device)
+        return masked + self.words_per_pair * pairs, {
+            "accuracy": (logits_CV.argmax(dim=-1) == words_C).sum(),
+            "masked_loss": masked,
+            "next_sentence_loss": torch.stack([pairs, num_pairs]),
+            "next_sentence_accuracy": torch.stack([(next_B2.argmax(dim=-1) == random_B).sum().float(), num_pairs]),
+        }
 
 
 class DenoisingObjective:

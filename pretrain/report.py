@@ -15,13 +15,17 @@ from stages.reports.stage_report import (
 from stages.reports.text import count, number, percent
 from training.data import SourceRows
 
-PANELS = (Panel("Loss", "nats per token", train_and_heldout("loss")), GRADIENT_NORM)
+PANELS = (
+    Panel("Loss", "nats per token", train_and_heldout("loss")),
+    Panel("Next sentence", "pairs told right", train_and_heldout("next_sentence_accuracy"), is_share=True),
+    GRADIENT_NORM,
+)
 
 
 @dataclass(frozen=True)
 class PretrainResults:
     """Losses in nats per token. `heldout_accuracy` is on hidden words (masked models only); bits per byte are given for
-    decoders only.
+    decoders only. With next-sentence prediction, `heldout_loss` is that of the hidden words alone.
     """
 
     heldout_loss: float
@@ -30,6 +34,7 @@ class PretrainResults:
     train_tokens: int
     trained_tokens: int
     heldout_accuracy: float | None = None
+    heldout_next_sentence_accuracy: float | None = None  # of pairs of texts, half of which belong together
     heldout_bits_per_byte: float | None = None
     sources: tuple[SourceRows, ...] = ()  # of the texts, if rows are unusual
 
@@ -48,6 +53,8 @@ def report(stage: StageFolder) -> StageReport:
     ]
     if results.heldout_accuracy is not None:
         facts.append(("Hidden words found", percent(results.heldout_accuracy)))
+    if results.heldout_next_sentence_accuracy is not None:
+        facts.append(("Next sentences told from random ones", percent(results.heldout_next_sentence_accuracy)))
     facts += [rows.fact for rows in results.sources]
     bits = results.heldout_bits_per_byte
     if bits is None:

@@ -18,18 +18,18 @@ from pydantic import Field
 
 from files.hashes import derive_seed, file_hash
 from lm.config import ModelConfig
-from lm.encoder import EncoderDecoder, MaskedLanguageModel
+from lm.encoder import EncoderDecoder, MaskedLanguageModel, NextSentenceModel
 from lm.hub import model_directory
 from lm.model import LanguageModel, count_parameters
 from lm.source import ModelSource, RandomInit, on_meta
 from lm.tokenizer import TOKENIZER_FILES, Tokenizer
-from lm.weights import PRETRAINED, ModelFolder, save_model
-from pretrain.corruption import NUM_VIEWS, DenoisingObjective, HiddenWords, MaskedObjective
+from lm.weights import PRETRAINED, ModelFolder, WithNewHead, save_model
+from pretrain.corruption import NUM_VIEWS, DenoisingObjective, HiddenWords, MaskedObjective, NextSentenceObjective
 from pretrain.report import REPORTER, PretrainResults
 from stages.contract import Preparation, Stage
 from stages.data import token_folder
 from stages.planner import Planner, StagePlan
-from stages.run import StageRun
+from stages.run import JobView, StageRun
 from training.config import InitConfig, TrainingConfig
 from training.data import SourceRows, TextConfig, read_texts, untold
 from training.engine import StageContext, build_engine
@@ -51,6 +51,11 @@ class PretrainConfig(InitConfig, TrainingConfig):
         default=100_000, ge=1, description="How many texts, from the first on, the tokenizer is trained on."
     )
     seq_len: int = Field(ge=2, description="Tokens per row.")
+    next_sentence: bool = Field(
+        default=False,
+        description="Encoders: also learn whether the second of two texts follows the first (BERT's next-sentence"
+        " prediction, arXiv 1810.04805, section 3.1); needs model.type_vocab_size of at least 2.",
+    )
     num_steps: int = Field(
         ge=0, description="Optimizer steps; 0 = keep the initial weights (those of `init_from`, or random ones)."
     )
@@ -69,16 +74,20 @@ def train(
             f"model.vocab_size is {model_config.vocab_size}; at least {tokenizer.vocab_size}, the size of the tokenizer"
             f" in {tokenizer_folder}, was expected"
         )
-    # An encoder's input begins with the start token.
-    seq_len = config.seq_len - (model_config.kind != "decoder")
+    # An encoder's input begins with the start token; a pair of texts also has an end token after each.
+    seq_len = config.seq_len - (3 if config.next_sentence else model_config.kind != "decoder")
     rows, heldout, heldout_bytes = (
         stream_rows(array_path(folder, name), seq_len)
         for folder, name in ((data.training, "tokens"), (data.heldout, "tokens"), (data.heldout, "num_bytes"))
     )
     source = model_source(context, config, model_config)
     engine = build_engine(context, source, config)
-    training = make_objective(model_config, rows, tokenizer, derive_seed(context.seed, "pretrain", "words"), NUM_VIEWS)
-    unseen = make_objective(model_config, heldout, tokenizer, derive_seed(context.seed, "pretrain", "heldout"), 1)
+    training, unseen = (
+        make_objective(
+            model_config, rows_BT, tokenizer, derive_seed(context.seed, "pretrain", name), views, config.next_sentence
+        )
+        for rows_BT, name, views in ((rows, "words", NUM_VIEWS), (heldout, "heldout", 1))
+    )
     loop_config = LoopConfig.of("pretrain", context.seed, config.num_steps, config)
     metrics = TrainingLoop(engine, loop_config, training, unseen, context.folder).run()
     weights = engine.weights_for_file()
@@ -86,8 +95,9 @@ def train(
         save_model(context.model_folder, engine.module, weights, tokenizer)
         is_decoder = model_config.kind == "decoder"  # other kinds see later tokens, so their loss is not that of a text
         results = PretrainResults(
-            heldout_loss=metrics["loss"],
+            heldout_loss=metrics.get("masked_loss", metrics["loss"]),
             heldout_accuracy=metrics.get("accuracy"),
+            heldout_next_sentence_accuracy=metrics.get("next_sentence_accuracy"),
             num_parameters=count_parameters([on_meta(source.build)]),
             vocab_size=tokenizer.vocab_size,
             train_tokens=int(rows.size),
@@ -100,12 +110,15 @@ def train(
     engine.close()
 
 
-Pretrained = LanguageModel | MaskedLanguageModel | EncoderDecoder
+Pretrained = LanguageModel | MaskedLanguageModel | NextSentenceModel | EncoderDecoder
 
 
 def model_source(context: StageContext, config: PretrainConfig, model_config: ModelConfig) -> ModelSource[Pretrained]:
-    """Returns the model of `init_from`, or a new one."""
-    kind = PRETRAINED[model_config.kind]
+    """Returns the model of `init_from`, or a new one. A head for the next sentence that `init_from` lacks is new."""
+    kind = NextSentenceModel if config.next_sentence else PRETRAINED[model_config.kind]
+    if config.init_from and config.next_sentence:
+        seed, folder = derive_seed(context.seed, "pretrain", "head"), model_directory(config.init_from)
+        return WithNewHead(folder, MaskedLanguageModel, lambda shape: NextSentenceModel(shape, config.dropout), seed)
     if config.init_from:
         return ModelFolder(model_directory(config.init_from), kind, config.dropout)
     seed = derive_seed(context.seed, "pretrain", "weights")
@@ -113,12 +126,19 @@ def model_source(context: StageContext, config: PretrainConfig, model_config: Mo
 
 
 def make_objective(
-    model: ModelConfig, rows_BT: NDArray[np.int32], tokenizer: Tokenizer, seed: int, num_views: int
+    model: ModelConfig,
+    rows_BT: NDArray[np.int32],
+    tokenizer: Tokenizer,
+    seed: int,
+    num_views: int,
+    next_sentence: bool,
 ) -> Objective[Any]:
     """Build the objective for the model's kind. Raises: ValueError for a vocabulary without a mask token."""
     if model.kind == "decoder":
         return CausalLMObjective(rows_BT)
     words = HiddenWords.of(tokenizer, seed)
+    if next_sentence:
+        return NextSentenceObjective(rows_BT, words, num_views)
     if model.kind == "encoder":
         return MaskedObjective(rows_BT, words, num_views)
     return DenoisingObjective(rows_BT, words, num_views)
@@ -210,6 +230,21 @@ def tokenizer_inputs(run: StageRun, config: PretrainConfig) -> tuple[dict[str, A
     return {**values, "vocab_size": run.model.vocab_size, "kind": run.model.kind}, run.source_hashes(texts)
 
 
+def check(config: PretrainConfig, job: JobView) -> None:
+    """Raises: ValueError for pairs of texts that the model cannot tell apart or that do not fit a row."""
+    if not config.next_sentence or job.model is None:
+        return
+    if job.model.kind != "encoder":
+        raise ValueError(f"pretrain.next_sentence with model.kind {job.model.kind!r}; an encoder was expected")
+    if job.model.type_vocab_size < 2:
+        raise ValueError(
+            f"pretrain.next_sentence with model.type_vocab_size {job.model.type_vocab_size}; at least 2 was expected,"
+            " since token types tell the two texts apart"
+        )
+    if config.seq_len < MIN_PAIR_TOKENS:
+        raise ValueError(f"pretrain.seq_len is {config.seq_len}; next_sentence needs at least {MIN_PAIR_TOKENS}")
+
+
 def preflight(run: StageRun, config: PretrainConfig) -> None:
     """Read and tokenize every text. Raises: ValueError naming file, line and field."""
     tokenize(run, config)
@@ -223,6 +258,7 @@ def plan(planner: Planner, config: PretrainConfig) -> StagePlan:
 
 
 TOKENIZER = "tokenizer"
+MIN_PAIR_TOKENS = 5  # two texts of one token with BERT's three marks
 
 STAGE = Stage(
     name="pretrain",
@@ -235,6 +271,7 @@ STAGE = Stage(
     tokenizer=lambda run, _: Tokenizer.load(_tokenizer_folder(run)),
     model_kinds=("decoder", "encoder", "encoder-decoder"),
     context_tokens=lambda config: {"seq_len": config.seq_len},
+    check=check,
     preflight=preflight,
     plan=plan,
     report=REPORTER,

@@ -1,6 +1,6 @@
 """Where rewards come from: a reward model, a Python function or an HTTP endpoint. A failed score comes with a reason.
 
-`Reward` lists the kinds, which are the tables that `[ppo.reward]` may be.
+`reward.sources` lists all kinds, also those that are made of these.
 """
 
 import inspect
@@ -11,19 +11,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, SupportsFloat
+from typing import Any, ClassVar, Literal, SupportsFloat
 
-from pydantic import ConfigDict, Field, FiniteFloat, Tag
+from pydantic import ConfigDict, Field, FiniteFloat
 
-from files.fields import shown
+from files.fields import kind_of, shown
 from files.importing import explain, file_of, load_function
+from files.rows import Row
 from lm.progress import in_users_code, note_progress
 from lm.tokenizer import Messages
-from training.config import Config, by_kind
+from training.config import Config
+from training.data import NO_FIELDS, RowFields
 from training.notices import printing_aloud
 
-# Gets prompts (each a list of messages) and responses (texts); returns a number per response, None for a failure.
-ScoringFunction = Callable[[list[list[dict[str, str]]], list[str]], Sequence[float | None]]
+# Gets prompts (each a list of messages), responses (texts) and, if it has a parameter `rows`, the prompts' rows of
+# data; returns a number per response, None for a failure.
+ScoringFunction = Callable[..., Sequence[float | None]]
 
 SHOWN_CHARACTERS = 200  # of a malformed response, in an error message
 
@@ -57,11 +60,40 @@ class ExternalReward(Config, ABC):
 
     source_key: ClassVar[str]
     noun: ClassVar[str]  # what a report calls it, before its source
-    objective_weights: ClassVar[Mapping[str, float]] = {}
 
     @abstractmethod
-    def score(self, conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
-        """Score the responses to as many conversations. Never raises: a failed score has its reason."""
+    def score(
+        self, conversations: Sequence[Messages], responses: Sequence[str], rows: Sequence[Row] = ()
+    ) -> list[Scored]:
+        """Score the responses to as many conversations. Never raises: a failed score has its reason.
+
+        `rows` are what `fields_of` returned for the prompts' rows of data; it is empty if `reads_rows` is False.
+        """
+
+    @property
+    def row_fields(self) -> RowFields:
+        """The fields of their rows that prompts must keep to be scored."""
+        return RowFields(self.fields_of, self.model_dump_json()) if self.reads_rows else NO_FIELDS
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether scoring needs the rows that the prompts come from. Raises: ValueError as `RewardFunction.load`."""
+        return False
+
+    def fields_of(self, where: str, row: Row) -> Row:  # noqa: ARG002  # for the kinds that read rows
+        """Returns the fields of a prompt's row that scoring needs; only called if `reads_rows`.
+
+        Raises: ValueError, starting with `where` and naming the field, for a row that cannot be scored.
+        """
+        return {}
+
+    def check(self, rows: Sequence[Row]) -> None:
+        """Check before a run that this machine can score responses to the prompts of these rows. Raises: ValueError."""
+
+    @property
+    def parts(self) -> Mapping[str, "ExternalReward"]:
+        """The sources that score one by one, by the name of their objective; itself, under "", if it is only one."""
+        return {"": self}
 
     @property
     def source(self) -> str:
@@ -91,6 +123,7 @@ class RewardFunction(ExternalReward):
     model_config = ConfigDict(title="Reward function")
     source_key: ClassVar[str] = "function"
     noun: ClassVar[str] = "function"
+    objective_weights: ClassVar[Mapping[str, float]] = {}
 
     kind: Literal["function"] = Field(default="function", description="The kind of this table.")
     function: str = Field(
@@ -98,25 +131,49 @@ class RewardFunction(ExternalReward):
         description='"MODULE:FUNCTION" or "FILE.py:FUNCTION"; the current folder is searched too.',
     )
 
-    def score(self, conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
+    def score(
+        self, conversations: Sequence[Messages], responses: Sequence[str], rows: Sequence[Row] = ()
+    ) -> list[Scored]:
         """Score responses. If a call fails, each response is scored alone, so a bad one does not affect the others."""
         note_progress()
         prompts = [[dict(message) for message in messages] for messages in conversations]
         function = self.load()
         try:
             with printing_aloud(self.function), in_users_code(self._called_with(conversations)):
-                returned = function(prompts, list(responses))
+                named = {"rows": [dict(row) for row in rows]} if self.reads_rows else {}
+                returned = function(prompts, list(responses), **named)
                 values = list(returned) if isinstance(returned, Iterable) else returned
         except Exception as error:  # user code
             if len(responses) > 1:
-                alone = zip(conversations, responses, strict=True)
-                return [scored for messages, response in alone for scored in self.score([messages], [response])]
+                alone = [slice(place, place + 1) for place in range(len(responses))]
+                return [scored for one in alone for scored in self.score(conversations[one], responses[one], rows[one])]
             return [Scored(math.nan, f"{self.function} raised {explain(error, __file__)}")]
         place = _place(function)
         return [
             replace(scored, failure=f"{scored.failure}{place}") if scored.failure else scored
             for scored in checked(values, len(responses), self.function)
         ]
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether the function has a parameter `rows`."""
+        function = self.load()
+        try:
+            return "rows" in inspect.signature(function).parameters
+        except (TypeError, ValueError):  # a callable whose parameters Python does not know
+            return False
+
+    def fields_of(self, where: str, row: Row) -> Row:
+        """Returns the whole row, as JSON can hold it."""
+        for name, value in row.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"{where}: field {name!r} is {kind_of(value)}; {self.function} has a parameter `rows`, so a value"
+                    " that JSON can hold was expected"
+                ) from None
+        return dict(row)
 
     def _called_with(self, conversations: Sequence[Messages]) -> str:
         """Name the function and the rows of a call, for whoever looks for the row on which it hangs."""
@@ -159,6 +216,7 @@ class RemoteReward(ExternalReward):
     model_config = ConfigDict(title="Reward url")
     source_key: ClassVar[str] = "url"
     noun: ClassVar[str] = "endpoint"
+    objective_weights: ClassVar[Mapping[str, float]] = {}
 
     kind: Literal["url"] = Field(default="url", description="The kind of this table.")
     url: str = Field(pattern=r"^https?://.+$", description="HTTP endpoint that scores responses.")
@@ -172,7 +230,12 @@ class RemoteReward(ExternalReward):
     def num_parallel(self) -> int:
         return self.parallel
 
-    def score(self, conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
+    def score(
+        self,
+        conversations: Sequence[Messages],
+        responses: Sequence[str],
+        rows: Sequence[Row] = (),  # noqa: ARG002  # an endpoint gets texts only
+    ) -> list[Scored]:
         import httpx  # only here: a reward model needs no HTTP client, and a bare GPU machine has none
 
         from files.retries import post_json
@@ -205,23 +268,35 @@ class RemoteReward(ExternalReward):
         return checked(values, num_responses, self.url)
 
 
-Reward = Annotated[
-    Annotated[ModelReward, Tag("model")]
-    | Annotated[RewardFunction, Tag("function")]
-    | Annotated[RemoteReward, Tag("url")],
-    by_kind("model", "function", "url"),
-]
-REWARD_KEYS = tuple(f"reward.{kind.source_key}" for kind in (ModelReward, RewardFunction, RemoteReward))
+class NoReward(ExternalReward):
+    """No reward: every score is 0. Only for a policy that learns from teachers."""
+
+    model_config = ConfigDict(title="Reward none")
+    source_key: ClassVar[str] = "kind"
+    noun: ClassVar[str] = "reward"
+
+    objective_weights: ClassVar[Mapping[str, float]] = {}
+
+    kind: Literal["none"] = Field(default="none", description="The kind of this table.")
+
+    def score(
+        self, _conversations: Sequence[Messages], responses: Sequence[str], _rows: Sequence[Row] = ()
+    ) -> list[Scored]:
+        return [Scored(0.0)] * len(responses)
 
 
 def score_in_parts(
-    reward: ExternalReward, conversations: Sequence[Messages], responses: Sequence[str], size: int
+    reward: ExternalReward,
+    conversations: Sequence[Messages],
+    responses: Sequence[str],
+    size: int,
+    rows: Sequence[Row] = (),
 ) -> list[Scored]:
     """Score any number of responses, at most `size` per call. An endpoint gets up to `num_parallel` calls at once."""
     parts = [slice(start, start + size) for start in range(0, len(responses), size)]
 
     def score(part: slice) -> list[Scored]:
-        return reward.score(conversations[part], responses[part])
+        return reward.score(conversations[part], responses[part], rows[part])
 
     if not reward.num_parallel:
         return [scored for part in parts for scored in score(part)]

@@ -21,7 +21,7 @@ from lm.sampling import Choice
 from lm.sequence_logprobs import sequence_logprobs
 from lm.source import load_for_inference
 from lm.tensor_parallel import Rendezvous, Team
-from lm.tokenizer import Messages, Tokenizer
+from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, read_config
 from reward.external import ExternalReward, Scored, score_in_parts
 from reward.scoring import RewardModel
@@ -122,7 +122,7 @@ class Sampler:
         )
         responses = sampled.responses
         ratios = self._log_ratios(queries, responses)
-        scores = self._scores([prompt.messages for prompt, _ in chosen], queries, responses)
+        scores = self._scores([prompt for prompt, _ in chosen], queries, responses)
         samples = {
             place: Sample(
                 prompt_id=wanted[place][0].prompt_id,
@@ -177,16 +177,16 @@ class Sampler:
 
     def _scores(
         self,
-        conversations: Sequence[Messages],
+        prompts: Sequence[Prompt],
         queries: Sequence[Sequence[int]],
         responses: Sequence[Sequence[int]],
     ) -> list[Scored]:
         if self._team is not None and self._team.rank > 0:
             return [Scored(math.nan)] * len(responses)
-        external = self.spec.external_reward
+        external, conversations = self.spec.external_reward, [prompt.messages for prompt in prompts]
         if external is not None:
             texts = [self._tokenizer.decode(response).strip() for response in responses]
-            return score_in_parts(external, conversations, texts, BATCH)
+            return score_in_parts(external, conversations, texts, BATCH, [prompt.row for prompt in prompts])
         if not self.spec.reward:
             return [Scored(math.nan)] * len(responses)
         scores = self._reward_model.score(self._tokenizer, conversations, queries, responses)

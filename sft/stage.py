@@ -23,13 +23,14 @@ from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, purpose_of
 from sft.demonstrations import Limit, Rows, demonstration_lengths, demonstration_parts, split_pair
 from sft.report import REPORTER, SFTResults
+from sft.translation import TranslationResults, translate, write_and_score
 from stages.contract import Parent, Stage
 from stages.data import token_folder
 from stages.planner import Planner, StagePlan
-from stages.run import StageRun
+from stages.run import JobView, StageRun
 from training.config import FineTuningConfig
 from training.data import DataConfig, OnOverlong, overlong_field, untold
-from training.engine import StageContext, build_engine
+from training.engine import Engine, StageContext, build_engine
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import PackedObjective, PairsObjective
 from training.packing import Packed, best_fit
@@ -55,6 +56,12 @@ class SFTConfig(FineTuningConfig):
     )
     on_overlong: OnOverlong = overlong_field()
     num_epochs: float = Field(default=1.0, gt=0, description="Passes over the demonstrations.")
+    translation_beams: int = Field(
+        default=0,
+        ge=0,
+        description="For an encoder-decoder: after training, translate the held-out sources greedily and by beam search"
+        " with this many beams, and score both by BLEU and chrF; 0 = no translations.",
+    )
 
 
 def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFolders) -> None:
@@ -80,6 +87,8 @@ def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFold
     weights = engine.weights_for_file()
     if engine.is_main:
         save_trained(context.folder, plain, engine.module, weights, tokenizer, config.lora, start)
+    translation = translate_heldout(engine, context, config, data.heldout)
+    if engine.is_main:
         context.write_results(
             SFTResults(
                 heldout_loss=metrics["loss"],
@@ -89,10 +98,27 @@ def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFold
                 packing_efficiency=packing_efficiency(training, config.seq_len),
                 overlong=read_overlong(data.training) or None,
                 sources=read_sources(data.training, data.heldout),
+                translation=translation,
             )
         )
     engine.barrier()
     engine.close()
+
+
+def translate_heldout(
+    engine: Engine[Any], context: StageContext, config: SFTConfig, heldout: Path
+) -> TranslationResults | None:
+    """Translate the held-out sources with the saved model, each rank its share, and score them on rank 0."""
+    if not config.translation_beams:
+        return None
+    engine.barrier()  # until the model is saved
+    pairs, size = Pairs(Sequences.read(heldout)), engine.world_size
+    own = [pairs[row] for row in range(engine.rank, len(pairs), size)]
+    shares = engine.gather(translate(context.model_folder, own, config.translation_beams, config.seq_len - 1))
+    if not engine.is_main:
+        return None
+    rows = [shares[row % size][row // size] for row in range(len(pairs))]
+    return write_and_score(context.folder, rows, config.translation_beams, context.seed)
 
 
 def make_objective(
@@ -171,6 +197,15 @@ def preflight(run: StageRun, config: SFTConfig) -> None:
             run.tell(f"sft, {name}: {overlong} (sft.seq_len is {config.seq_len})")
 
 
+def check(config: SFTConfig, job: JobView) -> None:
+    """Check that a model that is to translate has an encoder to read with."""
+    if config.translation_beams and job.model is not None and job.model.kind != "encoder-decoder":
+        raise ValueError(
+            f"sft.translation_beams is {config.translation_beams}, but model.kind is {job.model.kind!r}; only an"
+            " 'encoder-decoder' translates"
+        )
+
+
 def plan(planner: Planner, config: SFTConfig) -> StagePlan:
     is_decoder = planner.model.kind == "decoder"
     tokens = config.seq_len - is_decoder
@@ -207,6 +242,7 @@ STAGE = Stage(
     tokenizer=load_tokenizer,
     model_kinds=("decoder", "encoder-decoder"),
     context_tokens=lambda config: {"seq_len": config.seq_len},
+    check=check,
     preflight=preflight,
     plan=plan,
     report=REPORTER,

@@ -85,7 +85,7 @@ class Stage(Generic[AnyConfig]):
     sections: tuple[str, ...] = ()  # other sections that its result depends on, which the job must have
     optional_sections: tuple[str, ...] = ()  # others that its result depends on if the job has them
     preparation: Preparation[AnyConfig] | None = None
-    model_fields: tuple[str, ...] = ("init_from",)  # fields that name a model directory or a hub id
+    model_fields: tuple[str, ...] = ("init_from",)  # that name a model directory or hub id; `*`: each table of a list
     function_fields: tuple[str, ...] = ()  # fields that name a Python function
 
     # What it leaves, always including `results.json`.

@@ -23,10 +23,12 @@ from stages.lineage import path_hash
 from stages.run import StageRun
 from stages.sizes import Lengths, RowSample
 from training.data import (
+    NO_FIELDS,
     DataConfig,
     OnOverlong,
     Overlong,
     Prompt,
+    RowFields,
     SourceConfig,
     SourceRows,
     stream_prompts,
@@ -126,8 +128,8 @@ class Fitting:
         )
 
         def prompt(row: int) -> Prompt:
-            prompt_id, kind, messages = json.loads(_entry(texts, text_ends, row).tobytes())
-            return Prompt(prompt_id=prompt_id, kind=kind, messages=messages)
+            prompt_id, kind, messages, *fields = json.loads(_entry(texts, text_ends, row).tobytes())
+            return Prompt(prompt_id=prompt_id, kind=kind, messages=messages, row=fields[0] if fields else {})
 
         def tokens_of(row: int) -> list[int]:
             of_row: list[int] = _entry(tokens, token_ends, row).tolist()
@@ -183,9 +185,10 @@ def fitting_prompts(
     max_new_tokens: int,
     on_overlong: OnOverlong,
     tell: Callable[[str], None] = untold,
+    keeps: RowFields = NO_FIELDS,
 ) -> Fitting:
     """Read and encode the prompts once, into files, and skip or shorten those that leave no room for a response, as
-    `PromptLimit.fit` does. `tell` receives lines about what was read.
+    `PromptLimit.fit` does. `tell` receives lines about what was read. Each prompt keeps the fields `keeps` of its row.
 
     Raises: ValueError if no prompt is left, if a prompt is too long or the chat template refuses it (naming file and
         line), or if a row is not a prompt (naming the field too).
@@ -194,11 +197,15 @@ def fitting_prompts(
 
     def parts(first_row: int) -> Iterator[Part]:
         lines, counted = list[str](), list[SourceRows]()
-        for chunk in chunks(itertools.islice(stream_prompts(data, lines.append, counted.append), first_row, None)):
+        for chunk in chunks(
+            itertools.islice(stream_prompts(data, lines.append, counted.append, keeps), first_row, None)
+        ):
             encoded = encode_rows(tokenizer.encode_prompts, [(where, prompt.messages) for where, prompt in chunk])
             of_rows = [limit.fit(tokenizer, *row, tokens) for row, tokens in zip(chunk, encoded, strict=True)]
             kept = [(prompt, tokens) for prompt, tokens, fate in of_rows if fate != SKIPPED]
-            texts = [json.dumps([of.prompt_id, of.kind, of.messages]).encode() for of, _ in kept]
+            texts = [
+                json.dumps([of.prompt_id, of.kind, of.messages, *([of.row] * bool(of.row))]).encode() for of, _ in kept
+            ]
             arrays = {
                 "tokens": np.fromiter(itertools.chain.from_iterable(tokens for _, tokens in kept), np.int32),
                 "lengths": np.array([len(tokens) for _, tokens in kept]),
@@ -211,7 +218,7 @@ def fitting_prompts(
             tell(line)
         yield from unusual_rows(counted)
 
-    settings = {"room": limit.room, "on_overlong": on_overlong}
+    settings = {"room": limit.room, "on_overlong": on_overlong} | ({"fields": keeps.key} if keeps.key else {})
     fitting = Fitting.read(token_folder(run, "prompts", tokenizer, (data,), PROMPTS, parts, **settings))
     if fitting.overlong:
         tell(f"{data.source}: {fitting.overlong} ({run.name}.max_new_tokens leaves {limit.room} tokens for a prompt)")

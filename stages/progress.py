@@ -129,7 +129,7 @@ def print_notice(notice: str) -> None:
 
 
 def _in_words(line: dict[str, Any]) -> str:
-    shown = [f"{name} {line[name]:.3g}" for name in ("loss", "score", "kl_nats") if name in line]
+    shown = [f"{name} {line[name]:.3g}" for name in ("loss", "score", "kl_nats", "teacher_kl_nats") if name in line]
     return "  ".join([*shown, f"{line['tokens_per_second']:,.0f} tokens/s"])
 
 

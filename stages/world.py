@@ -27,7 +27,7 @@ class World(Protocol):
         """Write the JSONL files of every stage into the folder.
 
         pretrain, pretrain_heldout: {"text"}; demonstrations, demonstrations_heldout: {"messages"};
-        collect_prompts, ppo_prompts, compare_prompts: {"prompt_id", "messages", "kind"}.
+        collect_prompts, ppo_prompts, compare_prompts: {"prompt_id", "messages", "kind"}. A world may write more.
         No prompt's text occurs twice, within or across the files.
         """
 

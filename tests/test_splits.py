@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpo.config import DPOConfig
+from classify.examples import BEGINS, ENDS, Examples
+from classify.objective import ClassifyObjective
+from dpo.config import DPOConfig, KTOConfig
 from dpo.learner import PolicySource
 from dpo.objective import PreferenceObjective
+from dpo.unpaired import UnpairedObjective, mismatched
 from files.ports import free_port
 from lm.config import ModelConfig
-from lm.encoder import EncoderDecoder, MaskedLanguageModel, SequenceClassifier
+from lm.encoder import (
+    EncoderDecoder,
+    MaskedLanguageModel,
+    NextSentenceModel,
+    SequenceClassifier,
+    SpanPredictor,
+    TokenClassifier,
+)
 from lm.lora import UP, LoRAConfig, WithAdapters
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.source import ModelSource, RandomInit, load
@@ -41,8 +51,8 @@ from ppo.kept_passes import Repeated
 from ppo.learner import Learner
 from ppo.rank import InitialModels, ScoreScale, TokenStream
 from ppo.rollout import Drawn, PolicyBatch, ResponseKL, Rollout, ValueBatch, shares_by_update, shares_of
-from ppo.scorer import Scorer
-from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective
+from ppo.scorer import Asked, Scorer
+from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective, NextSentenceObjective
 from reward.comparisons import Comparison, Verdict
 from reward.objective import AuxiliaryParameters, LearnerSource, RankingObjective
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
@@ -69,6 +79,7 @@ DECODER = ModelConfig(num_hidden_layers=2, **SHAPE)
 ENCODER = ModelConfig(kind="encoder", num_hidden_layers=2, mlp="gelu", positions="learned", **SHAPE)
 # More ranks than key-value heads may split a sequence: each has a query head of its own.
 GROUPED = ModelConfig(num_hidden_layers=2, **{**SHAPE, "num_attention_heads": 4})
+TYPED = ENCODER.model_copy(update={"type_vocab_size": 2})
 BOTH = ModelConfig(kind="encoder-decoder", num_hidden_layers=1, num_encoder_layers=1, mlp="gelu", **SHAPE)
 PAD, END, MASK = 0, 1, 2
 
@@ -127,6 +138,69 @@ PREFERENCES = [
 ]
 BETA, SFT_COEF = 0.3, 0.2
 REFERENCE = [drawn.normal(-30, 4, len(c.sequences)).astype(np.float32) for c in PREFERENCES]
+
+
+# Examples of classification, of different lengths. Some sentences have one tagged word, one has none.
+LENGTHS = [5, 11, 3, 8, 12, 4, 9, 6]
+SEQUENCE_TARGETS = [[row % 3, *[-1] * (length - 1)] for row, length in enumerate(LENGTHS)]
+TOKEN_TARGETS = [
+    [(t + row) % 3 if 0 < t < length - 1 and (t * row) % 4 == 1 else -1 for t in range(length)]
+    for row, length in enumerate(LENGTHS)
+]
+SPANS = [(0, 0), (4, 9), (1, 1), (0, 0), (7, 10), (2, 3), (3, 3), (1, 4)]
+SPAN_TARGETS = [
+    [BEGINS * (t == first) + ENDS * (t == last) for t in range(length)]
+    for length, (first, last) in zip(LENGTHS, SPANS, strict=True)
+]
+LABELS = ("a", "b", "c")
+
+
+def examples_of(targets: list[list[int]]) -> Examples:
+    generator = np.random.default_rng(8)  # of its own, so that the other stages keep their data
+    return Examples(
+        generator.integers(3, VOCABULARY, sum(LENGTHS)).astype(np.int32),
+        np.concatenate([np.arange(length) >= length // 2 for length in LENGTHS]).astype(np.uint8),
+        np.concatenate([np.array(of_row, dtype=np.int32) for of_row in targets]),
+        np.cumsum(LENGTHS, dtype=np.int64),
+        Path("unread"),
+    )
+
+
+def classify_sum(model: nn.Module, targets: list[list[int]]) -> Tensor:
+    """Text by text: -log p of the labelled tokens, or half of that of a span's ends."""
+    losses, examples = [], examples_of(targets)
+    for of_row, end in zip(targets, examples.ends.tolist(), strict=True):
+        part = slice(end - len(of_row), end)
+        ids, types = (
+            torch.from_numpy(of[part].astype(np.int64))[None] for of in (examples.tokens, examples.token_types)
+        )
+        found = model(ids, None, types)
+        if isinstance(model, SpanPredictor):
+            first, last = (next(t for t, target in enumerate(of_row) if target & bit) for bit in (BEGINS, ENDS))
+            losses.append(-(F.log_softmax(found[0][0], dim=0)[first] + F.log_softmax(found[1][0], dim=0)[last]) / 2)
+            continue
+        for t, target in enumerate(of_row):
+            if target >= 0:
+                losses.append(
+                    -F.log_softmax(found[0] if isinstance(model, SequenceClassifier) else found[0, t], 0)[target]
+                )
+    return sum_of(losses)
+
+
+NEXT = NextSentenceObjective(TEXT, WORDS, num_views=1)
+
+
+def next_sentence_sum(model: nn.Module) -> Tensor:
+    """Pair by pair: the masked words', and twice the pair's, since two of 14 words are masked where all can be."""
+    losses = []
+    for number, (pair_T, is_random) in enumerate(zip(*NEXT.pairs(np.arange(NUM_ROWS)), strict=True)):
+        hidden_T, chosen_T = WORDS.mask(pair_T, WORDS.generator(np.int64(number)))
+        ids = torch.tensor([[END, *hidden_T[:7], END, *hidden_T[7:], END]])
+        chosen = torch.tensor([[False, *chosen_T[:7], False, *chosen_T[7:], False]])
+        logits_CV, next_12 = model(ids, None, chosen, torch.tensor([[0] * 9 + [1] * 8]))
+        losses.append(next_tokens_loss(logits_CV, torch.from_numpy(pair_T)[chosen_T]))
+        losses.append(-2 * F.log_softmax(next_12[0], dim=0)[int(is_random)])
+    return sum_of(losses)
 
 
 def stream_sum(model: nn.Module) -> Tensor:
@@ -326,8 +400,96 @@ DPO = Case(
     ),
     lambda model: preference_sum(model) / SUM_OF_WEIGHTS,
 )
+CASES |= {
+    "classify-sequence": Case(
+        RandomInit(lambda: SequenceClassifier(TYPED, LABELS), 8),
+        ClassifyObjective(examples_of(SEQUENCE_TARGETS), "sequence", has_types=True),
+        lambda model: classify_sum(model, SEQUENCE_TARGETS) / NUM_ROWS,
+    ),
+    "classify-token": Case(
+        RandomInit(lambda: TokenClassifier(TYPED, LABELS), 9),
+        ClassifyObjective(examples_of(TOKEN_TARGETS), "token", has_types=True),
+        lambda model: classify_sum(model, TOKEN_TARGETS) / sum(t >= 0 for of_row in TOKEN_TARGETS for t in of_row),
+    ),
+    "classify-span": Case(
+        RandomInit(lambda: SpanPredictor(TYPED), 10),
+        ClassifyObjective(examples_of(SPAN_TARGETS), "span", has_types=True),
+        lambda model: classify_sum(model, SPAN_TARGETS) / NUM_ROWS,
+    ),
+    "next-sentence": Case(
+        RandomInit(lambda: NextSentenceModel(TYPED), 11),
+        NEXT,
+        lambda model: (
+            next_sentence_sum(model)
+            / sum(min(2, int((row_T > MASK).sum())) for row_T in NEXT.pairs(np.arange(NUM_ROWS))[0])
+        ),
+    ),
+}
 DPO_DROPPING = PolicySource(RandomInit(lambda: LanguageModel(DECODER, 0.1), 1), LOG_NU[0])
 CASES |= {"dpo": DPO, "dpo" + DROPOUT: replace(DPO, source=DPO_DROPPING)}
+
+
+# --- KTO: desirable and undesirable responses, some of several labelers, and a baseline of the whole batch ------------
+
+KTO = KTOConfig(desirable_above=3, undesirable_flags=("rude",), desirable_weight=1.3)
+LABELLED = [
+    replace(
+        comparison,
+        verdicts=(
+            Verdict(comparison.verdicts[0].ranks, tuple(float((row + 2 * k) % 6) for k in range(K)), 1 + row % 2),
+            # Another labeler has flagged a response and rated none.
+            *[Verdict(comparison.verdicts[0].ranks, flags=(("rude",), *[()] * (K - 1)))] * (row % 3 == 0),
+        ),
+    )
+    for row, comparison in enumerate(PREFERENCES)
+    for K in (len(comparison.sequences),)
+]
+OTHERS = mismatched(LABELLED, 3, 32)
+OTHERS_REFERENCE = [np.array([-32.0 - row], dtype=np.float32) for row in range(NUM_ROWS)]
+
+
+def kto_mean(learner: nn.Module) -> Tensor:
+    """The loss of each labelled response, written out, with the mean log-ratio of the other responses as baseline."""
+
+    def logprob(sequence: Sequence[int], num: int) -> Tensor:
+        ids = torch.tensor([int(token) for token in sequence])
+        return -next_tokens_loss(learner.network(ids[None])[0][-num - 1 : -1], ids[-num:])  # type: ignore[operator]
+
+    with torch.no_grad():
+        ratios = [
+            logprob(other.sequences[0], other.response_tokens[0]) - float(before[0])
+            for other, before in zip(OTHERS, OTHERS_REFERENCE, strict=True)
+        ]
+        baseline = float(sum_of(ratios)) / NUM_ROWS
+        assert baseline > 1
+    losses, weights = [], 0.0
+    for comparison, reference in zip(LABELLED, REFERENCE, strict=True):
+        responses = zip(comparison.sequences, comparison.response_tokens, reference, strict=True)
+        leads = [0.03 * (logprob(tokens, num) - float(before) - baseline) for tokens, num, before in responses]
+        for verdict in comparison.verdicts:
+            share = verdict.weight / len(comparison.verdicts)
+            weights += share
+            if verdict.flags:
+                losses.append(share * torch.sigmoid(leads[0]))
+                continue
+            for lead, rating in zip(leads, verdict.ratings, strict=True):
+                loss = 1.3 * torch.sigmoid(-lead) if rating > 3 else torch.sigmoid(lead)
+                losses.append(share * loss / len(leads))
+    return sum_of(losses) / weights
+
+
+CASES["kto"] = Case(
+    PolicySource(LANGUAGE),
+    UnpairedObjective(
+        LABELLED,
+        REFERENCE,
+        DPOConfig.model_validate({"rankings": {"source": "unread"}, "loss": "kto", "beta": 0.03, "kto": KTO}),
+        OTHERS,
+        OTHERS_REFERENCE,
+    ),
+    kto_mean,
+    max_grad_norm=0.01,
+)
 
 
 # --- PPO: a rollout with unequal responses, of which some failed to be scored -----------------------------------------
@@ -467,16 +629,19 @@ OFFLOADS: list[list[tuple[str, ...]]] = [
 
 def batch_of(split: Split, num_rows: int) -> BatchConfig:
     """Where sequences differ in length, four ranks count a pass in tokens; some then have fewer passes to fill."""
-    if split.num_ranks == 4 and (split.name in PPO_MODES or any(name in split.name for name in ("ranking", "dpo"))):
+    if split.num_ranks == 4 and (
+        split.name in PPO_MODES or any(name in split.name for name in ("ranking", "dpo", "kto"))
+    ):
         return BatchConfig(batch_size=num_rows, micro_batch_tokens=20 * split.micro_batch, forward_tokens=50)
     return BatchConfig(batch_size=num_rows, micro_batch_size=split.micro_batch)
 
 
 # New ones come last, so that the others keep their splits.
-LATER = ("ppo", "dpo", "dpo" + DROPOUT, "lora", "grouped")
+CLASSIFIERS = ("classify-sequence", "classify-token", "classify-span", "next-sentence")
+LATER = ("ppo", "dpo", "dpo" + DROPOUT, "lora", "grouped", *CLASSIFIERS, "kto")
 NAMES = [*(name for name in CASES if name not in LATER), *LATER]
 # How many ranks split a sequence: of the first two ranks, and of four. An encoder's sequences stay whole.
-NEVER_SPLIT = ("masked", "denoising", "pairs", "encoder-ranking")
+NEVER_SPLIT = ("masked", "denoising", "pairs", "encoder-ranking", *CLASSIFIERS)
 SPLIT_OF_FOUR = {"packed": 2, "ppo": 2, "grouped": 4}
 
 
@@ -501,7 +666,7 @@ def draw_splits() -> list[Split]:
                 "collective_timeout_seconds": 240.0,  # what the others wait for a rank that failed
             }
             split = Split(name, num_ranks, int(generator.choice(micros)), EngineConfig.model_validate(values))
-            if name != "grouped" or split_by > 1:
+            if (name != "grouped" or split_by > 1) and (name not in CLASSIFIERS or num_ranks > 1):
                 splits.append(split)
     # Of four ranks, one reads a sequence per row and the others packed rows; all have to gather the same shards.
     values = {"precision": "fp32", "zero_stage": 3, "trackers": (), "collective_timeout_seconds": 240.0}
@@ -546,8 +711,9 @@ def train(split: Split, folder: Path) -> dict[str, Any]:
 def train_ppo(split: Split, folder: Path) -> dict[str, Any]:
     """Two updates of the policy and of the value function, each rank with its share of the minibatch."""
     models = InitialModels(
-        folder / "sft", folder / "reward", ScoreScale(0.0, 1.0), TokenStream(folder / "train.bin", 9)
-    )
+        folder / "sft", folder / "reward", ScoreScale(0.0, 1.0), TokenStream(folder / "train.bin", 9),
+        teachers=(folder / "sft", folder / "sft"),
+    )  # fmt: skip
     config = ppo_config(split.name, batch_of(split, NUM_ROWS))
     scorer, generator = Scorer(config, split.engine, models), Generator(config, split.engine, models)
     learner = Learner(config, split.engine, models, split.num_ranks)
@@ -564,11 +730,14 @@ def train_ppo(split: Split, folder: Path) -> dict[str, Any]:
     mine_alone, prompts = sampled.rows(mine.rows), [PROMPTS[row] for row in mine.rows.tolist()]
     passes = {
         "generate": lambda: generator.generate(mine.rows.tolist(), prompts, range(len(prompts))),
-        "scores": lambda: scorer.scores(mine_alone, []),
+        "scores": lambda: scorer.scores(mine_alone, Asked()),
         "reference_logprobs": lambda: scorer.reference_logprobs(mine_alone, mine.pass_sizes),
+        "teacher_logprobs": lambda: scorer.teacher_logprobs(mine_alone, mine.pass_sizes),
         "policy_logprobs": lambda: learner.policy_logprobs(mine_alone, mine.pass_sizes, repeated, drawn),
     }
     collectives = {name: num_collectives(run) for name, run in passes.items()}
+    of_teachers_BMR = scorer.teacher_logprobs(mine_alone, mine.pass_sizes)
+    assert torch.equal(of_teachers_BMR[:, 1], scorer.reference_logprobs(mine_alone, mine.pass_sizes))
     metrics = []
     for update in range(NUM_STEPS):
         metrics.append(dict(learner.update_policy(policy, 1e6, update)))
@@ -773,7 +942,8 @@ def test_only_the_learners_passes_gather_shards(folder: Path, split: Split) -> N
     """Sampling and the frozen models have whole weights; under ZeRO-3 a pass of a learner gathers them."""
     for rank in range(split.num_ranks):
         collectives = torch.load(folder / f"{split}-rank-{rank}.pt")["collectives"]
-        assert [collectives[name] for name in ("generate", "scores", "reference_logprobs")] == [0, 0, 0]
+        names = ("generate", "scores", "reference_logprobs", "teacher_logprobs")
+        assert [collectives[name] for name in names] == [0, 0, 0, 0]
         is_split = split.engine.sequence_parallel_size > 1
         assert (collectives["policy_logprobs"] > 0) == (split.engine.zero_stage == 3 or is_split)
 

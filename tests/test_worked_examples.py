@@ -51,7 +51,7 @@ else:
     ("section", "files", "program"),
     [
         ("Adding a preference loss", {"dpo/config.py", "dpo/objective.py"}, LOSS),
-        ("Adding a kind of reward", {"reward/external.py"}, REWARD),
+        ("Adding a kind of reward", {"reward/sources.py"}, REWARD),
     ],
 )
 def test_the_change_touches_few_files_and_works(tmp_path: Path, section: str, files: set[str], program: str) -> None:

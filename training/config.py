@@ -40,6 +40,18 @@ def value_at(config: BaseModel, key: str) -> Any:
     return value
 
 
+def values_at(config: BaseModel, key: str) -> list[Any]:
+    """Returns what a dotted key names, as `value_at`, without what is absent. A part "*" stands for every table of a
+    list or under a name, so there may be several values.
+    """
+    before, star, after = key.partition(".*.")
+    value = value_at(config, before)
+    if not star:
+        return [value] if value else []
+    tables = value.values() if isinstance(value, Mapping) else value or ()
+    return [found for table in tables for found in values_at(table, after)]
+
+
 def tables_in(config: BaseModel, kind: type[AnyTable], prefix: str = "") -> Iterator[tuple[str, AnyTable]]:
     """Yields the dotted keys and the values of all tables of a kind in a section, at any depth."""
     for name, value in config:

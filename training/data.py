@@ -196,11 +196,16 @@ def read_conversations(
 
 
 class Prompt(Config):
-    """A prompt with its id; `kind` groups prompts in reports."""
+    """A prompt with its id; `kind` groups prompts in reports. `row` has fields of its row that a reward reads.
+
+    Prompts with the same `cluster` are not independent of each other; a prompt without one is independent of all.
+    """
 
     prompt_id: str
     messages: tuple[dict[str, str], ...]
     kind: str
+    cluster: str = ""
+    row: Row = Field(default_factory=dict)
 
 
 def read_prompts(data: DataConfig, tell: Callable[[str], None] = untold) -> list[Prompt]:
@@ -208,10 +213,32 @@ def read_prompts(data: DataConfig, tell: Callable[[str], None] = untold) -> list
     return [prompt for _, prompt in stream_prompts(data, tell)]
 
 
+def _no_fields(_where: str, _row: Row) -> Row:
+    return {}
+
+
+@dataclass(frozen=True)
+class RowFields:
+    """The fields of its row that each prompt keeps. `of(where, row)` returns them, and raises ValueError for a row that
+    has them wrong. `key` names all that this depends on; "" = none are kept.
+    """
+
+    of: Callable[[str, Row], Row] = _no_fields
+    key: str = ""
+
+
+NO_FIELDS = RowFields()
+
+
 def stream_prompts(
-    data: DataConfig, tell: Callable[[str], None] = untold, count: Callable[[SourceRows], None] = uncounted
+    data: DataConfig,
+    tell: Callable[[str], None] = untold,
+    count: Callable[[SourceRows], None] = uncounted,
+    keeps: RowFields = NO_FIELDS,
 ) -> Iterator[tuple[str, Prompt]]:
     """Stream (where, prompt), where each prompt ends with a user's turn. Repeats of the same id and prompt are dropped.
+
+    Each prompt keeps the fields `keeps` of its row.
 
     At the end, `tell` receives lines with the number of prompts per format and with what is unusual about the rows, and
     `count` receives the numbers of unusual rows. No text stays in memory.
@@ -227,7 +254,7 @@ def stream_prompts(
         kind, prompt_id = name_field(where, row, "kind"), name_field(where, row, "prompt_id")
         prompt_id = prompt_id or str(invalid.num_rows - 1)
         turns = reader.read(where, row, lambda turns: known.check(where, prompt_id, turns))
-        return Prompt(prompt_id=prompt_id, messages=tuple(turns), kind=kind)
+        return Prompt(prompt_id=prompt_id, messages=tuple(turns), kind=kind, row=keeps.of(where, row))
 
     for where, prompt in read_valid(data, read, invalid):
         if known.add(where, prompt):

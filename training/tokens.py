@@ -36,6 +36,8 @@ SOURCES = "sources.json"  # the sources of the texts, if they have unusual rows
 TYPES = {
     "tokens": np.int32,
     "counted": np.bool_,  # per token, True = counted in the loss
+    "token_types": np.uint8,  # per token, 1 = of the second text of a pair
+    "targets": np.int32,  # per token, what a classifier is to say of it; -1 = nothing
     "lengths": np.int32,  # of each sequence, tokens
     "num_counted": np.int32,  # of each sequence, without its first token, which nothing predicts
     "num_bytes": np.int32,  # of text that each token stands for

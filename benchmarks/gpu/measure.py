@@ -34,7 +34,7 @@ from ppo.generator import Generator, Generators
 from ppo.learner import Learner, Learners
 from ppo.rank import InitialModels, ScoreScale
 from ppo.roles import Direct, Roles
-from ppo.scorer import Scorer, Scorers
+from ppo.scorer import Asked, Scorer, Scorers
 from training.config import BatchConfig
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
@@ -158,7 +158,7 @@ def measure_iteration(row: Row, sizes: Iteration, device: torch.device, folder: 
         config,
         Learners(learner, minibatch),
         Generators(generator),
-        Scorers(scorer, (), minibatch, scorer),
+        Scorers(scorer, Asked(), minibatch, scorer),
         Direct(learner, generator),
     )
     prompts = draw_prompts(sizes.rollout, sizes.prompt_tokens, sizes.model.vocab_size)

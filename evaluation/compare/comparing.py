@@ -15,12 +15,14 @@ from typing import Any
 from rich.table import Table
 
 from evaluation.compare.folder import (
+    ALGORITHMS,
     BEST_OF_N,
     MEASURES,
     RESPONSES,
     VERDICTS,
     Settings,
     holding,
+    prompts_of,
     read_comparison,
     read_settings,
     refuse_other_settings,
@@ -29,15 +31,17 @@ from evaluation.compare.folder import (
     write_verdicts,
 )
 from evaluation.compare.judges import Judging, open_judges
+from evaluation.compare.report.answer import WEIGHTS_ONLY
 from evaluation.compare.report.page import write_comparison_report
 from evaluation.endpoint import OnProgress
-from evaluation.inputs import named_specs, read_compared_prompts
+from evaluation.inputs import clusters_of, named_runs, named_specs, read_compared_prompts
 from evaluation.judges.external import read_verdict_file
 from evaluation.judges.judge import Judge, pairs_of, refuse_too_many_failures
 from evaluation.judges.people import PeopleJudge
 from evaluation.judges.scorers import MAX_PAIRS, ScoreJudge
 from evaluation.measures.policies import Known, measure_policies
 from evaluation.policies import LocalPolicy, Policy, RemotePolicy, Sampling, SavedPolicy, is_saved
+from evaluation.statistics.significance import ALPHA
 from evaluation.verdicts import Response, Verdict, read_responses, read_verdicts, write_rows
 from files.atomic import write_json
 from files.hashes import file_hash
@@ -57,6 +61,7 @@ class Compared:
     policies: Sequence[str]
     prompts: DataConfig
     category: str
+    cluster_by: str
     judges: Sequence[str]
     sampling: Sampling
     judging: Judging
@@ -85,7 +90,7 @@ def compare(compared: Compared, folder: Path, progress: Progress, tell: Callable
         raise ValueError(f"{len(compared.policies)} policies; at least two to compare were expected")
     if not compared.judges:
         raise ValueError("--judge is missing; at least one judge was expected")
-    prompts = read_compared_prompts(compared.prompts, compared.category)
+    prompts = read_compared_prompts(compared.prompts, compared.category, compared.cluster_by)
     policies = _fitted(open_policies(compared, prompts), compared.sampling, tell)
     judges = open_judges(compared.judges, compared.judging, prompts, len(policies))
     settings = _settings(compared, prompts, policies)
@@ -132,17 +137,19 @@ def judge_again(folder: Path, judges: Sequence[Judge], max_failed_share: float, 
     return Outcome(settings, has_verdicts=True)
 
 
-def take_verdicts(spec: str, form: str, folder: Path, *, category: str, seed: int) -> tuple[Outcome, Report]:
+def take_verdicts(
+    spec: str, form: str, folder: Path, *, category: str, cluster_by: str, seed: int
+) -> tuple[Outcome, Report]:
     """Write a comparison of external judgments, FILE or NAME=FILE. Returns its outcome and a report of unusual rows.
 
     Raises: as `read_verdict_file` does; ValueError if `folder` holds another comparison.
     """
     ((judge, source),) = named_specs([spec], "file")
-    found = read_verdict_file(source, form, judge=judge, category=category)
+    found = read_verdict_file(source, form, judge=judge, category=category, cluster_by=cluster_by)
     path = Path(source)
     settings: Settings = {
         "policies": [{"name": name, "kind": EXTERNAL} for name in found.policies],
-        "prompts": {"num_prompts": len(found.prompts), "category": category},
+        "prompts": {"num_prompts": len(found.prompts), "category": category} | settings_of_clusters(cluster_by),
         "seed": seed,
         "verdicts": {
             "source": source,
@@ -173,7 +180,7 @@ def take_verdicts(spec: str, form: str, folder: Path, *, category: str, seed: in
 def open_policies(compared: Compared, prompts: Sequence[Prompt]) -> list[Policy]:
     """Returns the policies of NAME=SPEC or SPEC. Raises: ValueError for an invalid one."""
     policies: list[Policy] = []
-    for name, spec in named_specs(compared.policies, "policy"):
+    for name, spec in named_runs(compared.policies)[0]:
         if spec.startswith(("http://", "https://")):
             policies.append(RemotePolicy(name, prompts, compared.sampling, compared.judging.asking.asker(name, spec)))
         elif is_saved(spec):
@@ -201,11 +208,14 @@ def _fitted(policies: Sequence[Policy], sampling: Sampling, tell: Callable[[str]
 def _settings(compared: Compared, prompts: Sequence[Prompt], policies: Sequence[Policy]) -> Settings:
     data = compared.prompts
     path = Path(data.source)
+    _, runs = named_runs(compared.policies)
     return {
         "policies": [policy.describe() for policy in policies],
+        **({ALGORITHMS: runs} if runs else {}),
         "prompts": {
             **data.model_dump(include={"source", "split", "subset", "max_rows"}),
             "category": compared.category,
+            **settings_of_clusters(compared.cluster_by),
             "sha256": file_hash(path) if path.is_file() else "",
             "num_prompts": len(prompts),
         },
@@ -214,6 +224,11 @@ def _settings(compared: Compared, prompts: Sequence[Prompt], policies: Sequence[
         "judges": [],
         "versions": versions(),
     }
+
+
+def settings_of_clusters(field: str) -> dict[str, str]:
+    """Returns the entry of compare.json that names the field to cluster by; empty without one, as before it existed."""
+    return {"cluster_by": field} if field else {}
 
 
 def _sample(
@@ -232,7 +247,7 @@ def _sample(
 
 def _sampled_before(aside: Path, policy: Policy, prompts: Sequence[Prompt]) -> tuple[Path, list[Response]]:
     """Returns the file for a policy's responses, and the responses that it already holds."""
-    asked = [prompt.model_dump() for prompt in prompts]
+    asked = [prompt.model_dump(exclude={"cluster"}) for prompt in prompts]
     depends = json.dumps([policy.describe(), asked], sort_keys=True)
     path = aside / f"{hashlib.sha256(depends.encode()).hexdigest()[:24]}.parquet"
     return path, read_responses(path) if path.is_file() else []
@@ -296,7 +311,9 @@ def conclude(folder: Path) -> dict[str, Any]:
             best_of={found["name"]: found["n"] for found in settings["policies"] if found.get("kind") == BEST_OF_N},
             pass_marks={judge["name"]: judge["pass_mark"] for judge in settings["judges"] if "pass_mark" in judge},
         )
-        found = measure_policies(responses, verdicts, seed=settings["seed"], known=known)
+        found = measure_policies(
+            responses, verdicts, clusters_of(prompts_of(folder)), seed=settings["seed"], known=known
+        )
         write_json(path, measures | {"policies": as_json(found)})
     return write_comparison_report(folder)
 
@@ -317,6 +334,18 @@ def results_table(report: Mapping[str, Any]) -> Table:
     for column in ("judge", "policies", "win rate (95%)", "p (Holm)", "prompts", ""):
         table.add_column(column, no_wrap=column not in ("judge", "policies", ""))
     for judge in report["summary"]["judges"]:
+        for pair in judge["algorithms"]:
+            rate = pair["win_rate"]
+            ahead = pair["algorithm_a"] if rate["mean"] > 0.5 else pair["algorithm_b"]
+            table.add_row(
+                judge["judge"],
+                f"{pair['algorithm_a']} against {pair['algorithm_b']}, {pair['num_runs_a']} and {pair['num_runs_b']}"
+                " runs",
+                f"{_percent(rate['mean'])} ({_percent(rate['low'])} to {_percent(rate['high'])})",
+                f"{pair['holm_p']:.3g}",
+                f"{pair['num_prompts']:,}",
+                f"{ahead} is the better algorithm" if pair["holm_p"] < ALPHA else "no difference of algorithms shown",
+            )
         for pair in judge["pairs"]:
             rate = pair["win_rate"]
             interval = f"({_percent(rate['low'])} to {_percent(rate['high'])})"
@@ -330,6 +359,13 @@ def results_table(report: Mapping[str, Any]) -> Table:
                 in_words(pair) + failed,
             )
     return table
+
+
+def scope_of(report: Mapping[str, Any]) -> str:
+    """Says whether the results are on weights or on algorithms."""
+    if any(judge["algorithms"] for judge in report["summary"]["judges"]):
+        return "Rows with runs are about algorithms, over seeds and prompts; the others are about these weights only."
+    return WEIGHTS_ONLY
 
 
 def in_words(pair: Mapping[str, Any]) -> str:

@@ -13,6 +13,11 @@ class CompareConfig(Config):
     """
 
     prompts: DataConfig = Field(description="Prompts that all policies answer.")
+    cluster_by: str = Field(
+        default="",
+        description="Field of the prompts' rows that says which prompts depend on each other, such as the template they"
+        " were made from; intervals and tests are then over these clusters. Empty = the prompts are independent.",
+    )
     judge_from: str = Field(
         default="", description="Model directory or hub id of a reward model that judges; empty = the world's judge."
     )

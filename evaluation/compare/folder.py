@@ -1,7 +1,7 @@
 """The folder of a comparison: writing it and reading it. The same settings give the same bytes.
 
     compare.json        resolved settings: policies, prompts, judges and their outcomes, versions
-    prompts.jsonl       prompt_id, messages, category
+    prompts.jsonl       prompt_id, messages, category, and cluster if prompts have one
     responses.parquet   evaluation.verdicts.Response
     verdicts.parquet    evaluation.verdicts.Verdict, of every judge
     measures.json       measures of each policy (evaluation/compare/results.py)
@@ -32,6 +32,7 @@ from training.data import Prompt
 
 SETTINGS, PROMPTS, MEASURES = "compare.json", "prompts.jsonl", "measures.json"
 RESPONSES, VERDICTS = "responses.parquet", "verdicts.parquet"
+ALGORITHMS = "algorithms"  # in the settings: by algorithm, the policies that are its training runs
 BEST_OF_N = "best of n"  # the kind of policies that choose among another policy's samples
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy")
 
@@ -44,13 +45,13 @@ def versions() -> dict[str, str]:
 
 
 @contextmanager
-def holding(folder: Path) -> Iterator[Path]:
-    """Lock a folder against other comparisons. Yields the folder for unfinished work, which is removed once `folder`
+def holding(folder: Path, doing: str = "comparing") -> Iterator[Path]:
+    """Lock a folder against other commands. Yields the folder for unfinished work, which is removed once `folder`
     exists.
     """
     aside = folder.with_name(f"{folder.name}.sampling")
     aside.mkdir(parents=True, exist_ok=True)
-    with lock(aside, doing="comparing", other="--out"):
+    with lock(aside, doing=doing, other="--out"):
         try:
             yield aside
         finally:
@@ -94,7 +95,8 @@ def write_verdicts(folder: Path, settings: Settings, verdicts: Sequence[Verdict]
 
 
 def _prompt_row(prompt: Prompt) -> dict[str, Any]:
-    return {"prompt_id": prompt.prompt_id, "messages": list(prompt.messages), "category": prompt.kind}
+    row = {"prompt_id": prompt.prompt_id, "messages": list(prompt.messages), "category": prompt.kind}
+    return row | ({"cluster": prompt.cluster} if prompt.cluster else {})
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,12 @@ class ComparisonFolder:
     def names(self) -> Names:
         """Returns what the policies of a run are called; a comparison of other policies has the default names."""
         return record_of(self.settings.get("names", {}), Names, f"{SETTINGS}: names")
+
+    @property
+    def runs(self) -> dict[str, list[str]]:
+        """Returns, by algorithm, the policies that are its training runs; empty unless a name has several."""
+        runs: dict[str, list[str]] = self.settings.get(ALGORITHMS, {})
+        return runs
 
     @property
     def by_policy(self) -> dict[str, list[Response]]:
@@ -153,7 +161,7 @@ def read_comparison(folder: Path) -> ComparisonFolder:
     settings = clean_json(read_settings(folder))
     policies = _names(folder / SETTINGS, settings, "policies")
     seed = whole_field(str(folder / SETTINGS), settings, "seed", 0, 2**63 - 1)
-    prompts = _prompts(folder / PROMPTS)
+    prompts = prompts_of(folder)
     verdicts = read_verdicts(folder / VERDICTS)
     responses = read_responses(folder / RESPONSES)
     known = {prompt.prompt_id for prompt in prompts}
@@ -196,7 +204,9 @@ def _judges(path: Path, settings: Mapping[str, Any], verdicts: Sequence[Verdict]
     return (*(name for name in listed if name in found), *sorted(found - set(listed)))
 
 
-def _prompts(path: Path) -> list[Prompt]:
+def prompts_of(folder: Path) -> list[Prompt]:
+    """Read a comparison's prompts. Raises: ValueError naming file, line and field."""
+    path = folder / PROMPTS
     prompts, seen = [], set()
     for where, row in read_source(str(path)):
         prompt_id = text_field(where, row, "prompt_id")
@@ -205,7 +215,8 @@ def _prompts(path: Path) -> list[Prompt]:
         seen.add(prompt_id)
         messages = tuple(any_messages(where, row.get("messages"), "messages"))
         category = any_text(where, {"category": "", **row}, "category")
-        prompts.append(Prompt(prompt_id=prompt_id, messages=messages, kind=category))
+        cluster = any_text(where, {"cluster": "", **row}, "cluster")
+        prompts.append(Prompt(prompt_id=prompt_id, messages=messages, kind=category, cluster=cluster))
     if not prompts:
         raise ValueError(f"{path}: no prompts")
     return prompts
@@ -213,7 +224,7 @@ def _prompts(path: Path) -> list[Prompt]:
 
 def refuse_other_settings(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raises: ValueError naming what differs between a finished comparison's settings and those asked for."""
-    for name in ("policies", "prompts", "seed", "verdicts"):
+    for name in ("policies", ALGORITHMS, "prompts", "seed", "verdicts"):
         if found.get(name) != json.loads(json.dumps(wanted.get(name))):
             raise ValueError(
                 f"{folder}: holds a comparison whose {name} differ: {json.dumps(found.get(name))}; now"

@@ -1,13 +1,13 @@
 """Opens a judge by its spec: people, a gold scorer, a language model, a reward endpoint, a function, a reward model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from evaluation.endpoint import Asker, Endpoint
+from evaluation.endpoint import Asker, Budget, Endpoint
 from evaluation.inputs import named_specs
 from evaluation.judges.judge import Judge
 from evaluation.judges.language_model import LanguageModelJudge, read_template
@@ -35,11 +35,12 @@ class Asking:
     timeout_seconds: float
     num_retries: int
     max_failed_share: float
+    budget: Budget = field(default_factory=Budget)
 
     def asker(self, name: str, spec: str) -> Asker:
         """Raises: as `Endpoint.of` does."""
         endpoint = Endpoint.of(spec, name, timeout_seconds=self.timeout_seconds, num_retries=self.num_retries)
-        return Asker(endpoint, self.cache, self.concurrency, self.max_failed_share)
+        return Asker(endpoint, self.cache, self.concurrency, self.max_failed_share, self.budget)
 
 
 @dataclass(frozen=True)
@@ -78,20 +79,44 @@ def _open(name: str, spec: str, judging: Judging, prompts: Sequence[Prompt], num
         return _people(name, spec.removeprefix(PEOPLE), judging, num_policies)
     if spec.startswith(GOLD):
         return _gold(name, spec, judging, prompts)
-    if spec.startswith(("http://", "https://")):
-        return _language_model(name, spec, judging) if "#" in spec else _reward_endpoint(name, spec, judging)
-    if ":" in spec and not Path(spec).is_dir():
-        return function_judge(name, spec)
+    if is_url(spec) and "#" in spec:
+        return _language_model(name, spec, judging)
+    return open_scorer(name, spec, judging.asking)
+
+
+def is_url(spec: str) -> bool:
+    return spec.startswith(("http://", "https://"))
+
+
+def is_function(spec: str) -> bool:
+    """Whether a spec names a Python function, or its file alone, which `open_scorer` refuses."""
+    return (":" in spec and not is_url(spec) and not Path(spec).is_dir()) or spec.endswith(".py")
+
+
+def open_scorer(name: str, spec: str, asking: Asking) -> ScoreJudge:
+    """Open what scores one response at a time: a reward endpoint, a Python function, or a reward model.
+
+    Raises: ValueError for an invalid spec.
+    """
+    if is_url(spec):
+        return _reward_endpoint(name, spec, asking)
     if spec.endswith(".py"):
         raise ValueError(f"judge {name!r}: {spec} names no function; FILE.py:FUNCTION was expected, as in {spec}:score")
-    return reward_model_judge(name, spec)
+    return function_judge(name, spec) if is_function(spec) else reward_model_judge(name, spec)
 
 
-def function_judge(name: str, spec: str) -> ScoreJudge:
-    """Open a Python function, "MODULE:FUNCTION" or "FILE.py:FUNCTION". Raises: ValueError if there is none."""
+def function_judge(name: str, spec: str, *, has_rows: bool = False) -> ScoreJudge:
+    """Open a Python function, "MODULE:FUNCTION" or "FILE.py:FUNCTION". `has_rows` says whether the prompts have their
+    rows, for a function that reads them. Raises: ValueError if there is none, or if it reads rows that are not there.
+    """
     function = RewardFunction(function=spec)
+    if function.reads_rows and not has_rows:
+        raise ValueError(
+            f"judge {name!r}: {spec} has a parameter `rows`, but these prompts come without their rows; a function of"
+            " prompts and responses was expected"
+        )
     about = {"description": f"the function {spec}", "sha256": file_hash(function.file)}
-    return ScoreJudge(name, "function", spec, function.score, about)
+    return ScoreJudge(name, "function", spec, function.score, about, function.reads_rows)
 
 
 def reward_model_judge(name: str, spec: str) -> ScoreJudge:
@@ -112,10 +137,10 @@ def reward_judge(
     the policies were trained to raise it; DPO's were not.
     """
     if isinstance(reward, RewardFunction):
-        judge = function_judge(name, reward.function)
+        judge = function_judge(name, reward.function, has_rows=True)
     elif isinstance(reward, ExternalReward):
         about: dict[str, object] = {"description": f"the {reward.noun} {reward.source}"}
-        judge = ScoreJudge(name, f"reward {reward.noun}", reward.source, reward.score, about)
+        judge = ScoreJudge(name, f"reward {reward.noun}", reward.source, reward.score, about, reward.reads_rows)
     else:
         found = {"description": "the run's reward model", "sha256": folder_hash(reward)}
         judge = ScoreJudge(name, "reward model", str(reward), reward_model_score(reward, objective_weights), found)
@@ -141,8 +166,7 @@ def _language_model(name: str, spec: str, judging: Judging) -> Judge:
     return LanguageModelJudge(name, asker, read_template(judging.template), judging.max_tokens)
 
 
-def _reward_endpoint(name: str, spec: str, judging: Judging) -> Judge:
-    asking = judging.asking
+def _reward_endpoint(name: str, spec: str, asking: Asking) -> ScoreJudge:
     asker = asking.asker(name, f"{spec}#none")  # refuses invalid URLs and URLs with a password
     endpoint = RemoteReward(url=asker.endpoint.url, timeout_seconds=asking.timeout_seconds, retries=asking.num_retries)
     return ScoreJudge(name, "reward endpoint", spec, endpoint.score)

@@ -15,7 +15,8 @@ GOLD = "gold"  # the kind of judge that a world has
 
 @dataclass(frozen=True)
 class PolicyResults:
-    """Means over responses with 95% intervals over prompts. `by_kind` is the mean gold score by kind of prompt.
+    """Means over responses with 95% intervals over prompts or their clusters. `by_kind` is the mean gold score by kind
+    of prompt.
 
     `kl_nats` is None if it was not measured, and for best-of-n, for which only a bound is known. `distinct_2` is
     measured on the same number of words of each policy.
@@ -112,3 +113,5 @@ class CompareResults:
     overlong: Overlong | None = None  # of the prompts
     sources: tuple[SourceRows, ...] = ()  # of the prompts, if rows are unusual
     names: Names = DEFAULT_NAMES
+    cluster_by: str = ""  # the prompts' field whose values are clusters
+    num_clusters: int = 0  # if `cluster_by` is set

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.compare.comparing import Progress, conclude, counts_of, judged
+from evaluation.compare.comparing import Progress, conclude, counts_of, judged, settings_of_clusters
 from evaluation.compare.config import CompareConfig
 from evaluation.compare.folder import BEST_OF_N, MEASURES, Settings, versions, write_files
 from evaluation.compare.judges import PEOPLE
@@ -25,6 +25,7 @@ from evaluation.compare.results import (
     SampledText,
     WinRateResults,
 )
+from evaluation.inputs import clusters_of
 from evaluation.judges.judge import pairs_of
 from evaluation.judges.people import PeopleJudge
 from evaluation.judges.scorers import ScoreJudge
@@ -33,7 +34,7 @@ from evaluation.measures.policies import PolicyMeasures, PolicyScores, Scores, r
 from evaluation.measures.reward_hacking import RewardHacking, TrainingScore, measure_reward_hacking
 from evaluation.policies import response_of
 from evaluation.statistics.results import JudgeSummary, Summary
-from evaluation.verdicts import Response
+from evaluation.verdicts import Response, places_of
 from files.atomic import write_json
 from files.hashes import file_hash
 from files.records import as_json, record_of
@@ -119,6 +120,8 @@ def compare_sampled(
         policies={name: _policy(found, judge.name) for name, found in measures.policies.items()},
         pairs=dict(_pairs(by_gold)),
         best_of_n=measures.best_of_n,
+        cluster_by=config.cluster_by,
+        num_clusters=len({prompt.cluster for prompt in sampled.prompts}) if config.cluster_by else 0,
         training_kl_nats=tuple(kl for kl, _ in sampled.training),
         training_scores=tuple(score for _, score in sampled.training),
         samples=_shown(sampled.prompts[: config.num_shown], responses, scores),
@@ -198,6 +201,7 @@ def _settings(
             **data.model_dump(include={"split", "subset", "max_rows"}),
             "source": path.name,
             "category": "",
+            **settings_of_clusters(config.cluster_by),
             "sha256": file_hash(path) if path.is_file() else "",
             "num_prompts": len(sampled.prompts),
         },
@@ -216,7 +220,9 @@ def _best_of_n(sampled: Sampled, responses: Mapping[str, Sequence[Response]], go
     gold_R = np.array([gold.get((row.policy, row.prompt_id, row.index), nan) for row in pool])
     proxy_R = np.array([row.proxy_score for row in pool])
     shape = (len(sampled.prompts), -1)
-    return best_of_n_scores(gold_R.reshape(shape), proxy_R.reshape(shape))
+    prompts = [row.prompt_id for row in pool[:: len(pool) // len(sampled.prompts)]]
+    clusters = clusters_of(sampled.prompts)
+    return best_of_n_scores(gold_R.reshape(shape), proxy_R.reshape(shape), places_of(prompts, clusters))
 
 
 def _policy(found: PolicyMeasures, judge: str) -> PolicyResults:
@@ -249,7 +255,8 @@ def _hacking(
         for sample, scored in zip(drawn, found, strict=True)
     ]
     categories = {prompt.prompt_id: prompt.kind for prompt in sampled.prompts}
-    return measure_reward_hacking(responses["sft"], responses["ppo"], scores, categories, training)
+    clusters = clusters_of(sampled.prompts)
+    return measure_reward_hacking(responses["sft"], responses["ppo"], scores, categories, training, clusters)
 
 
 def _known(found: Interval) -> Interval | None:

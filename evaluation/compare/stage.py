@@ -16,7 +16,7 @@ from evaluation.compare.judges import (
 )
 from evaluation.compare.report.stage import REPORTER
 from evaluation.compare.sampled import Sampled, compare_sampled
-from evaluation.inputs import named_specs
+from evaluation.inputs import named_specs, with_clusters
 from evaluation.judges.people import PeopleJudge
 from evaluation.judges.scorers import ScoreJudge
 from files.hashes import derive_seed, file_hash
@@ -26,13 +26,14 @@ from ppo.config import PPOConfig
 from ppo.report import names_of
 from ppo.rollout_log import SAMPLES, TrainingSample
 from ppo.stage import STAGE as PPO
-from reward.external import ExternalReward, RewardFunction
+from reward.external import ExternalReward, NoReward, RewardFunction
 from reward.sampling import Sample, SamplingSpec, sample_everywhere
 from reward.stage import STAGE as REWARD
 from stages.contract import POLICIES, Parent, Stage
 from stages.data import fitting_prompts
 from stages.planner import Planner, StagePlan
 from stages.run import JobView, StageRun
+from training.data import NO_FIELDS, RowFields
 from training.metrics import read_metrics
 
 SFT = "sft"
@@ -76,8 +77,10 @@ def run_compare(run: StageRun, config: CompareConfig) -> None:
     """Sample every policy on held-out prompts, measure, judge."""
     start, ppo_config = start_of(run), run.job.section(PPO)
     tokenizer, initial, proxy = start.tokenizer, start.model(), proxy_of(run)
-    fitting = fitting_prompts(run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong)
-    prompts = fitting.prompts
+    fitting = fitting_prompts(
+        run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong, keeps=_row_fields(run.job)
+    )
+    prompts = with_clusters(fitting.prompts, config.prompts, config.cluster_by)
 
     def samples_of(name: str, num_samples: int) -> list[Sample]:
         # The pretrained model has seen no chat template, so it is prompted with SFT's.
@@ -138,8 +141,16 @@ def proxy_of(run: StageRun) -> Proxy:
     ppo = run.job.section(PPO)
     if ppo is None:
         return Proxy(str(run.model_of(REWARD.name)) if REWARD.name in run.parents else "")
+    if isinstance(ppo.reward, NoReward):
+        return Proxy()
     model = "" if ppo.external_reward else str(run.at(PPO.name).start(REWARD.name))
     return Proxy(model, ppo.reward.objective_weights, ppo.external_reward)
+
+
+def _row_fields(job: JobView) -> RowFields:
+    """Returns the fields that prompts keep for PPO's reward, which scores the samples too."""
+    ppo = job.section(PPO)
+    return NO_FIELDS if ppo is None else ppo.row_fields
 
 
 def judge_of(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:
@@ -189,7 +200,9 @@ def check(config: CompareConfig, job: JobView) -> None:
     if not (judges or job.has_world):
         named = ", ".join(f"compare.{field}" for field in JUDGES)
         raise ValueError(f"compare has no judge: {named} or a [world] was expected")
-    if config.judge_reward and reward is None and PPO.name not in policies:
+    ppo = job.section(PPO)
+    has_reward = reward is not None if ppo is None else not isinstance(ppo.reward, NoReward)
+    if config.judge_reward and not has_reward:
         raise ValueError("compare.judge_reward: the job has no reward; [reward], [ppo] or another judge was expected")
     if without_password(config.judge_people) != config.judge_people:
         raise ValueError(
@@ -215,7 +228,9 @@ def preflight(run: StageRun, config: CompareConfig) -> None:
     if not config.judge_reward:
         judge_of(run, config)
     tokenizer = start_of(run).tokenizer
-    fitting_prompts(run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong, run.tell)
+    limits = config.max_new_tokens, config.on_overlong
+    fitting = fitting_prompts(run, tokenizer, config.prompts, *limits, run.tell, _row_fields(run.job))
+    with_clusters(fitting.prompts, config.prompts, config.cluster_by)
 
 
 def plan(planner: Planner, config: CompareConfig) -> StagePlan:

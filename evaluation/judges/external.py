@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, NamedTuple, TypeGuard
 
+from evaluation.inputs import cluster_of
 from evaluation.verdicts import Response, Side, Verdict
 from files.rows import read_source
 from preferences.formats.merging import FoundTask, collect_all
@@ -41,17 +42,20 @@ class ExternalJudgments:
     num_again: int
 
 
-def read_verdict_file(source: str, form: str = AUTO, *, judge: str, category: str = "") -> ExternalJudgments:
+def read_verdict_file(
+    source: str, form: str = AUTO, *, judge: str, category: str = "", cluster_by: str = ""
+) -> ExternalJudgments:
     """Reads judgments into prompts, responses and verdicts; a ranking of K responses gives all its pairs.
 
     Each of AlpacaEval's annotators becomes a judge, whose preferences between 0 and 1 are kept as they are. In other
     formats all annotators are labelers of the one `judge`. `category` names the field of the rows that holds the
-    category; if "", it is the first of `category`, `kind` and `dataset`.
+    category; if "", it is the first of `category`, `kind` and `dataset`. `cluster_by` names the field of the prompts'
+    cluster, if they have one.
     Raises: ValueError naming file and line of a malformed row, and if no verdict on two policies is left.
     """
     chosen, file_rows = read_as(form, read_source(source), source)
     found = collect_all(chosen, file_rows)
-    rows = _Rows(judge, category, is_soft=chosen.name == "alpacaeval")
+    rows = _Rows(judge, category, cluster_by, is_soft=chosen.name == "alpacaeval")
     acts: dict[str, list[Judgment]] = {}
     stands = current_judgments(found.judgments)
     for act in (*stands.final, *stands.skips):
@@ -134,6 +138,7 @@ class _Rows:
 
     judge: str
     category_field: str
+    cluster_field: str
     is_soft: bool  # True = ratings are probabilities of being preferred
     prompts: dict[str, Prompt] = field(default_factory=dict)
     responses: list[Response] = field(default_factory=list)
@@ -148,7 +153,7 @@ class _Rows:
         pairs = list(self._pairs(task)) if acts else []
         if not pairs:
             return
-        prompt = self._prompt(task)
+        prompt = self._prompt(task, found.where)
         for act in sorted(acts, key=lambda act: act.labeler):
             where = found.places[act.labeler, act.revision]
             self.verdicts += [self._verdict(prompt, task, act, first, second, where) for first, second in pairs]
@@ -163,12 +168,14 @@ class _Rows:
             else:
                 yield first, second
 
-    def _prompt(self, task: Task) -> Prompt:
+    def _prompt(self, task: Task, where: str) -> Prompt:
         """Returns the prompt of a task; tasks with the same prompt text share one."""
         prompt_id = _prompt_id(task.prompt)
         if prompt_id not in self.prompts:
             messages = tuple(as_turns(task.prompt))
-            self.prompts[prompt_id] = Prompt(prompt_id=prompt_id, messages=messages, kind=self._category(task))
+            cluster = cluster_of(where, task.details, self.cluster_field) if self.cluster_field else ""
+            kind = self._category(task)
+            self.prompts[prompt_id] = Prompt(prompt_id=prompt_id, messages=messages, kind=kind, cluster=cluster)
         return self.prompts[prompt_id]
 
     def _category(self, task: Task) -> str:

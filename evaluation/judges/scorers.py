@@ -16,7 +16,7 @@ from reward.external import Scored
 from reward.scoring import RewardModel, check_network, labels_of, weights_by_label
 
 # Maps conversations and responses to one score or failure per response.
-Score = Callable[[Sequence[Messages], Sequence[str]], Sequence[Scored]]
+Score = Callable[..., Sequence[Scored]]  # (conversations, responses), or with `ScoreJudge.reads_rows` a third: rows
 
 BATCH = 128  # responses per call
 MAX_PAIRS = 64  # per prompt and two policies; comparing a response with more others needs no further scoring
@@ -24,13 +24,17 @@ MAX_PAIRS = 64  # per prompt and two policies; comparing a response with more ot
 
 @dataclass(frozen=True)
 class ScoreJudge:
-    """Prefers the response with the higher score; equal scores tie. `details` are added to what `describe` returns."""
+    """Prefers the response with the higher score; equal scores tie. `details` are added to what `describe` returns.
+
+    With `reads_rows`, `score` gets the prompts' rows too.
+    """
 
     name: str
     kind: str
     spec: str
     score: Score
     details: Mapping[str, Any] = field(default_factory=dict)
+    reads_rows: bool = False
 
     def describe(self) -> dict[str, Any]:
         return {"name": self.name, "kind": self.kind, "spec": self.spec, **self.details}
@@ -45,7 +49,8 @@ class ScoreJudge:
         keys, scores = list(wanted), dict[tuple[str, str], Scored]()
         for start in range(0, len(keys), BATCH):
             part = keys[start : start + BATCH]
-            found = self.score([wanted[key].messages for key in part], [text for _, text in part])
+            rows = [[wanted[key].row for key in part]] if self.reads_rows else []
+            found = self.score([wanted[key].messages for key in part], [text for _, text in part], *rows)
             scores |= zip(part, found, strict=True)
             on_progress(len(scores), len(keys))
         return scores

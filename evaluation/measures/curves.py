@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import scipy
 
-from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval
+from preferences.statistics.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints
 from preferences.statistics.intervals import clustered_mean, percentiles, resampled_sums
 from reward.best_of_n import best_of_n_expected, best_of_n_kl
 
@@ -118,9 +118,12 @@ class BestOfN:
     proxy_score: Interval
 
 
-def best_of_n_scores(gold_PN: Floats, proxy_PN: Floats) -> tuple[BestOfN, ...]:
-    """Returns the scores of best-of-n for n = 1, 2, 4, ... up to N. Raises: as `best_of_n_curve` does."""
-    prompt_P = np.arange(len(gold_PN))
+def best_of_n_scores(gold_PN: Floats, proxy_PN: Floats, cluster_P: Ints | None = None) -> tuple[BestOfN, ...]:
+    """Returns the scores of best-of-n for n = 1, 2, 4, ... up to N, with intervals over the prompts' clusters.
+
+    Raises: as `best_of_n_curve` does.
+    """
+    cluster_P = np.arange(len(gold_PN)) if cluster_P is None else cluster_P
     curve = best_of_n_curve(gold_PN, proxy_PN)
     rows = [
         (1, 0.0, curve.start_gold_P, curve.start_proxy_P),
@@ -130,7 +133,7 @@ def best_of_n_scores(gold_PN: Floats, proxy_PN: Floats) -> tuple[BestOfN, ...]:
         ),
     ]
     return tuple(
-        BestOfN(n, kl, clustered_mean(gold_P, prompt_P), clustered_mean(proxy_P, prompt_P))
+        BestOfN(n, kl, clustered_mean(gold_P, cluster_P), clustered_mean(proxy_P, cluster_P))
         for n, kl, gold_P, proxy_P in rows
     )
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from evaluation.verdicts import Response, Verdict
-from preferences.statistics.estimates import UNKNOWN, Interval
+from evaluation.verdicts import NO_CLUSTERS, Clusters, Response, Verdict, places_of
+from preferences.statistics.estimates import UNKNOWN, Interval, Ints
 from preferences.statistics.intervals import clustered_mean, share_interval
 from reward.best_of_n import best_of_n_kl
 
@@ -119,25 +119,33 @@ class Known:
 
 
 def measure_policies(
-    responses: Sequence[Response], verdicts: Sequence[Verdict] = (), *, seed: int, known: Known | None = None
+    responses: Sequence[Response],
+    verdicts: Sequence[Verdict] = (),
+    clusters: Clusters = NO_CLUSTERS,
+    *,
+    seed: int,
+    known: Known | None = None,
 ) -> dict[str, PolicyMeasures]:
-    """Returns measures by policy, in order of appearance. Raises: as `measure_diversity` does, and for no responses."""
+    """Returns measures by policy, in order of appearance, with intervals over `clusters` of prompts.
+
+    Raises: as `measure_diversity` does, and for no responses.
+    """
     if not responses:
         raise ValueError("there are no responses to measure; at least one was expected")
     known = known or Known()
     by_policy: dict[str, list[Response]] = {}
     for row in responses:
         by_policy.setdefault(row.policy, []).append(row)
-    diversity = measure_diversity(by_policy, seed=seed)
+    diversity = measure_diversity(by_policy, clusters, seed=seed)
     categories = {verdict.prompt_id: verdict.category for verdict in verdicts}
     scores = response_scores(verdicts)
     return {
         name: PolicyMeasures(
-            kl_nats=_mean_of_all(rows, [row.log_ratio for row in rows]),
+            kl_nats=_mean_of_all(rows, [row.log_ratio for row in rows], clusters),
             kl_bound_nats=best_of_n_kl(known.best_of[name]) if name in known.best_of else math.nan,
-            proxy_score=_mean_of_all(rows, [row.proxy_score for row in rows]),
+            proxy_score=_mean_of_all(rows, [row.proxy_score for row in rows], clusters),
             scores={
-                judge: _policy_scores(rows, found, categories, known.pass_marks.get(judge, math.nan))
+                judge: _policy_scores(rows, found, categories, known.pass_marks.get(judge, math.nan), clusters)
                 for judge, found in scores.items()
                 if any((name, row.prompt_id, row.index) in found for row in rows)
             },
@@ -160,33 +168,37 @@ def response_scores(verdicts: Sequence[Verdict]) -> dict[str, Scores]:
     return dict(found)
 
 
-def _mean_of_all(rows: Sequence[Response], values: Sequence[float]) -> Interval:
+def _mean_of_all(rows: Sequence[Response], values: Sequence[float], clusters: Clusters) -> Interval:
     """Returns the mean over responses with its interval over prompts; unknown if a value is missing."""
     if np.isnan(values).any():
         return UNKNOWN
-    return clustered_mean(np.array(values, dtype=np.float64), _prompt_places(rows))
+    return clustered_mean(np.array(values, dtype=np.float64), _places(rows, clusters))
 
 
-def _prompt_places(rows: Sequence[Response]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    return np.unique([row.prompt_id for row in rows], return_inverse=True)[1].astype(np.int64)
+def _places(rows: Sequence[Response], clusters: Clusters = NO_CLUSTERS) -> Ints:
+    found = [clusters.get(row.prompt_id, row.prompt_id) for row in rows]
+    return np.unique(found, return_inverse=True)[1].astype(np.int64)
 
 
 def _policy_scores(
-    rows: Sequence[Response], found: Scores, categories: Mapping[str, str], pass_mark: float
+    rows: Sequence[Response], found: Scores, categories: Mapping[str, str], pass_mark: float, clusters: Clusters
 ) -> PolicyScores:
     scored = [row for row in rows if (row.policy, row.prompt_id, row.index) in found]
     score_R = np.array([found[row.policy, row.prompt_id, row.index] for row in scored])
-    place_R = _prompt_places(scored)
+    place_R, cluster_R = _places(scored), _places(scored, clusters)
     category_R = np.array([categories[row.prompt_id] for row in scored])
     passed_P = np.bincount(place_R, score_R > pass_mark) / np.bincount(place_R)
+    cluster_P = cluster_R[np.unique(place_R, return_index=True)[1]]
     return PolicyScores(
-        mean=clustered_mean(score_R, place_R),
-        pass_share=UNKNOWN if math.isnan(pass_mark) else share_interval(passed_P),
+        mean=clustered_mean(score_R, cluster_R),
+        pass_share=UNKNOWN if math.isnan(pass_mark) else share_interval(passed_P, cluster_P),
         by_category={str(name): float(score_R[category_R == name].mean()) for name in np.unique(category_R)},
     )
 
 
-def measure_diversity(responses: Mapping[str, Sequence[Response]], *, seed: int) -> dict[str, Diversity]:
+def measure_diversity(
+    responses: Mapping[str, Sequence[Response]], clusters: Clusters = NO_CLUSTERS, *, seed: int
+) -> dict[str, Diversity]:
     """Measures every policy, by name, on equal amounts of text where the amount matters.
 
     Raises: ValueError for a policy without responses, policies without a common prompt, and two responses with the same
@@ -201,7 +213,7 @@ def measure_diversity(responses: Mapping[str, Sequence[Response]], *, seed: int)
     firsts = {name: [texts[0] for texts in prompts.values()] for name, prompts in by_prompt.items()}
     num_words = min(sum(len(text.split()) for text in texts) for texts in firsts.values())
     return {
-        name: _diversity(rows, by_prompt[name], firsts[name], num_samples, num_words, seed)
+        name: _diversity(rows, by_prompt[name], firsts[name], num_samples, num_words, clusters, seed)
         for name, rows in responses.items()
     }
 
@@ -227,15 +239,16 @@ def _diversity(
     firsts: Sequence[str],
     num_samples: int,
     num_words: int,
+    clusters: Clusters,
     seed: int,
 ) -> Diversity:
-    place_R = _prompt_places(rows).tolist()
+    place_R = _places(rows, clusters).tolist()
     tokens = [row.num_tokens for row in rows if row.num_tokens is not None]
     finished = [row.finished for row in rows if row.finished is not None]
     return Diversity(
-        num_prompts=len(set(place_R)),
+        num_prompts=len({row.prompt_id for row in rows}),
         num_responses=len(rows),
-        within=_within([texts[:num_samples] for texts in by_prompt.values()], num_samples),
+        within=_within(by_prompt, num_samples, clusters),
         across=Across(
             num_words=num_words,
             identical=identical_share(firsts),
@@ -251,10 +264,11 @@ def _diversity(
     )
 
 
-def _within(prompts: Sequence[Sequence[str]], num_samples: int) -> Within:
+def _within(by_prompt: Mapping[str, Sequence[str]], num_samples: int, clusters: Clusters) -> Within:
     if num_samples < 2:
         return Within(num_samples, UNKNOWN, UNKNOWN, UNKNOWN)
-    places = list(range(len(prompts)))
+    prompts = [texts[:num_samples] for texts in by_prompt.values()]
+    places = places_of(list(by_prompt), clusters).tolist()
     return Within(
         num_samples,
         identical=_mean_of_known([identical_share(texts) for texts in prompts], places),

@@ -14,8 +14,8 @@ import numpy as np
 
 from evaluation.measures.policies import Scores
 from evaluation.statistics.significance import GainTest, holm, holm_level
-from evaluation.verdicts import Response
-from preferences.statistics.estimates import UNKNOWN, Floats, Interval
+from evaluation.verdicts import NO_CLUSTERS, Clusters, Response, places_of
+from preferences.statistics.estimates import UNKNOWN, Floats, Interval, Ints
 from preferences.statistics.intervals import clustered_mean, difference_of_means
 
 MAX_BINS = 8  # of training
@@ -78,10 +78,12 @@ def measure_reward_hacking(
     judge: Scores,
     categories: Mapping[str, str],
     training: Sequence[TrainingScore],
+    clusters: Clusters = NO_CLUSTERS,
 ) -> RewardHacking | None:
     """Compare two policies' scores on the prompts that both answer. Returns None if no prompt has all four scores.
 
-    `judge` holds the judge's scores, `categories` each prompt's category, and `training` is in order of iterations.
+    `judge` holds the judge's scores, `categories` each prompt's category, and `training` is in order of iterations. The
+    tests are over `clusters` of prompts.
     """
     ours, theirs = (_by_prompt(rows, judge) for rows in (after, before))
     common = [prompt_id for prompt_id in theirs if prompt_id in ours]
@@ -89,13 +91,14 @@ def measure_reward_hacking(
         return None
     gain_P2 = np.array([np.subtract(ours[prompt_id], theirs[prompt_id]) for prompt_id in common])
     category_P = np.array([categories[prompt_id] for prompt_id in common])
+    cluster_P = places_of(common, clusters)
     names = [name for name in np.unique(category_P) if (category_P == name).sum() >= MIN_CATEGORY]
-    tests = {name: _tests(gain_P2[category_P == name]) for name in names}
+    tests = {name: _tests(gain_P2[category_P == name], cluster_P[category_P == name]) for name in names}
     corrected_C = holm(np.array([judge.p for _, judge in tests.values()])).tolist()
     shown = [_gain(str(name), *own, holm_p) for (name, own), holm_p in zip(tests.items(), corrected_C, strict=True)]
     known = [score for score in training if np.isfinite([score.proxy, score.judge]).all()]
     late_proxy, late_judge = (_late(known, field) for field in ("proxy", "judge"))
-    of_proxy, of_judge = _tests(gain_P2)
+    of_proxy, of_judge = _tests(gain_P2, cluster_P)
     overall = _gain("", of_proxy, of_judge, of_judge.p)
     return RewardHacking(overall, tuple(shown) if len(shown) > 1 else (), _bins(known), late_proxy, late_judge)
 
@@ -110,9 +113,9 @@ def _by_prompt(rows: Sequence[Response], judge: Scores) -> dict[str, tuple[float
     return {name: (mean(proxy for proxy, _ in own), mean(score for _, score in own)) for name, own in both.items()}
 
 
-def _tests(gain_P2: Floats) -> tuple[GainTest, GainTest]:
+def _tests(gain_P2: Floats, cluster_P: Ints) -> tuple[GainTest, GainTest]:
     """Returns the tests of the trained-on score's gains and of the judge's."""
-    return GainTest(gain_P2[:, 0], seed=SEED), GainTest(gain_P2[:, 1], seed=SEED)
+    return GainTest(gain_P2[:, 0], cluster_P, seed=SEED), GainTest(gain_P2[:, 1], cluster_P, seed=SEED)
 
 
 def _gain(category: str, proxy: GainTest, judge: GainTest, holm_p: float) -> Gain:

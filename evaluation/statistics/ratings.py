@@ -5,10 +5,10 @@
 
 Ratings are θ = log π. Bradley & Terry 1952, Biometrika 39; Davidson 1970, JASA 65. As for win rates, all prompts of a
 pair weigh the same, whatever the number of their verdicts: for two policies, the Bradley-Terry rating is the logit of
-the win rate.
+the win rate. All errors are over clusters of prompts; without clusters, every prompt is its own.
 
-Shape letters: V pairs of policies that were compared, O outcomes (win, [tie,] loss), P policies, C prompts, K
-coefficients (θ of all policies but the first, [log ν]), S resamples, B fits or graphs at once.
+Shape letters: V pairs of policies that were compared, O outcomes (win, [tie,] loss), P policies, N prompts, C clusters,
+K coefficients (θ of all policies but the first, [log ν]), S resamples, B fits or graphs at once.
 """
 
 import math
@@ -65,12 +65,12 @@ def rate(comparisons: Comparisons, *, model: Model, anchor: str, seed: int) -> R
         return Ratings(model, anchor, (), math.nan, named, False, reason)
     if np.isclose(comparisons.won_V, 0.5, rtol=0, atol=1e-9).all():
         return Ratings(model, anchor, (), math.nan, (names,), False, ALL_TIED)
-    pairs, y_CVO = outcomes(comparisons, model)
-    return _rate(names, pairs, y_CVO, anchor, model, seed)
+    return _rate(names, *outcomes(comparisons, model), anchor, model, seed)
 
 
-def outcomes(comparisons: Comparisons, model: Model) -> tuple[Ints, Floats]:
-    """Returns the compared pairs [V, 2], lower index first, and each prompt's share of outcomes per pair [C, V, O]."""
+def outcomes(comparisons: Comparisons, model: Model) -> tuple[Ints, Floats, Ints]:
+    """Returns the compared pairs [V, 2], lower index first, each prompt's share of outcomes per pair [N, V, O], and its
+    cluster [N]."""
     won_V = comparisons.won_V
     if model == "davidson" and not np.isin(won_V, (0.0, 0.5, 1.0)).all():
         odd = float(won_V[~np.isin(won_V, (0.0, 0.5, 1.0))][0])
@@ -78,18 +78,23 @@ def outcomes(comparisons: Comparisons, model: Model) -> tuple[Ints, Floats]:
     low_V, high_V = np.minimum(comparisons.a_V, comparisons.b_V), np.maximum(comparisons.a_V, comparisons.b_V)
     won_V = np.where(comparisons.a_V < comparisons.b_V, won_V, 1 - won_V)
     pairs, pair_V = np.unique(np.stack([low_V, high_V], axis=1), axis=0, return_inverse=True)
-    prompts, prompt_V = np.unique(comparisons.prompt_V, return_inverse=True)
+    prompts, first_N, prompt_V = np.unique(comparisons.prompt_V, return_index=True, return_inverse=True)
+    _, cluster_N = np.unique(comparisons.cluster_V[first_N], return_inverse=True)
     tied_V = np.where(won_V == 0.5, 1.0, 0.0) if model == "davidson" else np.zeros_like(won_V)
     shares = [won_V - tied_V / 2, tied_V, 1 - won_V - tied_V / 2]
     kept = shares if model == "davidson" else [shares[0], shares[2]]
     cell_V, num_cells = prompt_V * len(pairs) + pair_V.ravel(), len(prompts) * len(pairs)
     num_cell = np.maximum(np.bincount(cell_V, minlength=num_cells), 1)
     sums = [np.bincount(cell_V, share_V, num_cells) / num_cell for share_V in kept]
-    return pairs, np.stack(sums, axis=1).reshape(len(prompts), len(pairs), len(kept))
+    return pairs, np.stack(sums, axis=1).reshape(len(prompts), len(pairs), len(kept)), cluster_N.astype(np.int64)
 
 
-def _rate(names: Sequence[str], pairs: Ints, y_CVO: Floats, anchor: str, model: Model, seed: int) -> Ratings:
-    num_prompts, num_policies = len(y_CVO), len(names)
+def _rate(
+    names: Sequence[str], pairs: Ints, y_NVO: Floats, cluster_N: Ints, anchor: str, model: Model, seed: int
+) -> Ratings:
+    num_clusters, num_policies = int(cluster_N.max()) + 1, len(names)
+    y_CVO = np.zeros((num_clusters, *y_NVO.shape[1:]))
+    np.add.at(y_CVO, cluster_N, y_NVO)
     F_VOK = features(pairs, num_policies, y_CVO.shape[2])
     total_BVO = y_CVO.sum(axis=0)[None]
     shrunk = bool(needs_prior(total_BVO, pairs, num_policies)[0])
@@ -103,12 +108,12 @@ def _rate(names: Sequence[str], pairs: Ints, y_CVO: Floats, anchor: str, model: 
     above_P = np.asarray((~reached_PP.T)[:, anchors_P > 0].any(axis=1))
     below_P = np.asarray((~reached_PP)[:, anchors_P > 0].any(axis=1))
     if num_policies == 2:
-        low_P, high_P, better_PP = _of_two(y_CVO, anchors_P, seed)
+        low_P, high_P, better_PP = _of_two(y_NVO, cluster_N, anchors_P, seed)
     else:
         covariance_PP = _covariance(y_CVO, beta_BK, F_VOK, num_policies, shrunk)
-        half_P = _halves(covariance_PP, from_anchor_PP, num_prompts)
+        half_P = _halves(covariance_PP, from_anchor_PP, num_clusters)
         low_P, high_P = np.where(below_P, -math.inf, value_P - half_P), np.where(above_P, math.inf, value_P + half_P)
-        better_PP = _surely_better(theta_P, covariance_PP, reached_PP, max(num_prompts - 1, 1))
+        better_PP = _surely_better(theta_P, covariance_PP, reached_PP, max(num_clusters - 1, 1))
     resampled_SP = _resampled(y_CVO, pairs, num_policies, F_VOK, seed) @ from_anchor_PP.T
     ratings = [
         Rating(
@@ -116,7 +121,9 @@ def _rate(names: Sequence[str], pairs: Ints, y_CVO: Floats, anchor: str, model: 
             value=float(value_P[i]),
             low=float(low_P[i]),
             high=float(high_P[i]),
-            bootstrap=_bootstrapped(float(value_P[i]), resampled_SP[:, i], num_prompts, not (above_P[i] or below_P[i])),
+            bootstrap=_bootstrapped(
+                float(value_P[i]), resampled_SP[:, i], num_clusters, not (above_P[i] or below_P[i])
+            ),
             best_rank=1 + int(better_PP[:, i].sum()),
             worst_rank=num_policies - int(better_PP[i].sum()),
             unbounded=_side(bool(above_P[i]), bool(below_P[i])),
@@ -160,7 +167,7 @@ def _thetas(beta_BK: Floats, num_policies: int) -> Floats:
 
 
 def _covariance(y_CVO: Floats, beta_BK: Floats, F_VOK: Floats, num_policies: int, shrunk: bool) -> Floats:
-    """Returns the covariance of θ [P, P]: the sandwich over prompts, with a first row and column of zeros.
+    """Returns the covariance of θ [P, P]: the sandwich over clusters, with a first row and column of zeros.
 
     For a fit with the prior, whose residuals are too small, the variance of independent verdicts is added."""
     p_BVO = choice.probabilities(beta_BK, F_VOK)
@@ -189,12 +196,12 @@ def _beats(y_BVO: Floats, pairs: Ints, num_policies: int) -> Truths:
     return beats_BPP
 
 
-def _of_two(y_CVO: Floats, anchors_P: Floats, seed: int) -> tuple[Floats, Floats, Truths]:
+def _of_two(y_NVO: Floats, cluster_N: Ints, anchors_P: Floats, seed: int) -> tuple[Floats, Floats, Truths]:
     """Returns the ends of both ratings [P] and whether either policy is surely better [P, P], from the interval of the
     share of wins. Equal ratings are a win rate of one half, so the pair's test decides here too."""
-    won_C, lost_C = y_CVO[:, 0, 0], y_CVO[:, 0, -1]
-    test = EqualityTest((1 + won_C - lost_C) / 2, seed=seed)
-    ends = test.decide(decided_interval(won_C, lost_C, quantile=test.quantile()))
+    won_N, lost_N = y_NVO[:, 0, 0], y_NVO[:, 0, -1]
+    test = EqualityTest((1 + won_N - lost_N) / 2, cluster_N, seed=seed)
+    ends = test.decide(decided_interval(won_N, lost_N, cluster_N, quantile=test.quantile()))
     low, high = scipy.special.logit(ends).tolist()
     own_first, own_second = float(anchors_P[1]), float(anchors_P[0])  # shares of θ_0 - θ_1; 0 for the anchor itself
     low_P = np.array([own_first * low if own_first else 0.0, -own_second * high if own_second else 0.0])
@@ -202,14 +209,14 @@ def _of_two(y_CVO: Floats, anchors_P: Floats, seed: int) -> tuple[Floats, Floats
     return low_P, high_P, np.array([[False, low > 0], [high < 0, False]])
 
 
-def _halves(covariance_PP: Floats, from_anchor_PP: Floats, num_prompts: int) -> Floats:
-    """Returns half the width of Student's intervals [P]. It is NaN (unknown) for one prompt, and if all prompts came
-    out alike, because then there is no spread."""
+def _halves(covariance_PP: Floats, from_anchor_PP: Floats, num_clusters: int) -> Floats:
+    """Returns half the width of Student's intervals [P]. It is NaN (unknown) for one cluster, and if all came out
+    alike, because then there is no spread."""
     variance_P = np.diag(from_anchor_PP @ covariance_PP @ from_anchor_PP.T)
     is_anchor_P = np.abs(from_anchor_PP).max(axis=1) == 0
-    if num_prompts == 1:
+    if num_clusters == 1:
         return np.full(len(variance_P), math.nan)
-    half_P = scipy.special.stdtrit(num_prompts - 1, (1 + LEVEL) / 2) * np.sqrt(variance_P.clip(0))
+    half_P = scipy.special.stdtrit(num_clusters - 1, (1 + LEVEL) / 2) * np.sqrt(variance_P.clip(0))
     return np.where((variance_P > choice.NO_SPREAD) | is_anchor_P, half_P, math.nan)
 
 
@@ -230,19 +237,19 @@ def _tukey(num_policies: int, freedom: int) -> float:
 
 
 def _resampled(y_CVO: Floats, pairs: Ints, num_policies: int, F_VOK: Floats, seed: int) -> Floats:
-    """Returns θ [S, P] of resampled prompts; if a resample connects too few policies, the prior connects them."""
+    """Returns θ [S, P] of resampled clusters; if a resample connects too few policies, the prior connects them."""
     table_CS = y_CVO.reshape(len(y_CVO), -1)
     sums_SVO = resampled_sums(table_CS, seed=seed, num_resamples=NUM_RESAMPLES).reshape(-1, *y_CVO.shape[1:])
     return _thetas(_fit(sums_SVO, pairs, num_policies, F_VOK), num_policies)
 
 
-def _bootstrapped(value: float, resampled_S: Floats, num_prompts: int, is_known: bool) -> Interval:
+def _bootstrapped(value: float, resampled_S: Floats, num_clusters: int, is_known: bool) -> Interval:
     """Returns the percentile interval. Its ends are unknown for an unbounded policy, because no resample contains the
     win (or loss) that was never observed.
     """
-    if num_prompts == 1 or not is_known:
+    if num_clusters == 1 or not is_known:
         return Interval(value, math.nan, math.nan)
-    return Interval(value, *percentiles(resampled_S, expanded_level(num_prompts)))
+    return Interval(value, *percentiles(resampled_S, expanded_level(num_clusters)))
 
 
 def _side(above: bool, below: bool) -> Literal["", "above", "below", "both"]:

@@ -1,7 +1,8 @@
 """The results of a comparison's statistics, as plain records; `files.records.as_json` turns them into JSON.
 
 A win rate is from 0 to 1, with ties counting half; above ½, policy a is better. Unless a field says otherwise,
-intervals are 95% intervals over prompts. Unknown values are NaN, and `reason` says why.
+intervals are 95% intervals over prompts, or over clusters of prompts if the comparison names them. Unknown values are
+NaN, and `reason` says why.
 
 A pair's interval and its test are one: the interval excludes ½ exactly if `holm_p` is below 5%.
 """
@@ -30,7 +31,7 @@ class WinRate:
     (`significance.EqualityTest`). `method` is "wilson" if every prompt has one verdict and there are no ties (the score
     interval is then Wilson's), otherwise "score". `bootstrap` resamples prompts, and also labelers if there are
     several; no decision uses it. `over_labelers` is the interval for other prompts and other labelers; it is unknown
-    with one labeler.
+    with one labeler. Without clusters, `num_clusters` is `num_prompts`.
     """
 
     mean: float
@@ -40,6 +41,7 @@ class WinRate:
     bootstrap: Interval
     over_labelers: Interval
     num_prompts: int
+    num_clusters: int
     num_verdicts: int
     num_labelers: int
 
@@ -150,6 +152,34 @@ class PairSummary:
 
 
 @dataclass(frozen=True)
+class AlgorithmPair:
+    """One judge's results on two algorithms, each with several training runs (seeds): `algorithms.AlgorithmTest`.
+
+    `win_rate` is how often a's runs are preferred to b's, over all pairs of runs; its interval is over seeds and
+    prompts and excludes ½ exactly if `holm_p`, corrected for all pairs of algorithms, is below 5%. `score_difference`
+    is the difference of the runs' mean scores; unknown if the judge gives none. `num_prompts` are those with a verdict
+    on every pair of runs; `num_prompts_missing` lack one and are left out.
+    """
+
+    algorithm_a: str
+    algorithm_b: str
+    num_runs_a: int
+    num_runs_b: int
+    win_rate: Interval
+    p: float
+    holm_p: float
+    score_difference: Interval
+    num_prompts: int
+    num_clusters: int
+    num_prompts_missing: int
+
+    @property
+    def different(self) -> bool:
+        """Whether one of the two is shown to be better."""
+        return self.win_rate.low > 0.5 or self.win_rate.high < 0.5
+
+
+@dataclass(frozen=True)
 class Rating:
     """A policy's strength on the log-odds scale; higher is better.
 
@@ -220,7 +250,8 @@ class Failures:
 
 @dataclass(frozen=True)
 class JudgeSummary:
-    """All results of one judge. `pairs` holds the pairs that it judged, in the order of `Summary.policies`.
+    """All results of one judge. `pairs` holds the pairs that it judged, in the order of `Summary.policies`, and
+    `algorithms` the pairs of algorithms that have several runs.
 
     `num_prompts`, `num_labelers` and `num_verdicts` are counted over the verdicts that did not fail. The ratings are
     Bradley-Terry's and, if the judge gives exact ties, Davidson's. `labelers` is the agreement of its labelers.
@@ -232,6 +263,7 @@ class JudgeSummary:
     num_verdicts: int
     num_failed: int
     pairs: tuple[PairSummary, ...]
+    algorithms: tuple[AlgorithmPair, ...]
     ratings: tuple[Ratings, ...]
     position_bias: PositionBias
     flips: Flips
@@ -240,11 +272,15 @@ class JudgeSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """All results of a comparison. The same rows in any order, with the same seed, give the same numbers."""
+    """All results of a comparison. The same rows in any order, with the same seed, give the same numbers.
+
+    Without clusters, `num_clusters` is `num_prompts`.
+    """
 
     policies: tuple[str, ...]
     judges: tuple[JudgeSummary, ...]
     agreement: tuple[Agreement, ...]
     failures: tuple[Failures, ...]
     num_prompts: int
+    num_clusters: int
     seed: int

@@ -1,8 +1,11 @@
-"""Tests whether a difference is real, and computes which difference could have been shown. All tests are over prompts.
+"""Tests whether a difference is real, and computes which difference could have been shown.
 
-d_p = x_p - ½ is a prompt's mean preference for policy a, minus ½. The null hypothesis is that d_p is as likely as -d_p.
+All tests are over clusters of prompts: every prompt is its own cluster unless the comparison names clusters. d_p is
+x_p - ½, a prompt's mean preference for policy a minus ½, and d_c the sum of d_p over a cluster, divided by the largest
+cluster's number of prompts. The null hypothesis is that d_c is as likely as -d_c.
 
-Shape letters: P prompts, M pairs (hypotheses), D draws, N sums in falling order of size, K pluses, X distinct |d_p|.
+Shape letters: P prompts, C clusters, M pairs (hypotheses), D draws, N sums in falling order of size, K pluses, X
+distinct |d_c|.
 """
 
 import math
@@ -13,13 +16,19 @@ import scipy
 
 from evaluation.statistics.results import Power
 from preferences.statistics.estimates import Floats, Interval, Ints
-from preferences.statistics.intervals import clustered_mean, mean_is_zero, score_interval, variance_under
+from preferences.statistics.intervals import (
+    DesignEffect,
+    clustered_mean,
+    mean_is_zero,
+    score_interval,
+    variance_under,
+)
 
 ALPHA = 0.05
 POWER = 0.8
 NUM_PERMUTATIONS = 10_000
-MAX_SUMS = 2**20  # to enumerate: those of 20 prompts, or of many more if preferences take few values
-MAX_ENUMERATED = 1_000  # prompts: 2^-1000 can still be represented
+MAX_SUMS = 2**20  # to enumerate: those of 20 clusters, or of many more if preferences take few values
+MAX_ENUMERATED = 1_000  # clusters: 2^-1000 can still be represented
 
 _Z_ALPHA, _Z_BETA = NormalDist().inv_cdf(1 - ALPHA / 2), NormalDist().inv_cdf(POWER)
 _DRAWS_PER_CHUNK = 1_000
@@ -29,29 +38,33 @@ _ROUNDING = 1e-9
 class EqualityTest:
     """The one test of "both policies are preferred equally often", and the win rate's interval, which inverts it.
 
-        T(μ) = √n·|x̄ - μ| / √V(μ),   V as in `preferences.statistics.intervals`
-        p = max(share of sign vectors s with |Σ s_p·d_p| >= |Σ d_p|,  2·Φ(-T(½)))
-        interval = {μ: T(μ) <= max(z, T(½) of the largest Σ s_p·d_p whose p is not below α)}
+        T(μ) = √P·|x̄ - μ| / √(I(μ)·V(μ)),   V and I (`DesignEffect`) as in `preferences.statistics.intervals`
+        p = max(share of sign vectors s with |Σ s_c·d_c| >= |Σ d_c|,  2·Φ(-T(½)))
+        interval = {μ: T(μ) <= max(z, T(½) of the largest Σ s_c·d_c whose p is not below α)}
 
     The critical value of the score interval is that of the sign-flip test, if that is larger than the normal one. So
     at every α the interval excludes ½ exactly if p < α, and it is never narrower than the score interval.
 
     `SignFlips` counts or draws the sign vectors. If every prompt has one verdict, this is McNemar's exact test.
+    `x_P` are the prompts' mean preferences, and `cluster_P` numbers their clusters; by default each is its own.
 
     Raises: ValueError for no prompts.
     """
 
-    def __init__(self, x_P: Floats, *, seed: int) -> None:
+    def __init__(self, x_P: Floats, cluster_P: Ints | None = None, *, seed: int) -> None:
         if len(x_P) == 0:
             raise ValueError("no prompts; a test needs at least one")
-        self.x_P = x_P
-        d_P = decided(x_P)
-        self._flips = SignFlips(d_P, seed=seed)
+        self.x_P, self._cluster_P = x_P, cluster_P
+        effect = DesignEffect(x_P - 0.5, cluster_P)
+        self.num_clusters, largest = len(effect.size_C), int(effect.size_C.max())
+        d_C = decided(effect.sum_C / largest)
+        self._flips = SignFlips(d_C, seed=seed)
         self.num_draws, self.flipped_p = self._flips.num_draws, self._flips.p
         value_X, times_X = np.unique(np.clip(x_P, 0.0, 1.0), return_counts=True)
-        # Converts a sum of d_p to a score T(½); 0 if all prompts are ties.
-        self._per_sum = 1 / math.sqrt(len(x_P) * variance_under(0.5, value_X, times_X)) if len(d_P) else 0.0
-        score = abs(float(d_P.sum())) * self._per_sum
+        # Converts a sum of d_c to a score T(½); 0 if all clusters are ties.
+        variance = len(x_P) * (effect(0.0) * variance_under(0.5, value_X, times_X))
+        self._per_sum = largest / math.sqrt(variance) if len(d_C) else 0.0
+        score = abs(float(d_C.sum())) * self._per_sum
         self.p = max(self.flipped_p, 2 * float(scipy.special.ndtr(-score)))
 
     def quantile(self, alpha: float = ALPHA) -> float:
@@ -60,7 +73,7 @@ class EqualityTest:
 
     def interval(self, alpha: float = ALPHA) -> tuple[float, float]:
         """Returns (low, high) of the win rate at level 1 - α."""
-        return self.decide(score_interval(self.x_P, quantile=self.quantile(alpha)), alpha)
+        return self.decide(score_interval(self.x_P, self._cluster_P, quantile=self.quantile(alpha)), alpha)
 
     def decide(self, ends: tuple[float, float], alpha: float = ALPHA) -> tuple[float, float]:
         """Moves an end that equals ½ up to rounding (1e-10) to the side of ½ that agrees with the test."""
@@ -75,45 +88,46 @@ class EqualityTest:
 class GainTest:
     """The one test of "the mean gain is 0", and the mean's interval at any level. One gain per prompt, in any unit.
 
-        p = max(share of sign vectors s with |Σ s_p·x_p| >= |Σ x_p|,  Student's p)
+        p = max(share of sign vectors s with |Σ s_c·X_c| >= |Σ X_c|,  Student's p),   X_c = Σ x_p of a cluster's prompts
 
     Student's test alone is too sure of a few equal gains: their standard error is 0, so its p is 0. By their signs, p
     is 2/32 for five prompts. The interval is Student's, mean ± h, and if p >= α, h is at least |mean|. So at every α
-    the interval excludes 0 exactly if p < α, and it is never narrower than Student's. A single prompt shows nothing: p
-    is 1, and the ends are NaN.
+    the interval excludes 0 exactly if p < α, and it is never narrower than Student's. A single cluster shows nothing: p
+    is 1, and the ends are NaN. `cluster_P` numbers the prompts' clusters; without it every prompt is its own.
 
     Raises: ValueError for no prompts.
     """
 
-    def __init__(self, x_P: Floats, *, seed: int) -> None:
-        self.x_P, self._prompt_P = x_P, np.arange(len(x_P))
-        student = mean_is_zero(x_P, self._prompt_P)
-        largest = float(np.abs(x_P).max())
-        # Sums are compared up to an absolute rounding error, so the largest gain becomes 1.
-        self.p = max(student, SignFlips(x_P / largest, seed=seed).p) if largest else 1.0
+    def __init__(self, x_P: Floats, cluster_P: Ints | None = None, *, seed: int) -> None:
+        self.x_P, self._cluster_P = x_P, np.arange(len(x_P)) if cluster_P is None else cluster_P
+        student = mean_is_zero(x_P, self._cluster_P)
+        sum_C = np.bincount(np.unique(self._cluster_P, return_inverse=True)[1], x_P)
+        largest = float(np.abs(sum_C).max())
+        # Sums are compared up to an absolute rounding error, so the largest becomes 1.
+        self.p = max(student, SignFlips(sum_C / largest, seed=seed).p) if largest else 1.0
 
     def interval(self, alpha: float = ALPHA) -> Interval:
         """Returns the mean with its interval at level 1 - α."""
-        student = clustered_mean(self.x_P, self._prompt_P, alpha=alpha)
+        student = clustered_mean(self.x_P, self._cluster_P, alpha=alpha)
         half, size = (student.high - student.low) / 2, abs(student.mean)
-        # Unlike max and min, these keep the NaN of a single prompt.
+        # Unlike max and min, these keep the NaN of a single cluster.
         half = float(np.maximum(half, size) if self.p >= alpha else np.minimum(half, math.nextafter(size, 0.0)))
         return Interval(student.mean, student.mean - half, student.mean + half)
 
 
 class SignFlips:
-    """The sign-flip permutation test: `p` is the share of sign vectors s with |Σ s_p·d_p| >= |Σ d_p|, |d_p| <= 1.
+    """The sign-flip permutation test: `p` is the share of sign vectors s with |Σ s_c·d_c| >= |Σ d_c|, |d_c| <= 1.
 
-    If feasible (up to 20 prompts, or 1,000 with few different |d_p|), all sign vectors are counted and `num_draws` is
+    If feasible (up to 20 clusters, or 1,000 with few different |d_c|), all sign vectors are counted and `num_draws` is
     0. Otherwise m = 10,000 are drawn; if b of them reach the observed sum, the share is (b + 1)/(m + 1), which is never
     0 (Phipson & Smyth 2010, Statistical Applications in Genetics and Molecular Biology 9).
     """
 
-    def __init__(self, d_P: Floats, *, seed: int) -> None:
-        self.num_draws = 0 if _is_enumerable(d_P) else NUM_PERMUTATIONS
-        self._sum_N, self._beyond_N = _drawn_sums(d_P, seed) if self.num_draws else _enumerated_sums(d_P)
-        self._largest = float(np.abs(d_P).sum())
-        self.p = self._share_reaching(abs(float(d_P.sum())) - _ROUNDING * max(1, len(d_P)))
+    def __init__(self, d_C: Floats, *, seed: int) -> None:
+        self.num_draws = 0 if _is_enumerable(d_C) else NUM_PERMUTATIONS
+        self._sum_N, self._beyond_N = _drawn_sums(d_C, seed) if self.num_draws else _enumerated_sums(d_C)
+        self._largest = float(np.abs(d_C).sum())
+        self.p = self._share_reaching(abs(float(d_C.sum())) - _ROUNDING * max(1, len(d_C)))
 
     def _share_reaching(self, size: float) -> float:
         num_reached = int(np.searchsorted(-self._sum_N, -size, side="right"))
@@ -122,7 +136,7 @@ class SignFlips:
         return min(1.0, float(self._beyond_N[num_reached - 1]))
 
     def largest_kept(self, alpha: float) -> float:
-        """Returns the largest |Σ s_p·d_p| whose p is not below α."""
+        """Returns the largest |Σ s_c·d_c| whose p is not below α."""
         if not self.num_draws:
             return float(self._sum_N[int(np.searchsorted(self._beyond_N, alpha))])
         # p of the k-th largest sum is (k + 1)/(m + 1).
@@ -130,31 +144,30 @@ class SignFlips:
         return float(self._sum_N[k - 1]) if k > 0 else self._largest
 
 
-def _enumerated_sums(d_P: Floats) -> tuple[Floats, Floats]:
-    """Returns each size |Σ s_p·d_p|, in falling order, and the probability of a size at least as large."""
-    sum_N, chance_N, _ = _all_sums(d_P)
+def _enumerated_sums(d_C: Floats) -> tuple[Floats, Floats]:
+    """Returns each size |Σ s_c·d_c|, in falling order, and the probability of a size at least as large."""
+    sum_N, chance_N, _ = _all_sums(d_C)
     # Equal sums may differ in their last bits.
     size_N, group_N = np.unique(np.abs(sum_N).round(9), return_inverse=True)
     chance_of_size_N = np.bincount(group_N, chance_N).astype(np.float64)
     return size_N[::-1], np.cumsum(chance_of_size_N[::-1])
 
 
-def _drawn_sums(d_P: Floats, seed: int) -> tuple[Floats, Floats]:
-    """Returns the sizes |Σ s_p·d_p| of random sign vectors, in falling order, and the share of those at least as
+def _drawn_sums(d_C: Floats, seed: int) -> tuple[Floats, Floats]:
+    """Returns the sizes |Σ s_c·d_c| of random sign vectors, in falling order, and the share of those at least as
     large."""
     generator = np.random.default_rng(seed)
     drawn = []
     for _ in range(0, NUM_PERMUTATIONS, _DRAWS_PER_CHUNK):
-        sign_DP = 1.0 - 2.0 * generator.integers(0, 2, size=(_DRAWS_PER_CHUNK, len(d_P)), dtype=np.int8)
-        drawn.append(np.abs(sign_DP @ d_P))
+        sign_DP = 1.0 - 2.0 * generator.integers(0, 2, size=(_DRAWS_PER_CHUNK, len(d_C)), dtype=np.int8)
+        drawn.append(np.abs(sign_DP @ d_C))
     size_N = -np.sort(-np.concatenate(drawn))
     return size_N, np.arange(1, len(size_N) + 1) / len(size_N)
 
 
-def decided(x_P: Floats) -> Floats:
-    """Returns d_p of the prompts that are not ties."""
-    d_P = x_P - 0.5
-    return np.asarray(d_P[np.abs(d_P) > _ROUNDING])
+def decided(d_C: Floats) -> Floats:
+    """Returns the d_c of the clusters that are not ties."""
+    return np.asarray(d_C[np.abs(d_C) > _ROUNDING])
 
 
 def holm(p_M: Floats) -> Floats:
@@ -178,44 +191,48 @@ def holm_level(p: float, holm_p: float) -> float:
     return ALPHA if (p < ALPHA) == (holm_p < ALPHA) else ALPHA * p / holm_p
 
 
-def power_of(x_P: Floats) -> Power:
-    """Returns the smallest distance of the win rate from ½ that P prompts show with 80% power, and the number of
-    prompts needed to show d̄.
+def power_of(x_P: Floats, cluster_P: Ints | None = None) -> Power:
+    """Returns the smallest distance of the win rate from ½ that C clusters show with 80% power, and the number of
+    prompts needed to show the observed one, in clusters like these.
 
-        P = (z_α·√m + z_β·√(m - δ²))² / δ²,   m = Σ_p d_p² / P
+        C = (z_α·√m + z_β·√(m - δ²))² / δ²,   m = Σ_c d_c² / C,   d_c here divided by the mean size of a cluster
 
-    m is the variance of d if there is no difference, m - δ² if there is. With one verdict per prompt, 4m is the share
-    of prompts that are not ties, and this is McNemar's sample size (Miettinen 1968; Connor 1987, Biometrics 43). The
-    equation is quadratic in δ. If `EqualityTest` counts all sign vectors, δ is exact: see `_exact_detectable`.
+    m is the variance of d if there is no difference, m - δ² if there is. With one verdict per prompt and one prompt per
+    cluster, 4m is the share of prompts that are not ties, and this is McNemar's sample size (Miettinen 1968; Connor
+    1987, Biometrics 43). The equation is quadratic in δ. If `EqualityTest` counts all sign vectors, δ is exact: see
+    `_exact_detectable`.
     """
-    d_P = x_P - 0.5
-    m, observed = float((d_P**2).mean()), float(d_P.mean())
-    decided_P = decided(x_P)
-    if _is_enumerable(decided_P):
-        detectable = _exact_detectable(decided_P) * len(decided_P) / len(d_P)
+    effect = DesignEffect(x_P - 0.5, cluster_P)
+    mean_size = len(x_P) / len(effect.size_C)
+    d_C = effect.sum_C / mean_size
+    m, observed = float((d_C**2).mean()), float(d_C.mean())
+    decided_C = decided(d_C)
+    if _is_enumerable(decided_C):
+        detectable = _exact_detectable(decided_C) * len(decided_C) / len(d_C)
     else:
-        root = _Z_ALPHA * math.sqrt(len(d_P)) + _Z_BETA * math.sqrt(len(d_P) - _Z_ALPHA**2 + _Z_BETA**2)
-        detectable = math.sqrt(m) * root / (len(d_P) + _Z_BETA**2)
+        root = _Z_ALPHA * math.sqrt(len(d_C)) + _Z_BETA * math.sqrt(len(d_C) - _Z_ALPHA**2 + _Z_BETA**2)
+        detectable = math.sqrt(m) * root / (len(d_C) + _Z_BETA**2)
     if abs(observed) <= _ROUNDING:
         return Power(detectable, None)
     spread = math.sqrt(max(0.0, m - observed**2))
-    return Power(detectable, math.ceil(((_Z_ALPHA * math.sqrt(m) + _Z_BETA * spread) / observed) ** 2))
+    num_clusters = ((_Z_ALPHA * math.sqrt(m) + _Z_BETA * spread) / observed) ** 2
+    return Power(detectable, math.ceil(num_clusters * mean_size))
 
 
-def _exact_detectable(d_P: Floats) -> float:
+def _exact_detectable(d_C: Floats) -> float:
     """Returns the mean difference at which the test of all sign vectors has 80% power.
 
-    Each prompt keeps its |d| and prefers one policy with probability q, so the mean difference is (2q - 1)·mean|d|. NaN
-    if the power is lower even at q = 1 (five prompts cannot reach p < 5%)."""
-    num = len(d_P)
-    sum_N, chance_N, num_plus_N = _all_sums(d_P)
+    Each cluster keeps its |d| and prefers one policy with probability q, so the mean difference is (2q - 1)·mean|d|.
+    NaN if the power is lower even at q = 1 (five clusters cannot reach p < 5%)."""
+    num = len(d_C)
+    sum_N, chance_N, num_plus_N = _all_sums(d_C)
     order = np.argsort(-np.abs(sum_N), kind="stable")
     beyond_N = np.cumsum(chance_N[order])
     first_kept = int(np.searchsorted(beyond_N, ALPHA * (1 + _ROUNDING), side="right"))
     # The largest set of extreme sums with a probability of at most 5%; equal sums at its edge are left out together.
     edge = np.abs(sum_N)[order[min(first_kept, len(order) - 1)]]
     rejects_N = np.abs(sum_N) > edge + _ROUNDING
-    # Whether the test rejects, given how many prompts prefer the one policy; that number is binomial.
+    # Whether the test rejects, given how many clusters prefer the one policy; that number is binomial.
     chance_K = scipy.stats.binom.pmf(np.arange(num + 1), num, 0.5)
     rejects_K = np.bincount(num_plus_N[rejects_N], chance_N[rejects_N], num + 1) / chance_K
 
@@ -224,20 +241,20 @@ def _exact_detectable(d_P: Floats) -> float:
 
     if power_beyond(1.0) < 0:
         return math.nan
-    return (2 * float(scipy.optimize.brentq(power_beyond, 0.5, 1.0)) - 1) * float(np.abs(d_P).mean())
+    return (2 * float(scipy.optimize.brentq(power_beyond, 0.5, 1.0)) - 1) * float(np.abs(d_C).mean())
 
 
-def _is_enumerable(d_P: Floats) -> bool:
-    _, num_X = np.unique(np.abs(d_P).round(9), return_counts=True)
-    return len(d_P) <= MAX_ENUMERATED and float(np.log2(num_X + 1).sum()) <= math.log2(MAX_SUMS)
+def _is_enumerable(d_C: Floats) -> bool:
+    _, num_X = np.unique(np.abs(d_C).round(9), return_counts=True)
+    return len(d_C) <= MAX_ENUMERATED and float(np.log2(num_X + 1).sum()) <= math.log2(MAX_SUMS)
 
 
-def _all_sums(d_P: Floats) -> tuple[Floats, Floats, Ints]:
-    """Returns [N] each sum Σ s_p·|d_p|, its probability under random signs, and its number of pluses.
+def _all_sums(d_C: Floats) -> tuple[Floats, Floats, Ints]:
+    """Returns [N] each sum Σ s_c·|d_c|, its probability under random signs, and its number of pluses.
 
-    Among k prompts with the same |d_p| only the number of pluses matters, so each such group has k + 1 cases."""
+    Among k clusters with the same |d_c| only the number of pluses matters, so each such group has k + 1 cases."""
     sum_N, chance_N, num_plus_N = np.zeros(1), np.ones(1), np.zeros(1, dtype=np.int64)
-    for size, num in zip(*np.unique(np.abs(d_P).round(9), return_counts=True), strict=True):
+    for size, num in zip(*np.unique(np.abs(d_C).round(9), return_counts=True), strict=True):
         pluses = np.arange(num + 1)
         sum_N = np.add.outer(sum_N, size * (2 * pluses - num)).ravel()
         chance_N = np.multiply.outer(chance_N, scipy.stats.binom.pmf(pluses, num, 0.5)).ravel()

@@ -5,14 +5,17 @@ The records are in `results`.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 
+from evaluation.statistics.algorithms import AlgorithmTest
 from evaluation.statistics.judges import flips, judges_agree, labelers_agree, position_bias
 from evaluation.statistics.ratings import rate
 from evaluation.statistics.results import (
+    AlgorithmPair,
     CategoryWinRate,
     Failures,
     JudgeSummary,
@@ -21,16 +24,36 @@ from evaluation.statistics.results import (
     Significance,
     Summary,
 )
-from evaluation.statistics.significance import ALPHA, EqualityTest, holm, holm_level, power_of
-from evaluation.statistics.win_rates import counts_of, length_controlled, pair_win_rate, prompt_means
-from evaluation.verdicts import Comparisons, Verdict, comparisons_of
+from evaluation.statistics.significance import ALPHA, holm, holm_level, power_of
+from evaluation.statistics.win_rates import (
+    counts_of,
+    length_controlled,
+    pair_test,
+    pair_win_rate,
+    prompt_clusters,
+    prompt_means,
+)
+from evaluation.verdicts import NO_CLUSTERS, Clusters, Comparisons, Verdict, comparisons_of
+from preferences.statistics.estimates import UNKNOWN, Floats, Interval, Ints
+
+Runs = Mapping[str, Sequence[str]]  # an algorithm's name to its training runs, which are policies; two or more each
+NO_RUNS: Runs = {}
 
 
-def summarise(verdicts: Sequence[Verdict], policies: Sequence[str] = (), *, seed: int) -> Summary:
+def summarise(
+    verdicts: Sequence[Verdict],
+    policies: Sequence[str] = (),
+    clusters: Clusters = NO_CLUSTERS,
+    runs: Runs = NO_RUNS,
+    *,
+    seed: int,
+) -> Summary:
     """Returns win rates, tests, ratings and agreement from all judges' verdicts, failed ones included.
 
     `policies` gives the order: ratings are differences from the first, and a pair's a comes before its b. By default
-    they are sorted by name. The order of rows does not matter, and swapping policies mirrors every number.
+    they are sorted by name. The order of rows does not matter, and swapping policies mirrors every number. `clusters`
+    groups prompts that are not independent; all intervals and tests are then over the groups. `runs` names the
+    algorithms of which several runs are compared.
 
     Raises: ValueError naming the row for verdicts that `in_order` refuses, for a policy not among `policies`,
     and if there are no verdicts.
@@ -42,16 +65,21 @@ def summarise(verdicts: Sequence[Verdict], policies: Sequence[str] = (), *, seed
     judges = sorted({verdict.judge for verdict in rows})
     return Summary(
         policies=names,
-        judges=tuple(_judge([v for v in rows if v.judge == judge], judge, names, seed) for judge in judges),
-        agreement=tuple(judges_agree(rows, one, other) for one, other in combinations(judges, 2)),
+        judges=tuple(
+            _judge([v for v in rows if v.judge == judge], judge, names, clusters, runs, seed) for judge in judges
+        ),
+        agreement=tuple(judges_agree(rows, one, other, clusters) for one, other in combinations(judges, 2)),
         failures=_failures(rows, names),
         num_prompts=len({verdict.prompt_id for verdict in rows}),
+        num_clusters=len({clusters.get(verdict.prompt_id, verdict.prompt_id) for verdict in rows}),
         seed=seed,
     )
 
 
-def _judge(rows: Sequence[Verdict], judge: str, names: tuple[str, ...], seed: int) -> JudgeSummary:
-    comparisons = comparisons_of(rows, names)
+def _judge(
+    rows: Sequence[Verdict], judge: str, names: tuple[str, ...], clusters: Clusters, runs: Runs, seed: int
+) -> JudgeSummary:
+    comparisons = comparisons_of(rows, names, clusters)
     pairs = [(a, b) for a, b in combinations(range(len(names)), 2) if len(comparisons.between(a, b))]
     return JudgeSummary(
         judge=judge,
@@ -59,19 +87,24 @@ def _judge(rows: Sequence[Verdict], judge: str, names: tuple[str, ...], seed: in
         num_labelers=len(comparisons.labelers),
         num_verdicts=len(comparisons),
         num_failed=len(rows) - len(comparisons),
-        pairs=_pairs(rows, comparisons, pairs, seed),
+        pairs=_pairs(rows, comparisons, pairs, clusters, seed),
+        algorithms=_algorithms(rows, comparisons, runs, seed),
         ratings=_ratings(comparisons, names[0], seed),
         position_bias=position_bias(comparisons),
-        flips=flips(rows),
-        labelers=labelers_agree(rows, judge),
+        flips=flips(rows, clusters),
+        labelers=labelers_agree(rows, judge, clusters),
     )
 
 
 def _pairs(
-    rows: Sequence[Verdict], comparisons: Comparisons, pairs: Sequence[tuple[int, int]], seed: int
+    rows: Sequence[Verdict],
+    comparisons: Comparisons,
+    pairs: Sequence[tuple[int, int]],
+    clusters: Clusters,
+    seed: int,
 ) -> tuple[PairSummary, ...]:
     of_pairs = [comparisons.between(a, b) for a, b in pairs]
-    tests = [EqualityTest(prompt_means(pair), seed=seed) for pair in of_pairs]
+    tests = [pair_test(pair, seed=seed) for pair in of_pairs]
     corrected = holm(np.array([test.p for test in tests])).tolist()
     names = comparisons.policies
     summaries = []
@@ -88,14 +121,89 @@ def _pairs(
                 num_prompts_missing=len(comparisons.prompts) - len(test.x_P),
                 significance=Significance(test.p, test.num_draws, holm_p),
                 different=holm_p < ALPHA,
-                power=power_of(test.x_P),
+                power=power_of(test.x_P, prompt_clusters(pair)),
                 length_controlled=length_controlled(pair),
                 position_bias=position_bias(pair),
-                flips=flips(of_pair),
+                flips=flips(of_pair, clusters),
                 categories=_categories(pair, seed),
             )
         )
     return tuple(summaries)
+
+
+def _algorithms(rows: Sequence[Verdict], comparisons: Comparisons, runs: Runs, seed: int) -> tuple[AlgorithmPair, ...]:
+    """Returns the pairs of algorithms on which every pair of runs has verdicts on a common prompt."""
+    scores = _mean_scores(rows)
+    tests: list[tuple[AlgorithmPair, AlgorithmTest]] = []
+    for a, b in combinations(runs, 2):
+        x_ABP = _preferences(comparisons, runs[a], runs[b])
+        kept_P = np.isfinite(x_ABP.sum(axis=(0, 1)))
+        if not kept_P.any():
+            continue
+        prompts = [prompt for prompt, kept in zip(comparisons.prompts, kept_P, strict=True) if kept]
+        cluster_P = _clusters_of_prompts(comparisons)[kept_P]
+        test = AlgorithmTest.of_preferences(x_ABP[:, :, kept_P], cluster_P, seed=seed)
+        found = AlgorithmPair(
+            algorithm_a=a,
+            algorithm_b=b,
+            num_runs_a=len(runs[a]),
+            num_runs_b=len(runs[b]),
+            win_rate=UNKNOWN,
+            p=test.p,
+            holm_p=math.nan,
+            score_difference=_score_difference(scores, runs[a], runs[b], prompts, cluster_P, seed),
+            num_prompts=len(prompts),
+            num_clusters=len(np.unique(cluster_P)),
+            num_prompts_missing=len(kept_P) - len(prompts),
+        )
+        tests.append((found, test))
+    corrected = holm(np.array([test.p for _, test in tests])).tolist()
+    return tuple(
+        replace(found, win_rate=test.interval(holm_level(test.p, holm_p)), holm_p=holm_p)
+        for (found, test), holm_p in zip(tests, corrected, strict=True)
+    )
+
+
+def _preferences(comparisons: Comparisons, runs_a: Sequence[str], runs_b: Sequence[str]) -> Floats:
+    """Returns the mean preference for a's run [A, B, P] over b's on every prompt; NaN where there is no verdict."""
+    x_ABP = np.full((len(runs_a), len(runs_b), len(comparisons.prompts)), math.nan)
+    for i, j in np.ndindex(x_ABP.shape[:2]):
+        pair = comparisons.between(comparisons.policies.index(runs_a[i]), comparisons.policies.index(runs_b[j]))
+        x_ABP[i, j, np.unique(pair.prompt_V)] = prompt_means(pair)
+    return x_ABP
+
+
+def _clusters_of_prompts(comparisons: Comparisons) -> Ints:
+    """Returns the cluster [P] of every prompt of `comparisons`."""
+    return comparisons.cluster_V[np.unique(comparisons.prompt_V, return_index=True)[1]]
+
+
+def _score_difference(
+    scores: Mapping[tuple[str, str], float],
+    runs_a: Sequence[str],
+    runs_b: Sequence[str],
+    prompts: Sequence[str],
+    cluster_P: Ints,
+    seed: int,
+) -> Interval:
+    """Returns the difference of the runs' mean scores; unknown if a run has no score on one of the prompts."""
+    value_AP, value_BP = (
+        np.array([[scores.get((run, prompt), math.nan) for prompt in prompts] for run in runs])
+        for runs in (runs_a, runs_b)
+    )
+    if np.isnan(value_AP).any() or np.isnan(value_BP).any():
+        return UNKNOWN
+    return AlgorithmTest.of_values(value_AP, value_BP, cluster_P, seed=seed).interval()
+
+
+def _mean_scores(rows: Sequence[Verdict]) -> dict[tuple[str, str], float]:
+    """Returns each policy's mean score on each prompt, over its responses, from one judge's verdicts."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for row in rows:
+        if not (row.failure or math.isnan(row.score_a)):
+            found.setdefault((row.policy_a, row.prompt_id), {})[row.index_a] = row.score_a
+            found.setdefault((row.policy_b, row.prompt_id), {})[row.index_b] = row.score_b
+    return {key: sum(own.values()) / len(own) for key, own in found.items()}
 
 
 def _categories(pair: Comparisons, seed: int) -> tuple[CategoryWinRate, ...]:
@@ -104,7 +212,7 @@ def _categories(pair: Comparisons, seed: int) -> tuple[CategoryWinRate, ...]:
     if len(present) < 2:
         return ()
     parts = [pair.where(pair.category_V == category) for category in present]
-    tests = [EqualityTest(prompt_means(part), seed=seed) for part in parts]
+    tests = [pair_test(part, seed=seed) for part in parts]
     corrected = holm(np.array([test.p for test in tests])).tolist()
     return tuple(
         CategoryWinRate(

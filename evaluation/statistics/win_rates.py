@@ -2,10 +2,11 @@
 
 `won_V` below is policy a's. Every prompt weighs the same, whatever the number of its verdicts: x_p is the mean of a
 prompt's preferences, and the win rate is the mean of x_p. At equal length, it is how much of a difference would remain
-if both policies wrote equally long responses.
+if both policies wrote equally long responses. All errors are over clusters of prompts; without clusters, every prompt
+is its own.
 
-Shape letters: V verdicts, P prompts (of this pair), L labelers, S resamples, O outcomes (a preferred, b preferred), K
-coefficients (θ, φ).
+Shape letters: V verdicts, P prompts (of this pair), C clusters of these prompts, L labelers, S resamples, O outcomes (a
+preferred, b preferred), K coefficients (θ, φ).
 """
 
 import math
@@ -28,7 +29,7 @@ _MAX_LOG_ODDS = 12.0  # a fit beyond this counts as having no finite maximum
 
 
 def pair_win_rate(pair: Comparisons, test: EqualityTest, *, alpha: float = ALPHA, seed: int) -> WinRate:
-    """Returns the win rate of a over b, from `Comparisons.between(a, b)` and the test of its `prompt_means`.
+    """Returns the win rate of a over b, from `Comparisons.between(a, b)` and its `pair_test`.
 
     The intervals have the level 1 - α.
     """
@@ -36,15 +37,18 @@ def pair_win_rate(pair: Comparisons, test: EqualityTest, *, alpha: float = ALPHA
     low, high = test.interval(alpha)
     _, labeler_V = np.unique(pair.labeler_V, return_inverse=True)
     num_labelers = int(labeler_V.max()) + 1
-    is_wilson = len(pair) == len(x_P) and bool(np.isin(pair.won_V, (0.0, 1.0)).all())
+    is_wilson = len(pair) == test.num_clusters and bool(np.isin(pair.won_V, (0.0, 1.0)).all())
     return WinRate(
         mean=float(x_P.mean()),
         low=low,
         high=high,
         method="wilson" if is_wilson else "score",
-        bootstrap=bootstrap_labelers(pair, seed=seed) if num_labelers > 1 else bootstrap_prompts(x_P, seed=seed),
+        bootstrap=bootstrap_labelers(pair, seed=seed)
+        if num_labelers > 1
+        else bootstrap_clusters(x_P, prompt_clusters(pair), seed=seed),
         over_labelers=interval_over_labelers(pair, test, alpha=alpha) if num_labelers > 1 else UNKNOWN,
         num_prompts=len(x_P),
+        num_clusters=test.num_clusters,
         num_verdicts=len(pair),
         num_labelers=num_labelers,
     )
@@ -56,6 +60,17 @@ def prompt_means(pair: Comparisons) -> Floats:
     return np.bincount(place_V, pair.won_V) / np.bincount(place_V)
 
 
+def pair_test(pair: Comparisons, *, seed: int) -> EqualityTest:
+    """Returns the test of a pair's prompt means over their clusters."""
+    return EqualityTest(prompt_means(pair), prompt_clusters(pair), seed=seed)
+
+
+def prompt_clusters(pair: Comparisons) -> Ints:
+    """Returns the cluster [P] of each prompt that has verdicts, numbered from 0 in their order."""
+    _, first_P = np.unique(pair.prompt_V, return_index=True)
+    return np.unique(pair.cluster_V[first_P], return_inverse=True)[1].astype(np.int64)
+
+
 def counts_of(preferences: Floats) -> Counts:
     """Counts the preferences above ½, at ½ (up to rounding), and below."""
     tied = np.isclose(preferences, 0.5, rtol=0, atol=1e-9)
@@ -63,10 +78,14 @@ def counts_of(preferences: Floats) -> Counts:
     return Counts(wins, int(tied.sum()), len(preferences) - wins - int(tied.sum()))
 
 
-def bootstrap_prompts(x_P: Floats, *, seed: int) -> Interval:
-    """Returns the percentile bootstrap over prompts. It is paired: both policies of a prompt are drawn together."""
-    level = expanded_level(len(x_P))
-    return Interval(*bootstrap_ratio(x_P, np.ones_like(x_P), seed=seed, num_resamples=NUM_RESAMPLES, level=level))
+def bootstrap_clusters(x_P: Floats, cluster_P: Ints, *, seed: int) -> Interval:
+    """Returns the percentile bootstrap over clusters of prompts. It is paired: both policies of a prompt are drawn
+    together."""
+    _, place_P = np.unique(cluster_P, return_inverse=True)
+    size_C = np.bincount(place_P).astype(np.float64)
+    level = expanded_level(len(size_C))
+    sums_C = np.bincount(place_P, x_P).astype(np.float64)
+    return Interval(*bootstrap_ratio(sums_C, size_C, seed=seed, num_resamples=NUM_RESAMPLES, level=level))
 
 
 def expanded_level(num_clusters: int) -> float:
@@ -84,21 +103,23 @@ def expanded_level(num_clusters: int) -> float:
 
 
 def bootstrap_labelers(pair: Comparisons, *, seed: int) -> Interval:
-    """Returns the pigeonhole bootstrap: it draws prompts and labelers, and weights a verdict by how often both occur.
+    """Returns the pigeonhole bootstrap: it draws clusters of prompts and labelers, and weights a verdict by how often
+    both occur.
 
     Its variance is at least the true one (Owen 2007, The pigeonhole bootstrap, Annals of Applied Statistics 1(2)). A
-    resample leaves out prompts whose labelers were not drawn. The interval is unknown for a single prompt.
+    resample leaves out prompts whose labelers were not drawn. The interval is unknown for a single cluster.
     """
     won_PL, num_PL = _table(pair)
-    num_prompts, num_labelers = won_PL.shape
+    cluster_P, num_labelers = prompt_clusters(pair), won_PL.shape[1]
+    num_clusters = int(cluster_P.max()) + 1
     mean = float((won_PL.sum(axis=1) / num_PL.sum(axis=1)).mean())
-    if num_prompts == 1:
+    if num_clusters == 1:
         return Interval(mean, math.nan, math.nan)
     generator = np.random.default_rng(seed)
     rates = []
     for _ in range(0, NUM_RESAMPLES, _RESAMPLES_PER_CHUNK):
         times_SL = _times_drawn(generator, _RESAMPLES_PER_CHUNK, num_labelers)
-        times_SP = _times_drawn(generator, _RESAMPLES_PER_CHUNK, num_prompts)
+        times_SP = _times_drawn(generator, _RESAMPLES_PER_CHUNK, num_clusters)[:, cluster_P]
         num_SP = times_SL @ num_PL.T
         x_SP = (times_SL @ won_PL.T) / np.maximum(num_SP, 1)
         weight_SP = times_SP * (num_SP > 0)
@@ -110,11 +131,11 @@ def bootstrap_labelers(pair: Comparisons, *, seed: int) -> Interval:
 def interval_over_labelers(pair: Comparisons, test: EqualityTest, *, alpha: float = ALPHA) -> Interval:
     """Returns the win rate with an interval for other prompts and labelers: a score interval, two-way clustered.
 
-        v = v_P + v_L - v_PL,   v_P = P/(P-1) Σ_p e_p²,  v_L = L/(L-1) Σ_l e_l²,  v_PL = Σ_pl e_pl²
+        v = v_C + v_L - v_CL,   v_C = C/(C-1) Σ_c e_c²,  v_L = L/(L-1) Σ_l e_l²,  v_CL = Σ_cl e_cl²
 
-    e_pl is the part of the win rate's residual from one labeler on one prompt; e_p and e_l are its sums (Cameron,
-    Gelbach & Miller 2011, Journal of Business & Economic Statistics 29(2)). The variance is inflated by v/v_P, where v
-    is at least v_P. If labelers add to it, Student's quantile with min(P, L) - 1 degrees of freedom replaces z, as the
+    e_cl is the part of the win rate's residual from one labeler on one cluster; e_c and e_l are its sums (Cameron,
+    Gelbach & Miller 2011, Journal of Business & Economic Statistics 29(2)). The variance is inflated by v/v_C, where v
+    is at least v_C. If labelers add to it, Student's quantile with min(C, L) - 1 degrees of freedom replaces z, as the
     authors advise, so a few labelers who differ give wide intervals. (Satterthwaite's formula would give too many
     degrees of freedom whenever v_L happens to be small.) The quantile is at least the test's, so this interval
     contains the one over prompts.
@@ -124,16 +145,19 @@ def interval_over_labelers(pair: Comparisons, test: EqualityTest, *, alpha: floa
     num_P = num_PL.sum(axis=1)
     x_P = won_PL.sum(axis=1) / num_P
     mean = float(x_P.mean())
-    e_PL = (won_PL - mean * num_PL) / num_P[:, None] / num_prompts
-    by_prompt, by_labeler = e_PL.sum(axis=1), e_PL.sum(axis=0)
-    v_P = num_prompts / max(num_prompts - 1, 1) * float((by_prompt**2).sum())
+    cluster_P = prompt_clusters(pair)
+    e_CL = np.zeros((test.num_clusters, num_labelers))
+    np.add.at(e_CL, cluster_P, (won_PL - mean * num_PL) / num_P[:, None] / num_prompts)
+    by_cluster, by_labeler = e_CL.sum(axis=1), e_CL.sum(axis=0)
+    v_C = test.num_clusters / max(test.num_clusters - 1, 1) * float((by_cluster**2).sum())
     v_L = num_labelers / (num_labelers - 1) * float((by_labeler**2).sum())
-    extra = max(0.0, v_L - float((e_PL**2).sum()))
-    if v_P == 0 or num_prompts == 1 or extra == 0:  # labelers add nothing
+    extra = max(0.0, v_L - float((e_CL**2).sum()))
+    if v_C == 0 or test.num_clusters == 1 or extra == 0:  # labelers add nothing
         return Interval(mean, *test.interval(alpha))
-    students = float(scipy.special.stdtrit(min(num_prompts, num_labelers) - 1, 1 - alpha / 2))
+    students = float(scipy.special.stdtrit(min(test.num_clusters, num_labelers) - 1, 1 - alpha / 2))
     quantile = max(students, test.quantile(alpha))
-    return Interval(mean, *score_interval(x_P, quantile=quantile, inflation=1 + extra / v_P))
+    ends = score_interval(x_P, cluster_P, quantile=quantile, inflation=1 + extra / v_C)
+    return Interval(mean, *ends)
 
 
 def _table(pair: Comparisons) -> tuple[Floats, Floats]:
@@ -160,7 +184,7 @@ def length_controlled(pair: Comparisons) -> LengthControlled:
 
     This follows AlpacaEval 2 (Dubois et al. 2024, arXiv 2404.04475), but uses only the verdicts on one pair of
     policies. AlpacaEval learns a difficulty per prompt from other models' verdicts, which a single pair's verdicts
-    cannot identify; here, what a prompt's verdicts have in common enters the variance, which is clustered by prompt.
+    cannot identify; here, what a prompt's verdicts have in common enters the variance, which is over clusters.
     The win rate at Δ = 0, over all prompts, is 1/(1 + exp(-θ)).
 
     If length separates preferred from rejected responses perfectly (or all verdicts are alike), the fit has no finite
@@ -170,6 +194,9 @@ def length_controlled(pair: Comparisons) -> LengthControlled:
     prompts, prompt_V = np.unique(pair.prompt_V, return_inverse=True)
     if len(prompts) < MIN_PROMPTS:
         return _without_fit(len(prompts), f"{len(prompts)} prompts; at least {MIN_PROMPTS} were expected")
+    clusters, cluster_V = np.unique(pair.cluster_V, return_inverse=True)
+    if len(clusters) < MIN_PROMPTS:
+        return _without_fit(len(prompts), f"{len(clusters)} clusters; at least {MIN_PROMPTS} were expected")
     spread = math.sqrt(float((pair.longer_V**2).mean()))
     if spread == 0:
         return _without_fit(len(prompts), "no two responses differ in length")
@@ -184,18 +211,18 @@ def length_controlled(pair: Comparisons) -> LengthControlled:
     beta_K, prior_VO, prior_F_VOK = _length_fit(y_VO, F_VOK)
     slope_VK, information_VKK = _slope_and_information(y_VO, F_VOK, beta_K)
     _, information_of_prior_VKK = _slope_and_information(prior_VO, prior_F_VOK, beta_K)
-    slope_PK = np.zeros((len(prompts), 2))
-    np.add.at(slope_PK, prompt_V, slope_VK)
-    information_PKK = np.zeros((len(prompts), 2, 2))
-    np.add.at(information_PKK, prompt_V, information_VKK)
-    bread_KK = information_PKK.sum(axis=0) + information_of_prior_VKK.sum(axis=0)
-    covariance_KK = choice.sandwich(slope_PK, information_PKK, bread_KK)
+    slope_CK = np.zeros((len(clusters), 2))
+    np.add.at(slope_CK, cluster_V, slope_VK)
+    information_CKK = np.zeros((len(clusters), 2, 2))
+    np.add.at(information_CKK, cluster_V, information_VKK)
+    bread_KK = information_CKK.sum(axis=0) + information_of_prior_VKK.sum(axis=0)
+    covariance_KK = choice.sandwich(slope_CK, information_CKK, bread_KK)
     shrunk = len(prior_VO) > 0
     if shrunk:
         covariance_KK = covariance_KK + np.linalg.inv(bread_KK)
     if covariance_KK[0, 0] < choice.NO_SPREAD:
         return _without_fit(len(prompts), "all prompts came out alike, so the fit's error cannot be estimated")
-    half_K = scipy.special.stdtrit(len(prompts) - 1, (1 + LEVEL) / 2) * np.sqrt(np.diag(covariance_KK))
+    half_K = scipy.special.stdtrit(len(clusters) - 1, (1 + LEVEL) / 2) * np.sqrt(np.diag(covariance_KK))
     mean, low, high = scipy.special.expit(beta_K[0] + half_K[0] * np.array([0.0, -1.0, 1.0])).tolist()
     effect, half = float(beta_K[1]), float(half_K[1])
     return LengthControlled(

@@ -13,8 +13,8 @@ from evaluation.endpoint import Answer
 from evaluation.judges.language_model import OWN_TEMPLATE, read_verdict
 from evaluation.statistics.win_rates import win_rate_at_equal_length
 from evaluation.suites.items import Row, read_items
-from evaluation.suites.judging import CONSISTENCY, check_baseline, failed, leads_over
-from evaluation.suites.suite import Item, Measure, Model, Request, Scored, Suite, Tools
+from evaluation.suites.judging import CONSISTENCY, failed, leads_over
+from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Scored, Suite, Tools
 from files.conversations import ConversationReader
 from files.fields import any_text, optional_text
 
@@ -43,16 +43,19 @@ class AlpacaEval:
     title = "AlpacaEval 2 (Dubois et al. 2024, arXiv 2404.04475)"
     source = ""
     needs = frozenset({"judge"})
+    asks: Asks = "conversations"
     measures = (
         Measure(
             LENGTH_CONTROLLED,
-            "The win rate over the baseline that a logistic fit predicts for answers of equal length, from 0 to 1.",
+            "The win rate over the baseline that a logistic fit predicts for answers of equal length.",
             aggregate=at_equal_length,
+            is_share=True,
         ),
         Measure(
             WIN_RATE,
-            "The share of items on which the judge prefers the model's answer to the baseline's, from 0 to 1: the mean"
-            " of both orders, with ties counting ½.",
+            "The share of items on which the judge prefers the model's answer to the baseline's: the mean of both"
+            " orders, with ties counting ½.",
+            is_share=True,
         ),
         CONSISTENCY,
     )
@@ -63,23 +66,28 @@ class AlpacaEval:
         return read_items(source, lambda where, row: _item(where, row, str(next(numbers)), reader))
 
     def score(self, model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:
-        """Raises: ValueError if an item has no answer of the baseline."""
+        """Raises: ValueError if neither the user nor an item's row gives the baseline's answer."""
         assert tools.judge is not None
-        own = {item.item_id: Answer(item.data["output"]) for item in items if "output" in item.data}
-        baseline = tools.baseline or own
-        check_baseline(self.name, items, baseline)
-        answers = model.answer([Request(item.messages, max_new_tokens=MAX_NEW_TOKENS) for item in items])
+        requests = [Request(item.messages, max_new_tokens=MAX_NEW_TOKENS, item_id=item.item_id) for item in items]
+        without = [item.item_id for item in items if "output" not in item.data]
+        if without and tools.baseline is None:
+            raise ValueError(
+                f"suite {self.name!r}: {len(without):,} of {len(items):,} items, such as {without[0]!r}, have no field"
+                " 'output'; one per item, or --baseline SPEC, was expected"
+            )
+        baseline = tools.baseline(requests) if tools.baseline else [Answer(item.data["output"]) for item in items]
+        answers = model.answer(requests)
         leads = leads_over(
             baseline, items, answers, tools.judge, template=OWN_TEMPLATE, read=_lead, max_tokens=JUDGE_TOKENS
         )
         scored = []
-        for item, answer, lead in zip(items, answers, leads, strict=True):
+        for item, answer, other, lead in zip(items, answers, baseline, leads, strict=True):
             if lead.failure:
                 scored.append(failed(item, answer, lead.failure, [measure.name for measure in self.measures]))
                 continue
             values = {
                 WIN_RATE: (2 + lead.shown_first + lead.shown_second) / 4,
-                LENGTH_DIFFERENCE: float(len(answer.text) - len(baseline[item.item_id].text)),
+                LENGTH_DIFFERENCE: float(len(answer.text) - len(other.text)),
             }
             scored.append(Scored(item.item_id, values | lead.consistency(), answer.text))
         return scored

@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from evaluation.suites.items import Row, id_field, read_items
-from evaluation.suites.judging import CONSISTENCY, Leads, check_baseline, failed, leads_over
-from evaluation.suites.suite import Item, Measure, Model, Request, Scored, Suite, Tools
+from evaluation.suites.judging import CONSISTENCY, Leads, failed, leads_over
+from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Scored, Suite, Tools
 from files.fields import optional_text, text_field
 
 MAX_NEW_TOKENS = 4096
@@ -74,14 +74,16 @@ class ArenaHard:
     title = "Arena-Hard-Auto (Li et al. 2024, arXiv 2406.11939)"
     source = ""
     needs = frozenset({"judge", "baseline"})
+    asks: Asks = "conversations"
     measures = (
         Measure(
             SCORE,
-            "The probability that the model beats the baseline by the authors' Bradley-Terry fit, from 0 to 1: the"
-            " share of wins among the judge's verdicts, with ties counting ½ and significant verdicts three times.",
+            "The probability that the model beats the baseline by the authors' Bradley-Terry fit: the share of wins"
+            " among the judge's verdicts, with ties counting ½ and significant verdicts three times.",
             aggregate=weighted_mean,
+            is_share=True,
         ),
-        Measure(WIN_RATE, "The same share with every verdict counting once."),
+        Measure(WIN_RATE, "The same share with every verdict counting once.", is_share=True),
         CONSISTENCY,
     )
 
@@ -90,12 +92,12 @@ class ArenaHard:
         return read_items(source, _item)
 
     def score(self, model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:
-        """Raises: ValueError if an item has no answer of the baseline."""
         assert tools.judge is not None
-        check_baseline(self.name, items, tools.baseline)
-        answers = model.answer([Request(item.messages, max_new_tokens=MAX_NEW_TOKENS) for item in items])
+        assert tools.baseline is not None
+        requests = [Request(item.messages, max_new_tokens=MAX_NEW_TOKENS, item_id=item.item_id) for item in items]
+        baseline, answers = tools.baseline(requests), model.answer(requests)
         leads = leads_over(
-            tools.baseline, items, answers, tools.judge, template=TEMPLATE, read=read_label, max_tokens=JUDGE_TOKENS
+            baseline, items, answers, tools.judge, template=TEMPLATE, read=read_label, max_tokens=JUDGE_TOKENS
         )
         return [
             failed(item, answer, lead.failure, [measure.name for measure in self.measures])

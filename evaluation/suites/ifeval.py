@@ -1,16 +1,16 @@
 """IFEval (Zhou et al. 2023, arXiv 2311.07911): instructions whose following a program can check.
 
-An item is one instruction. The instructions of one prompt share its answer, so they form a cluster.
+An item is one instruction. The instructions of one prompt share its answer, so they form a cluster. The first one's id
+is the prompt's key, which finds saved answers.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from evaluation.endpoint import Answer
-from evaluation.suites.suite import Item, Measure, Model, Request, Scored, Tools
-from files.fields import list_field, name_field, objects_field, text_field
-from files.rows import InvalidRows, read_source, valid_rows
+from evaluation.suites.items import Row, id_field, read_by_id
+from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Scored, Tools
+from files.fields import list_field, objects_field, text_field
 from reward.verifiers.checks import Check
 
 MAX_NEW_TOKENS = 1280  # as lm-evaluation-harness allows
@@ -33,6 +33,7 @@ class IFEval:
     title: str = "IFEval: checkable instructions (Zhou et al. 2023, arXiv 2311.07911)"
     source: str = "google/IFEval"
     needs: frozenset[str] = frozenset()
+    asks: Asks = "conversations"
     measures: Sequence[Measure] = MEASURES
 
     def read(self, source: str) -> list[Item]:
@@ -40,21 +41,14 @@ class IFEval:
 
         Raises: ValueError naming file, line and field.
         """
-        invalid = InvalidRows(source, hint="")
-        prompts: dict[str, list[Item]] = {}
-        for where, items in valid_rows(read_source(source, invalid=invalid), _row, invalid):
-            key = items[0].cluster
-            if key in prompts:
-                raise ValueError(
-                    f"{where}: field 'key' is {key!r}, as in an earlier row; a key of its own was expected"
-                )
-            prompts[key] = items
-        return [item for items in prompts.values() for item in items]
+        return [item for items in read_by_id(source, _row).values() for item in items]
 
     def score(self, model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:  # noqa: ARG002
         """Each prompt is asked once. Its two measures of the whole prompt are values of its first instruction."""
         prompts = {item.cluster: item for item in items}
-        requests = [Request(messages=item.messages, max_new_tokens=MAX_NEW_TOKENS) for item in prompts.values()]
+        requests = [
+            Request(messages=item.messages, max_new_tokens=MAX_NEW_TOKENS, item_id=key) for key, item in prompts.items()
+        ]
         answers = dict(zip(prompts, model.answer(requests), strict=True))
         verdicts = {key: _verdicts(item.data["checks"], answers[key].text) for key, item in prompts.items()}
         return [_scored(item, answers[item.cluster], *verdicts[item.cluster]) for item in items]
@@ -63,10 +57,9 @@ class IFEval:
         return {}
 
 
-def _row(where: str, row: Mapping[str, Any]) -> list[Item]:
-    key, prompt = name_field(where, row, "key"), text_field(where, row, "prompt")
-    if not key:
-        raise ValueError(f"{where}: field 'key' is missing or empty; a number or a name was expected")
+def _row(where: str, row: Row) -> tuple[str, list[Item]]:
+    """Returns a prompt's key and the items of its instructions."""
+    key, prompt = id_field(where, row, "key"), text_field(where, row, "prompt")
     kinds, arguments = list_field(where, row, "instruction_id_list"), objects_field(where, row, "kwargs")
     if not kinds or len(kinds) != len(arguments):
         raise ValueError(
@@ -78,9 +71,9 @@ def _row(where: str, row: Mapping[str, Any]) -> list[Item]:
         for kind, given in zip(kinds, arguments, strict=True)
     ]
     messages = [{"role": "user", "content": prompt}]
-    return [
-        Item(f"{key}:{number}", messages, check.kind, key, {"checks": checks, "number": number})
-        for number, check in enumerate(checks, start=1)
+    return key, [
+        Item(f"{key}:{n}" if n > 1 else key, messages, check.kind, key, {"checks": checks, "number": n})
+        for n, check in enumerate(checks, start=1)
     ]
 
 

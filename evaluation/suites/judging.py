@@ -5,7 +5,7 @@ a preference for a model.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evaluation.endpoint import Answer
@@ -38,18 +38,8 @@ class Leads:
         return {CONSISTENCY.name: float(agree)} if self.asked else {}
 
 
-def check_baseline(suite: str, items: Sequence[Item], baseline: Mapping[str, Answer]) -> None:
-    """Raises: ValueError unless the baseline has an answer, or the reason for having none, for every item."""
-    missing = [item.item_id for item in items if item.item_id not in baseline]
-    if missing:
-        raise ValueError(
-            f"{suite}: the baseline has no answer to {len(missing)} of {len(items)} items, such as"
-            f" {missing[0]!r}; one per item was expected"
-        )
-
-
 def leads_over(
-    baseline: Mapping[str, Answer],
+    baseline: Sequence[Answer],
     items: Sequence[Item],
     answers: Sequence[Answer],
     judge: Judge,
@@ -58,23 +48,21 @@ def leads_over(
     read: Read,
     max_tokens: int,
 ) -> list[Leads]:
-    """Returns the leads of a model's answers, in the order of the items.
+    """Returns the leads of a model's answers over the baseline's, all in the order of the items.
 
     `template` has the fields of `evaluation.judges.language_model`. `read` returns from the judge's reply how far the
     answer shown first is ahead.
     """
     prompts = []
-    for item, own in zip(items, answers, strict=True):
-        other = baseline[item.item_id]
+    for item, own, other in zip(items, answers, baseline, strict=True):
         if not _known(own, other):
             for first, second in ((own, other), (other, own)):
                 prompts.append(({"role": "user", "content": fill(template, item.messages, first.text, second.text)},))
     replies = iter(judge.ask(prompts, max_tokens) if prompts else ())
-    leads = []
-    for item, own in zip(items, answers, strict=True):
-        known = _known(own, baseline[item.item_id])
-        leads.append(known or _leads(next(replies), next(replies), read, max_tokens))
-    return leads
+    return [
+        _known(own, other) or _leads(next(replies), next(replies), read, max_tokens)
+        for own, other in zip(answers, baseline, strict=True)
+    ]
 
 
 def _known(own: Answer, other: Answer) -> Leads | None:

@@ -12,7 +12,7 @@ from string import Template
 from evaluation.endpoint import Answer
 from evaluation.judges.language_model import read_last_line, read_reply
 from evaluation.suites.items import Row, id_field, read_items, texts_field
-from evaluation.suites.suite import Item, Judge, Measure, Model, Request, Scored, Suite, Tools
+from evaluation.suites.suite import Asks, Item, Judge, Measure, Model, Request, Scored, Suite, Tools
 from files.fields import text_field
 from lm.tokenizer import Messages
 
@@ -48,6 +48,7 @@ class MtBench:
     title = "MT-Bench (Zheng et al. 2023, arXiv 2306.05685)"
     source = ""
     needs = frozenset({"judge"})
+    asks: Asks = "conversations"
     measures = (
         Measure(SCORE, "The mean of the judge's grades of both answers of a conversation, from 1 to 10."),
         Measure(FIRST, "The judge's grade of the first answer, from 1 to 10."),
@@ -88,7 +89,7 @@ def _item(where: str, row: Row) -> Item:
 
 def _request(item: Item, messages: Messages) -> Request:
     temperature = TEMPERATURES.get(item.group, OTHER_TEMPERATURE)
-    return Request(messages, max_new_tokens=MAX_NEW_TOKENS, temperature=temperature)
+    return Request(messages, max_new_tokens=MAX_NEW_TOKENS, temperature=temperature, item_id=item.item_id)
 
 
 def _until_second(item: Item, first: Answer) -> Messages:

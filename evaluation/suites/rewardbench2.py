@@ -21,7 +21,7 @@ import numpy as np
 
 from evaluation.endpoint import Answer
 from evaluation.suites.items import Row, id_field, read_items, texts_field
-from evaluation.suites.suite import Item, Measure, Model, Scored, Suite, Tools
+from evaluation.suites.suite import Asks, Item, Measure, Model, Scored, Suite, Tools
 from files.fields import shown, text_field, whole_field
 
 TIES = "Ties"
@@ -85,6 +85,7 @@ class RewardBench2:
     title = "RewardBench 2 (Malik et al. 2025, arXiv 2506.01937)"
     source = "allenai/reward-bench-2"
     needs = frozenset[str]()
+    asks: Asks = "rewards"
     measures = (
         Measure(
             SCORE,
@@ -96,6 +97,7 @@ class RewardBench2:
             ACCURACY,
             "The share of items, outside Ties, whose right answer has the highest reward. An item on which k answers"
             " share the highest counts 1/k.",
+            is_share=True,
         ),
         Measure(
             TIES_SCORE,

@@ -6,7 +6,7 @@ everything else: it opens models, caches their answers, compares models with pai
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from evaluation.endpoint import Answer
 from lm.tokenizer import Messages
@@ -48,12 +48,15 @@ class Measure:
     """A number that a suite reports for a model. `description` is a sentence that says how it is defined and its unit.
 
     It is the mean of the items' values, or `aggregate` of the scored items if it is no mean (BLEU, for example).
+    `is_share` says that it and all its values are from 0 to 1. It is then shown in percent, with an interval in this
+    range; values of 0 and 1 only are taken for shares without it.
     """
 
     name: str
     description: str
     higher_is_better: bool = True
     aggregate: Callable[[Sequence[Scored]], float] | None = None
+    is_share: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,9 @@ class Request:
     """What a model is asked to write: the next turn of `messages`, or the continuation of `text` without any template.
 
     Exactly one of the two is set. Temperature 0 is greedy. Generation ends before the first of `stop`. Equal requests
-    of one call are different samples if the temperature is above 0. Saved answers are found by `item_id`, or by the
-    item's messages, which `messages` then begins with.
+    of one call are different samples if the temperature is above 0. Saved answers are found by `item_id`, or without
+    one by the item's messages, which `messages` then begins with. The request for the n-th turn of a conversation has
+    n - 1 answers more than the item's messages.
     """
 
     messages: Messages = ()
@@ -80,6 +84,11 @@ class Continuation:
     continuation: str
     messages: Messages = ()
     text: str = ""
+
+
+# What a suite asks of a model: answers to conversations; answers to conversations, or the continuation of texts from
+# models without a chat template; log-probabilities; rewards.
+Asks = Literal["conversations", "texts", "logprobs", "rewards"]
 
 
 class Model(Protocol):
@@ -102,6 +111,29 @@ class Model(Protocol):
         """Returns a reward model's score of each conversation's last turn, or the failed answer if there is none."""
 
 
+class Unable:
+    """Refuses all that a model can be asked. A kind of model overrides the methods for what it can do."""
+
+    name: str
+
+    @property
+    def kind(self) -> str:
+        """What the model is, for messages, such as "a file of answers"."""
+        return "a model"
+
+    def answer(self, requests: Sequence[Request]) -> list[Answer]:
+        raise self._refused(f"{len(requests):,} answers")
+
+    def logprobs(self, continuations: Sequence[Continuation]) -> list[float]:
+        raise self._refused(f"{len(continuations):,} log-probabilities")
+
+    def rewards(self, conversations: Sequence[Messages]) -> list[Answer | float]:
+        raise self._refused(f"{len(conversations):,} rewards")
+
+    def _refused(self, asked: str) -> ValueError:
+        return ValueError(f"model {self.name!r} is {self.kind}, and was asked for {asked}")
+
+
 class Judge(Protocol):
     """A language model that judges answers: it is sent whole prompts, and its replies are cached."""
 
@@ -120,19 +152,22 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class Tools:
-    """What the user gave for scoring: judge, scorers by name of measure, and the answers to compare with by item id."""
+    """What the user gave for scoring: a judge, scorers by name of measure, and a baseline.
+
+    `baseline` returns the baseline's answers to the requests that the model got, one per request.
+    """
 
     judge: Judge | None = None
     scorers: Mapping[str, Scorer] = field(default_factory=dict)
-    baseline: Mapping[str, Answer] = field(default_factory=dict)
+    baseline: Callable[[Sequence[Request]], list[Answer]] | None = None
 
 
 class Suite(Protocol):
     """A suite. Its module is `evaluation/suites/NAME.py` and holds it as `SUITE`; a user's is `FILE.py:NAME`.
 
     `source` is where items come from if the user names no other file or folder: a hub id, or "" if there is none.
-    `needs` names the fields of `Tools` without which it measures nothing. `check` in `read`: every malformed row is an
-    error that names file, line and field.
+    `needs` names the fields of `Tools` without which it measures nothing. Models that cannot do what it `asks` are
+    refused before any model is asked.
     """
 
     @property
@@ -147,6 +182,9 @@ class Suite(Protocol):
 
     @property
     def needs(self) -> frozenset[str]: ...
+
+    @property
+    def asks(self) -> Asks: ...
 
     @property
     def measures(self) -> Sequence[Measure]:

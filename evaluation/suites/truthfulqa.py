@@ -7,13 +7,13 @@ template. The definitions, the examples and the text are those of lm-evaluation-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import count
 
-from evaluation.suites.suite import Continuation, Item, Measure, Model, Scored, Tools
+from evaluation.suites.items import Row, read_items
+from evaluation.suites.suite import Asks, Continuation, Item, Measure, Model, Scored, Tools
 from files.fields import kind_of, list_field, object_field, shown, text_field
-from files.rows import InvalidRows, is_file_name, read_source, valid_rows
 
-# The "QA prompt" of the paper's appendix.
+# The "QA prompt" of the paper's appendix, without the question.
 PRIMER = """\
 Q: What is human life expectancy in the United States?
 A: Human life expectancy in the United States is 78 years.
@@ -42,9 +42,9 @@ ABOUT = {
 }
 MEASURES = (
     Measure("mc1", MC1),
-    Measure("mc2", MC2),
+    Measure("mc2", MC2, is_share=True),
     *(
-        Measure(f"{name}_{kind}", f"{name.upper()} {about}")
+        Measure(f"{name}_{kind}", f"{name.upper()} {about}", is_share=True)
         for kind, about in ABOUT.items()
         for name in ("mc1", "mc2")
     ),
@@ -65,6 +65,7 @@ class TruthfulQA:
     title: str = "TruthfulQA: MC1 and MC2 (Lin et al. 2022, arXiv 2109.07958)"
     source: str = "truthfulqa/truthful_qa"
     needs: frozenset[str] = frozenset()
+    asks: Asks = "logprobs"
     measures: Sequence[Measure] = MEASURES
 
     def read(self, source: str) -> list[Item]:
@@ -72,10 +73,13 @@ class TruthfulQA:
 
         Raises: ValueError naming file, line and field.
         """
-        invalid = InvalidRows(source, hint="")
-        subset = "" if is_file_name(source) else "multiple_choice"  # of the hub's data set
-        rows = valid_rows(read_source(source, split="validation", subset=subset, invalid=invalid), _item, invalid)
-        return [Item(str(number), *item) for number, (_, item) in enumerate(rows, start=1)]
+        numbers = count(1)
+        return read_items(
+            source,
+            lambda where, row: _item(where, row, str(next(numbers))),
+            split="validation",
+            subset="multiple_choice",
+        )
 
     def score(self, model: Model, items: Sequence[Item], tools: Tools) -> list[Scored]:  # noqa: ARG002
         asked = [
@@ -90,8 +94,7 @@ class TruthfulQA:
         return {}
 
 
-def _item(where: str, row: Mapping[str, Any]) -> tuple[list[dict[str, str]], str, str, dict[str, Any]]:
-    """Returns messages, group, cluster and data of a row's item."""
+def _item(where: str, row: Row, item_id: str) -> Item:
     if "mc1_targets" in row:
         question = text_field(where, row, "question")
         data = {key: _targets(where, row, f"{key}_targets") for key in ("mc1", "mc2")}
@@ -103,10 +106,11 @@ def _item(where: str, row: Mapping[str, Any]) -> tuple[list[dict[str, str]], str
         category, kind = text_field(where, row, "Category"), text_field(where, row, "Type")
         if kind not in TYPES:
             raise ValueError(f"{where}: field 'Type' is {shown(kind)}; one of {', '.join(TYPES)} was expected")
-    return [{"role": "user", "content": question.strip()}], category, "", {**data, "kind": TYPES.get(kind, "")}
+    messages = ({"role": "user", "content": question.strip()},)
+    return Item(item_id, messages, group=category, data={**data, "kind": TYPES.get(kind, "")})
 
 
-def _split(where: str, row: Mapping[str, Any], field: str) -> list[str]:
+def _split(where: str, row: Row, field: str) -> list[str]:
     """Splits a cell of answers at semicolons."""
     answers = [answer.strip() for answer in text_field(where, row, field).split(";") if answer.strip()]
     if not answers:
@@ -118,7 +122,7 @@ def _choices(right: Sequence[str], wrong: Sequence[str]) -> Choices:
     return Choices((*right, *wrong), (True,) * len(right) + (False,) * len(wrong))
 
 
-def _targets(where: str, row: Mapping[str, Any], field: str) -> Choices:
+def _targets(where: str, row: Row, field: str) -> Choices:
     """Reads {"choices": [texts], "labels": [1 or 0]}.
 
     Raises: ValueError if a label is missing, if not both occur, or if MC1's have several 1s.

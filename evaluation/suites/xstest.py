@@ -13,15 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from evaluation.endpoint import Answer
-from evaluation.suites.suite import Item, Measure, Model, Request, Scored, Tools
+from evaluation.suites.items import Found, Row, read_by_id
+from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Scored, Tools
 from files.fields import any_text, optional_text, text_field
-from files.rows import InvalidRows, read_source, valid_rows
-
-Row = Mapping[str, str]
-Found = TypeVar("Found")
 
 FILE = "xstest_prompts.csv"
 COMPLIANCE, REFUSAL, PARTIAL = CLASSES = ("1_full_compliance", "2_full_refusal", "3_partial_refusal")
@@ -75,21 +71,7 @@ class Completion:
 
 
 def _read(path: str, read: Callable[[str, Row], Found]) -> dict[str, Found]:
-    """Returns `read(where, row)` of all rows, by id. Raises: ValueError naming the malformed rows and repeated ids."""
-    seen: dict[str, str] = {}
-
-    def checked(where: str, row: Row) -> tuple[str, Found]:
-        name = _id(where, row)
-        earlier = seen.setdefault(name, where)
-        if earlier != where:
-            raise ValueError(f"{where}: the id {row['id']!r} is already used in {earlier}")
-        return name, read(where, row)
-
-    invalid = InvalidRows(path, hint="")
-    found = dict(one for _, one in valid_rows(read_source(path, invalid=invalid), checked, invalid))
-    if not found:
-        raise ValueError(f"{path}: no rows; at least one was expected")
-    return found
+    return read_by_id(path, lambda where, row: (_id(where, row), read(where, row)))
 
 
 def _id(where: str, row: Row) -> str:
@@ -197,6 +179,7 @@ class XSTest:
     title: str = "XSTest: exaggerated safety (Röttger et al. 2024)"
     source: str = ""
     needs: frozenset[str] = frozenset()
+    asks: Asks = "conversations"
     measures: tuple[Measure, ...] = _measures()
 
     def read(self, source: str) -> list[Item]:

@@ -43,6 +43,12 @@ Out = Annotated[Path | None, typer.Option(help="Folder for the comparison (defau
 Category = Annotated[str, typer.Option(help="Field that holds the category (default: category, kind or dataset).")]
 
 
+ClusterBy = Annotated[
+    str,
+    typer.Option(help="Field that says which prompts depend on each other, such as their template (default: none do)."),
+]
+
+
 def _refuse_verdicts(file: str) -> str:
     """Raise ValueError for an option that is now a command."""
     if file:
@@ -55,7 +61,7 @@ def compare(
         list[str],
         typer.Argument(
             help="Two or more model directories, .gguf files, hub ids, URL#MODEL or files of outputs; prefix with NAME="
-            " to name one."
+            " to name one. A NAME with several of them is an algorithm with several training runs (seeds)."
         ),
     ],
     prompts: Annotated[
@@ -70,6 +76,7 @@ def compare(
     reference: Annotated[str, typer.Option(help="Model directory to measure KL against, e.g. the SFT model's.")] = "",
     bf16: Annotated[bool, typer.Option("--bf16", help="Sample local models in bf16 instead of fp32.")] = False,
     category: Category = "",
+    cluster_by: ClusterBy = "",
     max_prompts: Annotated[
         int, typer.Option(min=0, help="Number of prompts to read (default: all).", show_default=False)
     ] = 0,
@@ -100,12 +107,12 @@ def compare(
     if not prompts:
         raise ValueError("--prompts is empty; a file or a hub id was expected")
     folder = out or _folder_of(policies)
-    asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)
+    asking = Asking(cache or answers_cache(folder), concurrency, timeout, retries, max_failed_share)
     judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, seed, open_world)
     data = DataConfig(source=prompts, split=split, subset=subset, max_rows=max_prompts)
     sampling = Sampling(num_samples, temperature, max_new_tokens, seed, "bf16" if bf16 else "fp32", reference)
-    compared = Compared(policies, data, category, judge or [], sampling, judging, allow_empty)
-    with _bars() as progress:
+    compared = Compared(policies, data, category, cluster_by, judge or [], sampling, judging, allow_empty)
+    with progress_bars() as progress:
         outcome = compare_policies(compared, folder, progress, partial(console.print, markup=False))
     _print_policies(outcome.settings)
     _print_people(outcome, judge or [])
@@ -117,13 +124,14 @@ def verdicts(
     form: Annotated[str, typer.Option("--format", help="Format of the file; docs/labels.md lists them.")] = "auto",
     out: Out = None,
     category: Category = "",
+    cluster_by: ClusterBy = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed for resampling.")] = 0,
 ) -> None:
     """Compare policies by existing judgments, without sampling or judging. See docs/comparing.md."""
     from evaluation.compare.comparing import take_verdicts
 
     folder = out or _folder_of([file])
-    outcome, report = take_verdicts(file, form, folder, category=category, seed=seed)
+    outcome, report = take_verdicts(file, form, folder, category=category, cluster_by=cluster_by, seed=seed)
     print_warnings(report, folder / WARNINGS if report.warnings else None)
     _print_policies(outcome.settings)
     _print_results(outcome, folder)
@@ -148,31 +156,31 @@ def judge_again(
     from heed.jobs.job_file import open_world
 
     settings = read_settings(folder)
-    asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)
+    asking = Asking(cache or answers_cache(folder), concurrency, timeout, retries, max_failed_share)
     judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, settings["seed"], open_world)
     prompts = read_comparison(folder).prompts
     opened = open_judges(judges, judging, prompts, len(settings["policies"]))
-    with holding(folder), _bars() as progress:
+    with holding(folder), progress_bars() as progress:
         outcome = judge_folder(folder, opened, max_failed_share, progress)
     _print_people(outcome, judges)
     _print_results(outcome, folder)
 
 
-def _answers(folder: Path) -> Path:
+def answers_cache(folder: Path) -> Path:
     """Returns the cache of endpoint responses, which comparisons in the same folder share."""
     return folder.absolute().parent / "answers.sqlite"
 
 
 def _folder_of(specs: Sequence[str]) -> Path:
     """Returns a folder in runs/ with the names of what is compared."""
-    from evaluation.inputs import named_specs
+    from evaluation.inputs import named_runs
 
-    names = "-".join(name for name, _ in named_specs(specs, "policy"))
+    names = "-".join(name for name, _ in named_runs(specs)[0])
     return Path("runs") / f"compare-{re.sub(r'[^A-Za-z0-9._-]+', '_', names)[:LONGEST_NAME]}"
 
 
 @contextmanager
-def _bars() -> Iterator["Progress"]:
+def progress_bars() -> Iterator["Progress"]:
     """Shows a progress bar per step, one at a time, or occasional lines; removes the last one at the end."""
     opened: list[StageProgress] = []
 
@@ -220,10 +228,12 @@ def _print_people(outcome: "Outcome", judges: Sequence[str]) -> None:
 
 
 def _print_results(outcome: "Outcome", folder: Path) -> None:
-    from evaluation.compare.comparing import conclude, results_table
+    from evaluation.compare.comparing import conclude, results_table, scope_of
 
     if not outcome.has_verdicts:
         console.print("no verdicts yet, nothing to report")
         return
-    results_console().print(results_table(conclude(folder)))
+    report = conclude(folder)
+    results_console().print(results_table(report))
+    console.print(scope_of(report), markup=False)
     console.print(str(folder / "report.html"), markup=False)

@@ -1,16 +1,18 @@
 """`heed inspect`: a model's shape in numbers, and its attention as a picture."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from heed.commands.options import model_folder
+from heed.commands.options import model_folder, typed
 from stages.progress import console, results_console
 
 if TYPE_CHECKING:
     from lm.config import ModelConfig
+    from lm.inspection import HeadAttention
 
 inspect_app = typer.Typer(no_args_is_help=True, help="Look inside a model.")
 
@@ -29,6 +31,7 @@ def inspect_model(
 
 @inspect_app.command("attention")
 def inspect_attention(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/ppo/model.")],
     text: Annotated[str, typer.Argument(help="The text that the model reads.")],
     layer: Annotated[int, typer.Option(help="Layer, counted from 0; -1 is the last.")] = -1,
@@ -36,12 +39,42 @@ def inspect_attention(
     target: Annotated[
         str, typer.Option(help="For an encoder-decoder: an output text, to show how it attends to TEXT.")
     ] = "",
+    texts: Annotated[
+        str, typer.Option(help="Texts to measure the heads on: a text file, JSONL, CSV or Parquet (default: TEXT).")
+    ] = "",
+    field: Annotated[str, typer.Option(help="Field of a row that holds the text.")] = "text",
+    max_rows: Annotated[int, typer.Option(min=0, help="Number of texts to read; 0 reads all.")] = 100,
 ) -> None:
-    """Draw the attention of every head of a layer as one picture: rows are queries, columns are keys."""
-    from stages.reports.attention import draw_attention
+    """Draw the attention of every head of a layer as one picture: rows are queries, columns are keys.
 
-    draw_attention(model_folder(model), text, layer, png, target)
+    Also measure the heads of all layers, without --target: how much of its attention each gives to the preceding token,
+    to the first token and to the token itself, on average over tokens from the third on.
+    """
+    from stages.reports.attention import draw_attention
+    from training.data import TextConfig, read_texts
+
+    if texts and target:
+        raise ValueError("--texts with --target: heads are measured within one text; one of the two was expected")
+    unread = [option for option in typed(context) if option in ("--field", "--max-rows")]
+    if unread and not texts:
+        raise ValueError(f"{', '.join(unread)} without --texts, the file that they are about; --texts was expected")
+    read = list(read_texts([TextConfig(source=texts, field=field, max_rows=max_rows)])) if texts else []
+    heads = draw_attention(model_folder(model), text, layer, png, target, read)
+    if heads:
+        results_console().print(heads_table(heads))
+    elif not target:
+        console.print("heads are not measured: no text has three tokens")
     console.print(str(png))
+
+
+def heads_table(heads: Sequence["HeadAttention"]) -> Table:
+    """Returns a table of the heads, those that attend most to the preceding token first."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("layer", "head", "preceding token", "first token", "itself"):
+        table.add_column(column, justify="right")
+    for of in sorted(heads, key=lambda of: -of.preceding):
+        table.add_row(str(of.layer), str(of.head), *(f"{mean:.3f}" for mean in (of.preceding, of.first, of.itself)))
+    return table
 
 
 def read_shape(path: Path) -> "ModelConfig":

@@ -12,7 +12,7 @@ from stages.progress import console, results_console
 if TYPE_CHECKING:
     from ppo.replay import Replayed
 
-COLUMNS = ("logprob", "kl", "reward", "value", "advantage", "ratio", "ratio_after", "weight")
+COLUMNS = ("logprob", "kl", "teacher", "reward", "value", "advantage", "ratio", "ratio_after", "weight")
 
 
 def replay(

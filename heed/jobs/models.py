@@ -17,7 +17,7 @@ from heed.jobs.registry import Registry
 from lm.config import ModelConfig
 from lm.hub import hub_name, is_gguf, model_directory, on_this_machine, shape_and_tokenizer
 from lm.weights import PRETRAINED, PURPOSES, config_from_hf, purpose_of, read_config
-from training.config import value_at
+from training.config import values_at
 
 
 def take_shape(name: str, values: dict[str, Any], registry: Registry, *, opens_models: bool) -> None:
@@ -106,10 +106,9 @@ def hub_models(job: JobConfig) -> tuple[Path, ...]:
     """
     folders = list[Path]()
     for stage in job.stages:
-        for field in stage.model_fields:
-            name = value_at(job.section_of(stage), field)
+        for field, name in ((f, name) for f in stage.model_fields for name in values_at(job.section_of(stage), f)):
             try:
-                folder = model_directory(name) if name else Path()
+                folder = model_directory(name)
                 folders += [folder] if hub_name(folder) else []
                 folders += [Path(name).expanduser().absolute()] if is_gguf(name) else []
             except ValueError as error:

@@ -41,7 +41,7 @@ from stages.lineage import LINEAGE, Inputs, finished_with, require_outputs, writ
 from stages.progress import console, follow, print_notice
 from stages.run import StageRun
 from training.checkpoint import step_folders
-from training.config import Config, value_at
+from training.config import Config, values_at
 from training.metrics import read_metrics
 from training.notices import RunError, in_one_line, speaking_through
 
@@ -285,8 +285,7 @@ def check_data(run: Run) -> None:
     job = run.job
     for stage in job.stages:  # first, because this takes no time
         for field in stage.function_fields:
-            name = value_at(job.section_of(stage), field)
-            if name:
+            for name in values_at(job.section_of(stage), field):
                 load_function(name, words(field))
     # Later stages first. The first ones have the most data, so a mistake elsewhere shows before hours of tokenizing.
     for stage in reversed(job.stages):

@@ -25,7 +25,7 @@ from stages.planning.memory import Layout
 from stages.planning.times import Times
 from stages.run import StageRun
 from stages.sizes import Measures, Sizes, SourceSize
-from training.config import BatchConfig, value_at
+from training.config import BatchConfig, values_at
 
 COMFORTABLE = 0.95  # of a GPU's memory: what the allocator's fragments may leave
 RUNS = Path("runs")  # where `heed run` puts runs by default
@@ -132,7 +132,7 @@ def _only_shape(job: JobConfig) -> ModelConfig | None:
 def _models(job: JobConfig, stage_name: str) -> set[str]:
     """Returns the models named in the sections of a stage and of the stages that it reads."""
     stage = job.stage(stage_name)
-    named = {value_at(job.section_of(stage), name) for name in stage.model_fields} - {""}
+    named = {name for field in stage.model_fields for name in values_at(job.section_of(stage), field)}
     return named.union(*(_models(job, parent) for parent in job.parents(stage_name) if parent in job.stage_names))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from classify.stage import STAGE as CLASSIFY
 from dpo.stage import STAGE as DPO
 from evaluation.compare.stage import STAGE as COMPARE
 from files.importing import load_module
@@ -82,7 +83,7 @@ class Registry:
         return Registry(tuple(stages))
 
 
-BUILT_IN = Registry((PRETRAIN, SFT, COLLECT, REWARD, REJECTION, DPO, PPO, COMPARE))
+BUILT_IN = Registry((PRETRAIN, CLASSIFY, SFT, COLLECT, REWARD, REJECTION, DPO, PPO, COMPARE))
 
 
 def registry_with(custom_stages: Sequence[str]) -> Registry:

@@ -15,11 +15,13 @@ from heed.jobs.job_file import load_job
 from heed.jobs.models import hub_models
 from heed.jobs.recovery import Workers
 from heed.jobs.run import Run, inputs_of, what_changed
+from lm.hub import model_directory
 from lm.tokenizer import Messages
 from ppo.config import PPOConfig
 from ppo.replay import Replayed, replay_iterations
 from reward.comparisons import RankingsConfig, read_rankings
 from reward.config import RewardConfig
+from reward.external import NoReward
 from reward.stage import STAGE as REWARD
 from stages.lineage import LINEAGE, path_hash, started_with
 from stages.progress import print_notice
@@ -84,9 +86,12 @@ def chain_of(run: Run, stage: str, prompt: Messages) -> list[Link]:
     """
     job, stage_run = run.job, run.of(stage)
     start = stage_run.start("sft").parent
+    section = job.section_of(job.stage(stage))
+    assert isinstance(section, PPOConfig)
     links = [
         _link(stage_run.folder, "the policy after all iterations"),
         _link(start, "the policy that PPO starts from"),
+        *(_link(model_directory(teacher.model).parent, "a teacher") for teacher in section.teachers),
         *_reward_links(run, stage, prompt),
     ]
     is_own = start.parent == run.folder and start.name in job.stage_names
@@ -98,6 +103,8 @@ def chain_of(run: Run, stage: str, prompt: Messages) -> list[Link]:
 def _reward_links(run: Run, stage: str, prompt: Messages) -> list[Link]:
     job, stage_run = run.job, run.of(stage)
     ppo = job.section_of(job.stage(stage))
+    if isinstance(ppo, PPOConfig) and isinstance(ppo.reward, NoReward):
+        return []
     if isinstance(ppo, PPOConfig) and ppo.external_reward is not None:
         return [Link("reward", ppo.external_reward.source, "")]
     judge = stage_run.start(REWARD.name)

@@ -24,7 +24,7 @@ from stages.lineage import LINEAGE, Inputs, outputs_hash, started_with
 from stages.progress import StageProgress, console
 from stages.run import StageRun, StageWorkers
 from stages.world import World
-from training.config import value_at
+from training.config import values_at
 
 NUM_KEYS_SHOWN = 4  # at most, of the keys that changed
 REPLACED = "replaced"
@@ -93,10 +93,10 @@ def _data_hashes(run: StageRun, stage: AnyStage, config: Mapping[str, Any]) -> d
     hashes, section = run.source_hashes(dict(config)), run.job.section(stage)
     assert section is not None, f"the job has no [{stage.name}]"
     for field in stage.model_fields:
-        if name := value_at(section, field):
+        for name in values_at(section, field):
             hashes[name] = model_hash(name)
     for field in stage.function_fields:
-        if name := value_at(section, field):
+        for name in values_at(section, field):
             hashes[name] = file_hash(file_of(load_function(name, words(field))))
     if stage.module is not None:
         hashes[f"stage {stage.name}"] = file_hash(Path(str(stage.module.__file__)))
@@ -105,7 +105,7 @@ def _data_hashes(run: StageRun, stage: AnyStage, config: Mapping[str, Any]) -> d
 
 def words(key: str) -> str:
     """Returns what a key means in an error message: "reward function" for "reward.function"."""
-    return key.replace("_", " ").replace(".", " ")
+    return key.replace("sources.*.", "").replace("_", " ").replace(".", " ")
 
 
 def what_changed(folder: Path, inputs: Inputs) -> str:

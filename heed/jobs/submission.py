@@ -5,12 +5,14 @@ The code's dependencies are left out. The cluster's machines are prepared with t
 could fail late.
 """
 
+import re
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -166,9 +168,9 @@ def _named_in(value: Any, models: set[str], functions: set[str], place: str) -> 
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, item in items:
         field = f"{place}.{key}".removeprefix(".")
-        if isinstance(item, Path) or ((key == "source" or field in models) and item):
+        if isinstance(item, Path) or ((key == "source" or re.sub(r"\.\d+\.", ".*.", field) in models) and item):
             yield field, str(item)
-        elif field in functions and ".py:" in item:
+        elif any(fnmatchcase(field, function) for function in functions) and ".py:" in item:
             yield field, item.partition(":")[0]
         else:
             yield from _named_in(item, models, functions, field)

@@ -155,6 +155,18 @@ def kind_of(request: Request) -> str:
     return kinds[type(request)]
 
 
+def checks_of(request: Request) -> list[dict[str, str]]:
+    """Returns the checks of `reward.verifiers` that a list passes if it has the right length, kind of items and start,
+    and no banned or repeated item.
+    """
+    assert isinstance(request, ListRequest), f"{request}: a list was expected, which a pattern can check"
+    words = [word for word in CATEGORIES[LIST_CATEGORIES[request.plural]] if word not in request.banned]
+    items = ["|".join([request.first] if request.first and not n else words) for n in range(request.num_items)]
+    pattern = r"\n".join(rf"{number}\. (?:{item})" for number, item in enumerate(items, start=1))
+    no_repeats = r"(?![\s\S]*\. (\w+)\n[\s\S]*\. \1(?:\n|$))"
+    return [{"kind": "format:regex", "pattern": f"^{no_repeats}{pattern}$"}]
+
+
 # Per question: its wording, the pattern of the fact it asks about, the categories it names, the answer's pattern.
 QUESTIONS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ("What does {name} have?", "{name} has a {color} {thing}.", ("name",), "{name} has a {color} {thing}."),

@@ -51,7 +51,8 @@ class LabelerConfig(BaseModel):
     tie_threshold: float = Field(default=0.02, ge=0, description="Utilities closer than this are a tie.")
     rates: bool = Field(
         default=False,
-        description="Whether labelers also rate each response from 1 to 7, in proportion to its utility from 0 to 1.",
+        description="Whether labelers also rate each response from 1 to 7: in proportion to its utility from 0 to 1,"
+        " or, if they have not read the task, from 7 down to 1 in the order of their ranks.",
     )
     length_words: int = Field(default=40, gt=0, description="Length that earns the whole length bonus, in words.")
 
@@ -145,7 +146,9 @@ class ScriptedLabeler:
         if not in_order:
             random.Random(f"unread/{self._seed}/{self._name}/{shown.task_id}").shuffle(ranks)
         milliseconds = 300 + 600 * uniform("unread", self._seed, self._name, shown.task_id)
-        return Answer(ranks=tuple(ranks), milliseconds=round(milliseconds))
+        step = 6 / max(1, len(ranks) - 1)
+        ratings = tuple(float(round(7 - step * (rank - 1))) for rank in ranks)
+        return Answer(tuple(ranks), round(milliseconds), ratings if self._config.rates else ())
 
     def _normal(self, deviation: float, purpose: str, *key: object) -> float:
         """Draws from N(0, deviation²), as a pure function of the labeler, the purpose and the key."""

@@ -6,7 +6,7 @@ which need no trained model, differ more in quality: labelers agree on 75% of th
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from heed.worlds.gold import gold_score
 from heed.worlds.grammar import CATEGORIES
 from heed.worlds.instructions import (
     Request,
+    checks_of,
     draw_brief,
     draw_decline,
     draw_help,
@@ -28,6 +29,8 @@ from heed.worlds.instructions import (
     kind_of,
 )
 from heed.worlds.labelers import LabelerConfig, ScriptedLabeler, draw_labelers
+from heed.worlds.labelled import draw_rows
+from heed.worlds.translations import draw_pairs
 
 Turns = list[dict[str, str]]  # messages of role and content
 
@@ -40,6 +43,7 @@ DRAWS: dict[str, Callable[[random.Random], Request]] = {
     "help": draw_help,
 }
 KIND_WEIGHTS = {"story": 0.25, "question": 0.18, "list": 0.17, "brief": 0.16, "decline": 0.12, "help": 0.12}
+VERIFIED_WEIGHTS = {"list": 1.0}  # a pattern can check a list, and a small policy can learn to write the right one
 # With many more prompts, the kind with the fewest wordings would run out.
 MAX_PROMPTS = 40_000
 _FAVOURITES = tuple(word for tag in ("animal", "food", "color", "place", "feeling") for word in CATEGORIES[tag])
@@ -59,6 +63,19 @@ class PlaygroundConfig(BaseModel):
     num_collect_prompts: int = Field(default=1_200, gt=0, description="Prompts of the collect stage.")
     num_ppo_prompts: int = Field(default=4_000, gt=0, description="Prompts of PPO.")
     num_compare_prompts: int = Field(default=300, gt=0, description="Prompts of the compare stage.")
+    num_translations: int = Field(
+        default=0, ge=0, le=100_000, description="English sentences with French translations; 0 = none."
+    )
+    num_translations_heldout: int = Field(default=500, gt=0, description="Held-out translations.")
+    num_grammar: int = Field(default=0, ge=0, description="Sentences labelled for grammar, for [classify].")
+    num_entities: int = Field(default=0, ge=0, description="Sentences with tagged entities, for [classify].")
+    num_questions: int = Field(default=0, ge=0, description="Questions on texts, for [classify].")
+    num_labelled_heldout: int = Field(
+        default=500, gt=0, description="Held-out rows of each of these three that is not 0."
+    )
+    num_verified_prompts: int = Field(
+        default=0, ge=0, description="Requests for lists, with `checks` of the answers, for a reward that verifies."
+    )
     flaw_rate: float = Field(default=0.75, ge=0, le=1, description="Fraction of the demonstrations with a flaw.")
     second_flaw_rate: float = Field(
         default=0.25, ge=0, le=1, description="Fraction of the flawed demonstrations with a second flaw."
@@ -73,14 +90,16 @@ class PlaygroundConfig(BaseModel):
             )
         if self.num_prompts > MAX_PROMPTS:
             raise ValueError(
-                f"num_demonstrations, num_demonstrations_heldout, num_collect_prompts, num_ppo_prompts and"
-                f" num_compare_prompts add up to {self.num_prompts}; expected at most {MAX_PROMPTS} distinct prompts"
+                "num_demonstrations, num_demonstrations_heldout, num_collect_prompts, num_ppo_prompts,"
+                f" num_compare_prompts and num_verified_prompts add up to {self.num_prompts}; expected at most"
+                f" {MAX_PROMPTS} distinct prompts"
             )
 
     @property
     def num_prompts(self) -> int:
         num_demonstrations = self.num_demonstrations + self.num_demonstrations_heldout
-        return num_demonstrations + self.num_collect_prompts + self.num_ppo_prompts + self.num_compare_prompts
+        others = self.num_collect_prompts + self.num_compare_prompts + self.num_verified_prompts
+        return num_demonstrations + self.num_ppo_prompts + others
 
 
 class PlaygroundWorld:
@@ -149,6 +168,31 @@ class PlaygroundWorld:
                     for i, (prompt, request) in enumerate(drawn)
                 ]
             write_jsonl(folder / f"{name}.jsonl", rows)
+        sizes = {"grammar": config.num_grammar, "entities": config.num_entities, "questions": config.num_questions}
+        for kind, num_rows in sizes.items():
+            seen: set[str] = set()
+            for name, size in ((f"{kind}_heldout", config.num_labelled_heldout), (kind, num_rows)):
+                if num_rows:
+                    rows = draw_rows(kind, size, random.Random(f"{seed}/{name}"), seen)
+                    write_jsonl(folder / f"{name}.jsonl", rows)
+
+        sentences: set[str] = set()
+        for name, num_pairs in (
+            ("translations_heldout", config.num_translations_heldout),
+            ("translations", config.num_translations),
+        ):
+            pairs = draw_pairs(num_pairs, random.Random(f"{seed}/{name}"), sentences) if config.num_translations else ()
+            if pairs:
+                write_jsonl(folder / f"{name}.jsonl", [{"prompt": en, "completion": fr} for en, fr in pairs])
+        if config.num_verified_prompts:
+            verified = draw_prompts(
+                config.num_verified_prompts, random.Random(f"{seed}/verified_prompts"), prompts, VERIFIED_WEIGHTS
+            )
+            rows = [
+                {"messages": _messages(prompt), "kind": kind_of(request), "checks": checks_of(request)}
+                for prompt, request in verified
+            ]
+            write_jsonl(folder / "verified_prompts.jsonl", rows)
 
     def _texts(self, num_texts: int, rng: random.Random, seen: set[str]) -> list[dict[str, Any]]:
         texts: list[str] = []
@@ -160,11 +204,15 @@ class PlaygroundWorld:
         return [{"text": text} for text in texts]
 
 
-def draw_prompts(num_prompts: int, rng: random.Random, seen: set[str]) -> list[tuple[str, Request]]:
-    """Draws distinct prompts, with their requests, that are not in `seen`, and adds them to it."""
+def draw_prompts(
+    num_prompts: int, rng: random.Random, seen: set[str], weights: Mapping[str, float] = KIND_WEIGHTS
+) -> list[tuple[str, Request]]:
+    """Draws distinct prompts, with their requests, that are not in `seen`, and adds them to it. `weights` are the
+    kinds'.
+    """
     drawn: list[tuple[str, Request]] = []
     while len(drawn) < num_prompts:
-        kind = rng.choices(list(KIND_WEIGHTS), weights=list(KIND_WEIGHTS.values()))[0]
+        kind = rng.choices(list(weights), weights=list(weights.values()))[0]
         request = DRAWS[kind](rng)
         prompt = request.word(rng)
         if prompt not in seen:

@@ -1,7 +1,7 @@
 """The families of published checkpoints: how `config.json` spells a shape, and what each tensor is called.
 
-One word names a model's purpose: "language" and "score" models are decoders, "masked", "sequence", "token" and "span"
-models are encoders, and "translate" is an encoder-decoder.
+One word names a model's purpose: "language" and "score" models are decoders, "masked", "next" (masked words and the
+next sentence), "sequence", "token" and "span" models are encoders, and "translate" is an encoder-decoder.
 
 A family holds a shape if writing and reading the family's config fields returns it unchanged. A shape that no family
 holds, such as GPT-3's banded layers, is written in Heed's own fields, which only Heed reads.

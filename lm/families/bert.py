@@ -14,6 +14,7 @@ class BertFamily:
     classes: ClassVar = {
         "body": "BertModel",
         "masked": "BertForMaskedLM",
+        "next": "BertForPreTraining",
         "sequence": "BertForSequenceClassification",
         "token": "BertForTokenClassification",
         "span": "BertForQuestionAnswering",
@@ -81,6 +82,7 @@ class BertFamily:
         "transform_norm": "cls.predictions.transform.LayerNorm",
         "head": "cls.predictions.decoder",
         "pooler": "bert.pooler.dense",
+        "next_sentence": "cls.seq_relationship",
         "classifier": "classifier",
         "ends": "qa_outputs",
     }

@@ -15,6 +15,7 @@ class HeedFamily:
         "language": "HeedForCausalLM",
         "score": "HeedForSequenceClassification",
         "masked": "HeedForMaskedLM",
+        "next": "HeedForPreTraining",
         "sequence": "HeedForEncoderSequenceClassification",
         "token": "HeedForTokenClassification",
         "span": "HeedForQuestionAnswering",

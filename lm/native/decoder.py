@@ -46,7 +46,13 @@ def what_a_decoder_misses(config: ModelConfig, dtype: torch.dtype) -> str:
         return f"an even head_dim of at most {LARGEST_HEAD}, and widths that are multiples of {KC}"
     if config.norm_place != "pre" or config.mlp not in ACTIVATIONS:
         return f'norm_place "pre" and mlp of {list(ACTIVATIONS)}'
-    for field in ("qk_norm_over", "query_pre_attn_scalar", "rope_local_base_freq", "partial_rotary_factor"):
+    for field in (
+        "positions_every_layer",
+        "qk_norm_over",
+        "query_pre_attn_scalar",
+        "rope_local_base_freq",
+        "partial_rotary_factor",
+    ):
         default = ModelConfig.model_fields[field].default
         if getattr(config, field) != default:
             return f"{field} {json.dumps(default)}"

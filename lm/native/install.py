@@ -176,14 +176,17 @@ def takes_fp32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def _takes_blocks(
     blocks: nn.ModuleList, final_norm: nn.Module, x_BTD: Tensor, inputs: BlockInputs, recompute: bool = False
 ) -> bool:
-    """Whether norms come first and are RMSNorm. Recomputed blocks run as `lm.block` runs them."""
-    return isinstance(final_norm, RMSNorm) and runs(x_BTD, final_norm.weight) and not recompute
+    """Whether norms come first and are RMSNorm, and no positions come between blocks. Recomputed blocks run as
+    `lm.block` runs them.
+    """
+    is_plain = inputs.positions_BTD is None and not recompute
+    return is_plain and isinstance(final_norm, RMSNorm) and runs(x_BTD, final_norm.weight)
 
 
 def _gpu_takes_blocks(
     blocks: nn.ModuleList, final_norm: nn.Module, x_BTD: Tensor, inputs: BlockInputs, recompute: bool = False
 ) -> bool:
-    return gpu_layers.takes_add_norm(x_BTD, x_BTD, final_norm)
+    return inputs.positions_BTD is None and gpu_layers.takes_add_norm(x_BTD, x_BTD, final_norm)
 
 
 def _run_blocks(

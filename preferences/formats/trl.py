@@ -30,7 +30,9 @@ from preferences.formats.parts import (
     as_turns,
     content_id,
     in_hash_order,
+    is_sound_prompt,
     judged_pair,
+    report_empty_replies,
     rest,
     user,
 )
@@ -49,7 +51,7 @@ def recognise_unpaired(row: Row) -> str:
     return "completion and label (TRL's unpaired type)" if {"completion", "label"} <= row.keys() else ""
 
 
-def read_unpaired(where: str, row: Row, _report: Report, objective: str) -> Iterator[JudgedTask]:
+def read_unpaired(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
     """Reads one response with a label: true if it is desirable. The label becomes a rating of 1 or 0."""
     label = present(where, row, "label")
     if not isinstance(label, bool) and label not in (0, 1):
@@ -74,7 +76,9 @@ def read_unpaired(where: str, row: Row, _report: Report, objective: str) -> Iter
         objective=objective or OVERALL,
         details=rest(row, "prompt", "completion", "label"),
     )
-    yield JudgedTask(where, task, (Vote(UNKNOWN, (1,), (float(label),)),))
+    if is_sound_prompt(where, prompt, report):
+        report_empty_replies(where, task, report)
+        yield JudgedTask(where, task, (Vote(UNKNOWN, (1,), (float(label),)),))
 
 
 def read(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:

@@ -143,7 +143,32 @@ def wilson(mean: Floats, num: Floats) -> tuple[Floats, Floats]:
     return np.clip(centre - half, 0.0, mean), np.clip(centre + half, mean, 1.0)
 
 
-def score_interval(value_C: Floats, *, quantile: float = Z, inflation: float = 1.0) -> tuple[float, float]:
+class DesignEffect:
+    """By how much clusters of prompts raise the variance of the mean of their values, if the mean is μ.
+
+        I(μ) = max(1, Σ_c (Σ_p (x_p - μ))² / Σ_p (x_p - μ)²),   the inner sum over the prompts of cluster c
+
+    Like the variance of the score interval it is the one under μ, so it is also known if all prompts came out alike:
+    each cluster then counts as one observation. At the mean it is Kish's (1965, Survey Sampling) design effect. If
+    every prompt is its own cluster, or `cluster_P` is None, it is exactly 1.
+    """
+
+    def __init__(self, value_P: Floats, cluster_P: Ints | None) -> None:
+        place_P = np.arange(len(value_P)) if cluster_P is None else np.unique(cluster_P, return_inverse=True)[1]
+        self.sum_C, self.size_C = np.bincount(place_P, value_P), np.bincount(place_P)
+        self._sum, self._squares = float(value_P.sum()), float((value_P**2).sum())
+
+    def __call__(self, mu: float) -> float:
+        num_prompts = int(self.size_C.sum())
+        if len(self.size_C) == num_prompts:
+            return 1.0
+        own = self._squares - 2 * mu * self._sum + num_prompts * mu**2
+        return max(1.0, float(((self.sum_C - self.size_C * mu) ** 2).sum()) / own) if own > 0 else 1.0
+
+
+def score_interval(
+    value_C: Floats, cluster_C: Ints | None = None, *, quantile: float = Z, inflation: float = 1.0
+) -> tuple[float, float]:
     """Returns the score interval (low, high) for the mean of independent prompts' values, each from 0 to 1.
 
     It is Wilson's interval, generalised to values that are not all 0 or 1. For each candidate mean μ, the prompts get
@@ -157,6 +182,12 @@ def score_interval(value_C: Floats, *, quantile: float = Z, inflation: float = 1
     ½ it is Tango's for two paired proportions (Tango 1998, Statistics in Medicine 17); in general the weights are those
     of empirical likelihood (Owen 2001, 2.9).
 
+    If prompts depend on each other, `cluster_C` numbers their clusters, and V is multiplied by I(μ) of `DesignEffect`.
+    With C clusters of equal size whose means have the standard deviation s, I·V/n is close to (s² + (x̄ - μ)²)/C. So
+    with Student's statistic t over clusters the score is t·√(C/(C - 1 + t²)), and z allows |t| up to z·√((C - 1)/(C -
+    z²)), which is more than his quantile with C - 1 degrees of freedom (2.37 against 2.26 for 10 clusters): a further
+    correction for few clusters would count them twice.
+
     `quantile` replaces z: with Student's quantile if the variance is poorly known, or with a test's critical value.
     `inflation` >= 1 multiplies the variance, if labelers differ.
 
@@ -166,21 +197,24 @@ def score_interval(value_C: Floats, *, quantile: float = Z, inflation: float = 1
         raise ValueError("no prompts; an interval needs at least one")
     value_X, times_X = np.unique(np.clip(value_C, 0.0, 1.0), return_counts=True)
     mean = float(np.average(value_X, weights=times_X))
+    effect = DesignEffect(np.clip(value_C, 0.0, 1.0), cluster_C)
 
     def excess(mu: float) -> float:
-        variance = variance_under(mu, value_X, times_X)
+        variance = effect(mu) * variance_under(mu, value_X, times_X)
         return len(value_C) * (mean - mu) ** 2 - quantile**2 * inflation * variance
 
     return _end(excess, 0.0, mean), _end(excess, 1.0, mean)
 
 
-def decided_interval(won_C: Floats, lost_C: Floats, *, quantile: float = Z) -> tuple[float, float]:
+def decided_interval(
+    won_C: Floats, lost_C: Floats, cluster_C: Ints | None = None, *, quantile: float = Z
+) -> tuple[float, float]:
     """Returns (low, high) for Σ won / Σ (won + lost), the share won among decided verdicts, over independent prompts.
 
     `won_C` and `lost_C` are shares of each prompt's verdicts; the rest are ties. ρ is in the interval if it is in the
     score interval of the mean of won + ρ·tied, which equals ρ if the share is ρ. With one verdict per prompt this is
     Wilson's interval over the prompts that are not tied; without ties it is `score_interval(won_C)`; if every verdict
-    is a tie, any share may be true: (0, 1).
+    is a tie, any share may be true: (0, 1). `cluster_C` is as in `score_interval`.
 
     Raises: ValueError if there are no prompts.
     """
@@ -195,20 +229,21 @@ def decided_interval(won_C: Floats, lost_C: Floats, *, quantile: float = Z) -> t
     def excess(share: float) -> float:
         value_X = np.clip(won_X + share * tied_X, 0.0, 1.0)
         mean = float(np.average(value_X, weights=times_X))
-        return len(won_C) * (mean - share) ** 2 - quantile**2 * variance_under(share, value_X, times_X)
+        effect = DesignEffect(np.clip(won_C + share * (1 - won_C - lost_C), 0.0, 1.0), cluster_C)(share)
+        return len(won_C) * (mean - share) ** 2 - quantile**2 * effect * variance_under(share, value_X, times_X)
 
     return _end(excess, 0.0, won / decided), _end(excess, 1.0, won / decided)
 
 
-def share_interval(value_C: Floats) -> Interval:
-    """Returns the mean of prompts' values, each from 0 to 1, with its 95% score interval.
+def share_interval(value_P: Floats, cluster_P: Ints | None = None) -> Interval:
+    """Returns the mean of prompts' values, each from 0 to 1, with its 95% score interval over prompts or clusters.
 
     Unlike a bootstrap interval it has a width even if all prompts came out alike: 0 of 6 gives 0 (0 to .39), not
     0 (0 to 0).
 
     Raises: ValueError if there are no prompts.
     """
-    return Interval(float(value_C.mean()) if len(value_C) else math.nan, *score_interval(value_C))
+    return Interval(float(value_P.mean()) if len(value_P) else math.nan, *score_interval(value_P, cluster_P))
 
 
 def variance_under(mu: float, value_X: Floats, times_X: Ints) -> float:

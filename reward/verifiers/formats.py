@@ -54,10 +54,14 @@ def matches(response: str, *, pattern: Annotated[str, AfterValidator(_pattern)])
 def json_schema(response: str, *, schema: Annotated[dict[str, Any], AfterValidator(_schema)]) -> bool:
     """Whether the whole response is JSON, perhaps in a code block of Markdown, and valid under the schema."""
     try:
-        value = json.loads(without_fence(response))
-    except (ValueError, RecursionError):
+        value = json.loads(without_fence(response), parse_constant=_refuse)
+        return Draft202012Validator(schema, registry=Registry()).is_valid(value)
+    except (ValueError, ArithmeticError, RecursionError):  # also of numbers and depths that the validator cannot handle
         return False
-    return Draft202012Validator(schema, registry=Registry()).is_valid(value)
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 KINDS: dict[str, Callable[..., bool]] = {"format:regex": matches, "format:json_schema": json_schema}

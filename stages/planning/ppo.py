@@ -57,6 +57,7 @@ class PPOModels:
     policy_counts: Counts
     value_counts: Counts | None
     reward_counts: Counts | None
+    teachers: tuple[tuple[ModelConfig, Counts], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -278,24 +279,26 @@ def generator(models: PPOModels, layout: Layout, work: PPOWork, other_bytes: int
 
 
 def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
-    """Returns the memory of a scorer: the reference and the reward model, which run one after the other.
+    """Returns the memory of a scorer: the reference, the teachers and the reward model, which run one after the other.
 
-    `fast` holds both. The other modes shard them in CPU memory and gather the one that runs, whole or layer by layer.
+    `fast` holds all. The other modes shard them in CPU memory and gather the one that runs, whole or layer by layer.
     """
-    shared = models.policy.vocab_size * models.policy.hidden_size if models.policy.tie_word_embeddings else 0
-    logits = logit_bytes(work.num_logits, layout, with_gradient=False)
     if work.shares_body:
         assert models.reward_counts is not None, "a body is shared with a reward model"
         return Role({"reward model's adapter": layout.weight_bytes * models.reward_counts.trained})
-    both = (
-        {}
-        if models.policy_counts.ranks
-        else {"reference": (models.policy, models.policy_counts, shared, work.policy_pass, logits)}
-    )
+    readers = {f"teacher {number}": teacher for number, teacher in enumerate(models.teachers, 1)}
+    if not models.policy_counts.ranks:
+        readers["reference"] = (models.policy, models.policy_counts)
+    frozen = dict[str, tuple[ModelConfig, Counts, int, Pass, int]]()
+    for name, (config, counts) in readers.items():
+        shared = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
+        num_logits = work.num_logits * config.vocab_size // models.policy.vocab_size
+        logits = logit_bytes(num_logits, layout, with_gradient=False)
+        frozen[name] = (config, counts, shared, work.policy_pass, logits)
     if models.reward_counts is not None:
-        both["reward model"] = (models.critic, models.reward_counts, 0, work.scoring_pass, 0)
+        frozen["reward model"] = (models.critic, models.reward_counts, 0, work.scoring_pass, 0)
     held, host, phases = dict[str, int](), dict[str, int](), dict[str, Parts]()
-    for name, (config, counts, in_fp32, split, more) in both.items():
+    for name, (config, counts, in_fp32, split, more) in frozen.items():
         of = replace(split, split_among=1)  # a frozen model reads whole rows
         size = _frozen_bytes(counts.total, counts.linear - in_fp32, layout)
         needed = max(forward_bytes(config, of), more)
@@ -339,9 +342,9 @@ def ppo_memory(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
     )
     phases = {**learning.phases, **sampling.phases, **scoring.phases}
     phases[SYNC] = {**sampling.phases.get(SYNC, {}), **learning.phases[SYNC]}
-    if REFERENCE in scoring.phases and work.keeps:
+    if work.keeps:
         kept = kept_passes(models, layout, work)["policy"].num_bytes
-        phases = _only_in(phases, {"passes kept": kept}, (REFERENCE,))
+        phases = _only_in(phases, {"passes kept": kept}, tuple(name for name in scoring.phases if name != REWARD))
     held = {**learning.held, **sampling.held, **scoring.held}
     host = {**learning.host, **scoring.host}
     if work.mode != "fast":  # the generator holds weights only from the sync until it has sampled

@@ -177,6 +177,11 @@ TERMS = (
         "interval", "95% interval", r"\b95% intervals?\b",
         "A range made so that it contains the true value in 95 of 100 such studies, each with other prompts.",
     ),
+    _term(
+        "cluster", "Cluster of prompts", r"\bclusters?( of prompts)?\b",
+        "Prompts that depend on each other, such as those made from one template. An interval over clusters treats each"
+        " as one observation.",
+    ),
 )  # fmt: skip
 
 

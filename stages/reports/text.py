@@ -9,7 +9,7 @@ from typing import Any
 
 from preferences.statistics.estimates import Interval, Share
 
-LABEL_CHARACTERS = 24
+LABEL_CHARACTERS = 26
 UNKNOWN = "–"
 
 # Control characters but tab and line feed, surrogates, and the last two code points of every plane.

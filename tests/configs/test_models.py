@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lm.config import ModelConfig
+from lm.encoder import EncoderDecoder, MaskedLanguageModel, SequenceClassifier
 from lm.model import LanguageModel, count_parameters
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
@@ -39,6 +40,48 @@ def test_gpt3_has_the_papers_shape_and_number_of_parameters(size: str) -> None:
         found = count_parameters([LanguageModel(config)])
     # The table rounds; its 350M is the coarsest.
     assert found == pytest.approx(parameters, rel=0.02)
+
+
+# Layers, width, and parameters as published (rounded) of the masked language model.
+BERT = {"base": (12, 768, 110e6), "large": (24, 1024, 340e6)}
+
+
+@pytest.mark.parametrize("size", BERT)
+def test_bert_has_the_papers_shape_and_number_of_parameters(size: str) -> None:
+    config = read(f"google-bert/bert-{size}-uncased")
+    layers, D, published = BERT[size]
+    assert (config.num_hidden_layers, config.hidden_size, config.head_dim) == (layers, D, 64)
+    norm = 2 * D
+    block = 4 * (D * D + D) + (D * 4 * D + 4 * D) + (4 * D * D + D) + 2 * norm
+    tables = 30522 * D + 512 * D + 2 * D + norm
+    head = (D * D + D) + norm + 30522  # the head's matrix is the table of tokens
+    assert tables + layers * block + head == {"base": 109_514_298, "large": 335_174_458}[size]
+    with torch.device("meta"):
+        assert count_parameters([MaskedLanguageModel(config)]) == tables + layers * block + head
+        # Classification replaces the head by a pooler.
+        labels = D * 2 + 2
+        found = count_parameters([SequenceClassifier(config, ("no", "yes"))])
+        assert found == tables + layers * block + (D * D + D) + labels
+    assert found == pytest.approx(published, rel=0.02)
+
+
+# Width, and parameters in the paper's table 3 (rounded).
+VASWANI = {"base": (512, 65e6), "big": (1024, 213e6)}
+
+
+@pytest.mark.parametrize("size", VASWANI)
+def test_vaswanis_translators_have_the_papers_shape_and_number_of_parameters(size: str) -> None:
+    config = read(f"vaswani-{size}")
+    D, published = VASWANI[size]
+    assert (config.hidden_size, config.num_hidden_layers, config.num_encoder_layers) == (D, 6, 6)
+    assert (config.head_dim, config.intermediate_size) == (64, 4 * D)
+    attention, mlp, norm = 4 * D * D, D * 4 * D + 4 * D + 4 * D * D + D, 2 * D
+    by_hand = 37000 * D + 6 * (attention + mlp + 2 * norm) + 6 * (2 * attention + mlp + 3 * norm)
+    assert by_hand == {"base": 63_045_632, "big": 214_171_648}[size]
+    with torch.device("meta"):
+        assert count_parameters([EncoderDecoder(config)]) == by_hand
+    # "About 37,000 tokens": 3,800 more would make 65M.
+    assert by_hand == pytest.approx(published, rel=0.031)
 
 
 def test_every_file_is_a_shape() -> None:

@@ -3,16 +3,23 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from dpo.config import DPOConfig, KTOConfig
+from dpo.config import DPOConfig, KTOConfig, Loss
 from dpo.learner import PolicyLearner, PolicySource
-from dpo.unpaired import UnpairedObjective, labelled, labels_of, mismatched
+from dpo.unpaired import (
+    UnpairedObjective,
+    flags_without_effect,
+    labelled,
+    labels_of,
+    mismatched,
+    require_labels,
+)
 from lm.config import ModelConfig
 from lm.lora import adapted
 from lm.model import LanguageModel, init_weights
@@ -25,6 +32,7 @@ from preferences.records import Message, Ranking, Task
 from preferences.store import LabelStore
 from reward.comparisons import Comparison, RankingsConfig, Verdict, read_rankings
 from reward.config import RewardConfig
+from reward.prepared import Split
 from tests.dpo.test_dpo_stage import config_for, context_of, results_of
 from tests.token_files import train_dpo, train_reward
 from training.config import BatchConfig
@@ -56,7 +64,7 @@ def policy(tiny_config: ModelConfig) -> PolicyLearner:
 
 
 def logprob_of(policy: PolicyLearner, tokens: tuple[int, ...], num: int) -> torch.Tensor:
-    logprobs_TV = F.log_softmax(policy.network(torch.tensor([tokens]))[0], dim=-1)
+    logprobs_TV = F.log_softmax(policy.network(torch.tensor(list(map(int, tokens)))[None])[0], dim=-1)
     begin = len(tokens) - num
     return torch.stack([logprobs_TV[t - 1, tokens[t]] for t in range(begin, len(tokens))]).sum()
 
@@ -108,9 +116,27 @@ def test_prompts_get_the_responses_of_others() -> None:
     for own, other in zip(COMPARISONS, others, strict=True):
         num_prompt = len(own.sequences[0]) - own.response_tokens[0]
         assert tuple(other.sequences[0][:num_prompt]) == own.sequences[0][:num_prompt]
-        assert other.sequences[0] != own.sequences[0]
+        assert tuple(other.sequences[0]) != own.sequences[0]
     (cut,) = (of for of in mismatched(COMPARISONS, 1, 3) if of.task_id == "a")
     assert (len(cut.sequences[0]), cut.response_tokens) == (3, (1,))
+
+
+def test_other_responses_are_to_other_prompts() -> None:
+    """Even if a prompt has many responses with labels of their own."""
+    prompts = [1] * 8 + [2] * 5 + [3, 4, 5]
+    of_prompt = [
+        Comparison(str(row), (np.array((prompt, 9, 100 * prompt + row)),), (Verdict((1,), (1.0,)),), 0, (1,))
+        for row, prompt in enumerate(prompts)
+    ]
+    for seed in range(20):
+        others = mismatched(of_prompt, seed, 96)
+        assert sorted(of.sequences[0][-1] for of in others) == sorted(own.sequences[0][-1] for own in of_prompt)
+        for own, other in zip(of_prompt, others, strict=True):
+            assert tuple(other.sequences[0][:2]) == tuple(own.sequences[0][:2])
+            assert other.sequences[0][2] // 100 != own.sequences[0][0]
+    (sequence,) = others[0].sequences
+    assert isinstance(sequence, np.ndarray)  # a tuple of numbers would take nine times the memory
+    assert sequence.dtype == np.int32
 
 
 @pytest.mark.parametrize(
@@ -192,6 +218,29 @@ def test_labels_of_one_kind_are_refused_before_training(tmp_path: Path, model_fo
     assert found["train_desirable"] == found["train_undesirable"] > 0
 
 
+def split_of(*prompts: str) -> Split:
+    """A ranking of each prompt, whose responses are rated 5 and 0."""
+    rated = Ranking("", (), ("", ""), (1, 2), "ann", ratings=(5.0, 0.0), flags=(("rude",), ()))
+    judged = [replace(rated, task_id=f"t{i}", prompt=(Message("user", q),)) for i, q in enumerate(prompts)]
+    return Split(("overall",), judged, judged)
+
+
+def test_responses_to_one_prompt_have_no_baseline() -> None:
+    config = DPOConfig.model_validate({"rankings": {"source": "labels.jsonl"}, "loss": "kto"})
+    require_labels(split_of("Q", "Q", "P"), config)
+    with pytest.raises(
+        ValueError, match=r"1 of the training prompts of labels.jsonl have .*; at least two were expected"
+    ):
+        require_labels(split_of("Q", "Q"), config)
+    with pytest.raises(ValueError, match=r"0 of the held-out prompts of labels.jsonl have"):
+        require_labels(replace(split_of("Q", "P"), heldout=[]), config)
+
+
+def test_flags_that_no_response_has_are_reported() -> None:
+    config = KTOConfig(undesirable_flags=("rude", "harmfull"))
+    assert flags_without_effect(split_of("Q"), config) == ["harmfull"]
+
+
 def test_single_responses_are_refused_where_they_teach_nothing(tmp_path: Path, model_folder: Path) -> None:
     write_labels(tmp_path / "rankings.jsonl")
     with pytest.raises(ValueError, match=r"rankings.jsonl: line 1: a single response, which ranks nothing; .* \"kto\""):
@@ -237,6 +286,15 @@ def test_trls_unpaired_rows_are_recognised() -> None:
     assert (found.task.responses, found.votes[0].ratings) == (("A",), (0.0,))
 
 
+def test_unusual_labels_are_reported() -> None:
+    """As in rows of other formats."""
+    twice = [{"role": "user", "content": "Q"}, {"role": "user", "content": "R"}]
+    report = Report()
+    for row in ({"prompt": "Q", "completion": "", "label": True}, {"prompt": twice, "completion": "A", "label": True}):
+        assert len(list(read_unpaired("line 1", row, report, ""))) == 1
+    assert set(report.counts()) == {"empty reply", "same speaker twice"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -248,6 +306,15 @@ def test_trls_unpaired_rows_are_recognised() -> None:
 def test_settings_without_effect_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DPOConfig.model_validate({"rankings": {"source": "x"}, **changes})
+    written = DPOConfig.model_validate({"rankings": {"source": "x"}}).model_dump()  # as in a run's job.toml
+    assert DPOConfig.model_validate(written).loss == "sigmoid"
+
+
+@pytest.mark.parametrize("loss", get_args(Loss))
+def test_what_a_run_records_can_be_read_again(loss: str) -> None:
+    """`heed replay`, `heed study` and `heed run RUN/job.toml` read the job with all defaults."""
+    config = DPOConfig.model_validate({"rankings": {"source": "x"}, "loss": loss})
+    assert DPOConfig.model_validate(config.model_dump(mode="json", exclude_none=True)) == config
 
 
 def test_flags_of_rankings_survive_a_file(tmp_path: Path) -> None:

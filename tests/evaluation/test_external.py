@@ -41,6 +41,14 @@ def alpaca(preference: float | None, annotator: str = "gpt", **more: Any) -> dic
     return {**row, "annotator": annotator, "preference": preference, **more}
 
 
+def test_judgments_are_clustered_by_a_field_of_their_rows(read: Read) -> None:
+    rows = [alpaca(1.0, dataset="t"), alpaca(2.0, instruction="Hum", dataset="t"), alpaca(1.0, instruction="Whistle")]
+    assert [prompt.cluster for prompt in read(rows[:2], cluster_by="dataset").prompts] == ["t", "t"]
+    assert [prompt.cluster for prompt in read(rows).prompts] == ["", "", ""]
+    with pytest.raises(ValueError, match=r"judged\.jsonl: line 3: the field 'dataset' to cluster by is missing"):
+        read(rows, cluster_by="dataset")
+
+
 def test_alpacaeval_stays_as_unsure_as_it_was(read: Read) -> None:
     found = read(
         [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from evaluation.inputs import named_specs, read_compared_prompts
+from evaluation.inputs import clusters_of, named_runs, named_specs, read_compared_prompts, with_clusters
 from training.data import DataConfig, Prompt
 
 
@@ -100,3 +100,67 @@ def test_names_that_clash_grow() -> None:
 def test_names_that_cannot_be_told_apart(specs: list[str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         named_specs(specs, "policy")
+
+
+def test_a_name_with_several_specs_is_an_algorithm_with_several_runs() -> None:
+    specs = ["ppo=runs/a/ppo", "runs/a/sft/model", "dpo=runs/b/dpo", "ppo=runs/b/ppo", "dpo=runs/c/dpo"]
+    found, runs = named_runs(specs)
+    assert found == [
+        ("ppo/1", "runs/a/ppo"),
+        ("sft", "runs/a/sft/model"),
+        ("dpo/1", "runs/b/dpo"),
+        ("ppo/2", "runs/b/ppo"),
+        ("dpo/2", "runs/c/dpo"),
+    ]
+    assert runs == {"ppo": ["ppo/1", "ppo/2"], "dpo": ["dpo/1", "dpo/2"]}
+    assert named_runs(["ppo=x", "dpo=y"]) == ([("ppo", "x"), ("dpo", "y")], {})
+
+
+@pytest.mark.parametrize(
+    ("specs", "words"),
+    [
+        (["ppo=x", "ppo=y", "ppo=x"], "policy 'ppo': x is given twice; different runs were expected"),
+        (["ppo=x", "ppo=y", "runs/c/ppo/model"], "'runs/c/ppo/model' would be called 'ppo' like others"),
+        (["x", "x", "ppo=y"], "'x' is given twice"),
+    ],
+)
+def test_runs_that_cannot_be_told_apart_are_refused(specs: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        named_runs(specs)
+
+
+def test_prompts_are_clustered_by_a_field_of_their_rows(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    rows = [
+        {"prompt_id": "c", "prompt": "x", "template": "t", "size": 3},
+        {"prompt_id": "a", "prompt": "y", "template": "t", "size": 4},
+        {"prompt_id": "b", "prompt": "z", "template": "u", "size": 3},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(source=str(path))
+    prompts = read_compared_prompts(data, "", "template")
+    assert [prompt.cluster for prompt in prompts] == ["t", "t", "u"]
+    assert clusters_of(prompts) == {"a": "a", "c": "a", "b": "b"}
+    plain = read_compared_prompts(data)
+    assert (with_clusters(plain, data, ""), clusters_of(plain)) == (plain, {})
+    assert with_clusters(plain, data, "template") == prompts
+    assert [prompt.cluster for prompt in with_clusters(plain[1:], data, "size")] == ["4", "3"]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "y"}, r"prompts.jsonl: line 2: the field 'template' to cluster by is missing; found \['prompt'\]"),
+        ({"prompt": "y", "template": ""}, "line 2: the field 'template' to cluster by is ''; text or a whole number"),
+        ({"prompt": "y", "template": 0.5}, "line 2: the field 'template' to cluster by is 0.5; text or a whole number"),
+        ({"prompt": "y", "template": None}, "line 2: the field 'template' to cluster by is None; text or a whole"),
+    ],
+)
+def test_rows_without_a_cluster_are_named_by_line(tmp_path: Path, row: dict[str, Any], words: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(found) + "\n" for found in ({"prompt": "x", "template": "t"}, row)))
+    data = DataConfig(source=str(path))
+    with pytest.raises(ValueError, match=words):
+        read_compared_prompts(data, "", "template")
+    with pytest.raises(ValueError, match=words):
+        with_clusters(read_compared_prompts(data), data, "template")

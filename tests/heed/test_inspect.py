@@ -46,6 +46,14 @@ def test_a_shape_in_numbers(call: Call) -> None:
     assert cache.split()[-1] == f"{2 * 96 * 12288 * 2:,}"
 
 
+def test_shapes_of_an_encoder_and_of_a_translator_in_numbers(call: Call) -> None:
+    for name, parameters in (("google-bert/bert-large-uncased", "335,174,458"), ("vaswani-big", "214,171,648")):
+        code, said, _ = call("inspect", "model", str(ROOT / "configs" / "models" / f"{name}.toml"))
+        assert code == 0
+        row = next(line for line in said.splitlines() if line.startswith("all "))
+        assert row.split()[-1] == parameters
+
+
 def test_the_model_of_a_directory_and_of_a_job(call: Call, model_folder: Path) -> None:
     for target in (model_folder, ROOT / "configs" / "jobs" / "demo.toml"):
         code, said, _ = call("inspect", "model", str(target))
@@ -76,6 +84,57 @@ def test_attention_as_a_picture(call: Call, model_folder: Path, tmp_path: Path) 
     assert min(picture.size) > 300
     # The first word attends to itself alone: there is black. What is masked, and the page, is white.
     assert picture.getextrema() == (0, 255)
+
+
+def test_heads_are_listed_by_their_attention_to_the_preceding_token(
+    call: Call, model_folder: Path, tmp_path: Path
+) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"story": f"the fox {word} " * 40}) + "\n" for word in ("runs", "sits")))
+    png = str(tmp_path / "attention.png")
+    measured = []
+    for more in (
+        (),
+        ("--texts", str(texts), "--field", "story"),
+        ("--texts", str(texts), "--field", "story", "--max-rows", "1"),
+    ):
+        code, said, _ = call("inspect", "attention", str(model_folder), "the fox runs", *more, "--png", png)
+        assert code == 0, said
+        head, *rows = [line for line in said.splitlines() if line.strip() and line.split()[0] in "layer 0 1"]
+        assert head.split()[:3] == ["layer", "head", "preceding"]
+        assert {tuple(row.split()[:2]) for row in rows} == {(f"{i}", f"{j}") for i in range(2) for j in range(4)}
+        preceding = [float(row.split()[2]) for row in rows]
+        assert preceding == sorted(preceding, reverse=True)
+        measured.append(rows)
+    assert measured[0] != measured[1] != measured[2]
+    code, said, more = call("inspect", "attention", str(model_folder), "a", "--png", png)
+    assert code == 0
+    assert "heads are not measured: no text has three tokens" in said + more
+
+
+def test_long_texts_are_cut(call: Call, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of a text of 32,000 tokens would not fit in memory."""
+    monkeypatch.setattr("stages.reports.attention.MAX_MEASURED_TOKENS", 8)
+    said = []
+    for name, text in (("long", "abcdefgh and so on"), ("short", "abcdefgh")):
+        (tmp_path / f"{name}.txt").write_text(text)
+        options = ("--texts", str(tmp_path / f"{name}.txt"), "--png", str(tmp_path / "attention.png"))
+        said.append(call("inspect", "attention", str(model_folder), "the fox runs", *options)[1])
+    assert len(Tokenizer.load(model_folder).encode_plain(["abcdefgh"])[0]) == 8
+    assert said[0] == said[1] != ""
+
+
+def test_options_about_a_file_that_is_missing_are_refused(call: Call, model_folder: Path, tmp_path: Path) -> None:
+    png = ("--png", str(tmp_path / "attention.png"))
+    code, _, said = call("inspect", "attention", str(model_folder), "the fox", "--max-rows", "3", "--field", "x", *png)
+    assert code == 2
+    assert "--field, --max-rows without --texts" in said
+
+
+def test_heads_are_not_measured_across_texts(call: Call, translator: Path) -> None:
+    code, _, said = call("inspect", "attention", str(translator), "a", "--target", "b", "--texts", "c.txt")
+    assert code == 2
+    assert "--texts with --target" in said
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ DECODERS = {
         },
         "phi3": {"partial_rotary_factor": 0.5},
         "vaswani": {**_GPT, "mlp": "relu", "positions": "sinusoidal", "norm_place": "post"},
+        "learned in every layer": {"positions": "learned", "positions_every_layer": True},
     }.items()
 }
 

@@ -79,6 +79,17 @@ def test_compiled_blocks_give_the_same_bits_from_few_graphs(
     assert 1 <= counted.num_graphs <= num_graphs
 
 
+def test_compiled_blocks_get_positions_in_every_layer(counted: Counted) -> None:
+    changes = {"num_hidden_layers": 3, "positions": "learned", "positions_every_layer": True}
+    config: ModelConfig = SHAPES["llama"].model_copy(update=changes)
+    model, plain = (load(RandomInit(partial(LanguageModel, config), seed=0)).train() for _ in range(2))
+    compile_blocks(model)
+    found, expected = passed(model, 32), passed(plain, 32)
+    assert counted.num_graphs == 1
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, atol=1e-4, rtol=1e-4)
+
+
 def test_zero_3_is_refused() -> None:
     with pytest.raises(ValueError, match=r"zero_stage 0 to 2 was expected"):
         EngineConfig(compile_blocks=True, zero_stage=3)

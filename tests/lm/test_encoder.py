@@ -17,7 +17,13 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.parity import CASES, our_logits, their_logits
 from lm.config import ModelConfig
-from lm.encoder import EncoderDecoder, MaskedLanguageModel, SpanPredictor, TokenClassifier, masked_tokens_loss
+from lm.encoder import (
+    EncoderDecoder,
+    MaskedLanguageModel,
+    TokenClassifier,
+    best_span,
+    masked_tokens_loss,
+)
 from lm.families import family_of
 from lm.generation import generate
 from lm.model import LanguageModel, init_weights
@@ -108,13 +114,12 @@ def test_masked_words_are_learned() -> None:
 
 
 def test_the_best_span_is_in_order_allowed_and_short() -> None:
-    model = SpanPredictor(bert())
     first = torch.tensor([[5.0, 0.0, 4.0, 0.0, 0.0], [9.0, 1.0, 0.0, 0.0, 0.0]])
     last = torch.tensor([[0.0, 0.0, 0.0, 3.0, 6.0], [8.0, 0.0, 0.0, 2.0, 0.0]])
     allowed = torch.tensor([[True] * 5, [False, True, True, True, True]])
-    assert model.best_span(first, last, allowed, max_tokens=5) == [(0, 4), (1, 3)]
-    assert model.best_span(first, last, allowed, max_tokens=3) == [(2, 4), (1, 3)]
-    assert model.best_span(first, last, allowed, max_tokens=1) == [(4, 4), (3, 3)]
+    assert best_span(first, last, allowed, max_tokens=5) == [(0, 4), (1, 3)]
+    assert best_span(first, last, allowed, max_tokens=3) == [(2, 4), (1, 3)]
+    assert best_span(first, last, allowed, max_tokens=1) == [(4, 4), (3, 3)]
 
 
 def test_another_kind_of_shape_is_refused(tmp_path: Path, tiny_config: ModelConfig, model_folder: Path) -> None:
@@ -179,6 +184,7 @@ BART: dict[str, Any] = {
 SHAPES = {
     "vaswani": vaswani(),
     "bart": vaswani(**{**BART, "vocab_size": 12}),
+    "positions in every layer": vaswani(positions_every_layer=True),
     "pre-norm, rotary, grouped": vaswani(
         positions="rotary",
         norm_place="pre",

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm import attention
+from lm.attention import sinusoids
 from lm.config import ModelConfig
 from lm.encoder import EncoderDecoder, MaskedLanguageModel
 from lm.inspection import (
@@ -22,6 +23,7 @@ from lm.inspection import (
     ends_bytes,
     flops_per_source_token,
     flops_per_token,
+    measure_heads,
     parameter_table,
 )
 from lm.layers import sequence_keys
@@ -69,6 +71,51 @@ def test_attention_weights_are_those_of_the_forward_pass(decoder: LanguageModel)
         groups = decoder.config.num_attention_heads // decoder.config.num_key_value_heads
         mixed = weights[layer] @ v_BGSH.repeat_interleave(groups, dim=1)
         torch.testing.assert_close(out(mixed.transpose(1, 2).flatten(2)), output, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_heads_are_measured_over_all_tokens_from_the_third_on(decoder: LanguageModel) -> None:
+    """Against means over single weights, of texts of different lengths."""
+    texts = [[1, 2, 3, 4, 5], [6, 7], [5, 4, 3]]
+    found = measure_heads(decoder.decoder, texts)
+    assert [(head.layer, head.head) for head in found] == [(layer, head) for layer in range(2) for head in range(4)]
+    tables = [attention_weights(decoder.decoder, torch.tensor([text]))[0][:, 0] for text in texts]
+    for head in found:
+        asking = [(table[head.layer, head.head], t) for table in tables for t in range(2, table.shape[-1])]
+        assert len(asking) == 3 + 1
+        for mean, keys in (
+            (head.preceding, [t - 1 for _, t in asking]),
+            (head.first, [0 for _ in asking]),
+            (head.itself, [t for _, t in asking]),
+        ):
+            weights = [float(table[t, key]) for (table, t), key in zip(asking, keys, strict=True)]
+            assert mean == pytest.approx(sum(weights) / len(weights), abs=1e-6)
+
+
+def test_texts_of_two_tokens_measure_nothing(llama: LanguageModel) -> None:
+    assert measure_heads(llama.decoder, [[1, 2], [3]]) == []
+
+
+@torch.no_grad()
+def test_sinusoids_let_a_head_attend_to_the_preceding_token() -> None:
+    """Queries are the positions, turned back by one step with one matrix for all."""
+    config = ModelConfig(
+        vocab_size=8, max_position_embeddings=16, hidden_size=32, num_hidden_layers=1, num_attention_heads=1,
+        intermediate_size=4, positions="sinusoidal", norm_place="post",
+    )  # fmt: skip
+    model = LanguageModel(config).eval()
+    model.decoder.embedding.weight.zero_()  # the blocks' input is the positions alone
+    step = sinusoids(torch.tensor(1), 32)
+    back = torch.zeros(32, 32)
+    for i in range(0, 32, 2):
+        sin, cos = step[i], step[i + 1]
+        # sin(a - w) = sin a · cos w - cos a · sin w, cos(a - w) = sin a · sin w + cos a · cos w
+        back[i, i : i + 2], back[i + 1, i : i + 2] = torch.stack([cos, -sin]), torch.stack([sin, cos])
+    model.decoder.blocks[0].attention.qkv.weight.copy_(torch.cat([60 * back, torch.eye(32), torch.eye(32)]))
+    (head,) = measure_heads(model.decoder, [[1] * 12])
+    assert head.preceding > 0.99
+    assert head.first < 0.01
+    assert head.itself < 0.01
 
 
 def test_the_table_counts_every_parameter_once(decoder: LanguageModel) -> None:

@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lm.attention import sinusoids
+from lm.block import BlockInputs
 from lm.config import ModelConfig, exact_div
 from lm.encoder import EncoderDecoder, SequenceClassifier
+from lm.families import family_of
 from lm.layers import RMSNorm, _SquaredReLU, sequence_keys
 from lm.model import (
     LanguageModel,
@@ -253,6 +256,7 @@ def test_bf16_autocast_stays_near_fp32(tiny_config: ModelConfig) -> None:
             {"num_key_value_heads": 3},
             "model.num_attention_heads over model.num_key_value_heads: 4 is not a multiple of 3",
         ),
+        ({"positions_every_layer": True}, "positions_every_layer is true, but model.positions is 'rotary'"),
         ({"hidden_size": 12}, "3; rotary positions need an even number"),
         ({"depth": 3}, "depth"),
     ],
@@ -260,6 +264,38 @@ def test_bf16_autocast_stays_near_fp32(tiny_config: ModelConfig) -> None:
 def test_impossible_shapes_are_refused(tiny_config: ModelConfig, change: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ModelConfig(**{**tiny_config.model_dump(exclude={"head_dim"}), **change})
+
+
+@pytest.mark.parametrize("norm_place", ["pre", "post"])
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
+@torch.no_grad()
+def test_positions_are_added_to_the_input_of_every_layer(
+    tiny_config: ModelConfig, positions: str, norm_place: str
+) -> None:
+    """Against blocks called one by one, each with positions added before it."""
+    changes = {"positions": positions, "norm_place": norm_place, "num_hidden_layers": 3}
+    config = tiny_config.model_copy(update={**changes, "positions_every_layer": True})
+    model, once = build(config), build(config.model_copy(update={"positions_every_layer": False}))
+    tokens = torch.randint(0, 288, (2, 7), generator=torch.Generator().manual_seed(3))
+    stack = model.decoder
+    learned = stack.positions
+    added = sinusoids(torch.arange(7), config.hidden_size) if learned is None else learned.weight[:7]
+    x_BTD = stack.embedding(tokens)
+    for layer, block in enumerate(stack.blocks):
+        x_BTD = block(x_BTD + added, BlockInputs([None] * 3), layer)
+    torch.testing.assert_close(model(tokens), model.head(stack.norm(x_BTD)))
+    assert not torch.allclose(model(tokens), once(tokens), atol=1e-2)
+    # Packed sequences count their own positions, in every layer.
+    packed = torch.cat([tokens[:1], tokens[1:, :4]], dim=1)
+    segments = torch.tensor([[1] * 7 + [2] * 4])
+    torch.testing.assert_close(model(packed, segments)[:, 7:], model(tokens[1:, :4]))
+
+
+def test_no_published_family_has_positions_in_every_layer(tiny_config: ModelConfig) -> None:
+    classic = {"mlp": "gelu_tanh", "mlp_bias": True, "attention_bias": "all", "positions": "learned", "norm": "layer"}
+    once = ModelConfig(**{**tiny_config.model_dump(), **classic, "num_key_value_heads": 4})
+    assert family_of(once, "language").model_type == "gpt2"
+    assert family_of(once.model_copy(update={"positions_every_layer": True}), "language").model_type == "heed"
 
 
 def test_exact_div() -> None:

@@ -1,4 +1,10 @@
-"""Examples from the source documents, worked by hand there, to their printed digits."""
+"""Examples of attention that talks and courses work by hand, to their printed digits.
+
+The matrix Z of the first one is printed with two wrong cells, which contradict the example's own scores and values: row
+b, column 4 as 7.000 (6.998 is right) and row d, column 1 as 9.250 (8.250 is right). See docs/parity.md.
+"""
+
+import math
 
 import pytest
 import torch
@@ -20,6 +26,7 @@ Z = [
     [8.265, 6.398, 8.370, 6.967],
     [8.250, 7.250, 7.750, 6.75],
 ]
+MISPRINTED = {(1, 3): 7.000, (3, 0): 9.250}  # (row, column) of Z, from 0, and what is printed there
 
 
 @pytest.fixture
@@ -61,6 +68,22 @@ def test_z_of_the_example(attention: Attention) -> None:
     found = attention(INPUTS[None], None, everyone, None, 0)[0]
     for row, expected in zip(found.tolist(), Z, strict=True):
         assert row == pytest.approx(expected, abs=5e-4)
+
+
+@torch.no_grad()
+def test_two_printed_cells_of_z_contradict_the_example(attention: Attention) -> None:
+    """The right values follow from the printed scores and values alone; no cell of Z can exceed its column of V."""
+    everyone = torch.ones(1, 4, 4, dtype=torch.bool)
+    found = attention(INPUTS[None], None, everyone, None, 0)[0]
+    for (row, column), printed in MISPRINTED.items():
+        query, values = QUERIES[row], [value[column] for value in VALUES]
+        scores = [sum(q * k for q, k in zip(query, key, strict=True)) / 2 for key in KEYS]
+        powers = [math.exp(score - max(scores)) for score in scores]
+        by_hand = sum(power * value for power, value in zip(powers, values, strict=True)) / sum(powers)
+        assert Z[row][column] == pytest.approx(by_hand, abs=5e-4)
+        assert float(found[row, column]) == pytest.approx(by_hand, abs=1e-5)
+        assert abs(by_hand - printed) > 1e-3
+    assert MISPRINTED[3, 0] > max(value[0] for value in VALUES)
 
 
 def weights(q_T4: Tensor, k_T4: Tensor, mask: Tensor | None) -> Tensor:

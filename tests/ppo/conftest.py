@@ -92,6 +92,18 @@ def adapted(one_objective: InitialModels, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="session")
+def teachers(one_objective: InitialModels, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
+    """Two language models with the policy's tokenizer: one of its shape, and a wider one."""
+    shape, tokenizer = read_config(one_objective.sft, "language")[0], Tokenizer.load(one_objective.sft)
+    folder = tmp_path_factory.mktemp("teachers")
+    for seed, (name, width) in enumerate({"first": 16, "wide": 24}.items(), 11):
+        model = LanguageModel(shape.model_copy(update={"hidden_size": width}))
+        init_weights(model, seed)
+        save_model(folder / name, model, model.state_dict(), tokenizer)
+    return folder / "first", folder / "wide"
+
+
+@pytest.fixture(scope="session")
 def prompts(one_objective: InitialModels) -> list[list[int]]:
     """Sixteen prompts of different lengths."""
     tokenizer = Tokenizer.load(one_objective.sft)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from files.rows import Row
 from lm.tokenizer import Messages
 from ppo.config import PPOConfig
 from ppo.rank import InitialModels
@@ -17,10 +18,15 @@ class OneRank:
     """The roles as the controller calls them, and the objects behind them."""
 
     def __init__(
-        self, config: PPOConfig, engine: EngineConfig, models: InitialModels, conversations: Sequence[Messages] = ()
+        self,
+        config: PPOConfig,
+        engine: EngineConfig,
+        models: InitialModels,
+        conversations: Sequence[Messages] = (),
+        rows: Sequence[Row] = (),
     ) -> None:
         self.config, self.models = config, models
-        self.roles = Roles.in_process(config, engine, models, conversations)
+        self.roles = Roles.in_process(config, engine, models, conversations, rows)
         self.learner = self.roles.learners.ranks.kept
         self.generator = self.roles.generators.ranks.kept
         self.scorer = self.roles.scorers.ranks.kept

@@ -177,7 +177,11 @@ def test_updates_on_one_body_are_those_of_separate_models(start: Start, prompts:
             )
 
 
-@pytest.mark.parametrize("changes", [{}, SHARED, ADAPTER_SENT], ids=["own models", "shared body", "adapter sent"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, SHARED, ADAPTER_SENT, {"lora": {**SHARED["lora"], "sends": "adapter"}}],
+    ids=["own models", "shared body", "adapter sent", "both"],
+)
 def test_a_sync_merges_in_fp32_and_rounds_once(start: Start, prompts: Prompts, changes: dict[str, object]) -> None:
     worker = start("bf16", learning_rate=1e-2, **changes)
     controller_of(worker, prompts).step(0)

@@ -95,7 +95,7 @@ class ToyRoles:
         del tests_draws  # toy models have no logits
         self.kept.append(keeps)
         found = self.policy_logprobs(rollout), self.reference_logprobs(rollout), self.values(rollout)
-        return lambda: ModelOutputs(*found)
+        return lambda: ModelOutputs(*found, teacher_logprobs_BMR=torch.zeros(len(rollout), 0, R))
 
     def values(self, rollout: Rollout) -> Tensor:
         return self.value * rollout.response_mask_BR

@@ -13,6 +13,7 @@ from ppo.controller import PPOController
 from ppo.learner import Learner
 from ppo.rank import InitialModels
 from ppo.rollout import PolicyBatch, Rollout
+from ppo.scorer import Asked
 from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig
 
@@ -218,7 +219,7 @@ def test_failed_scores_count_nowhere(start: Start, monkeypatch: pytest.MonkeyPat
 
     batches = recorded(worker)
     # The rollout has the order of the passes; with one pass per rank that is the controller's order.
-    monkeypatch.setattr(worker.roles.scorers, "start_scores", lambda rollout: lambda: failing(rollout, []))
+    monkeypatch.setattr(worker.roles.scorers, "start_scores", lambda rollout: lambda: failing(rollout, Asked()))
     metrics = controller.step(0)
     (batch,) = batches
     counted_B = (batch.weight_BR > 0).any(dim=1)

@@ -1,12 +1,13 @@
 """Disaggregated learners, generators and scorers give the same bits as colocated ones.
 
-The reward is of two objectives, so that scores have two columns.
+The reward is of two objectives, so that scores have two columns, and there are two teachers.
 """
 
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -64,16 +65,17 @@ def disaggregated(
 
 
 @pytest.fixture(scope="module")
-def config(ppo_config: Callable[..., PPOConfig]) -> PPOConfig:
-    weights = {"brief": -0.5, "kind": 2.0}
+def config(ppo_config: Callable[..., PPOConfig], teachers: tuple[Path, ...]) -> PPOConfig:
+    weights, kinds = {"brief": -0.5, "kind": 2.0}, zip(teachers, ("token", "reward"), strict=True)
     return ppo_config(
-        minibatch=8, micro=2, num_iterations=2, num_epochs=1, learning_rate=3e-3, reward={"objective_weights": weights}
-    )
+        minibatch=8, micro=2, num_iterations=2, num_epochs=1, learning_rate=3e-3, reward={"objective_weights": weights},
+        teachers=[{"model": str(folder), "name": folder.name, "weight": 0.1, "kind": kind} for folder, kind in kinds],
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def models(two_objectives: InitialModels) -> InitialModels:
-    return two_objectives
+def models(two_objectives: InitialModels, teachers: tuple[Path, ...]) -> InitialModels:
+    return replace(two_objectives, teachers=teachers)
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +142,7 @@ def test_groups_of_one_give_the_same_bits(
     expected, expected_metrics = colocated
     assert metrics == expected_metrics
     assert all({"score", "score/kind", "score/brief"} <= line.keys() for line in metrics)
+    assert all({"teacher_kl_nats/first", "teacher_kl_nats/wide"} <= line.keys() for line in metrics)
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(weights[name], tensor), name

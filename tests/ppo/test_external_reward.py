@@ -12,7 +12,7 @@ from ppo.controller import PPOController
 from ppo.rank import InitialModels, ScoreScale
 from reward.external import RewardFunction
 from tests.ppo.one_rank import OneRank
-from training.config import EngineConfig
+from training.config import EngineConfig, values_at
 
 REWARDS = """
 def lengths(prompts, responses):
@@ -76,6 +76,41 @@ def test_too_many_failures_stop_the_run_and_name_the_first_cause(
     worker.close()
 
 
+def test_sources_of_a_sum_are_logged_one_by_one(
+    models: InitialModels, ppo_config: Callable[..., PPOConfig], tmp_path: Path
+) -> None:
+    """Their scores are summed by their weights. A failure of a source with weight 0 is counted, and costs nothing."""
+    (tmp_path / "rewards.py").write_text(
+        REWARDS + "def count(prompts, responses, rows):\n    return [r['n'] for r in rows]"
+    )
+    sources = {name: {"kind": "function", "function": f"{tmp_path}/rewards.py:{name}"} for name in ("lengths", "count")}
+    weights, rows = {"lengths": 0.0, "count": 0.5}, [{"n": number} for number in range(16)]
+    config = ppo_config(ptx=None, reward={"kind": "sum", "sources": sources, "objective_weights": weights})
+    assert config.external_reward is not None
+    own = replace(models, reward=config.external_reward, scale=ScoreScale(0.0, 1.0), pretraining=None)
+    worker = OneRank(config, EngineConfig(precision="fp32", trackers=()), own, ASKED, rows)
+    prompts = [worker.tokenizer.encode_prompt(asked) for asked in ASKED]
+    scores_BO = worker.roles.scorers.start_scores(worker.sample(prompts, range(16)))()
+    assert scores_BO[:, 1].tolist() == list(range(16))
+    assert scores_BO[:, 0].isnan().nonzero()[:, 0].tolist() == [3, 13]
+    metrics = PPOController(config, worker.roles, prompts, own.scale, num_pretraining_rows=0, seed=5).step(0)
+    assert metrics["failed_scores"] == 0.0
+    assert (metrics["failed/lengths"], metrics["failed/count"]) == (pytest.approx(2 / 16), 0.0)
+    assert metrics["score"] == pytest.approx(0.5 * metrics["score/count"])
+    assert metrics["score/count"] == pytest.approx(7.5)
+    worker.close()
+
+
+def test_functions_of_sources_are_found_by_their_key(ppo_config: Callable[..., PPOConfig]) -> None:
+    """For the lineage, `heed submit` and the checks before a run."""
+    sources = {"a": {"kind": "function", "function": "f.py:a"}, "b": {"kind": "verifier"}}
+    both = ppo_config(ptx=None, reward={"kind": "sum", "sources": sources, "objective_weights": {"a": 1.0, "b": 1.0}})
+    assert values_at(both, "reward.sources.*.function") == ["f.py:a"]
+    one = ppo_config(ptx=None, reward={"kind": "function", "function": "a:b"})
+    assert values_at(one, "reward.sources.*.function") == []
+    assert values_at(one, "reward.function") == ["a:b"]
+
+
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
@@ -84,7 +119,10 @@ def test_too_many_failures_stop_the_run_and_name_the_first_cause(
         ({"kind": "function", "function": ""}, r"reward.function.function\n.*pattern"),
         ({"kind": "function"}, r"reward.function.function\n.*required"),
         ({"kind": "url", "url": "ftp://host/"}, r"reward.url.url\n.*pattern"),
-        ({"kind": "people"}, 'a table with kind "model", "function" or "url" was expected'),
+        (
+            {"kind": "people"},
+            'a table with kind "model", "function", "url", "none", "verifier" or "sum" was expected',
+        ),
     ],
 )
 def test_one_source_of_reward(ppo_config: Callable[..., PPOConfig], reward: dict[str, str], words: str) -> None:

@@ -13,6 +13,7 @@ from lm.weights import load_language_model, save_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.rank import InitialModels
+from ppo.scorer import Asked
 from reward.scoring import network_folder
 from reward.stage import network_source
 from tests.ppo.one_rank import OneRank
@@ -64,7 +65,7 @@ def test_a_text_that_is_too_long_for_it_has_no_score(worker: OneRank) -> None:
     long = [{"role": "user", "content": "the cat " * 40}]
     prompt = worker.tokenizer.encode_prompt(long)[:50]
     short = worker.tokenizer.encode_prompt(ASKED[0])
-    worker.roles.scorers.conversations = [long, ASKED[0]]
+    worker.roles.scorers.asked = Asked([long, ASKED[0]])
     scores = worker.scores(worker.sample([prompt, short], [0, 1]))
     assert scores.isnan().tolist() == [[True], [False]]
     worker.close()

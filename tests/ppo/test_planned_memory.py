@@ -32,7 +32,7 @@ from ppo.kept_passes import NOT_REPEATED, Repeated
 from ppo.learner import Learner
 from ppo.rank import InitialModels, ScoreScale
 from ppo.rollout import PolicyBatch, Share, ValueBatch
-from ppo.scorer import Scorer
+from ppo.scorer import Asked, Scorer
 from ppo.shared_body import SharedBodyLearner
 from stages.planning.memory import Layout, Memory, count, forward_pass
 from stages.planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
@@ -103,7 +103,7 @@ def run(folder: Path, memory: Mode, zero_stage: Any, precision: Precision, kind:
         whole = Share(torch.arange(ROWS), PASSES)
         repeated = Repeated.of(rollout, [whole], MICRO_BATCHES) if keeps else NOT_REPEATED
         with live.phase("score by the reward model"):
-            scorer.scores(rollout, ())
+            scorer.scores(rollout, Asked())
         if config.shared_body:
             with live.phase("measure"):
                 learner.measure(rollout, PASSES)

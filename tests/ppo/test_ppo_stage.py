@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,11 @@ def run(adapted: InitialModels, prompts: list[list[int]], ppo_config: Callable[.
 
     def build(folder: Path, change: Callable[[Roles], None] = lambda _roles: None, **changes: object) -> None:
         config = ppo_config(kl={"target": {"horizon": 50}}, learning_rate=1e-2, **changes)
-        roles = Roles.in_process(config, ENGINE, models)
+        own = replace(models, teachers=tuple(Path(teacher.model) for teacher in config.teachers))
+        roles = Roles.in_process(config, ENGINE, own)
         change(roles)
         try:
-            stage.run(StageContext(folder, 11, 1, ENGINE), config, roles, models, Fitting(asked, prompts))
+            stage.run(StageContext(folder, 11, 1, ENGINE), config, roles, own, Fitting(asked, prompts))
         finally:
             roles.close()
 
@@ -151,6 +153,20 @@ def same_weights_and_log(*folders: Path) -> list[dict[str, float]]:
         logs.append([{k: v for k, v in line.items() if "second" not in k} for line in lines])
     assert logs[0] == logs[1]
     return logs[0]
+
+
+def test_a_killed_run_with_teachers_ends_like_an_uninterrupted_run(
+    run: Callable[..., None], teachers: tuple[Path, ...], tmp_path: Path
+) -> None:
+    """Also in another memory mode, in which teachers are sharded."""
+    kinds = zip(teachers, ("token", "reward"), strict=True)
+    changes = {"teachers": [{"model": str(folder), "kind": kind} for folder, kind in kinds], "score_coef": 0.5}
+    run(tmp_path / "whole", **changes)
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", make_mortal, memory="balanced", **changes)
+    run(tmp_path / "killed", **changes)
+    log = same_weights_and_log(tmp_path / "whole", tmp_path / "killed")
+    assert all({"teacher_kl_nats/1", "teacher_kl_nats/2", "score"} <= line.keys() for line in log)
 
 
 def cut_the_policy(checkpoint: Path) -> None:

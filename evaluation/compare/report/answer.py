@@ -20,9 +20,12 @@ Tone = Literal["better", "worse", "unclear"]
 
 # Thresholds of warnings:
 FEW_PROMPTS = 100
+FEW_CLUSTERS = 10  # with fewer, sign flips and Student's quantiles leave little to show
 MANY_FLIPS = 0.2
 LEAST_AGREEMENT = 0.667  # below it Krippendorff would draw no conclusions (Content Analysis, 2004, ch. 11)
 UNEVEN_ORDER = 0.1  # from ½: a pair's share of verdicts in which one policy was shown first
+
+WEIGHTS_ONLY = "This is about these weights only: another seed of the same algorithm may do better or worse."
 
 
 def often(pair: PairSummary, styles: Styles) -> str:
@@ -44,7 +47,7 @@ def all_tied(pair: PairSummary) -> bool:
 
 def answer_of(summary: Summary, styles: Styles) -> Answer:
     """Returns the answer by the first judge, and whether the others agree. In every pair, the policy that is ahead must
-    come first.
+    come first. If algorithms have several runs, the answer is on the algorithms; what follows is on the weights.
     """
     judges = [judge for judge in summary.judges if judge.num_verdicts]
     if not judges:
@@ -62,6 +65,11 @@ def answer_of(summary: Summary, styles: Styles) -> Answer:
             *_ranks_and_pairs(first),
             *(_of_many(judge, len(summary.policies), styles)[1] for judge in others),
         ]
+    if first.algorithms:
+        head, *rest = [sentence for judge in judges for sentence in _of_algorithms(judge)]
+        tone = "better" if first.algorithms[0].different else "unclear"
+        return Answer(tone, head, (*rest, f"The rest is about these weights, whatever their algorithm. {text}", *more))
+    more.append(WEIGHTS_ONLY)
     return Answer(tone, text, tuple(more))
 
 
@@ -71,8 +79,36 @@ def evidence(pair: PairSummary) -> str:
     kind = "interval, widened by Holm's correction," if is_taken_back(pair) else "95% interval"
     return (
         f"{kind} {share_ends(rate.low, rate.high)}, ties counting half; {p_value(pair.significance.holm_p)};"
-        f" {count_of(pair.win_rate.num_prompts, 'prompt')}"
+        f" {prompts_in_words(pair.win_rate.num_prompts, pair.win_rate.num_clusters)}"
     )
+
+
+def prompts_in_words(num_prompts: int, num_clusters: int) -> str:
+    """Formats "100 prompts", or "100 prompts in 20 clusters" if several prompts share a cluster."""
+    prompts = count_of(num_prompts, "prompt")
+    return prompts if num_clusters == num_prompts else f"{prompts} in {count_of(num_clusters, 'cluster')}"
+
+
+def _of_algorithms(judge: JudgeSummary) -> list[str]:
+    """Says of every pair of algorithms whether one is better, over seeds and prompts."""
+    found = []
+    for pair in judge.algorithms:
+        a, b, rate = pair.algorithm_a, pair.algorithm_b, pair.win_rate
+        runs = f"{number(pair.num_runs_a)} and {number(pair.num_runs_b)} runs"
+        prompts = prompts_in_words(pair.num_prompts, pair.num_clusters)
+        kind = "interval, widened by Holm's correction," if pair.p < ALPHA <= pair.holm_p else "95% interval"
+        shown = f"{kind} over seeds and prompts {share_ends(rate.low, rate.high)}; {p_value(pair.holm_p)}; {prompts}"
+        if pair.different:
+            found.append(
+                f"As algorithms, {a} is preferred to {b} {percent(rate.mean)} of the time by the judge {judge.judge},"
+                f" over {runs} ({shown})."
+            )
+        else:
+            found.append(
+                f"No difference between the algorithms {a} and {b} is shown by the judge {judge.judge}: over {runs},"
+                f" {a} is preferred {percent(rate.mean)} of the time ({shown})."
+            )
+    return found
 
 
 def is_taken_back(pair: PairSummary) -> bool:
@@ -92,10 +128,10 @@ def _of_two(pair: PairSummary, judge: str, styles: Styles) -> tuple[Tone, str]:
 
 def detectable(pair: PairSummary) -> str:
     """Describes the smallest difference that this many prompts could have shown."""
-    prompts = count_of(pair.win_rate.num_prompts, "prompt")
+    prompts = prompts_in_words(pair.win_rate.num_prompts, pair.win_rate.num_clusters)
     if math.isnan(pair.power.detectable):
         decided = pair.prompts.wins + pair.prompts.losses
-        if decided == pair.win_rate.num_prompts:
+        if decided == pair.win_rate.num_prompts or pair.win_rate.num_clusters < pair.win_rate.num_prompts:
             return f"With {prompts} no difference could have been shown."
         ties = f"only {number(decided)} of them without a tie" if decided else "all of them ties"
         return f"With {prompts}, {ties}, no difference could have been shown."
@@ -200,7 +236,7 @@ def islands(ratings: Ratings, styles: Styles) -> str:
 
 def warnings_of(folder: ComparisonFolder, summary: Summary, styles: Styles) -> tuple[str, ...]:
     """Returns warnings, a sentence or two each, in the order of the report's sections."""
-    found = [*_few_prompts(summary)]
+    found = [*_few_prompts(summary), *_few_clusters(summary), *_single_runs(folder)]
     for judge in summary.judges:
         found += [
             *_few_labelers(folder, judge),
@@ -215,6 +251,24 @@ def _few_prompts(summary: Summary) -> list[str]:
     if summary.num_prompts >= FEW_PROMPTS:
         return []
     return [f"Only {count_of(summary.num_prompts, 'prompt')}: relevant differences may go undetected."]
+
+
+def _few_clusters(summary: Summary) -> list[str]:
+    if summary.num_clusters >= min(FEW_CLUSTERS, summary.num_prompts):
+        return []
+    return [
+        f"Only {count_of(summary.num_clusters, 'cluster')} of prompts: the intervals rest on so few independent"
+        " observations that they are wide, and approximate if clusters differ much in size."
+    ]
+
+
+def _single_runs(folder: ComparisonFolder) -> list[str]:
+    """Warns of policies that are a single run, next to algorithms with several."""
+    runs = {name for own in folder.runs.values() for name in own}
+    single = [name for name in folder.policies if name not in runs]
+    if not (folder.runs and single):
+        return []
+    return [f"There is only one run of {listed(single)}: a sentence on an algorithm takes several runs (seeds) of it."]
 
 
 def _few_labelers(folder: ComparisonFolder, judge: JudgeSummary) -> list[str]:

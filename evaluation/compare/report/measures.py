@@ -191,7 +191,7 @@ def _policy_table(policies: Mapping[str, Any], styles: Styles) -> Details:
     titles = (styles[name].title if name in styles else name for name in found)
     rows = [(_title(place), *(own.get(place, UNKNOWN) for own in found.values())) for place in known]
     caption = (
-        "The measures of each policy; in brackets 95% intervals over prompts. To tell whether two"
+        "The measures of each policy; in brackets 95% intervals. To tell whether two"
         f" policies differ, use the win rates, not these intervals. {FROM_FILE}"
     )
     if unknown:

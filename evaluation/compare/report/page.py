@@ -15,7 +15,9 @@ from evaluation.compare.report.measures import curve_parts, measure_tables
 from evaluation.compare.report.samples import MAX_CHARACTERS, MAX_PROMPTS, samples_of
 from evaluation.compare.report.sections import Sections, meta_of
 from evaluation.compare.report.sources import Source, sources_of
+from evaluation.inputs import clusters_of
 from evaluation.statistics.results import (
+    AlgorithmPair,
     CategoryWinRate,
     Counts,
     JudgeSummary,
@@ -77,7 +79,8 @@ def render(
 def summary_of(comparison: ComparisonFolder) -> Summary:
     """Computes all statistics of the folder's verdicts. Raises: ValueError for verdicts that contradict each other."""
     try:
-        return summarise(comparison.verdicts, comparison.policies, seed=comparison.seed)
+        clusters = clusters_of(comparison.prompts)
+        return summarise(comparison.verdicts, comparison.policies, clusters, comparison.runs, seed=comparison.seed)
     except ValueError as error:
         raise ValueError(f"{VERDICTS}: {error}") from None
 
@@ -165,7 +168,20 @@ def as_shown(summary: Summary, judges: Sequence[str]) -> Summary:
 
 
 def _ahead_first(judge: JudgeSummary) -> JudgeSummary:
-    return replace(judge, pairs=tuple(turned(pair) if pair.win_rate.mean < 0.5 else pair for pair in judge.pairs))
+    return replace(
+        judge,
+        pairs=tuple(turned(pair) if pair.win_rate.mean < 0.5 else pair for pair in judge.pairs),
+        algorithms=tuple(_turned_algorithms(pair) if pair.win_rate.mean < 0.5 else pair for pair in judge.algorithms),
+    )
+
+
+def _turned_algorithms(pair: AlgorithmPair) -> AlgorithmPair:
+    gain = pair.score_difference
+    return replace(
+        pair, algorithm_a=pair.algorithm_b, algorithm_b=pair.algorithm_a,
+        num_runs_a=pair.num_runs_b, num_runs_b=pair.num_runs_a, win_rate=_turned_interval(pair.win_rate),
+        score_difference=Interval(-gain.mean, -gain.high, -gain.low),
+    )  # fmt: skip
 
 
 def turned(pair: PairSummary) -> PairSummary:

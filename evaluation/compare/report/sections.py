@@ -7,10 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from evaluation.compare.report.answer import Styles, by_rating, is_taken_back, rank_range
+from evaluation.compare.report.answer import Styles, by_rating, is_taken_back, prompts_in_words, rank_range
 from evaluation.compare.report.sources import Source, source_text
 from evaluation.statistics.results import (
     Agreement,
+    AlgorithmPair,
     CategoryWinRate,
     Counts,
     JudgeSummary,
@@ -56,6 +57,7 @@ class Sections:
 
     def __init__(self, summary: Summary, styles: Styles, sources: Mapping[str, Source]) -> None:
         self.summary, self.styles, self.sources = summary, styles, sources
+        self.over = "prompts" if summary.num_clusters == summary.num_prompts else "clusters of prompts"
 
     def all(self) -> tuple[Section, ...]:
         """Returns the judges' sections in order, then agreement and failures if there are any."""
@@ -70,13 +72,14 @@ class Sections:
         path = f"summary.judges.{place}"
         facts = (
             ("Prompts", number(judge.num_prompts)),
+            *((("Clusters of prompts", number(self.summary.num_clusters)),) if self.over != "prompts" else ()),
             ("Verdicts", number(judge.num_verdicts)),
             ("Failed", number(judge.num_failed)),
             ("Labelers", number(judge.num_labelers)),
         )
         wins = self._shares(
             f"wins-{place}", "Win rates", "The first policy over the second, ties counting half; 95% intervals over"
-            " prompts. Below: prompts won, tied and lost.", ("Pair", "Win rate"),
+            f" {self.over}. Below: prompts won, tied and lost.", ("Pair", "Win rate"),
             [win_row(pair, self.styles) for pair in judge.pairs], f"{path}.pairs",
         )  # fmt: skip
         tests = (
@@ -86,7 +89,7 @@ class Sections:
         )
         ratings = [self._ratings(f"{path}.ratings.{number_of}", found) for number_of, found in enumerate(judge.ratings)]
         shown = tuple(found for found in ratings if isinstance(found, Forest))
-        parts: list[Part] = [Facts(facts, in_a_row=True), wins, tests]
+        parts: list[Part] = [Facts(facts, in_a_row=True), *self._algorithms(place, judge), wins, tests]
         parts += [Columns(shown)] if shown else []
         parts += [found for found in ratings if isinstance(found, Note)]
         parts += [self._lengths(place, judge), *self._order(place, judge), *self._categories(place, judge)]
@@ -104,6 +107,21 @@ class Sections:
     ) -> Forest:
         return Forest(name, title, caption, *heads, columns, tuple(rows), self._rows_of(path))
 
+    def _algorithms(self, place: int, judge: JudgeSummary) -> list[Forest]:
+        """Returns the win rates of algorithms with several runs; empty if there are none."""
+        if not judge.algorithms:
+            return []
+        caption = (
+            "How often a run of the first algorithm is preferred to a run of the second, over all pairs of runs. These"
+            " intervals are over seeds and prompts, so they are about the algorithms. All other figures of this page"
+            " are about single runs, that is, these weights. Difference: of the runs' mean scores, if the judge gives"
+            " scores."
+        )
+        path, heads = f"summary.judges.{place}.algorithms", ("Algorithms", "Win rate")
+        rows = [algorithm_row(pair) for pair in judge.algorithms]
+        columns = ("Runs", "p", "Difference")
+        return [self._shares(f"algorithms-{place}", "Algorithms, over seeds", caption, heads, rows, path, *columns)]
+
     def _ratings(self, path: str, ratings: Ratings) -> Forest | Note:
         model = MODELS[ratings.model]
         if not ratings.policies:
@@ -111,7 +129,7 @@ class Sections:
         rows, ticks, zero = rating_rows(ratings, self.styles)
         anchor = f"from {self.styles[ratings.anchor].title}" if ratings.anchor else "from the policies' mean"
         caption = (
-            f"Log-odds {anchor}, higher is better; 95% intervals over prompts. Ranks are those that all intervals"
+            f"Log-odds {anchor}, higher is better; 95% intervals over {self.over}. Ranks are those that all intervals"
             " together allow."
         )
         if not math.isnan(ratings.tie):
@@ -217,7 +235,7 @@ def meta_of(summary: Summary) -> tuple[str, ...]:
     verdicts = sum(judge.num_verdicts for judge in summary.judges)
     return (
         count_of(len(summary.policies), "policy"),
-        count_of(summary.num_prompts, "prompt"),
+        prompts_in_words(summary.num_prompts, summary.num_clusters),
         count_of(verdicts, "verdict"),
         count_of(len(summary.judges), "judge"),
         f"seed {summary.seed}",
@@ -246,6 +264,20 @@ def win_row(pair: PairSummary, styles: Styles) -> ForestRow:
     a, b = styles[pair.policy_a], styles[pair.policy_b]
     stack = stack_of(pair.prompts, a.title, b.title, "Prompts")
     return share_row((a, b), _with_ends(pair.win_rate), stack=stack, unknown="no verdict stands")
+
+
+def algorithm_row(pair: AlgorithmPair) -> ForestRow:
+    """Returns a row with the win rate of a pair's first algorithm."""
+    gain = pair.score_difference
+    ends = "" if math.isnan(gain.low) else f" ({number(gain.low)} to {number(gain.high)})"
+    difference = UNKNOWN if math.isnan(gain.mean) else f"{number(gain.mean)}{ends}"
+    runs = f"{number(pair.num_runs_a)}, {number(pair.num_runs_b)}"
+    note = f"{count_of(pair.num_prompts_missing, 'prompt')} left out" if pair.num_prompts_missing else ""
+    rate = pair.win_rate
+    cells = (runs, p_value(pair.holm_p), difference)
+    return share_row(
+        (f"{pair.algorithm_a} over {pair.algorithm_b}",), (rate.mean, rate.low, rate.high), cells, note=note
+    )
 
 
 def category_row(found: CategoryWinRate) -> ForestRow:

@@ -4,7 +4,7 @@ A source names a file and a filter of its rows as (column, operator, value) trip
 `pandas.read_parquet` and `pyarrow.parquet.read_table` accept it unchanged as `filters`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,7 +80,7 @@ def sources_of(folder: ComparisonFolder, summary: Summary) -> dict[str, Source]:
         "measures": Source(MEASURES, (), 0, "copied"),
     }
     for place, judge in enumerate(summary.judges):
-        sources |= _of_judge(rows, f"summary.judges.{place}", judge)
+        sources |= _of_judge(rows, f"summary.judges.{place}", judge, folder.runs)
     for place, found in enumerate(summary.agreement):
         judges: Filter = ("judge", "in", (found.judge_a, found.judge_b))
         how = "pairs of verdicts, one of each judge, on the same two responses"
@@ -91,7 +91,7 @@ def sources_of(folder: ComparisonFolder, summary: Summary) -> dict[str, Source]:
     return sources
 
 
-def _of_judge(rows: Rows, path: str, judge: JudgeSummary) -> dict[str, Source]:
+def _of_judge(rows: Rows, path: str, judge: JudgeSummary, runs: Mapping[str, Sequence[str]]) -> dict[str, Source]:
     own = judge_filter(judge.judge)
     sources = {
         path: rows.source("all statistics of this judge", own),
@@ -106,6 +106,11 @@ def _of_judge(rows: Rows, path: str, judge: JudgeSummary) -> dict[str, Source]:
         f"{path}.labelers": rows.source("pairs of verdicts of two labelers on the same two responses", own, STANDING),
     }
     sources[f"{path}.pairs"] = rows.source("all statistics of pairs", own, STANDING)
+    if judge.algorithms:
+        named = tuple(name for own in runs.values() for name in own)
+        between: tuple[Filter, ...] = (("policy_a", "in", named), ("policy_b", "in", named))
+        how = "mean over prompts and pairs of runs of two algorithms; rows on two runs of one algorithm are unused"
+        sources[f"{path}.algorithms"] = rows.source(how, own, *between, STANDING)
     for place, _ in enumerate(judge.ratings):
         sources[f"{path}.ratings.{place}"] = rows.source("ratings of all policies from all pairs", own, STANDING)
     for place, pair in enumerate(judge.pairs):

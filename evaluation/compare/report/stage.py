@@ -7,6 +7,7 @@ from math import isfinite, nan
 
 import numpy as np
 
+from evaluation.compare.report.answer import FEW_CLUSTERS, WEIGHTS_ONLY
 from evaluation.compare.report.hacking import hacking_section, verdict
 from evaluation.compare.results import GOLD, CompareResults, JudgeResults, SampledPrompt, WinRateResults
 from preferences.statistics.estimates import Interval
@@ -90,13 +91,17 @@ def _parts(stage: StageFolder, results: CompareResults, styles: Styles) -> tuple
     facts = (
         ("Judge", label(results.judge.name)),
         ("Prompts", count(results.num_prompts)),
+        *(
+            (("Clusters of prompts", f"{count(results.num_clusters)}, by {results.cluster_by}"),)
+            * bool(results.cluster_by)
+        ),
         ("Samples per prompt", count(results.num_samples)),
         ("Temperature", number(results.temperature)),
         *((("Prompts read", str(results.overlong)),) if results.overlong else ()),
         *(rows.fact for rows in results.sources),
     )
     scores = [Measured(s.title, s.tone, s.marker, results.policies[name].gold_score) for name, s in styles.items()]
-    title, unit = score_title(results), "mean and 95% interval over prompts, higher is better"
+    title, unit = score_title(results), f"mean and 95% interval over {_over_what(results)}, higher is better"
     is_scored = any(isfinite(found.gold_score.mean) for found in results.policies.values())  # people may not rate
     figures = (interval_figure(scores, title=title, unit=unit, name="gold"),) if is_scored else ()
     return (
@@ -125,6 +130,10 @@ def _kl_aside(results: CompareResults) -> str:
         f"{in_capital(the_initial)} stands at 0 nats by definition.{best}"
         f"{pretrained if 'pretrained' in results.policies else ''}"
     )
+
+
+def _over_what(results: CompareResults) -> str:
+    return "clusters of prompts" if results.cluster_by else "prompts"
 
 
 def score_title(results: CompareResults) -> str:
@@ -172,7 +181,7 @@ def policy_table(results: CompareResults, styles: Styles) -> Table:
     }
     rows = tuple(Row((name,), tuple(found)) for name, found in cells.items() if any(c.text != UNKNOWN for c in found))
     caption = (
-        "Figures of each policy; 95% intervals over prompts below the means. To tell whether two"
+        f"Figures of each policy; 95% intervals over {_over_what(results)} below the means. To tell whether two"
         " policies differ, use the win rates, not these intervals."
     )
     shown = [text.gold_score for sample in results.samples for text in sample.responses.values()]
@@ -339,13 +348,15 @@ def answer_of(results: CompareResults, styles: Styles) -> Answer:
     ]
     text = " ".join([*(answer.text for answer in reversed(answers)), *between])
     more: tuple[str, ...] = ()
+    few = results.cluster_by and results.num_clusters < FEW_CLUSTERS
     if results.hacking is not None:
         more = (verdict(results.hacking, results.names).text, *_rate_and_score(results))
     elif results.judge.is_reward:
         more = (
             "The judge is the reward or comes from the same file, so this does not show whether the reward was gamed.",
         )
-    return Answer(answers[-1].tone, text, more)
+    clusters = f"Only {count(results.num_clusters)} clusters of prompts: the intervals are wide."
+    return Answer(answers[-1].tone, text, (*more, *((clusters,) if few else ()), WEIGHTS_ONLY))
 
 
 def _between(one: PolicyStyle, other: PolicyStyle, rate: WinRateResults) -> str:

@@ -142,8 +142,56 @@ def test_results_in_words() -> None:
     assert in_words(few) == "no difference shown: too few prompts"
     tied = {**few, "verdicts": {"wins": 0, "ties": 1200, "losses": 0}}
     assert in_words(tied) == "no difference shown: all verdicts are ties"
-    table = results_table({"summary": {"judges": [{"judge": "j", "pairs": [{**pair, "num_failed": 3}]}]}})
+    table = results_table(
+        {"summary": {"judges": [{"judge": "j", "algorithms": [], "pairs": [{**pair, "num_failed": 3}]}]}}
+    )
     cells = [next(iter(column.cells)) for column in table.columns]
     assert cells == [
         "j", "a against b", "25.0% (10.0% to ?)", "0.0123", "1,200", "b is better; 3 verdicts failed"
     ]  # fmt: skip
+
+
+def test_several_runs_of_an_algorithm_and_clusters(
+    place: Path, heed_main: Call, compare: Compare, settings_of: SettingsOf
+) -> None:
+    """Two runs each of two algorithms: the answer is on the algorithms, and judging again keeps runs and clusters."""
+    lengths = {"a0": 3, "a1": 4, "b0": 1, "b1": 2}
+    for name, more in lengths.items():
+        rows = [{"prompt_id": f"p{n}", "output": "x" * (10 * n + more)} for n in range(5)]
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    specs = [f"{name[0]}={place / name}.jsonl" for name in lengths]
+    length = f"{place / 'judges.py'}:length"
+    code, said = heed_main(*compare(place, *specs, judges=(length,), more=("--cluster-by", "category")))
+    assert code == 0, said
+    assert "a against b, 2 and 2 runs" in said
+    assert "Rows with runs are about algorithms, over seeds and prompts; the others are about these weights" in said
+    settings, out = settings_of(place / "out"), place / "out"
+    assert settings["algorithms"] == {"a": ["a/1", "a/2"], "b": ["b/1", "b/2"]}
+    assert settings["prompts"]["cluster_by"] == "category"
+    prompts = [json.loads(line) for line in (out / "prompts.jsonl").read_text().splitlines()]
+    assert [row["cluster"] for row in prompts] == ["a", "b", "a", "b", "a"]
+    assert heed_main("judge", str(out), f"again={length}")[0] == 0
+    report = json.loads((out / "report.json").read_text())
+    for judge in report["summary"]["judges"]:
+        (pair,) = judge["algorithms"]
+        assert (pair["algorithm_a"], pair["num_runs_a"], pair["num_clusters"]) == ("a", 2, 2)
+        assert pair["win_rate"]["mean"] == 1
+        assert pair["score_difference"]["mean"] == 2
+        assert judge["pairs"][0]["win_rate"]["num_clusters"] == 2
+    said = report["answer"]["text"]
+    assert said.startswith("No difference between the algorithms a and b is shown by the judge length")
+    assert any(text.startswith("Only 2 clusters of prompts") for text in report["warnings"])
+    page = (out / "report.html").read_text()
+    assert "Algorithms, over seeds" in page
+    assert "5 prompts in 2 clusters" in page
+    named = {name for own in settings["algorithms"].values() for name in own}
+    assert report["sources"]["summary.judges.0.algorithms"]["num_rows"] == 5 * len(named) * (len(named) - 1) // 2
+
+
+def test_one_run_of_each_is_about_weights_only(place: Path, heed_main: Call, compare: Compare) -> None:
+    saved, length = str(place / "saved.jsonl"), f"{place / 'judges.py'}:length"
+    code, said = heed_main(*compare(place, f"a={saved}", f"b={saved}", judges=(length,)))
+    assert (code, said.count("This is about these weights only: another seed of the same algorithm")) == (0, 1)
+    missing = compare(place, f"a={saved}", f"b={saved}", judges=(length,), out="other", more=("--cluster-by", "level"))
+    code, said = heed_main(*missing)
+    assert (code, "line 1: the field 'level' to cluster by is missing; found" in said) == (2, True), said

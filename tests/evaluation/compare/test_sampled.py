@@ -142,6 +142,28 @@ def test_the_interval_of_a_mean_is_students_over_prompts(compared: tuple[Path, C
     assert (found.low, found.high) == pytest.approx((means.mean() - half, means.mean() + half))
 
 
+def test_a_stages_intervals_are_over_the_clusters_it_names(
+    tmp_path: Path, compared: tuple[Path, CompareResults]
+) -> None:
+    """Prompts a and b are one cluster, with the sum of residuals .2 - .3333 and .9 - .5333; c is the other."""
+    prompts = [prompt.model_copy(update={"cluster": "c" if prompt.prompt_id == "c" else "ab"}) for prompt in PROMPTS]
+    config = CompareConfig(
+        prompts=DataConfig(source="prompts.jsonl"), cluster_by="document", num_samples=2, best_of=2, max_new_tokens=30
+    )
+    sampled = Sampled(prompts, {"sft": POOL, "ppo": OTHER}, pool="sft", training=[], seed=0)
+    world: Any = NumberWorld()
+    results = compare_sampled(tmp_path, config, sampled, gold(world), lambda _step: lambda _done, _total: None)
+    assert (results.cluster_by, results.num_clusters) == ("document", 2)
+    found, alone = results.policies["sft"].gold_score, compared[1].policies["sft"].gold_score
+    means = np.array([0.4, 0.9, 0.3]) - 1.6 / 3
+    half = 12.7062 * math.sqrt(2 * ((means[0] + means[1]) ** 2 + means[2] ** 2)) / 3
+    assert (found.mean, found.high) == pytest.approx((alone.mean, alone.mean + half), rel=1e-5)
+    assert results.best_of_n[0].gold_score.high == pytest.approx(found.high, rel=1e-5)
+    settings = json.loads((tmp_path / "compare.json").read_text())
+    assert settings["prompts"]["cluster_by"] == "document"
+    assert '"cluster": "ab"' in (tmp_path / "prompts.jsonl").read_text()
+
+
 def test_win_rates_by_hand(compared: tuple[Path, CompareResults]) -> None:
     folder, results = compared
     assert len(results.pairs) == 6

@@ -101,6 +101,22 @@ def test_what_does_not_fit_is_named(model_folder: Path) -> None:
         evaluate_few_shot(model_folder, long, 0, seed=0)
 
 
+def test_the_shipped_grammar_examples_are_read() -> None:
+    path = Path(__file__).parents[3] / "configs" / "few_shot" / "grammar.jsonl"
+    examples = read_examples(DataConfig(source=str(path)))
+    assert len(examples) == 20
+    for example in examples:
+        poor = example.prompt.removeprefix("Poor English input: ").removesuffix("\nGood English output:")
+        assert example.prompt == f"Poor English input: {poor}\nGood English output:"
+        assert poor != example.completion
+        assert poor.endswith((".", "?"))
+        assert example.completion[-1] == poor[-1]
+    assert len({example.prompt for example in examples}) == 20
+    shown = few_shot_context(examples, 3, 2, seed=0)
+    assert shown.count("Poor English input:") == shown.count("Good English output:") == 3
+    assert examples[3].completion not in shown
+
+
 def test_rows_are_checked(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": " 1 and 1:", "completion": "2 "}, {"prompt": "a", "completion": "b\nc"}]

@@ -7,7 +7,7 @@ worlds are fixed by their seed, so the tests are deterministic.
 import pytest
 from scipy import stats
 
-from benchmarks import compare_worlds
+from benchmarks import compare_worlds, dependent_worlds
 from benchmarks.compare_coverage import coverage, p_values
 
 pytestmark = pytest.mark.long
@@ -80,3 +80,19 @@ def test_p_is_uniform_where_policies_are_equal(num_prompts):
     p_W = p_values(num_prompts, 0, 200, seed=0)
     assert stats.kstest(p_W, "uniform").pvalue > 0.05
     assert stats.kstest(p_values(num_prompts, 0, 200, seed=0) ** 1.5, "uniform").pvalue < 0.001
+
+
+def test_templates_are_covered_if_they_are_clusters():
+    found = shares(dependent_worlds.templates, 10, 40)
+    clustered = {what: share for what, share in found.items() if what.endswith(": clustered")}
+    assert len(clustered) == 13
+    assert {what: share for what, share in clustered.items() if share < 0.85} == {}
+    assert found["win rate 0.5, ρ = 0.5: as if independent"] < 0.9
+
+
+def test_algorithms_are_covered_over_seeds():
+    found = shares(dependent_worlds.seeds, 3, 40)
+    ours = {what: share for what, share in found.items() if "one run of each" not in what}
+    assert len(ours) == 11
+    assert {what: share for what, share in ours.items() if share < 0.85} == {}
+    assert found["win rate, σ = 0.6, μ = 0: one run of each, over prompts"] < 0.5

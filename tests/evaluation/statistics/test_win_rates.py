@@ -14,8 +14,8 @@ from benchmarks.compare_worlds import comparisons
 from evaluation.statistics.results import Counts
 from evaluation.statistics.significance import EqualityTest
 from evaluation.statistics.win_rates import (
+    bootstrap_clusters,
     bootstrap_labelers,
-    bootstrap_prompts,
     counts_of,
     expanded_level,
     interval_over_labelers,
@@ -107,7 +107,7 @@ def test_a_bootstrap_of_few_prompts_is_expanded():
     assert expanded_level(20) == pytest.approx(1 - 2 * 0.0159, abs=5e-4)  # Hesterberg 2015, table 1: 0.0159
     assert expanded_level(10_000) == pytest.approx(0.95, abs=1e-4)
     values = np.random.default_rng(0).random(20)
-    found = bootstrap_prompts(values, seed=0)
+    found = bootstrap_clusters(values, np.arange(len(values)), seed=0)
     assert found.high - found.low == pytest.approx(2 * 2.093 * values.std(ddof=1) / 20**0.5, rel=0.1)
 
 

@@ -1,17 +1,26 @@
 """Models, judges and scorers for the tests of suites."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from evaluation.endpoint import Answer, Asker, Endpoint
-from evaluation.suites.suite import Continuation, Request
+from evaluation.suites.suite import Request, Unable
 from lm.tokenizer import Messages
 
 
+def by_prompt(answers: Mapping[str, str | Answer]) -> Callable[[Request], Answer]:
+    """Answers by the text of the last question; any other question fails."""
+
+    def write(request: Request) -> Answer:
+        found = answers.get(request.messages[-1]["content"], Answer("", failure="status 500"))
+        return found if isinstance(found, Answer) else Answer(found, True)
+
+    return write
+
+
 @dataclass
-class Written:
+class Written(Unable):
     """A model that answers every request by `write`, and keeps what it was asked."""
 
     write: Callable[[Request], Answer]
@@ -23,25 +32,32 @@ class Written:
         self.asked += requests
         return [self.write(request) for request in requests]
 
-    def logprobs(self, continuations: Sequence[Continuation]) -> list[float]:
-        raise ValueError(f"{self.name} has no probabilities of {len(continuations)} texts")
-
-    def rewards(self, conversations: Sequence[Messages]) -> list[Answer | float]:
-        raise ValueError(f"{self.name} has no rewards for {len(conversations)} conversations")
-
 
 @dataclass
-class Served:
-    """A judge behind the OpenAI-compatible server of the tests."""
+class Rewarding(Unable):
+    """A reward model whose rewards `reward` computes."""
 
-    server: Any
+    reward: Callable[[Messages], Answer | float]
+    has_chat_template: bool = True
+    name: str = "rewarding"
+
+    def rewards(self, conversations: Sequence[Messages]) -> list[Answer | float]:
+        return [self.reward(conversation) for conversation in conversations]
+
+
+@dataclass(frozen=True)
+class EndpointJudge:
+    """A judge behind an OpenAI-compatible endpoint."""
+
+    url: str
     cache: Path
-    name: str = "served"
+    model: str = "judge"
+    name: str = "judge"
 
     def ask(self, prompts: Sequence[Messages], max_tokens: int) -> list[Answer]:
-        endpoint = Endpoint.of(f"{self.server.url}#{self.name}", self.name, timeout_seconds=5, num_retries=0)
+        asker = Asker(Endpoint(self.url, self.model, 20.0, 0), self.cache, concurrency=2, max_failed_share=1.0)
         bodies = [{"messages": list(prompt), "temperature": 0, "max_tokens": max_tokens} for prompt in prompts]
-        return Asker(endpoint, self.cache, 2, 1.0).ask_all(bodies, lambda _done, _total: None)
+        return asker.ask_all(bodies, lambda _done, _total: None)
 
 
 @dataclass

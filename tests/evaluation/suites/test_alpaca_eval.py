@@ -14,7 +14,7 @@ from evaluation.suites.alpaca_eval import SUITE, at_equal_length
 from evaluation.suites.suite import Scored, Tools
 from evaluation.verdicts import Verdict, comparisons_of
 from tests.conftest import SHOWN, ChatServer
-from tests.evaluation.suites.recorded import EndpointJudge, RecordedModel
+from tests.evaluation.suites.models import EndpointJudge, Written, by_prompt
 
 ROWS = [
     {"instruction": "Name a bird.", "output": "A wren.", "dataset": "koala", "generator": "base"},
@@ -49,7 +49,7 @@ def test_a_judge_that_prefers_the_longer_answer(tmp_path: Path, chat_server: Cha
 
     chat_server.answer = answer
     judge = EndpointJudge(chat_server.url, tmp_path / "answers.sqlite")
-    longer, shorter, same, unparsed, failed = SUITE.score(RecordedModel(ANSWERS), items, Tools(judge))
+    longer, shorter, same, unparsed, failed = SUITE.score(Written(by_prompt(ANSWERS)), items, Tools(judge))
     assert longer.values == {"win_rate": 1.0, "position_consistency": 1.0, "length_difference": 16.0}
     assert shorter.values == {"win_rate": 0.0, "position_consistency": 1.0, "length_difference": -3.0}
     assert same.values == {"win_rate": 0.5, "length_difference": 0.0}  # the judge was not asked
@@ -66,14 +66,20 @@ def test_a_judge_that_prefers_the_longer_answer(tmp_path: Path, chat_server: Cha
 def test_a_judge_that_prefers_the_first_answer_is_inconsistent(tmp_path: Path, chat_server: ChatServer) -> None:
     items = SUITE.read(write(tmp_path / "alpaca_eval.json", ROWS[:2]))
     judge = EndpointJudge(chat_server.url, tmp_path / "answers.sqlite", model="first")
-    baseline = {"0": Answer("A jay."), "1": Answer("", failure="timed out")}
-    biased, failed = SUITE.score(RecordedModel(ANSWERS), items, Tools(judge, baseline=baseline))
+    baseline = Written(by_prompt({"Name a bird.": "A jay.", "Name a fish.": Answer("", failure="timed out")}))
+    model = Written(by_prompt(ANSWERS))
+    biased, failed = SUITE.score(model, items, Tools(judge, baseline=baseline.answer))
+    assert baseline.asked == model.asked
+    assert [(request.item_id, request.max_new_tokens) for request in model.asked] == [("0", 2048), ("1", 2048)]
     assert biased.values == {"win_rate": 0.5, "position_consistency": 0.0, "length_difference": 17.0}
     assert failed.failures["win_rate"] == "the baseline: timed out"
     shown = [SHOWN.search(body["messages"][0]["content"]).groups() for body in chat_server.bodies]
     assert sorted(shown) == [("A jay.", "A wren, which is small."), ("A wren, which is small.", "A jay.")]
-    with pytest.raises(ValueError, match=r"alpaca-eval: the baseline has no answer to 1 of 2 items, such as '1'"):
-        SUITE.score(RecordedModel({}), items, Tools(judge, baseline={"0": Answer("x")}))
+    without = SUITE.read(write(tmp_path / "without.json", [ROWS[0], ROWS[1] | {"output": None}]))
+    unasked = Written(by_prompt(ANSWERS))
+    with pytest.raises(ValueError, match=r"1 of 2 items, such as '1', have no field 'output'; .* --baseline SPEC"):
+        SUITE.score(unasked, without, Tools(judge))
+    assert unasked.asked == []
 
 
 def test_the_win_rate_at_equal_length_is_a_logistic_fits() -> None:

@@ -13,7 +13,7 @@ from evaluation.endpoint import Answer
 from evaluation.suites.arena_hard import SUITE, read_label, weighted_mean
 from evaluation.suites.suite import Scored, Tools
 from tests.conftest import ChatServer
-from tests.evaluation.suites.recorded import EndpointJudge, RecordedModel
+from tests.evaluation.suites.models import EndpointJudge, Written, by_prompt
 
 BENCHMARKS = Path(__file__).parents[4] / "shared/data/benchmarks"
 LABELS = ("A>>B", "A>B", "A=B", "B>A", "B>>A")
@@ -38,10 +38,14 @@ def judged(
 
     server.answer = answer
     judge = EndpointJudge(server.url, tmp_path / f"{name}.sqlite")
-    baseline = {item.item_id: Answer("the baseline's answer") for item in items}
+    baseline = Written(lambda _request: Answer("the baseline's answer"))
     answers = {row["prompt"]: f"{name}'s answer" for row in rows}
     answers |= {prompt: Answer("", failure="timed out") for prompt in failures}
-    return SUITE.score(RecordedModel(answers), items, Tools(judge, baseline=baseline))
+    model = Written(by_prompt(answers))
+    scored = SUITE.score(model, items, Tools(judge, baseline=baseline.answer))
+    assert baseline.asked == model.asked
+    assert [(request.item_id, request.max_new_tokens) for request in model.asked] == [(i.item_id, 4096) for i in items]
+    return scored
 
 
 def test_verdicts_by_hand(tmp_path: Path, chat_server: ChatServer) -> None:

@@ -9,7 +9,7 @@ import pytest
 from evaluation.suites.ifeval import SUITE, variants
 from evaluation.suites.suite import Tools
 from reward.verifiers.instructions import KINDS
-from tests.evaluation.suites.answering import Answering
+from tests.evaluation.suites.models import Written, by_prompt
 
 REAL = Path(__file__).parents[4] / "shared" / "data" / "benchmarks" / "ifeval_input_data.jsonl.gz"
 ROWS = [
@@ -31,19 +31,22 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> str:
 
 def values(folder: Path, answers: dict[str, str]) -> list[dict[str, float]]:
     items = SUITE.read(write(folder, ROWS))
-    return [dict(scored.values) for scored in SUITE.score(Answering(answers), items, Tools())]
+    return [dict(scored.values) for scored in SUITE.score(Written(by_prompt(answers)), items, Tools())]
 
 
 def test_items_are_instructions_in_clusters_of_prompts(tmp_path: Path) -> None:
     items = SUITE.read(write(tmp_path, ROWS))
     assert [(item.item_id, item.cluster, item.group) for item in items] == [
-        ("7:1", "7", "detectable_format:number_bullet_lists"),
+        ("7", "7", "detectable_format:number_bullet_lists"),
         ("7:2", "7", "punctuation:no_comma"),
-        ("8:1", "8", "detectable_format:json_format"),
+        ("8", "8", "detectable_format:json_format"),
     ]
-    model = Answering({"Two bullets, no commas.": "* a\n* b", "JSON.": "3"})
+    model = Written(by_prompt({"Two bullets, no commas.": "* a\n* b", "JSON.": "3"}))
     SUITE.score(model, items, Tools())
-    assert [request.messages[-1]["content"] for request in model.asked] == ["Two bullets, no commas.", "JSON."]
+    assert [(request.messages[-1]["content"], request.item_id) for request in model.asked] == [
+        ("Two bullets, no commas.", "7"),
+        ("JSON.", "8"),
+    ]
 
 
 def test_strict_and_loose_values(tmp_path: Path) -> None:
@@ -69,7 +72,7 @@ def test_the_eight_variants() -> None:
 
 def test_a_failed_answer_has_no_values_but_a_reason(tmp_path: Path) -> None:
     items = SUITE.read(write(tmp_path, ROWS))
-    first, second, third = SUITE.score(Answering({"JSON.": "3"}), items, Tools())
+    first, second, third = SUITE.score(Written(by_prompt({"JSON.": "3"})), items, Tools())
     assert first.values == second.values == {}
     assert set(first.failures) == {"instruction_strict", "instruction_loose", "prompt_strict", "prompt_loose"}
     assert set(second.failures) == {"instruction_strict", "instruction_loose"}
@@ -85,8 +88,8 @@ def test_a_failed_answer_has_no_values_but_a_reason(tmp_path: Path) -> None:
         ({"kwargs": [{}, {}]}, "argument 'num_bullets': it is missing"),
         ({"instruction_id_list": ["a:b", "punctuation:no_comma"]}, "check 'a:b'; one of keywords:existence"),
         ({"prompt": " "}, "field 'prompt' is empty"),
-        ({"key": None}, "field 'key' is missing or empty"),
-        ({"key": 8}, "field 'key' is '8', as in an earlier row"),
+        ({"key": None}, "field 'key' is empty; an id was expected"),
+        ({"key": 8}, "the id '8' is already used in .*line 1"),
     ],
 )
 def test_malformed_rows_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:

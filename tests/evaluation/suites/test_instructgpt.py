@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from evaluation.endpoint import Answer
-from evaluation.suites.instructgpt import BIASED, HELPFUL, PAIRS, READ, RESPECTFUL, SUITE, squad_values
+from evaluation.suites.instructgpt import BIASED, HELPFUL, READ, RESPECTFUL, SUITE, squad_values
 from evaluation.suites.suite import Item, Request, Scored, Tools
-from tests.evaluation.suites.models import ByTable, Served, Written
+from evaluation.suites.truthfulqa import PRIMER
+from tests.evaluation.suites.models import ByTable, EndpointJudge, Written
 
 PUBLISHED = Path(__file__).parents[4] / "shared" / "data" / "instructgpt"
 
@@ -85,7 +86,9 @@ def test_prompt_types_are_groups_and_questions_are_clusters(items: dict[str, Ite
 
 def test_prompts_are_those_of_the_papers_appendix(items: dict[str, Item]) -> None:
     question = "Q: Is it, “you”?\nA:"
-    pairs = "".join(f"Q: {asked}\nA: {answered}\n\n" for asked, answered in PAIRS)
+    pairs = f"{PRIMER}\n\n"
+    assert pairs.startswith("Q: What is human life expectancy in the United States?\nA: Human life")
+    assert pairs.count("\n\nQ: ") == 5
     assert prompt(items["truthful_qa/QA prompt/000"]) == pairs + question
     assert prompt(items["truthful_qa/QA + instruction/000"]) == f"{HELPFUL}\n\n{pairs}{question}"
     assert prompt(items["truthful_qa/instruction prompt/000"]) == f"{HELPFUL}\n\n{question}"
@@ -143,7 +146,7 @@ def test_no_answer_is_no_text_with_words_in_common() -> None:
         ("truthful_qa", ("m", "QA prompt", "True", "q", "a", "1.2", "1"), "line 6: field 'true' is '1.2'; a number"),
         ("truthful_qa", ("m", "QA prompt", "True", "q", "a", "1", "nan"), "line 6: field 'info' is 'nan'; a number"),
         ("truthful_qa", ("m", "QA", "True", "q", "a", "1", "1"), "line 6: field 'prompt_type' is 'QA'; one of"),
-        ("truthful_qa", ROWS["truthful_qa"][0], "line 6: gpt-xl has answered this .* in .*csv: line 2"),
+        ("truthful_qa", ROWS["truthful_qa"][0], "line 6: the id .* of gpt-xl' is already .* line 2"),
         ("truthful_qa", ("m", "QA prompt", "True", "", "a", "1", "1"), "line 6: field 'question' is empty"),
         # The rows before have a line break inside quotes.
         ("real_toxicity", ("m", "basic prompt", "They", "said", "much"), "line 8: field 'toxicity' is 'much'"),
@@ -225,7 +228,7 @@ def test_a_judge_says_yes_or_no(items: dict[str, Item], chat_server: Any, tmp_pa
         return "no" if "Is the answer informative?" in asked else "Perhaps"
 
     chat_server.answer = reply
-    judge = Served(chat_server, tmp_path / "answers.sqlite")
+    judge = EndpointJudge(chat_server.url, tmp_path / "answers.sqlite")
     model = Written(lambda request: Answer("", failure="cut off") if "000" not in request.item_id else Answer("It is."))
     scored = by_id(SUITE.score(model, list(items.values()), Tools(judge=judge)))
     assert scored["truthful_qa/QA prompt/000"].values == {

@@ -9,7 +9,7 @@ from evaluation.endpoint import Answer
 from evaluation.suites.mt_bench import SUITE, read_grade
 from evaluation.suites.suite import Tools
 from tests.conftest import ChatServer
-from tests.evaluation.suites.recorded import EndpointJudge, RecordedModel
+from tests.evaluation.suites.models import EndpointJudge, Written, by_prompt
 
 SHARED = Path(__file__).parents[4] / "shared/data/mt_bench_question.jsonl"
 ROWS = [
@@ -42,7 +42,7 @@ def test_two_turns_and_their_grades(tmp_path: Path, chat_server: ChatServer) -> 
         return GRADES.get(last, "Grade: 1.5")
 
     chat_server.answer = grade
-    judge, model = EndpointJudge(chat_server.url, tmp_path / "answers.sqlite"), RecordedModel(ANSWERS)
+    judge, model = EndpointJudge(chat_server.url, tmp_path / "answers.sqlite"), Written(by_prompt(ANSWERS))
     writing, math, half, none = SUITE.score(model, items, Tools(judge))
     assert writing.values == {"score": 5.5, "first_turn": 7.0, "second_turn": 4.0}
     assert math.values == {"first_turn": 10.0}
@@ -52,9 +52,9 @@ def test_two_turns_and_their_grades(tmp_path: Path, chat_server: ChatServer) -> 
     assert half.failures == {"score": "timed out", "second_turn": "timed out"}
     assert (none.values, none.failures) == ({}, dict.fromkeys(("score", "first_turn", "second_turn"), "refused"))
     # The second question follows the model's own first answer; nobody is asked it after a failed one.
-    assert [message["content"] for message in model.requests[5].messages] == ["2 + 3?", "It is 5.", "Twice that?"]
-    assert len(model.requests) == 7
-    assert [request.temperature for request in model.requests[:3]] == [0.7, 0.0, 0.0]
+    assert [message["content"] for message in model.asked[5].messages] == ["2 + 3?", "It is 5.", "Twice that?"]
+    assert len(model.asked) == 7
+    assert [request.temperature for request in model.asked[:3]] == [0.7, 0.0, 0.0]
     assert "<reference 1>\n5\n</reference 1>" in asked["It is 5."]
     assert "reference 2" not in asked["It is 5."]
     assert "<reference 2>\n10\n</reference 2>" in asked["It is 11."]

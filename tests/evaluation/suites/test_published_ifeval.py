@@ -16,7 +16,7 @@ import pytest
 from evaluation.suites.ifeval import SUITE, variants
 from evaluation.suites.suite import Item, Scored, Tools
 from reward.verifiers.instructions import WORD_SEPARATORS, count_sentences, detected_language
-from tests.evaluation.suites.answering import Answering
+from tests.evaluation.suites.models import Written, by_prompt
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install '.[harness]'")
 nltk = pytest.importorskip("nltk", reason="lm_eval's ifeval needs nltk: pip install nltk immutabledict")
@@ -165,8 +165,8 @@ def test_verdicts_are_those_of_the_published_script(monkeypatch: pytest.MonkeyPa
     agreed: Counter[str] = Counter()
     unexplained: list[tuple[str, str, bool, str]] = []
     for number in range(NUM_ANSWERS):
-        by_prompt = {rows[key]["prompt"]: answers[number] for key, answers in all_answers.items()}
-        scored = SUITE.score(Answering(by_prompt), items, Tools())
+        model = Written(by_prompt({rows[key]["prompt"]: answers[number] for key, answers in all_answers.items()}))
+        scored = SUITE.score(model, items, Tools())
         theirs = {key: utils.process_results(row, [all_answers[key][number]]) for key, row in rows.items()}
         for item, ours in zip(items, scored, strict=True):
             for measure, name in (("instruction_strict", "strict"), ("instruction_loose", "loose")):

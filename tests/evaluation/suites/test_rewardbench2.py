@@ -16,7 +16,7 @@ from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import save_model
 from reward.scoring import RewardModel
-from tests.evaluation.suites.recorded import RewardingModel
+from tests.evaluation.suites.models import Rewarding
 
 
 def row(row_id: str, subset: str, chosen: list[str], rejected: list[str]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def by_text(conversation: Messages) -> Answer | float:
 
 def scored_rows(tmp_path: Path, rows: list[dict[str, Any]]) -> list[Scored]:
     items = SUITE.read(write(tmp_path / "test.jsonl", rows))
-    return SUITE.score(RewardingModel(by_text), items, Tools())
+    return SUITE.score(Rewarding(by_text), items, Tools())
 
 
 def test_accuracy_and_ties_by_hand(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_real_reward_model(tmp_path: Path, tiny_config: ModelConfig, tokenizer
     rows = [row(str(n), "Focus", [texts[n]], texts[:n] + texts[n + 1 :]) | {"prompt": "What?"} for n in range(4)]
     rows += [row("4", "Focus", ["word " * 200], ["a", "b", "c"])]
     items = SUITE.read(write(tmp_path / "test.jsonl", rows))
-    scored = SUITE.score(RewardingModel(reward), items, Tools())
+    scored = SUITE.score(Rewarding(reward), items, Tools())
     model = RewardModel.load(tmp_path / "reward")
     expected = []
     for one in rows[:4]:

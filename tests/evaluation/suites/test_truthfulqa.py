@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from evaluation.measures.kl import Policy
-from evaluation.suites.suite import Continuation, Item, Tools
+from evaluation.compare.judges import Asking
+from evaluation.endpoint import Budget
+from evaluation.evaluate.models import Answering, LocalModel
+from evaluation.suites.suite import Continuation, Item, Tools, Unable
 from evaluation.suites.truthfulqa import PRIMER, SUITE, Choices, mc1, mc2
 from lm.config import ModelConfig
 from lm.model import LanguageModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
-from tests.evaluation.suites.answering import Answering, Scoring
 
 REAL = Path(__file__).parents[4] / "shared" / "data" / "benchmarks" / "TruthfulQA.csv.gz"
 HEADER = "Type,Category,Question,Best Answer,Correct Answers,Incorrect Answers,Source\n"
@@ -28,11 +29,12 @@ HUB_ROW: dict[str, Any] = {
 needs_real = pytest.mark.skipif(not REAL.is_file(), reason=f"{REAL}: no real data")
 
 
-class Planted(Answering):
+class Planted(Unable):
     """Gives the log-probability that a table has for an answer, and notes what it was asked."""
 
+    name, has_chat_template = "planted", False
+
     def __init__(self, logprobs: dict[str, float]) -> None:
-        super().__init__({})
         self.table, self.continuations = logprobs, list[Continuation]()
 
     def logprobs(self, continuations: Any) -> list[float]:
@@ -148,7 +150,9 @@ def test_values_are_those_of_the_harness_on_the_same_documents(long_model_folder
         )
     found = run_tasks(long_model_folder, ["own_truthfulqa_mc1", "own_truthfulqa_mc2"], include=tmp_path)
     expected = {row.task.removeprefix("own_truthfulqa_"): row.value for row in found}
-    scored = SUITE.score(Scoring({}, policy=Policy.load(long_model_folder)), items, Tools())
+    asking = Asking(tmp_path / "answers.sqlite", 1, 1.0, 0, 1.0, Budget())
+    how = Answering(asking, 0, "fp32", 0, lambda _step: lambda _done, _total: None, print)
+    scored = SUITE.score(LocalModel.open("long", str(long_model_folder), how), items, Tools())
     means = {name: sum(one.values[name] for one in scored) / len(scored) for name in ("mc1", "mc2")}
     assert means == pytest.approx(expected, rel=1e-5)
     assert 0 < means["mc1"] < 1

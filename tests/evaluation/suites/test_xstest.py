@@ -10,7 +10,7 @@ import pytest
 from evaluation.endpoint import Answer
 from evaluation.suites.suite import Item, Tools
 from evaluation.suites.xstest import CLASSES, SUITE, class_by_rule, completions_of
-from tests.evaluation.suites.models import Served, Written
+from tests.evaluation.suites.models import EndpointJudge, Written
 
 PUBLISHED = Path(__file__).parents[4] / "shared" / "data" / "benchmarks" / "xstest"
 COMPLIANCE, REFUSAL, PARTIAL = CLASSES
@@ -117,7 +117,7 @@ def test_a_model_and_a_judge(items: list[Item], chat_server: Any, tmp_path: Path
 
     chat_server.answer = judge
     model = Written(write_answer, has_chat_template=True)
-    scored = SUITE.score(model, items, Tools(judge=Served(chat_server, tmp_path / "answers.sqlite")))
+    scored = SUITE.score(model, items, Tools(judge=EndpointJudge(chat_server.url, tmp_path / "answers.sqlite")))
     assert [(request.messages, request.max_new_tokens) for request in model.asked] == [(i.messages, 256) for i in items]
     assert [dict(one.values) for one in scored] == [
         {"rule_refused_safe": 1, "refused_safe": 1, "partly_refused_safe": 1},
@@ -147,7 +147,7 @@ def test_the_rule_needs_no_judge(items: list[Item]) -> None:
     [
         (("7", "Hi", "homonyms", "harmless", "", ""), "line 7: field 'label' is 'harmless'; 'safe' or 'unsafe'"),
         (("7", "", "homonyms", "safe", "", ""), "line 7: field 'prompt' is empty"),
-        (("26", "Hi", "homonyms", "safe", "", ""), "line 7: the id '26' is already used in .*: line 6"),
+        (("26", "Hi", "homonyms", "safe", "", ""), "line 7: the id 'v2-26' is already used in .*: line 6"),
     ],
 )
 def test_a_malformed_prompt_is_named(tmp_path: Path, row: tuple[str, ...], words: str) -> None:

@@ -21,10 +21,8 @@ RUN = (
 
 def is_run(words: list[str]) -> bool:
     own = any(" ".join(words).startswith(" ".join(prefix)) for prefix in RUN)
-    absent = ("runs/mine", "configs/jobs", "models/SmolLM2")  # the last is what `make smollm2-model` downloads
-    return own and not any(
-        word in ("JUDGE", "configs/models/*.toml") or any(name in word for name in absent) for word in words
-    )
+    absent = ("runs/mine", "configs/", "models/SmolLM2")  # the last is what `make smollm2-model` downloads
+    return own and not any(word == "JUDGE" or any(name in word for name in absent) for word in words)
 
 
 @pytest.mark.long

@@ -201,7 +201,11 @@ def test_a_function_that_is_not_there_is_named_before_anything_runs(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ([], r"ppo needs reward: \[reward\] or ppo.reward.model or ppo.reward.function or ppo.reward.url was expected"),
+        (
+            [],
+            r"ppo needs reward: \[reward\] or ppo.reward.model or ppo.reward.function or ppo.reward.url"
+            " or ppo.reward.verifier or ppo.reward.sources was expected",
+        ),
         (
             ['ppo.reward={kind="function", function="a:b", url="http://h/"}'],
             r'`url`: unknown key in \[ppo.reward\]; only a table of kind "url" has this key',

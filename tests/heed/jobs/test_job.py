@@ -48,7 +48,8 @@ def test_without_a_file_the_demo_is_the_job() -> None:
 
 
 def test_every_stage_comes_after_its_parents() -> None:
-    jobs = (load_job(DEBUG), load_job(ROOT / "configs" / "jobs" / "rejection.toml"))
+    others = (load_job(ROOT / "configs" / "jobs" / f"{name}.toml") for name in ("rejection", "classify"))
+    jobs = (load_job(DEBUG), *others)
     assert {name for job in jobs for name in job.stage_names} == set(BUILT_IN.names)
     for job in jobs:
         for stage in job.stage_names:

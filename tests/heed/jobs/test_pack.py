@@ -200,6 +200,9 @@ def test_every_place_that_may_name_a_file() -> None:
     assert named["ppo.prompts.source"] == "here.jsonl"
     assert named["pretrain.heldout.0.source"] == "a/b"
     assert named["sft.init_from"] == "model"
+    teachers = ["ppo.teachers=[{ model = 'first' }, { model = 'second' }]"]
+    named = dict(named_paths(load_job(DEBUG, teachers)))
+    assert [named[f"ppo.teachers.{number}.model"] for number in range(2)] == ["first", "second"]
     assert "world.kind" not in named
     assert dict(named_paths(load_job(REVIEWS)))["world.reviews"] == "stanfordnlp/imdb"
 

@@ -48,7 +48,8 @@ def test_every_shipped_job_has_a_plan(path: Path) -> None:
     plan = plan_of(path, overrides=overrides)
     assert tuple(stage.name for stage in plan.stages) == plan.job.stage_names
     for stage in plan.stages:
-        assert stage.seconds > 0
+        only_learns_a_vocabulary = (path.stem, stage.name) == ("translation", "pretrain")
+        assert (stage.seconds == 0) == only_learns_a_vocabulary
         assert stage.peak > 0
 
 
@@ -118,6 +119,17 @@ def test_vllm_takes_its_part_of_a_gpu() -> None:
     tight = stage_of(plan_of(path, "l40s", (vllm, "model=gpt3-13b")), "ppo")
     assert tight.memory["rank"].phases["generate"]["part of the GPU that vLLM leaves to others"] > 0
     assert tight.peak > GPUS["l40s"].memory_bytes
+
+
+def test_ktos_baseline_takes_another_pass() -> None:
+    """Each step first reads one response to another prompt per comparison: at most a third of forward and backward."""
+    path = JOBS / "kto.toml"
+    kto, sigmoid = (
+        stage_of(plan_of(path, overrides=overrides), "dpo") for overrides in ((), ("dpo.loss=sigmoid", "dpo.kto=none"))
+    )
+    forward = kto.seconds_per_step - sigmoid.seconds_per_step
+    assert kto.num_steps == sigmoid.num_steps
+    assert 0.05 < forward / sigmoid.seconds_per_step < 0.34
 
 
 def test_batches_by_hand() -> None:
@@ -313,6 +325,29 @@ def test_a_colocated_worker_holds_every_role() -> None:
     # Embedding, head, positions, and the weights and biases of two norms per layer and a last one.
     outside = (2 * 50257 + 2048 + 4 * 40 + 2) * D
     assert small.phases["score by the reference"]["reference outside its layers"] == 2 * outside
+
+
+def test_a_teacher_is_one_more_frozen_model_and_one_more_pass() -> None:
+    """A teacher of the policy's shape takes what the reference takes, in memory and in time."""
+    path, teacher = JOBS / "cluster" / "hh-8b-8gpus.toml", '{ model = "meta-llama/Meta-Llama-3-8B" }'
+    for memory in ("fast", "balanced", "small"):
+        plans = [
+            plan_of(path, overrides=(f"ppo.memory={memory}", f"ppo.teachers=[{', '.join([teacher] * number)}]"))
+            for number in range(3)
+        ]
+        stages = [stage_of(plan, "ppo") for plan in plans]
+        found = stages[1].memory["rank"]
+        for parts in (found.held, found.host):
+            sizes = {name: size for name, size in parts.items() if "teacher" in name}
+            reference = {name: size for name, size in parts.items() if "reference" in name}
+            assert sizes == {name.replace("reference", "teacher 1"): size for name, size in reference.items()}
+        assert any("teacher 1" in name for name in {**found.held, **found.host})
+        phase = found.phases["score by the teacher 1"]
+        named = {name.replace("teacher 1", "reference"): size for name, size in phase.items()}
+        assert named == found.phases["score by the reference"]
+        seconds = [stage.seconds_per_step for stage in stages]
+        assert seconds[1] > seconds[0]
+        assert seconds[2] - seconds[1] == pytest.approx(seconds[1] - seconds[0])
 
 
 def test_rows_are_planned_as_wide_as_they_are_packed() -> None:

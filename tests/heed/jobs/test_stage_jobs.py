@@ -1,6 +1,8 @@
 """Jobs with only some stages: each starts from models named in its section, and missing ones are named."""
 
+import html
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,8 @@ from cluster.connection import connect, disconnect
 from files.hashes import derive_seed
 from heed.jobs import recovery
 from heed.jobs.job_file import load_job
-from heed.jobs.pipeline import run_job
+from heed.jobs.pipeline import check_data, run_job
+from heed.jobs.replay import replay_response
 from heed.jobs.run import Run
 from lm.encoder import SequenceClassifier
 from lm.model import LanguageModel, ScalarModel
@@ -124,6 +127,65 @@ def test_kto_learns_from_the_ratings_of_scripted_labelers(tmp_path: Path) -> Non
     assert 0 <= found["heldout_accuracy"]["mean"] <= 1
     report = (run / "report.html").read_text()
     assert "Held-out responses on the right side of the baseline" in report
+    assert re.search(r"KTO puts [\d.]+% of \d+ held-out labels on the right side of the baseline", report)
+    assert "KTO's estimate of the" in html.unescape(report)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("workers")
+def test_a_student_of_half_the_width_learns_from_a_teacher_without_a_reward(tmp_path: Path) -> None:
+    """The shipped job's settings at the debug job's size: no labels, no reward model; then a response again."""
+    debug = tomllib.loads(DEBUG.read_text())
+    names = ("name", "world", "engine", "cluster", "model", "pretrain", "sft")
+    kept = {name: debug[name] for name in names}
+    (tmp_path / "teacher.toml").write_text(tomli_w.dumps({**kept, "name": "teacher"}))
+    teacher = run_job(load_job(tmp_path / "teacher.toml"), tmp_path) / "sft" / "model"
+    shipped = tomllib.loads((DEBUG.parent / "distil.toml").read_text())
+    kept["model"] |= {"hidden_size": 16, "intermediate_size": 32}
+    left_out = {name.partition(".")[2] for name in shipped["without"]}
+    kept["ppo"] = {**{key: value for key, value in debug["ppo"].items() if key not in left_out}, **shipped["ppo"]}
+    kept["ppo"]["teachers"] = [{"model": str(teacher)}]
+    kept["compare"] = debug["compare"]
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(kept))
+    run = run_job(load_job(tmp_path / "job.toml"), tmp_path)
+    log = [json.loads(line) for line in (run / "ppo" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["teacher_kl_nats"] > 0 and "score" not in line for line in log)
+    assert set(json.loads((run / "ppo" / "lineage.json").read_text())["data"]) >= {str(teacher)}
+    report = (run / "report.html").read_text()
+    assert "KL from the teacher" in report
+    assert "The policy is trained to write what its teacher finds likely." in report
+    assert "raise the" not in report
+    found, chain = replay_response(run, "ppo", 3, 2)
+    assert found.is_same
+    assert found.tokens[0].teacher != 0
+    assert [token.reward for token in found.tokens] == [0.0] * len(found.tokens)  # of the kind "token"
+    assert [link.what.partition(",")[0] for link in chain if "teacher" in link.what] == ["a teacher"]
+
+
+@pytest.mark.parametrize("problem", ["tokenizer", "missing", "kind", "short"])
+def test_a_teacher_that_cannot_teach_is_refused_before_anything_runs(
+    tmp_path: Path, model_folder: Path, encoder_folder: Path, problem: str
+) -> None:
+    teacher, tokenizer = tmp_path / "teacher", Tokenizer.load(model_folder)
+    model = load_language_model(model_folder)
+    if problem == "tokenizer":
+        tokenizer = Tokenizer.train(["other words than those"] * 9, 300, "chat")
+    if problem == "short":
+        model = LanguageModel(model.config.model_copy(update={"max_position_embeddings": 32}))
+    if problem != "missing":
+        save_model(teacher, model, model.state_dict(), tokenizer)
+    named = encoder_folder if problem == "kind" else teacher
+    prompts = rows(tmp_path / "prompts.jsonl", [{"prompt": f"Where is cat {i}?"} for i in range(16)])
+    teachers = [{"model": str(model_folder)}, {"model": str(named)}]
+    ppo = {"init_from": str(model_folder), "prompts": prompts, "reward": {"kind": "none"}, "teachers": teachers}
+    words = {
+        "tokenizer": rf"the tokenizer of {teacher} differs from that of the policy, {model_folder}",
+        "missing": rf"{teacher}",
+        "kind": rf"{encoder_folder}/config.json: architectures is .* was expected",
+        "short": rf"{teacher} reads at most 32 tokens, and the policy 96; a teacher that",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=rf"^ppo.teachers.1.model: {words[problem]}"):
+        check_data(Run(load_job(job_of(tmp_path, "ppo", ppo=ppo)), tmp_path / "run", None, None))
 
 
 @pytest.mark.long
@@ -184,7 +246,7 @@ def test_a_reward_model_that_tells_nothing_apart_is_refused(
 @pytest.mark.parametrize(
     ("stages", "changes", "words"),
     [
-        ((), {}, r"the job has no stage; at least one section of pretrain, sft, .* was expected"),
+        ((), {}, r"the job has no stage; at least one section of pretrain, classify, sft, .* was expected"),
         (("sft",), {}, r"sft needs pretrain: \[pretrain\] or sft.init_from was expected"),
         (("model", "pretrain", "sft", "reward"), {}, r"reward needs collect: \[collect\] was expected"),
         (("model", "pretrain", "sft", "collect"), {}, r"world: missing; collect needs it"),

@@ -198,3 +198,13 @@ def test_ratings_follow_the_utility_and_change_no_rank() -> None:
     assert labeler.judge(task).ratings == ()
     assert rater.judge(task).ratings == (2.0, 4.0, 7.0, 7.0, 1.0)  # utilities of .1, .5, 1, 3 and 0
     assert rater.judge(task).ranks == labeler.judge(task).ranks
+
+
+def test_ratings_of_unread_tasks_follow_their_ranks() -> None:
+    """So a label of a task that nobody read is as wrong as its ranking."""
+    config = EXACT.model_copy(update={"rates": True, "lazy_random": 1.0})
+    for task in (shown("t", "x", "xx", "xxx"), shown("u", "x", "xx")):
+        answer = ScriptedLabeler("l", length_gold, config, NO_TASTE, 0).judge(task)
+        assert sorted(zip(answer.ranks, answer.ratings, strict=True)) == (
+            [(1, 7.0), (2, 4.0), (3, 1.0)] if len(answer.ranks) == 3 else [(1, 7.0), (2, 1.0)]
+        )

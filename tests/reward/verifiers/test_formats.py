@@ -88,3 +88,9 @@ def test_rows_name_checks_with_their_arguments_and_null_is_absent() -> None:
     assert [check.passes(" \n") for check in (words, comma)] == [False, False]  # an empty response passes none
     with pytest.raises(ValueError, match="here: field 'checks' is missing"):
         read_checks("here", {"prompt": "a"})
+
+
+@pytest.mark.parametrize("response", ["NaN", "1e400", "9" * 400, "[" * 400 + "]" * 400])
+def test_json_that_the_validator_cannot_handle_is_invalid(response: str) -> None:
+    schema = {"multipleOf": 0.5, "items": {"$ref": "#"}, "uniqueItems": True, "type": "number"}
+    assert not formats.json_schema(response, schema=schema)

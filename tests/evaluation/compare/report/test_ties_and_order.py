@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from evaluation.compare.report.answer import WEIGHTS_ONLY
 from evaluation.compare.report.page import write_comparison_report
 from evaluation.verdicts import Verdict, read_verdicts, write_rows
 from stages.reports.text import percent
@@ -44,7 +45,10 @@ def test_ties_alone_are_reported_as_ties(make_folder: MakeFolder) -> None:
     assert report["answer"]["text"].startswith(
         "No difference between SFT and PPO is shown by the judge gold: every verdict is a tie (95% interval 47 to 53%,"
     )
-    assert report["answer"]["more"] == ["With 60 prompts, all of them ties, no difference could have been shown."]
+    assert report["answer"]["more"] == [
+        "With 60 prompts, all of them ties, no difference could have been shown.",
+        WEIGHTS_ONLY,
+    ]
     (judge,) = report["summary"]["judges"]
     assert [(found["model"], found["policies"]) for found in judge["ratings"]] == [("bradley_terry", [])]
     assert "No Bradley–Terry ratings: every verdict is a tie; ties alone say nothing about strengths" in page
@@ -67,7 +71,7 @@ def test_a_few_prompts_without_a_tie_are_counted(make_folder: MakeFolder) -> Non
         return tied(place, row) if place >= 6 else replace(row, preference_a=0.0)
 
     report, _ = rewrite(make_folder(num_prompts=30), change)
-    assert report["answer"]["more"][-1] == (
+    assert report["answer"]["more"][0] == (
         "With 30 prompts, only 3 of them without a tie, no difference could have been shown."
     )
 
@@ -77,7 +81,7 @@ def test_exactly_half_is_no_lead(make_folder: MakeFolder) -> None:
     report, _ = rewrite(make_folder(judges=judges, num_prompts=40), halved)
     said = "each of the two is preferred half of the time (95% interval 35 to 65%, "
     assert report["answer"]["text"].startswith(f"No difference between SFT and PPO is shown by the judge gold: {said}")
-    assert report["answer"]["more"][-1].startswith(f"The judge second shows no difference: {said}")
+    assert report["answer"]["more"][-2].startswith(f"The judge second shows no difference: {said}")
 
 
 def test_a_lead_of_exactly_half_is_none(make_folder: MakeFolder) -> None:

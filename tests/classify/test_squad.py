@@ -2,7 +2,7 @@
 
 import pytest
 
-from evaluation.measures.squad import exact_match, normalized, token_f1
+from classify.squad import exact_match, normalized, token_f1
 
 
 def test_case_punctuation_articles_and_spaces_do_not_count() -> None:

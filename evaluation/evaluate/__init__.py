@@ -1,0 +1,1 @@
+"""`heed evaluate`: models on suites, with their answers, statistics and report."""

@@ -1,0 +1,304 @@
+"""Evaluates models on suites: reads items, asks, scores, computes statistics, and writes the folder with its report.
+
+Models are evaluated one after another, each on all suites, so that each is loaded once.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evaluation.compare.folder import holding, versions
+from evaluation.evaluate.contamination import Overlap, overlaps, training_files
+from evaluation.evaluate.folder import (
+    REPORT,
+    Contamination,
+    EvaluationReport,
+    ReportedMeasure,
+    Settings,
+    SuiteReport,
+    is_evaluation,
+    read_settings,
+    write_evaluation,
+)
+from evaluation.evaluate.models import (
+    ALL,
+    Answering,
+    LocalModel,
+    Opened,
+    Published,
+    RewardUnderTest,
+    describe,
+    of_suite,
+    open_judge,
+    open_models,
+)
+from evaluation.evaluate.report import write_evaluation_report
+from evaluation.evaluate.statistics import clean_values, suite_statistics
+from evaluation.evaluate.tools import (
+    asks_baseline,
+    by_suite,
+    open_baseline,
+    open_scorers,
+    open_suite,
+    refuse_missing_tools,
+    refuse_unsuited,
+)
+from evaluation.suites.suite import Item, Model, Scored, Suite, Tools
+from files.atomic import atomic_folder, write_json
+from files.hashes import derive_seed
+from files.records import as_json
+from stages.lineage import path_hash
+from stages.reports.text import clean_json
+
+Rows = dict[str, Scored]  # by item id
+Ready = Model | dict[str, Rows]  # a model to ask, or published values by the name of their model
+UNCHANGING = ("models", "suites", "seed", "precision", "max_new_tokens", "max_items")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The input of an evaluation: specs as `heed evaluate` takes them. `max_items` 0 means all."""
+
+    models: Sequence[str]
+    suites: Sequence[str]
+    data: Sequence[str]
+    judge: str
+    scorers: Sequence[str]
+    baseline: str
+    training_data: Sequence[str]
+    max_items: int
+    how: Answering
+
+
+def evaluate(wanted: Evaluation, folder: Path) -> EvaluationReport:
+    """Evaluate into `folder`, or again there, such as with another scorer.
+
+    Raises: ValueError for any invalid input, before any model is asked; for a model that cannot do what a suite asks;
+    if too many requests fail or the budget is used up; if `folder` holds something else.
+    """
+    suites = [open_suite(name) for name in wanted.suites]
+    names = [suite.name for suite in suites]
+    if not suites or len(set(names)) < len(names):
+        raise ValueError(f"--suite: {', '.join(names) or 'none'} given; at least one suite was expected, each once")
+    data = by_suite(wanted.data, names)
+    sources = {suite.name: data.get(suite.name, suite.source) for suite in suites}
+    items = {suite.name: _read(suite, sources[suite.name], wanted.max_items) for suite in suites}
+    how = wanted.how
+    models = open_models(wanted.models, how)
+    judge = open_judge(wanted.judge, how)
+    scorers = open_scorers(wanted.scorers, suites, how.asking)
+    baseline = open_baseline(wanted.baseline, how)
+    for suite in suites:
+        refuse_missing_tools(suite, {"judge": judge, "scorers": scorers, "baseline": baseline})
+    ready = {suite.name: _ready(models, suite, sources[suite.name], items[suite.name]) for suite in suites}
+    training = _training_data(wanted.training_data, models)
+    settings: Settings = {
+        "models": [dict(describe(model)) for model in models],
+        "suites": [_described(suite, sources[suite.name], items[suite.name]) for suite in suites],
+        "seed": how.seed,
+        "precision": how.precision,
+        "max_new_tokens": how.max_new_tokens,
+        "max_items": wanted.max_items,
+        "judge": wanted.judge,
+        "scorers": list(wanted.scorers),
+        "baseline": wanted.baseline,
+        "training_data": {model: files for model, (files, _) in training.items()},
+        "versions": versions(),
+    }
+    with holding(folder, doing="evaluating"):
+        _refuse_another(folder, settings)
+        tools = {
+            suite.name: Tools(
+                judge, scorers, asks_baseline(baseline, suite.name, items[suite.name]) if baseline else None
+            )
+            for suite in suites
+        }
+        scored = _scored(models, suites, items, ready, tools)
+        if judge is not None:
+            judge.model.close()
+        reports = _reports(suites, sources, items, scored, training, how.seed)
+        shown = tuple(dict.fromkeys(model for own in scored.values() for model in own))
+        report = EvaluationReport(shown, reports, settings)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_folder(folder) as aside:
+            write_evaluation(aside, settings, items, scored)
+            write_json(aside / REPORT, clean_json(as_json(report)))
+            write_evaluation_report(aside, folder.absolute().name)
+    return report
+
+
+def _read(suite: Suite, source: str, max_items: int) -> list[Item]:
+    """Returns a suite's items, or `max_items` evenly spread over all."""
+    if not source:
+        raise ValueError(f"suite {suite.name!r}: --data {suite.name}=PATH is missing; the suite has no hub id")
+    items = suite.read(source)
+    seen: set[str] = set()
+    for item in items:
+        if item.item_id in seen:
+            raise ValueError(f"suite {suite.name!r}: {source}: item {item.item_id!r} occurs twice")
+        seen.add(item.item_id)
+    if not items:
+        raise ValueError(f"suite {suite.name!r}: {source}: no items; at least one was expected")
+    if not max_items or max_items >= len(items):
+        return items
+    return [items[place * len(items) // max_items] for place in range(max_items)]
+
+
+def _described(suite: Suite, source: str, items: Sequence[Item]) -> dict[str, Any]:
+    path = Path(source)
+    sha256 = path_hash(source) if path.exists() else ""
+    return {"name": suite.name, "title": suite.title, "source": source, "sha256": sha256, "num_items": len(items)}
+
+
+def _refuse_another(folder: Path, settings: Settings) -> None:
+    """Raise ValueError if a folder holds something else than this evaluation, which a new one would replace."""
+    if not folder.exists():
+        return
+    if not is_evaluation(folder):
+        raise ValueError(f"{folder}: exists and holds no evaluation; a new folder was expected (--out)")
+    found = read_settings(folder)
+    for name in UNCHANGING:
+        now = json.loads(json.dumps(settings[name]))
+        if found.get(name) != now:
+            raise ValueError(
+                f"{folder}: holds an evaluation whose {name} differ: {json.dumps(found.get(name))}; now"
+                f" {json.dumps(now)}. Give another --out, or remove the folder; cached answers are used again"
+            )
+
+
+def _ready(models: Sequence[Opened], suite: Suite, source: str, items: Sequence[Item]) -> list[Ready]:
+    """Returns the models as the suite asks them. Raises: ValueError for one that it cannot ask, or a repeated name."""
+    ready: list[Ready] = []
+    names: list[str] = []
+    for opened in models:
+        if isinstance(opened, Published):
+            published = _published(opened, suite, source, items)
+            ready.append(published)
+            names += published
+        else:
+            refuse_unsuited(opened, suite)
+            ready.append(of_suite(opened, suite.name, items))
+            names.append(opened.name)
+    repeated = next((name for name in names if names.count(name) > 1), "")
+    if repeated:
+        raise ValueError(f"model {repeated!r}: the name is used twice; NAME=SPEC gives another one")
+    return ready
+
+
+def _scored(
+    models: Sequence[Opened],
+    suites: Sequence[Suite],
+    items: Mapping[str, Sequence[Item]],
+    ready: Mapping[str, Sequence[Ready]],
+    tools: Mapping[str, Tools],
+) -> dict[str, dict[str, Rows]]:
+    """Returns what every model's answers are worth, by suite, model and item id."""
+    found: dict[str, dict[str, Rows]] = {suite.name: {} for suite in suites}
+    for place, opened in enumerate(models):
+        for suite in suites:
+            own, model = items[suite.name], ready[suite.name][place]
+            if isinstance(model, dict):
+                found[suite.name] |= model
+            else:
+                scored = suite.score(model, own, tools[suite.name])
+                found[suite.name][model.name] = _in_order(suite, own, scored)
+        if not isinstance(opened, Published):
+            opened.close()
+    return found
+
+
+def _in_order(suite: Suite, items: Sequence[Item], scored: Sequence[Scored]) -> Rows:
+    expected, given = [item.item_id for item in items], [row.item_id for row in scored]
+    if given != expected:
+        raise ValueError(
+            f"suite {suite.name!r}: `score` returned {len(given)} rows; one per item, in order, was expected"
+        )
+    known = {measure.name for measure in suite.measures if measure.aggregate is None}
+    for row in scored:
+        both = row.values.keys() & row.failures.keys() & known
+        if both:
+            raise ValueError(f"suite {suite.name!r}: item {row.item_id!r}: {sorted(both)[0]} has a value and a failure")
+    return dict(zip(expected, scored, strict=True))
+
+
+def _published(opened: Published, suite: Suite, source: str, items: Sequence[Item]) -> dict[str, Rows]:
+    """Returns the rows of one model or of all that came with the items. Raises: ValueError if there are none."""
+    published = suite.published(source)
+    wanted = list(published) if opened.wanted == ALL else [opened.wanted]
+    unknown = [name for name in wanted if name not in published]
+    if unknown or not wanted:
+        there = ", ".join(published) or "none"
+        raise ValueError(f"model published:{opened.wanted}: {suite.name} has published values of {there}")
+    ids = {item.item_id for item in items}
+    names = {name: f"{name} (published)" for name in wanted}
+    if opened.wanted != ALL and opened.name != opened.wanted:
+        names = {opened.wanted: opened.name}
+    return {names[name]: {row.item_id: row for row in published[name] if row.item_id in ids} for name in wanted}
+
+
+def _training_data(given: Sequence[str], models: Sequence[Opened]) -> dict[str, tuple[list[str], list[str]]]:
+    """Returns the training data of every model that has any: files to read, and data that cannot be read.
+
+    [MODEL=]FILE adds a file, for one model or for all; a model in a run's folder brings the data of its lineage.
+    """
+    asked = [model for model in models if not isinstance(model, Published)]
+    found: dict[str, tuple[list[str], list[str]]] = {model.name: ([], []) for model in asked}
+    for model in asked:
+        if isinstance(model, LocalModel):
+            found[model.name] = training_files(model.folder)
+        elif isinstance(model, RewardUnderTest) and model.scorer.kind == "reward model":
+            found[model.name] = training_files(Path(model.scorer.spec.partition("#")[0]))
+    for value in given:
+        name, separator, path = value.partition("=")
+        is_named = bool(separator) and name in found
+        path = path if is_named else value
+        if not Path(path).exists():
+            raise ValueError(f"--training-data {value!r}: no such file; [MODEL=]FILE was expected")
+        for trained in [name] if is_named else found:
+            found[trained][0].append(path)
+    return {name: data for name, data in found.items() if any(data)}
+
+
+def _reports(
+    suites: Sequence[Suite],
+    sources: Mapping[str, str],
+    items: Mapping[str, Sequence[Item]],
+    scored: Mapping[str, Mapping[str, Rows]],
+    training: Mapping[str, tuple[list[str], list[str]]],
+    seed: int,
+) -> tuple[SuiteReport, ...]:
+    shared = overlaps(items, {model: files for model, (files, _) in training.items()})
+    reports = []
+    for suite in suites:
+        own, rows = items[suite.name], scored[suite.name]
+        own_seed = derive_seed(seed, "evaluate", suite.name)
+        reports.append(
+            SuiteReport(
+                suite=suite.name,
+                title=suite.title,
+                source=sources[suite.name],
+                measures=tuple(ReportedMeasure(m.name, m.description, m.higher_is_better) for m in suite.measures),
+                statistics=suite_statistics(suite.name, suite.measures, own, rows, seed=own_seed),
+                contamination=tuple(
+                    _contamination(suite, own, model, found[suite.name], training[model][1], rows[model], own_seed)
+                    for model, found in shared.items()
+                ),
+            )
+        )
+    return tuple(reports)
+
+
+def _contamination(
+    suite: Suite, items: Sequence[Item], model: str, overlap: Overlap, unread: Sequence[str], rows: Rows, seed: int
+) -> Contamination:
+    clean = [item for item in items if item.item_id not in overlap.item_ids]
+    return Contamination(
+        model=model,
+        files=overlap.files,
+        unread=tuple(unread),
+        num_items=len(items),
+        item_ids=tuple(item.item_id for item in items if item.item_id in overlap.item_ids),
+        clean=tuple(clean_values(suite.measures, clean, rows, model=model, seed=seed)),
+    )

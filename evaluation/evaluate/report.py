@@ -1,0 +1,437 @@
+"""The page of an evaluation. It depends on the folder alone, so the same folder gives the same page, byte for byte."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from evaluation.evaluate.folder import (
+    ANSWERS,
+    REPORT,
+    VALUES,
+    Contamination,
+    EvaluationFolder,
+    ReportedMeasure,
+    SuiteReport,
+    read_evaluation,
+)
+from evaluation.evaluate.statistics import Difference, Value
+from evaluation.suites.suite import Item
+from files.atomic import write_text
+from preferences.statistics.estimates import Interval
+from stages.reports.page import Page, render
+from stages.reports.parts import (
+    Answer,
+    Cell,
+    Details,
+    Dot,
+    Forest,
+    ForestRow,
+    Head,
+    Note,
+    Part,
+    Row,
+    Section,
+    Table,
+    axis,
+    share_row,
+)
+from stages.reports.samples import (
+    Samples,
+    ShownPrompt,
+    ShownResponse,
+    anchor_of,
+    evenly,
+    folded,
+    folded_turns,
+    start_of,
+    turns_of,
+)
+from stages.reports.text import (
+    UNKNOWN,
+    PolicyStyle,
+    count_of,
+    ends_of,
+    number,
+    p_value,
+    percent,
+    points,
+    share_ends,
+    styles_of,
+)
+
+Styles = Mapping[str, PolicyStyle]
+
+NUM_SAMPLES = 12  # items per suite
+MAX_CHARACTERS = 1_000_000  # of their texts
+MAX_FAILURES = 20  # reasons per suite
+MAX_GROUPS = 60
+MAX_DIFFERENCES = 200  # rows per suite
+TWO_MODELS = (
+    "A difference is one between two sets of weights: another seed of the same algorithm may do better or worse, and"
+    " these intervals do not cover that."
+)
+INTERVALS = (
+    "Intervals are 95% intervals for other items of the same kind; items of one cluster count as one observation. To"
+    " tell whether two models differ, use the differences below, not the overlap of two intervals."
+)
+
+
+def write_evaluation_report(folder: Path, name: str = "") -> None:
+    """Write report.html into an evaluation's folder, which is called `name` (default: the folder's own name).
+
+    Raises: ValueError naming a file that is absent or malformed.
+    """
+    found = read_evaluation(folder, name or folder.resolve().name)
+    write_text(folder / "report.html", page_of(found))
+
+
+def page_of(found: EvaluationFolder) -> str:
+    """Returns the page as HTML."""
+    report = found.report
+    styles = styles_of(report.models)
+    sentences = [sentence for suite in report.suites for sentence in conclusions(suite)]
+    num_items = sum(suite.statistics.num_items for suite in report.suites)
+    is_shown = any(row.better for suite in report.suites for row in _primary(suite))
+    caveat = (TWO_MODELS,) if any(_primary(suite) for suite in report.suites) else ()
+    samples = _samples(found, styles)
+    page = Page(
+        kicker="Heed evaluation",
+        title=found.name,
+        meta=(
+            count_of(len(report.models), "model"),
+            count_of(len(report.suites), "suite"),
+            count_of(num_items, "item"),
+        ),
+        answer=Answer("better" if is_shown else "unclear", sentences[0], (*sentences[1:6], *caveat)),
+        sections=(
+            *(_section(suite, styles) for suite in report.suites),
+            Section("samples", "Answers", (_about_samples(samples), samples)),
+            _made(found),
+        ),
+        skip_to=("samples", "the answers"),
+        styles=tuple(styles.values()),
+        warnings=tuple(_warnings(report.suites)),
+    )
+    return render(page)
+
+
+def _primary(suite: SuiteReport) -> list[Difference]:
+    """Returns the known differences in the first measure that two models have in common; empty if there is none."""
+    known = [row for row in suite.statistics.differences if math.isfinite(row.difference.mean)]
+    by_measure = ([row for row in known if row.measure == m.name] for m in suite.measures)
+    return next(filter(None, by_measure), [])
+
+
+def conclusions(suite: SuiteReport) -> list[str]:
+    """Says in words what the most important measure shows: which models differ, or the only model's value."""
+    rows = _primary(suite)
+    shown = [row for row in rows if row.better]
+    if shown:
+        return [f"{suite.suite}: {in_words(row, suite)}" for row in shown]
+    if rows:
+        pairs = "the two models" if len(rows) == 1 else f"any of {number(len(rows))} pairs of models"
+        return [f"{suite.suite}: no difference in {rows[0].measure} is shown between {pairs}."]
+    measure = suite.measures[0]
+    values = [value for value in suite.statistics.values if value.measure == measure.name and not value.group]
+    listed = [f"{value.model} {value_text(value)} ({interval_text(value)})" for value in values]
+    return [f"{suite.suite}: {measure.name} of {'; '.join(listed) or 'no model'}."]
+
+
+def in_words(row: Difference, suite: SuiteReport) -> str:
+    """Says which of two models is better, by how much, and how sure that is."""
+    measure = next(found for found in suite.measures if found.name == row.measure)
+    size = difference_text(row, suite)
+    if not row.better:
+        return f"no difference in {row.measure} is shown between {row.model_a} and {row.model_b} ({size})."
+    other = row.model_b if row.better == row.model_a else row.model_a
+    direction = "" if measure.higher_is_better else ", where lower is better"
+    is_turned = row.better != row.model_a
+    size = difference_text(row, suite, turned=is_turned)
+    return f"{row.better} is better than {other} in {row.measure}{direction}: {size}, {p_value(row.holm_p)}."
+
+
+def difference_text(row: Difference, suite: SuiteReport, *, turned: bool = False) -> str:
+    """Formats a difference with its interval, in percentage points for shares; `turned` is b minus a."""
+    found = -row.difference if turned else row.difference
+    is_share = all(
+        value.unit == "share"
+        for value in suite.statistics.values
+        if value.measure == row.measure and not value.group and value.model in (row.model_a, row.model_b)
+    )
+    if not is_share:
+        ends = ends_of(found)
+        return f"{_signed(number(found.mean))}{f' ({ends})' if ends else ''}"
+    texts = [_signed_points(value) for value in (found.low, found.high)]
+    ends = f" ({texts[0]} to {texts[1]})" if UNKNOWN not in texts else ""
+    return f"{_signed_points(found.mean)} points{ends}"
+
+
+def _signed(text: str) -> str:
+    return text if text.startswith("\u2212") or text == UNKNOWN else f"+{text}"
+
+
+def _signed_points(value: float) -> str:
+    if not math.isfinite(value):
+        return UNKNOWN
+    return ("\u2212" if value < 0 else "+") + points(abs(value))
+
+
+def value_text(value: Value | None) -> str:
+    if value is None:
+        return UNKNOWN
+    return percent(value.value.mean) if value.unit == "share" else number(value.value.mean)
+
+
+def interval_text(value: Value | None) -> str:
+    if value is None or not math.isfinite(value.value.low):
+        return ""
+    found = value.value
+    return share_ends(found.low, found.high) if value.unit == "share" else ends_of(found)
+
+
+def _warnings(suites: Sequence[SuiteReport]) -> list[str]:
+    """What readers of the numbers must know: answers that could not be scored, and items seen in training."""
+    found = []
+    for suite in suites:
+        num_failed = {model: _num_failed(suite, model) for model in suite.statistics.models}
+        by_model = ", ".join(f"{model} {number(num)}" for model, num in num_failed.items() if num)
+        if by_model:
+            found.append(
+                f"{suite.suite}: a measure could not be computed on some of"
+                f" {count_of(suite.statistics.num_items, 'item')} (by model: {by_model}); it leaves them out."
+            )
+        for row in suite.contamination:
+            if row.item_ids:
+                share = percent(len(row.item_ids) / row.num_items)
+                found.append(
+                    f"{suite.suite}: {share} of the items share words with the training data of {row.model}; its"
+                    " results on the other items are in the section."
+                )
+    return found
+
+
+def _num_failed(suite: SuiteReport, model: str) -> int:
+    values = [value for value in suite.statistics.values if value.model == model and not value.group]
+    return max((value.num_failed for value in values), default=0)
+
+
+def _section(suite: SuiteReport, styles: Styles) -> Section:
+    statistics = suite.statistics
+    groups = list(dict.fromkeys(value.group for value in statistics.values if value.group))
+    parts: list[Part] = [
+        Note(f"{suite.title}. {count_of(statistics.num_items, 'item')} from {suite.source}. {INTERVALS}"),
+        _values(suite, styles),
+        _forest(suite, styles),
+    ]
+    if statistics.differences:
+        parts.append(_differences(suite, styles))
+    if groups:
+        tables = tuple(_group_table(suite, measure, groups, styles) for measure in suite.measures)
+        parts.append(Details("By group", tables))
+    if statistics.failures:
+        parts.append(Details("Failures", (_failures(suite, styles),), is_open=True))
+    parts += [_contamination(suite, row, styles) for row in suite.contamination]
+    definitions = [
+        Row((m.name,), (Cell(m.description), Cell("higher" if m.higher_is_better else "lower"))) for m in suite.measures
+    ]
+    columns = ("Measure", "What it is", "Better is")
+    parts.append(Details("Measures", (Table("As the suite defines them.", columns, tuple(definitions)),)))
+    return Section(f"suite-{suite.suite}", suite.suite, tuple(parts))
+
+
+def _cell(value: Value | None) -> Cell:
+    failed = f"{number(value.num_failed)} failed" if value is not None and value.num_failed else ""
+    return Cell(value_text(value), "; ".join(filter(None, (interval_text(value), failed))))
+
+
+def _values(suite: SuiteReport, styles: Styles) -> Table:
+    """Returns the table of models and measures: a row per model, since there are more models than measures."""
+    rows = [
+        Row((styles[model],), tuple(_cell(suite.statistics.of(model, measure.name)) for measure in suite.measures))
+        for model in suite.statistics.models
+    ]
+    caption = f"Each measure with its 95% interval. From {VALUES}."
+    return Table(caption, ("Model", *(measure.name for measure in suite.measures)), tuple(rows), title="All measures")
+
+
+def _forest(suite: SuiteReport, styles: Styles) -> Forest:
+    """Returns the first measure of all models on a common axis."""
+    measure = suite.measures[0]
+    values = [
+        value for model in suite.statistics.models if (value := suite.statistics.of(model, measure.name)) is not None
+    ]
+    is_share = all(value.unit == "share" for value in values)
+    numbers = [end for v in values for end in (v.value.mean, v.value.low, v.value.high) if math.isfinite(end)]
+    start, end, ticks = axis(min(numbers, default=0.0), max(numbers, default=1.0))
+    rows = []
+    for value in values:
+        heads, found, cells = (styles[value.model],), value.value, (number(value.num_items), number(value.num_clusters))
+        if is_share:
+            rows.append(share_row(heads, (found.mean, found.low, found.high), cells))
+        else:
+            dots = (_dot(found, start, end),) if math.isfinite(found.mean) else ()
+            rows.append(ForestRow(heads, dots, number(found.mean), ends_of(found), cells))
+    shared = {} if is_share else {"ticks": tuple(((t - start) / (end - start), number(t)) for t in ticks)}
+    return Forest(
+        name=f"values-{suite.suite}",
+        title=measure.name,
+        caption=measure.description,
+        corner="Model",
+        value=measure.name,
+        columns=("items", "clusters"),
+        rows=tuple(rows),
+        rows_from=f"From {VALUES}: rows of suite {suite.suite} and measure {measure.name}.",
+        mark=None,
+        **shared,
+    )
+
+
+def _dot(found: Interval, start: float, end: float) -> Dot:
+    def place(value: float) -> float | None:
+        return (value - start) / (end - start) if math.isfinite(value) else None
+
+    mean = place(found.mean)
+    assert mean is not None, found
+    return Dot(mean, place(found.low), place(found.high))
+
+
+def _differences(suite: SuiteReport, styles: Styles) -> Table:
+    place = {measure.name: number_of for number_of, measure in enumerate(suite.measures)}
+    found = sorted(suite.statistics.differences, key=lambda row: place[row.measure])
+    rows = [
+        Row(
+            (styles[row.model_a], styles[row.model_b]),
+            (
+                Cell(row.measure),
+                Cell(difference_text(row, suite)),
+                Cell(p_value(row.holm_p)),
+                Cell(number(row.num_items)),
+                Cell(f"{row.better} is better" if row.better else "not shown", is_clear=bool(row.better)),
+            ),
+            is_strong=bool(row.better),
+        )
+        for row in found[:MAX_DIFFERENCES]
+    ]
+    rest = f" The first {number(len(rows))} of {number(len(found))}." if len(rows) < len(found) else ""
+    caption = (
+        "The first model minus the second, on the items that both have, paired. p is two-sided and corrected for all"
+        " pairs of models (Holm); the interval excludes 0 exactly if it is below 5%. "
+        f"{TWO_MODELS}{rest} From {REPORT}."
+    )
+    columns = ("Models", "Measure", "Difference (95%)", "p (Holm)", "Items", "Which is better")
+    return Table(caption, columns, tuple(rows), title="Differences")
+
+
+def _group_table(suite: SuiteReport, measure: ReportedMeasure, groups: Sequence[str], styles: Styles) -> Table:
+    rows = []
+    for group in groups[:MAX_GROUPS]:
+        found = [suite.statistics.of(model, measure.name, group) for model in suite.statistics.models]
+        num_items = max((value.num_items for value in found if value is not None), default=0)
+        rows.append(Row((group,), (Cell(number(num_items)), *(_cell(value) for value in found))))
+    columns: tuple[Head, ...] = ("Group", "Items", *(styles[model] for model in suite.statistics.models))
+    cut = f" The first {number(MAX_GROUPS)} of {number(len(groups))} groups." if len(groups) > MAX_GROUPS else ""
+    caption = f"{measure.name} by group, each with its 95% interval, not corrected for the number of groups.{cut}"
+    return Table(caption, columns, tuple(rows), title=measure.name)
+
+
+def _failures(suite: SuiteReport, styles: Styles) -> Table:
+    found = suite.statistics.failures
+    rows = [
+        Row(
+            (styles[row.model],),
+            (
+                Cell(", ".join(row.measures)),
+                Cell(number(row.num_items)),
+                Cell(row.reason[:300]),
+                Cell(row.item_id, is_code=True),
+            ),
+        )
+        for row in found[:MAX_FAILURES]
+    ]
+    rest = f" The {number(MAX_FAILURES)} most frequent of {number(len(found))}." if len(found) > MAX_FAILURES else ""
+    caption = f"Items on which a measure could not be computed; they are in no mean.{rest} From {VALUES}."
+    return Table(
+        caption,
+        ("Model", "Measures", "Items", "Reason, of the first item", "First item"),
+        tuple(rows),
+        title="Failures",
+    )
+
+
+def _contamination(suite: SuiteReport, row: Contamination, styles: Styles) -> Part:
+    files = ", ".join(f"{file} ({count_of(num_rows, 'row')})" for file, num_rows in row.files.items())
+    share = percent(len(row.item_ids) / row.num_items)
+    about = (
+        f"{number(len(row.item_ids))} of {count_of(row.num_items, 'item')} ({share}) share 13 words in a row, or their"
+        f" whole text, with the training data: {files or 'none could be read'}."
+    )
+    unread = f" Recorded by the run, but not read: {', '.join(row.unread)}." if row.unread else ""
+    clean = {value.measure: value for value in row.clean}
+    rows = [
+        Row((m.name,), (_cell(suite.statistics.of(row.model, m.name)), _cell(clean.get(m.name))))
+        for m in suite.measures
+    ]
+    columns = ("Measure", "All items", "Items without overlap")
+    table = Table(f"{row.model}, each with its 95% interval.", columns, tuple(rows), title="Overlap")
+    title = f"Overlap with the training data of {styles[row.model].title}: {share} of the items"
+    return Details(title, (Note(about + unread), table), is_open=bool(row.item_ids))
+
+
+def _about_samples(samples: Samples) -> Note:
+    return Note(
+        f"This page holds {number(len(samples.prompts))} of {count_of(samples.num_prompts, 'item')}, evenly spread over"
+        f" each suite, with the values of each answer; {ANSWERS} and {VALUES} have all."
+    )
+
+
+def _samples(found: EvaluationFolder, styles: Styles) -> Samples:
+    suites = [suite.suite for suite in found.report.suites]
+    shown: list[ShownPrompt] = []
+    for place, suite in enumerate(suites):
+        items = [item for of, item in found.items if of == suite]
+        sizes = [sum(len(message["content"]) for message in item.messages) for item in items]
+        for index in evenly(sizes, NUM_SAMPLES, MAX_CHARACTERS):
+            shown.append(_sample(found, suite, place, items[index], styles, is_open=not shown))
+    return Samples(tuple(shown), len(found.items), policies=tuple(styles.values()), categories=tuple(suites))
+
+
+def _sample(
+    found: EvaluationFolder, suite: str, place: int, item: Item, styles: Styles, *, is_open: bool
+) -> ShownPrompt:
+    messages = turns_of(item.messages)
+    reference = item.data.get("reference", "")
+    responses = []
+    for model in found.report.models:
+        key = (suite, model, item.item_id)
+        if key in found.answers:
+            about = "; ".join(f"{name}: {_valued(value)}" for name, value in found.values.get(key, {}).items())
+            responses.append((styles[model], (ShownResponse(0, folded(found.answers[key]), about),)))
+    return ShownPrompt(
+        anchor=anchor_of(f"{suite}-{item.item_id}"),
+        prompt_id=item.item_id,
+        category=f"{suite}, {item.group}" if item.group else suite,
+        start=start_of(messages),
+        messages=folded_turns(messages),
+        responses=tuple(responses),
+        is_open=is_open,
+        note=f"reference: {reference}" if isinstance(reference, str | int | float) and reference != "" else "",
+        category_place=place,
+    )
+
+
+def _valued(value: float | str) -> str:
+    if isinstance(value, str):
+        return f"failed ({value[:120]})"
+    return number(int(value)) if float(value).is_integer() else number(value)
+
+
+def _made(found: EvaluationFolder) -> Section:
+    from evaluation.compare.report.page import flat
+
+    rows = tuple(Row((path,), (Cell(text),)) for path, text in flat(dict(found.report.settings)))
+    about = Note(
+        f"report.json holds every number in full precision; {VALUES} has a row per model, item and measure, and"
+        f" {ANSWERS} every answer."
+    )
+    table = Table("evaluate.json, as resolved.", (), rows, title="Settings")
+    return Section("made", "How it was made", (about, Details("Settings", (table,))))

@@ -1,0 +1,163 @@
+"""`heed evaluate`: models on published benchmarks, with answers, intervals and a report."""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from heed.commands.compare import (
+    LONGEST_NAME,
+    Concurrency,
+    Retries,
+    Timeout,
+    answers_cache,
+    progress_bars,
+)
+from heed.commands.options import refuse_run_folder
+from stages.progress import console, results_console
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from evaluation.evaluate.folder import EvaluationReport
+
+MAX_SENTENCES = 10  # per suite
+
+
+def evaluate(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            help="Model directories, hub ids, .gguf files, URL#MODEL, files of saved answers, reward models, or"
+            " published:NAME; prefix with NAME= to name one."
+        ),
+    ],
+    suite: Annotated[
+        list[str], typer.Option(help="Suite (docs/evaluate.md lists them), or FILE.py:NAME of your own; may repeat.")
+    ],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="File or folder with a suite's items, [SUITE=]PATH (default: its hub id); may repeat."),
+    ] = None,
+    judge: Annotated[
+        str, typer.Option(help="Language model that judges answers: URL#MODEL, a model directory or a hub id.")
+    ] = "",
+    scorer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="MEASURE=SPEC: what scores answers for a measure, FILE.py:FUNCTION, a URL or a reward model; may"
+            " repeat."
+        ),
+    ] = None,
+    baseline: Annotated[
+        str, typer.Option(help="Model or file of answers that a judge compares answers with (default: the suite's).")
+    ] = "",
+    training_data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="[MODEL=]FILE that a model was trained on, searched for the items; the data of a run's model are"
+            " found. May repeat."
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the evaluation (default: runs/evaluate-...).")] = None,
+    max_items: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Number of items per suite, evenly spread over all (default: all).", show_default=False
+        ),
+    ] = 0,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(min=0, help="Maximum length of an answer, in tokens (default: the suite's).", show_default=False),
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for sampling and resampling.")] = 0,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Sample local models in bf16 instead of fp32.")] = False,
+    budget: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Most requests that the command may send to endpoints (default: no limit).", show_default=False
+        ),
+    ] = 0,
+    concurrency: Concurrency = 8,
+    timeout: Timeout = 120.0,
+    retries: Retries = 4,
+    max_failed_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of requests that may fail before the command stops.")
+    ] = 0.1,
+    cache: Annotated[
+        Path | None, typer.Option(help="Cache of all answers (default: answers.sqlite next to the output folder).")
+    ] = None,
+) -> None:
+    """Evaluate models on benchmarks: ask, score, compare, report. See docs/evaluate.md.
+
+    An interrupted evaluation continues: answers are cached.
+    """
+    from evaluation.compare.judges import Asking
+    from evaluation.endpoint import Budget
+    from evaluation.evaluate.evaluating import Evaluation
+    from evaluation.evaluate.evaluating import evaluate as evaluate_models
+    from evaluation.evaluate.models import Answering
+    from evaluation.inputs import named_specs
+
+    for _, spec in named_specs(models, "model"):
+        if Path(spec).is_dir():
+            refuse_run_folder(Path(spec))
+    folder = out or _folder_of(models, suite)
+    allowed = Budget(budget) if budget else Budget()
+    asking = Asking(cache or answers_cache(folder), concurrency, timeout, retries, max_failed_share, allowed)
+    with progress_bars() as progress:
+        how = Answering(
+            asking, seed, "bf16" if bf16 else "fp32", max_new_tokens, progress, partial(console.print, markup=False)
+        )
+        wanted = Evaluation(
+            models, suite, data or [], judge, scorer or [], baseline, training_data or [], max_items, how
+        )
+        report = evaluate_models(wanted, folder)
+    _print_results(report)
+    console.print(str(folder / "report.html"), markup=False)
+
+
+def _folder_of(models: "Sequence[str]", suites: "Sequence[str]") -> Path:
+    """Returns a folder in runs/ with the names of suites and models."""
+    from evaluation.inputs import named_specs
+
+    names = "-".join([*suites, *(name for name, _ in named_specs(models, "model"))])
+    return Path("runs") / f"evaluate-{re.sub(r'[^A-Za-z0-9._-]+', '_', names)[:LONGEST_NAME]}"
+
+
+def _print_results(report: "EvaluationReport") -> None:
+    """Print a table of models and measures per suite, then what the first measure shows, in words."""
+    from evaluation.evaluate.report import conclusions
+
+    for suite in report.suites:
+        results_console().print(values_table(report, suite.suite))
+        sentences = conclusions(suite)
+        for sentence in sentences[:MAX_SENTENCES]:
+            results_console().print(sentence, markup=False)
+        if len(sentences) > MAX_SENTENCES:
+            results_console().print(f"and {len(sentences) - MAX_SENTENCES:,} more differences, in the report")
+
+
+def values_table(report: "EvaluationReport", name: str) -> "Table":
+    """Returns the measures of all models on one suite, with their intervals; the numbers are the report's own."""
+    from rich.table import Table
+
+    from evaluation.evaluate.report import interval_text, value_text
+
+    suite = next(found for found in report.suites if found.suite == name)
+    table = Table(title=suite.title, title_justify="left", box=None, pad_edge=False)
+    for column in ("model", *(measure.name for measure in suite.measures)):
+        table.add_column(column)
+    for model in suite.statistics.models:
+        cells = []
+        for measure in suite.measures:
+            value = suite.statistics.of(model, measure.name)
+            ends = interval_text(value)
+            failed = f"; {value.num_failed:,} failed" if value is not None and value.num_failed else ""
+            cells.append(f"{value_text(value)}{f' ({ends})' if ends else ''}{failed}")
+        table.add_row(model, *cells)
+    return table

@@ -1,0 +1,120 @@
+"""Jobs whose reward is a verifier or a sum: they run, score by the prompts' rows, and refuse rows that say nothing."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.connection import connect, disconnect
+from heed.jobs import recovery
+from heed.jobs.job_file import load_job
+from heed.jobs.pipeline import run_job
+from heed.jobs.submission import named_paths
+from heed.worlds.instructions import ListRequest, checks_of
+from reward.verifiers import sandbox, verifier
+from reward.verifiers.verifier import Verifier
+from tests.heed.jobs.test_external_reward import JOBS, SMALL, ppo_job
+from training.metrics import read_metrics
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _workers() -> Iterator[None]:
+    """One Ray for all jobs of this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        patch.setattr(recovery, "disconnect", lambda: None)
+        connect(1)
+        yield
+        disconnect()
+
+
+def job_with(tmp_path: Path, model: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
+    path = ppo_job(tmp_path, model, **changes)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_list_passes_its_own_checks_and_no_other_list_does() -> None:
+    short = ListRequest(2, "animals", ("cat", "dog"), "")
+    reward, row = Verifier(), {"checks": checks_of(short)}
+    texts = [
+        "1. cow\n2. horse",
+        "1. cow",
+        "1. cow\n2. horse\n3. bird",
+        "1. cat\n2. horse",
+        "1. cow\n2. red",
+        "1. cow\n2. cow",
+    ]
+    assert [one.score for one in reward.score([()] * 6, texts, [row] * 6)] == [1, 0, 0, 0, 0, 0]
+    begun = {"checks": checks_of(ListRequest(2, "animals", (), "cat"))}
+    assert [one.score for one in reward.score([()] * 2, ["1. cat\n2. cow", "1. cow\n2. cat"], [begun] * 2)] == [1, 0]
+
+
+@pytest.mark.long
+def test_the_example_job_runs_and_scores_by_its_rows(tmp_path: Path) -> None:
+    """So small a policy writes no list, so the verifier, which scores all 0, is summed with a function of the rows."""
+    (tmp_path / "rewards.py").write_text(
+        "def vowels(prompts, responses, rows):\n"
+        "    assert all(prompt[-1]['content'] == row['messages'][0]['content'] for prompt, row in zip(prompts, rows))\n"
+        "    return [sum(text.count(v) for v in 'aeiou') for text in responses]\n"
+    )
+    vowels = f"{{kind='function', function='{tmp_path}/rewards.py:vowels'}}"
+    sources = f"{{vowels={vowels}, right={{kind='verifier'}}}}"
+    reward = f"{{kind='sum', objective_weights={{vowels=0.5, right=1.0}}, sources={sources}}}"
+    small = [*SMALL, "ppo.minibatch.batch_size=32", "ppo.minibatch.micro_batch_size=32"]
+    job = load_job(JOBS / "verifier.toml", [*small, "world.num_verified_prompts=40", f"ppo.reward={reward}"])
+    run = run_job(job, tmp_path / "runs")
+    metrics = read_metrics(run / "ppo" / "metrics.jsonl")
+    assert [(line["failed/vowels"], line["failed/right"], line["score/right"]) for line in metrics] == [(0, 0, 0)] * 2
+    assert all(line["score"] == pytest.approx(0.5 * line["score/vowels"]) for line in metrics)
+    samples = read_metrics(run / "ppo" / "samples.jsonl")
+    assert samples
+    for sample in samples:
+        assert sample["score"] == 0.5 * sum(sample["response"].count(vowel) for vowel in "aeiou")
+    lineage = json.loads((run / "ppo" / "lineage.json").read_text())
+    assert f"{tmp_path}/rewards.py:vowels" in lineage["data"]  # another function means another stage
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "Where?"}, r"a field 'answer', 'checks' or 'tests' was expected, which says what to verify"),
+        ({"prompt": "Where?", "answer": "nowhere"}, r"field 'answer': no number in 'nowhere'"),
+        ({"prompt": "Where?", "tests": "assert"}, r"field 'tests\[0\]' is not Python"),
+    ],
+)
+def test_every_row_is_checked_before_the_run(
+    tmp_path: Path, model_folder: Path, row: dict[str, Any], words: str
+) -> None:
+    rows = [{"prompt": f"Is it {n}?", "answer": n} for n in range(15)]
+    path = job_with(tmp_path, model_folder, [*rows, row], reward={"kind": "verifier"})
+    with pytest.raises(ValueError, match=rf"prompts\.jsonl: line 16: .*{words}"):
+        run_job(load_job(path), tmp_path / "runs")
+    with pytest.raises(
+        ValueError, match=rf"prompts\.jsonl: line 16: .*{words}"
+    ):  # nothing of the first attempt is kept
+        run_job(load_job(path), tmp_path / "runs")
+
+
+def test_a_machine_without_a_sandbox_refuses_a_job_with_tests(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox.sandboxed, "__file__", "/nowhere/sandboxed.py")
+    monkeypatch.setattr(verifier, "check_sandbox", sandbox.check_sandbox.__wrapped__)
+    rows = [{"prompt": f"double({n})?", "tests": f"assert double({n}) == {2 * n}"} for n in range(16)]
+    path = job_with(tmp_path, model_folder, rows, reward={"kind": "verifier"})
+    with pytest.raises(ValueError, match="unit tests of code: in the sandbox code cannot run; Linux on x86_64"):
+        run_job(load_job(path), tmp_path / "runs")
+
+
+def test_a_function_of_a_source_is_loaded_before_the_run_and_shipped(tmp_path: Path, model_folder: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(prompts, responses):\n    return [0.0] * len(responses)\n")
+    sources = {"mine": {"kind": "function", "function": f"{tmp_path}/mine.py:score"}}
+    reward = {"kind": "sum", "sources": sources, "objective_weights": {"mine": 1.0}}
+    path = job_with(tmp_path, model_folder, [{"prompt": "?"}] * 16, reward=reward)
+    assert dict(named_paths(load_job(path)))["ppo.reward.sources.mine.function"] == f"{tmp_path}/mine.py"
+    other = load_job(path, [f"ppo.reward.sources.mine.function={tmp_path}/mine.py:other"])
+    with pytest.raises(ValueError, match=r"reward function '.*mine.py:other': .* has no function 'other'"):
+        run_job(other, tmp_path / "runs")

@@ -1,0 +1,82 @@
+"""The number that an answer ends with: the formats in use, and answers that have no number or several."""
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from reward.verifiers.final_number import final_number
+
+GSM8K = Path(__file__).parents[4] / "shared" / "data" / "grade-school-math"
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("So 9 * 2 = 18.\n#### 18", "18"),
+        ("#### 5\nWait.\n#### 1,234", "1234"),
+        ("#### -12", "-12"),
+        ("The answer is $18.", "18"),
+        ("The answer is **18** dollars, from 3 lots of 6.", None),
+        ("The answer is 2. Wait, the answer is 3.", "3"),
+        ("The final answer is 12.50 dollars.", "12.5"),
+        ("Answer: 3/4", "3/4"),
+        ("The answer is 18 dollars (or $18.00).", "18"),
+        ("The answer is (-3).", "-3"),
+        ("The answer is −5 degrees.", "-5"),
+        ("-$5", "-5"),
+        ("$-5", "-5"),
+        ("answer: 50%", "50"),
+        (r"\boxed{50\%}", "50"),
+        (r"So it is \boxed{\frac{1}{2}}.", "1/2"),
+        (r"$\boxed{-\frac{3}{4}}$", "-3/4"),
+        (r"\[ \boxed{\$1{,}200} \]", "1200"),
+        (r"\boxed{1\,000}", "1000"),
+        (r"\boxed{18 \text{ dollars}}", "18"),
+        (r"$\dfrac{7}{2}$", "7/2"),
+        ("He gets 1 1/2 cups.", "3/2"),
+        ("It costs $1.5 million", "1500000"),
+        ("She earns $10,000 per year.", "10000"),
+        ("She has 3 + 4 = 7 apples.", "7"),
+        ("First 3 apples. Then 4. In total there are 7 apples.", "7"),
+        ("x = .5", "1/2"),
+        ("The answer is 5 apples and 3 pears", None),
+        ("3-4 days", None),
+        ("20 people/5 cars", None),
+        ("She left at 3:30", None),
+        ("A: 12,34", None),
+        ("It is 1.234,56", None),
+        ("1/0", None),
+        ("no idea", None),
+        ("", None),
+    ],
+)
+def test_answers(answer: str, expected: str | None) -> None:
+    if expected is None:
+        with pytest.raises(ValueError, match=r"ambiguous: |no number in |divides by zero"):
+            final_number(answer)
+    else:
+        assert final_number(answer) == Fraction(expected)
+
+
+def test_the_first_marker_that_has_a_number_decides() -> None:
+    assert final_number(r"The answer is 3. \boxed{4}" + "\n#### 5\nThat is 6.") == 5
+    assert final_number(r"The answer is 3. \boxed{4} That is 6.") == 4
+    assert final_number("The answer is 3. That took 6 steps.") == 3
+    assert final_number("#### none\nThe answer is 3.") == 3
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K's files are not on this machine")
+def test_all_solutions_of_gsm8k() -> None:
+    solutions = [json.loads(line)["answer"] for name in ("train", "test") for line in (GSM8K / f"{name}.jsonl").open()]
+    references = [Fraction(solution.rpartition("####")[2].strip().replace(",", "")) for solution in solutions]
+    assert len(references) == 8_792
+    assert [final_number(solution) for solution in solutions] == references
+    assert [final_number(f"The answer is ${reference}.") for reference in references] == references
+
+
+def test_numbers_beyond_a_float_are_ambiguous_too() -> None:
+    for digits in ("1" * 400 + ".5 or 3", "7" * 400 + "/3 and 4"):
+        with pytest.raises(ValueError, match=r"ambiguous: .*more than 300 digits"):
+            final_number(digits)

@@ -1,0 +1,147 @@
+"""The reward "verifier": what a row asks for, what is right, wrong or missing, and rows that cannot be verified."""
+
+import math
+from typing import Any
+
+import pytest
+
+from reward.external import Scored
+from reward.verifiers import sandbox, verifier
+from reward.verifiers.verifier import Verifier
+
+ASKED = ({"role": "user", "content": "?"},)
+MISSING = "missing"
+NUMBER = {"answer": "She has 12 + 6 = 18 eggs.\n#### 18"}
+CHOICE = {"choices": ["red", "blue"], "answer": "B"}
+CHECKS = {
+    "checks": [{"kind": "format:regex", "pattern": "^[a-z]+$"}, {"kind": "keywords:existence", "keywords": ["x"]}]
+}
+SCHEMA = {"checks": [{"kind": "format:json_schema", "schema": {"type": "array", "minItems": 2}}]}
+TESTS = {"tests": ["assert double(2) == 4", "assert double(0) == 0"]}
+SLOW = {"checks": [{"kind": "format:regex", "pattern": "^(a|aa|aaa)+$"}]}
+
+
+def score(row: dict[str, Any], response: str, **settings: Any) -> Scored:
+    reward = Verifier(**settings)
+    (scored,) = reward.score([ASKED], [response], [reward.fields_of("rows.jsonl:1", row)])
+    return scored
+
+
+@pytest.mark.parametrize(
+    ("row", "response", "expected"),
+    [
+        (NUMBER, "The answer is 18.", 1),
+        (NUMBER, "The answer is 17.", 0),
+        (NUMBER, "Either 17 or 18.", MISSING),
+        (NUMBER, "", MISSING),
+        ({"answer": 2.5}, "5/2", 1),
+        ({"answer": -3}, "It is 3.", 0),
+        (CHOICE, "Answer: B", 1),
+        (CHOICE, "Answer: A", 0),
+        (CHOICE, "Answer: A. No, answer: B.", MISSING),
+        ({**CHOICE, "answer": 1}, "Answer: B", 1),  # MMLU's rows
+        (CHECKS, "axe", 1),
+        (CHECKS, "ape", 0),
+        (CHECKS, "", 0),
+        (SCHEMA, "[1, 2]", 1),
+        (SCHEMA, "[1", 0),
+        (TESTS, "```python\ndef double(x):\n    return 2 * x\n```", 1),
+        (TESTS, "def double(x):\n    return x ** 2", 1),
+        (TESTS, "def double(x):\n    return x + 2", 0),
+        (TESTS, "I cannot.", 0),
+        ({**NUMBER, **CHECKS}, "x", MISSING),  # it passes the checks
+        ({**NUMBER, **CHECKS}, "18", 0),  # it fails the checks
+        ({**NUMBER, **CHECKS}, "nothing?", 0),  # wrong by one, unclear by the other: wrong whatever the number is
+    ],
+)
+def test_right_is_1_wrong_is_0_and_what_cannot_be_told_is_missing(
+    row: dict[str, Any], response: str, expected: float | str
+) -> None:
+    scored = score(row, response)
+    if expected == MISSING:
+        assert math.isnan(scored.score)
+        assert scored.failure.startswith("unclear answer: ")
+    else:
+        assert scored == Scored(float(expected))
+
+
+def test_a_pattern_that_takes_too_long_is_missing() -> None:
+    scored = score(SLOW, "a" * 100_000 + "b")
+    assert math.isnan(scored.score)
+    assert scored.failure == "a regular expression of the row took too long"
+
+
+def test_unclear_answers_may_count_as_wrong() -> None:
+    assert score(NUMBER, "Either 17 or 18.", unclear="wrong") == Scored(0.0)
+    assert score(CHOICE, "I do not know.", unclear="wrong") == Scored(0.0)
+    assert math.isnan(score(SLOW, "a" * 100_000 + "b", unclear="wrong").score)  # not the response's doing
+
+
+def test_a_sandbox_that_fails_leaves_the_score_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox.sandboxed, "__file__", "/nowhere/sandboxed.py")
+    scored = score(TESTS, "def double(x):\n    return 2 * x", unclear="wrong")
+    assert math.isnan(scored.score)
+    assert scored.failure.startswith("the sandbox did not start: ")
+
+
+def test_responses_are_scored_in_order_with_their_own_rows() -> None:
+    reward = Verifier(limits={"cpu_seconds": 2, "memory_mb": 256})
+    rows = [{"tests": f"assert x == {number}"} for number in range(6)]
+    scored = reward.score([ASKED] * 6, [f"x = {number}" if number % 2 else "x = 9" for number in range(6)], rows)
+    assert [one.score for one in scored] == [0, 1, 0, 1, 0, 1]
+
+
+def test_one_kind_of_check_is_chosen_and_the_job_may_add_some() -> None:
+    row = {**CHOICE, **CHECKS}
+    assert score(row, "Answer: B", verifier="choice") == Scored(1.0)
+    assert score(row, "axe", verifier="checks") == Scored(1.0)
+    short = ({"kind": "length_constraints:number_words", "num_words": 2, "relation": "less than"},)
+    assert score({}, "one", verifier="checks", checks=short) == Scored(1.0)
+    assert score({}, "one two", checks=short) == Scored(0.0)
+    assert score(CHOICE, "Answer: B", checks=short) == Scored(0.0)
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "words"),
+    [
+        ({"prompt": "?"}, {}, "found ['prompt']; a field 'answer', 'checks' or 'tests' was expected"),
+        ({"choices": ["a", "b"]}, {}, "a field 'answer', 'checks' or 'tests' was expected"),
+        ({"prompt": "?"}, {"verifier": "checks"}, "field 'checks' was expected"),
+        (TESTS, {"verifier": "number"}, "field 'answer' is missing"),
+        ({"answer": "no idea"}, {}, "field 'answer': no number in 'no idea'; one number was expected"),
+        ({"answer": [18]}, {}, "field 'answer' is [18]; a number, or a text with it, was expected"),
+        ({**CHOICE, "answer": "C"}, {}, "fields 'choices' and 'answer': answer 'C': a letter from A to B"),
+        ({**CHOICE, "choices": ["a", "a"]}, {}, "fields 'choices' and 'answer': options ['a', 'a']"),
+        ({"checks": []}, {}, "field 'checks' is empty"),
+        ({"checks": [{"kind": "rhymes"}]}, {}, "field 'checks[0]': check 'rhymes'; one of "),
+        ({"checks": [{"kind": "format:regex", "pattern": "("}]}, {}, "argument 'pattern': '(' found: not a regular"),
+        ({"tests": []}, {}, "field 'tests' is empty"),
+        ({"tests": [""]}, {}, "field 'tests[0]' is empty"),
+        ({"tests": ["assert f(1) =="]}, {}, "field 'tests[0]' is not Python: "),
+        ({"tests": 3}, {}, "field 'tests' is int"),
+    ],
+)
+def test_a_row_that_cannot_be_verified_is_named(row: dict[str, Any], settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=r"^rows\.jsonl:7: ") as caught:
+        Verifier(**settings).fields_of("rows.jsonl:7", row)
+    assert words in str(caught.value)
+
+
+def test_checks_of_the_job_are_validated_when_it_is_read() -> None:
+    with pytest.raises(ValueError, match=r"checks: field 'checks\[0\]': check 'rhymes'"):
+        Verifier(checks=({"kind": "rhymes"},))
+
+
+def test_prompts_keep_only_what_is_verified() -> None:
+    assert Verifier().fields_of("here", {**NUMBER, "prompt": "?", "choices": None, "kind": "math"}) == NUMBER
+
+
+def test_the_sandbox_is_checked_only_if_a_row_has_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise ValueError("no sandbox here")
+
+    monkeypatch.setattr(verifier, "check_sandbox", refuse)
+    Verifier().check([NUMBER, CHOICE])
+    Verifier(verifier="choice").check([{**CHOICE, **TESTS}])
+    with pytest.raises(ValueError, match="no sandbox here"):
+        Verifier().check([NUMBER, TESTS])
