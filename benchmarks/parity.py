@@ -289,12 +289,13 @@ def measure(name: str, tokenizer: Tokenizer) -> Parity:
         save_model(Path(folder) / "ours", own, own.state_dict(), tokenizer)
         again = case.their_class.from_pretrained(Path(folder) / "ours", attn_implementation="eager").eval()
         writing = float((our_logits(own) - their_logits(again)).abs().max())
-    same, total = (0, 0) if ours.config.kind == "encoder" else _same_tokens(ours, theirs)
+    same, total = (0, 0) if ours.config.kind == "encoder" else same_tokens(ours, theirs)
     family = family_of(ours.config, case.purpose).model_type
     return Parity(name, family, count_parameters([ours]), reading, writing, same, total)
 
 
-def _same_tokens(ours: LanguageModel | EncoderDecoder, theirs: Any) -> tuple[int, int]:
+@torch.no_grad()
+def same_tokens(ours: LanguageModel | EncoderDecoder, theirs: Any) -> tuple[int, int]:
     """Counts equal and all greedy tokens up to the end of the context; ours in a batch, theirs one by one."""
     reads = isinstance(ours, EncoderDecoder)
     sources = [row[:length].tolist() for row, length in zip(TOKENS, LENGTHS, strict=True)] if reads else None
@@ -304,13 +305,14 @@ def _same_tokens(ours: LanguageModel | EncoderDecoder, theirs: Any) -> tuple[int
         ours, prompts, max_new_tokens=num_new, end_ids=(), choice=Choice(0), seeds=[0] * len(prompts), max_rows=2,
         sources=sources,
     )  # fmt: skip
+    theirs.generation_config.eos_token_id = theirs.config.eos_token_id = None  # neither library stops early
     same = 0
     for row, (prompt, response) in enumerate(zip(prompts, found.responses, strict=True)):
         begun = torch.tensor([prompt])
         inputs = {"input_ids": begun} if sources is None else {
             "input_ids": torch.tensor([sources[row]]), "decoder_input_ids": begun
         }  # fmt: skip
-        expected: Tensor = theirs.generate(**inputs, max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False)
+        expected: Tensor = theirs.generate(**inputs, max_new_tokens=num_new, do_sample=False)
         same += sum(a == b for a, b in zip(response, expected[0, len(prompt) :].tolist(), strict=True))
     return same, num_new * len(prompts)
 

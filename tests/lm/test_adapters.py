@@ -28,6 +28,11 @@ BASES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen2": lambda: transformers.Qwen2Config(**ROTARY),
     "qwen3": lambda: transformers.Qwen3Config(**ROTARY, head_dim=8),
     "mistral": lambda: transformers.MistralConfig(**ROTARY, sliding_window=None),
+    "olmo2": lambda: transformers.Olmo2Config(**ROTARY),
+    "phi3": lambda: transformers.Phi3Config(
+        **ROTARY, pad_token_id=0, rope_parameters={"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**ROTARY, head_dim=8, query_pre_attn_scalar=5),
     "gpt2": lambda: transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64),
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -49,6 +54,12 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "target_modules": ["q_proj"],
         "modules_to_save": ["embed_tokens", "lm_head", "norm", "input_layernorm", "k_proj"],
     },
+    "whole norms": {
+        "r": 2,
+        "lora_alpha": 2,
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["norm", "q_norm", "post_feedforward_layernorm"],
+    },
     "an expression": {
         "r": 2,
         "lora_alpha": 2,
@@ -67,7 +78,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 OF_GPT2 = {"r": 2, "lora_alpha": 2, "target_modules": ["c_attn"], "modules_to_save": ["c_fc", "ln_1"]}  # transposed
 CASES = [("llama", name) for name in ADAPTERS] + [(base, "all linear maps") for base in BASES if base != "llama"]
-CASES += [("gpt2", "whole transposed maps")]
+CASES += [("gpt2", "whole transposed maps"), ("gemma3", "whole norms")]
 TOKENS = torch.arange(10, 34).view(2, 12)
 LORA = LoRAConfig(rank=3, alpha=6.0)
 
