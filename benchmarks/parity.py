@@ -59,6 +59,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "decoder_attention_heads": 3, "encoder_ffn_dim": 28, "decoder_ffn_dim": 28, "max_position_embeddings": CONTEXT,
         "decoder_start_token_id": START, "forced_eos_token_id": None,
     },
+    "T5": {
+        "d_model": 21, "d_kv": 5, "d_ff": 28, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 3,
+        "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "layer_norm_epsilon": 1e-3,
+        "decoder_start_token_id": START, "n_positions": CONTEXT,
+    },
 }  # fmt: skip
 ROTARY_SHAPE: dict[str, Any] = {
     "hidden_size": 20, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -101,7 +106,10 @@ class Case:
 
     def random_model(self) -> Any:
         """Returns a model of `transformers` with random weights."""
-        return shuffled(self.their_class.from_config(self.config(), attn_implementation="eager"))
+        model = self.their_class.from_config(self.config(), attn_implementation="eager")
+        if not getattr(model.config, "scale_decoder_outputs", True):  # of T5 1.1, which transformers ties nonetheless
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        return shuffled(model)
 
 
 CASES = {
@@ -202,6 +210,19 @@ CASES = {
         {"scale_embedding": True, "mlp": "relu"},
         purpose="translate",
     ),
+    "t5": Case(
+        "T5",
+        {},
+        {"mlp": "relu", "positions": "relative", "num_encoder_layers": 3, "num_hidden_layers": 2, "head_dim": 5,
+         "tie_word_embeddings": True, "max_position_embeddings": CONTEXT},
+        purpose="translate",
+    ),
+    "t5 1.1": Case(
+        "T5",
+        {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        {"mlp": "geglu", "tie_word_embeddings": False},
+        purpose="translate",
+    ),
 }  # fmt: skip
 
 
@@ -213,7 +234,7 @@ def shuffled(model: Any) -> Any:
     generator = torch.Generator().manual_seed(4)
     default = 0.0 if type(model).__name__.startswith("Gemma") else 1.0  # of norms; Gemma's multiply by 1 + weight
     for name, parameter in model.named_parameters():
-        if "position" in name or "wpe" in name:
+        if any(word in name for word in ("position", "wpe", "relative")):
             parameter.data.normal_(0, 1, generator=generator)
         elif parameter.dim() > 1:
             parameter.data.normal_(0, 0.2, generator=generator)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lm.attention import Attention, CrossAttention, CrossAttentionCache, Mask, PassCache, Rotary
+from lm.attention import Attention, CrossAttention, CrossAttentionCache, Mask, PassCache
 from lm.config import ModelConfig
 from lm.layers import MLP, Dropout, Replaceable, make_norm, site_offset
 from lm.native.operators import prepare_for_compile
+from lm.positions import Rotary
 from lm.sequence_parallel import SplitRows
 
 BRANCHES = 3  # at most, per block; each has its own dropout site

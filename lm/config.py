@@ -1,5 +1,6 @@
 """The shape of a transformer."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -102,10 +103,18 @@ class ModelConfig(BaseModel):
         description="How many tokens back each layer attends, the token itself included; 0 = all. Layer i has entry"
         " i modulo the length: [0, 256] alternates as in GPT-3. One number counts for all layers.",
     )
-    positions: Literal["rotary", "learned", "sinusoidal"] = Field(
+    positions: Literal["rotary", "learned", "sinusoidal", "relative"] = Field(
         default="rotary",
-        description="`rotary` (arXiv 2104.09864), or `learned` or `sinusoidal` (arXiv 1706.03762) embeddings added to"
-        " the tokens'.",
+        description="`rotary` (arXiv 2104.09864), `learned` or `sinusoidal` (arXiv 1706.03762) embeddings added to the"
+        " tokens', or `relative`: a number per head and distance added to the scores (T5, arXiv 1910.10683).",
+    )
+    relative_attention_num_buckets: int = Field(
+        default=32,
+        ge=4,
+        description="Groups of distances that `relative` positions tell apart; an encoder uses half per direction.",
+    )
+    relative_attention_max_distance: int = Field(
+        default=128, ge=2, description="Distance in tokens from which on `relative` positions tell none apart."
     )
     positions_every_layer: bool = Field(
         default=False,
@@ -185,6 +194,22 @@ class ModelConfig(BaseModel):
             self.num_key_value_heads,
             "model.num_attention_heads over model.num_key_value_heads",
         )
+        if self.qk_norm_over != "head" and not self.qk_norm:
+            raise ValueError(f"model.qk_norm_over is {self.qk_norm_over!r}, but model.qk_norm is false")
+        if (self.kind == "encoder-decoder") != (self.num_encoder_layers > 0):
+            raise ValueError(f"model.num_encoder_layers is {self.num_encoder_layers}, but model.kind is {self.kind!r}")
+        if self.kind != "encoder" and self.type_vocab_size:
+            raise ValueError(f"model.type_vocab_size is {self.type_vocab_size}, but model.kind is {self.kind!r}")
+        if self.kind != "decoder" and self.sliding_window != (0,):
+            raise ValueError(
+                f"model.sliding_window is {self.sliding_window}, but model.kind is {self.kind!r}, not 'decoder'"
+            )
+        if self.kind == "encoder-decoder" and self.norm_place not in ("pre", "post"):
+            raise ValueError(f"model.norm_place is {self.norm_place!r}, but model.kind is {self.kind!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_positions(self) -> Self:
         if self.positions == "rotary" and self.head_dim % 2:
             raise ValueError(f"model.head_dim is {self.head_dim}; rotary positions need an even number")
         if self.positions != "rotary" and self.partial_rotary_factor != 1:
@@ -204,22 +229,18 @@ class ModelConfig(BaseModel):
             )
         if self.positions == "sinusoidal" and self.hidden_size % 2:
             raise ValueError(f"model.hidden_size is {self.hidden_size}; sinusoidal positions need an even number")
-        if (self.kind == "encoder-decoder") != (self.num_encoder_layers > 0):
-            raise ValueError(f"model.num_encoder_layers is {self.num_encoder_layers}, but model.kind is {self.kind!r}")
-        if self.kind != "encoder" and self.type_vocab_size:
-            raise ValueError(f"model.type_vocab_size is {self.type_vocab_size}, but model.kind is {self.kind!r}")
-        if self.kind != "decoder" and self.sliding_window != (0,):
+        if self.positions_every_layer and not self.adds_positions:
             raise ValueError(
-                f"model.sliding_window is {self.sliding_window}, but model.kind is {self.kind!r}, not 'decoder'"
+                f"model.positions_every_layer is true, but model.positions is {self.positions!r}, which every layer"
+                " applies to its queries and keys; 'learned' or 'sinusoidal' was expected"
             )
-        if self.qk_norm_over != "head" and not self.qk_norm:
-            raise ValueError(f"model.qk_norm_over is {self.qk_norm_over!r}, but model.qk_norm is false")
-        if self.kind == "encoder-decoder" and self.norm_place not in ("pre", "post"):
-            raise ValueError(f"model.norm_place is {self.norm_place!r}, but model.kind is {self.kind!r}")
-        if self.positions == "rotary" and self.positions_every_layer:
+        if self.positions == "relative" and self.kind != "encoder-decoder":
+            raise ValueError(f"model.positions is 'relative', but model.kind is {self.kind!r}, not 'encoder-decoder'")
+        buckets, farthest = self.relative_attention_num_buckets, self.relative_attention_max_distance
+        if self.positions == "relative" and farthest <= buckets // 2:
             raise ValueError(
-                "model.positions_every_layer is true, but model.positions is 'rotary', which every layer applies to its"
-                " queries and keys; 'learned' or 'sinusoidal' was expected"
+                f"model.relative_attention_max_distance is {farthest}; more than half of"
+                f" model.relative_attention_num_buckets, {buckets}, was expected"
             )
         if self.positions != "rotary" and self.rope_scaling is not None:
             raise ValueError(f"model.rope_scaling is given, but model.positions is {self.positions!r}")
@@ -229,6 +250,16 @@ class ModelConfig(BaseModel):
         """Check the model's kind. Raises: ValueError for another kind."""
         if self.kind != kind:
             raise ValueError(f"model.kind is {self.kind!r}; {kind!r} was expected")
+
+    @property
+    def query_factor(self) -> float:
+        """What queries are multiplied by: attention divides scores by √head_dim, whatever the config's root."""
+        return math.sqrt(self.head_dim / self.query_pre_attn_scalar) if self.query_pre_attn_scalar else 1.0
+
+    @property
+    def adds_positions(self) -> bool:
+        """Whether vectors of positions are added to the tokens'."""
+        return self.positions in ("learned", "sinusoidal")
 
     @property
     def is_gated(self) -> bool:

@@ -62,6 +62,7 @@ PURPOSES: dict[type[nn.Module], str] = {
 
 # Pretrained BERT has a second head in addition to that for masked words; only `NextSentenceModel` reads it.
 _READ_AS = {"BertForPreTraining": "BertForMaskedLM", "HeedForPreTraining": "HeedForMaskedLM"}
+_READ_AS |= {"T5WithLMHeadModel": "T5ForConditionalGeneration"}  # its name until 2020
 
 # The model as which each kind of shape is pretrained.
 PRETRAINED: dict[str, type[LanguageModel | MaskedLanguageModel | EncoderDecoder]] = {
@@ -289,8 +290,7 @@ def _to_stored(place: Stored, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     for name, part in zip(place.parts, tensor.split(sizes), strict=True):
         unused = part.new_zeros(place.rows_before, *part.shape[1:])
         whole = torch.cat([unused, part]) if place.rows_before else part
-        whole = whole - place.added if place.added else whole
-        yield name, (whole.T if place.transposed else whole).contiguous()
+        yield name, place.write(whole.T if place.transposed else whole).contiguous()
 
 
 def config_to_hf(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from lm.families.olmo2 import Olmo2Family
 from lm.families.own import HeedFamily
 from lm.families.phi3 import Phi3Family
 from lm.families.rotary import RotaryFamily
+from lm.families.t5 import T5Family
 
 __all__ = ["FAMILIES", "NOT_COVERED", "Family", "Stored", "expect", "family_of"]
 
@@ -47,6 +48,7 @@ FAMILIES: tuple[Family, ...] = (
     GPT2Family(),
     BertFamily(),
     BartFamily(),
+    T5Family(),
     HeedFamily(),
 )
 

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from lm.attention import Attention, PassCache, Rotary, TokenWriter, turns_whole_heads
+from lm.attention import Attention, PassCache, TokenWriter
 from lm.layers import RMSNorm, compute_dtype
+from lm.positions import Rotary, turns_whole_heads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 16384  # most numbers of a row that one program can hold

@@ -30,7 +30,9 @@ BASES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "mistral": lambda: transformers.MistralConfig(**ROTARY, sliding_window=None),
     "olmo2": lambda: transformers.Olmo2Config(**ROTARY),
     "phi3": lambda: transformers.Phi3Config(
-        **ROTARY, pad_token_id=0, rope_parameters={"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}
+        **ROTARY,
+        pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
     ),
     "gemma3": lambda: transformers.Gemma3TextConfig(**ROTARY, head_dim=8, query_pre_attn_scalar=5),
     "gpt2": lambda: transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64),

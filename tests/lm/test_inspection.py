@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm import attention
-from lm.attention import sinusoids
 from lm.config import ModelConfig
 from lm.encoder import EncoderDecoder, MaskedLanguageModel
 from lm.inspection import (
@@ -30,6 +29,7 @@ from lm.layers import sequence_keys
 from lm.model import LanguageModel, count_parameters, init_weights
 from lm.native import operators
 from lm.native.kernels import library
+from lm.positions import sinusoids
 
 GPT2 = ModelConfig(
     vocab_size=50257, max_position_embeddings=1024, hidden_size=768, num_hidden_layers=12, num_attention_heads=12,

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lm.attention import sinusoids
 from lm.block import BlockInputs
 from lm.config import ModelConfig, exact_div
 from lm.encoder import EncoderDecoder, SequenceClassifier
@@ -22,6 +21,7 @@ from lm.model import (
     initial_weight,
     segment_positions,
 )
+from lm.positions import sinusoids
 
 
 def build(config: ModelConfig, seed: int = 0) -> LanguageModel:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lm.attention import Attention, KVCache, TokenWriter, rotary_tables
+from lm.attention import Attention, KVCache, TokenWriter
 from lm.attention import split_heads as plain_split_heads
 from lm.attention import store_heads as plain_store_heads
 from lm.config import ModelConfig
@@ -22,6 +22,7 @@ from lm.layers import add_norm as plain_add_norm
 from lm.layers import swiglu as plain_swiglu
 from lm.native import gpu_layers
 from lm.native.gpu_layers import MLP_BLOCK, NORM_PROGRAMS, add_norm, rms_norm, split_heads, store_heads, swiglu
+from lm.positions import rotary_tables
 from tests.lm.native import triton_interpreter  # noqa: F401 - bf16
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
