@@ -315,7 +315,7 @@ def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Mask) -> Tensor
     if isinstance(mask, GroupedMask):
         return _attend_in_groups(q_BNTH, k_BGSH, v_BGSH, mask)
     if isinstance(mask, Tensor) and mask.dim() == 4:
-        return F.scaled_dot_product_attention(q_BNTH, k_BGSH, v_BGSH, mask.to(q_BNTH.dtype), enable_gqa=True)
+        return F.scaled_dot_product_attention(q_BNTH, k_BGSH, v_BGSH, mask, enable_gqa=True)
     if is_on_gpu(q_BNTH):
         return _attend_on_gpu(q_BNTH, k_BGSH, v_BGSH, mask)
     assert not isinstance(mask, PackedMask), "only a GPU takes packed rows without a mask"

@@ -94,7 +94,7 @@ def decode(
     rotary = stack.rotary(positions_BT, compute_dtype(x_BTD))
     by_window: dict[int, Mask] = {w: OwnKeys(columns_B, num_columns, w, x_BTD) for w in config.sliding_window}
     if stack.relative_bias is not None:
-        by_window[0] = stack.relative_bias.of_step(columns_B, num_columns)
+        by_window[0] = stack.relative_bias.of_step(columns_B, num_columns).to(compute_dtype(x_BTD))
     masks = [by_window[config.window(layer)] for layer in range(config.num_hidden_layers)]
     again_BTD = stack.layer_positions(positions_BT, x_BTD.dtype)
     writer = TokenWriter(cache, columns_B, num_columns)

@@ -96,7 +96,7 @@ class Transformer(nn.Module):
             mask = whole_rows(tokens_BT, causal=False) if packs else everything
         if self.relative_bias is not None:
             assert mask is None or isinstance(mask, Tensor), "relative positions need a mask of whole rows"
-            mask = self.relative_bias.of_rows(mask, tokens_BT)
+            mask = self.relative_bias.of_rows(mask, tokens_BT).to(compute_dtype(self._table()))
         by_window = {window: with_window(mask, window, tokens_BT, packs=packs) for window in self.config.sliding_window}
         masks = [by_window[self.config.window(layer)] for layer in range(len(self.blocks))]
         split = None

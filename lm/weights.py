@@ -93,7 +93,7 @@ def save_model(
         tokenizer = tokenizer.with_distinct_pad()
     tokenizer.save(folder)
     if isinstance(model, EncoderDecoder):  # transformers reads this file, not config.json, where a decoder starts
-        starts = {"decoder_start_token_id": tokenizer.end_id, **tokenizer.generation_config()}
+        starts = {"decoder_start_token_id": tokenizer.target_start_id, **tokenizer.generation_config()}
         write_json(folder / GENERATION_CONFIG, starts)
     config = config_to_hf(model, tokenizer)
     missing = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
@@ -311,7 +311,7 @@ def config_to_hf(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
         "pad_token_id": tokenizer.pad_id if tokenizer.pad else None,
         "dtype": "float32",
         **(labels if names else {}),
-        **({"decoder_start_token_id": tokenizer.end_id} if isinstance(model, EncoderDecoder) else {}),
+        **({"decoder_start_token_id": tokenizer.target_start_id} if isinstance(model, EncoderDecoder) else {}),
     }
 
 

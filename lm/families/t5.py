@@ -45,6 +45,9 @@ class T5Family:
     def from_hf(self, raw: Mapping[str, Any]) -> Fields:
         activation = raw.get("feed_forward_proj", "relu")
         expect({"feed_forward_proj": activation}, "feed_forward_proj", *_ACTIVATIONS)
+        is_gated, name = activation.startswith("gated-"), activation.removeprefix("gated-")
+        expect(raw, "is_gated_act", is_gated)
+        expect(raw, "dense_act_fn", "gelu_new" if activation == "gated-gelu" else name)
         return {
             "kind": "encoder-decoder",
             "vocab_size": raw["vocab_size"],

@@ -172,9 +172,10 @@ def test_an_encoder_looks_both_ways() -> None:
     torch.testing.assert_close(weights[0, 0], expected)
 
 
+@pytest.mark.parametrize("changes", [{}, {"positions": "relative", "query_pre_attn_scalar": 1}])
 @torch.no_grad()
-def test_a_decoder_looks_across_at_what_was_read() -> None:
-    model = EncoderDecoder(VASWANI).eval()
+def test_a_decoder_looks_across_at_what_was_read(changes: dict[str, Any]) -> None:
+    model = EncoderDecoder(VASWANI.model_copy(update=changes)).eval()
     init_weights(model, 1)
     sources, segments = torch.tensor([[5, 1, 8, 0, 0]]), torch.tensor([[1, 1, 1, 0, 0]])
     memory = model.read(sources, segments)
@@ -196,7 +197,8 @@ def test_a_decoder_looks_across_at_what_was_read() -> None:
 
 
 def test_tables_of_every_kind_count_each_parameter_once() -> None:
-    for config, kind in ((BERT, MaskedLanguageModel), (VASWANI, EncoderDecoder)):
+    t5 = VASWANI.model_copy(update={"positions": "relative"})
+    for config, kind in ((BERT, MaskedLanguageModel), (VASWANI, EncoderDecoder), (t5, EncoderDecoder)):
         assert sum(part.num_parameters for part in parameter_table(config)) == count_parameters([kind(config)])
 
 
@@ -299,9 +301,10 @@ def test_fused_attention_keeps_no_table_of_weights(changes: dict[str, Any], monk
     assert planned_bytes(config, of) == pytest.approx(found, rel=0.02)
 
 
-def test_an_encoder_decoder_keeps_both_stacks() -> None:
+@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 6, "positions": "relative"}])
+def test_an_encoder_decoder_keeps_both_stacks(changes: dict[str, Any]) -> None:
     config = ModelConfig.model_validate(
-        {**BASE_SHAPE, "kind": "encoder-decoder", "num_encoder_layers": 2, "mlp": "relu2"}
+        {**BASE_SHAPE, "kind": "encoder-decoder", "num_encoder_layers": 2, "mlp": "relu2", **changes}
     )
     model = EncoderDecoder(config)
     init_weights(model, seed=0)
