@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from benchmarks.parity import (
@@ -258,6 +258,47 @@ def test_gemma_and_phi_are_read_as_they_are_published() -> None:
     assert config_from_hf(transformers.Phi3Config(**PHI_4K).to_dict(), "config.json") == phi
 
 
+T5_SMALL = {  # as google-t5/t5-small is published, with another size
+    "d_ff": 30, "d_kv": 4, "d_model": 20, "decoder_start_token_id": 0, "dropout_rate": 0.1, "eos_token_id": 1,
+    "initializer_factor": 1.0, "is_encoder_decoder": True, "layer_norm_epsilon": 1e-06, "n_positions": 512,
+    "num_heads": 5, "num_layers": 2, "output_past": True, "pad_token_id": 0, "relative_attention_num_buckets": 32,
+    "vocab_size": 288,
+}  # fmt: skip
+FLAN_T5 = {
+    **T5_SMALL, "feed_forward_proj": "gated-gelu", "num_decoder_layers": 3, "tie_word_embeddings": False,
+    "relative_attention_max_distance": 128,
+}  # fmt: skip
+
+
+def test_t5_and_flan_are_read_as_they_are_published() -> None:
+    t5 = config_from_hf({**T5_SMALL, "model_type": "t5"}, "config.json")
+    assert (t5.mlp, t5.tie_word_embeddings, t5.relative_attention_max_distance) == ("relu", True, 128)
+    assert (t5.num_encoder_layers, t5.num_hidden_layers, t5.query_pre_attn_scalar) == (2, 2, 1)
+    flan = config_from_hf({**FLAN_T5, "model_type": "t5"}, "config.json")
+    assert (flan.mlp, flan.tie_word_embeddings, flan.num_encoder_layers, flan.num_hidden_layers) == (
+        "geglu",
+        False,
+        2,
+        3,
+    )
+    for published, ours in ((T5_SMALL, t5), (FLAN_T5, flan)):
+        assert config_from_hf(transformers.T5Config(**published).to_dict(), "config.json") == ours
+
+
+@torch.no_grad()
+def test_older_t5s_have_another_class_and_tables_that_nothing_uses(tmp_path: Path) -> None:
+    theirs = CASES["t5"].random_model()
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    copies = {f"{stack}.embed_tokens.weight": tensors["shared.weight"].clone() for stack in ("encoder", "decoder")}
+    save_file({**tensors, **copies, unused: torch.ones(8, 3)}, tmp_path / "model.safetensors")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "architectures": ["T5WithLMHeadModel"]}))
+    ours = load_any(tmp_path).eval()
+    torch.testing.assert_close(our_logits(ours), their_logits(theirs), **EXACT)
+
+
 LONG = {"type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0]}
 
 
@@ -280,6 +321,9 @@ LONG = {"type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0
         ("gemma2", GEMMA_1B, {}, "model_type is 'gemma2', which caps logits and attention scores with tanh; one of"),
         ("gemma3", GEMMA_1B, {}, "model_type is 'gemma3', which has a vision tower"),
         ("qwen3_5_text", PHI_4K, {}, "model_type is 'qwen3_5_text', which has layers of linear attention; one of"),
+        ("qwen3_5", PHI_4K, {}, "model_type is 'qwen3_5', which has layers of linear attention"),
+        ("t5", T5_SMALL, {"feed_forward_proj": "gated-relu"}, "feed_forward_proj is 'gated-relu'; 'relu' or"),
+        ("t5", FLAN_T5, {"dense_act_fn": "gelu"}, "dense_act_fn is 'gelu'; 'gelu_new' was expected"),
         ("falcon", PHI_4K, {}, "model_type is 'falcon'; one of"),
     ],
 )
