@@ -358,14 +358,15 @@ INTRODUCTION = """# Parity with transformers
 Largest absolute difference between Heed's logits and those of `transformers` {version} in fp32, on randomly
 initialised models: all weights, norms and biases far from their defaults, 3 rows of {context} tokens, unusual
 shapes (odd head sizes and head sizes other than hidden size / heads, grouped queries, windows shorter than the
-text, scaled rotary positions, encoder and decoder of different depth). For BERT and BART, two of the rows are
-padded, after {lengths} tokens; outputs at padding are not compared. "Written as" is the family in which Heed saves
-the shape. Greedy tokens compare Heed's batch of ragged prompts, two running at a time, with `generate` on each
-prompt separately; BART's prompts are the beginning of its targets.
+text, scaled rotary positions, heads that are rotated in part, encoder and decoder of different depth). For BERT and for
+the encoder of BART and T5, two of the rows are padded, after {lengths} tokens; outputs at padding are not compared.
+"Written as" is the family in which Heed saves the shape. Greedy tokens compare Heed's batch of ragged prompts, two
+running at a time, with `generate` on each prompt separately; prompts of BART and T5 are the beginning of their targets.
 
 `python -m benchmarks.parity docs/parity.md` writes this file; `tests/lm/test_families.py` requires every difference
-to be below 1e-4. `tests/lm/test_conversations.py` compares the tokens of conversations, in 17 kinds of vocabulary
-under 6 templates.
+to be below 1e-4. For OLMo 2, Phi-3, Gemma 3 and T5 it also draws 20 shapes each, and compares their logits in both
+directions, their greedy tokens, and the gradients of three of them. `tests/lm/test_conversations.py` compares the tokens
+of conversations, in 17 kinds of vocabulary under 6 templates.
 """
 
 
