@@ -43,6 +43,11 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 12}
 LINEAR = {"rope_type": "linear", "rope_theta": 50.0, "factor": 2.5}
 
+GEMMA_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 900.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "GPT2": {"n_embd": 20, "n_layer": 3, "n_head": 5, "n_positions": CONTEXT, "layer_norm_epsilon": 1e-3},
     "Bert": {
@@ -53,6 +58,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "d_model": 21, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 3,
         "decoder_attention_heads": 3, "encoder_ffn_dim": 28, "decoder_ffn_dim": 28, "max_position_embeddings": CONTEXT,
         "decoder_start_token_id": START, "forced_eos_token_id": None,
+    },
+    "T5": {
+        "d_model": 21, "d_kv": 5, "d_ff": 28, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 3,
+        "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "layer_norm_epsilon": 1e-3,
+        "decoder_start_token_id": START, "n_positions": CONTEXT,
     },
 }  # fmt: skip
 ROTARY_SHAPE: dict[str, Any] = {
@@ -96,7 +106,10 @@ class Case:
 
     def random_model(self) -> Any:
         """Returns a model of `transformers` with random weights."""
-        return shuffled(self.their_class.from_config(self.config(), attn_implementation="eager"))
+        model = self.their_class.from_config(self.config(), attn_implementation="eager")
+        if not getattr(model.config, "scale_decoder_outputs", True):  # of T5 1.1, which transformers ties nonetheless
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        return shuffled(model)
 
 
 CASES = {
@@ -144,6 +157,36 @@ CASES = {
         },
         {"sliding_window": (0, 9), "qk_norm": True, "attention_bias": "none"},
     ),
+    "olmo2": Case(
+        "Olmo2", {}, {"norm_place": "output", "qk_norm": True, "qk_norm_over": "projection", "attention_bias": "none"}
+    ),
+    "olmo2, biases, tied": Case(
+        "Olmo2", {"attention_bias": True, "tie_word_embeddings": True}, {"attention_bias": "all"}
+    ),
+    "phi3": Case("Phi3", {}, {"partial_rotary_factor": 1.0}, written_as="Llama"),
+    "phi3, partial rotary, window": Case(
+        "Phi3",
+        {
+            "head_dim": 8, "sliding_window": 7,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+        },
+        {"partial_rotary_factor": 0.5, "sliding_window": (7,)},
+    ),
+    "gemma3": Case(
+        "Gemma3Text",
+        {"sliding_window": 7, "layer_types": GEMMA_LAYERS, "rope_parameters": GEMMA_ROPE, "query_pre_attn_scalar": 11},
+        {"mlp": "geglu", "norm_place": "sandwich", "scale_embedding": True, "sliding_window": (7, 7, 0),
+         "rope_local_base_freq": 30.0, "query_pre_attn_scalar": 11, "tie_word_embeddings": True},
+        written_as="Gemma3",
+    ),
+    "gemma3, linear, untied, no window": Case(
+        "Gemma3Text",
+        {"layer_types": ["full_attention"] * 3, "tie_word_embeddings": False,
+         "rope_parameters": {**GEMMA_ROPE, "full_attention": LINEAR}, "query_pre_attn_scalar": 6},
+        {"rope_scaling": RopeScaling(rope_type="linear", factor=2.5), "query_pre_attn_scalar": 0,
+         "rope_local_base_freq": 0},
+        written_as="Gemma3",
+    ),
     "bert, masked words": Case("Bert", {}, {"type_vocab_size": 2, "mlp": "gelu", "norm_eps": 1e-3}, purpose="masked"),
     "bert, masked words, untied, relu": Case(
         "Bert",
@@ -167,6 +210,19 @@ CASES = {
         {"scale_embedding": True, "mlp": "relu"},
         purpose="translate",
     ),
+    "t5": Case(
+        "T5",
+        {},
+        {"mlp": "relu", "positions": "relative", "num_encoder_layers": 3, "num_hidden_layers": 2, "head_dim": 5,
+         "tie_word_embeddings": True, "max_position_embeddings": CONTEXT},
+        purpose="translate",
+    ),
+    "t5 1.1": Case(
+        "T5",
+        {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        {"mlp": "geglu", "tie_word_embeddings": False},
+        purpose="translate",
+    ),
 }  # fmt: skip
 
 
@@ -176,13 +232,14 @@ def shuffled(model: Any) -> Any:
     Biases are small and position embeddings large, because otherwise post-norm stacks soon make all tokens alike.
     """
     generator = torch.Generator().manual_seed(4)
+    default = 0.0 if type(model).__name__.startswith("Gemma") else 1.0  # of norms; Gemma's multiply by 1 + weight
     for name, parameter in model.named_parameters():
-        if "position" in name or "wpe" in name:
+        if any(word in name for word in ("position", "wpe", "relative")):
             parameter.data.normal_(0, 1, generator=generator)
         elif parameter.dim() > 1:
             parameter.data.normal_(0, 0.2, generator=generator)
         elif name.endswith("weight"):
-            parameter.data.uniform_(0.5, 1.5, generator=generator)
+            parameter.data.uniform_(default - 0.5, default + 0.5, generator=generator)
         else:
             parameter.data.uniform_(-0.2, 0.2, generator=generator)
     return model.eval()
@@ -253,12 +310,13 @@ def measure(name: str, tokenizer: Tokenizer) -> Parity:
         save_model(Path(folder) / "ours", own, own.state_dict(), tokenizer)
         again = case.their_class.from_pretrained(Path(folder) / "ours", attn_implementation="eager").eval()
         writing = float((our_logits(own) - their_logits(again)).abs().max())
-    same, total = (0, 0) if ours.config.kind == "encoder" else _same_tokens(ours, theirs)
+    same, total = (0, 0) if ours.config.kind == "encoder" else same_tokens(ours, theirs)
     family = family_of(ours.config, case.purpose).model_type
     return Parity(name, family, count_parameters([ours]), reading, writing, same, total)
 
 
-def _same_tokens(ours: LanguageModel | EncoderDecoder, theirs: Any) -> tuple[int, int]:
+@torch.no_grad()
+def same_tokens(ours: LanguageModel | EncoderDecoder, theirs: Any) -> tuple[int, int]:
     """Counts equal and all greedy tokens up to the end of the context; ours in a batch, theirs one by one."""
     reads = isinstance(ours, EncoderDecoder)
     sources = [row[:length].tolist() for row, length in zip(TOKENS, LENGTHS, strict=True)] if reads else None
@@ -268,13 +326,14 @@ def _same_tokens(ours: LanguageModel | EncoderDecoder, theirs: Any) -> tuple[int
         ours, prompts, max_new_tokens=num_new, end_ids=(), choice=Choice(0), seeds=[0] * len(prompts), max_rows=2,
         sources=sources,
     )  # fmt: skip
+    theirs.generation_config.eos_token_id = theirs.config.eos_token_id = None  # neither library stops early
     same = 0
     for row, (prompt, response) in enumerate(zip(prompts, found.responses, strict=True)):
         begun = torch.tensor([prompt])
         inputs = {"input_ids": begun} if sources is None else {
             "input_ids": torch.tensor([sources[row]]), "decoder_input_ids": begun
         }  # fmt: skip
-        expected: Tensor = theirs.generate(**inputs, max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False)
+        expected: Tensor = theirs.generate(**inputs, max_new_tokens=num_new, do_sample=False)
         same += sum(a == b for a, b in zip(response, expected[0, len(prompt) :].tolist(), strict=True))
     return same, num_new * len(prompts)
 
@@ -299,14 +358,15 @@ INTRODUCTION = """# Parity with transformers
 Largest absolute difference between Heed's logits and those of `transformers` {version} in fp32, on randomly
 initialised models: all weights, norms and biases far from their defaults, 3 rows of {context} tokens, unusual
 shapes (odd head sizes and head sizes other than hidden size / heads, grouped queries, windows shorter than the
-text, scaled rotary positions, encoder and decoder of different depth). For BERT and BART, two of the rows are
-padded, after {lengths} tokens; outputs at padding are not compared. "Written as" is the family in which Heed saves
-the shape. Greedy tokens compare Heed's batch of ragged prompts, two running at a time, with `generate` on each
-prompt separately; BART's prompts are the beginning of its targets.
+text, scaled rotary positions, heads that are rotated in part, encoder and decoder of different depth). For BERT and for
+the encoder of BART and T5, two of the rows are padded, after {lengths} tokens; outputs at padding are not compared.
+"Written as" is the family in which Heed saves the shape. Greedy tokens compare Heed's batch of ragged prompts, two
+running at a time, with `generate` on each prompt separately; prompts of BART and T5 are the beginning of their targets.
 
 `python -m benchmarks.parity docs/parity.md` writes this file; `tests/lm/test_families.py` requires every difference
-to be below 1e-4. `tests/lm/test_conversations.py` compares the tokens of conversations, in 17 kinds of vocabulary
-under 6 templates.
+to be below 1e-4. For OLMo 2, Phi-3, Gemma 3 and T5 it also draws 20 shapes each, and compares their logits in both
+directions, their greedy tokens, and the gradients of three of them. `tests/lm/test_conversations.py` compares the tokens
+of conversations, in 17 kinds of vocabulary under 6 templates.
 """
 
 

@@ -396,7 +396,7 @@ def _with_whole_parts(tensor: Tensor, place: Stored, names: Set[str], own: Calla
     sizes = [len(tensor) if rows is None else rows for rows in place.parts.values()]
 
     def part(theirs: str) -> Tensor:
-        return (own(theirs).T if place.transposed else own(theirs))[place.rows_before :]
+        return place.read((own(theirs).T if place.transposed else own(theirs))[place.rows_before :])
 
     before = zip(place.parts, tensor.split(sizes), strict=True)
     return torch.cat([part(theirs) if theirs in names else rows for theirs, rows in before])

@@ -1,4 +1,4 @@
-"""Attention: positions, masks, the cache of keys and values, the equation and its kernels, and the modules around it.
+"""Attention: masks, the cache of keys and values, the equation and its kernels, and the modules around it.
 
 A row may hold several sequences. On a CPU, sequences of similar length are batched in groups, so that no score between
 two sequences is computed. On a GPU, these kernels are used (none of this has run on one yet):
@@ -16,8 +16,8 @@ equation written out, which repeats keys and values in fp32, or to cuDNN, which 
 while lengths change all the time.
 
 Shape letters: B batch, T query tokens, S key tokens, D model width, N heads, G key-value heads, H head dim,
-h = H/2 frequencies, E = (N + 2G) H, n sequences, L tokens of a group's longest sequence, M places in all groups. In
-caches: L layers, B slots or rows, C columns, N tokens to write, T new tokens.
+E = (N + 2G) H, n sequences, L tokens of a group's longest sequence, M places in all groups. In caches: L layers,
+B slots or rows, C columns, N tokens to write, T new tokens.
 """
 
 import functools
@@ -31,8 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.config import ModelConfig, RopeScaling
+from lm.config import ModelConfig
 from lm.layers import Linear, Replaceable, RMSNorm, compute_dtype
+from lm.positions import Rotary, rotate
 from lm.sequence_parallel import SplitRows
 from lm.transfer import upload
 
@@ -150,76 +151,6 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 MOST_PADDING = 1.5  # at most, longest over shortest sequence of a group; more = fewer groups but more padding
 
-Rotary = tuple[Tensor, Tensor]  # cos and signed sin, [B, T, 1, H]
-
-
-def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
-    """Returns radians per token for each pair of dimensions, [h]: θ^(-2i/H), stretched as `scaling` says."""
-    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    frequencies_h = theta**-exponents
-    if scaling is None:
-        return frequencies_h
-    if scaling.rope_type == "linear":
-        return frequencies_h / scaling.factor
-    assert scaling.original_max_position_embeddings is not None  # the config's own check
-    turns_h = scaling.original_max_position_embeddings * frequencies_h / (2 * math.pi)  # in the original context
-    if scaling.rope_type == "llama3":
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept_h = ((turns_h - low) / (high - low)).clamp(0, 1)
-    else:
-        kept_h = 1 - _yarn_ramp(head_dim, theta, scaling, device)
-    return frequencies_h * (kept_h + (1 - kept_h) / scaling.factor)
-
-
-def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling, device: torch.device) -> Tensor:
-    """Returns 0 where a pair turns `beta_fast` times in the original context, 1 at `beta_slow`, linear in its index."""
-
-    def index_of(turns: float) -> float:
-        assert scaling.original_max_position_embeddings is not None
-        return (
-            head_dim
-            * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi))
-            / (2 * math.log(theta))
-        )
-
-    first = max(math.floor(index_of(scaling.beta_fast)), 0)
-    last = min(math.ceil(index_of(scaling.beta_slow)), head_dim - 1)
-    index_h = torch.arange(head_dim // 2, device=device, dtype=torch.float32)
-    return ((index_h - first) / max(last - first, 0.001)).clamp(0, 1)
-
-
-def attention_sharpening(scaling: RopeScaling | None) -> float:
-    """Returns the factor on queries and keys: YaRN's 0.1 ln(factor) + 1 (arXiv 2309.00071, eq. 22), else 1."""
-    return 0.1 * math.log(scaling.factor) + 1 if scaling is not None and scaling.rope_type == "yarn" else 1.0
-
-
-def rotary_tables(
-    positions_BT: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Returns cos and signed sin [B, T, 1, H] of position · frequency, each frequency twice (arXiv 2104.09864, eq. 34).
-
-    The first half of the sines is negated, so that a rotation takes two products and a roll.
-    """
-    frequencies_h = rotary_frequencies(head_dim, theta, scaling, positions_BT.device)
-    angles_BTh = positions_BT[..., None].float() * frequencies_h
-    sharpening = attention_sharpening(scaling)
-    cos, sin = angles_BTh.cos() * sharpening, angles_BTh.sin() * sharpening
-    tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-    return tables[0].to(dtype)[:, :, None], tables[1].to(dtype)[:, :, None]
-
-
-def rotate(x_BTNH: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the pairs (x_i, x_{i+H/2}), the layout of the Hugging Face checkpoints."""
-    cos, sin = rotary
-    return torch.addcmul(x_BTNH * cos, x_BTNH.roll(x_BTNH.shape[-1] // 2, dims=-1), sin)
-
-
-def sinusoids(positions_BT: Tensor, width: int) -> Tensor:
-    """e(t) [B, T, D]: sin and cos of t · 10000^(-2i/D) at dimensions 2i and 2i+1 (arXiv 1706.03762, section 3.5)."""
-    exponents = torch.arange(0, width, 2, device=positions_BT.device, dtype=torch.float32) / width
-    angles_BTi = positions_BT[..., None].float() * 10_000.0**-exponents
-    return torch.stack([angles_BTi.sin(), angles_BTi.cos()], dim=-1).flatten(-2)
-
 
 @dataclass(frozen=True)
 class Group:
@@ -284,7 +215,8 @@ class OwnKeys:
         return scores_bias(seen_BTS, self.like) if is_on_gpu(self.like) else seen_BTS
 
 
-# What each query attends to: [B, T, S], True = may attend, or numbers that are added to the scores; None = causal.
+# What each query attends to: [B, T, S], True = may attend, or numbers that are added to the scores, which may differ
+# between heads, [B, N, T, S]; None = causal.
 Mask = Tensor | PackedMask | GroupedMask | OwnKeys | None
 
 
@@ -382,6 +314,8 @@ def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Mask) -> Tensor
         return attend_own_keys(q_BNTH, k_BGSH, v_BGSH, mask)
     if isinstance(mask, GroupedMask):
         return _attend_in_groups(q_BNTH, k_BGSH, v_BGSH, mask)
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        return F.scaled_dot_product_attention(q_BNTH, k_BGSH, v_BGSH, mask, enable_gqa=True)
     if is_on_gpu(q_BNTH):
         return _attend_on_gpu(q_BNTH, k_BGSH, v_BGSH, mask)
     assert not isinstance(mask, PackedMask), "only a GPU takes packed rows without a mask"
@@ -551,10 +485,14 @@ class Attention(nn.Module):
         super().__init__()
         N, G, H, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.hidden_size
         self.num_heads, self.num_kv_heads, self.head_dim = N, G, H
+        self.query_factor = config.query_factor
         self.qkv = Linear(D, (N + 2 * G) * H, bias=config.attention_bias != "none")
         self.out = Linear(N * H, D, bias=config.attention_bias == "all")
-        self.query_norm = RMSNorm(H, config.norm_eps) if config.qk_norm else None
-        self.key_norm = RMSNorm(H, config.norm_eps) if config.qk_norm else None
+        self.norms_projection = config.qk_norm_over == "projection"
+        normed = (N * H, G * H) if self.norms_projection else (H, H)
+        self.query_norm, self.key_norm = (
+            RMSNorm(width, config.norm_eps) if config.qk_norm else None for width in normed
+        )
 
     def forward(
         self,
@@ -583,13 +521,22 @@ class Attention(nn.Module):
         """Computes `project` from the product for Q, K and V."""
         N, G = self.num_heads, self.num_kv_heads
         if self.query_norm is None or self.key_norm is None:
-            return split_heads(qkv_BTE, rotary, N, G)
+            q, k, v = split_heads(qkv_BTE, rotary, N, G)
+            return _times(q, self.query_factor), k, v
         q, k, v = qkv_BTE.unflatten(-1, (N + 2 * G, -1)).split([N, G, G], dim=2)
-        qk = torch.cat([self.query_norm(q), self.key_norm(k)], dim=2)
+        if self.norms_projection:
+            q, k = self.query_norm(q.flatten(2)).view_as(q), self.key_norm(k.flatten(2)).view_as(k)
+        else:
+            q, k = self.query_norm(q), self.key_norm(k)
+        qk = torch.cat([q, k], dim=2)
         if rotary is not None:
             qk = rotate(qk, rotary)
         q, k = qk.split([N, G], dim=2)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return _times(q.transpose(1, 2), self.query_factor), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _times(q_BNTH: Tensor, factor: float) -> Tensor:
+    return q_BNTH if factor == 1 else q_BNTH * factor
 
 
 @Replaceable
@@ -608,6 +555,7 @@ class CrossAttention(nn.Module):
         super().__init__()
         N, G, H, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.hidden_size
         self.num_heads, self.num_kv_heads, self.head_dim = N, G, H
+        self.query_factor = config.query_factor
         self.query = Linear(D, N * H, bias=config.attention_bias != "none")
         self.key_value = Linear(D, 2 * G * H, bias=config.attention_bias != "none")
         self.out = Linear(N * H, D, bias=config.attention_bias == "all")
@@ -621,7 +569,8 @@ class CrossAttention(nn.Module):
     def queries(self, x_BTD: Tensor) -> Tensor:
         """Returns the queries [B, N, T, H] of the decoder's states."""
         B, T, _ = x_BTD.shape
-        return self.query(x_BTD).view(B, T, self.num_heads, self.head_dim).transpose(1, 2)
+        q_BNTH = self.query(x_BTD).view(B, T, self.num_heads, self.head_dim).transpose(1, 2)
+        return _times(q_BNTH, self.query_factor)
 
     def forward(self, x_BTD: Tensor, cache: CrossAttentionCache, layer: int) -> Tensor:
         mask_BTS = cache.real_BS[:, None].expand(-1, x_BTD.shape[1], -1)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lm.attention import Attention, CrossAttention, CrossAttentionCache, Mask, PassCache, Rotary
+from lm.attention import Attention, CrossAttention, CrossAttentionCache, Mask, PassCache
 from lm.config import ModelConfig
 from lm.layers import MLP, Dropout, Replaceable, make_norm, site_offset
 from lm.native.operators import prepare_for_compile
+from lm.positions import Rotary
 from lm.sequence_parallel import SplitRows
 
 BRANCHES = 3  # at most, per block; each has its own dropout site
@@ -23,13 +24,13 @@ BACKEND = "inductor"  # of `torch.compile`
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """Inputs that the blocks of one pass share; `masks` has an entry per layer.
+    """Inputs that the blocks of one pass share; `masks` and `rotary` have an entry per layer.
 
     `dropout_keys_BT` are the tokens' keys (`lm.layers.Dropout`).
     """
 
     masks: Sequence[Mask]
-    rotary: Rotary | None = None
+    rotary: Sequence[Rotary | None]
     cache: PassCache | None = None
     cross_cache: CrossAttentionCache | None = None
     dropout_keys_BT: Tensor | None = None
@@ -40,20 +41,25 @@ class BlockInputs:
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), as from GPT-2 on.
 
-    With `cross_attention`, x + cross(norm(x)) between them attends to an encoder. Dropout applies to each branch.
-    Without `has_norms`, the norms are the identity.
+    With `cross_attention`, x + cross(norm(x)) between them attends to an encoder. Dropout applies to each branch. The
+    config may norm the branches' outputs, in addition to their inputs or instead: x + norm(attention(x)). Without
+    `has_norms`, the norms of the inputs are the identity.
     """
 
     def __init__(
         self, config: ModelConfig, dropout: float, *, cross_attention: bool = False, has_norms: bool = True
     ) -> None:
         super().__init__()
-        self.attention_norm = make_norm(config, config.hidden_size) if has_norms else nn.Identity()
+        norm = partial(make_norm, config, config.hidden_size)
+        norms_inputs = has_norms and config.norm_place != "output"
+        self.attention_norm = norm() if norms_inputs else nn.Identity()
         self.attention = Attention(config)
-        self.cross_norm = make_norm(config, config.hidden_size) if cross_attention else None
+        self.attention_output_norm = norm() if config.norms_outputs else nn.Identity()
+        self.cross_norm = norm() if cross_attention else None
         self.cross = CrossAttention(config) if cross_attention else None
-        self.mlp_norm = make_norm(config, config.hidden_size) if has_norms else nn.Identity()
+        self.mlp_norm = norm() if norms_inputs else nn.Identity()
         self.mlp = MLP(config)
+        self.mlp_output_norm = norm() if config.norms_outputs else nn.Identity()
         self.dropout = Dropout(dropout)
 
     def forward(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
@@ -63,8 +69,8 @@ class Block(nn.Module):
         return x_BTD + self.transform(self.mlp_norm(x_BTD), inputs, layer)
 
     def attend(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
-        y_BTD = self.attention(x_BTD, inputs.rotary, inputs.masks[layer], inputs.cache, layer, inputs.split)
-        return self.dropout(y_BTD, inputs.dropout_keys_BT, 1 + BRANCHES * layer)
+        y_BTD = self.attention(x_BTD, inputs.rotary[layer], inputs.masks[layer], inputs.cache, layer, inputs.split)
+        return self.dropout(self.attention_output_norm(y_BTD), inputs.dropout_keys_BT, 1 + BRANCHES * layer)
 
     def attend_to_encoder(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
         assert self.cross is not None, "this block has no cross-attention"
@@ -72,7 +78,7 @@ class Block(nn.Module):
         return self.dropout(y_BTD, inputs.dropout_keys_BT, 2 + BRANCHES * layer)
 
     def transform(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
-        return self.dropout(self.mlp(x_BTD), inputs.dropout_keys_BT, 3 + BRANCHES * layer)
+        return self.dropout(self.mlp_output_norm(self.mlp(x_BTD)), inputs.dropout_keys_BT, 3 + BRANCHES * layer)
 
 
 class PostNormBlock(Block):
@@ -135,4 +141,10 @@ def _of_layer(inputs: BlockInputs, layer: int) -> BlockInputs:
     assert inputs.cross_cache is None, "a cache has an entry per layer"
     keys_BT = inputs.dropout_keys_BT
     own_keys_BT = None if keys_BT is None else keys_BT + site_offset(BRANCHES * layer)
-    return replace(inputs, masks=(inputs.masks[layer],), dropout_keys_BT=own_keys_BT, positions_BTD=None)
+    return replace(
+        inputs,
+        masks=(inputs.masks[layer],),
+        rotary=(inputs.rotary[layer],),
+        dropout_keys_BT=own_keys_BT,
+        positions_BTD=None,
+    )

@@ -1,5 +1,6 @@
 """The shape of a transformer."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -75,10 +76,10 @@ class ModelConfig(BaseModel):
     )
     head_dim: int = Field(default=0, ge=1, description="Size of a head; hidden_size / num_attention_heads if absent.")
     intermediate_size: int = Field(ge=1, description="Width of the MLP.")
-    mlp: Literal["swiglu", "relu2", "gelu", "gelu_tanh", "relu"] = Field(
+    mlp: Literal["swiglu", "geglu", "relu2", "gelu", "gelu_tanh", "relu"] = Field(
         default="swiglu",
-        description="`swiglu` (Llama), `relu2` (Primer, arXiv 2109.08668: fewest passes over memory), `gelu`,"
-        " `gelu_tanh` (GPT-2) or `relu`.",
+        description="`swiglu` (Llama), `geglu` (a gate with `gelu_tanh`; Gemma), `relu2` (Primer, arXiv 2109.08668:"
+        " fewest passes over memory), `gelu`, `gelu_tanh` (GPT-2) or `relu`.",
     )
     mlp_bias: bool = Field(default=False, description="Whether the MLP's linear layers have a bias.")
     attention_bias: Literal["none", "qkv", "all"] = Field(
@@ -88,16 +89,32 @@ class ModelConfig(BaseModel):
     qk_norm: bool = Field(
         default=False, description="RMSNorm of every query and key before rotary positions are applied (Qwen3)."
     )
+    qk_norm_over: Literal["head", "projection"] = Field(
+        default="head", description="`head`: `qk_norm` is of each head; `projection`: of all heads together (OLMo 2)."
+    )
+    query_pre_attn_scalar: int = Field(
+        default=0,
+        ge=0,
+        description="Products of queries and keys are divided by the root of this number (Gemma 3); 0 = head_dim.",
+    )
     sliding_window: tuple[int, ...] = Field(
         default=(0,),
         min_length=1,
         description="How many tokens back each layer attends, the token itself included; 0 = all. Layer i has entry"
         " i modulo the length: [0, 256] alternates as in GPT-3. One number counts for all layers.",
     )
-    positions: Literal["rotary", "learned", "sinusoidal"] = Field(
+    positions: Literal["rotary", "learned", "sinusoidal", "relative"] = Field(
         default="rotary",
-        description="`rotary` (arXiv 2104.09864), or `learned` or `sinusoidal` (arXiv 1706.03762) embeddings added to"
-        " the tokens'.",
+        description="`rotary` (arXiv 2104.09864), `learned` or `sinusoidal` (arXiv 1706.03762) embeddings added to the"
+        " tokens', or `relative`: a number per head and distance added to the scores (T5, arXiv 1910.10683).",
+    )
+    relative_attention_num_buckets: int = Field(
+        default=32,
+        ge=4,
+        description="Groups of distances that `relative` positions tell apart; an encoder uses half per direction.",
+    )
+    relative_attention_max_distance: int = Field(
+        default=128, ge=2, description="Distance in tokens from which on `relative` positions tell none apart."
     )
     positions_every_layer: bool = Field(
         default=False,
@@ -106,11 +123,22 @@ class ModelConfig(BaseModel):
     )
     rope_theta: float = Field(default=10_000.0, gt=0, description="Base of the rotary frequencies.")
     rope_scaling: RopeScaling | None = Field(default=None, description="Stretched rotary frequencies; absent = none.")
+    rope_local_base_freq: float = Field(
+        default=0.0,
+        ge=0,
+        description="Base of the rotary frequencies, unstretched, in layers with a sliding window (Gemma 3); 0 = as in"
+        " the other layers.",
+    )
+    partial_rotary_factor: float = Field(
+        default=1.0, gt=0, le=1, description="The part of each head that rotary positions turn, from its start (Phi-4)."
+    )
     norm: Literal["rms", "layer"] = Field(
         default="rms", description="`rms` (RMSNorm, arXiv 1910.07467) or `layer` (LayerNorm, arXiv 1607.06450)."
     )
-    norm_place: Literal["pre", "post"] = Field(
-        default="pre", description="`pre`: x + f(norm(x)), as from GPT-2 on; `post`: norm(x + f(x)), as Vaswani et al."
+    norm_place: Literal["pre", "post", "output", "sandwich"] = Field(
+        default="pre",
+        description="`pre`: x + f(norm(x)), as from GPT-2 on; `post`: norm(x + f(x)), as Vaswani et al.; `output`:"
+        " x + norm(f(x)) (OLMo 2, arXiv 2501.00656); `sandwich`: x + norm(f(norm(x))) (Gemma 3, arXiv 2503.19786).",
     )
     blocks_without_norm: int = Field(
         default=0,
@@ -127,6 +155,11 @@ class ModelConfig(BaseModel):
     tie_word_embeddings: bool = Field(
         default=True, description="Whether the output layer shares the weights of the token embeddings."
     )
+
+    @field_validator("query_pre_attn_scalar")
+    @classmethod
+    def _zero_for_head_dim(cls, divisor: int, info: ValidationInfo) -> int:
+        return 0 if divisor == info.data.get("head_dim") else divisor
 
     @field_validator("sliding_window", mode="before")
     @classmethod
@@ -167,10 +200,8 @@ class ModelConfig(BaseModel):
             self.num_key_value_heads,
             "model.num_attention_heads over model.num_key_value_heads",
         )
-        if self.positions == "rotary" and self.head_dim % 2:
-            raise ValueError(f"model.head_dim is {self.head_dim}; rotary positions need an even number")
-        if self.positions == "sinusoidal" and self.hidden_size % 2:
-            raise ValueError(f"model.hidden_size is {self.hidden_size}; sinusoidal positions need an even number")
+        if self.qk_norm_over != "head" and not self.qk_norm:
+            raise ValueError(f"model.qk_norm_over is {self.qk_norm_over!r}, but model.qk_norm is false")
         if (self.kind == "encoder-decoder") != (self.num_encoder_layers > 0):
             raise ValueError(f"model.num_encoder_layers is {self.num_encoder_layers}, but model.kind is {self.kind!r}")
         if self.kind != "encoder" and self.type_vocab_size:
@@ -189,10 +220,43 @@ class ModelConfig(BaseModel):
                 f"model.blocks_without_norm is {self.blocks_without_norm}; at most model.num_hidden_layers ="
                 f" {self.num_hidden_layers} was expected"
             )
-        if self.positions == "rotary" and self.positions_every_layer:
+        if self.kind == "encoder-decoder" and self.norm_place not in ("pre", "post"):
+            raise ValueError(f"model.norm_place is {self.norm_place!r}, but model.kind is {self.kind!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_positions(self) -> Self:
+        if self.positions == "rotary" and self.head_dim % 2:
+            raise ValueError(f"model.head_dim is {self.head_dim}; rotary positions need an even number")
+        if self.positions != "rotary" and self.partial_rotary_factor != 1:
             raise ValueError(
-                "model.positions_every_layer is true, but model.positions is 'rotary', which every layer applies to its"
-                " queries and keys; 'learned' or 'sinusoidal' was expected"
+                f"model.partial_rotary_factor is {self.partial_rotary_factor}, but model.positions is"
+                f" {self.positions!r}"
+            )
+        if self.positions == "rotary" and (self.rotary_dim % 2 or not self.rotary_dim):
+            raise ValueError(
+                f"model.partial_rotary_factor is {self.partial_rotary_factor}, {self.rotary_dim} of {self.head_dim}"
+                " dimensions; an even number, at least 2, was expected"
+            )
+        if self.rope_local_base_freq and (self.positions != "rotary" or not any(self.sliding_window)):
+            raise ValueError(
+                f"model.rope_local_base_freq is {self.rope_local_base_freq}, but no layer has rotary positions and a"
+                " sliding window"
+            )
+        if self.positions == "sinusoidal" and self.hidden_size % 2:
+            raise ValueError(f"model.hidden_size is {self.hidden_size}; sinusoidal positions need an even number")
+        if self.positions_every_layer and not self.adds_positions:
+            raise ValueError(
+                f"model.positions_every_layer is true, but model.positions is {self.positions!r}, which every layer"
+                " applies to its queries and keys; 'learned' or 'sinusoidal' was expected"
+            )
+        if self.positions == "relative" and self.kind != "encoder-decoder":
+            raise ValueError(f"model.positions is 'relative', but model.kind is {self.kind!r}, not 'encoder-decoder'")
+        buckets, farthest = self.relative_attention_num_buckets, self.relative_attention_max_distance
+        if self.positions == "relative" and farthest <= buckets // 2:
+            raise ValueError(
+                f"model.relative_attention_max_distance is {farthest}; more than half of"
+                f" model.relative_attention_num_buckets, {buckets}, was expected"
             )
         if self.positions != "rotary" and self.rope_scaling is not None:
             raise ValueError(f"model.rope_scaling is given, but model.positions is {self.positions!r}")
@@ -231,6 +295,31 @@ class ModelConfig(BaseModel):
         """Check the model's kind. Raises: ValueError for another kind."""
         if self.kind != kind:
             raise ValueError(f"model.kind is {self.kind!r}; {kind!r} was expected")
+
+    @property
+    def query_factor(self) -> float:
+        """What queries are multiplied by: attention divides scores by √head_dim, whatever the config's root."""
+        return math.sqrt(self.head_dim / self.query_pre_attn_scalar) if self.query_pre_attn_scalar else 1.0
+
+    @property
+    def adds_positions(self) -> bool:
+        """Whether vectors of positions are added to the tokens'."""
+        return self.positions in ("learned", "sinusoidal")
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP multiplies by the activation of a gate."""
+        return self.mlp in ("swiglu", "geglu")
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many dimensions of each head rotary positions turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def norms_outputs(self) -> bool:
+        """Whether the outputs of attention and MLP are normed before they are added to the residual stream."""
+        return self.norm_place in ("output", "sandwich")
 
     def window(self, layer: int) -> int:
         """Returns how many tokens back a layer attends, the token itself included; 0 = all."""

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from lm.attention import CrossAttentionCache, KVCache, OwnKeys, TokenWriter
+from lm.attention import CrossAttentionCache, KVCache, Mask, OwnKeys, TokenWriter
 from lm.block import BlockInputs, run_blocks
 from lm.config import ModelConfig
 from lm.encoder import EncoderDecoder
@@ -92,7 +92,9 @@ def decode(
     positions_BT = columns_B.clamp(max=config.max_position_embeddings - 1)[:, None]
     x_BTD = stack.embed(tokens_B[:, None], positions_BT)
     rotary = stack.rotary(positions_BT, compute_dtype(x_BTD))
-    by_window = {window: OwnKeys(columns_B, num_columns, window, x_BTD) for window in config.sliding_window}
+    by_window: dict[int, Mask] = {w: OwnKeys(columns_B, num_columns, w, x_BTD) for w in config.sliding_window}
+    if stack.relative_bias is not None:
+        by_window[0] = stack.relative_bias.of_step(columns_B, num_columns).to(compute_dtype(x_BTD))
     masks = [by_window[config.window(layer)] for layer in range(config.num_hidden_layers)]
     again_BTD = stack.layer_positions(positions_BT, x_BTD.dtype)
     writer = TokenWriter(cache, columns_B, num_columns)

@@ -206,8 +206,7 @@ def prompts_and_sources(
 ) -> tuple[list[list[int]], list[list[int]] | None]:
     """Returns the prompts and sources with which `generate` answers the texts in `asked`.
 
-    A decoder continues the text; an encoder-decoder reads it and begins after `start_id`, the end token, as in
-    training.
+    A decoder continues the text; an encoder-decoder reads it and begins after `start_id`, as in training.
     """
     tokens = [list(question) for question in asked]
     if isinstance(model, EncoderDecoder):

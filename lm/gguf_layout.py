@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.attention import rotary_frequencies
 from lm.config import ModelConfig, RopeScaling
 from lm.families import FAMILIES, Family, expect
 from lm.families.family import Fields
+from lm.positions import rotary_frequencies
 
 Metadata = Mapping[str, Any]
 ROPE_FREQUENCIES = "rope_freqs.weight"  # llama.cpp divides the rotary frequencies by it: Llama 3's scaling

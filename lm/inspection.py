@@ -94,7 +94,9 @@ def _weights(q_BNTH: Tensor, k_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
     """Computes attention weights: with unit vectors as values, `attend` returns them."""
     T, S = q_BNTH.shape[2], k_BGSH.shape[2]
     unit_BGSS = torch.eye(S, dtype=q_BNTH.dtype, device=q_BNTH.device).expand(*k_BGSH.shape[:2], S, S)
-    return attend(q_BNTH, k_BGSH, unit_BGSS, None if mask_BTS is None else mask_BTS.expand(-1, T, -1))
+    if mask_BTS is not None and mask_BTS.dim() == 3:
+        mask_BTS = mask_BTS.expand(-1, T, -1)
+    return attend(q_BNTH, k_BGSH, unit_BGSS, mask_BTS)
 
 
 @dataclass(frozen=True)
@@ -207,11 +209,13 @@ def block_bytes(config: ModelConfig, of: Pass, *, cross_attention: bool = False)
 
 def ends_bytes(config: ModelConfig, of: Pass) -> int:
     """Returns the bytes kept outside the blocks: rotary tables, embedding norm and dropout, final norm, head input."""
-    kept = 2 * config.head_dim * of.compute_bytes if config.positions == "rotary" else 0
+    tables = 2 if config.rope_local_base_freq else 1
+    kept = 2 * tables * config.rotary_dim * of.compute_bytes if config.positions == "rotary" else 0
     kept += _norm_bytes(config, of) if config.embedding_norm else 0
     kept += _dropout_bytes(of)
-    kept += _norm_bytes(config, of) if config.norm_place == "pre" else 0
-    return of.num_tokens * (kept + config.hidden_size * of.compute_bytes)
+    kept += _norm_bytes(config, of) if config.norm_place != "post" else 0
+    table = of.seq_len**2 * _bias_bytes(config, of) if config.positions == "relative" else 0
+    return of.num_tokens * (kept + config.hidden_size * of.compute_bytes) + table
 
 
 def gradient_bytes(config: ModelConfig, of: Pass) -> int:
@@ -221,8 +225,9 @@ def gradient_bytes(config: ModelConfig, of: Pass) -> int:
     its scores. By then, the memory that the MLP and the last norm kept is free again.
     """
     inner = config.intermediate_size * of.compute_bytes
-    mlp = 2 * inner - config.hidden_size * of.compute_bytes if config.mlp == "swiglu" else inner
-    tables = 0 if of.is_fused or of.is_tiled else 2 * _score_bytes(config, of)
+    widths = {"swiglu": 2, "geglu": 4}.get(config.mlp, 1)
+    mlp = widths * inner - (config.hidden_size * of.compute_bytes if config.is_gated else 0)
+    tables = 0 if of.is_fused or _is_tiled(config, of) else 2 * _score_bytes(config, of)
     after = (
         _branch_bytes(config, of)
         + _mlp_bytes(config, of)
@@ -244,20 +249,30 @@ def forward_bytes(config: ModelConfig, of: Pass) -> int:
     around += 2 * c * H if config.positions == "rotary" else 0
     around += of.stream_bytes * config.hidden_size if config.positions_every_layer else 0
     attention = (
-        2 * c * (N + 2 * G) * H + c * N * H + (0 if of.is_fused or of.is_tiled else 2 * _score_bytes(config, of))
+        2 * c * (N + 2 * G) * H
+        + c * N * H
+        + (0 if of.is_fused or _is_tiled(config, of) else 2 * _score_bytes(config, of))
     )
-    mlp = c * config.intermediate_size * (3 if config.mlp == "swiglu" else 2)
+    mlp = c * config.intermediate_size * {"swiglu": 3, "geglu": 4}.get(config.mlp, 2)
     return of.num_tokens * (around + max(attention, mlp))
 
 
 def _branch_bytes(config: ModelConfig, of: Pass) -> int:
-    """Returns the bytes per token around a branch: its norm, its first product's input, its dropout."""
-    return _norm_bytes(config, of) + config.hidden_size * of.compute_bytes + _dropout_bytes(of)
+    """Returns the bytes per token around a branch: its norms, its first product's input, its dropout. A norm of its
+    output keeps that in the compute dtype.
+    """
+    kept = 0 if config.norm_place == "output" else _norm_bytes(config, of)
+    kept += config.hidden_size * of.compute_bytes + _norm_numbers(config) if config.norms_outputs else 0
+    return kept + config.hidden_size * of.compute_bytes + _dropout_bytes(of)
 
 
 def _norm_bytes(config: ModelConfig, of: Pass) -> int:
     """RMSNorm keeps x and 1 / rms(x); PyTorch's LayerNorm keeps x, its mean and its deviation."""
-    return of.stream_bytes * config.hidden_size + (4 if config.norm == "rms" else 8)
+    return of.stream_bytes * config.hidden_size + _norm_numbers(config)
+
+
+def _norm_numbers(config: ModelConfig) -> int:
+    return 4 if config.norm == "rms" else 8
 
 
 def _dropout_bytes(of: Pass) -> int:
@@ -273,7 +288,7 @@ def _attention_bytes(config: ModelConfig, of: Pass) -> int:
     fp32 number each.
     """
     N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, of.compute_bytes
-    kept = 4 * (N + G) if config.qk_norm else 0
+    kept = 4 * (N + G if config.qk_norm_over == "head" else 2) if config.qk_norm else 0
     if config.qk_norm and not of.is_fused:
         kept += c * (N + 2 * G) * H
     turned = config.positions == "rotary" or config.qk_norm
@@ -293,18 +308,33 @@ def exchanged_numbers(config: ModelConfig, of: Pass) -> int:
 
 def _score_bytes(config: ModelConfig, of: Pass) -> int:
     """A row of weights per head, or ln Σ exp(scores)."""
-    return config.num_attention_heads * (4 if of.is_fused or of.is_tiled else of.compute_bytes * of.seq_len)
+    if of.is_fused or _is_tiled(config, of):
+        return 4 * config.num_attention_heads
+    # With a bias, PyTorch's attention on a CPU computes in fp32, and keeps the weights in both types.
+    in_fp32 = 4 if config.positions == "relative" and of.compute_bytes < 4 else 0
+    return config.num_attention_heads * of.seq_len * (of.compute_bytes + in_fp32)
+
+
+def _is_tiled(config: ModelConfig, of: Pass) -> bool:
+    """Heed's kernel for CPUs adds no bias to scores."""
+    return of.is_tiled and config.positions != "relative"
+
+
+def _bias_bytes(config: ModelConfig, of: Pass) -> int:
+    """A bias per head, the number of its bucket, and whether it counts: for each pair of places, whatever the rows."""
+    return of.compute_bytes * config.num_attention_heads + 8 + 1
 
 
 def _cross_bytes(config: ModelConfig, of: Pass) -> int:
-    """Like self-attention, with keys and values from as many encoder states."""
+    """Like self-attention, with keys and values from as many encoder states, and no bias."""
     N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, of.compute_bytes
-    return c * (2 * N + 2 * G) * H + _score_bytes(config, of)
+    scores = N * (4 if of.is_fused or of.is_tiled else c * of.seq_len)
+    return c * (2 * N + 2 * G) * H + scores
 
 
 def _mlp_bytes(config: ModelConfig, of: Pass) -> int:
-    """c·M for the input of the last product, plus what the activation needs: SwiGLU its gate and up, ReLU only its
-    result, which is that input.
+    """c·M for the input of the last product, plus what the activation needs: SwiGLU its gate and up, GEGLU also the
+    gate's activation, ReLU only its result, which is that input.
     """
-    widths = {"swiglu": 3, "relu2": 2, "gelu": 2, "gelu_tanh": 2, "relu": 1}[config.mlp]
+    widths = {"swiglu": 3, "geglu": 4, "relu2": 2, "gelu": 2, "gelu_tanh": 2, "relu": 1}[config.mlp]
     return widths * config.intermediate_size * of.compute_bytes

@@ -295,12 +295,12 @@ def make_norm(config: ModelConfig, width: int) -> nn.Module:
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))); SwiGLU's `up` holds the gate's rows too."""
+    """down(activation(up(x))); `up` of SwiGLU and GEGLU holds the gate's rows too."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.activation = swiglu if config.mlp == "swiglu" else ACTIVATIONS[config.mlp]
-        rows = config.intermediate_size * (2 if config.mlp == "swiglu" else 1)
+        self.activation = {"swiglu": swiglu, "geglu": geglu}.get(config.mlp) or ACTIVATIONS[config.mlp]
+        rows = config.intermediate_size * (2 if config.is_gated else 1)
         self.up = Linear(config.hidden_size, rows, bias=config.mlp_bias)
         self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
@@ -342,6 +342,12 @@ class _SwiGLU(torch.autograd.Function):
         return result
 
 
+def geglu(gate_and_up: Tensor) -> Tensor:
+    """gelu(gate) · up, [..., M], with GELU's approximation by tanh (arXiv 2002.05202)."""
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 class _SquaredReLU(torch.autograd.Function):
     """relu(x)², saving only relu(x) for the gradient 2·relu(x)."""
 
@@ -359,6 +365,7 @@ class _SquaredReLU(torch.autograd.Function):
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,  # of the gate
+    "geglu": partial(F.gelu, approximate="tanh"),
     "relu2": _SquaredReLU.apply,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),

@@ -17,13 +17,10 @@ from lm.attention import (
     CrossAttentionCache,
     Mask,
     PassCache,
-    Rotary,
     attention_mask,
     grouped_mask,
     is_on_gpu,
     packed_mask,
-    rotary_tables,
-    sinusoids,
     takes_packed_rows,
     whole_rows,
     with_window,
@@ -31,6 +28,7 @@ from lm.attention import (
 from lm.block import Block, BlockInputs, PostNormBlock, run_blocks, run_compiled_blocks
 from lm.config import ModelConfig
 from lm.layers import Dropout, Fp32Linear, Head, compute_dtype, make_norm, token_keys
+from lm.positions import RelativeBias, Rotary, rotary_tables, sinusoids
 from lm.sampling import token_logprobs
 from lm.sequence_parallel import SequenceGroup, SplitRows, check_sequence_split
 from lm.transfer import at_positions, upload
@@ -63,18 +61,19 @@ class Transformer(nn.Module):
         self.embedding = embedding or nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.positions == "learned"
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.relative_bias = RelativeBias(config, causal=causal) if config.positions == "relative" else None
         self.token_types = nn.Embedding(config.type_vocab_size, config.hidden_size) if config.type_vocab_size else None
         self.embedding_norm = make_norm(config, config.hidden_size) if config.embedding_norm else nn.Identity()
         self.dropout = Dropout(dropout)
         num_layers = config.num_hidden_layers if causal or not config.num_encoder_layers else config.num_encoder_layers
-        block = Block if config.norm_place == "pre" else PostNormBlock
+        block = PostNormBlock if config.norm_place == "post" else Block
         with_norms = num_layers - config.blocks_without_norm
         self.blocks = nn.ModuleList(
             block(config, dropout, cross_attention=cross_attention, has_norms=layer < with_norms)
             for layer in range(num_layers)
         )
         # In a post-norm model the last block ends with a norm.
-        self.norm = make_norm(config, config.hidden_size) if config.norm_place == "pre" else nn.Identity()
+        self.norm = nn.Identity() if config.norm_place == "post" else make_norm(config, config.hidden_size)
 
     def forward(
         self,
@@ -99,6 +98,9 @@ class Transformer(nn.Module):
         if mask is None and not self.causal:
             everything = torch.ones(1, T, T, dtype=torch.bool, device=tokens_BT.device)
             mask = whole_rows(tokens_BT, causal=False) if packs else everything
+        if self.relative_bias is not None:
+            assert mask is None or isinstance(mask, Tensor), "relative positions need a mask of whole rows"
+            mask = self.relative_bias.of_rows(mask, tokens_BT).to(compute_dtype(self._table()))
         by_window = {window: with_window(mask, window, tokens_BT, packs=packs) for window in self.config.sliding_window}
         masks = [by_window[self.config.window(layer)] for layer in range(len(self.blocks))]
         split = None
@@ -127,7 +129,7 @@ class Transformer(nn.Module):
         x_BTD = self.embedding(tokens_BT)
         if self.config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.hidden_size)
-        if self.config.positions != "rotary":
+        if self.config.adds_positions:
             x_BTD = x_BTD + self._position_vectors(positions_BT, x_BTD.dtype)
         if self.token_types is not None:
             x_BTD = x_BTD + self.token_types(torch.zeros_like(tokens_BT) if token_types_BT is None else token_types_BT)
@@ -143,11 +145,16 @@ class Transformer(nn.Module):
             return self.positions(positions_BT)
         return sinusoids(positions_BT, self.config.hidden_size).to(dtype)
 
-    def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> Rotary | None:
-        config = self.config
+    def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> Sequence[Rotary | None]:
+        """Returns each layer's rotary tables; layers share them."""
+        config, layers = self.config, range(len(self.blocks))
         if config.positions != "rotary":
-            return None
-        return rotary_tables(positions_BT, config.head_dim, config.rope_theta, config.rope_scaling, dtype)
+            return [None for _ in layers]
+        tables = rotary_tables(positions_BT, config.rotary_dim, config.rope_theta, config.rope_scaling, dtype)
+        if not config.rope_local_base_freq:
+            return [tables for _ in layers]
+        local = rotary_tables(positions_BT, config.rotary_dim, config.rope_local_base_freq, None, dtype)
+        return [local if config.window(layer) else tables for layer in layers]
 
     def hidden(
         self,
@@ -192,13 +199,14 @@ class Transformer(nn.Module):
         if self.packs_rows():
             return packed_mask(segments_BT, device, causal=self.causal)
         # Compiled blocks get no groups: each number of groups would need another graph.
-        if not is_plain and not is_on_gpu(self._table()) and not self.compiles:
+        in_groups = not is_plain and not self.compiles and self.relative_bias is None
+        if in_groups and not is_on_gpu(self._table()):
             return grouped_mask(segments_BT, causal=self.causal)
         return attention_mask(segments_BT.to(device), causal=self.causal)
 
     def packs_rows(self) -> bool:
         """Whether variable-length attention supports this model on its device and in its precision."""
-        return takes_packed_rows(self._table(), self.config.head_dim)
+        return self.relative_bias is None and takes_packed_rows(self._table(), self.config.head_dim)
 
     def _table(self) -> Tensor:
         """The embedding's matrix. Use only its dtype and device.
@@ -330,6 +338,7 @@ def init_weights(model: nn.Module, seed: int) -> None:
     | norms                         | 1              |                                                            |
     | biases                        | 0              |                                                            |
     | score                         | N(0, 1/(D+1))  | a fresh score has unit variance                            |
+    | relative bias                 | N(0, 1/D)      | as in T5, nearly none                                      |
 
     GPT-2's fixed 0.02 is 1/√D at a width of 2,500. On narrow models it leaves attention nearly uniform, and heads that
     copy from the context took more than three times as many steps to form (docs/negative-results.md).
@@ -354,6 +363,8 @@ def initial_weight(name: str, shape: Sequence[int], config: ModelConfig, generat
         return torch.zeros(*shape)
     if name.startswith("score."):  # summarize-from-feedback, `query_response_model.py`
         std = 1 / math.sqrt(shape[-1] + 1)
+    elif "relative_bias." in name:
+        std = 1 / math.sqrt(config.hidden_size)
     else:
         in_decoder = (3 if config.kind == "encoder-decoder" else 2) * config.num_hidden_layers
         in_encoder = 2 * (config.num_encoder_layers or config.num_hidden_layers)
@@ -409,6 +420,7 @@ def freeze_all_but_last(model: nn.Module, num_blocks: int) -> None:
     frozen: list[nn.Module | None] = [*blocks[: len(blocks) - num_blocks]]
     for transformer in transformers:
         frozen += [transformer.embedding, transformer.positions, transformer.token_types, transformer.embedding_norm]
+        frozen.append(transformer.relative_bias)
     if len(transformers) > 1 and num_blocks <= len(transformers[-1].blocks):  # the whole encoder is frozen
         frozen.append(transformers[0].norm)
     for module in frozen:

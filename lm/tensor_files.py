@@ -20,12 +20,13 @@ from lm.tokenizer import read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Tensors of checkpoints that are not read: computed tables (GPT-2's causal mask, Llama's rotary frequencies, BERT's
-# position numbers), second copies of tied tensors, and heads for another purpose.
+# position numbers), a table that T5 has but does not use, second copies of tied tensors, and heads for another purpose.
 _COMPUTED = r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$|final_logits_bias$"
+_UNUSED = r"\.EncDecAttention\.relative_attention_bias\.weight$"
 _COPIES = r"^lm_head\.weight$|^cls\.predictions\.(decoder\.|bias$)|\.embed_tokens\.weight$"
 _OTHER_HEADS = r"^cls\.seq_relationship\.|^(bert\.)?pooler\."
 _BODY = re.compile(r"^(transformer|bert)\.")
-_LEFT_OUT = re.compile("|".join((_COMPUTED, _COPIES, _OTHER_HEADS)))
+_LEFT_OUT = re.compile("|".join((_COMPUTED, _UNUSED, _COPIES, _OTHER_HEADS)))
 # BERT's published checkpoints name the norms' parameters as TensorFlow did.
 _OLD_NAMES = {"gamma": "weight", "beta": "bias"}
 
@@ -186,7 +187,7 @@ class Reader:
                     name, place, low - start, high - start, end - start
                 )
             start = end
-        return found
+        return place.read(found)
 
     def _rows(self, name: str, place: Stored, low: int, high: int, num_rows: int) -> Tensor:
         """Reads rows `low` to `high` of a part that has `num_rows`."""

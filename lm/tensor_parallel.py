@@ -101,10 +101,12 @@ class Team:
 
 
 def require_divisible(config: ModelConfig, size: int, what: str = "tensor_parallel_size") -> None:
-    """Check that a team of `size` ranks can share a model. Raises: ValueError naming `what` and what does not divide.
+    """Check that a team of `size` ranks can share a model. Raises: ValueError naming `what` and what does not allow it.
 
     A team with more ranks than key-value heads repeats each head on the same number of ranks.
     """
+    if size > 1 and config.qk_norm_over != "head":
+        raise ValueError(f"{what} is {size}, but the model norms the queries of all heads together; 1 was expected")
     kv_heads = config.num_key_value_heads
     for name, number in (
         ("num_attention_heads", config.num_attention_heads),

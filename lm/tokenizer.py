@@ -33,7 +33,7 @@ _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(0x100 + place): byte for place, byte in enumerate(sorted({*range(0x100)} - {*_PRINTABLE}))
 }
-_OWN_FIELDS = ("pad", "end", "start", "mask", "chat_template", "other_ends", "model_start")
+_OWN_FIELDS = ("pad", "end", "start", "mask", "chat_template", "other_ends", "model_start", "target_start")
 
 
 class Tokenizer:
@@ -43,7 +43,8 @@ class Tokenizer:
     space after a text, even the end token. The start token opens an encoder's input (the end token stands in if there
     is none); the mask token hides a word from an encoder. `end` ends a text. A response may also end with the token
     that closes an assistant's turn in the chat template, or with one of `other_ends`: see `end_ids`. `model_start` is
-    the start token that the model's own files name by number; Heed only hands it on.
+    the start token that the model's own files name by number; Heed only hands it on. `target_start` is the token after
+    which an encoder-decoder writes (T5: padding), or "" for the end token (BART).
     Raises: ValueError for a token that the vocabulary lacks.
     """
 
@@ -58,13 +59,15 @@ class Tokenizer:
         mask: str = "",
         other_ends: Sequence[str] = (),
         model_start: str = "",
+        target_start: str = "",
     ) -> None:
         self._bpe = bpe
         self.pad, self.end, self.start, self.mask, self.chat_template = pad, end, start, mask, chat_template
-        self.other_ends, self.model_start = tuple(other_ends), model_start
+        self.other_ends, self.model_start, self.target_start = tuple(other_ends), model_start, target_start
         self.end_id = self._id(end, "eos_token")
         self.pad_id = self._id(pad, "pad_token") if pad else self.end_id
         self.start_id = self._id(start, "bos_token") if start else self.end_id
+        self.target_start_id = self._id(target_start, "decoder_start_token_id") if target_start else self.end_id
 
     def _id(self, token: str, field: str) -> int:
         token_id = self._bpe.token_to_id(token)
@@ -173,6 +176,7 @@ class Tokenizer:
             chat_template=template,
             other_ends=[token for token in ends if token != names["eos_token"]],
             model_start=next(iter(_model_tokens(folder, bpe, "bos_token_id")), ""),
+            target_start=next(iter(_model_tokens(folder, bpe, "decoder_start_token_id")), ""),
         )
 
     def save(self, folder: Path) -> None:
@@ -198,6 +202,7 @@ class Tokenizer:
             **({} if self.bos_id is None else {"bos_token_id": self.bos_id}),
             "eos_token_id": list(self.end_ids) if len(self.end_ids) > 1 else self.end_id,
             **({"pad_token_id": self.pad_id} if self.pad else {}),
+            **({"decoder_start_token_id": self.target_start_id} if self.target_start else {}),
         }
 
     def __eq__(self, other: object) -> bool:
@@ -205,7 +210,8 @@ class Tokenizer:
         return isinstance(other, Tokenizer) and self._written() == other._written()
 
     def _written(self) -> tuple[str, ...]:
-        return self._bpe.to_str(), self.end, self.start, self.chat_template
+        target_start = () if self.target_start in ("", self.end) else (self.target_start,)
+        return self._bpe.to_str(), self.end, self.start, self.chat_template, *target_start
 
     @property
     def sha256(self) -> str:

@@ -27,7 +27,7 @@ from lm.encoder import (
     SpanPredictor,
     TokenClassifier,
 )
-from lm.families import FAMILIES, family_of
+from lm.families import FAMILIES, NOT_COVERED, family_of
 from lm.families.family import Family, Stored, expect
 from lm.hub import refuse_adapter
 from lm.model import SCORE, LanguageModel, ScalarModel, fixup_weight, initial_weight
@@ -63,6 +63,7 @@ PURPOSES: dict[type[nn.Module], str] = {
 
 # Pretrained BERT has a second head in addition to that for masked words; only `NextSentenceModel` reads it.
 _READ_AS = {"BertForPreTraining": "BertForMaskedLM", "HeedForPreTraining": "HeedForMaskedLM"}
+_READ_AS |= {"T5WithLMHeadModel": "T5ForConditionalGeneration"}  # its name until 2020
 
 # The model as which each kind of shape is pretrained.
 PRETRAINED: dict[str, type[LanguageModel | MaskedLanguageModel | EncoderDecoder]] = {
@@ -93,7 +94,7 @@ def save_model(
         tokenizer = tokenizer.with_distinct_pad()
     tokenizer.save(folder)
     if isinstance(model, EncoderDecoder):  # transformers reads this file, not config.json, where a decoder starts
-        starts = {"decoder_start_token_id": tokenizer.end_id, **tokenizer.generation_config()}
+        starts = {"decoder_start_token_id": tokenizer.target_start_id, **tokenizer.generation_config()}
         write_json(folder / GENERATION_CONFIG, starts)
     config = config_to_hf(model, tokenizer)
     missing = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
@@ -306,7 +307,7 @@ def _to_stored(place: Stored, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     for name, part in zip(place.parts, tensor.split(sizes), strict=True):
         unused = part.new_zeros(place.rows_before, *part.shape[1:])
         whole = torch.cat([unused, part]) if place.rows_before else part
-        yield name, (whole.T if place.transposed else whole).contiguous()
+        yield name, place.write(whole.T if place.transposed else whole).contiguous()
 
 
 def config_to_hf(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -327,7 +328,7 @@ def config_to_hf(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
         "pad_token_id": tokenizer.pad_id if tokenizer.pad else None,
         "dtype": "float32",
         **(labels if names else {}),
-        **({"decoder_start_token_id": tokenizer.end_id} if isinstance(model, EncoderDecoder) else {}),
+        **({"decoder_start_token_id": tokenizer.target_start_id} if isinstance(model, EncoderDecoder) else {}),
     }
 
 
@@ -365,7 +366,9 @@ def _family_of(raw: Mapping[str, Any], where: Path | str) -> Family:
     family = next((family for family in FAMILIES if family.model_type == raw.get("model_type")), None)
     if family is None:
         known = [family.model_type for family in FAMILIES]
-        raise ValueError(f"{where}: model_type is {raw.get('model_type')!r}; one of {known} was expected")
+        kind = raw.get("model_type")
+        why = f", {NOT_COVERED[kind]}" if str(kind) in NOT_COVERED else ""
+        raise ValueError(f"{where}: model_type is {kind!r}{why}; one of {known} was expected")
     return family
 
 

@@ -141,7 +141,7 @@ def make_objective(
     if not len(sequences):
         raise ValueError(f"{', '.join(data.source for data in sources)}: no demonstrations; at least one was expected")
     if has_source:
-        return PairsObjective(Pairs(sequences), tokenizer.end_id)
+        return PairsObjective(Pairs(sequences), tokenizer.target_start_id)
     return PackedObjective(Packed(sequences, seq_len, tokenizer.pad_id))
 
 

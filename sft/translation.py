@@ -68,7 +68,7 @@ def translate(folder: Path, pairs: Sequence[Pair], num_beams: int, max_new_token
     by_length = sorted(range(len(sources)), key=lambda row: len(sources[row]))
     found = generate(
         model,
-        [[tokenizer.end_id]] * len(sources),
+        [[tokenizer.target_start_id]] * len(sources),
         sources=[sources[row] for row in by_length],
         max_new_tokens=max_new_tokens,
         end_ids=tokenizer.end_ids,
@@ -84,7 +84,7 @@ def translate(folder: Path, pairs: Sequence[Pair], num_beams: int, max_new_token
             sources[row],
             num_beams=num_beams,
             max_new_tokens=max_new_tokens,
-            start_id=tokenizer.end_id,
+            start_id=tokenizer.target_start_id,
             end_ids=tokenizer.end_ids,
         )
         texts = {"source": source, "reference": reference, "greedy": greedy[row], "beam": best.response}

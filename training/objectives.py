@@ -84,8 +84,8 @@ class PackedObjective:
 class PairsObjective:
     """-Σ log p(token | tokens before it, the source) over the targets' tokens. Lower is better."""
 
-    def __init__(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], end_id: int) -> None:
-        self.pairs, self.end_id = pairs, end_id
+    def __init__(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], start_id: int) -> None:
+        self.pairs, self.start_id = pairs, start_id
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -101,24 +101,24 @@ class PairsObjective:
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         sources, targets = zip(*(self.pairs[row] for row in rows), strict=True)
         keys_B1 = sequence_keys(seed, rows[:, None], device)
-        return teacher_forcing_loss(model, sources, targets, self.end_id, device, keys_B1), {}
+        return teacher_forcing_loss(model, sources, targets, self.start_id, device, keys_B1), {}
 
 
 def teacher_forcing_loss(
     model: EncoderDecoder,
     sources: Sequence[Sequence[int]],
     targets: Sequence[Sequence[int]],
-    end_id: int,
+    start_id: int,
     device: torch.device,
     sequence_keys_B1: Tensor,
 ) -> Tensor:
     """-Σ log p(token | tokens before it, its source), in nats, over all targets.
 
-    The decoder starts from the EOS token, as BART's does. `sequence_keys_B1` are the pairs' keys for dropout
-    (`lm.layers`).
+    The decoder starts from `start_id`, which is the end token of BART and the padding token of T5. `sequence_keys_B1`
+    are the pairs' keys for dropout (`lm.layers`).
     """
     sources_BS, source_segments_BS = pad_right(sources, device)
-    given_BT, segments_BT = pad_right([[end_id, *target[:-1]] for target in targets], device)
+    given_BT, segments_BT = pad_right([[start_id, *target[:-1]] for target in targets], device)
     targets_BT, _ = pad_right(targets, device)
     real_BT = segments_BT > 0
     logits_CV = model(sources_BS, given_BT, source_segments_BS, real_BT, sequence_keys_B1)

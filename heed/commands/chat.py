@@ -289,7 +289,7 @@ class Speaker:
                 prompt,
                 num_beams=self.beams,
                 max_new_tokens=max_new_tokens,
-                start_id=self.tokenizer.end_id,
+                start_id=self.tokenizer.target_start_id,
                 end_ids=self.tokenizer.end_ids,
             )
             return self.tokenizer.decode(found[0].response).strip(), [hypothesis.score for hypothesis in found]
@@ -298,7 +298,7 @@ class Speaker:
             [prompt],
             _no_preference if self.reward_model is None else _scorer(self.reward_model, self.tokenizer, messages),
             max_new_tokens=max_new_tokens,
-            start_id=self.tokenizer.end_id,
+            start_id=self.tokenizer.target_start_id,
             end_ids=self.tokenizer.end_ids,
             choice=self.choice,
             seeds=[[derive_seed(self.seed, "chat", num_turns, line, number) for number in range(self.num_samples)]],

@@ -178,7 +178,7 @@ def write(
         show_logprobs(asked, model, [])
         return
     printed = _Printed(asked)
-    start_id, end_ids = asked.tokenizer.end_id, asked.tokenizer.end_ids
+    start_id, end_ids = asked.tokenizer.target_start_id, asked.tokenizer.end_ids
     if beams:
         hypotheses = beam_search(
             model, asked.read, num_beams=beams, max_new_tokens=max_new_tokens, start_id=start_id, end_ids=end_ids
@@ -242,7 +242,9 @@ def show_logprobs(
 
     table, tokenizer = _table("part", "token", "id", "log p", "p"), asked.tokenizer
     if isinstance(model, EncoderDecoder):
-        scored = [("output", response, output_logprobs(model, asked.read, response, tokenizer.end_id).tolist())]
+        scored = [
+            ("output", response, output_logprobs(model, asked.read, response, tokenizer.target_start_id).tolist())
+        ]
     else:
         start, *text = asked.read
         numbers = response_logprobs(model, [[start]], [[*text, *response]], 1.0)[0].tolist()

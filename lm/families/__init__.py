@@ -13,14 +13,26 @@ from lm.config import ModelConfig
 from lm.families.bart import BartFamily
 from lm.families.bert import BertFamily
 from lm.families.family import Family, Stored, expect
+from lm.families.gemma3 import Gemma3Family
 from lm.families.gpt2 import GPT2Family
+from lm.families.olmo2 import Olmo2Family
 from lm.families.own import HeedFamily
+from lm.families.phi3 import Phi3Family
 from lm.families.rotary import RotaryFamily
+from lm.families.t5 import T5Family
 
-__all__ = ["FAMILIES", "Family", "Stored", "expect", "family_of"]
+__all__ = ["FAMILIES", "NOT_COVERED", "Family", "Stored", "expect", "family_of"]
 
 _MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096}
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+
+# What no shape of Heed describes, in families that are close to those above.
+NOT_COVERED = {
+    "qwen3_5": "which has layers of linear attention",
+    "qwen3_5_text": "which has layers of linear attention",
+    "gemma2": "which caps logits and attention scores with tanh",
+    "gemma3": "which has a vision tower (its language model alone is gemma3_text)",
+}
 
 FAMILIES: tuple[Family, ...] = (
     RotaryFamily("llama", "Llama", attention_bias="flag", mlp_bias_flag=True, even_heads=True),
@@ -30,9 +42,13 @@ FAMILIES: tuple[Family, ...] = (
     RotaryFamily(
         "qwen3", "Qwen3", attention_bias="flag", windows="by layer", qk_norm=True, defaults={**_QWEN, "head_dim": 128}
     ),
+    Olmo2Family("olmo2", "Olmo2", attention_bias="flag"),
+    Phi3Family("phi3", "Phi3", windows="all"),
+    Gemma3Family("gemma3_text", "Gemma3", mlp="geglu", attention_bias="flag", even_heads=True),
     GPT2Family(),
     BertFamily(),
     BartFamily(),
+    T5Family(),
     HeedFamily(),
 )
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from lm.config import ModelConfig
 
 Fields = dict[str, Any]
@@ -14,12 +16,25 @@ class Stored:
     """How a checkpoint stores one of Heed's tensors: `parts` has the name and number of rows of each part, in order.
 
     None: all rows. `transposed`: the checkpoint stores the matrix as (in, out), as GPT-2 does. The first `rows_before`
-    rows in the checkpoint are not used: BART counts its positions from 2.
+    rows in the checkpoint are not used: BART counts its positions from 2. Heed's numbers are the checkpoint's times
+    `factor`, plus `added`.
     """
 
     parts: Mapping[str, int | None]
     transposed: bool = False
     rows_before: int = 0
+    factor: float = 1.0
+    added: float = 0.0
+
+    def read(self, theirs: Tensor) -> Tensor:
+        """Returns Heed's numbers, given the checkpoint's."""
+        scaled = theirs if self.factor == 1 else theirs * self.factor
+        return scaled + self.added if self.added else scaled
+
+    def write(self, ours: Tensor) -> Tensor:
+        """Returns the checkpoint's numbers, given Heed's."""
+        moved = ours - self.added if self.added else ours
+        return moved if self.factor == 1 else moved / self.factor
 
 
 class Family(Protocol):

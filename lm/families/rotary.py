@@ -1,6 +1,6 @@
-"""Llama and its descendants: Arcee, Mistral, Qwen2, Qwen3."""
+"""Llama and its descendants: Arcee, Mistral, Qwen2, Qwen3; the base of OLMo 2, Phi-3 and Gemma 3."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -23,14 +23,17 @@ def rope_to_hf(config: ModelConfig) -> Fields:
     return {"rope_type": scaling.rope_type, "rope_theta": config.rope_theta, **values}
 
 
-def rope_from_hf(raw: Mapping[str, Any]) -> Fields:
-    """Returns `rope_theta` and `rope_scaling`, from `rope_parameters` or from the two fields of older checkpoints."""
+def rope_from_hf(raw: Mapping[str, Any], kinds: Collection[str] = tuple(_ROPE_FIELDS_OF)) -> Fields:
+    """Returns `rope_theta` and `rope_scaling`, from `rope_parameters` or from the two fields of older checkpoints.
+
+    Raises: ValueError for a scaling that is not one of `kinds`.
+    """
     rope = raw.get("rope_parameters") or {
         "rope_theta": raw.get("rope_theta", 10_000.0),
         **(raw.get("rope_scaling") or {}),
     }
     kind = rope.get("rope_type", rope.get("type", "default"))
-    expect({"rope_type": kind}, "rope_type", "default", *_ROPE_FIELDS_OF)
+    expect({"rope_type": kind}, "rope_type", "default", *kinds)
     expect(rope, "partial_rotary_factor", 1.0)
     for name in ("attention_factor", "mscale", "mscale_all_dim"):
         expect(rope, name, None)
@@ -53,7 +56,7 @@ class RotaryFamily:
 
     model_type: str
     class_prefix: str
-    mlp: Literal["swiglu", "relu2"] = "swiglu"
+    mlp: Literal["swiglu", "geglu", "relu2"] = "swiglu"
     attention_bias: Literal["none", "qkv", "flag"] = "none"
     mlp_bias_flag: bool = False
     windows: Literal["none", "all", "by layer"] = "none"
@@ -70,7 +73,7 @@ class RotaryFamily:
 
     @property
     def hidden_act(self) -> str:
-        return {"swiglu": "silu", "relu2": "relu2"}[self.mlp]
+        return {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "relu2": "relu2"}[self.mlp]
 
     def to_hf(self, config: ModelConfig) -> Fields:
         """Returns the shape's fields. Raises: ValueError for a width that transformers refuses."""
@@ -156,7 +159,7 @@ class RotaryFamily:
         if not module.startswith("decoder.blocks."):
             return Stored({f"{self._OUTER[module]}.{kind}": None})
         _, _, layer, inner = module.split(".", 3)
-        if inner in stacked and not (inner == "mlp.up" and config.mlp != "swiglu"):
+        if inner in stacked and not (inner == "mlp.up" and not config.is_gated):
             return Stored({f"model.layers.{layer}.{part}.{kind}": rows for part, rows in stacked[inner].items()})
         return Stored({f"model.layers.{layer}.{self._INNER[inner]}.{kind}": None})
 

@@ -3,6 +3,7 @@
 Shape letters: B sequences, D model width, F outputs of a product, C columns of the cache, H head dim, V vocabulary.
 """
 
+import json
 from ctypes import CDLL, POINTER, Structure, byref, c_bool, c_double, c_int64, c_void_p, sizeof
 from functools import cache
 from typing import Any
@@ -45,8 +46,16 @@ def what_a_decoder_misses(config: ModelConfig, dtype: torch.dtype) -> str:
         return f"an even head_dim of at most {LARGEST_HEAD}, and widths that are multiples of {KC}"
     if config.norm_place != "pre" or config.mlp not in ACTIVATIONS:
         return f'norm_place "pre" and mlp of {list(ACTIVATIONS)}'
-    if config.positions_every_layer:
-        return "positions that are added once"
+    for field in (
+        "positions_every_layer",
+        "qk_norm_over",
+        "query_pre_attn_scalar",
+        "rope_local_base_freq",
+        "partial_rotary_factor",
+    ):
+        default = ModelConfig.model_fields[field].default
+        if getattr(config, field) != default:
+            return f"{field} {json.dumps(default)}"
     return "" if _functions() is not None else "a compiler"
 
 
@@ -162,7 +171,7 @@ class NativeSteps:
     def _tables_for(self, capacity: int) -> list[Tensor]:
         """Returns cos and sin [C, H] of every position that fits in the cache; none without rotary positions."""
         if not self._tables or len(self._tables[0]) < capacity:
-            tables = self._transformer.rotary(torch.arange(capacity)[None], self._dtype)
+            tables = self._transformer.rotary(torch.arange(capacity)[None], self._dtype)[0]
             self._tables = [table[0, :, 0] for table in tables or ()]
         return self._tables
 

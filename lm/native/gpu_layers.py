@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from lm.attention import Attention, PassCache, Rotary, TokenWriter
+from lm.attention import Attention, PassCache, TokenWriter
 from lm.layers import RMSNorm, compute_dtype
+from lm.positions import Rotary, turns_whole_heads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 16384  # most numbers of a row that one program can hold
@@ -415,7 +416,8 @@ class _SplitHeads(torch.autograd.Function):
 
 def takes_heads(qkv_BTE: Tensor, rotary: Rotary | None, num_heads: int, num_kv_heads: int) -> bool:
     """Returns whether the kernels split these heads. Without rotary positions, splitting only makes views."""
-    return rotary is not None and takes(qkv_BTE, *rotary) and rotary[0].shape[:2] == qkv_BTE.shape[:2]
+    is_whole = rotary is not None and turns_whole_heads(qkv_BTE, rotary, num_heads, num_kv_heads)
+    return rotary is not None and is_whole and takes(qkv_BTE, *rotary) and rotary[0].shape[:2] == qkv_BTE.shape[:2]
 
 
 def split_heads(
@@ -438,6 +440,9 @@ def takes_stored_heads(
         and takes(qkv_BTE, *(rotary or ()))
         and cache.cache.keys.dtype == qkv_BTE.dtype
         and attention.head_dim % 2 == 0
+        and not attention.norms_projection
+        and attention.query_factor == 1
+        and (rotary is None or turns_whole_heads(qkv_BTE, rotary, attention.num_heads, attention.num_kv_heads))
         and not (torch.is_grad_enabled() and qkv_BTE.requires_grad)
     )
 

@@ -15,11 +15,11 @@ from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
 from lm import attention, layers, sampling
-from lm.attention import Rotary
 from lm.block import Block, BlockInputs, run_blocks
 from lm.layers import RMSNorm, cast_weight, compute_dtype
 from lm.native import operators
 from lm.native.operators import TYPES, is_available, runs
+from lm.positions import Rotary, turns_whole_heads
 
 # In fp32, PyTorch's default, MKL, does not use AVX-512 on AMD: .11 TFLOP/s per core instead of .24. Without AVX-512,
 # MKL is faster (docs/negative-results.md).
@@ -60,7 +60,8 @@ def _dropout(x: Tensor, keys: Tensor, threshold: int) -> Tensor:
 
 def _takes_heads(qkv_BTE: Tensor, rotary: Rotary | None, num_heads: int, num_kv_heads: int) -> bool:
     tables = rotary or ()
-    return runs(qkv_BTE, *tables) and all(table.dtype == qkv_BTE.dtype for table in tables)
+    is_whole = rotary is None or turns_whole_heads(qkv_BTE, rotary, num_heads, num_kv_heads)
+    return is_whole and runs(qkv_BTE, *tables) and all(table.dtype == qkv_BTE.dtype for table in tables)
 
 
 def _split_heads(

@@ -26,7 +26,6 @@ from files.rows import Row
 from lm.progress import note_progress
 from lm.samplers.engine import SamplingEngine
 from lm.tokenizer import Messages, Tokenizer
-from lm.tool_calls import read_tool_calls
 from ppo.environments.environment import Environment, Episode, Reply
 from ppo.rollout import Dialogue
 
@@ -249,8 +248,7 @@ class Conversations:
 
     async def _reply(self, conversation: Conversation) -> Reply:
         assert conversation.episode is not None, "only conversations whose episode was opened go on"
-        text = self.tokenizer.decode(conversation.last_turn())
-        return await conversation.episode.reply(read_tool_calls(text))
+        return await conversation.episode.reply(self.tokenizer.assistant_message(conversation.last_turn()))
 
     def _take(self, conversation: Conversation, reply: Reply) -> None:
         """Take an episode's reply to the policy's last turn. Raises: TooLongError for one that fits in no response."""

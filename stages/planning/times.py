@@ -83,7 +83,7 @@ class Times:
         """Returns what a block reads and writes per token outside its products and attention, in bf16: norms, the
         activation, rotary positions, additions. Autocast's fp32 stream adds to it.
         """
-        model, is_gated = self.model, self.model.mlp == "swiglu"
+        model, is_gated = self.model, self.model.is_gated
         turned = (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
         turned *= model.positions == "rotary"
         in_fp32 = model.hidden_size * self.layout.is_autocast

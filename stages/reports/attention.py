@@ -39,10 +39,11 @@ def draw_attention(
         found = tokenizer.encode_plain(read)
         if model.config.kind == "decoder":
             return found
-        return [[tokenizer.start_id, *own, tokenizer.end_id] for own in found]
+        start = [tokenizer.start_id] if tokenizer.start or model.config.kind == "encoder" else []
+        return [[*start, *own, tokenizer.end_id] for own in found]
 
     (keys,) = encoded([text])
-    queries = [tokenizer.end_id, *tokenizer.encode_plain([target])[0]] if target else keys
+    queries = [tokenizer.target_start_id, *tokenizer.encode_plain([target])[0]] if target else keys
     most = min(MAX_TOKENS, model.config.max_position_embeddings)
     for tokens in (keys, queries):
         if not 1 <= len(tokens) <= most:

@@ -8,7 +8,11 @@ import torch
 
 from lm.config import ModelConfig
 from lm.encoder import EncoderDecoder, MaskedLanguageModel, SequenceClassifier
+from lm.families import family_of
 from lm.model import LanguageModel, count_parameters
+from lm.weights import PRETRAINED, PURPOSES
+from stages.planning.memory import count
+from training.config import OptimizerConfig
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
 
@@ -82,6 +86,25 @@ def test_vaswanis_translators_have_the_papers_shape_and_number_of_parameters(siz
         assert count_parameters([EncoderDecoder(config)]) == by_hand
     # "About 37,000 tokens": 3,800 more would make 65M.
     assert by_hand == pytest.approx(published, rel=0.031)
+
+
+# Parameters in the published files, tied weights once, and the family in which Heed writes the shape.
+PUBLISHED = {
+    "google/gemma-3-1b-it": (999_885_952, "gemma3_text"),
+    "allenai/OLMo-2-0425-1B-Instruct": (1_484_916_736, "olmo2"),
+    "microsoft/phi-4": (14_659_507_200, "llama"),  # as it has no window and turns whole heads
+    "google-t5/t5-small": (60_506_624, "t5"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_has_the_number_of_parameters_of_its_files(name: str) -> None:
+    config, (published, family) = read(name), PUBLISHED[name]
+    kind = PRETRAINED[config.kind]
+    with torch.device("meta"):
+        assert count_parameters([kind(config)]) == published
+    assert count(config, OptimizerConfig(learning_rate=1e-3)).total == published  # what `heed plan` counts
+    assert family_of(config, PURPOSES[kind]).model_type == family
 
 
 def test_every_file_is_a_shape() -> None:

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.attention import KVCache, rotary_tables, split_heads
+from lm.attention import KVCache, split_heads
 from lm.decoding import FixedSteps, decode
 from lm.generation import generate
 from lm.layers import add_norm, make_norm, swiglu
 from lm.model import LanguageModel
 from lm.native import gpu_attention, gpu_layers
+from lm.positions import rotary_tables
 from lm.sampling import Choice
 from tests.fake_cuda import kernels
 from tests.gpu.models import SHAPES, distance, gradients, pair, prompts, shape

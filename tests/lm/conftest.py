@@ -27,6 +27,17 @@ DECODERS = {
         "mistral": {"sliding_window": (4,), "head_dim": 6},
         "qwen2": {"attention_bias": "qkv"},
         "qwen3": {"qk_norm": True, "head_dim": 6, "sliding_window": (5, 0)},
+        "olmo2": {"norm_place": "output", "qk_norm": True, "qk_norm_over": "projection"},
+        "gemma3": {
+            "norm_place": "sandwich",
+            "qk_norm": True,
+            "mlp": "geglu",
+            "sliding_window": (5, 0),
+            "rope_local_base_freq": 100.0,
+            "query_pre_attn_scalar": 7,
+            "scale_embedding": True,
+        },
+        "phi3": {"partial_rotary_factor": 0.5},
         "vaswani": {**_GPT, "mlp": "relu", "positions": "sinusoidal", "norm_place": "post"},
         "learned in every layer": {"positions": "learned", "positions_every_layer": True},
     }.items()

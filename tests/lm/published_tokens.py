@@ -59,6 +59,35 @@ GEMMA = (
     "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
 )
+GEMMA_3 = (
+    "{{ bos_token }}\n{%- if messages[0]['role'] == 'system' -%}\n    {%- if messages[0]['content'] is string -%}\n"
+    "        {%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}\n    {%- else -%}\n"
+    "        {%- set first_user_prefix = messages[0]['content'][0]['text'] + '\n\n' -%}\n    {%- endif -%}\n"
+    '    {%- set loop_messages = messages[1:] -%}\n{%- else -%}\n    {%- set first_user_prefix = "" -%}\n'
+    "    {%- set loop_messages = messages -%}\n{%- endif -%}\n{%- for message in loop_messages -%}\n"
+    "    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}\n"
+    '        {{ raise_exception("Conversation roles must alternate user/assistant/user/assistant/...") }}\n'
+    "    {%- endif -%}\n    {%- if (message['role'] == 'assistant') -%}\n        {%- set role = \"model\" -%}\n"
+    "    {%- else -%}\n        {%- set role = message['role'] -%}\n    {%- endif -%}\n"
+    "    {{ '<start_of_turn>' + role + '\n' + (first_user_prefix if loop.first else \"\") }}\n"
+    "    {%- if message['content'] is string -%}\n        {{ message['content'] | trim }}\n"
+    "    {%- elif message['content'] is iterable -%}\n        {%- for item in message['content'] -%}\n"
+    "            {%- if item['type'] == 'image' -%}\n                {{ '<start_of_image>' }}\n"
+    "            {%- elif item['type'] == 'text' -%}\n                {{ item['text'] | trim }}\n"
+    "            {%- endif -%}\n        {%- endfor -%}\n    {%- else -%}\n"
+    '        {{ raise_exception("Invalid content type") }}\n    {%- endif -%}\n'
+    "    {{ '<end_of_turn>\n' }}\n{%- endfor -%}\n{%- if add_generation_prompt -%}\n"
+    "    {{'<start_of_turn>model\n'}}\n{%- endif -%}\n"
+)
+PHI_4 = (
+    "{% for message in messages %}{% if (message['role'] == 'system') %}"
+    "{{'<|im_start|>system<|im_sep|>' + message['content'] + '<|im_end|>'}}"
+    "{% elif (message['role'] == 'user') %}"
+    "{{'<|im_start|>user<|im_sep|>' + message['content'] + '<|im_end|>'}}"
+    "{% elif (message['role'] == 'assistant') %}"
+    "{{'<|im_start|>assistant<|im_sep|>' + message['content'] + '<|im_end|>'}}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
+)
 QWEN_3 = (
     "{% for message in messages %}{% if message.role == 'assistant' %}{% set content = message.content %}"
     "{% if '</think>' in content %}{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
@@ -212,6 +241,20 @@ PUBLISHED: dict[str, Published] = {
         ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
         {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}, ("<end_of_turn>", "<eos>"), template=GEMMA,
         generation=("<eos>", "<end_of_turn>"), system=False,
+    ),
+    "google/gemma-3-1b-it": Published(
+        ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>"),
+        {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}, ("<end_of_turn>", "<eos>"),
+        template=GEMMA_3, generation=("<eos>", "<end_of_turn>"),
+    ),
+    "microsoft/phi-4": Published(
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_sep|>", "<|dummy_85|>"),
+        {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "pad_token": "<|dummy_85|>"},
+        ("<|im_end|>", "<|endoftext|>"), template=PHI_4, generation=("<|endoftext|>", "<|im_end|>"),
+    ),
+    "google-t5/t5-small": Published(
+        ("<pad>", "</s>", "<unk>", "<extra_id_0>"), {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"},
+        ("</s>",), generation=("</s>",),
     ),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": Published(
         ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),

@@ -28,6 +28,13 @@ BASES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen2": lambda: transformers.Qwen2Config(**ROTARY),
     "qwen3": lambda: transformers.Qwen3Config(**ROTARY, head_dim=8),
     "mistral": lambda: transformers.MistralConfig(**ROTARY, sliding_window=None),
+    "olmo2": lambda: transformers.Olmo2Config(**ROTARY),
+    "phi3": lambda: transformers.Phi3Config(
+        **ROTARY,
+        pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**ROTARY, head_dim=8, query_pre_attn_scalar=5),
     "gpt2": lambda: transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64),
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -49,6 +56,12 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "target_modules": ["q_proj"],
         "modules_to_save": ["embed_tokens", "lm_head", "norm", "input_layernorm", "k_proj"],
     },
+    "whole norms": {
+        "r": 2,
+        "lora_alpha": 2,
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["norm", "q_norm", "post_feedforward_layernorm"],
+    },
     "an expression": {
         "r": 2,
         "lora_alpha": 2,
@@ -67,7 +80,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 OF_GPT2 = {"r": 2, "lora_alpha": 2, "target_modules": ["c_attn"], "modules_to_save": ["c_fc", "ln_1"]}  # transposed
 CASES = [("llama", name) for name in ADAPTERS] + [(base, "all linear maps") for base in BASES if base != "llama"]
-CASES += [("gpt2", "whole transposed maps")]
+CASES += [("gpt2", "whole transposed maps"), ("gemma3", "whole norms")]
 TOKENS = torch.arange(10, 34).view(2, 12)
 LORA = LoRAConfig(rank=3, alpha=6.0)
 
@@ -213,15 +226,35 @@ def test_an_encoders_adapter_loads_in_peft_with_pooler_and_classifier(tmp_path: 
         torch.testing.assert_close(whole(TOKENS).logits, expected, atol=2e-5, rtol=1e-5)
 
 
-def test_an_encoder_decoders_adapter_loads_in_peft(tmp_path: Path, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    ("config", "cross_attention"),
+    [
+        (
+            transformers.BartConfig(
+                d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+                encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, forced_eos_token_id=None,
+            ),
+            "encoder_attn",
+        ),
+        (
+            transformers.T5Config(
+                d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, n_positions=64, feed_forward_proj="gated-gelu",
+            ),
+            "EncDecAttention",
+        ),
+    ],
+)  # fmt: skip
+def test_an_encoder_decoders_adapter_loads_in_peft(
+    tmp_path: Path, tokenizer: Tokenizer, config: transformers.PretrainedConfig, cross_attention: str
+) -> None:
     torch.manual_seed(9)
-    config = transformers.BartConfig(
-        vocab_size=300, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64,
-        pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.end_id, bos_token_id=tokenizer.end_id,
-        decoder_start_token_id=tokenizer.end_id, forced_eos_token_id=None,
+    config.update(
+        {
+            "vocab_size": 300, "pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.end_id,
+            "bos_token_id": tokenizer.end_id, "decoder_start_token_id": tokenizer.end_id,
+        }
     )  # fmt: skip
-    transformers.BartForConditionalGeneration(config).save_pretrained(tmp_path / "base")
+    transformers.AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path / "base")
     tokenizer.save(tmp_path / "base")
     frozen = any_folder(tmp_path / "base")
     model = trained(frozen, LORA)
@@ -234,7 +267,7 @@ def test_an_encoder_decoders_adapter_loads_in_peft(tmp_path: Path, tokenizer: To
         one, other = (m(input_ids=TOKENS, decoder_input_ids=TOKENS).logits for m in (found, whole))
     torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
     names = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
-    assert sum("encoder_attn" in name for name in names) == 2 * 4 * 2  # layers, maps, A and B
+    assert sum(cross_attention in name for name in names) == 2 * 4 * 2  # layers, maps, A and B
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

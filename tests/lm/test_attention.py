@@ -14,17 +14,13 @@ from lm.attention import (
     TokenWriter,
     attend,
     attention_mask,
-    attention_sharpening,
     grouped_mask,
-    rotary_frequencies,
-    rotary_tables,
-    rotate,
-    sinusoids,
     sliding_window_mask,
     with_window,
 )
 from lm.config import ModelConfig, RopeScaling
 from lm.model import ScalarModel
+from lm.positions import attention_sharpening, rotary_frequencies, rotary_tables, rotate, sinusoids
 
 
 def looped_attention(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, allowed_BTS: Tensor) -> Tensor:

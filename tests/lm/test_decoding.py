@@ -172,6 +172,12 @@ def test_auto_takes_native_steps_where_they_compute_the_same() -> None:
         ({"head_dim": 24}, "widths that are multiples of 32"),
         ({"intermediate_size": 100}, "widths that are multiples of 32"),
         ({"norm_place": "post"}, 'norm_place "pre"'),
+        ({"norm_place": "sandwich"}, 'norm_place "pre"'),
+        ({"qk_norm": True, "qk_norm_over": "projection"}, 'qk_norm_over "head"'),
+        ({"query_pre_attn_scalar": 7}, "query_pre_attn_scalar 0"),
+        ({"rope_local_base_freq": 9, "sliding_window": (4, 0)}, "rope_local_base_freq 0.0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 1.0"),
+        ({"mlp": "geglu"}, "mlp of"),
         ({"mlp": "gelu"}, "mlp of .'swiglu', 'relu2', 'gelu_tanh', 'relu'."),
     ],
 )

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import cross_entropy
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from benchmarks.parity import CASES, our_logits, their_logits
 from lm.block import BlockInputs, run_blocks
@@ -30,6 +31,7 @@ from lm.encoder import (
 from lm.families import family_of
 from lm.generation import generate
 from lm.model import LanguageModel, fixup_weight, init_weights
+from lm.positions import relative_buckets
 from lm.sampling import Choice
 from lm.search import beam_search
 from lm.tokenizer import Tokenizer
@@ -205,11 +207,27 @@ def test_an_encoder_without_token_types_is_not_written_as_bert() -> None:
         ),
         ({"kind": "decoder"}, "type_vocab_size is 2, but model.kind is 'decoder'"),
         ({"sliding_window": (4,)}, "not 'decoder'"),
+        ({"positions": "relative"}, "positions is 'relative', but model.kind is 'encoder', not 'encoder-decoder'"),
     ],
 )
 def test_shapes_that_contradict_their_kind_are_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         bert(**change)
+
+
+def test_a_relative_distance_beyond_the_exact_buckets_is_expected() -> None:
+    with pytest.raises(ValueError, match=r"max_distance is 16; more than half of model.* 32, was expected"):
+        vaswani(positions="relative", relative_attention_max_distance=16)
+
+
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (4, 3), (7, 20), (18, 10)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_distances_have_the_buckets_of_transformers(num_buckets: int, max_distance: int, causal: bool) -> None:
+    ahead = torch.arange(-300, 300)
+    theirs = T5Attention._relative_position_bucket(
+        ahead, bidirectional=not causal, num_buckets=num_buckets, max_distance=max_distance
+    )
+    assert torch.equal(relative_buckets(ahead, num_buckets, max_distance, causal=causal), theirs)
 
 
 START, END = 2, 3
@@ -236,6 +254,11 @@ SHAPES = {
     "vaswani": vaswani(),
     "bart": vaswani(**{**BART, "vocab_size": 12}),
     "positions in every layer": vaswani(positions_every_layer=True),
+    "t5 1.1": vaswani(
+        positions="relative", relative_attention_num_buckets=6, relative_attention_max_distance=9, norm_place="pre",
+        norm="rms", mlp="geglu", mlp_bias=False, attention_bias="none", scale_embedding=False, head_dim=5,
+        query_pre_attn_scalar=1, tie_word_embeddings=False,
+    ),
     "pre-norm, rotary, grouped": vaswani(
         positions="rotary",
         norm_place="pre",
@@ -244,7 +267,7 @@ SHAPES = {
         tie_word_embeddings=False,
         attention_bias="none",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=SHAPES)

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm import attention
-from lm.attention import sinusoids
 from lm.config import ModelConfig
 from lm.encoder import EncoderDecoder, MaskedLanguageModel
 from lm.inspection import (
@@ -30,6 +29,7 @@ from lm.layers import sequence_keys
 from lm.model import LanguageModel, count_parameters, init_weights
 from lm.native import operators
 from lm.native.kernels import library
+from lm.positions import sinusoids
 
 GPT2 = ModelConfig(
     vocab_size=50257, max_position_embeddings=1024, hidden_size=768, num_hidden_layers=12, num_attention_heads=12,
@@ -172,9 +172,10 @@ def test_an_encoder_looks_both_ways() -> None:
     torch.testing.assert_close(weights[0, 0], expected)
 
 
+@pytest.mark.parametrize("changes", [{}, {"positions": "relative", "query_pre_attn_scalar": 1}])
 @torch.no_grad()
-def test_a_decoder_looks_across_at_what_was_read() -> None:
-    model = EncoderDecoder(VASWANI).eval()
+def test_a_decoder_looks_across_at_what_was_read(changes: dict[str, Any]) -> None:
+    model = EncoderDecoder(VASWANI.model_copy(update=changes)).eval()
     init_weights(model, 1)
     sources, segments = torch.tensor([[5, 1, 8, 0, 0]]), torch.tensor([[1, 1, 1, 0, 0]])
     memory = model.read(sources, segments)
@@ -196,7 +197,8 @@ def test_a_decoder_looks_across_at_what_was_read() -> None:
 
 
 def test_tables_of_every_kind_count_each_parameter_once() -> None:
-    for config, kind in ((BERT, MaskedLanguageModel), (VASWANI, EncoderDecoder)):
+    t5 = VASWANI.model_copy(update={"positions": "relative"})
+    for config, kind in ((BERT, MaskedLanguageModel), (VASWANI, EncoderDecoder), (t5, EncoderDecoder)):
         assert sum(part.num_parameters for part in parameter_table(config)) == count_parameters([kind(config)])
 
 
@@ -216,6 +218,11 @@ BASE_SHAPE: dict[str, Any] = {
     "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 160,
 }  # fmt: skip
 LLAMA_SHAPE = {**BASE_SHAPE, "mlp": "swiglu"}
+GEMMA3 = {
+    "norm_place": "sandwich", "qk_norm": True, "mlp": "geglu", "sliding_window": (8, 0), "rope_local_base_freq": 100.0,
+    "query_pre_attn_scalar": 20,
+}  # fmt: skip
+OLMO2 = {"norm_place": "output", "qk_norm": True, "qk_norm_over": "projection"}
 GPT2_SHAPE = {
     **BASE_SHAPE, "num_key_value_heads": 6, "norm": "layer", "positions": "learned", "mlp": "gelu_tanh",
     "mlp_bias": True, "attention_bias": "all",
@@ -261,7 +268,9 @@ def fused(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | Non
     [
         LLAMA_SHAPE, GPT2_SHAPE, {**GPT2_SHAPE, "norm_place": "post", "mlp": "gelu"}, {**LLAMA_SHAPE, "qk_norm": True},
         {**BASE_SHAPE, "mlp": "relu2"}, {**GPT2_SHAPE, "mlp": "relu", "embedding_norm": True},
-        {**LLAMA_SHAPE, "num_key_value_heads": 6, "head_dim": 24},
+        {**LLAMA_SHAPE, "num_key_value_heads": 6, "head_dim": 24}, {**LLAMA_SHAPE, **OLMO2},
+        {**GPT2_SHAPE, "norm_place": "sandwich"}, {**LLAMA_SHAPE, **GEMMA3, "num_key_value_heads": 6},
+        {**LLAMA_SHAPE, "partial_rotary_factor": 0.5},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "autocast", "dropout"])
@@ -292,9 +301,10 @@ def test_fused_attention_keeps_no_table_of_weights(changes: dict[str, Any], monk
     assert planned_bytes(config, of) == pytest.approx(found, rel=0.02)
 
 
-def test_an_encoder_decoder_keeps_both_stacks() -> None:
+@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 6, "positions": "relative"}])
+def test_an_encoder_decoder_keeps_both_stacks(changes: dict[str, Any]) -> None:
     config = ModelConfig.model_validate(
-        {**BASE_SHAPE, "kind": "encoder-decoder", "num_encoder_layers": 2, "mlp": "relu2"}
+        {**BASE_SHAPE, "kind": "encoder-decoder", "num_encoder_layers": 2, "mlp": "relu2", **changes}
     )
     model = EncoderDecoder(config)
     init_weights(model, seed=0)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lm.attention import sinusoids
 from lm.block import BlockInputs
 from lm.config import ModelConfig, exact_div
 from lm.encoder import EncoderDecoder, SequenceClassifier
@@ -22,6 +21,7 @@ from lm.model import (
     initial_weight,
     segment_positions,
 )
+from lm.positions import sinusoids
 
 
 def build(config: ModelConfig, seed: int = 0) -> LanguageModel:
@@ -282,7 +282,7 @@ def test_positions_are_added_to_the_input_of_every_layer(
     added = sinusoids(torch.arange(7), config.hidden_size) if learned is None else learned.weight[:7]
     x_BTD = stack.embedding(tokens)
     for layer, block in enumerate(stack.blocks):
-        x_BTD = block(x_BTD + added, BlockInputs([None] * 3), layer)
+        x_BTD = block(x_BTD + added, BlockInputs([None] * 3, [None] * 3), layer)
     torch.testing.assert_close(model(tokens), model.head(stack.norm(x_BTD)))
     assert not torch.allclose(model(tokens), once(tokens), atol=1e-2)
     # Packed sequences count their own positions, in every layer.

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.attention import rotary_tables, split_heads
+from lm.attention import split_heads
 from lm.layers import RMSNorm, add_norm
 from lm.native import kernels as ops
 from lm.native import operators
+from lm.positions import rotary_tables
 from lm.sampling import Choice
 
 pytestmark = pytest.mark.skipif(ops.library() is None, reason="needs a C++ compiler")

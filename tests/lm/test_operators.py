@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lm.attention import rotary_tables, split_heads
+from lm.attention import split_heads
 from lm.config import ModelConfig
 from lm.layers import rms_norm, swiglu
 from lm.model import LanguageModel, init_weights
 from lm.native import decoder, kernels, operators
 from lm.native.operators import prepare_for_compile
+from lm.positions import rotary_tables
 from lm.sampling import logprobs_of_rows, token_logprobs
 from tests.lm.conftest import DECODERS
 

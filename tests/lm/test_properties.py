@@ -31,9 +31,12 @@ SCALINGS = [
     RopeScaling(rope_type="yarn", factor=2, original_max_position_embeddings=12),
 ]
 CLASSIC: dict[str, Any] = {
-    "mlp": "gelu", "mlp_bias": True, "attention_bias": "all", "qk_norm": False, "sliding_window": (0,),
-    "positions": "learned", "rope_scaling": None, "norm": "layer", "scale_embedding": False,
+    "mlp": "gelu", "mlp_bias": True, "attention_bias": "all", "qk_norm": False, "qk_norm_over": "head",
+    "sliding_window": (0,),
+    "positions": "learned", "rope_scaling": None, "query_pre_attn_scalar": 0, "rope_local_base_freq": 0,
+    "partial_rotary_factor": 1, "norm": "layer", "scale_embedding": False,
 }  # fmt: skip
+NORMED_OUTPUTS = ["output", "sandwich"]
 PUBLISHED: dict[str, dict[str, Any]] = {
     "decoder": {**CLASSIC, "norm_place": "pre", "embedding_norm": False},
     "encoder": {**CLASSIC, "norm_place": "post", "embedding_norm": True, "type_vocab_size": 2},
@@ -59,20 +62,26 @@ def configs(draw: st.DrawFn, kind: str = "decoder", vocab_size: int = 11, publis
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "intermediate_size": draw(st.integers(1, 20)),
-        "mlp": draw(st.sampled_from(["swiglu", "relu2", "gelu", "gelu_tanh", "relu"])),
+        "mlp": draw(st.sampled_from(["swiglu", "geglu", "relu2", "gelu", "gelu_tanh", "relu"])),
         "mlp_bias": draw(st.booleans()),
         "attention_bias": draw(st.sampled_from(["none", "qkv", "all"])),
-        "qk_norm": draw(st.booleans()),
+        "qk_norm": (qk_norm := draw(st.booleans())),
+        "qk_norm_over": draw(st.sampled_from(["head", "projection"])) if qk_norm else "head",
         "sliding_window": draw(bands) if kind == "decoder" else (0,),
         "positions": positions,
         "rope_scaling": draw(st.sampled_from(SCALINGS)) if positions == "rotary" else None,
+        "query_pre_attn_scalar": draw(st.sampled_from([0, 5])),
         "norm": draw(st.sampled_from(["rms", "layer"])),
-        "norm_place": draw(st.sampled_from(["pre", "post"])),
+        "norm_place": draw(st.sampled_from(["pre", "post", *([] if kind == "encoder-decoder" else NORMED_OUTPUTS)])),
         "type_vocab_size": draw(st.integers(0, 3)) if kind == "encoder" else 0,
         "embedding_norm": draw(st.booleans()),
         "scale_embedding": draw(st.booleans()),
         "tie_word_embeddings": draw(st.booleans()),
     }
+    if positions == "rotary" and head_dim % 4 == 0:
+        values["partial_rotary_factor"] = draw(st.sampled_from([0.5, 1]))
+    if positions == "rotary" and any(values["sliding_window"]):
+        values["rope_local_base_freq"] = draw(st.sampled_from([0, 70.0]))
     if published:
         values |= {
             **PUBLISHED[kind],

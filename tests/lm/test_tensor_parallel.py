@@ -39,8 +39,23 @@ SHAPES: dict[str, dict[str, object]] = {
     "GPT-2": {
         "attention_bias": "all", "mlp_bias": True, "mlp": "gelu_tanh", "positions": "learned", "norm": "layer",
     },
+    "Gemma 3": {
+        "num_key_value_heads": 2, "norm_place": "sandwich", "mlp": "geglu", "qk_norm": True, "sliding_window": (4, 0),
+        "rope_local_base_freq": 70.0, "query_pre_attn_scalar": 5, "partial_rotary_factor": 0.5,
+    },
     "after the sum": {"norm_place": "post", "attention_bias": "qkv", "mlp": "relu2", "sliding_window": (4, 0)},
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_norms_over_all_heads_are_not_split(size: int) -> None:
+    config = ModelConfig.model_validate({**SHAPE, "qk_norm": True, "qk_norm_over": "projection"})
+    with pytest.raises(
+        ValueError, match=rf"size is {size}, but the model norms the queries of all heads together; 1 was"
+    ):
+        require_divisible(config, size)
+    assert largest_team(config, size, size) == 1
+    require_divisible(config, 1)
 
 
 def together(size: int, work: Callable[[Team], Result]) -> list[Result]:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
+from benchmarks.parity import Case
 from lm.config import ModelConfig
 from lm.encoder import EncoderDecoder
 from lm.generation import generate
@@ -17,6 +19,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import load_model, save_model
 from sft.demonstrations import Limit, demonstration_parts, split_pair
 from sft.stage import SFTConfig, policy_source, train
+from tests.lm.vocabularies import unigram
 from tests.token_files import sft_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -135,3 +138,47 @@ def test_blocks_of_the_decoder_are_added(start: Path, tmp_path: Path) -> None:
     weights = new.state_dict()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in old.state_dict().items())
     assert float(weights["decoder.blocks.1.cross.query.weight"].std()) > 0
+
+
+def write_t5(folder: Path) -> transformers.T5Tokenizer:
+    """Writes a T5 of random weights with the files that its publishers give it, and returns its tokenizer."""
+    pieces = [tuple(piece) for piece in json.loads(unigram().to_str())["model"]["vocab"] if piece[0] != "<unk>"]
+    specials = [(name, 0.0) for name in ("<pad>", "</s>", "<unk>")]
+    tokenizer = transformers.T5Tokenizer(vocab=[*specials, *pieces], extra_ids=3)
+    tokenizer.save_pretrained(folder)
+    changes = {"vocab_size": len(tokenizer) + 5, "decoder_start_token_id": 0, "n_positions": 64}
+    Case("T5", changes, purpose="translate").random_model().save_pretrained(folder)
+    return tokenizer
+
+
+@torch.no_grad()
+def test_a_t5_is_tuned_and_translates_as_transformers_has_it(tmp_path: Path) -> None:
+    """Sources end with the end token, and targets start after the padding token."""
+    theirs_tokenizer = write_t5(tmp_path / "t5")
+    config = SFTConfig.model_validate(
+        {
+            "demonstrations": write_data(tmp_path / "train.jsonl", PAIRS * 4), "chat_template": "plain",
+            "heldout": write_data(tmp_path / "heldout.jsonl", PAIRS), "seq_len": 64, "num_epochs": 2,
+            "batch": {"batch_size": 4, "micro_batch_size": 2}, "optimizer": {"learning_rate": 0.01},
+            "translation_beams": 2,
+        }
+    )  # fmt: skip
+    context = StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
+    with torch.enable_grad():
+        train(context, config, tmp_path / "t5", sft_tokens(tmp_path, config, tmp_path / "t5", has_source=True))
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    rows = [json.loads(line) for line in (tmp_path / "run" / "translations.jsonl").open()]
+    for model, loss in (("t5", "heldout_loss_before"), ("run/model", "heldout_loss")):
+        theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / model).eval()
+        assert theirs.generation_config.decoder_start_token_id == 0
+        nats, count = 0.0, 0
+        for prompt, answer in PAIRS:
+            read, labels = (theirs_tokenizer(text, return_tensors="pt").input_ids for text in (prompt, answer))
+            nats += float(theirs(input_ids=read, labels=labels).loss) * labels.shape[1]
+            count += labels.shape[1]
+        assert results[loss] == pytest.approx(nats / count, rel=1e-4)
+    assert len({row["greedy"] for row in rows} - {""}) > 1
+    for (prompt, _), row in zip(PAIRS, rows, strict=True):
+        read = theirs_tokenizer(prompt, return_tensors="pt").input_ids
+        written = theirs.generate(input_ids=read, max_new_tokens=63, do_sample=False, num_beams=1)[0]
+        assert row["greedy"] == theirs_tokenizer.decode(written, skip_special_tokens=True).strip()

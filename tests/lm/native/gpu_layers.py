@@ -5,6 +5,7 @@ Run by tests/lm/test_gpu_kernels.py. The twins compute in fp64 from the same rou
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lm.attention import Attention, KVCache, TokenWriter, rotary_tables
+from lm.attention import Attention, KVCache, TokenWriter
 from lm.attention import split_heads as plain_split_heads
 from lm.attention import store_heads as plain_store_heads
 from lm.config import ModelConfig
@@ -21,6 +22,7 @@ from lm.layers import add_norm as plain_add_norm
 from lm.layers import swiglu as plain_swiglu
 from lm.native import gpu_layers
 from lm.native.gpu_layers import MLP_BLOCK, NORM_PROGRAMS, add_norm, rms_norm, split_heads, store_heads, swiglu
+from lm.positions import rotary_tables
 from tests.lm.native import triton_interpreter  # noqa: F401 - bf16
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -241,3 +243,22 @@ def test_heads_of_a_step_go_to_the_cache(
     for own, wanted in zip(*found, strict=True):
         assert own.shape == wanted.shape
         torch.testing.assert_close(own, wanted, atol=rounding, rtol=rounding)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"partial_rotary_factor": 0.5}, {"query_pre_attn_scalar": 5}, {"qk_norm": True, "qk_norm_over": "projection"}],
+)
+def test_heads_that_the_kernels_do_not_compute_are_left_to_pytorch(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelConfig(
+        vocab_size=16, max_position_embeddings=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, intermediate_size=8, **changes,
+    )  # fmt: skip
+    monkeypatch.setattr(gpu_layers, "takes", lambda *_: True)  # as on a GPU
+    qkv, columns = drawn(0, 3, 1, 32), torch.tensor([1, 2, 3])
+    rotary = rotary_tables(columns[:, None], config.rotary_dim, 10_000.0, None, qkv.dtype)
+    writer = TokenWriter(KVCache.empty(config, 3, 9, qkv), columns, 9)
+    assert gpu_layers.takes_stored_heads(Attention(config), qkv, rotary, writer, 0) == (not changes)
+    assert gpu_layers.takes_heads(qkv, rotary, 2, 1) == ("partial_rotary_factor" not in changes)
