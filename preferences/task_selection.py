@@ -1,17 +1,20 @@
-"""Selecting which candidate responses become tasks: at random, or where reward models are least certain.
+"""Selecting which prompts and responses become tasks: at random, or by a rule that reads the scores of reward models.
 
 Selecting by score gives a biased sample of the candidates. So every task records the probability with which it was
 selected (`details["propensity"]`), and `uniform_mean` uses it to correct for the selection. Some prompts, drawn before
 any score is read, get uniformly selected tasks for evaluation (`details["slice"]`).
+
+Shape letters: E reward models, N candidates of a prompt, P pairs of candidates, S sets of candidates.
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,9 +24,7 @@ from preferences.statistics.intervals import NUM_RESAMPLES, percentiles, resampl
 from preferences.statistics.panel import prompt_numbers
 
 MAX_SETS = 5_000  # sets of responses per prompt; each has its own probability
-UNIFORM_PART = 0.1  # the uniform part of the "uncertainty" probability, which keeps weights at ten or less
-
-Method = Literal["uniform", "uncertainty"]
+UNIFORM_SHARE = 0.1  # the uniform part of every rule's probabilities, which keeps weights at ten or less
 
 
 @dataclass(frozen=True)
@@ -44,32 +45,162 @@ class PromptCandidates:
     candidates: tuple[Candidate, ...]
 
 
+class Rule(ABC):
+    """Says which sets of a prompt's candidates are worth labeling, from the scores of reward models.
+
+    Several models are an ensemble: their differences show what the labels so far leave open.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]  # completes "chooses ..."
+    num_models: ClassVar[int]  # at least
+
+    @abstractmethod
+    def weights(self, scores_NE: Floats, sets: Sequence[tuple[int, ...]]) -> Floats:
+        """Returns each set's weight [S], 0 or more, in proportion to which it is chosen."""
+
+
+class Uniform(Rule):
+    name, summary, num_models = "uniform", "all sets alike", 0
+
+    def weights(self, scores_NE: Floats, sets: Sequence[tuple[int, ...]]) -> Floats:  # noqa: ARG002
+        return np.ones(len(sets))
+
+
+class PairRule(Rule):
+    """A rule that weighs pairs; a larger set has the mean weight of its pairs."""
+
+    @abstractmethod
+    def pair_weights(self, gap_PE: Floats) -> Floats:
+        """Returns each pair's weight [P] from the differences of its scores."""
+
+    def weights(self, scores_NE: Floats, sets: Sequence[tuple[int, ...]]) -> Floats:
+        pairs = list(combinations(range(len(scores_NE)), 2))
+        gap_PE = np.array([scores_NE[one] - scores_NE[other] for one, other in pairs])
+        by_pair = dict(zip(pairs, self.pair_weights(gap_PE).tolist(), strict=True))
+        return np.array([np.mean([by_pair[pair] for pair in combinations(members, 2)]) for members in sets])
+
+
+class NearTie(PairRule):
+    """By Bradley-Terry, a model with scores s prefers the first of a pair with probability p = σ(s_i - s_j). With p̄ the
+    mean over models, the weight is 4·p̄(1 - p̄), the variance of the predicted answer scaled to at most 1. It is high if
+    scores are close and if models contradict each other.
+    """
+
+    name, summary, num_models = "near-tie", "pairs whose answer the reward models cannot predict", 1
+
+    def pair_weights(self, gap_PE: Floats) -> Floats:
+        mean_P = _sigmoid(gap_PE).mean(axis=1)
+        return np.asarray(4 * mean_P * (1 - mean_P))
+
+
+class Disagreement(PairRule):
+    """The mutual information of a pair's answer and the model: H(p̄) minus the mean H(p), in nats (arXiv 1112.5745). It
+    is high if models are sure of opposite answers, and 0 if all of them cannot decide.
+    """
+
+    name, summary, num_models = "disagreement", "pairs about which the reward models contradict each other", 2
+
+    def pair_weights(self, gap_PE: Floats) -> Floats:
+        chance_PE = _sigmoid(gap_PE)
+        return np.maximum(0.0, _entropy(chance_PE.mean(axis=1)) - _entropy(chance_PE).mean(axis=1))
+
+
+class Information(PairRule):
+    """The Fisher information that a pair's answer adds, p̄(1 - p̄)·x' H⁻¹ x for features x of the pair under a linear
+    head: the variance of the models' differences stands for x' H⁻¹ x (D-optimal design; arXiv 2502.04354).
+    """
+
+    name, summary, num_models = "information", "pairs that tell most about the reward models' weights", 2
+
+    def pair_weights(self, gap_PE: Floats) -> Floats:
+        mean_P = _sigmoid(gap_PE).mean(axis=1)
+        return np.asarray(mean_P * (1 - mean_P) * gap_PE.var(axis=1))
+
+
+class LargeGap(Rule):
+    """Double reverse Thompson sampling (arXiv 2603.09692): one model, drawn from the ensemble, names the best
+    candidate, and another the worst. A set's weight is the probability that it has both, over all pairs of models; a
+    pair that names one candidate twice counts for no set.
+    """
+
+    name, summary, num_models = "large-gap", "the best response by one reward model with the worst by another", 1
+
+    def weights(self, scores_NE: Floats, sets: Sequence[tuple[int, ...]]) -> Floats:
+        best_E, worst_E = scores_NE.argmax(axis=0), scores_NE.argmin(axis=0)
+        named = [{int(best), int(worst)} for best in best_E for worst in worst_E if best != worst]
+        return np.array([sum(both <= {*members} for both in named) for members in sets]) / max(1, len(named))
+
+
+RULES: Mapping[str, Rule] = {
+    rule.name: rule for rule in (Uniform(), NearTie(), LargeGap(), Disagreement(), Information())
+}
+
+
+@dataclass(frozen=True)
+class _Weighed:
+    """A prompt's sets with the weights of the rule that chooses among them."""
+
+    place: int  # of the prompt among all
+    prompt: PromptCandidates
+    candidates: Sequence[Candidate]
+    sets: Sequence[tuple[int, ...]]
+    weights: Floats
+    rule: str
+    is_evaluation: bool
+
+    @property
+    def slice(self) -> str:
+        return "evaluation" if self.is_evaluation else "training"
+
+    def task(self, index: int, propensity: float, batch: str) -> Task:
+        members = [self.candidates[number] for number in self.sets[index]]
+        return Task(
+            task_id=f"{batch}/{self.prompt.prompt_id}/{'-'.join(map(str, self.sets[index]))}",
+            prompt=self.prompt.prompt,
+            responses=tuple(member.response for member in members),
+            sources=tuple(member.source for member in members),
+            details={
+                "method": self.rule,
+                "slice": self.slice,
+                "propensity": float(propensity),
+                "num_sets": len(self.sets),
+            },
+        )
+
+
 def choose_tasks(
     prompts: Sequence[PromptCandidates],
     *,
     batch: str,
-    method: Method,
+    rule: Rule,
     responses_per_task: int,
     tasks_per_prompt: int,
     evaluation_share: float,
     seed: int,
+    num_tasks: int = 0,
+    uniform_share: float = UNIFORM_SHARE,
 ) -> list[Task]:
     """Returns tasks of `responses_per_task` distinct responses each, up to `tasks_per_prompt` per prompt.
 
+    With `num_tasks`, prompts compete for so many tasks in all: their sets have the rule's weights, and a prompt whose
+    sets have little weight gets none. Without it, every prompt gets `tasks_per_prompt`. `uniform_share` of the
+    probability is shared by all sets alike.
+
     Responses that differ only in white space at their ends are duplicates; the first one is kept. A prompt with too few
-    distinct responses gets no task. A task's `details` are: `method`, how its prompt's tasks were drawn; `slice`
+    distinct responses gets no task. A task's `details` are: `method`, the rule by which it was drawn; `slice`
     ("evaluation" for a share of the prompts, whose tasks are always drawn uniformly, else "training"); `propensity`,
     the probability of selecting this set of responses; and `num_sets`, how many sets the prompt has.
 
     Raises: ValueError, naming the field or prompt, for numbers out of range, for scores that are missing, not finite,
-    or not equally many for every candidate, and for more than MAX_SETS sets.
+    or not equally many for every candidate, for too few models for the rule, and for more than MAX_SETS sets.
     """
-    _check(responses_per_task, tasks_per_prompt, evaluation_share)
-    tasks = []
-    for prompt in prompts:
+    _check(responses_per_task, tasks_per_prompt, evaluation_share, uniform_share)
+    weighed = list[_Weighed]()
+    for place, prompt in enumerate(prompts):
         candidates = distinct(prompt.candidates)
-        if method == "uncertainty":
-            _check_scores(prompt.prompt_id, candidates)
+        if rule.num_models:
+            _check_scores(prompt.prompt_id, candidates, rule)
         if len(candidates) < responses_per_task:
             continue
         num_sets = math.comb(len(candidates), responses_per_task)
@@ -80,27 +211,76 @@ def choose_tasks(
             )
         sets = list(combinations(range(len(candidates)), responses_per_task))
         is_evaluation = _uniform_number("slice", seed, prompt.prompt_id) < evaluation_share
-        used: Method = "uniform" if is_evaluation else method
-        weights = np.ones(num_sets) if used == "uniform" else _uncertainties(candidates, sets)
-        propensities = inclusion_probabilities(weights, tasks_per_prompt)
-        start = _uniform_number("choice", seed, prompt.prompt_id)
-        for index in systematic_sample(propensities, start, _order(num_sets, seed, prompt.prompt_id)):
-            members = [candidates[number] for number in sets[index]]
-            tasks.append(
-                Task(
-                    task_id=f"{batch}/{prompt.prompt_id}/{'-'.join(map(str, sets[index]))}",
-                    prompt=prompt.prompt,
-                    responses=tuple(member.response for member in members),
-                    sources=tuple(member.source for member in members),
-                    details={
-                        "method": used,
-                        "slice": "evaluation" if is_evaluation else "training",
-                        "propensity": float(propensities[index]),
-                        "num_sets": num_sets,
-                    },
-                )
-            )
-    return tasks
+        used = RULES["uniform"] if is_evaluation else rule
+        scores_NE = np.array([candidate.scores for candidate in candidates], dtype=np.float64)
+        weights = used.weights(scores_NE, sets)
+        weighed.append(_Weighed(place, prompt, candidates, sets, weights, used.name, is_evaluation))
+    if num_tasks:
+        return _among_all(weighed, batch, num_tasks, tasks_per_prompt, uniform_share, seed)
+    drawn = (
+        _drawn([of], [tasks_per_prompt], uniform_share, batch, seed, start=("choice", seed, of.prompt.prompt_id))
+        for of in weighed
+    )
+    return [task for of_prompt in drawn for _, task in of_prompt]
+
+
+def _among_all(
+    weighed: Sequence[_Weighed], batch: str, num_tasks: int, most: int, uniform_share: float, seed: int
+) -> list[Task]:
+    """Draw tasks of all prompts together. Evaluation gets as large a part of the tasks as it has of the prompts."""
+    evaluation, training = ([of for of in weighed if of.is_evaluation is held] for held in (True, False))
+    num_evaluation = round(num_tasks * len(evaluation) / max(1, len(weighed)))
+    found = list[tuple[int, Task]]()
+    for own, number in ((evaluation, num_evaluation), (training, num_tasks - num_evaluation)):
+        if own and number:
+            shuffled = [own[place] for place in _order(len(own), seed, f"all, {own[0].slice}")]
+            totals = _mixed(np.array([of.weights.sum() for of in shuffled]), uniform_share)
+            sizes = np.array([float(min(most, len(of.sets))) for of in shuffled])
+            expected = _shared_out(totals, sizes, number).tolist()
+            found += _drawn(shuffled, expected, uniform_share, batch, seed, start=("all", seed, own[0].slice))
+    return [task for _, task in sorted(found, key=lambda placed: placed[0])]
+
+
+def _drawn(
+    weighed: Sequence[_Weighed],
+    expected: Sequence[float],
+    uniform_share: float,
+    batch: str,
+    seed: int,
+    *,
+    start: tuple[str, int, str],
+) -> list[tuple[int, Task]]:
+    """Draw sets of these prompts, of each as many as expected, rounded up or down. Returns the tasks with the places of
+    their prompts.
+    """
+    chances, indices = list[Floats](), list[tuple[int, int]]()
+    for place, (of, number) in enumerate(zip(weighed, expected, strict=True)):
+        order = _order(len(of.sets), seed, of.prompt.prompt_id)
+        chances.append(inclusion_probabilities(_mixed(of.weights, uniform_share), number)[order])
+        indices += [(place, index) for index in order]
+    chance = np.concatenate(chances)
+    chosen = systematic_sample(chance, _uniform_number(*start), range(len(chance)))
+    picked = sorted((*indices[place], float(chance[place])) for place in chosen)
+    return [(weighed[place].place, weighed[place].task(index, own, batch)) for place, index, own in picked]
+
+
+def _mixed(weights: Floats, uniform_share: float) -> Floats:
+    """Returns the weights as shares of their sum, mixed with a uniform part; all alike if there is no weight."""
+    total = weights.sum()
+    shares = weights / total if total > 0 else np.full(len(weights), 1 / len(weights))
+    return np.asarray(shares + uniform_share * (1 / len(weights) - shares))
+
+
+def _shared_out(weights: Floats, most: Floats, number: float) -> Floats:
+    """Returns how many of `number` each weight gets: in proportion, but at most `most`; any excess goes to others."""
+    full = np.zeros(len(weights), dtype=bool)
+    while not full.all():
+        rest = number - most[full].sum()
+        found = np.where(full, most, rest * weights / weights[~full].sum())
+        if (found <= most).all():
+            return np.asarray(found)
+        full |= found >= most
+    return most.astype(np.float64)
 
 
 def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -111,32 +291,12 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     return list(first.values())
 
 
-def uncertainty(one: Candidate, other: Candidate) -> float:
-    """Returns how uncertain the reward models are about which of two responses is better, from 0 to 1.
-
-    By Bradley-Terry, a model with scores s prefers the first with probability p = σ(s_one - s_other). With p̄ the mean
-    over models, the result is 4·p̄(1 - p̄), the variance of the predicted answer scaled to at most 1. It is high if
-    scores are close and if models contradict each other.
-    """
-    chances = [_sigmoid(a - b) for a, b in zip(one.scores, other.scores, strict=True)]
-    mean = sum(chances) / len(chances)
-    return 4 * mean * (1 - mean)
-
-
-def inclusion_probabilities(weights: Floats, num_chosen: int) -> Floats:
+def inclusion_probabilities(weights: Floats, num_chosen: float) -> Floats:
     """Returns each set's probability of being among the `num_chosen`: proportional to `weights`, at most 1.
 
     They sum to `num_chosen`, or are all 1 if there are no more sets than that. Any excess above 1 goes to other sets.
     """
-    if num_chosen >= len(weights):
-        return np.ones(len(weights))
-    sure = np.zeros(len(weights), dtype=bool)
-    while True:
-        rest = num_chosen - sure.sum()
-        probabilities = np.where(sure, 1.0, rest * weights / weights[~sure].sum())
-        if (probabilities <= 1).all():
-            return np.asarray(probabilities)
-        sure |= probabilities >= 1
+    return _shared_out(weights, np.ones(len(weights)), num_chosen)
 
 
 def systematic_sample(probabilities: Floats, start: float, order: Sequence[int]) -> list[int]:
@@ -179,17 +339,13 @@ def uniform_mean(tasks: Sequence[Task], values: Sequence[float], *, seed: int) -
     return Interval(mean, *percentiles(sums[:, 0] / sums[:, 1], LEVEL))
 
 
-def _uncertainties(candidates: Sequence[Candidate], sets: Sequence[tuple[int, ...]]) -> Floats:
-    """Returns each set's weight: the mean uncertainty of its pairs, normalised, mixed with a uniform part."""
-    pairs = {(i, j): uncertainty(candidates[i], candidates[j]) for i, j in combinations(range(len(candidates)), 2)}
-    means = np.array([np.mean([pairs[pair] for pair in combinations(members, 2)]) for members in sets])
-    total = means.sum()
-    shares = means / total if total > 0 else np.full(len(sets), 1 / len(sets))
-    return (1 - UNIFORM_PART) * shares + UNIFORM_PART / len(sets)
+def _sigmoid(difference: Floats) -> Floats:
+    return np.asarray(0.5 * (1 + np.tanh(difference / 2)))
 
 
-def _sigmoid(difference: float) -> float:
-    return 0.5 * (1 + math.tanh(difference / 2))
+def _entropy(chance: Floats) -> Floats:
+    inside = chance.clip(1e-12, 1 - 1e-12)
+    return np.asarray(-inside * np.log(inside) - (1 - inside) * np.log(1 - inside))
 
 
 def _uniform_number(*key: object) -> float:
@@ -203,7 +359,7 @@ def _order(num_sets: int, seed: int, prompt_id: str) -> list[int]:
     return [int(index) for index in np.random.default_rng(list(digest)).permutation(num_sets)]
 
 
-def _check(responses_per_task: int, tasks_per_prompt: int, evaluation_share: float) -> None:
+def _check(responses_per_task: int, tasks_per_prompt: int, evaluation_share: float, uniform_share: float) -> None:
     if not MIN_RESPONSES <= responses_per_task <= MAX_RESPONSES:
         raise ValueError(
             f"responses_per_task is {responses_per_task}; {MIN_RESPONSES} to {MAX_RESPONSES} were expected"
@@ -212,14 +368,21 @@ def _check(responses_per_task: int, tasks_per_prompt: int, evaluation_share: flo
         raise ValueError(f"tasks_per_prompt is {tasks_per_prompt}; at least 1 was expected")
     if not 0 <= evaluation_share <= 1:
         raise ValueError(f"evaluation_share is {evaluation_share}; a share from 0 to 1 was expected")
+    if not 0 < uniform_share <= 1:
+        raise ValueError(f"uniform_share is {uniform_share}; above 0, so that every set may be chosen, was expected")
 
 
-def _check_scores(prompt_id: str, candidates: Sequence[Candidate]) -> None:
+def _check_scores(prompt_id: str, candidates: Sequence[Candidate], rule: Rule) -> None:
     for candidate in candidates:
         if not candidate.scores or len(candidate.scores) != len(candidates[0].scores):
             raise ValueError(
                 f"prompt {prompt_id!r}, source {candidate.source!r}: scores has {len(candidate.scores)} entries;"
                 " one per reward model was expected, for every candidate"
+            )
+        if len(candidate.scores) < rule.num_models:
+            raise ValueError(
+                f"rule {rule.name!r} compares reward models with each other, but there is {len(candidate.scores)};"
+                f" at least {rule.num_models} were expected"
             )
         if not all(math.isfinite(score) for score in candidate.scores):
             raise ValueError(

@@ -9,7 +9,7 @@ import torch
 from files.hashes import derive_seed
 from lm.source import inference_dtype
 from preferences.records import Message, Task
-from preferences.task_selection import Candidate, Method, PromptCandidates, choose_tasks
+from preferences.task_selection import Candidate, PromptCandidates, Rule, choose_tasks
 from reward.comparisons import encode_response
 from reward.sampling import SamplingSpec, sample_policy
 from reward.scoring import RewardModel, labels_of, weights_by_label
@@ -21,11 +21,13 @@ class TaskSelection:
     """How samples become tasks. `preferences.task_selection.choose_tasks` explains each field."""
 
     batch: str
-    method: Method
+    rule: Rule
     responses_per_task: int
     tasks_per_prompt: int
     evaluation_share: float
     seed: int
+    num_tasks: int
+    uniform_share: float
 
 
 def sample_tasks(
@@ -75,11 +77,13 @@ def sample_tasks(
     return choose_tasks(
         candidates,
         batch=selection.batch,
-        method=selection.method,
+        rule=selection.rule,
         responses_per_task=selection.responses_per_task,
         tasks_per_prompt=selection.tasks_per_prompt,
         evaluation_share=selection.evaluation_share,
         seed=selection.seed,
+        num_tasks=selection.num_tasks,
+        uniform_share=selection.uniform_share,
     )
 
 

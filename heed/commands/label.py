@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from preferences.formats.parts import Report, RowWarning
     from preferences.page.config import LabelingConfig
     from preferences.store import LabelStore
-    from preferences.task_selection import Method
 
 label_app = typer.Typer(no_args_is_help=True, help="Collect labels; import and export published and own ones.")
 
@@ -146,10 +145,24 @@ def sample_for_labelers(
     batch: Annotated[str, typer.Option(help="The batch that the tasks go to.")],
     responses: Annotated[int, typer.Option(help="Responses per task, 2 to 9.")] = 4,
     samples: Annotated[int, typer.Option(min=1, help="Samples per policy and prompt.")] = 4,
-    tasks_per_prompt: Annotated[int, typer.Option(min=1, help="Tasks made of each prompt.")] = 1,
+    tasks_per_prompt: Annotated[
+        int, typer.Option(min=1, help="Tasks made of each prompt; with --tasks, the most of one prompt.")
+    ] = 1,
+    tasks: Annotated[
+        int, typer.Option(min=0, help="Tasks in all, for which the prompts compete; 0 = --tasks-per-prompt of each.")
+    ] = 0,
     judge: Annotated[
-        list[Path] | None, typer.Option(help="A reward model that selects uncertain comparisons; may repeat.")
+        list[Path] | None, typer.Option(help="A reward model that selects comparisons; may repeat.")
     ] = None,
+    choose: Annotated[
+        str,
+        typer.Option(
+            help="How --judge selects: near-tie, large-gap, disagreement, information, or uniform (docs/labels.md)."
+        ),
+    ] = "near-tie",
+    uniform_share: Annotated[
+        float, typer.Option(help="Share of the probability that all sets of responses have alike.")
+    ] = 0.1,
     weight: Weights = None,
     evaluation_share: Annotated[
         float, typer.Option(help="Share of the prompts whose tasks are always selected uniformly, for evaluation.")
@@ -162,7 +175,8 @@ def sample_for_labelers(
     temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed for sampling and selecting.")] = 0,
 ) -> None:
-    """Sample policies and make labeling tasks; with --judge, those that reward models are least certain about."""
+    """Sample policies and make labeling tasks; with --judge, those that a rule selects by the reward models' scores."""
+    from preferences.task_selection import RULES
     from reward.label_sampling import TaskSelection, sample_tasks
     from stages.reports.text import count_of
     from training.data import DataConfig, read_prompts
@@ -170,11 +184,17 @@ def sample_for_labelers(
     read = read_prompts(DataConfig(source=prompts))
     if weight and not judge:
         raise ValueError("--weight sets the weight of a --judge's objective, but no --judge is given")
-    method: Method = "uncertainty" if judge else "uniform"
+    if choose not in RULES:
+        raise ValueError(f"--choose {choose!r}: one of {', '.join(RULES)} was expected")
+    rule = RULES[choose] if judge else RULES["uniform"]
+    if judge and len(judge) < rule.num_models:
+        raise ValueError(f"--choose {choose} compares reward models; {rule.num_models} --judge or more were expected")
     length = length_that_fits(policies, read, max_new_tokens)
-    selection = TaskSelection(batch, method, responses, tasks_per_prompt, evaluation_share, seed)
+    selection = TaskSelection(
+        batch, rule, responses, tasks_per_prompt, evaluation_share, seed, num_tasks=tasks, uniform_share=uniform_share
+    )
     with console.status(f"sampling {len(policies)} x {samples} responses to {len(read):,} prompts"):
-        tasks = sample_tasks(
+        made = sample_tasks(
             policies,
             judge or [],
             read,
@@ -184,14 +204,14 @@ def sample_for_labelers(
             temperature=temperature,
             weights=read_weights(weight),
         )
-    if not tasks:
+    if not made:
         raise ValueError(f"{prompts}: no prompt has {responses} different responses; try more --samples")
     with open_store(store) as opened:
-        opened.add_tasks(tasks, batch=batch, num_labelers=labelers)
-    judged = len({task.prompt for task in tasks})
-    made = f"{count_of(len(tasks), 'task')} of {count_of(judged, 'prompt')}"
-    typer.echo(f"{made}, selected by {method}; in batch {batch!r} of {store}")
-    if judged < len(read):
+        opened.add_tasks(made, batch=batch, num_labelers=labelers)
+    judged = len({task.prompt for task in made})
+    number = f"{count_of(len(made), 'task')} of {count_of(judged, 'prompt')}"
+    typer.echo(f"{number}, selected by {rule.name}; in batch {batch!r} of {store}")
+    if judged < len(read) and not tasks:
         typer.echo(
             f"{len(read) - judged:,} of {len(read):,} prompts are left out: the policies gave fewer than {responses}"
             " different responses to each"

@@ -54,13 +54,13 @@ def test_samples_of_two_policies_are_put_before_labelers(folder: Path, heed_labe
 def test_reward_models_choose_what_they_are_unsure_of(folder: Path, heed_label: Call) -> None:
     judged = ("--judge", str(folder / "judge"), "--evaluation-share", "0.5", "--responses", "2", "--samples", "3")
     code, said, _ = heed_label(*arguments(folder, *judged))
-    assert (code, "selected by uncertainty" in said) == (0, True)
+    assert (code, "selected by near-tie" in said) == (0, True)
     with LabelStore(folder / "labels.sqlite") as store:
         details = [one.task.details for one in store.tasks("b")]
     assert {(detail["slice"], detail["method"]) for detail in details} == {
-        ("evaluation", "uniform"), ("training", "uncertainty"),
+        ("evaluation", "uniform"), ("training", "near-tie"),
     }  # fmt: skip
-    unsure = {round(detail["propensity"], 6) for detail in details if detail["method"] == "uncertainty"}
+    unsure = {round(detail["propensity"], 6) for detail in details if detail["method"] == "near-tie"}
     assert len(unsure) > 1
 
 
