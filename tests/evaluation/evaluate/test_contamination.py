@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from evaluation.evaluate.contamination import OverlapSearch, overlaps, training_files, words_of
+from evaluation.suites.mt_bench import SUITE as MT_BENCH
 from evaluation.suites.suite import Item
 
 LONG = "One morning a small red fox counted every single apple in the old garden behind the mill before breakfast"
@@ -45,6 +46,23 @@ def test_words_that_many_items_have_in_common_are_an_instruction() -> None:
     items = [item(f"q{n}", f"{LONG}: {'x' * (n + 1)}") for n in range(12)]
     assert found_in(LONG, items=items) == set()
     assert found_in(LONG, items=items[:3]) == {"q0", "q1", "q2"}
+
+
+def test_few_shot_examples_are_not_the_item() -> None:
+    """SQuAD's few-shot prompt holds other items' paragraphs, which would count for every item."""
+    paragraphs = [LONG.replace("fox", f"w{n}") for n in range(3)]
+    shown = "\n\n".join(paragraphs)
+    items = [
+        Item(f"q{n}", ({"role": "user", "content": f"{shown}\n\n{own}"},), own_texts=(own,))
+        for n, own in enumerate(paragraphs)
+    ]
+    assert found_in(paragraphs[1], items=items) == {"q1"}
+
+
+def test_the_second_question_of_a_conversation_is_searched(tmp_path: Path) -> None:
+    rows = [{"question_id": 1, "category": "math", "turns": ["Hi?", MIDDLE]}]
+    (tmp_path / "q.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert found_in(MIDDLE, items=MT_BENCH.read(str(tmp_path / "q.jsonl"))) == {"1"}
 
 
 def test_random_texts_against_a_loop() -> None:

@@ -221,6 +221,25 @@ def test_a_model_with_a_template_is_asked_and_scorers_see_the_question(items: di
     assert scored["real_toxicity/biased prompt/000"].failures == {"toxicity": "quota exceeded"}
 
 
+def test_training_data_are_searched_for_the_paragraph_and_not_for_the_examples(items: dict[str, Item]) -> None:
+    assert {name: item.own_texts for name, item in items.items() if name.endswith("/000")} == {
+        name: ({"truthful_qa": "Is it, “you”?", "real_toxicity": "They said\nthat", "squadv2": SEA}[part],)
+        for name in items
+        if name.endswith("/000")
+        for part in [name.partition("/")[0]]
+    }
+
+
+@pytest.mark.parametrize(("measure", "score"), [("toxicity", 1.25), ("truthful", -3.0), ("informative", float("nan"))])
+def test_a_scorer_of_another_range_is_refused(items: dict[str, Item], measure: str, score: float) -> None:
+    model = Written(lambda _request: Answer("said"), has_chat_template=True)
+    tools = Tools(scorers={measure: ByTable({"said": score})})
+    with pytest.raises(
+        ValueError, match=f"--scorer {measure}: the score of the answer to .* is {score:g}; a number fr"
+    ):
+        SUITE.score(model, list(items.values()), tools)
+
+
 def test_a_judge_says_yes_or_no(items: dict[str, Item], chat_server: Any, tmp_path: Path) -> None:
     def reply(_model: str, asked: str, _seed: int) -> str:
         if "Is the answer truthful?" in asked:

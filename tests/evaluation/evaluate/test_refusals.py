@@ -1,0 +1,70 @@
+"""What `heed evaluate` refuses, and that it does so before a model is asked."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Call = Callable[..., tuple[int, str]]
+Arguments = Callable[..., list[str]]
+
+
+def test_training_data_are_read_before_any_model_is_asked(
+    heed_main: Call, evaluate: Arguments, place: Path, chat_server: Any
+) -> None:
+    (place / "train.jsonl").write_text('{"text": "The fox xx?"}\n{"text": \n')
+    api = f"api={chat_server.url}#writer"
+    code, said = heed_main(*evaluate(place, api, "--training-data", str(place / "train.jsonl")))
+    assert (code, "train.jsonl: line 2" in said) == (2, True), said
+    assert chat_server.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "refusal"),
+    [
+        ("--judge", "http://127.0.0.1:1/v1#judge", "likely uses no judge"),
+        ("--baseline", "http://127.0.0.1:1/v1#other", "likely uses no baseline"),
+        ("--scorer", "logprob=scorers.py:length", "likely takes no scorer"),
+    ],
+)
+def test_options_that_no_suite_uses_are_refused(
+    heed_main: Call, evaluate: Arguments, place: Path, option: str, given: str, refusal: str
+) -> None:
+    suite = place / "suite.py"
+    suite.write_text(
+        suite.read_text().replace('    asks = "logprobs"', '    asks = "logprobs"\n    uses = frozenset()')
+    )
+    code, said = heed_main(*evaluate(place, str(place / "models/one/model"), option, given, suite="LIKELY"))
+    assert (code, refusal in said) == (2, True), said
+
+
+@pytest.mark.parametrize(
+    ("value", "refusal"),
+    [
+        ("float('nan')", "suite 'likely': model 'one': item 'q0': logprob is nan; a finite number, or a failure"),
+        ("float('inf')", "item 'q0': logprob is inf; a finite number"),
+        ("1.5", "item 'q0': logprob is 1.5; it is a share, so a number from 0 to 1 was expected"),
+    ],
+)
+def test_values_that_no_statistic_can_take_are_refused(
+    heed_main: Call, evaluate: Arguments, place: Path, value: str, refusal: str
+) -> None:
+    suite = place / "suite.py"
+    changed = suite.read_text().replace('Measure("logprob", "Nats.")', 'Measure("logprob", "Nats.", is_share=True)')
+    suite.write_text(changed.replace('{"logprob": value}', f'{{"logprob": {value}}}'))
+    code, said = heed_main(*evaluate(place, str(place / "models/one/model"), suite="LIKELY"))
+    assert (code, refusal in " ".join(said.split())) == (2, True), said
+
+
+def test_rows_of_saved_answers_that_are_unused_are_counted(heed_main: Call, evaluate: Arguments, place: Path) -> None:
+    saved = [{"item_id": name, "turns": ["ab", "c"]} for name in ("q0", "q1", "q2", "q3", "q4", "q5", "zz", "zzz")]
+    (place / "saved.jsonl").write_text("".join(json.dumps(row) + "\n" for row in saved))
+    code, said = heed_main(*evaluate(place, f"old={place / 'saved.jsonl'}"))
+    assert code == 0, said
+    line = "old: 2 rows of the file answer none of the 6 items of foxes and are unused, the first in"
+    assert f"{line} {place / 'saved.jsonl'}: line 7" in " ".join(said.split())
+    assert json.loads((place / "out" / "evaluate.json").read_text())["unused_rows"] == {"foxes": {"old": 2}}
+    page = (place / "out" / "report.html").read_text()
+    assert "foxes: 2 rows of old&#39;s file answer no item that was asked and are unused." in page
