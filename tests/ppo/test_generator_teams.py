@@ -168,7 +168,7 @@ class _Ranks:
                 rows, prompts, [[rank if self.differ else seed] for seed in seeds], [True] * len(rows),
                 [[-1.0]] * len(rows), max_new_tokens=2, pad_id=0,
             )
-            for rank, (rows, prompts, seeds, _) in enumerate(args_of_rank)
+            for rank, (rows, prompts, seeds, _, _) in enumerate(args_of_rank)
         ]  # fmt: skip
 
 
