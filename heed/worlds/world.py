@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from files.atomic import write_jsonl
 from heed.worlds.answers import write_answer
+from heed.worlds.calculations import calculations, calls
 from heed.worlds.corpus import write_text
 from heed.worlds.gold import gold_score
 from heed.worlds.grammar import CATEGORIES
@@ -75,6 +76,9 @@ class PlaygroundConfig(BaseModel):
     )
     num_verified_prompts: int = Field(
         default=0, ge=0, description="Requests for lists, with `checks` of the answers, for a reward that verifies."
+    )
+    num_calculations: int = Field(
+        default=0, ge=0, description="Sums with their answers, and as many calls of a calculator to learn from."
     )
     flaw_rate: float = Field(default=0.75, ge=0, le=1, description="Fraction of the demonstrations with a flaw.")
     second_flaw_rate: float = Field(
@@ -193,6 +197,9 @@ class PlaygroundWorld:
                 for prompt, request in verified
             ]
             write_jsonl(folder / "verified_prompts.jsonl", rows)
+        if config.num_calculations:
+            for name, draw in (("calculations", calculations), ("calculation_calls", calls)):
+                write_jsonl(folder / f"{name}.jsonl", draw(config.num_calculations, random.Random(f"{seed}/{name}")))
 
     def _texts(self, num_texts: int, rng: random.Random, seen: set[str]) -> list[dict[str, Any]]:
         texts: list[str] = []

@@ -47,6 +47,9 @@ class OwnEnvironment(Environment):
     def check(self, rows: Sequence[Row]) -> None:
         self.own.check(rows)
 
+    def load(self) -> None:
+        self.own.load()
+
     def open(self, conversation: Messages, row: Row, seed: int) -> Episode:
         return self.own.open(conversation, row, seed)
 
