@@ -2,13 +2,15 @@
 
 A toy policy writes two tokens from a vocabulary of three, so it has nine responses (seven if a token ends them). So
 both the exact gradient of (mean reward - β · KL) and the mean of an estimator's gradient over all groups of two
-responses are finite sums. The estimators are those of `ppo`, called as the controller calls them.
+responses are finite sums. In the game of two turns, an environment's reply is between the two tokens. The estimators
+are those of `ppo`, called as the controller calls them.
 `python -m benchmarks.gradient_bias` rewrites the table in docs/algorithms.md. tests/benchmarks/test_gradient_bias.py
 checks the table and what it claims.
 
 Shape letters: B responses, R response tokens, S states, V tokens.
 """
 
+import asyncio
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -16,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from lm.tool_calls import AssistantMessage
 from ppo.algorithm import (
     GAE,
     CutImportance,
@@ -37,6 +41,7 @@ from ppo.algorithm import (
     token_weights,
 )
 from ppo.config import PPOConfig
+from ppo.environments.game import Game
 from training.config import BatchConfig, OptimizerConfig
 from training.data import DataConfig
 
@@ -50,8 +55,8 @@ OTHERS = LeaveOneOut(samples_per_prompt=2, scale="none")
 @dataclass(frozen=True)
 class Toy:
     """Logits [S, V] of the policy, of the reference, and of an older policy. The first state is the start of the
-    response; each other state follows one of its possible first tokens. With `has_end`, a first token 0 ends the
-    response.
+    response; each other state follows one of its possible first tokens (in the game, the reply to it). With `has_end`,
+    a first token 0 ends the response.
     """
 
     has_end: bool
@@ -59,8 +64,11 @@ class Toy:
     ref_logits_SV: Tensor
     old_logits_SV: Tensor
     tokens_BR: Tensor  # all responses
-    mask_BR: Tensor  # True = a token
+    states_BR: Tensor  # the state in which the policy writes each token
+    mask_BR: Tensor  # True = a token of the policy
     scores_B: Tensor
+    turn_rewards_BR: Tensor  # of an environment
+    chances_B: Tensor  # the probability that the environment is the one that this response meets
 
     @classmethod
     def draw(cls, *, has_end: bool) -> "Toy":
@@ -78,21 +86,55 @@ class Toy:
             kept = ~is_short_B | (tokens_BR[:, 1] == 0)
             tokens_BR, mask_BR, scores_B = tokens_BR[kept], mask_BR[kept], scores_B[kept]
         policy, ref, noise = logits
-        return cls(has_end, policy.requires_grad_(), ref, policy.detach() + 0.5 * noise, tokens_BR, mask_BR, scores_B)
+        old, states_BR = policy + 0.5 * noise, F.pad(1 + tokens_BR[:, :1], (1, 0))
+        rewards_BR, ones_B = torch.zeros_like(mask_BR, dtype=torch.float64), torch.ones_like(scores_B)
+        return cls(
+            has_end, policy.requires_grad_(), ref, old, tokens_BR, states_BR, mask_BR, scores_B, rewards_BR, ones_B
+        )
+
+    @classmethod
+    def game(cls) -> "Toy":
+        """The environment `guess` with three numbers, each with the same chance. Token v says the number v + 1; a reply
+        is token 3 (lower) or 4 (higher), and each pair of a wrong guess and its reply is a state.
+        """
+        games = list[Played]()
+        for number in range(VOCABULARY):
+            found = [_played(number, *guesses) for guesses in _GUESSES]  # the same, whatever follows a right guess
+            games += [game for place, game in enumerate(found) if game not in found[:place]]
+        replies = sorted({tuple(game.tokens[:2]) for game in games if game.tokens[1] >= VOCABULARY})
+        states = [[0, 0, 1 + replies.index(tuple(game.tokens[:2])) if game.mask[2] else 0] for game in games]
+        generator = torch.Generator().manual_seed(4)
+        shape = 1 + len(replies), VOCABULARY
+        logits = [torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(3)]
+        return cls(
+            True,
+            logits[0].requires_grad_(),
+            *logits[1:],
+            torch.tensor([game.tokens for game in games]),
+            torch.tensor(states),
+            torch.tensor([game.mask for game in games]),
+            torch.zeros(len(games), dtype=torch.float64),
+            torch.tensor([game.rewards for game in games], dtype=torch.float64),
+            torch.full((len(games),), 1 / VOCABULARY, dtype=torch.float64),
+        )
+
+    @property
+    def returns_B(self) -> Tensor:
+        return self.scores_B + self.turn_rewards_BR.sum(dim=1)
 
     def logprobs(self, logits_SV: Tensor, rows: Tensor) -> Tensor:
         """Returns log π of the responses' tokens [B, R]; 0 where there is no token."""
-        tokens_BR = self.tokens_BR[rows]
-        states_BR = torch.stack([torch.zeros_like(tokens_BR[:, 0]), 1 + tokens_BR[:, 0]], dim=1)
-        logprobs_BR = logits_SV.log_softmax(-1)[states_BR, tokens_BR]
-        return torch.where(self.mask_BR[rows], logprobs_BR, 0.0)
+        mask_BR = self.mask_BR[rows]
+        logprobs_BR = logits_SV.log_softmax(-1)[self.states_BR[rows], torch.where(mask_BR, self.tokens_BR[rows], 0)]
+        return torch.where(mask_BR, logprobs_BR, 0.0)
 
     def exact_gradient(self, score_coef: float, kl_coef: float) -> Tensor:
         """Returns ∇ Σ π(y) (score_coef · score(y) - kl_coef · log π(y)/π_ref(y))."""
         everything = torch.arange(len(self.tokens_BR))
         logprob_B = self.logprobs(self.logits_SV, everything).sum(dim=1)
         log_ratio_B = logprob_B - self.logprobs(self.ref_logits_SV, everything).sum(dim=1)
-        value = (logprob_B.exp() * (score_coef * self.scores_B - kl_coef * log_ratio_B)).sum()
+        chance_B = self.chances_B * logprob_B.exp()
+        value = (chance_B * (score_coef * self.returns_B - kl_coef * log_ratio_B)).sum()
         return torch.autograd.grad(value, self.logits_SV)[0]
 
     def values(self, kl_coef: float) -> Tensor:
@@ -100,13 +142,40 @@ class Toy:
         everything = torch.arange(len(self.tokens_BR))
         logprobs_BR = self.logprobs(self.logits_SV, everything).detach()
         ref_BR = self.logprobs(self.ref_logits_SV, everything)
-        rewards_BR, _ = token_rewards(self.scores_B, logprobs_BR, ref_BR, self.mask_BR, kl_coef)
-        values_BR = torch.zeros_like(rewards_BR)
-        values_BR[:, 0] = (logprobs_BR.sum(dim=1).exp() * rewards_BR.sum(dim=1)).sum()
-        for first in range(VOCABULARY):
-            same = self.tokens_BR[:, 0] == first
-            values_BR[same, 1] = (logprobs_BR[same, 1].exp() * rewards_BR[same, 1]).sum()
-        return torch.where(self.mask_BR, values_BR, 0.0)
+        rewards_BR, _ = token_rewards(self.scores_B, logprobs_BR, ref_BR, self.mask_BR, kl_coef, self.turn_rewards_BR)
+        chance_B, values_BR = self.chances_B * logprobs_BR.sum(dim=1).exp(), torch.zeros_like(rewards_BR)
+        for column in range(values_BR.shape[1]):
+            to_come_B = rewards_BR[:, column:].sum(dim=1)
+            for state in self.states_BR[self.mask_BR[:, column], column].unique():
+                same_B = self.mask_BR[:, column] & (self.states_BR[:, column] == state)
+                values_BR[same_B, column] = (chance_B * to_come_B)[same_B].sum() / chance_B[same_B].sum()
+        return values_BR
+
+
+@dataclass(frozen=True)
+class Played:
+    """A game: its two guesses with the reply between them, which of them are guesses, and their rewards."""
+
+    tokens: list[int]
+    mask: list[bool]
+    rewards: list[float]
+
+
+_GUESSES = [*itertools.product(range(VOCABULARY), repeat=LENGTH)]
+
+
+def _played(number: int, *guesses: int) -> Played:
+    """Returns the game in which these are the guesses about a number, with the replies of Heed's environment."""
+    game, tokens, mask, rewards = Game(number + 1), [0] * 3, [False] * 3, [0.0] * 3
+    for column, guess in zip((0, 2), guesses, strict=True):
+        text = str(guess + 1)
+        reply = asyncio.run(game.reply(AssistantMessage(text, text)))
+        tokens[column], mask[column], rewards[column] = guess, True, reply.reward
+        if reply.is_over:
+            break
+        if column == 0:
+            tokens[1] = VOCABULARY + ("lower", "higher").index(reply.messages[0]["content"])
+    return Played(tokens, mask, rewards)
 
 
 @dataclass(frozen=True)
@@ -136,7 +205,7 @@ def mean_gradient(toy: Toy, loss: Loss, *, from_old: bool = False) -> Tensor:
         behaviour_BR = toy.logprobs(behaviour_SV, rows)
         group = Group(toy, rows, toy.logprobs(toy.logits_SV, rows), toy.logprobs(toy.ref_logits_SV, rows), behaviour_BR)
         (gradient_SV,) = torch.autograd.grad(loss(group), toy.logits_SV)
-        total_SV -= float(behaviour_BR.sum().exp()) * gradient_SV
+        total_SV -= float(toy.chances_B[rows].prod() * behaviour_BR.sum().exp()) * gradient_SV
     return total_SV
 
 
@@ -164,14 +233,16 @@ def heeds_loss(config: PPOConfig, *, has_perfect_values: bool = True, corrects: 
     )
 
     def loss(group: Group) -> Tensor:
-        old_BR, ref_BR, mask_BR, scores_B = (
+        old_BR, ref_BR, mask_BR, scores_B, turns_BR = (
             group.logprobs_BR.detach(),
             group.ref_logprobs_BR,
             group.mask_BR,
-            group.toy.scores_B[group.rows],
+            group.toy.returns_B[group.rows],
+            group.toy.turn_rewards_BR[group.rows],
         )
         kl_coef = config.kl.coef if config.kl.kind == "reward" else 0.0
-        rewards_BR, _ = token_rewards(config.score_coef * scores_B, old_BR, ref_BR, mask_BR, kl_coef)
+        last_B = config.score_coef * group.toy.scores_B[group.rows]
+        rewards_BR, _ = token_rewards(last_B, old_BR, ref_BR, mask_BR, kl_coef, config.score_coef * turns_BR)
         values_BR = group.toy.values(kl_coef)[group.rows] * has_perfect_values
         terms = {
             kind: teacher_terms(old_BR, ref_BR[:, None], torch.tensor([own]), mask_BR)
@@ -237,7 +308,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    return [*_advantages(), *_token_weights(), *_stale_samples(), *_kl_terms(), *_teachers()]
+    return [*_advantages(), *_token_weights(), *_stale_samples(), *_kl_terms(), *_teachers(), *_conversations()]
 
 
 def _advantages() -> list[Row]:
@@ -338,6 +409,29 @@ def _teachers() -> list[Row]:
         return Row("Teacher alone", settings, Toy.draw(has_end=True), loss, scale, known, kl_only=True)
 
     return [row("reward", 1.0, "none"), row("token", 0.0, "leaves out the KL of the tokens that follow")]
+
+
+def _conversations() -> list[Row]:
+    """The game of two turns, whose rewards are paid turn by turn."""
+    whole = VALUES.model_copy(update={"gae_lambda": 1.0})
+    kinds = {
+        "GAE, perfect values": (VALUES, True),
+        "GAE, values of 0": (whole, False),
+        "REINFORCE": (NoBaseline(scale="none"), True),
+        "RLOO": (OTHERS, True),
+    }
+    settings = {"GAE, values of 0": "`advantage.gae_lambda = 1`"}
+    return [
+        Row(
+            f"Game of two turns: {name}",
+            settings.get(name, f'`advantage.kind = "{advantage.kind}"`'),
+            Toy.game(),
+            heeds_loss(config_of(advantage=advantage, loss={"token_weight": "constant"}), has_perfect_values=perfect),
+            1.0,
+            "none",
+        )
+        for name, (advantage, perfect) in kinds.items()
+    ]
 
 
 def table(found: Sequence[Row]) -> str:

@@ -125,6 +125,8 @@ class Generator(Rank):
         # A colocated sampler gets new weights before it samples again, so it can release the old ones in between.
         self._sleeps = config.memory != "fast" and config.placement.roles_share_ranks
         self._failure = ""
+        if config.environment is not None:
+            config.environment.load()
 
     def generate(
         self,

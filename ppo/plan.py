@@ -28,6 +28,8 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
         config.prompts, config.max_new_tokens, config.on_overlong, lambda run: run.tokenizer_of("sft")
     )
     planner.sizes.assume("assumes that every response is max_new_tokens long")
+    if config.environment is not None:
+        planner.sizes.assume("counts an environment's tokens as the policy's, and not the time that it takes")
     work, mean = _work(planner, config, models, lengths), round(lengths.mean)
     numbers = {
         "rollout_batch_size": config.rollout_batch_size,

@@ -94,7 +94,10 @@ def names_of(config: PPOConfig | None, *, starts_from_sft: bool) -> Names:
     if config is None:
         return Names(initial)
     reward = config.external_reward
-    return Names(initial, config.advantage.algorithm, DEFAULT_NAMES.scorer if reward is None else reward.short_name)
+    scorer = DEFAULT_NAMES.scorer if reward is None else reward.short_name
+    if config.environment is not None and isinstance(reward, NoReward):
+        scorer = f"environment {config.environment.kind}"
+    return Names(initial, config.advantage.algorithm, scorer)
 
 
 def _config_of(stage: StageFolder) -> PPOConfig | None:
@@ -139,6 +142,8 @@ PANELS = (
     Panel("Responses that end", "before the length limit", _ppo("eos_rate"), is_share=True),
     Panel("Response length", "tokens", _ppo("response_tokens")),
     Panel("Entropy", "nats per token, estimated", _ppo("entropy_estimate")),
+    Panel("Turns", "of the policy, per conversation", _ppo("turns")),
+    Panel("Replies", "tokens that the environment wrote, per conversation", _ppo("environment_tokens")),
     Panel("Informative groups", "prompts whose responses' scores differ", _ppo("informative_share"), is_share=True),
 )
 # These show whether the updates are healthy, whatever score they reach.
@@ -427,7 +432,7 @@ def _head(stage: StageFolder) -> tuple[str, str]:
     names = names_in(stage)
     config, goals = _config_of(stage), [f"raise the {names.score}"]
     if config is not None and config.teachers:
-        has_score = config.score_coef > 0 and not isinstance(config.reward, NoReward)
+        has_score = config.score_coef > 0 and config.has_score
         goals = ["write what its teacher finds likely", *(goals if has_score else [])]
     near = f", held near {names.the_initial} by a KL penalty" if config is None or config.kl.coef > 0 else ""
     return names.algorithm, f"The policy is trained to {' and to '.join(goals)}{near}."

@@ -500,15 +500,20 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
     generator_python(config)
     for number, teacher in enumerate(config.teachers):
         _check_teacher(stage, f"ppo.teachers.{number}.model", teacher.model)
+    tokenizer, limits = stage.tokenizer_of("sft"), (config.max_new_tokens, config.on_overlong)
     if isinstance(config.reward, ModelReward) and config.reward.model:
         judge = stage.start(REWARD.name)
+        if config.environment is not None and Tokenizer.load(judge) != tokenizer:
+            raise ValueError(
+                f"ppo.reward.model: the tokenizer of {judge} differs from the policy's; a reward model that reads"
+                " conversations with ppo.environment as the policy does was expected"
+            )
         weights_by_label(str(judge), labels_of(judge), config.reward.objective_weights)
         check_steps(judge, config.steps)
         if config.shared_body and config.init_from:
             require_same_shape(stage.start("sft"), judge)
         elif config.shared_body:  # the policy is still to be trained
             adapter_of(judge)
-    tokenizer, limits = stage.tokenizer_of("sft"), (config.max_new_tokens, config.on_overlong)
     fitting = fitting_prompts(stage, tokenizer, config.prompts, *limits, stage.tell, config.row_fields)
     rows = OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row)
     sources = [config.external_reward, None if config.alarm is None else config.alarm.source]

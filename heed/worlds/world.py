@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from files.atomic import write_jsonl
 from heed.worlds.answers import write_answer
+from heed.worlds.calculations import calculations, calls
 from heed.worlds.corpus import write_text
 from heed.worlds.gold import gold_score
 from heed.worlds.graded import graded_rows, num_answers
@@ -85,6 +86,9 @@ class PlaygroundConfig(BaseModel):
     num_graded_heldout: int = Field(default=180, gt=0, description="Held-out ones, without noise, if there are any.")
     grade_noise: float = Field(
         default=0.2, ge=0, le=1, description="Fraction of the grades that are drawn at random, so that a judge errs."
+    )
+    num_calculations: int = Field(
+        default=0, ge=0, description="Sums with their answers, and as many calls of a calculator to learn from."
     )
     flaw_rate: float = Field(default=0.75, ge=0, le=1, description="Fraction of the demonstrations with a flaw.")
     second_flaw_rate: float = Field(
@@ -213,6 +217,9 @@ class PlaygroundWorld:
                 drawn = draw_prompts(num_answers(num_rows), rng, prompts)
                 rows = [row for each in drawn for row in graded_rows(*each, rng, noise)]
                 write_jsonl(folder / f"{name}.jsonl", rows[:num_rows])
+        if config.num_calculations:
+            for name, draw in (("calculations", calculations), ("calculation_calls", calls)):
+                write_jsonl(folder / f"{name}.jsonl", draw(config.num_calculations, random.Random(f"{seed}/{name}")))
 
     def _texts(self, num_texts: int, rng: random.Random, seen: set[str]) -> list[dict[str, Any]]:
         texts: list[str] = []

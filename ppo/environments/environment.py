@@ -73,6 +73,11 @@ class Environment(Config, ABC):
     def check(self, rows: Sequence[Row]) -> None:
         """Check before a run that episodes of these rows can be opened here. Raises: ValueError."""
 
+    def load(self) -> None:
+        """Load what episodes share. Each process that samples calls this once, before it opens episodes, which it does
+        in many threads at once.
+        """
+
     @abstractmethod
     def open(self, conversation: Messages, row: Row, seed: int) -> Episode:
         """Returns a new conversation about a prompt. With the same arguments and the same turns of the policy, its

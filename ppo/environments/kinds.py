@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, JsonValue, Tag, ValidationError
+from pydantic import ConfigDict, Field, Tag, ValidationError
 
 from files.importing import load_function
 from files.rows import Row
@@ -13,6 +13,7 @@ from lm.tokenizer import Messages
 from ppo.environments.environment import Environment, Episode
 from ppo.environments.game import GuessingGame
 from ppo.environments.tools import Calculator, Retrieval
+from ppo.environments.user import SimulatedUser
 from training.config import by_kind
 from training.data import RowFields
 
@@ -26,15 +27,13 @@ class OwnEnvironment(Environment):
     class_name: str = Field(
         pattern=r"^.+:.+$", description='"MODULE:CLASS" or "FILE.py:CLASS"; the current folder is searched too.'
     )
-    settings: dict[str, JsonValue] = Field(
-        default_factory=dict, description="Values of the fields that the class declares."
-    )
+    settings: dict[str, Any] = Field(default_factory=dict, description="Values of the fields that the class declares.")
 
     @property
     def own(self) -> Environment:
         """The user's environment. Raises: ValueError naming the class or field that is wrong."""
         limits = {"max_turns": self.max_turns, "deadline_seconds": self.deadline_seconds}
-        return _loaded(self.class_name, json.dumps({**self.settings, **limits}))
+        return _loaded(self.class_name, json.dumps({**self.settings, **limits}, default=str))
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -46,6 +45,9 @@ class OwnEnvironment(Environment):
 
     def check(self, rows: Sequence[Row]) -> None:
         self.own.check(rows)
+
+    def load(self) -> None:
+        self.own.load()
 
     def open(self, conversation: Messages, row: Row, seed: int) -> Episode:
         return self.own.open(conversation, row, seed)
@@ -71,6 +73,7 @@ AnyEnvironment = Annotated[
     Annotated[OwnEnvironment, Tag("class")]
     | Annotated[GuessingGame, Tag("guess")]
     | Annotated[Calculator, Tag("calculator")]
-    | Annotated[Retrieval, Tag("retrieval")],
-    by_kind("class", "guess", "calculator", "retrieval"),
+    | Annotated[Retrieval, Tag("retrieval")]
+    | Annotated[SimulatedUser, Tag("user")],
+    by_kind("class", "guess", "calculator", "retrieval", "user"),
 ]

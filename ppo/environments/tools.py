@@ -180,6 +180,9 @@ class Retrieval(ToolEnvironment):
         return [self.schema]
 
     def check(self, _rows: Sequence[Row]) -> None:
+        self.load()
+
+    def load(self) -> None:
         index_of(self.folder)
 
     def run(self, call: ToolCall) -> str:

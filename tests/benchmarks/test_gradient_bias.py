@@ -1,5 +1,6 @@
 """Mean gradients of the estimators over every group against the exact gradient, and the docs' table of them."""
 
+import itertools
 import math
 from functools import cache
 
@@ -65,6 +66,38 @@ def test_the_exact_gradient_is_that_of_finite_differences() -> None:
         return total
 
     for state, token in ((0, 0), (1, 2), (3, 1)):
+        moved = [toy.logits_SV.detach().clone() for _ in range(2)]
+        moved[0][state, token] += step
+        moved[1][state, token] -= step
+        slope = (value(moved[0]) - value(moved[1])) / (2 * step)
+        assert float(exact[state, token]) == pytest.approx(slope, abs=1e-8)
+
+
+def test_the_games_exact_gradient_is_that_of_finite_differences() -> None:
+    """The value is summed over the three numbers and the guesses, by the rules of the game, without its tensors."""
+    toy, step, coef = Toy.game(), 1e-6, 0.3
+    exact = toy.exact_gradient(1.0, coef)
+    states = {(1, "higher"): 1, (2, "lower"): 2, (2, "higher"): 3, (3, "lower"): 4}
+
+    def value(logits: torch.Tensor) -> float:
+        mine, ref = logits.log_softmax(1), toy.ref_logits_SV.log_softmax(1)
+
+        def after(state: int, guess: int, reward: float) -> tuple[float, float]:
+            """Returns the guess's probability, and its reward minus its KL penalty."""
+            logprob = float(mine[state, guess - 1])
+            return math.exp(logprob), reward - coef * (logprob - float(ref[state, guess - 1]))
+
+        total = 0.0
+        for number, first in itertools.product((1, 2, 3), repeat=2):
+            chance, gain = after(0, first, float(first == number))
+            if first != number:
+                state = states[first, "higher" if first < number else "lower"]
+                seconds = [after(state, second, 0.5 * (second == number)) for second in (1, 2, 3)]
+                gain += sum(probability * own for probability, own in seconds)
+            total += chance * gain / 3
+        return total
+
+    for state, token in itertools.product(range(5), range(3)):
         moved = [toy.logits_SV.detach().clone() for _ in range(2)]
         moved[0][state, token] += step
         moved[1][state, token] -= step

@@ -77,6 +77,21 @@ def test_the_example_job_runs_and_scores_by_its_rows(tmp_path: Path) -> None:
     assert f"{tmp_path}/rewards.py:vowels" in lineage["data"]  # another function means another stage
 
 
+@pytest.mark.long
+def test_the_example_of_an_environment_runs_on_workers(tmp_path: Path) -> None:
+    """Its policy, which has learned to call the calculator, gets results. A verifier scores the last turn."""
+    steps = ["sft.num_epochs=10", "sft.optimizer.learning_rate=1e-2", "pretrain.num_steps=4"]
+    job = load_job(JOBS / "environment.toml", [*steps, "ppo.num_iterations=2"])
+    run = run_job(job, tmp_path / "runs")
+    metrics = read_metrics(run / "ppo" / "metrics.jsonl")
+    assert len(metrics) == 2
+    assert all(0 <= line["score"] <= 1 and line["failed_scores"] == 0 for line in metrics)
+    assert max(line["turns"] for line in metrics) > 1
+    samples = read_metrics(run / "ppo" / "samples.jsonl")
+    assert any("\n[environment] " in sample["response"] for sample in samples)
+    assert "environment" in (run / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("reward", "score"),
     [

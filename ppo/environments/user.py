@@ -1,0 +1,116 @@
+"""A user who is simulated by another language model, behind an OpenAI-compatible endpoint."""
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from functools import cache
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from files.retries import post_json
+from files.rows import Row
+from lm.tokenizer import Messages
+from lm.tool_calls import AssistantMessage
+from ppo.environments.environment import Environment, Episode, Reply
+from training.data import RowFields
+
+KEY = "HEED_API_KEY"  # environment variable with the endpoint's key, as for judges
+SHOWN_CHARACTERS = 200  # of a malformed answer
+FIELD = "user"  # of a prompt's row
+# In the simulator's view, the policy is the other side.
+OTHER_SIDE = {"user": "assistant", "assistant": "user"}
+
+
+class SimulatedUser(Environment):
+    """A user who is played by another model. It reads the conversation so far and writes what the user says next, until
+    it writes `stop`. What the user wants may differ from prompt to prompt: the field `user` of a prompt's row is added
+    to the instructions.
+    """
+
+    model_config = ConfigDict(title="Environment user")
+    scores: ClassVar[bool] = False
+
+    kind: Literal["user"] = Field(default="user", description="The kind of this table.")
+    url: str = Field(
+        pattern=r"^https?://.+$",
+        description="Base of an OpenAI-compatible API, such as http://127.0.0.1:8000/v1; HEED_API_KEY is its key.",
+    )
+    model: str = Field(pattern=r"^.+$", description="Name of the model at the endpoint.")
+    instructions: str = Field(
+        default="You play a user who talks to an assistant. Write only what the user says next, in a sentence or two.",
+        description="What the model is told to be.",
+    )
+    stop: str = Field(
+        default="###STOP###", pattern=r"^.+$", description="What the user writes to end the conversation."
+    )
+    max_reply_tokens: int = Field(default=128, ge=1, description="Length limit of what the user says, in tokens.")
+    parallel: int = Field(default=32, ge=1, description="Requests that a rank sends at once.")
+
+    @property
+    def row_fields(self) -> RowFields:
+        return RowFields(_wants_of, FIELD)
+
+    def open(self, conversation: Messages, row: Row, seed: int) -> Episode:
+        wants = f"\n\n{row[FIELD]}" if row.get(FIELD) else ""
+        told = f"{self.instructions}{wants}\n\nWrite {self.stop} when the conversation is over."
+        return UserEpisode(self, [{"role": "system", "content": told}, *_swapped(conversation)], seed)
+
+    def said(self, messages: Messages, seed: int) -> str:
+        """Returns what the user says next. Raises: RuntimeError for an endpoint that does not answer with a text."""
+        key = os.environ.get(KEY, "")
+        asked = {"model": self.model, "messages": messages, "seed": seed % 2**31, "max_tokens": self.max_reply_tokens}
+        with _places(self.url, self.parallel):
+            response = post_json(
+                f"{self.url.rstrip('/')}/chat/completions",
+                asked,
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+                timeout_seconds=self.deadline_seconds,
+                num_retries=2,
+            )
+        try:
+            text = json.loads(response.content)["choices"][0]["message"]["content"]
+        except (ValueError, KeyError, IndexError, TypeError):
+            text = None
+        if not response.is_success or not isinstance(text, str):
+            shown = response.content[:SHOWN_CHARACTERS].decode(errors="replace")
+            shown = shown.replace(key, "***") if key else shown
+            raise RuntimeError(f"{self.url} answered with status {response.status_code}: {shown!r}")
+        return text
+
+
+class UserEpisode(Episode):
+    """One conversation with a simulated user."""
+
+    def __init__(self, user: SimulatedUser, messages: Messages, seed: int) -> None:
+        self.user, self.messages, self.seed = user, list(messages), seed
+
+    async def reply(self, message: AssistantMessage) -> Reply:
+        self.messages.append({"role": "user", "content": message.text})
+        text = self.user.said(self.messages, self.seed + len(self.messages))
+        self.messages.append({"role": "assistant", "content": text})
+        if self.user.stop in text:
+            return Reply(is_over=True)
+        return Reply([{"role": "user", "content": text}])
+
+
+def _swapped(conversation: Messages) -> list[Mapping[str, str]]:
+    """Returns the prompt as the simulator sees it; the policy's own instructions are not for the user."""
+    turns = [message for message in conversation if message["role"] in OTHER_SIDE]
+    return [{"role": OTHER_SIDE[message["role"]], "content": message["content"]} for message in turns]
+
+
+def _wants_of(where: str, row: Row) -> Row:
+    value = row.get(FIELD, "")
+    if not isinstance(value, str):
+        raise ValueError(
+            f"{where}: field {FIELD!r} is {type(value).__name__}; a text, what the user wants, was expected"
+        )
+    return {FIELD: value} if value else {}
+
+
+@cache
+def _places(_url: str, number: int) -> threading.Semaphore:
+    """Returns what limits the requests of this process."""
+    return threading.Semaphore(number)
