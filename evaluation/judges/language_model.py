@@ -16,6 +16,7 @@ from typing import Any
 from evaluation.endpoint import Answer, Asker, OnProgress
 from evaluation.judges.judge import SAME_TEXT, Pair
 from evaluation.verdicts import Side, Verdict
+from files.conversations import spoken
 from lm.tokenizer import Messages
 
 OWN_TEMPLATE = """\
@@ -120,9 +121,9 @@ def fill(template: str, messages: Messages, first: str, second: str) -> str:
     """Returns the filled template. A single-turn conversation becomes its text; longer ones show the role above each
     turn.
     """
-    turns = [message["content"] for message in messages]
+    turns = [spoken(message) for message in messages]
     if len(turns) > 1:
-        turns = [f"{message['role'].capitalize()}:\n{message['content']}" for message in messages]
+        turns = [f"{message['role'].capitalize()}:\n{spoken(message)}" for message in messages]
     return Template(template).substitute(prompt="\n\n".join(turns), first=first, second=second)
 
 
