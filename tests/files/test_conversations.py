@@ -132,7 +132,7 @@ def test_conversations_that_differ_in_their_tools_are_not_repeats(tmp_path: Path
             r" different results; .* format = 'sharegpt' or format = 'alpaca'",
         ),
         ([{"question": "q", "answer": "a"}], r"line 1: no format of a demonstration has .*\['answer', 'question'\]"),
-        ([{"conversations": [{"from": "robot", "value": "x"}]}], r"'conversations\[0\].from' is 'robot'; system, human"),
+        ([{"conversations": [{"from": "robot", "value": "x"}]}], r"'conversations\[0\].from' is 'robot'; system,"),
         ([conversation(content=PARTS)], r"messages\[1\]: content\[1\] is a part of type 'image_url'; only text parts"),
         (
             [conversation(content="", function_call={"name": "f"})],
