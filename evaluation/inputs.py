@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.verdicts import Clusters
-from files.conversations import ConversationReader, turns_of
+from files.conversations import ConversationReader, spoken, turns_of
 from files.fields import name_field, names, text_field
 from files.rows import InvalidRows, Row
 from training.data import DataConfig, Prompt, read_rows, read_valid
@@ -143,7 +143,7 @@ def id_of(where: str, row: Mapping[str, Any]) -> str:
     return text_field(where, row, "prompt_id")
 
 
-def asked_of(where: str, row: Mapping[str, Any]) -> list[dict[str, str]]:
+def asked_of(where: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns a row's question as messages.
 
     Raises: ValueError naming file, line and field.
@@ -194,9 +194,9 @@ def clusters_of(prompts: Iterable[Prompt]) -> Clusters:
     return {prompt_id: first.setdefault(cluster, prompt_id) for cluster, prompt_id in clustered}
 
 
-def conversation_key(messages: Iterable[Mapping[str, str]]) -> tuple[tuple[str, str], ...]:
+def conversation_key(messages: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
     """Returns a key that is equal for equal conversations; whitespace around texts is ignored."""
-    return tuple((message["role"], message["content"].strip()) for message in messages)
+    return tuple((message["role"], spoken(message).strip()) for message in messages)
 
 
 def by_id(prompts: Sequence[Prompt]) -> dict[str, Prompt]:

@@ -5,17 +5,20 @@ To add a format, write a function from a row to turns, and add an entry to FORMA
 side.
 """
 
+import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from files.fields import (
     any_messages,
     any_text,
     as_number,
+    from_json,
     names,
     object_field,
     objects_field,
@@ -24,14 +27,17 @@ from files.fields import (
     shown,
     text_field,
     text_or_messages,
+    tool_calls,
+    tools_field,
 )
 
 AUTO = "auto"
 TEXT_ROLE = "text"  # for a plain text, which no chat template applies to
 
 Row = Mapping[str, Any]
-Turns = list[dict[str, str]]
-Part = Literal["demonstration", "prompt"]  # a demonstration ends with the assistant's turn, a prompt with the user's
+Turns = list[dict[str, Any]]  # as `lm.chat_template.Messages`
+# A demonstration ends with the assistant's turn, a prompt with the user's or a tool's.
+Part = Literal["demonstration", "prompt"]
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -40,6 +46,9 @@ SHAREGPT_ROLES = {
     "gpt": "assistant",
     "chatgpt": "assistant",
     "assistant": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
 }
 TREE_FIELDS = ("message_tree_id", "prompt")
 TREE_ROLES = {"prompter": "user", "assistant": "assistant"}  # Open-Assistant's
@@ -55,6 +64,11 @@ class Turn(NamedTuple):
     content_field: str
     role_field: str = ""
     speaker: str = ""  # what the file calls the role; "" = the same as `role`
+    more: Mapping[str, Any] = MappingProxyType({})  # the message's other fields: calls of tools, or whose result it is
+
+    @property
+    def message(self) -> dict[str, Any]:
+        return {"role": self.role, "content": self.content, **self.more}
 
 
 @dataclass(frozen=True)
@@ -117,13 +131,22 @@ def _sharegpt(where: str, row: Row, _part: Part) -> list[Turn]:
         role = SHAREGPT_ROLES.get(str(speaker))
         if role is None:
             raise ValueError(
-                f"{where}: field '{place}.{speaker_field}' is {shown(speaker)}; system, human or gpt was expected"
+                f"{where}: field '{place}.{speaker_field}' is {shown(speaker)}; system, human, gpt, function_call or"
+                " observation was expected"
             )
-        content = any_text(f"{where}: {place}", turn, content_field)
-        turns.append(Turn(role, content, f"{place}.{content_field}", f"{place}.{speaker_field}", str(speaker)))
+        content, more = any_text(f"{where}: {place}", turn, content_field), {}
+        if speaker == "function_call":
+            content, more = "", {"tool_calls": _sharegpt_calls(where, content, f"{place}.{content_field}")}
+        turns.append(Turn(role, content, f"{place}.{content_field}", f"{place}.{speaker_field}", str(speaker), more))
     if not turns:
         raise ValueError(f"{where}: field 'conversations' is empty; at least one turn was expected")
     return turns
+
+
+def _sharegpt_calls(where: str, text: str, field: str) -> list[dict[str, Any]]:
+    """Reads LLaMA-Factory's calls: JSON text of {"name", "arguments"}, or of a list of them."""
+    calls = from_json(where, text, field)
+    return tool_calls(where, [{"function": call} for call in (calls if isinstance(calls, list) else [calls])], field)
 
 
 def _alpaca(where: str, row: Row, part: Part) -> list[Turn]:
@@ -196,9 +219,9 @@ def chosen_turns(where: str, row: Mapping[str, Any]) -> list[Turn]:
 
 def message_turns(where: str, messages: Any, field: str) -> list[Turn]:
     """Returns the turns of a list of messages; their texts may be empty."""
-    turns = enumerate(any_messages(where, messages, field))
+    turns = enumerate(any_messages(where, messages, field, takes_tools=True))
     return [
-        Turn(turn["role"], turn["content"], f"{field}[{index}].content", f"{field}[{index}].role")
+        Turn(turn.pop("role"), turn.pop("content"), f"{field}[{index}].content", f"{field}[{index}].role", more=turn)
         for index, turn in turns
     ]
 
@@ -298,7 +321,7 @@ class ConversationReader:
             self._format, self._first = form, where
         self.num_rows += 1
         self.num_answers += has_answer
-        key = hash(tuple((turn["role"], turn["content"]) for turn in turns))
+        key = hash_of(turns)
         self.num_repeated += key in self._seen
         self._seen.add(key)
         return turns
@@ -357,24 +380,69 @@ def turns_of(where: str, row: Row, part: Part) -> Turns:
 
 
 def _read(form: ConversationFormat, where: str, row: Row, part: Part) -> tuple[Turns, bool]:
-    """Returns the row's turns, and whether an answer that ended them was left out.
+    """Returns the row's turns, and whether an answer that ended them was left out. The first has the row's `tools`.
 
-    Raises: ValueError naming the field, as the file calls it, of an empty turn or a last turn of the wrong role.
+    Raises: ValueError naming the field, as the file calls it, of an empty turn, a tool's result without a call, or a
+        last turn of the wrong role.
     """
-    turns, last = form.read(where, row, part), "user" if part == "prompt" else "assistant"
+    turns = form.read(where, row, part)
     answered = list(turns)
     while part == "prompt" and form.holds_answers and turns and turns[-1].role == "assistant":
         turns = turns[:-1]
     for turn in turns:
-        if not turn.content.strip():
+        if not turn.content.strip() and turn.role != "tool" and "tool_calls" not in turn.more:
             raise ValueError(f"{where}: field {turn.content_field!r} is empty; text was expected")
+    _check_results(where, turns)
     final = (turns or answered)[-1]
-    if final.role not in (last, TEXT_ROLE):
-        name = final.role_field or final.content_field
+    if final.role not in (("user", "tool") if part == "prompt" else ("assistant", TEXT_ROLE)):
+        name, last = final.role_field or final.content_field, "user" if part == "prompt" else "assistant"
         raise ValueError(
             f"{where}: field {name!r} is {final.speaker or final.role!r}; the last turn must be the {last}'s"
         )
-    return [{"role": turn.role, "content": turn.content} for turn in turns], len(turns) < len(answered)
+    messages = [turn.message for turn in turns]
+    if messages[0]["role"] != TEXT_ROLE and (tools := tools_field(where, row, "tools")):
+        messages[0]["tools"] = [*messages[0].get("tools", ()), *tools]
+    return messages, len(turns) < len(answered)
+
+
+def _check_results(where: str, turns: Iterable[Turn]) -> None:
+    """Raises: ValueError naming the field of a tool's result that is not the result of one of the calls before it."""
+    open_calls = list[Mapping[str, Any]]()
+    for turn in turns:
+        if turn.role != "tool":
+            open_calls = list(turn.more.get("tool_calls", ()))
+            continue
+        if not open_calls:
+            raise ValueError(
+                f"{where}: field {turn.role_field!r} is {turn.speaker or turn.role!r} without a call before it; one"
+                " result per call was expected"
+            )
+        wanted = turn.more.get("tool_call_id")
+        found = next((call for call in open_calls if wanted is None or call.get("id", wanted) == wanted), None)
+        if found is None:
+            raise ValueError(
+                f"{where}: field '{turn.content_field.rpartition('.')[0]}.tool_call_id' is {shown(wanted)}; the id of a"
+                " call before it that has no result yet was expected"
+            )
+        open_calls.remove(found)
+
+
+def spoken(message: Mapping[str, Any]) -> str:
+    """Returns a message's text for people and judges, with a line for each call of a tool."""
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    lines = [f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in calls]
+    return "\n".join([*([message["content"]] if message["content"] or not lines else []), *lines])
+
+
+def num_bytes(messages: Iterable[Mapping[str, Any]]) -> int:
+    """Returns the bytes of a conversation's texts, calls and tools in UTF-8."""
+    texts = ((spoken(m), json.dumps(m["tools"], ensure_ascii=False) if "tools" in m else "") for m in messages)
+    return sum(len(text.encode()) for of_message in texts for text in of_message)
+
+
+def hash_of(messages: Iterable[Mapping[str, Any]]) -> int:
+    """Returns the same number, within this process, for equal conversations."""
+    return hash(tuple((m["role"], m["content"], json.dumps(m, sort_keys=True) * (len(m) > 2)) for m in messages))
 
 
 def _recognise(where: str, row: Row, part: Part) -> ConversationFormat:

@@ -5,6 +5,8 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+from files.strict_json import parse_json
+
 SHOWN_CHARACTERS = 60
 SHOWN_NAMES = 20  # field names of a row that an error message lists
 
@@ -171,26 +173,100 @@ def checked_messages(where: str, messages: Any, field: str, *, ends_with: str) -
     return turns
 
 
-def any_messages(where: str, messages: Any, field: str) -> list[dict[str, str]]:
+def any_messages(where: str, messages: Any, field: str, *, takes_tools: bool = False) -> list[dict[str, Any]]:
     """Returns the turns in `field`: at least one, with known roles. Their texts may be empty.
 
     The role `developer`, OpenAI's newer name, becomes `system`. Content may be text, or OpenAI's list of parts; these
-    must all be texts, and are joined.
+    must all be texts, and are joined. With `takes_tools`, turns may be calls of tools (`tool_calls`, next to which the
+    content may be null) and their results (role `tool`), and the first may have the schemas of the tools (`tools`).
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"{where}: field {field!r} is {kind_of(messages)}; a non-empty list was expected")
-    return [_message(where, message, f"{field}[{index}]") for index, message in enumerate(messages)]
+    turns = [_message(where, message, f"{field}[{index}]", takes_tools) for index, message in enumerate(messages)]
+    for index, message in enumerate(messages if takes_tools else ()):
+        if tools := tools_field(f"{where}: {field}[{index}]", message, "tools"):
+            if index:
+                raise ValueError(f"{where}: field '{field}[{index}].tools': only the first message may have tools")
+            turns[0]["tools"] = tools
+    return turns
 
 
-def _message(where: str, message: Any, field: str) -> dict[str, str]:
+def _message(where: str, message: Any, field: str, takes_tools: bool) -> dict[str, Any]:
     role = message.get("role") if isinstance(message, Mapping) else None
-    if role not in ("system", "developer", "user", "assistant"):
+    roles = ("system", "user", "assistant", *(["tool"] if takes_tools else []))
+    if role not in (*roles, "developer"):
         role_found = f" is {shown(role)};" if role is not None else ":"
-        raise ValueError(f"{where}: field '{field}.role'{role_found} system, user or assistant was expected")
-    for call in ("tool_calls", "function_call"):
-        if message.get(call):
-            raise ValueError(f"{where}: field '{field}.{call}' holds a tool call; Heed trains on text only")
-    return {"role": "system" if role == "developer" else role, "content": _content(f"{where}: {field}", message)}
+        raise ValueError(
+            f"{where}: field '{field}.role'{role_found} {', '.join(roles[:-1])} or {roles[-1]} was expected"
+        )
+    if message.get("function_call"):
+        raise ValueError(
+            f"{where}: field '{field}.function_call' holds a call in OpenAI's older form; tool_calls was expected"
+        )
+    calls = message.get("tool_calls")
+    if calls and (not takes_tools or role != "assistant"):
+        wanted = "only an assistant's message may have calls" if takes_tools else "only texts are read here"
+        raise ValueError(f"{where}: field '{field}.tool_calls' holds a tool call; {wanted}")
+    if calls:
+        has_content = message.get("content") is not None
+        content = _content(f"{where}: {field}", message) if has_content else ""
+        return {"role": role, "content": content, "tool_calls": tool_calls(where, calls, f"{field}.tool_calls")}
+    found = {"role": "system" if role == "developer" else role, "content": _content(f"{where}: {field}", message)}
+    names = {name: optional_text(f"{where}: {field}", message, name) for name in ("tool_call_id", "name")}
+    return found | ({name: text for name, text in names.items() if text} if role == "tool" else {})
+
+
+def tool_calls(where: str, calls: Any, field: str) -> list[dict[str, Any]]:
+    """Returns calls of tools as OpenAI's API has them, with objects as arguments. They may be objects or JSON text."""
+    found = []
+    for index, call in enumerate(objects_field(where, {field: calls}, field)):
+        place = f"{field}[{index}]"
+        if call.get("type") not in (None, "function"):
+            raise ValueError(f"{where}: field '{place}.type' is {shown(call['type'])}; function was expected")
+        function = object_field(f"{where}: {place}", call, "function")
+        name = text_field(f"{where}: {place}", function, "name")
+        arguments = from_json(where, present(f"{where}: {place}", function, "arguments"), f"{place}.function.arguments")
+        if not isinstance(arguments, Mapping):
+            raise ValueError(
+                f"{where}: field '{place}.function.arguments' is {kind_of(arguments)}; an object, or its JSON text, was"
+                " expected"
+            )
+        call_id = optional_text(f"{where}: {place}", call, "id")
+        found.append(
+            {"type": "function", "function": {"name": name, "arguments": arguments}}
+            | ({"id": call_id} if call_id else {})
+        )
+    return found
+
+
+def tools_field(where: str, row: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
+    """Returns the schemas of a row's tools, as OpenAI's API has them; none if the field is missing or empty.
+
+    The list may be JSON text, and its items may be the functions themselves.
+    """
+    tools = from_json(where, row.get(field) or [], field)
+    found = []
+    for index, tool in enumerate(objects_field(where, {field: tools}, field)):
+        function = tool if "function" not in tool else object_field(f"{where}: {field}[{index}]", tool, "function")
+        text_field(f"{where}: {field}[{index}]", function, "name")
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def from_json(where: str, value: Any, field: str) -> Any:
+    """Returns the value of JSON text; another value without fields that are null, which Parquet adds to objects."""
+    if not isinstance(value, str):
+        return _without_nulls(value)
+    try:
+        return parse_json("", value)
+    except ValueError as error:
+        raise ValueError(f"{where}: field {field!r} is {shown(value)}: {str(error).removeprefix(': ')}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _content(where: str, message: Mapping[str, Any]) -> str:

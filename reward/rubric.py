@@ -13,6 +13,7 @@ from typing import Self
 
 from pydantic import Field, FiniteFloat, ValidationError, field_validator, model_validator
 
+from files.conversations import spoken
 from files.lookup import no_such_file
 from lm.tokenizer import Messages
 from reward.endpoint import read_last_line
@@ -43,9 +44,9 @@ _GRADE = re.compile(r"[*_`\s]*(?:grade:)?[*_`\s]*(-?\d+)[*_`\s.]*", re.IGNORECAS
 
 def conversation_text(messages: Messages) -> str:
     """Returns a conversation as a judge reads it: a single turn is its text; longer ones show the role above each."""
-    turns = [message["content"] for message in messages]
+    turns = [spoken(message) for message in messages]
     if len(turns) > 1:
-        turns = [f"{message['role'].capitalize()}:\n{message['content']}" for message in messages]
+        turns = [f"{message['role'].capitalize()}:\n{spoken(message)}" for message in messages]
     return "\n\n".join(turns)
 
 

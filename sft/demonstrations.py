@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from files.conversations import TEXT_ROLE
+from files.conversations import TEXT_ROLE, num_bytes
 from files.fields import shown
 from lm.tokenizer import Messages, Tokenizer
 from stages.sizes import Lengths, RowSample
@@ -132,7 +132,7 @@ def demonstration_lengths(
     """
     sample = RowSample[tuple[str, Messages]]()
     for where, turns in read_conversations(sources, tell, takes_texts=True):
-        sample.add((where, turns), sum(len(turn["content"].encode()) for turn in turns))
+        sample.add((where, turns), num_bytes(turns))
 
     def count(conversations: Sequence[tuple[str, Messages]]) -> Iterator[tuple[int, int, int]]:
         for tokens, is_response, fate in encode_demonstrations(tokenizer, conversations, limit):

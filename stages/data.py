@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar, overload
@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from files.atomic import write_text
-from lm.tokenizer import Tokenizer
+from files.conversations import num_bytes
+from lm.chat_template import with_tools
+from lm.tokenizer import Messages, Tokenizer
 from stages.lineage import path_hash
 from stages.run import StageRun
 from stages.sizes import Lengths, RowSample
@@ -237,7 +239,7 @@ def prompt_lengths(
     """
     sample = RowSample[tuple[str, Prompt]]()
     for where, prompt in stream_prompts(data, tell):
-        sample.add((where, prompt), sum(len(message["content"].encode()) for message in prompt.messages))
+        sample.add((where, prompt), num_bytes(prompt.messages))
 
     def count(prompts: Sequence[tuple[str, Prompt]]) -> Iterator[tuple[int, int, int]]:
         encoded = encode_rows(tokenizer.encode_prompts, [(where, prompt.messages) for where, prompt in prompts])
@@ -248,12 +250,13 @@ def prompt_lengths(
     return sample.lengths(count, limit.room)
 
 
-def _shorter(messages: Sequence[Mapping[str, str]]) -> Iterator[tuple[Mapping[str, str], ...]]:
+def _shorter(messages: Messages) -> Iterator[Messages]:
     """Yield ever shorter conversations: the system's turn and fewer of the last turns, starting with a user's."""
     system = tuple(messages[:1]) if messages[0]["role"] == "system" else ()
+    tools = () if system else messages[0].get("tools", ())
     for start in range(len(system), len(messages)):
         if messages[start]["role"] == "user":
-            yield (*system, *messages[start:])
+            yield tuple(with_tools((*system, *messages[start:]), tools if start else ()))
 
 
 class SampleRow(Protocol):

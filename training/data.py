@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, field_validator
 
-from files.conversations import AUTO, NAMES, ConversationReader, Turns
+from files.conversations import AUTO, NAMES, ConversationReader, Turns, hash_of
 from files.fields import name_field, text_field
 from files.rows import InvalidRows, OnInvalid, Row, Rows, read_source, valid_rows
 from lm.progress import note_progress
@@ -202,7 +202,7 @@ class Prompt(Config):
     """
 
     prompt_id: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     kind: str
     cluster: str = ""
     row: Row = Field(default_factory=dict)
@@ -242,9 +242,9 @@ def stream_prompts(
     count: Callable[[SourceRows], None] = uncounted,
     keeps: RowFields = NO_FIELDS,
 ) -> Iterator[tuple[str, Prompt]]:
-    """Stream (where, prompt), where each prompt ends with a user's turn. Repeats of the same id and prompt are dropped.
+    """Stream (where, prompt), where each prompt ends with a user's or a tool's turn.
 
-    Each prompt keeps the fields `keeps` of its row.
+    Repeats of the same id and prompt are dropped. Each prompt keeps the fields `keeps` of its row.
 
     At the end, `tell` receives lines with the number of prompts per format and with what is unusual about the rows, and
     `count` receives the numbers of unusual rows. No text stays in memory.
@@ -288,7 +288,7 @@ class _KnownPrompts:
     def check(self, where: str, prompt_id: str, turns: Turns) -> None:
         """Raises: ValueError if a different prompt has the same id."""
         number = self._numbers.get(prompt_id)
-        if number is not None and self._hashes[number] != _hash_of(turns):
+        if number is not None and self._hashes[number] != hash_of(turns):
             place = self._places[self._place_ends[number] : self._place_ends[number + 1]].decode()
             raise ValueError(
                 f"{where}: prompt_id {prompt_id!r} is also that of a different prompt, {self._source}{place}; a"
@@ -300,11 +300,7 @@ class _KnownPrompts:
         if prompt.prompt_id in self._numbers:
             return False
         self._numbers[prompt.prompt_id] = len(self._numbers)
-        self._hashes.append(_hash_of(prompt.messages))
+        self._hashes.append(hash_of(prompt.messages))
         self._places += where.removeprefix(self._source).encode()
         self._place_ends.append(len(self._places))
         return True
-
-
-def _hash_of(turns: Sequence[Mapping[str, str]]) -> int:
-    return hash(tuple((turn["role"], turn["content"]) for turn in turns))

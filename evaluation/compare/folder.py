@@ -213,7 +213,7 @@ def prompts_of(folder: Path) -> list[Prompt]:
         if prompt_id in seen:
             raise ValueError(f"{where}: prompt_id {prompt_id!r} occurs twice")
         seen.add(prompt_id)
-        messages = tuple(any_messages(where, row.get("messages"), "messages"))
+        messages = tuple(any_messages(where, row.get("messages"), "messages", takes_tools=True))
         category = any_text(where, {"category": "", **row}, "category")
         cluster = any_text(where, {"cluster": "", **row}, "cluster")
         prompts.append(Prompt(prompt_id=prompt_id, messages=messages, kind=category, cluster=cluster))

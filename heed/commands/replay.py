@@ -26,6 +26,7 @@ def replay(
 
     Exit code 1: it is another response than the recorded one.
     """
+    from files.conversations import spoken
     from heed.jobs.replay import replay_response
 
     with console.status("starting") as status:
@@ -35,7 +36,7 @@ def replay(
         )  # fmt: skip
     out = results_console()
     for message in found.prompt.messages:
-        out.print(Text.assemble((f"{message['role']}: ", "bold"), message["content"]))
+        out.print(Text.assemble((f"{message['role']}: ", "bold"), spoken(message)))
     out.print(Text.assemble(("response: ", "bold"), found.response))
     out.print()
     out.print(_table(found))

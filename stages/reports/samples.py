@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 from urllib.parse import quote
 
+from files.conversations import spoken
 from lm.tokenizer import Messages
 from stages.reports.text import PolicyStyle
 
@@ -110,7 +111,7 @@ def anchor_of(prompt_id: str) -> str:
 
 def turns_of(messages: Messages) -> tuple[tuple[str, str], ...]:
     """Return a conversation as (role, text) pairs."""
-    return tuple((turn["role"], turn["content"]) for turn in messages)
+    return tuple((turn["role"], spoken(turn)) for turn in messages)
 
 
 def folded_turns(turns: Sequence[tuple[str, str]]) -> tuple[tuple[str, Folded], ...]:

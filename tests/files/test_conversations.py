@@ -53,8 +53,69 @@ ALPACA = {"instruction": "q", "input": "", "output": "a"}
 PARTS = [{"type": "text", "text": "Look"}, {"type": "image_url", "image_url": {"url": "x"}}]
 
 
+SAID = {"from": "human", "value": "What is 2 + 2?"}
+CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"x": 2, "y": 2}}}
+RESULT = {"role": "tool", "tool_call_id": "a", "name": "add", "content": "4"}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+
+
 def conversation(**last: Any) -> dict[str, Any]:
     return {"messages": [USER, {"role": "assistant", **last}]}
+
+
+def called(result: dict[str, Any] | None = None, **function: Any) -> dict[str, Any]:
+    call = {**CALL, "function": {**CALL["function"], **function}}  # type: ignore[dict-item]
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return {"messages": [USER, called, {**RESULT, **(result or {})}, ANSWER], "tools": [TOOL]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        called(),
+        called(arguments='{"x": 2, "y": 2}') | {"tools": json.dumps([TOOL])},
+        called(arguments={"x": 2, "y": 2, "z": None}) | {"tools": [{**TOOL, "strict": None}]},  # as Parquet stores them
+        {"messages": [{**USER, "tools": [TOOL["function"]]}, *called()["messages"][1:]]},
+        {"prompt": called()["messages"][:1], "completion": called()["messages"][1:], "tools": [TOOL["function"]]},
+        {
+            "conversations": [
+                SAID,
+                {"from": "function_call", "value": '{"name": "add", "arguments": {"x": 2, "y": 2}}'},
+                {"from": "observation", "value": "4"},
+                {"from": "gpt", "value": "4"},
+            ],
+            "tools": json.dumps([TOOL["function"]]),
+        },
+    ],
+)
+def test_calls_of_tools_are_read_in_every_format_that_has_them(tmp_path: Path, row: dict[str, Any]) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    ((_, turns),) = read_conversations([DataConfig(source=str(path))])
+    is_sharegpt = "conversations" in row
+    call = {name: value for name, value in CALL.items() if name != "id" or not is_sharegpt}
+    answered = {"role": "tool", "content": "4"} if is_sharegpt else RESULT
+    assert turns == [
+        {**USER, "tools": [TOOL]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        answered,
+        ANSWER,
+    ]
+    if "completion" not in row:
+        (prompt,) = read_prompts(DataConfig(source=str(path)))
+        assert list(prompt.messages) == turns[:3], "a prompt may end with a tool's result"
+
+
+def test_conversations_that_differ_in_their_tools_are_not_repeats(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    rows = [called(), called(arguments={"x": 1}), called() | {"tools": []}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
+    heard: list[str] = []
+    list(read_conversations([DataConfig(source=str(path))], heard.append))
+    assert heard[1] == f"{path}: of 4 rows, 1 x seen before (kept)"
+    path.write_text("".join(json.dumps({"prompt_id": "p", **row}) + "\n" for row in rows))
+    with pytest.raises(ValueError, match="prompt_id 'p' is also that of a different prompt"):
+        read_prompts(DataConfig(source=str(path)))
 
 
 @pytest.mark.parametrize(
@@ -71,9 +132,51 @@ def conversation(**last: Any) -> dict[str, Any]:
             r" different results; .* format = 'sharegpt' or format = 'alpaca'",
         ),
         ([{"question": "q", "answer": "a"}], r"line 1: no format of a demonstration has .*\['answer', 'question'\]"),
-        ([{"conversations": [{"from": "tool", "value": "x"}]}], r"'conversations\[0\].from' is 'tool'; system, human"),
+        ([{"conversations": [{"from": "robot", "value": "x"}]}], r"'conversations\[0\].from' is 'robot'; system,"),
         ([conversation(content=PARTS)], r"messages\[1\]: content\[1\] is a part of type 'image_url'; only text parts"),
-        ([conversation(content=None, tool_calls=[{"id": 1}])], r"field 'messages\[1\].tool_calls' holds a tool call"),
+        (
+            [conversation(content="", function_call={"name": "f"})],
+            r"'messages\[1\].function_call' holds a call in OpenAI's",
+        ),
+        (
+            [{"messages": [{**USER, "tool_calls": [CALL]}, ANSWER]}],
+            r"'messages\[0\].tool_calls' holds .*; only an assistant's",
+        ),
+        ([conversation(content=None)], r"messages\[1\]: field 'content' is NoneType|'content' is null"),
+        (
+            [conversation(content=None, tool_calls=[{"id": "1"}])],
+            r"messages\[1\].tool_calls\[0\]: field 'function' is missing",
+        ),
+        ([called(name="")], r"messages\[1\].tool_calls\[0\]: field 'name' is empty"),
+        ([called(arguments="{a: 1}")], r"'messages\[1\].tool_calls\[0\].function.arguments' is '{a: 1}': not JSON"),
+        (
+            [called(arguments="[1]")],
+            r"'messages\[1\].tool_calls\[0\].function.arguments' is list; an object, or its JSON",
+        ),
+        ([called(result={"tool_call_id": "b"})], r"'messages\[2\].tool_call_id' is 'b'; the id of a call before it"),
+        ([called(result={"content": None})], r"messages\[2\]: field 'content' is null; a string was expected"),
+        (
+            [{"messages": [USER, RESULT, ANSWER]}],
+            r"'messages\[1\].role' is 'tool' without a call before it; one result per",
+        ),
+        (
+            [{"messages": [USER, *called()["messages"][1:3], RESULT, ANSWER]}],
+            r"'messages\[3\].role' is 'tool' without a call",
+        ),
+        ([{**called(), "tools": "["}], r"field 'tools' is '\[': not JSON"),
+        ([{**called(), "tools": [{"type": "function", "function": {}}]}], r"tools\[0\]: field 'name' is missing"),
+        (
+            [{"messages": [USER, {**ANSWER, "tools": [TOOL]}]}],
+            r"'messages\[1\].tools': only the first message may have",
+        ),
+        (
+            [{"conversations": [SAID, {"from": "observation", "value": "4"}]}],
+            r"'conversations\[1\].from' is 'observation' without",
+        ),
+        (
+            [{"conversations": [SAID, {"from": "function_call", "value": "add"}]}],
+            r"'conversations\[1\].value' is 'add': not JSON",
+        ),
     ],
 )
 def test_ambiguous_rows_are_refused(tmp_path: Path, rows: list[dict[str, Any]], words: str) -> None:

@@ -62,7 +62,8 @@ json_values = st.recursive(
         (LLAMA_3_1, '{"name": "Ada", "age": 36}', '{"name": "Ada", "age": 36}', []),
         (MISTRAL_NEMO, '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "123456789"}]', "", [CALL]),
         (
-            MISTRAL_NEMO, 'So. [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]', "So.",
+            MISTRAL_NEMO, 'So [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+            "So",
             [CALL, ToolCall("g", {})],
         ),
         (MISTRAL_NEMO, '[{"name": "f", "arguments": {"a": 1}}]', "", [CALL]),

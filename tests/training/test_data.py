@@ -137,8 +137,8 @@ def test_a_gz_file_that_is_not_gzip_or_cut_short_is_named(tmp_path: Path) -> Non
     [
         ({"messages": []}, "field 'messages' is list; a non-empty list was expected"),
         ({"messages": "hello"}, "field 'messages' is str"),
-        ({"messages": ["hello"]}, r"field 'messages\[0\].role': system, user or assistant was expected"),
-        (say(("user", "q"), ("robot", "a")), r"field 'messages\[1\].role' is 'robot'; system, user or assistant"),
+        ({"messages": ["hello"]}, r"field 'messages\[0\].role': system, user, assistant or tool was"),
+        (say(("user", "q"), ("robot", "a")), r"field 'messages\[1\].role' is 'robot'; system, user, assistant or tool"),
         (say(("user", " "), ("assistant", "a")), r"field 'messages\[0\].content' is empty"),
         ({"messages": [{"role": "assistant"}]}, r"messages\[0\]: field 'content' is missing"),
         (
