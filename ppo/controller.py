@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,7 +20,8 @@ from torch import Tensor
 from cluster.remote import Pending
 from files.hashes import derive_seed
 from lm.samplers.draws import ALARM, FALSE_ALARM, NO_EVIDENCE
-from lm.samplers.engine import Agreement, max_difference, shown, whole_digest
+from lm.samplers.engine import max_difference, shown, whole_digest
+from ppo.agreement import require_one_policy, require_same_policy, sampler_agreement
 from ppo.alarm import SpotChecks
 from ppo.algorithm import (
     KLController,
@@ -31,47 +31,22 @@ from ppo.algorithm import (
     token_weights,
 )
 from ppo.config import PPOConfig
+from ppo.experience import Experience
 from ppo.groups import StepRewards, informative_groups
 from ppo.learner import Learner
 from ppo.rank import ScoreScale
-from ppo.roles import ModelOutputs, Roles
-from ppo.rollout import FAILURES, PolicyBatch, PPOBatch, ResponseKL, Rollout, ValueBatch
+from ppo.roles import Roles
+from ppo.rollout import PolicyBatch, PPOBatch, ResponseKL, Rollout, ValueBatch
 from ppo.rollout_log import RolloutLog, SampleLog, ScoredRollout
 from training.notices import RunError
 from training.packing import Sampler
 
-# |ratio - 1| on the first minibatch, where the policy has not moved. On CPUs it is 0, since both passes read the same
-# rows. GPU kernels may round differently when gradients are needed; a policy that really differs exceeds this by far.
-MAX_FIRST_RATIO_ERROR = 0.05
 DEFAULT_MAX_DIFFERENCE = max_difference("bf16", 2)  # nats per token
 # The first update normally reuses the forward passes that computed the log-probs. In iterations 0, 16, 32, ... it
 # computes them again: only then can the ratio show that passes with and without gradients disagree.
 REPEATED_EVERY = 16
-NUM_WORST = 3  # tokens that the error names if sampler and learner disagree
 GoldScores = Callable[[Rollout], Tensor]  # a world's scores [B] of the responses; higher is better
 PHASES = ("sampling", "scoring", "spot_checks", "policy_updates", "value_updates", "sync")
-
-
-@dataclass(frozen=True)
-class Experience:
-    """A scored rollout: everything that rewards and advantages are computed from."""
-
-    rollout: Rollout
-    scores_BO: Tensor  # score per objective, higher is better; NaN where scoring failed (steps: see `Scorers`)
-    scores_B: Tensor  # weighted sum over the objectives
-    scored_B: Tensor  # True = has a score
-    scaled_scores_B: Tensor  # scores in the rewards' unit, minus the penalty for a missing EOS; 0 where scoring failed
-    outputs: ModelOutputs  # log-probs under policy, reference and teachers, and values
-    staleness: int  # iterations between the weights that sampled the rollout and those that learn from it
-    sampler_difference: float  # mean |difference| between the sampler's and the learner's log-probs, nats per token
-    oversampling: Mapping[str, float]  # metrics of the choice among the sampled groups; empty without oversampling
-    failures: Mapping[str, int]  # responses without a score by kind of failure, where the reward has kinds
-    steps: StepRewards | None = None  # with `reward.steps`: scaled, with the penalty for a missing EOS
-
-    @property
-    def scored_BR(self) -> Tensor:
-        """True = a token that the policy wrote, of a response with a score."""
-        return self.rollout.response_mask_BR & self.scored_B[:, None]
 
 
 class PPOController:
@@ -374,25 +349,8 @@ class PPOController:
             values_BR=outputs.values_BR,
             returns_BR=estimate.returns_BR,
         )
-        by_objective = self._scores_by_objective(experience)
-        own = self._metrics(experience, kl_B) | self._teacher_kls(experience) | self._gold_metrics(experience)
-        return batch, by_objective | importance_metrics | estimate.metrics | {**experience.oversampling} | own
-
-    def _scores_by_objective(self, experience: Experience) -> dict[str, float]:
-        """Returns the mean of the scores that each objective gave, and the share that it failed to give, if there are
-        several; and the number of failures of each kind.
-        """
-        weights, scores_BO = self.config.reward.objective_weights, experience.scores_BO
-        reward = self.config.external_reward
-        may_be_left_out = reward is not None and reward.leaves_parts_out
-        means_O, failed_O = scores_BO.nanmean(dim=0), scores_BO.isnan().float().mean(dim=0)
-        found = {f"failures/{kind}": float(number) for kind, number in experience.failures.items()}
-        for (name, weight), mean, failed in zip(weights.items(), means_O.tolist(), failed_O.tolist(), strict=False):
-            if math.isfinite(mean):  # a mean of no scores is not
-                found[f"score/{name}"] = mean
-            if weight or not may_be_left_out:
-                found[f"failed/{name}"] = failed
-        return found
+        own = self._metrics(experience, kl_B) | self._gold_metrics(experience)
+        return batch, importance_metrics | estimate.metrics | experience.metrics(config) | own
 
     def _gold_metrics(self, experience: Experience) -> dict[str, float]:
         """Returns the mean gold score of the responses that the judge scored, and how far the judge's is above it."""
@@ -402,60 +360,15 @@ class PPOController:
         gold = float(self.gold(experience.rollout)[scored_B].mean())
         return {"gold": gold, "judge_minus_gold": float(experience.scores_B[scored_B].mean()) - gold}
 
-    def _teacher_kls(self, experience: Experience) -> dict[str, float]:
-        """Returns the KL from each teacher: the mean over scored responses of Σ log π - log π_T, in nats."""
-        names, outputs = self.config.teacher_names, experience.outputs
-        log_ratio_BMR = outputs.logprobs_BR[:, None] - outputs.teacher_logprobs_BMR
-        kl_M = (
-            torch.where(experience.scored_BR[:, None], log_ratio_BMR, 0.0).sum(dim=2)[experience.scored_B].mean(dim=0)
-        )
-        keys = ["teacher_kl_nats"] if len(names) == 1 else [f"teacher_kl_nats/{name}" for name in names]
-        return dict(zip(keys, kl_M.tolist(), strict=True))
-
     def _metrics(self, experience: Experience, kl_B: Tensor) -> dict[str, float]:
-        """Returns the rollout's metrics. Scores, KL and entropy are means over the responses that have a score."""
-        rollout, scores_B, scored_B = experience.rollout, experience.scores_B, experience.scored_B
-        scores = {
-            "score": float(scores_B[scored_B].mean()),
-            "scaled_score": float(self.scale.apply(scores_B)[scored_B].mean()),
-        }
+        """Returns the metrics that depend on the controller's state: means over the responses that have a score."""
+        scored_B = experience.scored_B
+        scaled_score = float(self.scale.apply(experience.scores_B)[scored_B].mean())
         return {
-            **(scores if self.config.has_score else {}),
-            **self._environment_metrics(rollout),
+            **({"scaled_score": scaled_score} if self.config.has_score else {}),
             "kl_nats": float(kl_B[scored_B].mean()),
             "kl_coef": self.kl.coef,
-            "eos_rate": float(rollout.finished_B.float().mean()),
-            "response_tokens": float(rollout.num_written_B.float().mean()),
-            "entropy_estimate": float(-experience.outputs.logprobs_BR[experience.scored_BR].mean()),
-            "failed_scores": float((~scored_B).sum()),
-            **self._step_metrics(experience),
-            "staleness": float(experience.staleness),
-            "sampler_difference": experience.sampler_difference,
             "draw_evidence": self.evidence.nats,
-        }
-
-    def _step_metrics(self, experience: Experience) -> dict[str, float]:
-        """Returns the mean number of steps of a scored response, and the mean that one is paid, before scaling."""
-        if experience.steps is None:
-            return {}
-        ends_BR = experience.steps.ends_BR
-        num_steps_B = ends_BR.sum(dim=1)[experience.scored_B]
-        return {
-            "steps": float(num_steps_B.float().mean()),
-            "paid_per_step": float(experience.scores_BO[ends_BR].mean()),
-        }
-
-    def _environment_metrics(self, rollout: Rollout) -> dict[str, float]:
-        """Returns metrics of conversations: means over all responses, and the share that each failure cost."""
-        if self.config.environment is None:
-            return {}
-        replies_B = rollout.response_tokens_B - rollout.num_written_B
-        shares = {reason: float((rollout.failure_B == place).float().mean()) for place, reason in enumerate(FAILURES)}
-        return {
-            "turns": float(rollout.num_turns_B.float().mean()),
-            "environment_tokens": float(replies_B.float().mean()),
-            "environment_seconds": float(rollout.environment_seconds_B.mean()),
-            **{f"environment_failed/{reason}": share for reason, share in shares.items() if reason},
         }
 
     # Learn.
@@ -466,7 +379,7 @@ class PPOController:
         for number, rows in enumerate(minibatches):
             metrics = self._update(batch.rows(rows), iteration * self.config.updates_per_iteration + number)
             if number == 0:
-                _require_same_policy(metrics["ratio_error"], iteration, max(MAX_FIRST_RATIO_ERROR, self.max_difference))
+                require_same_policy(metrics["ratio_error"], iteration, self.max_difference)
             collected.append(metrics)
         return {name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]}
 
@@ -583,54 +496,6 @@ def _value_batch(minibatch: PPOBatch) -> ValueBatch:
     scored_BR = minibatch.scored_BR
     num_tokens = max(1, int(scored_BR.sum()))  # 0 are scored if every score of the minibatch failed
     return ValueBatch(minibatch.rollout, minibatch.values_BR, minibatch.returns_BR, scored_BR, num_tokens)
-
-
-def _require_same_policy(ratio_error: float, iteration: int, most: float) -> None:
-    """Raises RunError if the first update's policy differs from the one that computed the log-probs."""
-    if not ratio_error < most:
-        raise RunError(
-            f"ppo: iteration {iteration + 1}: |ratio - 1| is {ratio_error:.4f} on the first minibatch, before the"
-            f" policy has changed; rounding explains at most {most:.2f}. The passes with and without gradients"
-            ' disagree: try engine.precision = "fp32"; if that does not help, this is a defect of Heed'
-        )
-
-
-def sampler_agreement(logprobs_BR: Tensor, rollout: Rollout) -> Agreement:
-    """Measure how far the learner's log-probs are from those that the sampler reported."""
-    difference_C = (logprobs_BR - rollout.behaviour_logprobs_BR)[rollout.response_mask_BR]
-    return Agreement.of(difference_C, rollout.num_written_B.tolist())
-
-
-def require_one_policy(logprobs_BR: Tensor, rollout: Rollout, iteration: int, max_difference: float) -> Agreement:
-    """Check that sampler and learner are the same policy, by their log-probs of the sampled tokens. Returns how far
-    they agree.
-
-    Digests prove that the weights arrived. This check covers what an engine computes from them, whichever engine it is:
-    layers in the wrong place, an old output head, weights or a cache that are one update old, another temperature or
-    tokenizer all move the log-probs far beyond rounding.
-
-    Raises:
-        RunError: they differ by more than rounding of `max_difference` nats per token; names the worst tokens.
-    """
-    agreement = sampler_agreement(logprobs_BR, rollout)
-    if agreement.holds(max_difference):
-        return agreement
-    mask_BR, sampler_BR = rollout.response_mask_BR, rollout.behaviour_logprobs_BR
-    difference_BR = torch.where(mask_BR, logprobs_BR - sampler_BR, 0.0)
-    worst = difference_BR.abs().nan_to_num(math.inf).view(-1).topk(min(NUM_WORST, difference_BR.numel())).indices
-    tokens = [divmod(flat, mask_BR.shape[1]) for flat in worst.tolist()]
-    named = "; ".join(
-        f"prompt {int(rollout.prompt_rows_B[row])}, token {place + 1} (id {int(rollout.response_BR[row, place])}):"
-        f" sampler {float(sampler_BR[row, place]):.3f}, learner {float(logprobs_BR[row, place]):.3f}"
-        for row, place in tokens
-    )
-    raise RunError(
-        f"ppo: iteration {iteration + 1}: the sampler and the learner disagree: their log-probs of"
-        f" {int(mask_BR.sum()):,} sampled tokens differ by {agreement.difference:.4f} nats on average (rounding"
-        f" explains at most {max_difference:.4f}) and by {agreement.worst_response:.4f} in the worst response; the"
-        f" mean ratio is {agreement.ratio:.4f}. The sampler's weights, cache, temperature or tokenizer differ from the"
-        f" learner's. The worst tokens: {named}"
-    )
 
 
 class PhaseSeconds:
