@@ -458,6 +458,7 @@ STAGE = Stage(
             "sampler.python",
             "sampler.tensor_parallel_size",
             "memory",
+            "lora.sends",
             "reward.timeout_seconds",
             "reward.retries",
             "reward.parallel",
