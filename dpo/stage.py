@@ -304,6 +304,10 @@ def plan(planner: Planner, config: DPOConfig) -> StagePlan:
     rows, _ = rows_and_passes(config.batch, planner.layout.shares, width, num_responses)
     if lengths.response_share == 1:
         planner.sizes.assume("upper bound: counts every token of a conversation as a response token")
+    if config.has_reference:
+        planner.sizes.assume(
+            "its time includes one pass of the reference through all comparisons, before the first step"
+        )
     # Only responses have logits. A pass may be full of conversations with the largest share of response tokens.
     num_logits = math.ceil(rows * width * lengths.response_share) * planner.model.vocab_size
     planned = planner.training(
@@ -315,12 +319,16 @@ def plan(planner: Planner, config: DPOConfig) -> StagePlan:
         mean_tokens=lengths.mean,
         rows_per_unit=num_responses,
     )
-    if config.loss != "kto":
-        return planned
-    mean = round(lengths.mean) or lengths.longest
-    tokens = config.batch.batch_size * mean / planner.layout.ranks  # each prompt with a response to another one
-    baseline = planner.times.forward_seconds(tokens, mean, lengths.response_share)
-    return replace(planned, seconds_per_step=planned.seconds_per_step + baseline)
+    mean, head_share = round(lengths.mean) or lengths.longest, lengths.response_share
+    if config.has_reference:
+        trained_on = steps * config.batch.batch_size / config.num_epochs
+        tokens = trained_on / (1 - config.heldout_share) * num_responses * mean / planner.layout.ranks
+        planned = replace(planned, once_seconds=planner.times.forward_seconds(tokens, mean, head_share))
+    if config.loss == "kto":
+        tokens = config.batch.batch_size * mean / planner.layout.ranks  # each prompt with a response to another one
+        baseline = planner.times.forward_seconds(tokens, mean, head_share)
+        planned = replace(planned, seconds_per_step=planned.seconds_per_step + baseline)
+    return planned
 
 
 STAGE = Stage(

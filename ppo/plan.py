@@ -18,6 +18,7 @@ from stages.planning.ppo import PPOModels, PPOWork, generator, keeps_passes, kep
 from stages.sizes import Lengths
 from training.config import OptimizerConfig
 
+FP32_BYTES = 4  # per number of an adapter that is sent alone: generators merge it before they round
 FROZEN = OptimizerConfig(learning_rate=1.0)  # for counting parameters that no optimizer trains
 
 
@@ -48,7 +49,7 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
     times, size = planner.times, models.policy_counts.total
     learning = _learning_seconds(planner, config, models, work, mean)
     adapter_sent = config.lora is not None and config.lora.sends == "adapter"
-    sent = models.policy_counts.trained if adapter_sent else size
+    sent = FP32_BYTES * models.policy_counts.trained if adapter_sent else layout.compute_bytes * size
     learning += times.sync_seconds(sent, is_apart=not config.placement.roles_share_ranks)
     if adapter_sent:
         planner.sizes.assume('lora.sends "adapter": the time to read the initial policy again is not counted')

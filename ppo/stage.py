@@ -595,6 +595,7 @@ STAGE = Stage(
             "sampler.python",
             "sampler.tensor_parallel_size",
             "memory",
+            "lora.sends",
             "reward.timeout_seconds",
             "reward.retries",
             "reward.parallel",

@@ -5,6 +5,7 @@ to each other, so packing only changes the speed. An encoder-decoder reads every
 writes that response (sequence to sequence); its pairs are not packed.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from sft.translation import TranslationResults, translate, write_and_score
 from stages.contract import Parent, Stage
 from stages.data import token_folder
 from stages.planner import Planner, StagePlan
+from stages.planning.memory import GENERATION_ROWS, count, rows_at_once, sampling_phase
 from stages.run import JobView, StageRun
 from training.config import LayersConfig
 from training.data import DataConfig, OnOverlong, overlong_field, untold
@@ -225,8 +227,33 @@ def plan(planner: Planner, config: SFTConfig) -> StagePlan:
             planner.sizes.assume("upper bound: one conversation per row; packing puts several in a row")
     steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
     logits = config.batch.micro_batch_size * tokens * planner.model.vocab_size
+    if config.translation_beams:
+        planner.sizes.assume("upper bound: every held-out translation is seq_len - 1 tokens long")
     changed = replace(planner, model=config.reshaped(planner.model))
-    return changed.training("rows", config, steps, tokens, logits)
+    planned = changed.training("rows", config, steps, tokens, logits)
+    return _with_translations(changed, config, planned) if config.translation_beams else planned
+
+
+def _with_translations(planner: Planner, config: SFTConfig, planned: StagePlan) -> StagePlan:
+    """Add the translations of held-out sources after the last step, by the saved model: all greedily, and one by one
+    with beams.
+    """
+    if config.heldout:
+        num_pairs = sum(planner.sizes.num_rows(data) for data in config.heldout)
+    else:
+        num_pairs = round(config.heldout_share * sum(planner.sizes.num_rows(data) for data in config.demonstrations))
+    layout, new = planner.layout, config.seq_len - 1
+    total, of_rank = count(planner.model, config.optimizer).total, max(1, math.ceil(num_pairs / layout.ranks))
+    greedy, beams = (
+        planner.times.sampling_seconds(total, rows, 2 * new, new) for rows in (of_rank, config.translation_beams)
+    )
+    saved, memory = (2 if layout.is_gpu else 4) * total, dict(planned.memory)
+    for kind, of in planned.memory.items():
+        free = planner.gpu_bytes - sum(of.held.values()) - saved
+        rows = rows_at_once(planner.model, layout, free, min(of_rank, GENERATION_ROWS), 2 * new)
+        phase = {"the saved model": saved, **sampling_phase(planner.model, layout, total, rows, new, new)}
+        memory[kind] = replace(of, phases={**of.phases, "translate": phase})
+    return replace(planned, memory=memory, once_seconds=greedy + of_rank * beams)
 
 
 def _num_packed_rows(planner: Planner, config: SFTConfig) -> float | None:

@@ -42,7 +42,8 @@ _ANY_OPTIMIZER = OptimizerConfig(learning_rate=1.0, schedule="constant")
 @dataclass(frozen=True)
 class StagePlan:
     """The estimate for one stage. `batch` maps names to numbers. A step is one optimizer step, one PPO iteration, or
-    the whole of a stage that only samples. `memory` is per rank, by kind of rank.
+    the whole of a stage that only samples. `memory` is per rank, by kind of rank. `once_seconds` are spent in addition
+    to the steps, before or after all of them.
     """
 
     name: str
@@ -52,6 +53,7 @@ class StagePlan:
     num_steps: int
     seconds_per_step: float
     assumptions: tuple[str, ...]
+    once_seconds: float = 0.0
 
     @property
     def peak(self) -> int:
@@ -60,7 +62,7 @@ class StagePlan:
 
     @property
     def seconds(self) -> float:
-        return self.num_steps * self.seconds_per_step
+        return self.num_steps * self.seconds_per_step + self.once_seconds
 
 
 def rows_and_passes(batch: BatchConfig, num_ranks: int, width: int, rows_per_unit: int = 1) -> tuple[int, int]:

@@ -182,11 +182,10 @@ class Times:
         reduced = 2 * self.num_layers * (EXCHANGE_SECONDS + added) if parts > 1 else 0.0
         return prompts + steps * (kernels + max(read, at_once * flops) + drawn + reduced)
 
-    def sync_seconds(self, parameters: int, *, is_apart: bool) -> float:
-        """Returns the seconds in which generators get new weights: gathered from ZeRO-3's shards, and copied on the
-        same GPU or, if they have GPUs of their own, broadcast by one of the learners.
+    def sync_seconds(self, size: int, *, is_apart: bool) -> float:
+        """Returns the seconds in which generators get `size` bytes of new weights: gathered from ZeRO-3's shards, and
+        copied on the same GPU or, if they have GPUs of their own, broadcast by one of the learners.
         """
-        size = self.layout.compute_bytes * parameters
         if not self.layout.is_gpu:
             return 0.0
         gathered = self.gather_seconds(size) if self.layout.zero_stage == 3 else 0.0

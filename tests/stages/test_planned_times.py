@@ -125,8 +125,8 @@ def test_ranks_that_share_rows_exchange_heads() -> None:
 
 def test_weights_reach_generators_by_a_copy_or_over_the_network() -> None:
     size = 2 * COUNTS.total
-    assert times(zero_stage=1, ranks=8).sync_seconds(COUNTS.total, is_apart=False) == pytest.approx(2 * size / MEMORY)
-    sharded = times(zero_stage=3, ranks=8).sync_seconds(COUNTS.total, is_apart=True)
+    assert times(zero_stage=1, ranks=8).sync_seconds(size, is_apart=False) == pytest.approx(2 * size / MEMORY)
+    sharded = times(zero_stage=3, ranks=8).sync_seconds(size, is_apart=True)
     assert sharded == pytest.approx(size * 7 / 8 / LINK + size / (0.8 * 50e9))
 
 

@@ -20,6 +20,7 @@ from heed.jobs.pipeline import run_job
 from heed.jobs.plan import Plan, Setting, make_plan, places
 from lm.config import ModelConfig
 from lm.inspection import block_bytes, forward_bytes
+from lm.lora import LoRAConfig
 from stages.planning.hardware import GIB, GPUS, hardware
 from stages.planning.memory import Layout, Memory, activation_bytes, count, forward_pass, states, training_memory
 from stages.planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
@@ -144,6 +145,46 @@ def test_later_stages_are_planned_with_the_policys_new_blocks() -> None:
     assert all(short[name] < plain[name] for name in trained)
     assert [name for name in trained if long[name] != plain[name]] == ["reward", "ppo"]
     assert long["ppo"] > plain["ppo"]
+
+
+def test_the_references_pass_is_counted_once() -> None:
+    """A pass without gradients through all comparisons: about a third of an epoch, and SimPO has none."""
+    path = JOBS / "dpo.toml"
+    sigmoid, simpo = (
+        stage_of(plan_of(path, overrides=("model=gpt3-13b", *more)), "dpo")
+        for more in ((), ("dpo.loss=simpo", "dpo.beta=2"))
+    )
+    assert simpo.once_seconds == 0
+    epoch = sigmoid.num_steps * sigmoid.seconds_per_step / load_job(path, opens_models=False).dpo.num_epochs
+    assert 0.2 < sigmoid.once_seconds / epoch < 0.6
+    assert sigmoid.seconds == sigmoid.num_steps * sigmoid.seconds_per_step + sigmoid.once_seconds
+
+
+def test_translations_are_counted_once() -> None:
+    path = JOBS / "translation.toml"
+    without, two, four = (
+        stage_of(plan_of(path, overrides=(f"sft.translation_beams={beams}",)), "sft") for beams in (0, 2, 4)
+    )
+    assert without.once_seconds == 0 < two.once_seconds < four.once_seconds
+    assert "translate" not in without.memory["rank"].phases
+    assert "key-value cache" in four.memory["rank"].phases["translate"]
+
+
+def test_an_adapter_is_sent_in_fp32() -> None:
+    """Generators merge it before they round, so it takes 4 bytes per number, and merged weights take 2."""
+    path = JOBS / "cluster" / "hh-8b-8gpus.toml"
+    apart = "ppo.placement={kind='disaggregated', num_generators=8, num_scorers=8}"
+    rate = 0.8 * min(GPUS["h100"].link_bytes_per_second, GPUS["h100"].network_bytes_per_second)
+
+    def seconds(sends: str) -> float:
+        lora = f"ppo.lora={{rank=256, sends='{sends}'}}"
+        found: float = stage_of(plan_of(path, overrides=(apart, lora, "engine.zero_stage=1")), "ppo").seconds_per_step
+        return found
+
+    model = load_job(path, opens_models=False).model
+    counts = count(model, ADAMW, lora=LoRAConfig(rank=256))
+    expected = (2 * counts.total - 4 * counts.trained) / rate
+    assert seconds("merged") - seconds("adapter") == pytest.approx(expected, rel=0.02)
 
 
 def test_batches_by_hand() -> None:
