@@ -145,7 +145,7 @@ def proxy_of(run: StageRun) -> Proxy:
         return Proxy()
     model = "" if ppo.external_reward else str(run.at(PPO.name).start(REWARD.name))
     external = ppo.external_reward
-    return Proxy(model, ppo.reward.objective_weights, external and external.with_cache(run.folder_of(PPO.name)))
+    return Proxy(model, ppo.reward.objective_weights, external and external.prepared(run.folder_of(PPO.name)))
 
 
 def _row_fields(job: JobView) -> RowFields:
