@@ -375,7 +375,7 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
     )
     prompts = fitting.prompts
     external = config.external_reward
-    judge = stage.start("reward") if external is None else external.with_cache(stage.folder)
+    judge = stage.start("reward") if external is None else external.prepared(stage.folder)
     if config.shared_body and isinstance(judge, Path):
         require_same_body(policy, judge)
     stream = None

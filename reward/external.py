@@ -130,8 +130,8 @@ class ExternalReward(Config, ABC):
         """Whether scoring only waits for a server, so that a rank can compute meanwhile."""
         return False
 
-    def with_cache(self, folder: Path) -> Self:  # noqa: ARG002  # for the kind that has a cache
-        """Returns this reward with its cache in a stage's folder, unless it names another."""
+    def prepared(self, folder: Path) -> Self:  # noqa: ARG002  # for the kinds that need it
+        """Returns this reward ready for the ranks: with its cache in a stage's folder, and its model in one here."""
         return self
 
     def close(self) -> None:

@@ -10,9 +10,9 @@ The same judge scores comparisons in `heed judge --rubric`.
 import itertools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -123,7 +123,7 @@ class JudgeReward(ExternalReward):
     def num_questions(self) -> float:
         """How many questions the judge is asked about a response, on average."""
         weighted = sum(weight > 0 for weight in self.rubric.weights.values())
-        return len(self.rubric.criteria) - self.dropout * weighted
+        return len(self.rubric.criteria) - self.dropout * weighted + self.dropout**weighted  # one stays
 
     @property
     def leaves_parts_out(self) -> bool:
@@ -133,8 +133,10 @@ class JudgeReward(ExternalReward):
     def short_name(self) -> str:
         return f"judge {self.model.partition('#')[2] if self.is_remote else Path(self.model).name}"
 
-    def with_cache(self, folder: Path) -> Self:
-        return self if self.cache or not self.is_remote else self.model_copy(update={"cache": str(folder / CACHE)})
+    def prepared(self, folder: Path) -> Self:
+        if self.is_remote:
+            return self if self.cache else self.model_copy(update={"cache": str(folder / CACHE)})
+        return self.model_copy(update={"model": str(model_directory(self.model))})  # all ranks use the same commit
 
     def check(self, rows: Sequence[Row]) -> None:  # noqa: ARG002  # the rubric asks all rows the same
         """Raises: ValueError for a local judge that is no language model, or whose vocabulary lacks grades."""
@@ -194,7 +196,7 @@ class JudgeReward(ExternalReward):
     def _grades(self, questions: Sequence[Question]) -> list[Scored]:
         if self.is_remote:
             return self._remote_grades(questions)
-        return _loaded(on_this_machine(model_directory(self.model))).grades(questions, self.rubric)
+        return _loaded(self.model).grades(questions, self.rubric)
 
     def close(self) -> None:
         _loaded.cache_clear()
@@ -219,8 +221,7 @@ class JudgeReward(ExternalReward):
         if answer.failure:
             return Scored(math.nan, answer.failure, BUDGET if answer is OVER_BUDGET else ENDPOINT)
         scale = self.rubric.scale_of(question.criterion)
-        read: Callable[[str], tuple[float, str]] = lambda said: self.rubric.read_grade(question.criterion, said)  # noqa: E731
-        grade, failure = read_reply(answer, read, self.max_tokens)
+        grade, failure = read_reply(answer, partial(self.rubric.read_grade, question.criterion), self.max_tokens)
         if failure:
             return Scored(math.nan, failure, UNREADABLE)
         places = [top for token, top in answer.tokens if token.strip() == str(int(grade))]
@@ -302,8 +303,9 @@ class LocalJudge:
 
 
 @lru_cache(maxsize=2)  # several judges in a sum
-def _loaded(folder: Path) -> LocalJudge:
-    """Load a judge, once per process."""
+def _loaded(name: str) -> LocalJudge:
+    """Load a judge, once per process. `name` may be a folder that `model_directory` made on another machine."""
+    folder = model_directory(str(on_this_machine(Path(name))))
     return LocalJudge(load_for_inference(ModelFolder(folder, LanguageModel)), Tokenizer.load(folder))
 
 

@@ -91,8 +91,8 @@ class RewardSum(ExternalReward):
     def waits(self) -> bool:
         return all(source.waits for source in self.sources.values())
 
-    def with_cache(self, folder: Path) -> Self:
-        return self.model_copy(update={"sources": {name: of.with_cache(folder) for name, of in self.sources.items()}})
+    def prepared(self, folder: Path) -> Self:
+        return self.model_copy(update={"sources": {name: of.prepared(folder) for name, of in self.sources.items()}})
 
     def close(self) -> None:
         for source in self.sources.values():

@@ -150,7 +150,7 @@ def proxy_of(run: StageRun) -> Proxy:
     model = "" if ppo.external_reward else str(run.at(PPO.name).start(REWARD.name))
     external = ppo.external_reward
     steps = None if external else ppo.steps
-    return Proxy(model, ppo.reward.objective_weights, external and external.with_cache(run.folder_of(PPO.name)), steps)
+    return Proxy(model, ppo.reward.objective_weights, external and external.prepared(run.folder_of(PPO.name)), steps)
 
 
 def _row_fields(job: JobView) -> RowFields:

@@ -97,6 +97,7 @@ def test_rubric_dropout_is_a_function_of_the_texts(judge_folder: Path) -> None:
     share = sum(len(names) - 1 for names in kept) / 1600
     # One criterion always stays: 4 x .5 + .5^4 x 1 of 4 are kept on average.
     assert share == pytest.approx((2 + 0.5**4) / 4, abs=0.04)
+    assert reward.num_questions == 1 + 2 + 0.5**4
     columns = reward.columns(ASKED, TEXTS, 4)
     asked = [reward.criteria_of(*each) for each in zip(ASKED, TEXTS, strict=True)]
     assert any(len(names) < 5 for names in asked)
@@ -166,7 +167,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[GradingServer]:
 
 
 def test_an_endpoint_grades_by_log_probabilities_or_by_its_text(server: GradingServer, tmp_path: Path) -> None:
-    reward = JudgeReward.model_validate({"model": server.url, "rubric": RUBRIC}).with_cache(tmp_path)
+    reward = JudgeReward.model_validate({"model": server.url, "rubric": RUBRIC}).prepared(tmp_path)
     totals, right, short = reward.columns(ASKED, TEXTS, 4)
     expected = (4 * 0.6 + 5 * 0.3) / 0.9
     assert right[0].score == pytest.approx((expected - 1) / 4)
@@ -190,7 +191,7 @@ def test_an_endpoint_grades_by_log_probabilities_or_by_its_text(server: GradingS
 
 
 def test_a_budget_counts_over_processes_that_share_the_cache(server: GradingServer, tmp_path: Path) -> None:
-    reward = JudgeReward.model_validate({"model": server.url, "rubric": RUBRIC, "budget": 3}).with_cache(tmp_path)
+    reward = JudgeReward.model_validate({"model": server.url, "rubric": RUBRIC, "budget": 3}).prepared(tmp_path)
     (first,) = reward.score(ASKED[:1], TEXTS[:1])
     assert not first.failure
     other = JudgeReward.model_validate(reward.model_dump())  # as another rank, or the run that resumes, has it
@@ -200,7 +201,7 @@ def test_a_budget_counts_over_processes_that_share_the_cache(server: GradingServ
 
 def test_an_endpoint_that_is_off_is_a_failure_and_never_zero(tmp_path: Path) -> None:
     reward = JudgeReward.model_validate({"model": "http://127.0.0.1:9/v1#x", "rubric": RUBRIC, "retries": 0})
-    found = reward.with_cache(tmp_path).score(ASKED, TEXTS)
+    found = reward.prepared(tmp_path).score(ASKED, TEXTS)
     assert {(one.failure_kind, math.isnan(one.score)) for one in found} == {("endpoint", True)}
     assert found[0].failure.startswith("right: http://127.0.0.1:9/v1: ")
 
