@@ -162,9 +162,12 @@ def _longest_conversation(job: JobConfig) -> int:
 
 
 def _world_rows(job: JobConfig, source: str) -> int | None:
-    """Returns the number of rows of a source "world:NAME", if the world's section states it."""
+    """Returns the number of rows of a source "world:NAME", if the world's section states it. One number may be that of
+    several files, whose names begin alike.
+    """
     kind, _, name = source.partition(":")
-    fields = (f"num_{name}", f"max_{name}") if kind == WORLD else ()
+    several = () if name.endswith("_heldout") else (f"num_{name.partition('_')[0]}",)
+    fields = (f"num_{name}", f"max_{name}", *several) if kind == WORLD else ()
     num_rows = next((getattr(job.world, field) for field in fields if hasattr(job.world, field)), None)
     return None if num_rows is None else int(num_rows)
 

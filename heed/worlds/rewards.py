@@ -1,9 +1,10 @@
-"""A reward function, which configs/jobs/function.toml names: `function = "heed.worlds.rewards:gold"`.
+"""Reward functions of the playground, such as `function = "heed.worlds.rewards:gold"` of configs/jobs/function.toml.
 
 Write your own in the same way: a file in the folder in which `heed` runs, `function = "my_rewards.py:score"`, with a
 function from prompts and responses to numbers. None (or an exception) leaves a response out.
 """
 
+from heed.worlds.counting import is_solved, label_steps
 from heed.worlds.gold import gold_score
 
 
@@ -11,3 +12,15 @@ def gold(prompts: list[list[dict[str, str]]], responses: list[str]) -> list[floa
     """Returns the playground's gold scores, from 0 to 1, which labelers and reward models see only through noise."""
     asked = [messages[-1]["content"] for messages in prompts]
     return [gold_score(prompt, response) for prompt, response in zip(asked, responses, strict=True)]
+
+
+def solved(prompts: list[list[dict[str, str]]], responses: list[str]) -> list[float]:
+    """Returns 1 for each counting task whose steps are all right and all there, otherwise 0."""
+    asked = [messages[-1]["content"] for messages in prompts]
+    return [float(is_solved(prompt, response)) for prompt, response in zip(asked, responses, strict=True)]
+
+
+def right_steps(prompts: list[list[dict[str, str]]], responses: list[list[str]]) -> list[list[float]]:
+    """Returns 1 for each right step of a counting task, otherwise 0: what a perfect model of steps would say."""
+    asked = [messages[-1]["content"] for messages in prompts]
+    return [[*map(float, label_steps(prompt, steps))] for prompt, steps in zip(asked, responses, strict=True)]

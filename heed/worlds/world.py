@@ -16,6 +16,7 @@ from files.atomic import write_jsonl
 from heed.worlds.answers import write_answer
 from heed.worlds.calculations import calculations, calls
 from heed.worlds.corpus import write_text
+from heed.worlds.counting import careless_steps, draw_prompt, labelled_row
 from heed.worlds.gold import gold_score
 from heed.worlds.graded import graded_rows, num_answers
 from heed.worlds.grammar import CATEGORIES
@@ -89,6 +90,11 @@ class PlaygroundConfig(BaseModel):
     )
     num_calculations: int = Field(
         default=0, ge=0, description="Sums with their answers, and as many calls of a calculator to learn from."
+    )
+    num_counting: int = Field(
+        default=0,
+        ge=0,
+        description="Tasks of several steps: as many with labelled steps, as prompts, and as demonstrations.",
     )
     flaw_rate: float = Field(default=0.75, ge=0, le=1, description="Fraction of the demonstrations with a flaw.")
     second_flaw_rate: float = Field(
@@ -221,6 +227,9 @@ class PlaygroundWorld:
             for name, draw in (("calculations", calculations), ("calculation_calls", calls)):
                 write_jsonl(folder / f"{name}.jsonl", draw(config.num_calculations, random.Random(f"{seed}/{name}")))
 
+        if config.num_counting:
+            write_counting(folder, config.num_counting, seed)
+
     def _texts(self, num_texts: int, rng: random.Random, seen: set[str]) -> list[dict[str, Any]]:
         texts: list[str] = []
         while len(texts) < num_texts:
@@ -253,3 +262,23 @@ def _messages(prompt: str, response: str | None = None) -> list[dict[str, str]]:
     if response is not None:
         messages.append({"role": "assistant", "content": response})
     return messages
+
+
+def write_counting(folder: Path, num_tasks: int, seed: int) -> None:
+    """Write tasks of several steps: counting_labels, counting_prompts and counting_demonstrations, with a tenth more of
+    these held out. There are few enough distinct tasks that they occur several times; `reward.heldout_share` splits
+    labels by task.
+    """
+
+    def rng(name: str) -> random.Random:
+        return random.Random(f"{seed}/counting_{name}")
+
+    labels, prompts = rng("labels"), rng("prompts")
+    write_jsonl(folder / "counting_labels.jsonl", [labelled_row(labels) for _ in range(num_tasks)])
+    rows = [{"messages": _messages(draw_prompt(prompts)), "kind": "counting"} for _ in range(num_tasks)]
+    write_jsonl(folder / "counting_prompts.jsonl", rows)
+    for name, size in (("demonstrations", num_tasks), ("demonstrations_heldout", max(1, num_tasks // 10))):
+        drawn = rng(name)
+        asked = [draw_prompt(drawn) for _ in range(size)]
+        answers = [{"messages": _messages(prompt, "\n".join(careless_steps(prompt, drawn)))} for prompt in asked]
+        write_jsonl(folder / f"counting_{name}.jsonl", answers)

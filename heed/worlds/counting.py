@@ -1,0 +1,65 @@
+"""The playground's tasks of several steps: add digits to a digit, one at a time, and keep the last digit.
+
+A rule labels the steps of any response, so a model that scores steps, and a policy that writes them, can be measured.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+WRONG_SHARE = 0.25  # of the results in a careless answer
+_PROMPT = re.compile(r"Start at (\d)\. Add ([\d, ]+)\. Keep the last digit\.")
+
+
+def draw_prompt(rng: random.Random) -> str:
+    """Draws a task of three to five steps."""
+    added = ", ".join(str(rng.randint(1, 3)) for _ in range(rng.randint(3, 5)))
+    return f"Start at {rng.randint(0, 9)}. Add {added}. Keep the last digit."
+
+
+def careless_steps(prompt: str, rng: random.Random, wrong_share: float = WRONG_SHARE) -> list[str]:
+    """Writes the steps of an answer; each result is wrong with this probability, and the next step goes on with it."""
+    total, added = _task(prompt)
+    steps = []
+    for number in added:
+        error = rng.randint(1, 9) if rng.random() < wrong_share else 0
+        result = (total + number + error) % 10
+        steps.append(f"{total} + {number} = {result}")
+        total = result
+    return steps
+
+
+def label_steps(prompt: str, steps: Sequence[str]) -> list[bool]:
+    """Returns whether each step is right: it and all before it are the ones that were asked for."""
+    total, added = _task(prompt)
+    labels, is_right = [], True
+    for place, step in enumerate(steps):
+        is_right = is_right and place < len(added)
+        if is_right:
+            result = (total + added[place]) % 10
+            is_right = step.strip() == f"{total} + {added[place]} = {result}"
+            total = result
+        labels.append(is_right)
+    return labels
+
+
+def is_solved(prompt: str, response: str) -> bool:
+    """Returns whether a response has all the right steps, one per line, and nothing else."""
+    steps = [line for line in response.split("\n") if line.strip()]
+    return len(steps) == len(_task(prompt)[1]) and all(label_steps(prompt, steps))
+
+
+def labelled_row(rng: random.Random) -> dict[str, Any]:
+    """Draws a row of TRL's stepwise supervision."""
+    prompt = draw_prompt(rng)
+    steps = careless_steps(prompt, rng)
+    return {"prompt": prompt, "completions": steps, "labels": label_steps(prompt, steps)}
+
+
+def _task(prompt: str) -> tuple[int, list[int]]:
+    """Returns where a task starts, and what it adds. Raises: ValueError for another text."""
+    found = _PROMPT.search(prompt)
+    if found is None:
+        raise ValueError(f"{prompt!r} is no counting task of the playground")
+    return int(found[1]), [int(number) for number in found[2].split(", ")]
