@@ -19,6 +19,7 @@ from evaluation.evaluate.folder import (
     ReportedMeasure,
     Settings,
     SuiteReport,
+    data_json,
     is_evaluation,
     read_settings,
     write_evaluation,
@@ -186,6 +187,7 @@ def _read(suite: Suite, source: str, max_items: int) -> list[Item]:
         if item.item_id in seen:
             raise ValueError(f"suite {suite.name!r}: {source}: item {item.item_id!r} occurs twice")
         seen.add(item.item_id)
+        data_json(suite.name, item)  # refused now, not after the models were asked
     if not items:
         raise ValueError(f"suite {suite.name!r}: {source}: no items; at least one was expected")
     if not max_items or max_items >= len(items):

@@ -101,7 +101,7 @@ def write_evaluation(
             item.group,
             item.cluster,
             json.dumps([dict(message) for message in item.messages], ensure_ascii=False),
-            _data_json(suite, item),
+            data_json(suite, item),
         )
         for suite, own in items.items()
         for item in own
@@ -123,8 +123,8 @@ def write_evaluation(
     write_json(folder / SETTINGS, clean_json(json.loads(json.dumps(settings))))
 
 
-def _data_json(suite: str, item: Item) -> str:
-    """Raises: ValueError naming suite and item for data that JSON cannot hold."""
+def data_json(suite: str, item: Item) -> str:
+    """Returns an item's `data` as JSON. Raises: ValueError naming suite and item for what JSON cannot hold."""
     try:
         return json.dumps(as_json(item.data), ensure_ascii=False)
     except TypeError as error:

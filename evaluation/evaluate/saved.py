@@ -92,7 +92,9 @@ class _Conversation:
         if isinstance(given, list) and given and isinstance(given[-1], dict) and given[-1].get("role") == "assistant":
             # In Arena-Hard's files an answer's content is {"answer": text}.
             plain = [
-                {**turn, "content": turn["content"].get("answer")} if isinstance(turn.get("content"), dict) else turn
+                {**turn, "content": turn["content"].get("answer")}
+                if isinstance(turn, dict) and isinstance(turn.get("content"), dict)
+                else turn
                 for turn in given
             ]
             has_answers = not any(name in row for name in (*ANSWER_FIELDS, "turns", "choices"))

@@ -115,7 +115,7 @@ def test_what_scoring_needed_is_json(heed_main: Call, place: Path) -> None:
 def test_data_that_are_no_json_are_refused(heed_main: Call, evaluate: Arguments, place: Path) -> None:
     suite = place / "suite.py"
     suite.write_text(suite.read_text().replace('row["cluster"], row)', 'row["cluster"], {"seen": {1}})'))
-    code, said = heed_main(*evaluate(place, str(place / "models/one/model")))
+    code, said = heed_main(*evaluate(place, "none.jsonl"))  # before models are opened
     assert (code, "suite 'foxes': item 'q0': `data` is no JSON" in said) == (2, True), said
 
 

@@ -104,6 +104,8 @@ def test_arena_hards_present_layout(opened: Open) -> None:
     assert answer.text == "sure"
     with pytest.raises(ValueError, match=r"line 1: messages\[1\]: field 'content' is null"):
         opened(row(RED, {"text": "no answer"}))
+    with pytest.raises(ValueError, match=r"line 1: field 'messages\[0\].role': system, user or assistant was expected"):
+        opened({"messages": [RED, {"role": "assistant", "content": "yes"}]})
 
 
 def test_ifevals_answers_by_key_are_found_without_the_first_instruction(tmp_path: Path) -> None:
