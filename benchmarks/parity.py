@@ -365,8 +365,8 @@ running at a time, with `generate` on each prompt separately; prompts of BART an
 
 `python -m benchmarks.parity docs/parity.md` writes this file; `tests/lm/test_families.py` requires every difference
 to be below 1e-4. For OLMo 2, Phi-3, Gemma 3 and T5 it also draws 20 shapes each, and compares their logits in both
-directions, their greedy tokens, and the gradients of three of them. `tests/lm/test_conversations.py` compares the tokens
-of conversations, in 17 kinds of vocabulary under 6 templates.
+directions, their greedy tokens, and the gradients of three of them. `tests/lm/test_conversations.py` compares the
+tokens of conversations, in 17 kinds of vocabulary under 6 templates.
 """
 
 
