@@ -200,7 +200,8 @@ def test_a_reply_is_what_the_template_writes_after_a_closed_turn(kind: str, temp
 
 def test_a_template_that_does_not_only_append_has_no_replies(tokenizer: Tokenizer) -> None:
     reply = [{"role": "tool", "content": "4"}]
-    assert tokenizer.decode(tokenizer.with_template("chat").encode_reply(reply)).split() == ["<|tool|>", "4"]
+    said = tokenizer.decode(tokenizer.with_template("chat").encode_reply(reply))
+    assert said.split() == ["<tool_response>4</tool_response>"]
     wrong = {
         "{{ messages | length }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}": "does not append",
         "{% for m in messages | reverse %}{{ m.content }}{{ eos_token }}{% endfor %}": "does not append",

@@ -85,7 +85,7 @@ def test_dt_fixup_makes_a_step_as_large_at_any_depth() -> None:
             scale = 1 / (2 * num_blocks**0.5) if input_norm is None else input_norm  # without: plain Xavier
             parameter.data = fixup_weight(name, parameter.shape, shape, generator, scale)
         x_BTD, direction_D = torch.randn(1, 6, 40, generator=generator), torch.randn(40, generator=generator)
-        inputs = BlockInputs([None] * num_blocks)
+        inputs = BlockInputs([None] * num_blocks, [None] * num_blocks)
         before_D = run_blocks(model.encoder.blocks, nn.Identity(), x_BTD, inputs)[0, 0]
         (before_D @ direction_D / direction_D.norm()).backward()
         with torch.no_grad():
