@@ -9,7 +9,7 @@ import math
 import operator
 import re
 from abc import abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -209,14 +209,14 @@ class Index:
         where n of N passages have the word, and a passage of l words has it f times (Robertson and Zaragoza 2009,
         eq. 3.15, with the idf of Lucene, which is never negative).
         """
-        scores, mean_length = Counter[int](), sum(self._lengths) / max(1, len(self._lengths))
+        scores, mean_length = defaultdict[int, float](float), sum(self._lengths) / max(1, len(self._lengths))
         for word in dict.fromkeys(_words(query)):
             places = self._places.get(word, ())
             weight = math.log(1 + (len(self.passages) - len(places) + 0.5) / (len(places) + 0.5))
             for place in places:
                 frequency, length = self._counts[place][word], self._lengths[place]
                 norm = K1 * (1 - B + B * length / mean_length)
-                scores[place] += weight * frequency * (K1 + 1) / (frequency + norm)  # type: ignore[assignment]
+                scores[place] += weight * frequency * (K1 + 1) / (frequency + norm)
         best = sorted(scores, key=lambda place: (-scores[place], place))
         return [self.passages[place] for place in best[:number]]
 

@@ -205,7 +205,7 @@ def test_a_template_that_does_not_only_append_has_no_replies(tokenizer: Tokenize
     wrong = {
         "{{ messages | length }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}": "does not append",
         "{% for m in messages | reverse %}{{ m.content }}{{ eos_token }}{% endfor %}": "does not append",
-        "{% for m in messages if m.role != 'tool' %}{{ m.content }}{{ eos_token }}{% endfor %}": "does not append",
+        "{% for m in messages if m.role != 'tool' %}{{ m.content }}{{ eos_token }}{% endfor %}": "leaves out messages",
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}": "no special token after an assistant's",
         "{% for m in messages %}{{ raise_exception('no tools') if m.role == 'tool' else m.content }}{{ eos_token }}"
         "{% endfor %}": "refuses the conversation: no tools",
