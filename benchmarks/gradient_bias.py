@@ -12,7 +12,7 @@ Shape letters: B responses, R response tokens, S states, V tokens.
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ppo.algorithm import (
     GAE,
+    NO_TERMS,
     CutImportance,
     DropResponses,
     DropTokens,
@@ -37,6 +38,8 @@ from ppo.algorithm import (
     token_weights,
 )
 from ppo.config import PPOConfig
+from ppo.groups import StepRewards
+from reward.steps import StepsConfig
 from training.config import BatchConfig, OptimizerConfig
 from training.data import DataConfig
 
@@ -51,7 +54,7 @@ OTHERS = LeaveOneOut(samples_per_prompt=2, scale="none")
 class Toy:
     """Logits [S, V] of the policy, of the reference, and of an older policy. The first state is the start of the
     response; each other state follows one of its possible first tokens. With `has_end`, a first token 0 ends the
-    response.
+    response. If each token is a step, `paid_BR` is what the steps are paid, which adds up to the scores.
     """
 
     has_end: bool
@@ -61,6 +64,7 @@ class Toy:
     tokens_BR: Tensor  # all responses
     mask_BR: Tensor  # True = a token
     scores_B: Tensor
+    paid_BR: Tensor | None = None
 
     @classmethod
     def draw(cls, *, has_end: bool) -> "Toy":
@@ -79,6 +83,27 @@ class Toy:
             tokens_BR, mask_BR, scores_B = tokens_BR[kept], mask_BR[kept], scores_B[kept]
         policy, ref, noise = logits
         return cls(has_end, policy.requires_grad_(), ref, policy.detach() + 0.5 * noise, tokens_BR, mask_BR, scores_B)
+
+    @classmethod
+    def in_steps(cls, form: str) -> "Toy":
+        """Draw step scores between 0 and 1, which depend on the tokens so far, and what they amount to."""
+        toy, steps = cls.draw(has_end=True), StepsConfig.model_validate({"form": form})
+        generator = torch.Generator().manual_seed(5)
+        drawn_SV = torch.rand(1 + VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64)
+        paid_BR = torch.zeros_like(toy.tokens_BR, dtype=torch.float64)
+        for row, (tokens, mask) in enumerate(zip(toy.tokens_BR.tolist(), toy.mask_BR.tolist(), strict=True)):
+            states = (0, 1 + tokens[0])[: sum(mask)]
+            scores = [float(drawn_SV[state, token]) for state, token in zip(states, tokens, strict=False)]
+            paid_BR[row, : len(scores)] = torch.tensor(steps.paid(scores), dtype=torch.float64)
+        return replace(toy, scores_B=paid_BR.sum(dim=1), paid_BR=paid_BR)
+
+    def token_rewards(self, rows: Tensor, logprobs_BR: Tensor, score_coef: float, kl_coef: float) -> Tensor:
+        """Returns the rewards of the responses' tokens [B, R], for their scores or for their steps."""
+        ref_BR, mask_BR = self.logprobs(self.ref_logits_SV, rows), self.mask_BR[rows]
+        terminal_B, paid_BR = score_coef * self.scores_B[rows], NO_TERMS
+        if self.paid_BR is not None:
+            terminal_B, paid_BR = torch.zeros_like(terminal_B), score_coef * self.paid_BR[rows]
+        return token_rewards(terminal_B, logprobs_BR, ref_BR, mask_BR, kl_coef, paid_BR)[0]
 
     def logprobs(self, logits_SV: Tensor, rows: Tensor) -> Tensor:
         """Returns log π of the responses' tokens [B, R]; 0 where there is no token."""
@@ -99,8 +124,7 @@ class Toy:
         """Returns the exact value before each token of each response [B, R]: the mean of the rewards still to come."""
         everything = torch.arange(len(self.tokens_BR))
         logprobs_BR = self.logprobs(self.logits_SV, everything).detach()
-        ref_BR = self.logprobs(self.ref_logits_SV, everything)
-        rewards_BR, _ = token_rewards(self.scores_B, logprobs_BR, ref_BR, self.mask_BR, kl_coef)
+        rewards_BR = self.token_rewards(everything, logprobs_BR, 1.0, kl_coef)
         values_BR = torch.zeros_like(rewards_BR)
         values_BR[:, 0] = (logprobs_BR.sum(dim=1).exp() * rewards_BR.sum(dim=1)).sum()
         for first in range(VOCABULARY):
@@ -171,13 +195,17 @@ def heeds_loss(config: PPOConfig, *, has_perfect_values: bool = True, corrects: 
             group.toy.scores_B[group.rows],
         )
         kl_coef = config.kl.coef if config.kl.kind == "reward" else 0.0
-        rewards_BR, _ = token_rewards(config.score_coef * scores_B, old_BR, ref_BR, mask_BR, kl_coef)
+        rewards_BR = group.toy.token_rewards(group.rows, old_BR, config.score_coef, kl_coef)
+        paid_BR = group.toy.paid_BR
+        steps = None if paid_BR is None else StepRewards(config.score_coef * paid_BR[group.rows], mask_BR)
         values_BR = group.toy.values(kl_coef)[group.rows] * has_perfect_values
         terms = {
             kind: teacher_terms(old_BR, ref_BR[:, None], torch.tensor([own]), mask_BR)
             for kind, own in (("reward", reward_weight), ("token", token_weight))
         }
-        found = config.advantage.estimate(scores_B, rewards_BR + terms["reward"], values_BR, mask_BR, terms["token"])
+        found = config.advantage.estimate(
+            scores_B, rewards_BR + terms["reward"], values_BR, mask_BR, terms["token"], steps
+        )
         advantages_BR = found.advantages_BR
         if corrects:
             importance_BR, _ = importance_weights(
@@ -237,7 +265,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    return [*_advantages(), *_token_weights(), *_stale_samples(), *_kl_terms(), *_teachers()]
+    return [*_advantages(), *_token_weights(), *_steps(), *_stale_samples(), *_kl_terms(), *_teachers()]
 
 
 def _advantages() -> list[Row]:
@@ -283,6 +311,40 @@ def _token_weights() -> list[Row]:
     ]
     gspo = heeds_loss(_rloo(loss=ResponseLoss()))
     return [*found, Row("RLOO, lengths differ", '`loss.kind = "response"`', toy, gspo, 0.0, "that of per_response")]
+
+
+def _steps() -> list[Row]:
+    """Each token is a step, and responses have one step or two."""
+    constant = {"token_weight": "constant"}
+    gae, loo = heeds_loss(config_of(loss=constant)), heeds_loss(_rloo(loss=constant))
+
+    def group(scale: str) -> Loss:
+        baseline = GroupMean.model_validate({"samples_per_prompt": 2, "scale": scale})
+        return heeds_loss(config_of(advantage=baseline, loss=constant))
+
+    def row(name: str, settings: str, form: str, loss: Loss, scale: float = 1.0, known: str = "none") -> Row:
+        return Row(f"Steps: {name}", settings, Toy.in_steps(form), loss, scale, known)
+
+    worst = Toy.in_steps("min")
+    assert worst.paid_BR is not None, "these responses have steps"
+    # The minimum changes at the second step if and only if that is the worst one.
+    at_second_B1 = (worst.paid_BR[:, 1:] < 0).double()
+    moved = replace(worst, paid_BR=worst.scores_B[:, None] * torch.cat([1 - at_second_B1, at_second_B1], dim=1))
+    nothing = heeds_loss(config_of(advantage=NoBaseline(scale="none"), loss=constant))
+    forms = [(form, f'`steps.form = "{form}"`') for form in ("sum", "min")]
+    return [
+        *(row("GAE, perfect values", settings, form, gae) for form, settings in forms),
+        *(row("RLOO", settings, form, loo) for form, settings in forms),
+        row(
+            "GRPO's mean of all steps", '`advantage.kind = "group_mean"`', "sum", group("none"), 0.0,
+            "subtracts the mean once for each step that follows",
+        ),
+        row("GRPO", '`advantage.scale = "group"`', "sum", group("group"), 0.0, "that, and that of `group`"),
+        Row(
+            "Steps: minimum paid at the worst step", "not offered", moved, nothing, 0.0,
+            "after a bad step, a worse one seems to earn its score",
+        ),
+    ]  # fmt: skip
 
 
 def _rloo(**changes: object) -> PPOConfig:
