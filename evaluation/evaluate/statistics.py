@@ -334,9 +334,8 @@ def _paired_test(a: _Column, b: _Column, ids: Sequence[str], cluster_I: Ints, se
     if not is_binary:
         gains = GainTest(d_X, cluster_X, seed=own_seed)
         return _Test(gains.p, gains.interval)
-    # A win rate of ½ is a difference of 0.
-    shares, mean = EqualityTest((1 + d_X) / 2, cluster_X, seed=own_seed), float(d_X.mean())
-    return _Test(shares.p, lambda alpha: Interval(mean, *(2 * end - 1 for end in shares.interval(alpha))))
+    shares, mean = EqualityTest((1 + d_X) / 2, cluster_X, seed=own_seed), float(d_X.mean() + 1) / 2
+    return _Test(shares.p, lambda alpha: _from_shares(Interval(mean, *shares.interval(alpha))))
 
 
 def _untested(mean: float) -> _Test:
@@ -359,7 +358,7 @@ def _algorithm_differences(
             cluster_I = _clusters(items, ids)
             value_SX, cluster_X = _common(own, ids, cluster_I, seed=seed)
             own_seed = derive_seed(seed, "algorithms", measure.name, a, b)
-            test = _algorithm_test(value_SX[: len(runs[a])], value_SX[len(runs[a]) :], cluster_X, own_seed)
+            test = _algorithm_test(measure, value_SX[: len(runs[a])], value_SX[len(runs[a]) :], cluster_X, own_seed)
             found.append((a, b, test, len(ids), len(np.unique(cluster_I)), len(known) - len(ids)))
     rows = []
     corrected = _corrected(measure, [test for _, _, test, *_ in found])
@@ -383,11 +382,20 @@ def _algorithm_differences(
     return rows
 
 
-def _algorithm_test(value_AX: Floats, value_BX: Floats, cluster_X: Ints, seed: int) -> _Test:
+def _algorithm_test(measure: Measure, value_AX: Floats, value_BX: Floats, cluster_X: Ints, seed: int) -> _Test:
     if not (np.isfinite(value_AX).all() and np.isfinite(value_BX).all()):
         return _untested(float(value_AX.mean() - value_BX.mean()))
-    test = AlgorithmTest.of_values(value_AX, value_BX, cluster_X, seed=seed)
-    return _Test(test.p, test.interval)
+    if not measure.is_share or measure.aggregate is not None:
+        test = AlgorithmTest.of_values(value_AX, value_BX, cluster_X, seed=seed)
+        return _Test(test.p, test.interval)
+    # Unlike Student's, the score interval has a width if all runs are right, or wrong, on the same items.
+    shares = AlgorithmTest.of_preferences((1 + value_AX[:, None] - value_BX[None]) / 2, cluster_X, seed=seed)
+    return _Test(shares.p, lambda alpha: _from_shares(shares.interval(alpha)))
+
+
+def _from_shares(found: Interval) -> Interval:
+    """Returns a difference from the mean of (1 + difference)/2."""
+    return Interval(2 * found.mean - 1, 2 * found.low - 1, 2 * found.high - 1)
 
 
 def _failures(scored: ByModel) -> tuple[Failure, ...]:

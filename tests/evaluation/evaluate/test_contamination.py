@@ -50,7 +50,7 @@ def test_words_that_many_items_have_in_common_are_an_instruction() -> None:
 
 def test_few_shot_examples_are_not_the_item() -> None:
     """SQuAD's few-shot prompt holds other items' paragraphs, which would count for every item."""
-    paragraphs = [LONG.replace("fox", f"w{n}") for n in range(3)]
+    paragraphs = [" ".join(f"{word}{n}" for word in LONG.split()) for n in range(3)]
     shown = "\n\n".join(paragraphs)
     items = [
         Item(f"q{n}", ({"role": "user", "content": f"{shown}\n\n{own}"},), own_texts=(own,))

@@ -9,6 +9,7 @@ import scipy
 
 from evaluation.evaluate.statistics import SuiteStatistics, suite_statistics
 from evaluation.statistics.algorithms import AlgorithmTest
+from evaluation.statistics.significance import EqualityTest
 from evaluation.suites.arena_hard import SUITE as ARENA_HARD
 from evaluation.suites.suite import Item, Measure, Scored
 from preferences.statistics.estimates import Floats, Interval
@@ -242,6 +243,16 @@ def test_algorithms_are_compared_over_runs_and_items() -> None:
         assert (row.better, row.num_items, row.num_items_missing) == ("ppo", 29, 1)
         assert row.num_clusters == (29 if per_cluster == 1 else 10)
     assert suite_statistics("s", [gain], items_of(30), scored, seed=0).algorithms == ()
+
+
+def test_algorithms_that_are_all_wrong_have_an_interval_with_a_width() -> None:
+    """Ten wrong answers of every run say nothing certain about another item."""
+    scored = {run: rows_of("right", [0.0] * 10) for own in RUNS.values() for run in own}
+    (row,) = suite_statistics("s", [RIGHT], items_of(10), scored, RUNS, seed=0).algorithms
+    (low, high), found = EqualityTest(np.full(10, 0.5), seed=0).interval(), row.difference
+    assert (found.mean, found.low, found.high) == pytest.approx((0.0, 2 * low - 1, 2 * high - 1))
+    assert found.low < -0.2
+    assert (row.p, row.better) == (1.0, "")
 
 
 def test_algorithms_of_an_aggregate_and_a_lower_measure() -> None:
