@@ -89,7 +89,9 @@ def import_labels(
 
 
 def _store(file: str, found: "Found", batch: str, store: str, *, only_check: bool) -> None:
-    """Stores what was found. A check without a store uses an empty temporary one."""
+    """Stores what was found. A check without a store uses an empty temporary one. A store that would be new is made
+    only for an import that such a check has passed.
+    """
     from sqlalchemy.exc import DBAPIError
 
     from preferences.database import store_file
@@ -97,6 +99,8 @@ def _store(file: str, found: "Found", batch: str, store: str, *, only_check: boo
     from preferences.store import LabelStore
 
     path = store_file(store) if store else None
+    if path is not None and not path.exists() and not only_check:
+        _store(file, found, batch, store, only_check=True)
     with ExitStack() as stack:
         if only_check and (not store or (path is not None and not path.exists())):
             store = str(Path(stack.enter_context(TemporaryDirectory(prefix="heed-check-"))) / "empty.sqlite")

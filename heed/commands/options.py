@@ -117,6 +117,11 @@ def read_choice(
             f"{several} with {found[0] if found else '--temperature 0'}: samples that differ were expected, which need"
             " a --temperature above 0"
         )
+    if "--seed" in typed(context) and (found or temperature == 0):
+        raise ValueError(
+            f"--seed with {found[0] if found else '--temperature 0'}, which draws nothing: sampling, or no --seed, was"
+            " expected"
+        )
     return Choice(temperature=0) if found else Choice(temperature, top_k, top_p)
 
 

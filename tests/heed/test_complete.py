@@ -389,6 +389,12 @@ def test_bytes_that_sentencepiece_names(complete: Callable[..., str], tmp_path: 
         (["--greedy", "--samples", "2"], "--samples 2 with --greedy: samples that differ were expected"),
         (["--beams", "2", "--samples", "2"], "--samples 2 with --beams: samples that differ were expected"),
         (["--temperature", "0", "--samples", "2"], "--samples 2 with --temperature 0: samples that differ were"),
+        (
+            ["--greedy", "--seed", "3"],
+            "--seed with --greedy, which draws nothing: sampling, or no --seed, was expected",
+        ),
+        (["--beams", "2", "--seed", "3"], "--seed with --beams, which draws nothing"),
+        (["--temperature", "0", "--seed", "3"], "--seed with --temperature 0, which draws nothing"),
         (["--max-new-tokens", "0"], "--max-new-tokens 0 writes nothing; only --logprobs was expected with it"),
         (["--max-new-tokens", "0", "--logprobs", "--greedy"], "only --logprobs was expected with it"),
         (["--tokens", "--greedy", "--seed", "3"], "--tokens with --greedy, --seed: --tokens alone was expected"),
