@@ -46,7 +46,7 @@ class Episode(ABC):
         """
         return 0.0
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027  # most episodes hold nothing
         """Release what the episode holds. Always called, also after failures and deadlines."""
 
 
