@@ -1,6 +1,7 @@
 """A small MCP server with state. It speaks over its standard input and output."""
 
 from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("counting")
 total = 0
@@ -11,7 +12,7 @@ def add(number: int) -> str:
     """Add a number to the sum, and return the sum."""
     global total
     if number < 0:
-        raise ValueError("a number of at least 0 was expected")
+        raise ToolError("a number of at least 0 was expected")
     total += number
     return f"the sum is {total}"
 
