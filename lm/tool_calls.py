@@ -131,7 +131,7 @@ def _call(value: Any) -> ToolCall:
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
         return ToolCall("", {}, f'{_shown(json.dumps(value))} has no "name"; the name of a tool was expected')
-    arguments = next((value[field] for field in ("arguments", "parameters") if field in value), {})
+    arguments: Any = next((value[field] for field in ("arguments", "parameters") if field in value), {})
     if isinstance(arguments, str):  # OpenAI's API has them as text
         arguments, _, failure = _decoded(arguments, 0)
         if failure:

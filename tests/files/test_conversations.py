@@ -203,3 +203,13 @@ def test_fields_that_agree_are_not_ambiguous_and_a_name_decides(tmp_path: Path) 
     assert read_prompts(DataConfig(source=str(same)))[0].messages == prompt.messages
     with pytest.raises(ValueError, match="format is 'sharedgpt'; one of auto, messages, prompt, sharegpt"):
         DataConfig(source="x", format="sharedgpt")
+
+
+@pytest.mark.parametrize(
+    "row", [json.loads(row) for row in DOCS.split("## Tools\n")[1].split("```")[1].splitlines()[1:]]
+)
+def test_each_documented_row_with_tools_is_read(row: dict[str, Any]) -> None:
+    turns = ConversationReader("demonstration").read("demos.jsonl: line 1", row)
+    assert [turn["role"] for turn in turns] == ["user", "assistant", "tool", "assistant"]
+    assert turns[0]["tools"][0]["function"]["name"] == "add"
+    assert turns[1]["tool_calls"][0]["function"]["arguments"] == {"x": 2, "y": 2}
