@@ -42,7 +42,7 @@ from ppo.algorithm import (
 )
 from ppo.config import PPOConfig
 from ppo.environments.game import Game
-from training.config import BatchConfig, OptimizerConfig
+from training.config import BatchConfig, Config, OptimizerConfig
 from training.data import DataConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
@@ -105,11 +105,12 @@ class Toy:
         states = [[0, 0, 1 + replies.index(tuple(game.tokens[:2])) if game.mask[2] else 0] for game in games]
         generator = torch.Generator().manual_seed(4)
         shape = 1 + len(replies), VOCABULARY
-        logits = [torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(3)]
+        policy, ref, old = (torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(3))
         return cls(
             True,
-            logits[0].requires_grad_(),
-            *logits[1:],
+            policy.requires_grad_(),
+            ref,
+            old,
             torch.tensor([game.tokens for game in games]),
             torch.tensor(states),
             torch.tensor([game.mask for game in games]),
@@ -414,23 +415,22 @@ def _teachers() -> list[Row]:
 def _conversations() -> list[Row]:
     """The game of two turns, whose rewards are paid turn by turn."""
     whole = VALUES.model_copy(update={"gae_lambda": 1.0})
-    kinds = {
-        "GAE, perfect values": (VALUES, True),
-        "GAE, values of 0": (whole, False),
-        "REINFORCE": (NoBaseline(scale="none"), True),
-        "RLOO": (OTHERS, True),
-    }
-    settings = {"GAE, values of 0": "`advantage.gae_lambda = 1`"}
+    kinds: list[tuple[str, str, Config, bool]] = [
+        ("GAE, perfect values", '`advantage.kind = "gae"`', VALUES, True),
+        ("GAE, values of 0", "`advantage.gae_lambda = 1`", whole, False),
+        ("REINFORCE", '`advantage.kind = "none"`', NoBaseline(scale="none"), True),
+        ("RLOO", '`advantage.kind = "leave_one_out"`', OTHERS, True),
+    ]
     return [
         Row(
             f"Game of two turns: {name}",
-            settings.get(name, f'`advantage.kind = "{advantage.kind}"`'),
+            settings,
             Toy.game(),
             heeds_loss(config_of(advantage=advantage, loss={"token_weight": "constant"}), has_perfect_values=perfect),
             1.0,
             "none",
         )
-        for name, (advantage, perfect) in kinds.items()
+        for name, settings, advantage, perfect in kinds
     ]
 
 
