@@ -37,6 +37,7 @@ class WrongDraws(Faulty):
     def sample(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: Limits, temperature: float
     ) -> Generated:
+        assert isinstance(max_new_tokens, int), "this benchmark has one limit for all prompts"
         policy, texts = self.engine.policy, [list(prompt) for prompt in prompts]
         batch = Batch.start(policy, range(len(prompts)), prompts, max_new_tokens + 1)
         uniforms_BR = torch.from_numpy(draw_uniforms(self.reseed(seeds), max_new_tokens))

@@ -24,7 +24,6 @@ from torch import Tensor
 from lm.tool_calls import AssistantMessage
 from ppo.algorithm import (
     GAE,
-    Advantage,
     CutImportance,
     DropResponses,
     DropTokens,
@@ -45,7 +44,7 @@ from ppo.config import PPOConfig
 from ppo.environments.game import Game
 from ppo.groups import StepRewards
 from reward.steps import StepsConfig
-from training.config import BatchConfig, OptimizerConfig
+from training.config import BatchConfig, Config, OptimizerConfig
 from training.data import DataConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
@@ -478,23 +477,22 @@ def _teachers() -> list[Row]:
 def _conversations() -> list[Row]:
     """The game of two turns, whose rewards are paid turn by turn."""
     whole = VALUES.model_copy(update={"gae_lambda": 1.0})
-    kinds: dict[str, tuple[Advantage, bool]] = {
-        "GAE, perfect values": (VALUES, True),
-        "GAE, values of 0": (whole, False),
-        "REINFORCE": (NoBaseline(scale="none"), True),
-        "RLOO": (OTHERS, True),
-    }
-    settings = {"GAE, values of 0": "`advantage.gae_lambda = 1`"}
+    kinds: list[tuple[str, str, Config, bool]] = [
+        ("GAE, perfect values", '`advantage.kind = "gae"`', VALUES, True),
+        ("GAE, values of 0", "`advantage.gae_lambda = 1`", whole, False),
+        ("REINFORCE", '`advantage.kind = "none"`', NoBaseline(scale="none"), True),
+        ("RLOO", '`advantage.kind = "leave_one_out"`', OTHERS, True),
+    ]
     return [
         Row(
             f"Game of two turns: {name}",
-            settings.get(name, f'`advantage.kind = "{advantage.kind}"`'),
+            settings,
             Toy.game(),
             heeds_loss(config_of(advantage=advantage, loss={"token_weight": "constant"}), has_perfect_values=perfect),
             1.0,
             "none",
         )
-        for name, (advantage, perfect) in kinds.items()
+        for name, settings, advantage, perfect in kinds
     ]
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Generic, TypeVar
@@ -53,7 +54,7 @@ class NoScoreError(Exception):
     """An episode has no score for its conversation: it returned NaN."""
 
 
-REASONS = {  # entries of `ppo.rollout.FAILURES`; all other errors are "error"
+REASONS: Mapping[type[Exception], str] = {  # entries of `ppo.rollout.FAILURES`; all other errors are "error"
     DeadlineError: "deadline", InvalidReplyError: "invalid", TooLongError: "too_long", NoScoreError: "no_score",
 }  # fmt: skip
 
@@ -118,7 +119,7 @@ class Conversation:
     num_turns: int = 0
     is_over: bool = False
     is_finished: bool = False  # ended with a closed turn, before room ran out
-    failure: BaseException | None = None
+    failure: Exception | None = None
     episode: Episode | None = None
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float] = ()) -> None:
@@ -138,7 +139,7 @@ class Conversation:
         """Reward the policy's last token. Nothing has been appended to it yet."""
         self.rewards[-1] += reward
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: Exception) -> None:
         self.failure, self.is_over = self.failure or error, True
 
     @property
@@ -293,7 +294,7 @@ class Conversations:
         started = time.monotonic()
         end = started + self.environment.deadline_seconds + GRACE_SECONDS
         stuck = [conversation.thread.is_stuck for conversation in conversations]
-        futures = [conversation.thread.start(lambda own=conversation: ask(own)) for conversation in conversations]
+        futures = [conversation.thread.start(partial(ask, conversation)) for conversation in conversations]
         pending = {future for future, is_stuck in zip(futures, stuck, strict=True) if not is_stuck}
         while pending and (left := end - time.monotonic()) > 0:
             _, pending = wait(pending, min(1.0, left))

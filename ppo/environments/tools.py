@@ -86,22 +86,27 @@ def text_argument(call: ToolCall, schema: Mapping[str, Any]) -> str:
     return value
 
 
+CALCULATE = function_schema(
+    "calculate", "Returns the value of an arithmetic expression.", "expression", "such as (3 + 4) * 2"
+)
+SEARCH = function_schema(
+    "search", "Returns the passages of a library that fit a query best.", "query", "words to search for"
+)
+
+
 class Calculator(ToolEnvironment):
     """A calculator, the tool `calculate`: numbers, + - * / // % **, and parentheses."""
 
     model_config = ConfigDict(title="Environment calculator")
-    schema: ClassVar[Mapping[str, Any]] = function_schema(
-        "calculate", "Returns the value of an arithmetic expression.", "expression", "such as (3 + 4) * 2"
-    )
 
     kind: Literal["calculator"] = Field(default="calculator", description="The kind of this table.")
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        return [self.schema]
+        return [CALCULATE]
 
     def run(self, call: ToolCall) -> str:
-        return calculated(text_argument(call, self.schema))
+        return calculated(text_argument(call, CALCULATE))
 
 
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
@@ -162,9 +167,6 @@ class Retrieval(ToolEnvironment):
     """A search in a folder of texts, the tool `search`: it returns the paragraphs that fit a query best, by BM25."""
 
     model_config = ConfigDict(title="Environment retrieval")
-    schema: ClassVar[Mapping[str, Any]] = function_schema(
-        "search", "Returns the passages of a library that fit a query best.", "query", "words to search for"
-    )
 
     kind: Literal["retrieval"] = Field(default="retrieval", description="The kind of this table.")
     folder: str = Field(
@@ -177,7 +179,7 @@ class Retrieval(ToolEnvironment):
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        return [self.schema]
+        return [SEARCH]
 
     def check(self, _rows: Sequence[Row]) -> None:
         self.load()
@@ -186,7 +188,7 @@ class Retrieval(ToolEnvironment):
         index_of(self.folder)
 
     def run(self, call: ToolCall) -> str:
-        found = index_of(self.folder).search(text_argument(call, self.schema), self.num_passages)
+        found = index_of(self.folder).search(text_argument(call, SEARCH), self.num_passages)
         return "\n\n".join(passage[: self.passage_characters] for passage in found) or "Nothing was found."
 
 
