@@ -95,8 +95,8 @@ def value_source(
     Raises:
         ValueError: the weights do not fit the reward model.
     """
-    is_decoder = isinstance(reward, Path) and purpose_of(reward) == "score" and not step_separator(reward)
-    if is_decoder and Tokenizer.load(reward) == Tokenizer.load(policy):
+    is_same = isinstance(reward, Path) and Tokenizer.load(reward) == Tokenizer.load(policy)
+    if isinstance(reward, Path) and is_same and purpose_of(reward) == "score" and not step_separator(reward):
         return joined_heads(ModelFolder(reward, ScalarModel), reward, weights, scale)
     return JoinedHeads(WithNewHead(policy, LanguageModel, ScalarModel, seed=0), (0.0,), 0.0)
 

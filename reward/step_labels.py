@@ -241,7 +241,7 @@ def step_parts(
             len(kept),
             {
                 **sequence_arrays((step.tokens.tokens, step.tokens.is_end) for step, _ in held),
-                "targets": np.concatenate([np.array(step.targets, dtype=np.int32) for step, _ in held] or [[]]),
+                "targets": np.array([target for step, _ in held for target in step.targets], dtype=np.int32),
                 "overlong": np.array([step.fate for step in fitted]),
                 "texts": np.frombuffer(b"".join(text for _, text in held), np.uint8),
                 "text_bytes": np.array([len(text) for _, text in held]),
