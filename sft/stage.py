@@ -112,8 +112,14 @@ def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFold
 def policy_source(start: Path, config: SFTConfig, seed: int) -> ModelSource[LanguageModel | EncoderDecoder]:
     """Returns a directory's model, without its last blocks or with new ones if the config says so."""
     kind: type[LanguageModel | EncoderDecoder] = EncoderDecoder if purpose_of(start) == "translate" else LanguageModel
-    blocks = {"dropped": config.dropped_layers, "added": config.added_layers}
-    return WithNewHead(start, kind, lambda shape: kind(shape, config.dropout), seed, **blocks)
+    return WithNewHead(
+        start,
+        kind,
+        lambda shape: kind(shape, config.dropout),
+        seed,
+        dropped=config.dropped_layers,
+        added=config.added_layers,
+    )
 
 
 def translate_heldout(
