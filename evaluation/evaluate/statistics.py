@@ -175,7 +175,10 @@ class _Column:
         if len(clusters) < MIN_CLUSTERS:
             return np.array([whole])
         without_C = np.array(
-            [self._aggregate([ids[place] for place in np.flatnonzero(cluster_I != cluster)]) for cluster in clusters]
+            [
+                self._aggregate([ids[place] for place in np.flatnonzero(cluster_I != cluster).tolist()])
+                for cluster in clusters
+            ]
         )
         found_C: Floats = whole + (len(clusters) - 1) * (without_C.mean() - without_C)
         return found_C if np.isfinite(found_C).all() else np.array([whole])
