@@ -176,7 +176,7 @@ class Scorer(Rank):
             name: score_in_parts(part, asked.conversations, texts, size, asked.rows)
             for name, part in self.judge.parts.items()
         }
-        weights = self.judge.objective_weights
+        weights = self.config.reward.objective_weights
         counted = (result for name, scored in columns.items() if weights.get(name, 1.0) for result in scored)
         self._failure = next((result.failure for result in counted if result.failure), "")
         return torch.tensor([[result.score for result in scored] for scored in columns.values()]).T
