@@ -100,7 +100,8 @@ def _store(file: str, found: "Found", batch: str, store: str, *, only_check: boo
 
     path = store_file(store) if store else None
     if path is not None and not path.exists() and not only_check:
-        _store(file, found, batch, store, only_check=True)
+        with TemporaryDirectory(prefix="heed-check-") as folder, LabelStore(f"{folder}/empty.sqlite") as empty:
+            store_found(empty, found, batch, only_check=True)
     with ExitStack() as stack:
         if only_check and (not store or (path is not None and not path.exists())):
             store = str(Path(stack.enter_context(TemporaryDirectory(prefix="heed-check-"))) / "empty.sqlite")

@@ -76,7 +76,7 @@ def test_a_task_that_nobody_has_judged_needs_four_fields(tmp_path: Path, book: L
     code, _, err = heed_label("import", write(tmp_path / "none.jsonl", nowhere), *STORE)
     assert (code, "has no batch; a batch name was expected (--batch)" in err) == (2, True)
     new = ("--store", str(tmp_path / "new.sqlite"))
-    assert heed_label("import", tmp_path / "none.jsonl", *new)[0] == 2
+    assert heed_label("import", str(tmp_path / "none.jsonl"), *new)[0] == 2
     assert not list(tmp_path.glob("new.sqlite*"))  # no store is made for nothing
 
 
