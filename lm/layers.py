@@ -299,7 +299,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.activation = {"swiglu": swiglu, "geglu": geglu}.get(config.mlp) or ACTIVATIONS[config.mlp]
+        gated: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "geglu": geglu}
+        self.activation = gated.get(config.mlp) or ACTIVATIONS[config.mlp]
         rows = config.intermediate_size * (2 if config.is_gated else 1)
         self.up = Linear(config.hidden_size, rows, bias=config.mlp_bias)
         self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)

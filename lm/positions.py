@@ -117,7 +117,7 @@ class RelativeBias(nn.Embedding):
         super().__init__(config.relative_attention_num_buckets, config.num_attention_heads)
         self.max_distance, self.causal = config.relative_attention_max_distance, causal
 
-    def forward(self, ahead_BTS: Tensor, seen_BTS: Tensor) -> Tensor:
+    def forward(self, ahead_BTS: Tensor, seen_BTS: Tensor) -> Tensor:  # type: ignore[override]
         """Returns the numbers [B, N, T, S] to add to scores, -∞ where `seen_BTS` is False; `ahead_BTS` counts tokens
         from the query to the key.
         """

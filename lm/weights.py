@@ -367,7 +367,8 @@ def _family_of(raw: Mapping[str, Any], where: Path | str) -> Family:
     if family is None:
         known = [family.model_type for family in FAMILIES]
         kind = raw.get("model_type")
-        why = f", {NOT_COVERED[kind]}" if str(kind) in NOT_COVERED else ""
+        reason = NOT_COVERED.get(str(kind))
+        why = f", {reason}" if reason else ""
         raise ValueError(f"{where}: model_type is {kind!r}{why}; one of {known} was expected")
     return family
 
