@@ -5,8 +5,8 @@ kind is a class with the keys that it needs. Those of the algorithm are in `ppo.
 `reward.external`.
 """
 
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, FiniteFloat, Tag, model_validator
 
@@ -504,6 +504,11 @@ class PPOConfig(Config):
         """The judges that grade on the scorers' devices."""
         sources = self.reward.sources.values() if isinstance(self.reward, RewardSum) else (self.reward,)
         return tuple(one for one in sources if isinstance(one, JudgeReward) and not one.is_remote)
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """JSON schemas of the tools that the environment offers."""
+        return () if self.environment is None else self.environment.tools
 
     @property
     def row_fields(self) -> RowFields:

@@ -371,7 +371,13 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
     policy = stage.start("sft")
     tokenizer = Tokenizer.load(policy)
     fitting = fitting_prompts(
-        stage, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong, keeps=config.row_fields
+        stage,
+        tokenizer,
+        config.prompts,
+        config.max_new_tokens,
+        config.on_overlong,
+        keeps=config.row_fields,
+        tools=config.tools,
     )
     prompts = fitting.prompts
     external = config.external_reward
@@ -514,7 +520,7 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
             require_same_shape(stage.start("sft"), judge)
         elif config.shared_body:  # the policy is still to be trained
             adapter_of(judge)
-    fitting = fitting_prompts(stage, tokenizer, config.prompts, *limits, stage.tell, config.row_fields)
+    fitting = fitting_prompts(stage, tokenizer, config.prompts, *limits, stage.tell, config.row_fields, config.tools)
     rows = OnAccess(len(fitting.prompts), lambda row: fitting.prompts[row].row)
     sources = [config.external_reward, None if config.alarm is None else config.alarm.source]
     for source in (source for source in sources if source is not None):

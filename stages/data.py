@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar, overload
@@ -188,9 +188,11 @@ def fitting_prompts(
     on_overlong: OnOverlong,
     tell: Callable[[str], None] = untold,
     keeps: RowFields = NO_FIELDS,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Fitting:
     """Read and encode the prompts once, into files, and skip or shorten those that leave no room for a response, as
-    `PromptLimit.fit` does. `tell` receives lines about what was read. Each prompt keeps the fields `keeps` of its row.
+    `PromptLimit.fit` does. `tell` receives lines about what was read. Each prompt keeps the fields `keeps` of its row,
+    and offers `tools` in addition to its own.
 
     Raises: ValueError if no prompt is left, if a prompt is too long or the chat template refuses it (naming file and
         line), or if a row is not a prompt (naming the field too).
@@ -199,9 +201,12 @@ def fitting_prompts(
 
     def parts(first_row: int) -> Iterator[Part]:
         lines, counted = list[str](), list[SourceRows]()
-        for chunk in chunks(
-            itertools.islice(stream_prompts(data, lines.append, counted.append, keeps), first_row, None)
-        ):
+        streamed = stream_prompts(data, lines.append, counted.append, keeps)
+        offered = (
+            (where, prompt.model_copy(update={"messages": with_tools(prompt.messages, tools)}))
+            for where, prompt in itertools.islice(streamed, first_row, None)
+        )
+        for chunk in chunks(offered):
             encoded = encode_rows(tokenizer.encode_prompts, [(where, prompt.messages) for where, prompt in chunk])
             of_rows = [limit.fit(tokenizer, *row, tokens) for row, tokens in zip(chunk, encoded, strict=True)]
             kept = [(prompt, tokens) for prompt, tokens, fate in of_rows if fate != SKIPPED]
@@ -221,6 +226,7 @@ def fitting_prompts(
         yield from unusual_rows(counted)
 
     settings = {"room": limit.room, "on_overlong": on_overlong} | ({"fields": keeps.key} if keeps.key else {})
+    settings |= {"tools": json.dumps(list(tools))} if tools else {}
     fitting = Fitting.read(token_folder(run, "prompts", tokenizer, (data,), PROMPTS, parts, **settings))
     if fitting.overlong:
         tell(f"{data.source}: {fitting.overlong} ({run.name}.max_new_tokens leaves {limit.room} tokens for a prompt)")

@@ -5,6 +5,19 @@ import random
 from typing import Any
 
 OPERATORS = {"+": "plus", "-": "minus", "*": "times"}
+# As the environment `calculator` describes it (ppo/environments/tools.py).
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "description": "Returns the value of an arithmetic expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "such as (3 + 4) * 2"}},
+            "required": ["expression"],
+        },
+    },
+}
 
 
 def calculations(number: int, rng: random.Random) -> list[dict[str, Any]]:
@@ -13,14 +26,15 @@ def calculations(number: int, rng: random.Random) -> list[dict[str, Any]]:
 
 
 def calls(number: int, rng: random.Random) -> list[dict[str, Any]]:
-    """Returns demonstrations whose response calls the tool `calculate`, as Hermes and Qwen models do."""
+    """Returns demonstrations whose response calls the tool `calculate`."""
     found = []
     for _ in range(number):
         first, operator, second = _drawn(rng)
-        call = {"name": "calculate", "arguments": {"expression": f"{first} {operator} {second}"}}
+        arguments = json.dumps({"expression": f"{first} {operator} {second}"})
+        call = {"type": "function", "function": {"name": "calculate", "arguments": arguments}}
         messages = _asked(first, operator, second)["messages"]
-        answer = {"role": "assistant", "content": f"<tool_call>{json.dumps(call)}</tool_call>"}
-        found.append({"messages": [*messages, answer]})
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        found.append({"messages": [*messages, answer], "tools": [TOOL]})
     return found
 
 

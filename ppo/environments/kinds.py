@@ -12,6 +12,7 @@ from files.rows import Row
 from lm.tokenizer import Messages
 from ppo.environments.environment import Environment, Episode
 from ppo.environments.game import GuessingGame
+from ppo.environments.mcp import MCPTools
 from ppo.environments.tools import Calculator, Retrieval
 from ppo.environments.user import SimulatedUser
 from training.config import by_kind
@@ -74,6 +75,7 @@ AnyEnvironment = Annotated[
     | Annotated[GuessingGame, Tag("guess")]
     | Annotated[Calculator, Tag("calculator")]
     | Annotated[Retrieval, Tag("retrieval")]
-    | Annotated[SimulatedUser, Tag("user")],
-    by_kind("class", "guess", "calculator", "retrieval", "user"),
+    | Annotated[SimulatedUser, Tag("user")]
+    | Annotated[MCPTools, Tag("mcp")],
+    by_kind("class", "guess", "calculator", "retrieval", "user", "mcp"),
 ]

@@ -80,7 +80,7 @@ def test_the_example_job_runs_and_scores_by_its_rows(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_example_of_an_environment_runs_on_workers(tmp_path: Path) -> None:
     """Its policy, which has learned to call the calculator, gets results. A verifier scores the last turn."""
-    steps = ["sft.num_epochs=10", "sft.optimizer.learning_rate=1e-2", "pretrain.num_steps=4"]
+    steps = ["sft.num_epochs=20", "sft.optimizer.learning_rate=1e-2", "pretrain.num_steps=4"]
     job = load_job(JOBS / "environment.toml", [*steps, "ppo.num_iterations=2"])
     run = run_job(job, tmp_path / "runs")
     metrics = read_metrics(run / "ppo" / "metrics.jsonl")

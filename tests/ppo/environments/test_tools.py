@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from heed.worlds.calculations import TOOL
 from lm.tool_calls import read_tool_calls
 from ppo.environments.environment import Environment, Episode, Reply
 from ppo.environments.game import Game, GuessingGame
@@ -22,6 +23,10 @@ def replies(environment: Environment, *texts: str) -> list[Reply]:
 def contents(reply: Reply) -> list[str]:
     assert {message["role"] for message in reply.messages} == {"tool"}
     return [message["content"] for message in reply.messages]
+
+
+def test_the_playgrounds_demonstrations_offer_the_same_calculator() -> None:
+    assert [*Calculator().tools] == [TOOL]
 
 
 @pytest.mark.parametrize(
