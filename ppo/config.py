@@ -182,8 +182,8 @@ class AlarmConfig(Config):
         default=1.0,
         ge=0,
         le=1,
-        description="The share of what the gain in score promises that must be real; 0 = the policy must only not become"
-        " worse than the initial one.",
+        description="The share of what the gain in score promises that must be real; 0 = the policy must only not"
+        " become worse than the initial one.",
     )
     false_alarms: float = Field(
         default=0.05,
