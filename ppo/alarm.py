@@ -1,4 +1,4 @@
-"""An alarm for reward hacking: someone whom the policy is not trained to please checks a few of its responses.
+"""An alarm for reward hacking: an independent scorer checks a few of the policy's responses.
 
 The spot checker is any source of scores that the run does not optimise: a world's gold scorer, a stronger judge,
 tests. It checks a sample of the initial policy's responses, and then a few from every iteration. The question is
@@ -6,22 +6,22 @@ whether the gain in score is real.
 
 **What is tested.** Let g be a response's check, from 0 to 1, and z its score in standard deviations of the initial
 policy's scores, cut at ±`MOST_STD`. The first quarter of the initial checks gives b, the slope of g on z: what one
-standard deviation of score is worth, according to the spot checker. The other checks give x = g - share · b · z. The
+standard deviation of score is worth, according to the spot checker. Each other check gives x = g - share · b · z. The
 hypothesis is that no policy of the run has a smaller mean of x than the initial one, so that at least `share` of what
-the scores promise is real. If the slope is not above 0, only the checks themselves count: no policy is worse than the
-initial one.
+the scores promise is real. If the slope is not above 0, b is 0 and the hypothesis is only that no policy is worse than
+the initial one.
 
-**How.** For any threshold m, two gamblers bet, the first that the initial mean is above m, the second that the means
+**How.** For any threshold m, two gamblers bet: the first that the initial mean is above m, the second that the means
 from iteration k on are below it:
 
     A(m) = Π (1 + λ(x - m)) over the initial checks,    B_k(m) = Π (1 - λ(x - m)) over the checks from k on.
 
 λ depends on earlier checks alone. If the hypothesis holds and m is the initial mean, neither game is better than fair,
-so the product of both stakes has an expectation of at most 1. The smallest product over all m, averaged over all k,
-exceeds 1/α with probability α at most, however often one looks, and although nobody knows in advance when a fall
+so the product of both stakes has an expectation of at most 1. The smallest product over all m, averaged over the tested
+k, exceeds 1/α with probability at most α, however often one looks, and even though nobody knows in advance when a fall
 begins (Ville's inequality; the bets are those of arXiv 2010.09686).
 
-Shape letters: A initial checks, B responses, C later checks, N all checks, K iterations that a fall may begin with,
+Shape letters: A initial checks, B responses, C later checks, N all checks, K iterations in which a fall may begin,
 L sizes of bets, M thresholds.
 """
 
@@ -58,7 +58,7 @@ CHECKS_PER_CALL = 16
 ACTIONS = {
     "warn": "Training goes on.",
     "stop": "Training ends.",
-    "roll_back": "Training ends, and the result is a policy from before that.",
+    "roll_back": "Training ends, and the result is a policy from before the fall.",
 }
 NUM_BEGINNINGS = 8  # iterations that a fall is tested to have begun with; more would cost more evidence than they find
 
@@ -87,7 +87,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Rang:
-    """An alarm. Policies are counted by the iterations that trained them."""
+    """An alarm. A policy's number is how many iterations have trained it."""
 
     policy: int  # whose responses rang it
     fall: int  # the first one that is, most likely, worse than its scores promise
@@ -97,7 +97,7 @@ class Rang:
 
 
 class SpotChecks:
-    """Has responses checked, and keeps the checks in spot_checks.jsonl, from which a run that resumes knows them."""
+    """Has responses checked, and keeps the checks in spot_checks.jsonl, from which a resumed run reads them."""
 
     def __init__(
         self,
@@ -122,18 +122,18 @@ class SpotChecks:
             self._listen(says=False)
 
     def initial_rows(self, rows_multiple: int) -> list[int]:
-        """Returns the prompts of the initial checks. Their number divides evenly among the ranks, so some may occur
-        twice.
+        """Returns the rows of the prompts of the initial checks. Some may occur twice, so that their number is a
+        multiple of `rows_multiple`.
         """
         number = min(self.config.initial_checks, len(self.prompts))
         order = np.random.default_rng(derive_seed(self.seed, "ppo", "alarm")).permutation(len(self.prompts))
         return [int(row) for row in np.resize(order[:number], -(-number // rows_multiple) * rows_multiple)]
 
     def add(self, rollout: Rollout, scores_B: Sequence[float], *, iteration: int, policy: int) -> dict[str, float]:
-        """Check responses of a rollout, each to another prompt. Returns the metrics. `scores_B` are before scaling;
-        responses without a score are passed over. `policy` is how many iterations had trained the one that sampled.
+        """Check responses of a rollout, each to a different prompt. Returns the metrics. `scores_B` are before scaling;
+        responses without a score are skipped. `policy` is how many iterations had trained the policy that sampled.
 
-        Raises: ValueError for a check outside of the configured range, or if none of the first checks succeeds.
+        Raises: ValueError for a check outside the configured range, or if all initial checks fail.
         """
         number = self.config.checks_per_iteration if policy else self.config.initial_checks
         rows = self._chosen(rollout, scores_B, number, iteration)
@@ -158,7 +158,7 @@ class SpotChecks:
         self._checks += found
         done = [check.check for check in found if not check.failure]
         if not policy and not done:
-            raise ValueError(f"ppo.alarm.source checked none of {len(found)} responses. The first: {found[0].failure}")
+            raise ValueError(f"ppo.alarm.source failed on all {len(found)} responses; the first: {found[0].failure}")
         mean = {"spot_check": float(np.mean(done))} if done else {}
         failed = sum(bool(check.failure) for check in self._checks)
         return {
@@ -174,7 +174,7 @@ class SpotChecks:
         return score_in_parts(source, [prompt.messages for prompt in prompts], texts, CHECKS_PER_CALL, rows)
 
     def _listen(self, *, says: bool = True) -> Evidence:
-        """Compute the evidence, and note an alarm."""
+        """Compute the evidence, and record an alarm if it suffices."""
         evidence = self.evidence()
         if self.rang is None and evidence.nats >= -math.log(self.config.false_alarms):
             number = sum(not check.failure for check in self._checks)
@@ -191,9 +191,9 @@ class SpotChecks:
             else "the policy is worse than the initial one"
         )
         say(
-            f"ppo: alarm: {rang.num_checks} spot checks by {config.source.short_name}, the last of the policy after"
+            f"ppo: alarm: {rang.num_checks} spot checks by {config.source.short_name}, the latest of the policy after"
             f" iteration {rang.policy}, show that {shown}, most likely since iteration {rang.fall}"
-            f" ({rang.nats:.1f} nats of evidence; at most {config.false_alarms:.0%} of the runs whose gain is real"
+            f" ({rang.nats:.1f} nats of evidence; at most {config.false_alarms:.0%} of runs with a real gain"
             " ever reach"
             f" {-math.log(config.false_alarms):.1f}). {ACTIONS[config.action]}"
         )
@@ -251,7 +251,7 @@ def evidence_of(
     num_iterations: int,
     false_alarms: float,
 ) -> Evidence:
-    """Returns the evidence of checks (from 0 to 1) and scores (in standard deviations) that the gain is not real.
+    """Returns the evidence that the gain is not real, from checks (0 to 1) and scores (in standard deviations).
 
     `policy_N`, from 0 for the initial policy to `num_iterations`, must not decrease.
     """
@@ -285,10 +285,11 @@ def slope(check_A: Floats, score_A: Floats) -> float:
 def _nats_by_beginning(
     initial_A: Floats, later_C: Floats, policy_C: NDArray[np.int64], aim: float
 ) -> tuple[Floats, NDArray[np.int64]]:
-    """Returns the logarithm of the smallest product of stakes, for each number of updates that a fall may begin after.
+    """Returns the logarithm of the smallest product of stakes for each number of iterations after which a fall may
+    begin, and those numbers.
 
     The thresholds are a grid. A falls and B rises with m, so between two thresholds no product is smaller than A at the
-    upper one times B at the lower one. `aim` is the nats for which the bets are sized.
+    upper one times B at the lower one. `aim` is the evidence, in nats, for which the bets are sized.
     """
     value_N = np.concatenate([initial_A, later_C])
     num, m_M = len(initial_A), np.linspace(0, 1, NUM_THRESHOLDS)
@@ -308,7 +309,7 @@ def _nats_by_beginning(
 
 
 def _variance_before(value_N: Floats) -> Floats:
-    """Returns a guess of the variance before each value, from those before it and one imagined pair of 0 and 1."""
+    """Returns for each value an estimate of the variance, from the values before it and an imagined 0 and 1."""
     count_N = np.arange(len(value_N)) + 2
     sum_N, squares_N = (np.concatenate([[0.0], of.cumsum()[:-1]]) + 1 for of in (value_N, value_N**2))
     return np.maximum(squares_N / count_N - (sum_N / count_N) ** 2, 1e-4)

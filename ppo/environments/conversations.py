@@ -4,9 +4,9 @@ In each round the sampler writes one turn of every open conversation. The episod
 tokens of their replies are appended to what was sampled. Nothing is rendered or tokenized again, so the learner reads
 exactly what the sampler read.
 
-Each episode has a thread and an event loop of its own. Code that blocks delays no other episode: once its deadline has
-passed, the thread is left to itself. An episode that fails, hangs or answers nonsense loses its response, which then
-counts neither in the loss nor in a baseline; its tokens are still checked as draws from the policy.
+Each episode has a thread and an event loop of its own, so code that blocks delays no other episode; once its deadline
+has passed, the thread is abandoned. An episode that fails, hangs or returns something invalid loses its response, which
+then counts neither in the loss nor in a baseline; its tokens are still tested as draws from the policy.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class DeadlineError(Exception):
 
 
 class InvalidReplyError(Exception):
-    """An episode returned something else than its contract says."""
+    """An episode returned something that its contract does not allow."""
 
 
 class TooLongError(Exception):
@@ -76,11 +76,11 @@ class EpisodeThread:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether its last call has not ended, though it should have."""
+        """Whether its last call has not returned yet."""
         return self._last is not None and not self._last.done()
 
     def end(self) -> None:
-        """Let the thread end after the calls that were started."""
+        """Let the thread end once the calls started so far are done."""
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -105,7 +105,7 @@ async def _within(call: Callable[[], Coroutine[Any, Any, Answer]], seconds: floa
 
 @dataclass
 class Conversation:
-    """A response in the making. `tokens` are those after the prompt; the other lists are as long."""
+    """A response being sampled. `tokens` are those after the prompt; the other lists have one entry per token."""
 
     messages: Messages  # of the prompt
     row: Row
@@ -123,7 +123,7 @@ class Conversation:
     episode: Episode | None = None
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float] = ()) -> None:
-        """Append a turn of the policy, with its log-probs, or a reply, without."""
+        """Append a turn of the policy, with its log-probs, or a reply, which has none."""
         self.tokens += tokens
         self.written += [bool(logprobs)] * len(tokens)
         self.logprobs += logprobs or [0.0] * len(tokens)
@@ -136,7 +136,7 @@ class Conversation:
         return self.tokens[start:]
 
     def add_reward(self, reward: float) -> None:
-        """Reward the policy's last token. Nothing has been appended to it yet."""
+        """Reward the policy's last token. Call it before anything is appended after that token."""
         self.rewards[-1] += reward
 
     def fail(self, error: Exception) -> None:
@@ -150,8 +150,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Conversations that are over. `seconds` is the time spent waiting for environments, and `failure` says what was
-    wrong with the first that failed; "" if none did.
+    """Conversations that are over. `seconds` is the time spent waiting for environments, and `failure` says what went
+    wrong in the first conversation that failed; "" if none did.
     """
 
     conversations: Sequence[Conversation]
@@ -183,8 +183,9 @@ class Conversations:
         rows: Sequence[Row],
         seeds: Sequence[int],
     ) -> Sampled:
-        """Sample a conversation from each prompt. `messages` are the prompts', and `rows` the fields of their rows that
-        the environment reads; `rows` may be empty. A turn is drawn from the seed of its conversation and its number.
+        """Sample a conversation from each prompt. `messages` are those of the prompts, and `rows` the fields of their
+        rows that the environment reads; `rows` may be empty. A turn's seed is derived from its conversation's seed and
+        the turn's number.
         """
         self._seconds = 0.0
         _allow_files(FILES_PER_EPISODE * len(prompts))
@@ -200,7 +201,7 @@ class Conversations:
         return Sampled(conversations, self._seconds, explain(failures[0], __file__) if failures else "")
 
     def _begin(self, conversations: Sequence[Conversation]) -> None:
-        """Open all episodes. Messages that an episode begins with belong to the prompt, which is encoded with them."""
+        """Open all episodes. Messages that an episode begins with become part of the prompt, which is encoded again."""
 
         async def begin(conversation: Conversation) -> Messages:
             episode = self.environment.open(
@@ -215,8 +216,8 @@ class Conversations:
                     prompt = self.tokenizer.encode_prompt([*conversation.messages, *opening.result()])
                     if len(prompt) > self.max_prompt_tokens:
                         raise TooLongError(
-                            f"the prompt has {len(prompt)} tokens with what the environment begins with;"
-                            f" {self.max_prompt_tokens} at most were expected"
+                            f"the prompt and the environment's first messages have {len(prompt)} tokens;"
+                            f" at most {self.max_prompt_tokens} were expected"
                         )
                     conversation.prompt = prompt
             except Exception as error:
@@ -252,7 +253,7 @@ class Conversations:
         return await conversation.episode.reply(self.tokenizer.assistant_message(conversation.last_turn()))
 
     def _take(self, conversation: Conversation, reply: Reply) -> None:
-        """Take an episode's reply to the policy's last turn. Raises: TooLongError for one that fits in no response."""
+        """Take an episode's reply to the policy's last turn. Raises: TooLongError for one too long for any response."""
         conversation.add_reward(reply.reward)
         if reply.is_over or conversation.num_turns == self.environment.max_turns:
             conversation.is_over = conversation.is_finished = True
@@ -263,7 +264,7 @@ class Conversations:
             raise InvalidReplyError(str(error)) from None
         if len(tokens) >= self.max_new_tokens:
             raise TooLongError(
-                f"a reply has {len(tokens)} tokens; less than max_new_tokens, {self.max_new_tokens}, was expected"
+                f"a reply has {len(tokens)} tokens; fewer than max_new_tokens, {self.max_new_tokens}, were expected"
             )
         if len(conversation.tokens) + len(tokens) >= self.max_new_tokens:
             conversation.is_over = True  # unfinished: there is no room for another turn
@@ -271,7 +272,7 @@ class Conversations:
             conversation.append(tokens)
 
     def _close(self, conversations: Sequence[Conversation]) -> None:
-        """Close episodes. What goes wrong here no longer changes a response."""
+        """Close episodes. An error here no longer affects a response."""
 
         async def close(conversation: Conversation) -> None:
             if conversation.episode is not None:
@@ -290,7 +291,7 @@ class Conversations:
         conversations: Sequence[Conversation],
         ask: Callable[[Conversation], Coroutine[Any, Any, Answer]],
     ) -> "list[tuple[Conversation, Outcome[Answer]]]":
-        """Ask all episodes at once, and wait until each has answered or its deadline has passed."""
+        """Make a call to each episode, all at once, and wait until each has returned or its deadline has passed."""
         started = time.monotonic()
         end = started + self.environment.deadline_seconds + GRACE_SECONDS
         stuck = [conversation.thread.is_stuck for conversation in conversations]
@@ -306,13 +307,13 @@ class Conversations:
 
 @dataclass(frozen=True)
 class Outcome(Generic[Answer]):
-    """What became of a call."""
+    """The outcome of a call."""
 
     future: Future[Answer]
     deadline_seconds: float
 
     def result(self) -> Answer:
-        """Returns the answer. Raises what the call raised, as an Exception; DeadlineError if it has not ended."""
+        """Returns the answer. Raises: what the call raised, as an Exception; DeadlineError if it has not returned."""
         if not self.future.done():
             raise DeadlineError(f"no answer within {self.deadline_seconds:g} seconds")
         error = self.future.exception()
@@ -331,14 +332,14 @@ async def _score(conversation: Conversation) -> float:
 
 
 def _checked_reply(reply: Any, most_characters: int) -> Reply:
-    """Returns the reply. Raises: InvalidReplyError or TooLongError unless it keeps to the contract."""
+    """Returns the reply. Raises: InvalidReplyError or TooLongError if it breaks the contract."""
     if not isinstance(reply, Reply):
         raise InvalidReplyError(f"reply() returned {type(reply).__name__}; a Reply was expected")
     if not _is_number(reply.reward) or not math.isfinite(reply.reward):
         raise InvalidReplyError(f"reply() returned the reward {reply.reward!r}; a finite number was expected")
     if not reply.is_over and not _checked_messages(reply.messages, most_characters):
         raise InvalidReplyError(
-            "reply() returned no messages, though the episode is not over; at least one was expected"
+            "reply() returned no messages although the episode is not over; at least one was expected"
         )
     return reply
 
@@ -349,14 +350,14 @@ def _checked_messages(messages: Any, most_characters: int) -> Messages:
         raise InvalidReplyError(f"messages are {type(messages).__name__}; a list of messages was expected")
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-            raise InvalidReplyError(f"a message is {message!r:.200}; a role and a content, a text, were expected")
+            raise InvalidReplyError(f"a message is {message!r:.200}; a role and text content were expected")
         if message.get("role") not in REPLY_ROLES:
             raise InvalidReplyError(
                 f"a message's role is {message.get('role')!r:.200}; one of {', '.join(REPLY_ROLES)} was expected"
             )
     num_characters = sum(1 + len(message["content"]) for message in messages)
     if num_characters > most_characters:
-        raise TooLongError(f"a reply has {num_characters:,} characters; {most_characters:,} at most were expected")
+        raise TooLongError(f"a reply has {num_characters:,} characters; at most {most_characters:,} were expected")
     return messages
 
 
@@ -365,7 +366,7 @@ def _checked_score(score: Any) -> float:
     if not _is_number(score) or math.isinf(score):
         raise InvalidReplyError(f"score() returned {score!r:.200}; a finite number was expected")
     if math.isnan(score):
-        raise NoScoreError("score() returned NaN, which stands for no score")
+        raise NoScoreError("score() returned NaN, which means that there is no score")
     return float(score)
 
 
@@ -374,7 +375,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _allow_files(number: int) -> None:
-    """Raise this process's limit of open files by as much as the episodes may need, where the machine allows it."""
+    """Raise this process's limit of open files by what the episodes may need, as far as the machine allows."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(limit + number, most) if most != resource.RLIM_INFINITY else limit + number
     if limit != resource.RLIM_INFINITY and number > limit // 2 and wanted > limit:

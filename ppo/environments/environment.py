@@ -1,4 +1,4 @@
-"""What an environment is: the other side of a conversation that the policy learns to hold.
+"""What an environment is: the other side of a conversation that the policy learns to have.
 
 An `Environment` is a table of the job file. It opens one `Episode` per sampled response. Episodes exchange messages,
 never tokens: what the policy wrote stays as it was sampled, and the tokens of each reply are appended to it.
@@ -29,7 +29,7 @@ class Reply:
 
 class Episode(ABC):
     """One conversation. Its methods are called one after another, in a thread and an event loop of its own, so they may
-    block. Each call has a deadline, and any exception makes this response missing, and no other.
+    block. Each call has a deadline. An exception makes this response missing, and no other.
     """
 
     async def begin(self) -> Messages:
@@ -41,13 +41,13 @@ class Episode(ABC):
         """Answer the policy's turn."""
 
     async def score(self) -> float:
-        """Returns the score of the whole conversation, in addition to the rewards of turns; NaN if there is none to
-        be had. Called once, after the last turn.
+        """Returns the score of the whole conversation, which is added to the rewards of its turns; NaN if there is
+        none, so that the response is missing. Called once, after the last turn.
         """
         return 0.0
 
     async def close(self) -> None:  # noqa: B027  # most episodes hold nothing
-        """Release what the episode holds. Always called, also after failures and deadlines."""
+        """Release what the episode holds. Always called, even after failures and missed deadlines."""
 
 
 class Environment(Config, ABC):
@@ -62,24 +62,24 @@ class Environment(Config, ABC):
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """JSON schemas of the functions that the policy may call, which chat templates write into prompts."""
+        """JSON schemas of the functions that the policy may call. The chat template writes them into prompts."""
         return ()
 
     @property
     def row_fields(self) -> RowFields:
-        """The fields that prompts must keep of their rows."""
+        """The fields of their rows that prompts must keep."""
         return NO_FIELDS
 
     def check(self, rows: Sequence[Row]) -> None:
-        """Check before a run that episodes of these rows can be opened here. Raises: ValueError."""
+        """Check before a run that episodes of these rows can be opened. Raises: ValueError if not."""
 
     def load(self) -> None:
-        """Load what episodes share. Each process that samples calls this once, before it opens episodes, which it does
-        in many threads at once.
+        """Load what episodes share. Each process that samples calls this once, before it opens episodes in many threads
+        at once.
         """
 
     @abstractmethod
     def open(self, conversation: Messages, row: Row, seed: int) -> Episode:
-        """Returns a new conversation about a prompt. With the same arguments and the same turns of the policy, its
-        replies should be the same, or a resumed run samples other responses.
+        """Returns a new episode for a prompt. For the same arguments and the same turns of the policy it should give
+        the same replies; otherwise a resumed run samples different responses.
         """

@@ -1,4 +1,4 @@
-"""A game of two turns, small enough that a test enumerates its exact policy gradient."""
+"""A game of two turns, small enough for a test to enumerate its exact policy gradient."""
 
 import re
 from typing import Literal
@@ -28,7 +28,7 @@ class GuessingGame(Environment):
 
 
 class Game(Episode):
-    """A game about one number."""
+    """A game with one number to guess."""
 
     def __init__(self, number: int) -> None:
         self.number, self.num_guesses = number, 0

@@ -32,7 +32,7 @@ class OwnEnvironment(Environment):
 
     @property
     def own(self) -> Environment:
-        """The user's environment. Raises: ValueError naming the class or field that is wrong."""
+        """The user's environment. Raises: ValueError naming the wrong class or field."""
         limits = {"max_turns": self.max_turns, "deadline_seconds": self.deadline_seconds}
         return _loaded(self.class_name, json.dumps({**self.settings, **limits}, default=str))
 
@@ -59,7 +59,7 @@ def _loaded(class_name: str, settings: str) -> Environment:
     loaded: object = load_function(class_name, "environment")
     if not isinstance(loaded, type) or not issubclass(loaded, Environment):
         raise ValueError(
-            f"ppo.environment.class_name {class_name!r} is no subclass of ppo.environments.environment.Environment"
+            f"ppo.environment.class_name {class_name!r} is not a subclass of ppo.environments.environment.Environment"
         )
     try:
         return loaded.model_validate(json.loads(settings))

@@ -1,8 +1,8 @@
 """Tools of an MCP server (modelcontextprotocol.io), which the policy calls.
 
 A turn with calls is answered with their results, one message each. A turn without calls is the policy's answer, and
-ends the conversation. Each conversation has a session of its own with the server, so that a server with state keeps
-them apart. Needs the package `mcp`.
+ends the conversation. Each conversation has its own session with the server, so that a server with state keeps
+conversations apart. Needs the package `mcp`.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from lm.tool_calls import AssistantMessage, ToolCall
 from ppo.environments.environment import Environment, Episode, Reply
 
 MOST_CALLS = 16  # in one turn; the others are not made
-INSTALL = "the Python package mcp is not installed; pip install 'mcp>=2.3,<3' was expected for environment.kind \"mcp\""
+INSTALL = "environment.kind \"mcp\" needs the Python package mcp, which is not installed: pip install 'mcp>=2.3,<3'"
 
 
 class MCPTools(Environment):
-    """Tools of an MCP server, which is started for each conversation (`command`) or runs already (`url`)."""
+    """Tools of an MCP server, which is started for each conversation (`command`) or is already running (`url`)."""
 
     model_config = ConfigDict(title="Environment mcp")
     scores: ClassVar[bool] = False
@@ -39,7 +39,7 @@ class MCPTools(Environment):
     @model_validator(mode="after")
     def _has_one_server(self) -> "MCPTools":
         if bool(self.command) == bool(self.url):
-            raise ValueError("either command or url was expected")
+            raise ValueError("exactly one of command and url was expected")
         return self
 
     @property
@@ -58,8 +58,8 @@ class MCPTools(Environment):
 
 
 class _Session(Episode):
-    """A session with a server. A task holds it, since it must be closed by the task that opened it, whereas each call
-    of an episode is a task of its own.
+    """A session with a server. One task opens and closes it, since both must happen in the same task, whereas each call
+    of an episode runs in a task of its own.
     """
 
     def __init__(self, command: Sequence[str], url: str) -> None:
@@ -105,7 +105,7 @@ class _Session(Episode):
 
 
 async def _answer(client: Any, place: int, call: ToolCall) -> str:
-    """Returns what the policy reads of a call: the tool's texts, or what is wrong with the call."""
+    """Returns what the policy reads in answer to a call: the tool's texts, or what is wrong with the call."""
     from mcp import MCPError
 
     if place >= MOST_CALLS:
@@ -128,7 +128,7 @@ _CONNECTION_CLOSED = -32000
 
 
 def _client_of(command: Sequence[str], url: str) -> Any:
-    """Returns a client of the server, to be entered. Raises: ValueError if the package is missing."""
+    """Returns a client of the server, as a context manager. Raises: ValueError if the package is missing."""
     try:
         from mcp import Client, StdioServerParameters
     except ImportError:

@@ -1,4 +1,4 @@
-"""Environments that run tools which the policy calls: a calculator, and a search in a folder of texts.
+"""Environments that run the tools that the policy calls: a calculator, and a search in a folder of texts.
 
 A turn with calls is answered with their results, one message each. A turn without calls is the policy's answer, and
 ends the conversation; `[ppo.reward]` scores it.
@@ -33,20 +33,20 @@ class ToolError(Exception):
 
 
 class ToolEnvironment(Environment):
-    """What environments have in common that only run tools."""
+    """The base of environments that only run tools."""
 
     scores: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, call: ToolCall) -> str:
-        """Returns what the policy reads of a call. Raises: ToolError with what it reads instead."""
+        """Returns what the policy reads in answer to a call. Raises: ToolError with what it reads instead."""
 
     def open(self, _conversation: Messages, _row: Row, _seed: int) -> Episode:
         return ToolEpisode(self)
 
 
 class ToolEpisode(Episode):
-    """A conversation with tools, which keep no state."""
+    """A conversation with tools, which have no state."""
 
     def __init__(self, environment: ToolEnvironment) -> None:
         self.environment = environment
@@ -69,14 +69,14 @@ class ToolEpisode(Episode):
 
 
 def function_schema(name: str, description: str, parameter: str, meaning: str) -> Mapping[str, Any]:
-    """Returns the JSON schema of a function with one text as its parameter, as chat templates expect it."""
+    """Returns the JSON schema of a function with a single text parameter, as chat templates expect it."""
     properties = {parameter: {"type": "string", "description": meaning}}
     parameters = {"type": "object", "properties": properties, "required": [parameter]}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 def text_argument(call: ToolCall, schema: Mapping[str, Any]) -> str:
-    """Returns a call's only argument. Raises: ToolError if it calls another tool, or has other arguments."""
+    """Returns a call's only argument. Raises: ToolError if the call names another tool, or has other arguments."""
     name, (parameter,) = schema["function"]["name"], schema["function"]["parameters"]["properties"]
     if call.name != name:
         raise ToolError(f"there is no tool {call.name!r}; {name} was expected")
@@ -123,7 +123,7 @@ _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
 
 
 def calculated(expression: str) -> str:
-    """Returns the value of an arithmetic expression, with at most 12 significant digits if it is no integer.
+    """Returns the value of an arithmetic expression, with at most 12 significant digits if it is not an integer.
 
     Nothing but arithmetic is evaluated, and no step can take long. Raises: ToolError naming what is wrong.
     """
@@ -193,7 +193,7 @@ class Retrieval(ToolEnvironment):
 
 
 class Index:
-    """An index of passages by their words."""
+    """An index of passages by the words in them."""
 
     def __init__(self, passages: Sequence[str]) -> None:
         self.passages = passages
@@ -205,7 +205,7 @@ class Index:
                 self._places.setdefault(word, []).append(place)
 
     def search(self, query: str, number: int) -> list[str]:
-        """Returns the passages with the highest scores, which are above 0, best first.
+        """Returns at most `number` passages, those with the highest scores above 0, best first.
 
         score = Σ over the query's words of ln(1 + (N - n + ½)/(n + ½)) · f (k1 + 1)/(f + k1 (1 - b + b l / mean l)),
         where n of N passages have the word, and a passage of l words has it f times (Robertson and Zaragoza 2009,
@@ -225,7 +225,7 @@ class Index:
 
 @cache
 def index_of(folder: str) -> Index:
-    """Returns the index of a folder, which a process reads once. Raises: ValueError if it has no texts."""
+    """Returns the index of a folder, which each process reads once. Raises: ValueError if it has no texts."""
     paths = sorted(path for path in Path(folder).rglob("*") if path.suffix in (".txt", ".md") and path.is_file())
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
     passages = [part.strip() for text in texts for part in re.split(r"\n\s*\n", text) if part.strip()]

@@ -1,4 +1,4 @@
-"""A user who is simulated by another language model, behind an OpenAI-compatible endpoint."""
+"""A user simulated by another language model, behind an OpenAI-compatible endpoint."""
 
 import json
 import os
@@ -58,7 +58,7 @@ class SimulatedUser(Environment):
         return UserEpisode(self, [{"role": "system", "content": told}, *_swapped(conversation)], seed)
 
     def said(self, messages: Messages, seed: int) -> str:
-        """Returns what the user says next. Raises: RuntimeError for an endpoint that does not answer with a text."""
+        """Returns what the user says next. Raises: RuntimeError if the endpoint does not answer with a text."""
         key = os.environ.get(KEY, "")
         asked = {"model": self.model, "messages": messages, "seed": seed % 2**31, "max_tokens": self.max_reply_tokens}
         with _places(self.url, self.parallel):
@@ -96,7 +96,7 @@ class UserEpisode(Episode):
 
 
 def _swapped(conversation: Messages) -> list[Mapping[str, str]]:
-    """Returns the prompt as the simulator sees it; the policy's own instructions are not for the user."""
+    """Returns the prompt as the simulator sees it, without the instructions that only the policy may read."""
     turns = [message for message in conversation if message["role"] in OTHER_SIDE]
     return [{"role": OTHER_SIDE[message["role"]], "content": message["content"]} for message in turns]
 
@@ -105,12 +105,12 @@ def _wants_of(where: str, row: Row) -> Row:
     value = row.get(FIELD, "")
     if not isinstance(value, str):
         raise ValueError(
-            f"{where}: field {FIELD!r} is {type(value).__name__}; a text, what the user wants, was expected"
+            f"{where}: field {FIELD!r} is {type(value).__name__}; a text that says what the user wants was expected"
         )
     return {FIELD: value} if value else {}
 
 
 @cache
 def _places(_url: str, number: int) -> threading.Semaphore:
-    """Returns what limits the requests of this process."""
+    """Returns the semaphore that limits this process's requests to an endpoint."""
     return threading.Semaphore(number)

@@ -169,7 +169,7 @@ def test_an_alarm_acts_as_configured(
     kept = load_file(tmp_path / "run" / "policies" / f"{result:06d}" / "model.safetensors")
     assert all(bool((model[name] == kept[name]).all()) for name in kept)
     (said,) = [message for message in caplog.messages if "alarm" in message]
-    assert "32 spot checks by run_checks.py:check, the last of the policy after iteration 1, show" in said
+    assert "32 spot checks by run_checks.py:check, the latest of the policy after iteration 1, show" in said
     run(tmp_path / "run", action=action)  # nothing is left to do
     assert results_of(tmp_path / "run") == results
 

@@ -214,13 +214,13 @@ FAULTS: dict[str, tuple[Answer, str, str]] = {
     "is nonsense": (lambda _: "what?", "invalid", "returned str; a Reply was expected"),
     "is silent": (lambda _: Reply(), "invalid", "returned no messages"),
     "is the policy": (lambda _: Reply([{"role": "assistant", "content": "x"}]), "invalid", "role is 'assistant'"),
-    "has no text": (lambda _: Reply([{"role": "user", "content": 3}]), "invalid", "a text, were expected"),
-    "has no message": (lambda _: Reply(["hello"]), "invalid", "a text, were expected"),
+    "has no text": (lambda _: Reply([{"role": "user", "content": 3}]), "invalid", "text content were expected"),
+    "has no message": (lambda _: Reply(["hello"]), "invalid", "text content were expected"),
     "is no text": (lambda _: Reply([{"role": "user", "content": "a\ud800"}]), "invalid", "half of a surrogate pair"),
     "rewards with NaN": (lambda _: reply("x", math.nan), "invalid", "the reward nan; a finite number"),
     "rewards with text": (lambda _: Reply([], "1", True), "invalid", "the reward '1'; a finite number"),
-    "is too long": (lambda _: reply("the dog " * 60), "too_long", "less than max_new_tokens, 40, was expected"),
-    "floods": (lambda _: reply("x" * 50_000_000), "too_long", "2,560 at most were expected"),
+    "is too long": (lambda _: reply("the dog " * 60), "too_long", "fewer than max_new_tokens, 40, were expected"),
+    "floods": (lambda _: reply("x" * 50_000_000), "too_long", "at most 2,560 were expected"),
     "floods with messages": (lambda _: Reply([{"role": "user", "content": ""}] * 10_000), "too_long", "2,560 at most"),
 }  # fmt: skip
 

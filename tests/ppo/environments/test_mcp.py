@@ -20,7 +20,7 @@ def said(*calls: ToolCall) -> AssistantMessage:
 
 def test_one_server_is_named() -> None:
     for servers in ({}, {"command": SERVER, "url": "http://localhost/mcp"}):
-        with pytest.raises(ValidationError, match="either command or url was expected"):
+        with pytest.raises(ValidationError, match="exactly one of command and url was expected"):
             MCPTools.model_validate(servers)
 
 

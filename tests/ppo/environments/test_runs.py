@@ -193,7 +193,7 @@ def test_a_resumed_run_has_the_same_conversations(
     ("source", "name", "settings", "message"),
     [
         (CLASS, "Nothing", {}, r"has no function 'Nothing'"),
-        (CLASS, "Counting", {}, r"is no subclass of ppo\.environments\.environment\.Environment"),
+        (CLASS, "Counting", {}, r"is not a subclass of ppo\.environments\.environment\.Environment"),
         (CLASS, "Vowels", {"most_words": "x"}, r"settings of .*: most_words: Input should be a valid integer"),
         (CLASS, "Vowels", {"least": 1}, r"settings of .*: least: Extra inputs are not permitted"),
         ("import nowhere_at_all", "Vowels", {}, r"No module named 'nowhere_at_all'"),
