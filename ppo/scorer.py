@@ -268,6 +268,7 @@ class Scorer(Rank):
         # The reward model may have another tokenizer than the policy, so its token counts are known only here.
         units = [[len(read[row].tokens)] for row in fitting] or [[2]]
         (passes,) = split_passes(units, 1, pass_tokens(batch, units, with_gradients=False))
+        order, sizes, score_parts = list[int](), list[int](), list[Tensor]()
         with self.network.in_use(), self._precision():
             # Every rank runs the same number of passes, since ranks may gather shared weights in each.
             for number in range(self.network.most_passes(len(passes))):
@@ -275,10 +276,12 @@ class Scorer(Rank):
                 rows = [fitting[place] for place in passes[number]] if fitting and number < len(passes) else []
                 steps = [read[row] for row in rows] or [StepTokens([judge.tokenizer.end_id] * 2, (1,))]
                 packed = PackedInputs.at_steps(steps, network.config.kind, self.device)
-                scores = packed.in_order(scores_of(network, packed.read)).float().cpu()
-                sizes = [len(of.ends) for of in steps]
-                for row, of in zip(rows, scores.split(sizes), strict=False):
-                    found[row] = of
+                order += rows
+                own_sizes = [len(of.ends) for of in steps][: len(rows)]
+                sizes += own_sizes
+                score_parts.append(packed.in_order(scores_of(network, packed.read)).float()[: sum(own_sizes)])
+        for row, scores in zip(order, torch.cat(score_parts).cpu().split(sizes), strict=True):  # waits for a GPU once
+            found[row] = scores
         return found
 
     @torch.no_grad()
