@@ -19,10 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-import httpx
-
 from files.atomic import on_network
-from files.retries import post_json
 from reward.external import SHOWN_CHARACTERS
 
 KEY = "HEED_API_KEY"  # environment variable; HEED_API_KEY_<NAME> takes precedence for the policy or judge NAME
@@ -94,6 +91,10 @@ class Endpoint:
 
     def ask(self, request: Request, stop: threading.Event) -> Answer:
         """Returns the answer to a request (its fields except the model). Setting `stop` ends the wait between tries."""
+        import httpx  # only here: a bare GPU machine has no HTTP client
+
+        from files.retries import post_json
+
         try:
             response = post_json(
                 f"{self.url}/chat/completions",

@@ -9,7 +9,6 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from files.retries import post_json
 from files.rows import Row
 from lm.tokenizer import Messages
 from lm.tool_calls import AssistantMessage
@@ -62,6 +61,8 @@ class SimulatedUser(Environment):
         key = os.environ.get(KEY, "")
         asked = {"model": self.model, "messages": messages, "seed": seed % 2**31, "max_tokens": self.max_reply_tokens}
         with _places(self.url, self.parallel):
+            from files.retries import post_json  # only here: a bare GPU machine has no HTTP client
+
             response = post_json(
                 f"{self.url.rstrip('/')}/chat/completions",
                 asked,
