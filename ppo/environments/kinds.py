@@ -16,6 +16,7 @@ from ppo.environments.mcp import MCPTools
 from ppo.environments.openenv import OpenEnv
 from ppo.environments.tools import Calculator, Retrieval
 from ppo.environments.user import SimulatedUser
+from ppo.environments.verifiers import VerifiersEnvironment
 from training.config import by_kind
 from training.data import RowFields
 
@@ -78,6 +79,7 @@ AnyEnvironment = Annotated[
     | Annotated[Retrieval, Tag("retrieval")]
     | Annotated[SimulatedUser, Tag("user")]
     | Annotated[MCPTools, Tag("mcp")]
-    | Annotated[OpenEnv, Tag("openenv")],
-    by_kind("class", "guess", "calculator", "retrieval", "user", "mcp", "openenv"),
+    | Annotated[OpenEnv, Tag("openenv")]
+    | Annotated[VerifiersEnvironment, Tag("verifiers")],
+    by_kind("class", "guess", "calculator", "retrieval", "user", "mcp", "openenv", "verifiers"),
 ]
