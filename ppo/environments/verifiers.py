@@ -72,7 +72,7 @@ class _Rollout(Episode):
         return await self._in_loop() or ()
 
     async def reply(self, message: AssistantMessage) -> Reply:
-        turn = {"content": message.text, "finish_reason": "stop"}
+        turn: dict[str, Any] = {"content": message.text, "finish_reason": "stop"}
         if message.tool_calls and not any(call.failure for call in message.tool_calls):  # otherwise all is text
             named = {f"{len(self._known)}-{place}": call for place, call in enumerate(message.tool_calls)}
             self._tools |= {key: call.name for key, call in named.items()}

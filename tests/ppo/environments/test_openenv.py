@@ -163,7 +163,10 @@ def test_mistakes_are_named_before_a_run(counting: str) -> None:
         OpenEnv(url="http://127.0.0.1:9", action_field="word").check([])
     with pytest.raises(ValueError, match=r"observation_field is 'texts'; .* or text or count was expected"):
         OpenEnv(url=counting, observation_field="texts", deadline_seconds=SECONDS).check([])
-    fields = OpenEnv(url=counting, reset_fields=("task",)).row_fields
+
+
+def test_rows_keep_what_the_reset_gets() -> None:
+    fields = OpenEnv(url="http://127.0.0.1:9", reset_fields=("task",)).row_fields
     assert fields.of("prompts.jsonl:1", {"task": "sort", "other": 1}) == {"task": "sort"}
     with pytest.raises(ValueError, match=r"prompts\.jsonl:1: field 'task', of ppo\.environment\.reset_fields"):
         fields.of("prompts.jsonl:1", {})

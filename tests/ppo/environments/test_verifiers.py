@@ -112,7 +112,7 @@ def test_mistakes_are_named_and_signals_stay_as_they_were() -> None:
         VerifiersEnvironment(environment="wordl").check([])
 
 
-def test_rows_keep_what_rubrics_read() -> None:
+def test_rows_keep_what_rubrics_read_also_without_the_package() -> None:
     row = {**ROW, "prompt": PROMPT, "question": "Say the word."}
     assert VerifiersEnvironment(environment=FILE).row_fields.of("prompts.jsonl:1", row) == ROW
 
