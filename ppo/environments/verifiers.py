@@ -140,7 +140,7 @@ def _loaded(name: str, settings: str) -> tuple[Any, Any, asyncio.AbstractEventLo
         raise ValueError(f"ppo.environment: load_environment of {name}: {explain(error, __file__)}") from None
     finally:
         for number, handler in handlers.items():  # which an environment replaces
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)
     if not isinstance(environment, vf.MultiTurnEnv) or environment.rubric.has_group_rewards:
         raise ValueError(f"ppo.environment: {name} is no MultiTurnEnv, or its rubric scores groups of rollouts")
     loop = asyncio.new_event_loop()

@@ -6,12 +6,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lm.generation import Generated
+from lm.tokenizer import Tokenizer
 from lm.tool_calls import AssistantMessage, ToolCall
+from ppo.environments.conversations import Conversations
 from ppo.environments.environment import Episode, Reply
 from ppo.environments.verifiers import VerifiersEnvironment
 
@@ -63,6 +67,40 @@ def test_a_conversation_that_ends_early_is_scored() -> None:
     with opened() as (episode, run):
         run(episode.begin())
         assert run(episode.score()) == 0
+
+
+@dataclass
+class Scripted:
+    """A sampler that writes the next of `turns` in all conversations."""
+
+    tokenizer: Tokenizer
+    turns: list[str]
+
+    def sample(self, _prompts: Any, _seeds: Any, *, max_new_tokens: Any, temperature: float) -> Generated:
+        whole = [*self.tokenizer.encode_plain([self.turns.pop(0)])[0], self.tokenizer.turn_end_id]
+        responses = [whole[:limit] for limit in max_new_tokens]
+        assert temperature == 1
+        return Generated(responses, [found == whole for found in responses], [[-1.0] * len(one) for one in responses])
+
+
+def test_conversations_are_held_and_those_without_room_are_scored(tokenizer: Tokenizer) -> None:
+    chatty = tokenizer.with_template("chat")
+    environment = VerifiersEnvironment(environment=FILE, settings={"max_turns": 9})
+    environment.load()
+    prompt, messages = chatty.encode_prompt(PROMPT), [PROMPT] * 3
+    for turns, tokens, rewards in (
+        (["fig", "plum"], 80, [0.0, 0.5]),
+        (["a plum", "no room at all" * 9], 60, [0.0, 1.0]),
+    ):
+        talks = Conversations(
+            environment, chatty, Scripted(chatty, turns),  # type: ignore[arg-type]
+            max_new_tokens=tokens, max_prompt_tokens=200, temperature=1,
+        )  # fmt: skip
+        found = talks.sample([prompt] * 3, messages, [ROW] * 3, [1, 2, 3])
+        assert found.failure == ""
+        for talk in found.conversations:
+            assert [sum(talk.rewards[:-1]), talk.rewards[-1]] == rewards
+            assert "a fruit" in chatty.decode(talk.tokens)
 
 
 def test_tools_are_called() -> None:
