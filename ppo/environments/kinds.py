@@ -13,8 +13,10 @@ from lm.tokenizer import Messages
 from ppo.environments.environment import Environment, Episode
 from ppo.environments.game import GuessingGame
 from ppo.environments.mcp import MCPTools
+from ppo.environments.openenv import OpenEnv
 from ppo.environments.tools import Calculator, Retrieval
 from ppo.environments.user import SimulatedUser
+from ppo.environments.verifiers import VerifiersEnvironment
 from training.config import by_kind
 from training.data import RowFields
 
@@ -76,6 +78,8 @@ AnyEnvironment = Annotated[
     | Annotated[Calculator, Tag("calculator")]
     | Annotated[Retrieval, Tag("retrieval")]
     | Annotated[SimulatedUser, Tag("user")]
-    | Annotated[MCPTools, Tag("mcp")],
-    by_kind("class", "guess", "calculator", "retrieval", "user", "mcp"),
+    | Annotated[MCPTools, Tag("mcp")]
+    | Annotated[OpenEnv, Tag("openenv")]
+    | Annotated[VerifiersEnvironment, Tag("verifiers")],
+    by_kind("class", "guess", "calculator", "retrieval", "user", "mcp", "openenv", "verifiers"),
 ]
