@@ -276,11 +276,28 @@ def _sentence(stage: StageFolder, names: Names) -> str:
     scores = [line["score"] for line in stage.metrics if isinstance(line.get("score"), float)]
     if not scores:
         return distilled
+    went = f"{distilled} In {names.algorithm} the {names.score} went from {number(scores[0])} to {number(scores[-1])}."
+    return f"{went} {_said_by_others(stage)}".lstrip()
+
+
+def _said_by_others(stage: StageFolder) -> str:
+    """Returns what spot checks say about a gain in score, or that nobody else has read the responses."""
+    results, checks = stage.results(PPOResults), [line["spot_check"] for line in stage.metrics if "spot_check" in line]
+    if results is not None and results.alarm is not None:
+        return (
+            f"Spot checks rang the alarm after iteration {results.alarm.policy:,}: less of the gain is real than the"
+            f" scores promise, most likely since iteration {results.alarm.fall:,}. The result is the policy after iteration"
+            f" {results.alarm.result:,}."
+        )
+    if checks:
+        return (
+            f"Spot checks went from {number(checks[0])} to {number(checks[-1])} and rang no alarm, which does not show"
+            " that there is nothing to find: read the samples, or let another judge compare the policies."
+        )
     return (
-        f"{distilled} In {names.algorithm} the {names.score} went from {number(scores[0])} to {number(scores[-1])}."
-        " No other judge has read the responses, so this does not show whether they got better or only exploit the"
+        "No other judge has read the responses, so this does not show whether they got better or only exploit the"
         " score (reward hacking). Read the samples, or let another judge compare the policies."
-    ).lstrip()
+    )
 
 
 def _headlines(stage: StageFolder, names: Names) -> tuple[Headline, ...]:

@@ -17,8 +17,10 @@ from ppo import stage
 from ppo.alarm import BET_SIZES, CAUTION, MOST_AT_STAKE, MOST_STD, NUM_BEGINNINGS, Evidence, evidence_of, slope
 from ppo.config import PPOConfig
 from ppo.rank import InitialModels
+from ppo.report import report
 from ppo.roles import Roles
 from stages.data import Fitting
+from stages.reports.run_folder import StageFolder
 from tests.ppo.test_ppo_stage import ENGINE, Killed, make_mortal, same_weights_and_log
 from training.data import Prompt
 from training.engine import StageContext
@@ -170,6 +172,9 @@ def test_an_alarm_acts_as_configured(
     assert all(bool((model[name] == kept[name]).all()) for name in kept)
     (said,) = [message for message in caplog.messages if "alarm" in message]
     assert "32 spot checks by run_checks.py:check, the latest of the policy after iteration 1, show" in said
+    told = report(StageFolder("ppo", tmp_path / "run", results, log, {})).sentence
+    assert "Spot checks rang the alarm after iteration 1: " in told
+    assert told.endswith(f"The result is the policy after iteration {result}.")
     run(tmp_path / "run", action=action)  # nothing is left to do
     assert results_of(tmp_path / "run") == results
 
