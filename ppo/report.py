@@ -286,8 +286,8 @@ def _said_by_others(stage: StageFolder) -> str:
     if results is not None and results.alarm is not None:
         return (
             f"Spot checks rang the alarm after iteration {results.alarm.policy:,}: less of the gain is real than the"
-            f" scores promise, most likely since iteration {results.alarm.fall:,}. The result is the policy after iteration"
-            f" {results.alarm.result:,}."
+            f" scores promise, most likely since iteration {results.alarm.fall:,}. The result is the policy after"
+            f" iteration {results.alarm.result:,}."
         )
     if checks:
         return (
