@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Literal
 
-import httpx
 from pydantic import ConfigDict, Field
 
 from files.rows import Row
@@ -133,6 +132,8 @@ def _client(url: str, seconds: float) -> Any:
 @cache
 def _described(url: str, seconds: float) -> tuple[Mapping[str, Any], Mapping[str, Any], Sequence[Mapping[str, Any]]]:
     """Returns the fields of actions and of observations, and the tools. Raises: ValueError for no OpenEnv server."""
+    import httpx  # only here: a bare GPU machine has no HTTP client
+
     client = _client(url, seconds).sync()
     try:
         schemas = httpx.get(f"{url}/schema", timeout=seconds).raise_for_status().json()
