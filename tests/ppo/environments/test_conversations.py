@@ -221,7 +221,7 @@ FAULTS: dict[str, tuple[Answer, str, str]] = {
     "rewards with text": (lambda _: Reply([], "1", True), "invalid", "the reward '1'; a finite number"),
     "is too long": (lambda _: reply("the dog " * 60), "too_long", "fewer than max_new_tokens, 40, were expected"),
     "floods": (lambda _: reply("x" * 50_000_000), "too_long", "at most 2,560 were expected"),
-    "floods with messages": (lambda _: Reply([{"role": "user", "content": ""}] * 10_000), "too_long", "2,560 at most"),
+    "floods with messages": (lambda _: Reply([{"role": "user", "content": ""}] * 10_000), "too_long", "at most 2,560"),
 }  # fmt: skip
 
 

@@ -83,7 +83,7 @@ class Scripted:
         return Generated(responses, [found == whole for found in responses], [[-1.0] * len(one) for one in responses])
 
 
-def test_conversations_are_held_and_those_without_room_are_scored(tokenizer: Tokenizer) -> None:
+def test_conversations_are_held_and_scored_even_if_room_runs_out(tokenizer: Tokenizer) -> None:
     chatty = tokenizer.with_template("chat")
     environment = VerifiersEnvironment(environment=FILE, settings={"max_turns": 9})
     environment.load()
