@@ -202,10 +202,12 @@ def fitting_prompts(
     def parts(first_row: int) -> Iterator[Part]:
         lines, counted = list[str](), list[SourceRows]()
         streamed = stream_prompts(data, lines.append, counted.append, keeps)
-        offered = (
-            (where, prompt.model_copy(update={"messages": with_tools(prompt.messages, tools)}))
-            for where, prompt in itertools.islice(streamed, first_row, None)
-        )
+        offered: Iterator[tuple[str, Prompt]] = itertools.islice(streamed, first_row, None)
+        if tools:
+            offered = (
+                (where, prompt.model_copy(update={"messages": with_tools(prompt.messages, tools)}))
+                for where, prompt in offered
+            )
         for chunk in chunks(offered):
             encoded = encode_rows(tokenizer.encode_prompts, [(where, prompt.messages) for where, prompt in chunk])
             of_rows = [limit.fit(tokenizer, *row, tokens) for row, tokens in zip(chunk, encoded, strict=True)]

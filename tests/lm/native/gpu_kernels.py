@@ -42,7 +42,7 @@ def test_logprobs_and_their_gradients(
     torch.testing.assert_close(found.double(), expected.detach(), atol=2e-5, rtol=1e-5)
     found.backward(weights)
     assert own.grad is not None
-    rounding = {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.float16: 1e-3}[dtype]
+    rounding = {torch.float32: 4e-6, torch.bfloat16: 0.01, torch.float16: 1e-3}[dtype]
     torch.testing.assert_close(own.grad.double(), gradient, atol=rounding, rtol=rounding)
     assert not own.grad[:, width:].any()
 
