@@ -74,7 +74,7 @@ def evidence_along(kind: Kind, seed: int, initial_checks: int, each: int) -> lis
 
 def first_alarm(evidence: list[Evidence]) -> int:
     """Returns the iteration of the first alarm; 0 if there is none."""
-    rings = [found.nats >= -math.log(FALSE_ALARMS) for found in evidence]
+    rings = [found.rings(FALSE_ALARMS) for found in evidence]
     return EVERY * (rings.index(True) + 1) if any(rings) else 0
 
 

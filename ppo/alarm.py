@@ -84,6 +84,10 @@ class Evidence:
     nats: float
     fall: int  # the number of iterations after which, most likely, the fall began; 0 if none is tested yet
 
+    def rings(self, false_alarms: float) -> bool:
+        """Whether it is enough for an alarm, of which at most this share of the sound runs has one."""
+        return self.nats >= -math.log(false_alarms)
+
 
 @dataclass(frozen=True)
 class Rang:
@@ -176,7 +180,7 @@ class SpotChecks:
     def _listen(self, *, says: bool = True) -> Evidence:
         """Compute the evidence, and record an alarm if it suffices."""
         evidence = self.evidence()
-        if self.rang is None and evidence.nats >= -math.log(self.config.false_alarms):
+        if self.rang is None and evidence.rings(self.config.false_alarms):
             number = sum(not check.failure for check in self._checks)
             self.rang = Rang(self._checks[-1].policy, evidence.fall, number, evidence.nats)
             if says:

@@ -11,7 +11,6 @@ Gold scores lie between 0 and 1; PPO's gain over SFT in the demo is about .24.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -381,6 +380,7 @@ CONTROL = Finding(
 
 
 ALARM_CHECKS = ((1024, 128), (256, 32))  # of the initial policy, and per iteration
+FALSE_ALARMS = 0.05
 ALARM_SHARES = (0.5, 1.0)  # of the gain in score that must be real
 
 
@@ -421,12 +421,11 @@ def _first_alarm(
             num_iterations=num_iterations,
             false_alarms=FALSE_ALARMS,
         )
-        if evidence.nats >= -math.log(FALSE_ALARMS):
+        if evidence.rings(FALSE_ALARMS):
             return policy + 1, evidence.fall - 1
     return num_iterations, num_iterations
 
 
-FALSE_ALARMS = 0.05
 ALARM = Finding(
     "alarm",
     "An alarm on spot checks stops PPO while its policy is still better than SFT's",

@@ -19,8 +19,8 @@ from files.rows import Row
 from lm.tokenizer import Messages
 from lm.tool_calls import AssistantMessage, ToolCall
 from ppo.environments.environment import Environment, Episode, Reply
+from ppo.environments.tools import refusal
 
-MOST_CALLS = 16  # in one turn; the others are not made
 INSTALL = "environment.kind \"mcp\" needs the Python package mcp, which is not installed: pip install 'mcp>=2.3,<3'"
 
 
@@ -108,10 +108,8 @@ async def _answer(client: Any, place: int, call: ToolCall) -> str:
     """Returns what the policy reads in answer to a call: the tool's texts, or what is wrong with the call."""
     from mcp import MCPError
 
-    if place >= MOST_CALLS:
-        return f"Error: a turn has at most {MOST_CALLS} calls"
-    if call.failure:
-        return f"Error: {call.failure}"
+    if wrong := refusal(place, call):
+        return f"Error: {wrong}"
     try:
         result = await client.call_tool(call.name, dict(call.arguments))
     except MCPError as error:  # such as an unknown tool; a broken connection is another exception

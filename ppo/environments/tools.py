@@ -58,14 +58,17 @@ class ToolEpisode(Episode):
 
     def _result(self, number: int, call: ToolCall) -> Mapping[str, str]:
         try:
-            if number >= MOST_CALLS:
-                raise ToolError(f"a turn has at most {MOST_CALLS} calls")
-            if call.failure:
-                raise ToolError(call.failure)
+            if wrong := refusal(number, call):
+                raise ToolError(wrong)
             content = self.environment.run(call)
         except ToolError as error:
             content = f"Error: {error}"
         return {"role": "tool", "name": call.name, "content": content}
+
+
+def refusal(number: int, call: ToolCall) -> str:
+    """Returns why a turn's call of this number, from 0, is not made; "" if it is."""
+    return f"a turn has at most {MOST_CALLS} calls" if number >= MOST_CALLS else call.failure
 
 
 def function_schema(name: str, description: str, parameter: str, meaning: str) -> Mapping[str, Any]:
