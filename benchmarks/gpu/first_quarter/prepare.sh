@@ -32,7 +32,8 @@ download() { # into a folder: requirements
 wheels=
 for name in pydantic pydantic-core annotated-types typing-inspection sqlalchemy alembic mako tomli-w tenacity hjson \
     jsonschema jsonschema-specifications referencing rpds-py attrs datasets dill multiprocess einops msgpack ninja \
-    py-cpuinfo protobuf click requests urllib3 idna certifi charset-normalizer httpx httpcore h11 anyio gguf; do
+    py-cpuinfo protobuf click requests urllib3 idna certifi charset-normalizer httpx httpcore h11 anyio gguf sacrebleu \
+    portalocker tabulate colorama; do
     version=$(pinned "$name")
     wheels="$wheels $version"
 done
