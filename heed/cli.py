@@ -235,6 +235,12 @@ def chaos(
     ] = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed for drawing the faults, their targets and times.")] = 0,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the cluster that is started on this machine.")] = 2,
+    environment_failures: Annotated[
+        float,
+        typer.Option(
+            min=0, max=0.9, help="Share of PPO's conversations that hang, die, answer nonsense or flood, in every run."
+        ),
+    ] = 0.0,
     override: Overrides = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
@@ -246,7 +252,10 @@ def chaos(
     from heed.chaos.result import summary
 
     chosen = [kind.strip() for kind in kinds.split(",") if kind.strip()]
-    result = run_chaos(job, override or [], runs, num_faults=faults, seed=seed, num_nodes=nodes, kinds=chosen)
+    result = run_chaos(
+        job, override or [], runs, num_faults=faults, seed=seed, num_nodes=nodes, kinds=chosen,
+        environment_failures=environment_failures,
+    )  # fmt: skip
     results_console().print(summary(result))
     if result.has_failed:
         raise typer.Exit(1)

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from cluster.local_cluster import LocalCluster, Network, host_names, why_no_network
 from cluster.sigterm import end_by_sigterm
+from heed.chaos.environment import failures_of, planned_failures, with_failures
 from heed.chaos.faults import KINDS, Schedule, SmallDisk, small_disk, why_no_disk
 from heed.chaos.result import ChaosResult, Injected, differing_stages
 from heed.chaos.round import Driver, Round, wait_for_nodes
@@ -47,8 +49,11 @@ def run_chaos(
     seed: int,
     num_nodes: int,
     kinds: Sequence[str] = (),
+    environment_failures: float = 0.0,
 ) -> ChaosResult:
     """Runs the job undisturbed, then under faults of these kinds (default: all that this machine allows).
+
+    In all of these runs, the share `environment_failures` of PPO's conversations fails.
 
     Raises: ValueError for a job that cannot run here or ends too soon for faults, and for kinds that are unknown or
     impossible; RuntimeError if the undisturbed run fails, or if a run never ends despite restarts.
@@ -57,6 +62,10 @@ def run_chaos(
     chosen = choose_kinds(kinds, impossible)
     overrides = [*LIMITS, *overrides]
     job = load_job(job_file, overrides)
+    failing = Counter[str]()
+    if environment_failures:
+        overrides = [*overrides, *with_failures(job, environment_failures)]
+        job, failing = load_job(job_file, overrides), planned_failures(job, environment_failures)
     runs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(_ends_when_terminated())
@@ -65,7 +74,7 @@ def run_chaos(
             network = stack.enter_context(closing(Network(host_names(num_nodes))))
         cpus = -(-job.num_ranks // num_nodes)
         cluster = stack.enter_context(LocalCluster(num_nodes, cpus, network))
-        campaign = Campaign(job, job_file, overrides, runs, cluster)
+        campaign = Campaign(job, job_file, overrides, runs, cluster, failing)
         calm_seconds = campaign.run_calm()
         if "disk" in chosen:
             size = max(MIN_DISK_BYTES, 4 * _size_of(campaign.calm))
@@ -86,7 +95,7 @@ def run_chaos(
     unused = {kind: why for kind, why in impossible.items() if not kinds}
     result = ChaosResult(
         tuple(campaign.faults), campaign.rounds, tuple(sorted(campaign.differing)), calm_seconds, chaos_seconds, unused,
-        campaign.useful_seconds(calm_seconds),
+        campaign.useful_seconds(calm_seconds), dict(failing), campaign.wrong_failures,
     )  # fmt: skip
     (runs / f"{job.name}-chaos.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
     return result
@@ -117,8 +126,15 @@ class Campaign:
     """The runs of one campaign, and the outcomes of its faults so far."""
 
     def __init__(
-        self, job: JobConfig, job_file: Path | None, overrides: Sequence[str], runs: Path, cluster: LocalCluster
+        self,
+        job: JobConfig,
+        job_file: Path | None,
+        overrides: Sequence[str],
+        runs: Path,
+        cluster: LocalCluster,
+        failing: Counter[str],
     ) -> None:
+        self._failing, self.wrong_failures = failing, dict[str, dict[str, int]]()
         self.job, self.runs, self.cluster = job, runs, cluster
         self._job_file, self._overrides = job_file, overrides
         self.disk: SmallDisk | None = None
@@ -135,6 +151,7 @@ class Campaign:
             raise RuntimeError(f"{driver.log}: the undisturbed run ended with {driver.process.returncode}")
         self._stage_seconds = shortest_seconds({}, self.calm, self.job.stage_names)
         self._fastest = dict(self._stage_seconds)
+        self._check_failures(self.calm)
         return time.monotonic() - begun
 
     def useful_seconds(self, calm_seconds: float) -> float:
@@ -158,11 +175,16 @@ class Campaign:
             self._stage_seconds |= shortest_seconds(self._stage_seconds, folder, undisturbed)
             self._fastest |= shortest_seconds(self._fastest, folder, undisturbed)
             self.differing |= set(differing_stages(self.calm, folder, self.job.registry))
+            self._check_failures(folder)
         finally:
             run.close()
             self.faults += run.faults
             if self.disk and folder.exists():
                 shutil.move(folder, self.runs / name)
+
+    def _check_failures(self, run: Path) -> None:
+        if self._failing and (found := failures_of(self.job, run)) != self._failing:
+            self.wrong_failures[run.name] = dict(found)
 
     def _unused_name(self) -> str:
         """Returns the name of a new run: one of an earlier campaign is finished, and would end before any fault."""

@@ -1,4 +1,6 @@
-"""A small MCP server with state. It speaks over its standard input and output."""
+"""A small MCP server with state. It speaks over standard input and output, or HTTP at the port in its argument."""
+
+import sys
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
@@ -18,4 +20,7 @@ def add(number: int) -> str:
 
 
 if __name__ == "__main__":
-    server.run()
+    if sys.argv[1:]:
+        server.run("streamable-http", port=int(sys.argv[1]))
+    else:
+        server.run()

@@ -1,12 +1,18 @@
 """Tools of an MCP server, with the published package and a server in a process of its own."""
 
 import asyncio
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from files.ports import free_port
 from lm.tool_calls import AssistantMessage, ToolCall
 from ppo.environments.environment import Reply
 from ppo.environments.mcp import MCPTools
@@ -16,6 +22,23 @@ SERVER = (sys.executable, str(Path(__file__).with_name("mcp_server.py")))
 
 def said(*calls: ToolCall) -> AssistantMessage:
     return AssistantMessage("", "", calls)
+
+
+@contextmanager
+def served() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server that speaks HTTP, and its address. It is killed at the end."""
+    port = free_port()
+    with subprocess.Popen([*SERVER, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            end = time.monotonic() + 60
+            while time.monotonic() < end and process.poll() is None:
+                with socket.socket() as probe:
+                    if not probe.connect_ex(("127.0.0.1", port)):
+                        break
+                time.sleep(0.05)
+            yield f"http://127.0.0.1:{port}/mcp", process
+        finally:
+            process.kill()
 
 
 def test_one_server_is_named() -> None:
@@ -58,3 +81,29 @@ def test_a_server_that_does_not_start_is_named() -> None:
     dead = (sys.executable, "-c", "raise SystemExit(3)")
     with pytest.raises(ValueError, match=r"the tools of the MCP server .* cannot be listed"):
         MCPTools(command=dead, deadline_seconds=20).check([])
+
+
+def test_a_server_behind_an_address_answers_until_it_is_killed() -> None:
+    pytest.importorskip("mcp", reason="the package mcp is not installed")
+    with served() as (url, process):
+        environment = MCPTools(url=url, deadline_seconds=20)
+        environment.check([])
+        episodes = [environment.open([], {}, seed) for seed in range(2)]
+        with asyncio.Runner() as first, asyncio.Runner() as second:  # each episode has its own event loop
+            runners = (first, second)
+            for runner, episode in zip(runners, episodes, strict=True):
+                assert runner.run(episode.begin()) == ()
+            sums = [
+                runner.run(episode.reply(said(ToolCall("add", {"number": 2})))).messages[0]["content"]
+                for runner, episode in zip(runners, episodes, strict=True)
+            ]
+            assert sums == ["the sum is 2", "the sum is 4"]  # one process serves both
+            process.kill()
+            process.wait()
+            for runner, episode in zip(runners, episodes, strict=True):
+                with pytest.raises(Exception, match=r".") as failure:
+                    runner.run(asyncio.wait_for(episode.reply(said(ToolCall("add", {"number": 2}))), 20))
+                assert not isinstance(failure.value, TimeoutError), "a dead server must be noticed before the deadline"
+                runner.run(asyncio.wait_for(episode.close(), 20))
+    with pytest.raises(ValueError, match=r"the tools of the MCP server http://127.0.0.1:\d+/mcp cannot be listed"):
+        MCPTools(url=url, deadline_seconds=19).check([])

@@ -1,7 +1,9 @@
 """Environments of the published package verifiers."""
 
 import asyncio
+import json
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ from ppo.environments.conversations import Conversations
 from ppo.environments.environment import Episode, Reply
 from ppo.environments.verifiers import VerifiersEnvironment
 
+ROOT = Path(__file__).parents[3]
 FILE = str(Path(__file__).with_name("verifiers_environment.py"))
 PROMPT = [{"role": "system", "content": "You play."}, {"role": "user", "content": "Say the word."}]
 ROW = {"example_id": 0, "answer": "plum", "info": {"hint": "a fruit"}}
@@ -148,6 +151,35 @@ def test_mistakes_are_named_and_signals_stay_as_they_were() -> None:
         VerifiersEnvironment(environment=FILE, settings={"kind": "group"}).check([])
     with pytest.raises(ValueError, match="wordl"):
         VerifiersEnvironment(environment="wordl").check([])
+
+
+def test_a_job_with_two_workers_learns_in_it(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{**ROW, "prompt": PROMPT, "example_id": number} for number in range(8)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    settings = (
+        f"ppo.environment={{kind='verifiers', environment='{FILE}'}}", 'ppo.reward={kind="none"}',
+        f"ppo.prompts={{source='{prompts}'}}", "workers=2", "ppo.num_iterations=2",
+    )  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "heed",
+        "run",
+        str(ROOT / "configs/jobs/environment.toml"),
+        "--runs",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        [*command, *(part for setting in settings for part in ("--set", setting))], cwd=ROOT, capture_output=True,
+        text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = (tmp_path / "environment" / "ppo" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = [json.loads(line) for line in lines]
+    assert len(metrics) == 2
+    assert all(one["turns"] >= 1 and one["failed_scores"] == 0 for one in metrics)
+    assert any(one["environment_tokens"] > 0 for one in metrics), "no turn was answered"
 
 
 def test_rows_keep_what_rubrics_read_also_without_the_package() -> None:
