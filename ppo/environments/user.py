@@ -1,6 +1,5 @@
 """A user simulated by another language model, behind an OpenAI-compatible endpoint."""
 
-import json
 import os
 import threading
 from collections.abc import Mapping
@@ -13,10 +12,10 @@ from files.rows import Row
 from lm.tokenizer import Messages
 from lm.tool_calls import AssistantMessage
 from ppo.environments.environment import Environment, Episode, Reply
+from reward.endpoint import KEY, Endpoint
 from training.data import RowFields
 
-KEY = "HEED_API_KEY"  # environment variable with the endpoint's key, as for judges
-SHOWN_CHARACTERS = 200  # of a malformed answer
+NUM_RETRIES = 2
 FIELD = "user"  # of a prompt's row
 # In the simulator's view, the policy is the other side.
 OTHER_SIDE = {"user": "assistant", "assistant": "user"}
@@ -58,27 +57,15 @@ class SimulatedUser(Environment):
 
     def said(self, messages: Messages, seed: int) -> str:
         """Returns what the user says next. Raises: RuntimeError if the endpoint does not answer with a text."""
-        key = os.environ.get(KEY, "")
-        asked = {"model": self.model, "messages": messages, "seed": seed % 2**31, "max_tokens": self.max_reply_tokens}
+        asked = {"messages": messages, "seed": seed % 2**31, "max_tokens": self.max_reply_tokens}
+        endpoint = Endpoint(
+            self.url.rstrip("/"), self.model, self.deadline_seconds, NUM_RETRIES, key=os.environ.get(KEY, "")
+        )
         with _places(self.url, self.parallel):
-            from files.retries import post_json  # only here: a bare GPU machine has no HTTP client
-
-            response = post_json(
-                f"{self.url.rstrip('/')}/chat/completions",
-                asked,
-                headers={"Authorization": f"Bearer {key}"} if key else {},
-                timeout_seconds=self.deadline_seconds,
-                num_retries=2,
-            )
-        try:
-            text = json.loads(response.content)["choices"][0]["message"]["content"]
-        except (ValueError, KeyError, IndexError, TypeError):
-            text = None
-        if not response.is_success or not isinstance(text, str):
-            shown = response.content[:SHOWN_CHARACTERS].decode(errors="replace")
-            shown = shown.replace(key, "***") if key else shown
-            raise RuntimeError(f"{self.url} answered with status {response.status_code}: {shown!r}")
-        return text
+            answer = endpoint.ask(asked, threading.Event())
+        if answer.failure:
+            raise RuntimeError(answer.failure)
+        return answer.text
 
 
 class UserEpisode(Episode):

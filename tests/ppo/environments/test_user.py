@@ -70,12 +70,17 @@ def test_the_simulator_sees_the_conversation_from_the_users_side(simulator: Simu
 
 
 @pytest.mark.parametrize(
-    "answer", [(404, {"error": "no such model"}), (200, {"choices": []}), (200, {"choices": [{}]})]
+    ("answer", "failure"),
+    [
+        ((404, {"error": "no such model"}), r": status 404 \(.*\): .*no such model"),
+        ((200, {"choices": []}), r" answered .*choices\[0\].message.content was expected"),
+        ((200, {"choices": [{}]}), r" answered .*choices\[0\].message.content was expected"),
+    ],
 )
-def test_an_endpoint_that_does_not_answer_is_named(simulator: Simulator, answer: Any) -> None:
+def test_an_endpoint_that_does_not_answer_is_named(simulator: Simulator, answer: Any, failure: str) -> None:
     simulator.answers = [answer]
     episode = user_at(simulator).open([{"role": "user", "content": "Hello"}], {}, 5)
-    with pytest.raises(RuntimeError, match=rf"127\.0\.0\.1:\d+/v1 answered with status {answer[0]}"):
+    with pytest.raises(RuntimeError, match=rf"127\.0\.0\.1:\d+/v1{failure}"):
         asyncio.run(episode.reply(read_tool_calls("What?")))
 
 
