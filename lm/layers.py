@@ -214,6 +214,15 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns x as `dtype`, for the result of an autograd Function's forward.
+
+    torch 2.11 gives a compiled Function no gradient, silently, if two operations of its forward return the tensor that
+    it returns: one in place, or a cast to the dtype that the tensor has (pytorch/pytorch issue 180642).
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight, computed in fp32 (arXiv 1910.07467, eq. 4)."""
 
@@ -244,7 +253,7 @@ class _RMSNorm(torch.autograd.Function):
         wide = x.float()
         inverse_rms = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1] + eps).rsqrt()
         ctx.save_for_backward(x, inverse_rms, weight)
-        return (wide * inverse_rms * weight).to(dtype)
+        return as_dtype(wide * inverse_rms * weight, dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -325,7 +334,9 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: FunctionCtx, gate_and_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_and_up)
         gate, up = gate_and_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        silu = F.silu(gate)
+        # In place saves a temporary tensor, which the compiler does without; compiled, see `as_dtype`.
+        return silu * up if torch.compiler.is_compiling() else silu.mul_(up)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -427,7 +438,8 @@ class _Dropout(torch.autograd.Function):
 
 
 def _masked(x: Tensor, keys: Tensor, threshold: int) -> Tensor:
-    return torch.where(kept_columns(keys, x.shape[-1], threshold), x * dropout_scale(threshold), 0.0).to(x.dtype)
+    kept = torch.where(kept_columns(keys, x.shape[-1], threshold), x * dropout_scale(threshold), 0.0)
+    return as_dtype(kept, x.dtype)
 
 
 def dropout_scale(threshold: int) -> float:
