@@ -290,7 +290,7 @@ def distillation_arms(job: JobConfig, folder: Path) -> list[Arm]:
     after = ("base", TEACHER, STUDENT)
     for number, multiple in zip(RUNS, RATES, strict=True):
         rate = multiple * sft.optimizer.learning_rate
-        token, whole = _distilled(folder, "token", rate), _distilled(folder, "reward", rate)
+        token, whole = _distilled(ppo, folder, "token", rate), _distilled(ppo, folder, "reward", rate)
         arms += [
             Arm(f"token-{number}", ("ppo",), after, token),
             Arm(f"reward-kind-{number}", ("ppo",), after, whole),
@@ -306,7 +306,7 @@ _GROUP = {"kind": "leave_one_out", "samples_per_prompt": GROUP, "scale": "none"}
 _FREE: Mapping[str, Any] = {"ppo.kl.coef": 0.0, "ppo.kl.target": None, "ppo.ptx": None}
 
 
-def _distilled(folder: Path, kind: str, rate: float) -> dict[str, Any]:
+def _distilled(ppo: PPOConfig, folder: Path, kind: str, rate: float) -> dict[str, Any]:
     """On-policy distillation of the student at this learning rate, as in configs/jobs/distil.toml."""
     return {
         **_FREE,
@@ -315,6 +315,7 @@ def _distilled(folder: Path, kind: str, rate: float) -> dict[str, Any]:
         "ppo.teachers": [{"model": str(folder / TEACHER / "ppo" / "model"), "kind": kind}],
         "ppo.advantage": {"kind": "none"} if kind == "token" else _GROUP,
         "ppo.missing_eos_penalty": None,
+        "ppo.keep_policies_every": max(1, ppo.num_iterations // 2),
         "ppo.policy_optimizer.learning_rate": rate,
     }
 

@@ -48,6 +48,8 @@ HALF = 0.5  # of the teacher's lead
 def write_teacher_samples(folder: Path, job: JobConfig) -> None:
     """Samples the seed's teacher on as many prompts of PPO as an on-policy arm has responses, and writes the files of
     `teacher_samples`, unless this teacher was sampled already. Responses that do not end are left out.
+
+    Raises: ValueError if a file would have fewer than two responses.
     """
     ppo = job.section_of(PPO)
     made_from = json.loads((folder / TEACHER / PPO.name / LINEAGE).read_text(encoding="utf-8"))["fingerprint"]
@@ -76,6 +78,11 @@ def write_teacher_samples(folder: Path, job: JobConfig) -> None:
     ):
         rows = [prompt * SAMPLES_PER_PROMPT + sample for prompt in range(num_prompts) for sample in range(num_samples)]
         kept = [row for row in rows if drawn.finished[row] and drawn.texts[row]]
+        if len(kept) < 2:
+            raise ValueError(
+                f"{folder}: {len(kept)} of the teacher's {len(rows)} responses end within ppo.max_new_tokens ="
+                f" {ppo.max_new_tokens}; at least two were expected, to train on and to hold out"
+            )
         lines = [
             {"messages": [*drawn.conversations[row], {"role": "assistant", "content": drawn.texts[row]}]}
             for row in kept
