@@ -53,6 +53,7 @@ from typing import Any
 
 import tomli_w
 
+from evaluation.compare.stage import STAGE as COMPARE
 from heed.jobs.job import JobConfig
 from heed.jobs.job_file import load_job
 from heed.worlds.graded import RUBRIC
@@ -279,8 +280,14 @@ def distillation_arms(job: JobConfig, folder: Path) -> list[Arm]:
         "model.hidden_size": model.hidden_size // model.num_attention_heads * heads,
         "model.intermediate_size": model.intermediate_size // model.num_attention_heads * heads,
     }
-    gold = {"kind": "function", "function": "heed.worlds.rewards:gold"}
-    teacher = {"ppo.reward": gold, "ppo.advantage": _GROUP, "ppo.keep_policies_every": None}
+    judge = job.section_of(COMPARE).judge_function or "heed.worlds.rewards:gold"
+    gold = {"kind": "function", "function": judge}
+    teacher = {
+        "ppo.reward": gold,
+        "ppo.advantage": _GROUP,
+        "ppo.num_iterations": 2 * ppo.num_iterations,
+        "ppo.keep_policies_every": None,
+    }
     start = {"ppo.init_from": str(folder / "base" / "sft" / "model")}
     arms = [
         Arm(TEACHER, ("ppo",), ("base",), {**_FREE, **start, **teacher}),
@@ -315,7 +322,7 @@ def _distilled(ppo: PPOConfig, folder: Path, kind: str, rate: float) -> dict[str
         "ppo.teachers": [{"model": str(folder / TEACHER / "ppo" / "model"), "kind": kind}],
         "ppo.advantage": {"kind": "none"} if kind == "token" else _GROUP,
         "ppo.missing_eos_penalty": None,
-        "ppo.keep_policies_every": max(1, ppo.num_iterations // 2),
+        "ppo.keep_policies_every": None,
         "ppo.policy_optimizer.learning_rate": rate,
     }
 

@@ -31,7 +31,7 @@ from stages.lineage import LINEAGE
 from stages.progress import console
 from stages.reports.plots import draw as draw_chart
 from stages.reports.plots import tone
-from training.data import DataConfig, read_prompts
+from training.data import DataConfig, Prompt, read_prompts
 
 TITLES = {
     "token": "on-policy, token",
@@ -56,8 +56,7 @@ def write_teacher_samples(folder: Path, job: JobConfig) -> None:
     record = sampling_record(folder)
     if record.is_file() and json.loads(record.read_text(encoding="utf-8"))["teacher"] == made_from:
         return
-    prompts = read_prompts(DataConfig(source=str(folder / "base" / "world" / "data" / "ppo_prompts.jsonl")))
-    prompts = prompts[: ppo.num_iterations * ppo.rollout_batch_size]
+    prompts = world_prompts(folder, ppo.prompts)[: ppo.num_iterations * ppo.rollout_batch_size]
     console.print(f"[dim]{folder.name}: sampling the teacher on {len(prompts)} prompts")
     started = time.monotonic()
     drawn = draw(
@@ -91,6 +90,12 @@ def write_teacher_samples(folder: Path, job: JobConfig) -> None:
         sampled, left = (sum(len(drawn.responses[row]) for row in of) for of in (rows, kept))
         costs[name] = (sampled, left, seconds * len(rows) / len(drawn.responses))
     write_text(record, json.dumps({"teacher": made_from, "costs": costs}) + "\n")
+
+
+def world_prompts(folder: Path, config: DataConfig) -> list[Prompt]:
+    """Returns prompts of the seed's world, given as "world:NAME"."""
+    path = folder / "base" / "world" / "data" / f"{config.source.removeprefix('world:')}.jsonl"
+    return read_prompts(config.model_copy(update={"source": str(path)}))
 
 
 def sampling_record(folder: Path) -> Path:

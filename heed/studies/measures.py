@@ -32,9 +32,9 @@ from files.hashes import derive_seed
 from files.records import read_record
 from heed.jobs.job import JobConfig
 from heed.studies.arms import STUDENT, TEACHER, collected, every_arm, with_those_before
-from heed.studies.distillation import sampling_costs
+from heed.studies.distillation import sampling_costs, world_prompts
 from heed.studies.findings import Distilled, Measures
-from heed.studies.over_optimisation import kept_policies
+from heed.studies.over_optimisation import gold_function, kept_policies
 from heed.worlds.graded import RUBRIC
 from lm.model import LanguageModel
 from lm.source import load_for_inference
@@ -54,7 +54,7 @@ from sft.stage import STAGE as SFT
 from stages.lineage import LINEAGE
 from stages.progress import console
 from stages.world import World, label_truth
-from training.data import DataConfig, Prompt, TextConfig, read_prompts, read_texts
+from training.data import Prompt, TextConfig, read_texts
 from training.metrics import read_metrics
 
 REFERENCE = "base/sft"
@@ -66,7 +66,8 @@ Scorer = Callable[[Tokenizer, Sequence[Messages], Tokens, Tokens], list[float]] 
 
 @dataclass(frozen=True)
 class SeedMeasures:
-    """The measures of one seed, computed on first use. Stages are named "ARM/STAGE"."""
+    """The measures of one seed, computed on first use. Stages are named "ARM/STAGE". The gold scorer is the world's, or
+    [compare]'s `judge_function`."""
 
     folder: Path
     job: JobConfig
@@ -77,7 +78,8 @@ class SeedMeasures:
     def of(cls, folder: Path, job: JobConfig) -> Self:
         world = job.open_world()
         assert world is not None, "basic_arms refuses jobs without a world"
-        return cls(folder, job, world, gold_of_texts(world.gold_scores))
+        judge = job.section_of(COMPARE).judge_function
+        return cls(folder, job, world, gold_function(judge) if judge else gold_of_texts(world.gold_scores))
 
     @property
     def seed(self) -> int:
@@ -289,7 +291,7 @@ class SeedMeasures:
         )
 
     def _prompts(self) -> list[Prompt]:
-        return read_prompts(DataConfig(source=str(self._world_file("compare_prompts"))))
+        return world_prompts(self.folder, self.job.section_of(COMPARE).prompts)
 
     def _world_file(self, name: str) -> Path:
         return self.folder / "base" / "world" / "data" / f"{name}.jsonl"

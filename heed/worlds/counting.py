@@ -5,6 +5,7 @@ A rule labels the steps of any response, so a model that scores steps, and a pol
 
 import random
 import re
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +14,13 @@ SHORT_SHARE = 0.25  # of the labelled answers; without them, a policy learns to 
 _PROMPT = re.compile(r"Start at (\d)\. Add ([\d, ]+)\. Keep the last digit\.")
 
 
-def draw_prompt(rng: random.Random) -> str:
-    """Draws a task of three to five steps."""
-    added = ", ".join(str(rng.randint(1, 3)) for _ in range(rng.randint(3, 5)))
-    return f"Start at {rng.randint(0, 9)}. Add {added}. Keep the last digit."
+def draw_prompt(rng: random.Random, *, is_heldout: bool = False) -> str:
+    """Draws a task of three to five steps. Of these 3,510 tasks, a tenth is held out and never drawn for training."""
+    while True:
+        added = ", ".join(str(rng.randint(1, 3)) for _ in range(rng.randint(3, 5)))
+        prompt = f"Start at {rng.randint(0, 9)}. Add {added}. Keep the last digit."
+        if (zlib.crc32(prompt.encode()) % 10 == 0) == is_heldout:
+            return prompt
 
 
 def careless_steps(prompt: str, rng: random.Random, wrong_share: float = WRONG_SHARE) -> list[str]:

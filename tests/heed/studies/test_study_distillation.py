@@ -105,8 +105,8 @@ def test_arms_of_a_method_differ_in_the_rate_and_have_the_same_budget(tmp_path: 
         ]
         for method in TITLES
     }
-    assert all(found == pytest.approx([1e-3 / 3, 1e-3, 3e-3]) for found in rates.values())
-    assert arms["student"].changes["model.hidden_size"] == 64  # of 96
+    assert all(found == pytest.approx([2e-3 / 3, 2e-3, 6e-3]) for found in rates.values())
+    assert arms["student"].changes["model.hidden_size"] == 48  # of 72
     assert arms["samples-token-1"].changes["ppo.num_iterations"] * 2 == job.section_of(distillation.PPO).num_iterations
     assert arms["token-1"].changes["ppo.teachers"] == [
         {"model": str(tmp_path / "teacher" / "ppo" / "model"), "kind": "token"}

@@ -55,11 +55,21 @@ def test_the_world_writes_as_many_as_asked(tmp_path: Path) -> None:
     write_counting(tmp_path, 20, seed=1)
     sizes = {path.stem: len(path.read_text().splitlines()) for path in tmp_path.iterdir()}
     assert sizes == {
+        "counting_compare": 20,
         "counting_labels": 20,
         "counting_prompts": 20,
         "counting_demonstrations": 20,
         "counting_demonstrations_heldout": 2,
     }
+    asked = {
+        path.stem: {
+            row.get("prompt") or row["messages"][0]["content"] for row in map(json.loads, path.read_text().splitlines())
+        }
+        for path in tmp_path.iterdir()
+    }
+    compared = asked.pop("counting_compare")
+    assert len(compared) == 20
+    assert not compared & set().union(*asked.values())  # no stage that learns has seen them
     row = json.loads((tmp_path / "counting_labels.jsonl").read_text().splitlines()[0])
     assert label_steps(row["prompt"], row["completions"]) == row["labels"]
     assert not PlaygroundWorld(PlaygroundConfig()).config.num_counting  # other worlds have none
