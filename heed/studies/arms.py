@@ -113,6 +113,7 @@ LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}
 RUBRIC_DROPOUT = 0.5
 JUDGE = "judge"  # the arm with the judge
 TEACHER, STUDENT = "teacher", "student"
+TEACHER_KL = 0.05  # the coefficient that keeps it from solving only the shortest tasks
 STUDENT_WIDTH = 2 / 3  # relative to the teacher's: half as many parameters
 STUDENT_EPOCHS = 2.0  # of SFT on the teacher's samples: as many as PPO's
 SAMPLES_PER_PROMPT = 4  # of the teacher, for `more-samples`
@@ -284,7 +285,7 @@ def distillation_arms(job: JobConfig, folder: Path) -> list[Arm]:
     gold = {"kind": "function", "function": judge}
     teacher = {
         "ppo.reward": gold,
-        "ppo.advantage": _GROUP,
+        "ppo.kl.coef": TEACHER_KL,
         "ppo.num_iterations": 2 * ppo.num_iterations,
         "ppo.keep_policies_every": None,
     }
@@ -297,7 +298,7 @@ def distillation_arms(job: JobConfig, folder: Path) -> list[Arm]:
     after = ("base", TEACHER, STUDENT)
     for number, multiple in zip(RUNS, RATES, strict=True):
         rate = multiple * sft.optimizer.learning_rate
-        token, whole = _distilled(ppo, folder, "token", rate), _distilled(ppo, folder, "reward", rate)
+        token, whole = _distilled(folder, "token", rate), _distilled(folder, "reward", rate)
         arms += [
             Arm(f"token-{number}", ("ppo",), after, token),
             Arm(f"reward-kind-{number}", ("ppo",), after, whole),
@@ -313,7 +314,7 @@ _GROUP = {"kind": "leave_one_out", "samples_per_prompt": GROUP, "scale": "none"}
 _FREE: Mapping[str, Any] = {"ppo.kl.coef": 0.0, "ppo.kl.target": None, "ppo.ptx": None}
 
 
-def _distilled(ppo: PPOConfig, folder: Path, kind: str, rate: float) -> dict[str, Any]:
+def _distilled(folder: Path, kind: str, rate: float) -> dict[str, Any]:
     """On-policy distillation of the student at this learning rate, as in configs/jobs/distil.toml."""
     return {
         **_FREE,
