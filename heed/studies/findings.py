@@ -76,6 +76,23 @@ class Measures(Protocol):
 
     def spot_checks(self, arm: str) -> tuple[Floats, Floats, Floats]: ...
 
+    def distilled(self, arm: str) -> "Distilled": ...
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """An arm's policies (K, in training order) on held-out prompts (P): gold score, KL to the teacher in nats, and
+    response length in tokens.
+
+    `costs_K5` says what each cost from the student's start: response tokens trained on (every epoch counts), sampled
+    by the student, sampled by the teacher and scored by the teacher, and seconds.
+    """
+
+    gold_KP: Floats
+    kl_KP: Floats
+    tokens_KP: Floats
+    costs_K5: Floats
+
 
 Curves = dict[str, Curve]  # by their labels in the figure
 
@@ -88,11 +105,15 @@ class Found:
     claims: tuple[Claim, ...]
     verdict: Overall
     curves: tuple[Curves, ...]
+    figure: str = ""  # SVG
+    table: str = ""  # Markdown
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A published finding. `arms` lists the arms that its contrasts use."""
+    """A published finding. `arms` lists the arms that its contrasts use; a finding without curves may draw a `figure`
+    of its own, and `table` shows more numbers than those that decide.
+    """
 
     name: str
     title: str
@@ -100,11 +121,14 @@ class Finding:
     arms: tuple[str, ...]
     contrasts: Callable[[Measures], list[Contrast]]
     curves: Callable[[Measures], Curves]
+    figure: Callable[[Sequence[Measures]], str] = lambda _seeds: ""
+    table: Callable[[Sequence[Measures]], str] = lambda _seeds: ""
 
     def evaluate(self, seeds: Sequence[Measures]) -> Found:
         by_seed = [self.contrasts(measures) for measures in seeds]
         claims = tuple(decide(of_claim) for of_claim in zip(*by_seed, strict=True))
-        return Found(self, claims, overall(claims), tuple(self.curves(measures) for measures in seeds))
+        curves = tuple(self.curves(measures) for measures in seeds)
+        return Found(self, claims, overall(claims), curves, self.figure(seeds), self.table(seeds))
 
 
 def _over_optimisation_curves(of: Measures) -> Curves:

@@ -31,9 +31,10 @@ from files.atomic import atomic_file
 from files.hashes import derive_seed
 from files.records import read_record
 from heed.jobs.job import JobConfig
-from heed.studies.arms import collected, every_arm, with_those_before
-from heed.studies.findings import Measures
-from heed.studies.over_optimisation import kept_policies
+from heed.studies.arms import STUDENT, TEACHER, collected, every_arm, with_those_before
+from heed.studies.distillation import sampling_costs, world_prompts
+from heed.studies.findings import Distilled, Measures
+from heed.studies.over_optimisation import gold_function, kept_policies
 from heed.worlds.graded import RUBRIC
 from lm.model import LanguageModel
 from lm.source import load_for_inference
@@ -49,10 +50,12 @@ from reward.judge import JudgeReward
 from reward.rubric import Rubric
 from reward.scoring import RewardModel
 from reward.stage import STAGE as REWARD
+from sft.stage import STAGE as SFT
 from stages.lineage import LINEAGE
 from stages.progress import console
 from stages.world import World, label_truth
-from training.data import DataConfig, Prompt, TextConfig, read_prompts, read_texts
+from training.data import Prompt, TextConfig, read_texts
+from training.metrics import read_metrics
 
 REFERENCE = "base/sft"
 STAMP = "stamp"
@@ -63,7 +66,8 @@ Scorer = Callable[[Tokenizer, Sequence[Messages], Tokens, Tokens], list[float]] 
 
 @dataclass(frozen=True)
 class SeedMeasures:
-    """The measures of one seed, computed on first use. Stages are named "ARM/STAGE"."""
+    """The measures of one seed, computed on first use. Stages are named "ARM/STAGE". The gold scorer is the world's, or
+    [compare]'s `judge_function`."""
 
     folder: Path
     job: JobConfig
@@ -74,7 +78,8 @@ class SeedMeasures:
     def of(cls, folder: Path, job: JobConfig) -> Self:
         world = job.open_world()
         assert world is not None, "basic_arms refuses jobs without a world"
-        return cls(folder, job, world, gold_of_texts(world.gold_scores))
+        judge = job.section_of(COMPARE).judge_function
+        return cls(folder, job, world, gold_function(judge) if judge else gold_of_texts(world.gold_scores))
 
     @property
     def seed(self) -> int:
@@ -125,6 +130,47 @@ class SeedMeasures:
             (score_N - scale.score_scale_mean) / scale.score_scale_std,
             np.array([check.policy for check in checks], dtype=np.float64),
         )
+
+    def distilled(self, arm: str) -> Distilled:
+        """Returns an arm's policies as students of the seed's teacher."""
+
+        def make() -> dict[str, Floats]:
+            teacher = Policy.load(self.folder / TEACHER / PPO.name / "model")
+            rows: dict[str, list[Floats]] = {"gold_KP": [], "kl_KP": [], "tokens_KP": []}
+            for folder in self._policies(arm).values():
+                policy = Policy.load(folder)
+                drawn = self._draw(policy, self._num_samples)
+                kls = response_kls(policy.model, teacher.model, drawn.queries, drawn.responses, drawn.temperature)
+                gold, lengths = self.gold(drawn.conversations, drawn.texts), [len(one) for one in drawn.responses]
+                for row, values in (("gold_KP", gold), ("kl_KP", kls.full_N), ("tokens_KP", lengths)):
+                    rows[row].append(np.asarray(values, dtype=np.float64).reshape(-1, drawn.num_samples).mean(axis=1))
+            return {name: np.stack(found) for name, found in rows.items()} | {"costs_K5": self._costs(arm)}
+
+        stages = [f"{TEACHER}/{PPO.name}", f"{arm}/{self._stage(arm)}"]
+        return Distilled(**self._kept(f"distilled-{arm}.npz", stages, make))
+
+    def _costs(self, arm: str) -> Floats:
+        """Returns what an arm's policies cost from the student's start (`Distilled`); 0 for the student and teacher."""
+        if arm in (STUDENT, TEACHER):
+            return np.zeros((len(self._policies(arm)), 5))
+        own = every_arm(self.job, self.folder)[arm]
+        costs_K5 = np.zeros((1, 5))
+        if SFT.name in own.stages:
+            (source,) = (row["source"] for row in own.changes["sft.demonstrations"])
+            sampled, kept, seconds = sampling_costs(self.folder, Path(source).stem)
+            seconds += read_metrics(self.folder / arm / SFT.name / "metrics.jsonl")[-1]["seconds"]
+            costs_K5 += np.array([own.changes["sft.num_epochs"] * kept, 0, sampled, 0, seconds])
+        if PPO.name in own.stages:
+            ppo = self.job.section_of(PPO)
+            lines = read_metrics(self.folder / arm / PPO.name / "metrics.jsonl")
+            tokens_I = np.cumsum([line["response_tokens"] for line in lines]) * ppo.rollout_batch_size
+            seconds_I = np.array([line["seconds"] for line in lines])
+            ends = [int(name.split()[1]) - 1 if " " in name else -1 for name in self._policies(arm)]
+            spent_I5 = np.stack(
+                [ppo.num_epochs * tokens_I, tokens_I, np.zeros_like(tokens_I), tokens_I, seconds_I], axis=1
+            )
+            costs_K5 = costs_K5 + spent_I5[ends]
+        return costs_K5
 
     def _stage(self, arm: str) -> str:
         return every_arm(self.job, self.folder)[arm].stages[-1]
@@ -245,7 +291,7 @@ class SeedMeasures:
         )
 
     def _prompts(self) -> list[Prompt]:
-        return read_prompts(DataConfig(source=str(self._world_file("compare_prompts"))))
+        return world_prompts(self.folder, self.job.section_of(COMPARE).prompts)
 
     def _world_file(self, name: str) -> Path:
         return self.folder / "base" / "world" / "data" / f"{name}.jsonl"
@@ -344,6 +390,11 @@ class Recorded:
         self.arrays |= {f"spot_checks/{arm}/{place}": value for place, value in enumerate(found)}
         return found
 
+    def distilled(self, arm: str) -> Distilled:
+        found = self._measures.distilled(arm)
+        self.arrays |= {f"distilled/{arm}/{field.name}": getattr(found, field.name) for field in fields(Distilled)}
+        return found
+
     def _curve(self, name: str, curve: Curve) -> Curve:
         for field in fields(Curve):
             if field.name != "kind":
@@ -409,6 +460,9 @@ class StoredMeasures:
     def spot_checks(self, arm: str) -> tuple[Floats, Floats, Floats]:
         check_N, score_N, policy_N = (self._array(f"spot_checks/{arm}/{place}") for place in range(3))
         return check_N, score_N, policy_N
+
+    def distilled(self, arm: str) -> Distilled:
+        return Distilled(**{field.name: self._array(f"distilled/{arm}/{field.name}") for field in fields(Distilled)})
 
     def _curve(self, kind: Kind, of: str) -> Curve:
         name = f"{kind}/{of}"

@@ -68,7 +68,7 @@ def measure_run(
         policies,
         run.start("sft"),
         run.start("reward"),
-        _function(gold) if gold else gold_of_texts(run.world.gold_scores),
+        gold_function(gold) if gold else gold_of_texts(run.world.gold_scores),
         read_prompts(source),
         spec,
         progress,
@@ -88,9 +88,10 @@ def kept_policies(stage: Path) -> dict[str, Path]:
     return kept if last.is_dir() else {**kept, "final": stage / "model"}
 
 
-def _function(name: str) -> Gold:
+def gold_function(name: str) -> Gold:
+    """Returns a gold scorer, given as `FILE.py:FUNCTION`. Raises: ValueError if there is no such function."""
     reward = RewardFunction(function=name)
-    reward.load()  # raises for an unknown name before anything is sampled
+    reward.load()
 
     def gold(conversations: Sequence[Messages], responses: Sequence[str]) -> list[float]:
         return [scored.score for scored in reward.score(conversations, responses)]

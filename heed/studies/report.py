@@ -32,9 +32,11 @@ def write_findings(folder: Path, found: Sequence[Found], num_seeds: int) -> None
     figures = folder / "figures"
     figures.mkdir(parents=True, exist_ok=True)
     for finding in found:
+        svg = finding.figure
         if finding.curves[0]:
-            svg = standalone(draw_curves(finding.finding.name, finding.finding.title, finding.curves))
-            (figures / f"{finding.finding.name}.svg").write_text(svg, encoding="utf-8")
+            svg = draw_curves(finding.finding.name, finding.finding.title, finding.curves)
+        if svg:
+            (figures / f"{finding.finding.name}.svg").write_text(standalone(svg), encoding="utf-8")
     shown = {"num_seeds": num_seeds, "intervals": INTERVALS, "findings": [_as_json(finding) for finding in found]}
     (folder / "findings.json").write_text(json.dumps(as_json(shown), indent=2) + "\n", encoding="utf-8")
     (folder / "findings.md").write_text(as_markdown(found, num_seeds), encoding="utf-8")
@@ -73,7 +75,9 @@ def as_markdown(found: Sequence[Found], num_seeds: int) -> str:
         rows = [_row(claim) for claim in finding.claims]
         table = [head, ["---"] * len(head), *rows]
         parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in table))
-        if finding.curves[0]:
+        if finding.table:
+            parts.append(finding.table)
+        if finding.curves[0] or finding.figure:
             parts.append(f"![{finding.finding.title}](figures/{finding.finding.name}.svg)")
     return "\n\n".join(parts) + "\n"
 

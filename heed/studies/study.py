@@ -7,6 +7,7 @@ and a later finding reuses the arms that it shares with others.
       seed-0/jobs/ARM.toml     the arms as job files
       seed-0/ARM/              their run folders
       seed-0/rankings/         subsets of the base's comparisons, one per reward model
+      seed-0/teacher-samples/  what the teacher of `heed study distillation` wrote
       seed-0/measured/         samples and scores
       measures/seed-0.npz      what the findings are computed from (heed/studies/measures.py)
       findings.json, findings.md, figures/
@@ -22,6 +23,7 @@ from heed.jobs.job_file import load_job
 from heed.jobs.pipeline import run_job
 from heed.studies.arms import (
     LABELERS_PER_TASK,
+    TEACHER,
     Arm,
     arm_job,
     every_arm,
@@ -30,6 +32,7 @@ from heed.studies.arms import (
     write_cuts,
     write_indifferent,
 )
+from heed.studies.distillation import DISTILLATION, write_teacher_samples
 from heed.studies.findings import (
     ALARM,
     ALGORITHMS,
@@ -96,6 +99,8 @@ def _run_seed(folder: Path, job: JobConfig, arms: Mapping[str, Arm], names: Sequ
             write_cuts(folder)
         if arm.name == "reward-full" and not indifferent(folder).is_dir():
             write_indifferent(folder)
+        if arm.name == TEACHER:
+            write_teacher_samples(folder, job)
     return Recorded(SeedMeasures.of(folder, job))
 
 
@@ -140,7 +145,8 @@ def _named(wanted: str) -> list[Finding]:
     groups = {"all": FINDINGS, "algorithms": ALGORITHMS, "lora": LORA_FINDINGS}
     if wanted in groups:
         return list(groups[wanted])
-    known = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS, CONTROL, ALARM, *LORA_FINDINGS, JUDGED)}
+    others = (CONTROL, ALARM, *LORA_FINDINGS, JUDGED, DISTILLATION)
+    known = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS, *others)}
     names = [name.strip() for name in wanted.split(",")]
     for name in names:
         if name not in known:

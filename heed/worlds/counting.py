@@ -5,17 +5,22 @@ A rule labels the steps of any response, so a model that scores steps, and a pol
 
 import random
 import re
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 WRONG_SHARE = 0.25  # of the results in a careless answer
+SHORT_SHARE = 0.25  # of the labelled answers; without them, a policy learns to stop before it can make a mistake
 _PROMPT = re.compile(r"Start at (\d)\. Add ([\d, ]+)\. Keep the last digit\.")
 
 
-def draw_prompt(rng: random.Random) -> str:
-    """Draws a task of three to five steps."""
-    added = ", ".join(str(rng.randint(1, 3)) for _ in range(rng.randint(3, 5)))
-    return f"Start at {rng.randint(0, 9)}. Add {added}. Keep the last digit."
+def draw_prompt(rng: random.Random, *, is_heldout: bool = False) -> str:
+    """Draws a task of three to five steps. Of these 3,510 tasks, a tenth is held out and never drawn for training."""
+    while True:
+        added = ", ".join(str(rng.randint(1, 3)) for _ in range(rng.randint(3, 5)))
+        prompt = f"Start at {rng.randint(0, 9)}. Add {added}. Keep the last digit."
+        if (zlib.crc32(prompt.encode()) % 10 == 0) == is_heldout:
+            return prompt
 
 
 def careless_steps(prompt: str, rng: random.Random, wrong_share: float = WRONG_SHARE) -> list[str]:
@@ -31,7 +36,9 @@ def careless_steps(prompt: str, rng: random.Random, wrong_share: float = WRONG_S
 
 
 def label_steps(prompt: str, steps: Sequence[str]) -> list[bool]:
-    """Returns whether each step is right: it and all before it are the ones that were asked for."""
+    """Returns whether each step is right: it and all before it are the ones that were asked for, and the last one is
+    the task's last. So the lowest label says whether the answer is solved.
+    """
     total, added = _task(prompt)
     labels, is_right = [], True
     for place, step in enumerate(steps):
@@ -41,19 +48,23 @@ def label_steps(prompt: str, steps: Sequence[str]) -> list[bool]:
             is_right = step.strip() == f"{total} + {added[place]} = {result}"
             total = result
         labels.append(is_right)
+    if 0 < len(steps) < len(added):
+        labels[-1] = False  # it should not have been the last one
     return labels
 
 
 def is_solved(prompt: str, response: str) -> bool:
     """Returns whether a response has all the right steps, one per line, and nothing else."""
     steps = [line for line in response.split("\n") if line.strip()]
-    return len(steps) == len(_task(prompt)[1]) and all(label_steps(prompt, steps))
+    return bool(steps) and all(label_steps(prompt, steps))
 
 
 def labelled_row(rng: random.Random) -> dict[str, Any]:
-    """Draws a row of TRL's stepwise supervision."""
+    """Draws a row of TRL's stepwise supervision: a careless answer, of which some stop too soon."""
     prompt = draw_prompt(rng)
     steps = careless_steps(prompt, rng)
+    if rng.random() < SHORT_SHARE:
+        steps = steps[: rng.randint(1, len(steps) - 1)]
     return {"prompt": prompt, "completions": steps, "labels": label_steps(prompt, steps)}
 
 

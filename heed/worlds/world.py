@@ -266,8 +266,8 @@ def _messages(prompt: str, response: str | None = None) -> list[dict[str, str]]:
 
 def write_counting(folder: Path, num_tasks: int, seed: int) -> None:
     """Write tasks of several steps: counting_labels, counting_prompts and counting_demonstrations, with a tenth more of
-    these held out. There are few enough distinct tasks that they occur several times; `reward.heldout_share` splits
-    labels by task.
+    these held out, and up to 200 tasks, counting_compare, that occur in none of the others. There are few enough
+    distinct tasks that they occur several times; `reward.heldout_share` splits labels by task.
     """
 
     def rng(name: str) -> random.Random:
@@ -277,6 +277,13 @@ def write_counting(folder: Path, num_tasks: int, seed: int) -> None:
     write_jsonl(folder / "counting_labels.jsonl", [labelled_row(labels) for _ in range(num_tasks)])
     rows = [{"messages": _messages(draw_prompt(prompts)), "kind": "counting"} for _ in range(num_tasks)]
     write_jsonl(folder / "counting_prompts.jsonl", rows)
+    compared, others = rng("compare"), dict[str, None]()
+    while len(others) < min(200, num_tasks):
+        others[draw_prompt(compared, is_heldout=True)] = None
+    write_jsonl(
+        folder / "counting_compare.jsonl",
+        [{"messages": _messages(prompt), "kind": "counting"} for prompt in others],
+    )
     for name, size in (("demonstrations", num_tasks), ("demonstrations_heldout", max(1, num_tasks // 10))):
         drawn = rng(name)
         asked = [draw_prompt(drawn) for _ in range(size)]
