@@ -126,12 +126,14 @@ def leases_of(
     num_events = select(func.count()).where(judgments.c.task == tasks.c.position, judgments.c.labeler == who)
     revision = num_events.correlate(tasks).scalar_subquery()
     own = select(func.max(assignments.c.given_at)).where(
-        assignments.c.task == tasks.c.position, assignments.c.labeler == who, ~assignments.c.is_done
+        assignments.c.task == tasks.c.position, assignments.c.labeler == who
     )
-    given_at = func.coalesce(own.correlate(tasks).scalar_subquery(), 0.0)
+    given_at = func.coalesce(own.where(~assignments.c.is_done).correlate(tasks).scalar_subquery(), 0.0)
     is_revealed = own.where(assignments.c.is_revealed).correlate(tasks).scalar_subquery().is_not(None)
+    is_done = own.where(assignments.c.is_done).correlate(tasks).scalar_subquery().is_not(None)
     columns = (tasks.c.task_id, tasks.c.handle, tasks.c.prompt, tasks.c.responses, tasks.c.warning)
-    lease = (revision.label("revision"), given_at.label("given_at"), is_revealed.label("is_revealed"))
+    state = (is_revealed.label("is_revealed"), is_done.label("is_done"))
+    lease = (revision.label("revision"), given_at.label("given_at"), *state)
     wanted = select(*columns, *lease)
     found = []
     for part in parts(positions):
@@ -140,7 +142,10 @@ def leases_of(
             responses = tuple(row.responses[index] for index in order)
             shown = ShownTask(row.task_id, messages(row.prompt), responses, row.warning)
             found.append(
-                Lease(shown, labeler, order, expires_at, row.revision, row.handle, row.given_at, row.is_revealed)
+                Lease(
+                    shown, labeler, order, expires_at, row.revision, row.handle, row.given_at, row.is_revealed,
+                    row.is_done,
+                )  # fmt: skip
             )
     return found
 

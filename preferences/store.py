@@ -131,6 +131,8 @@ class LabelStore:
         """Stores one labeler's answers, all or none. Lists in `answers[i]` follow the order shown in `granted[i]`.
 
         An answer that is already stored (same task, labeler, revision and content) is accepted and not stored again.
+        An answer with the next revision replaces the labeler's current one, which stays stored; the assignment is
+        theirs throughout, so no other labeler gets the task in between.
         An answer whose lease ran out is still accepted while the task has a free assignment.
 
         Raises: ValueError for a malformed answer, an unknown task, or an answer that contradicts the labeler's stored

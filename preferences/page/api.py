@@ -132,6 +132,12 @@ class UndoBody(Body):
     revision: Number
 
 
+class OwnTaskBody(Body):
+    """A task of yours to change the answer to: the handle from `/history`."""
+
+    task: Name
+
+
 class VoidBody(Body):
     """Which judgment to void, as in `/judgments`: its task, labeler (pseudonym or name) and revision."""
 
@@ -226,6 +232,7 @@ class Api:
         post("/skips", summary="Leave a task to other labelers", status_code=204)(self.skip)
         post("/reveals", summary="Show a task that has a warning", status_code=204)(self.reveal)
         post("/undos", summary="Take an answer or a skip back", status_code=204)(self.undo)
+        post("/answers/opened", summary="A task that you have answered, to answer it again in place")(self.open_answer)
         get("/history", summary="Your own last events")(self.history)
         get("/batches", summary="Progress of all batches (leads)")(self.batches)
         post("/tasks", summary="Add tasks (leads)", status_code=204, max_body_size=MAX_TASKS_BYTES)(self.add_tasks)
@@ -321,6 +328,13 @@ class Api:
     def undo(self, body: UndoBody, bearer: Bearer) -> None:
         account, _ = self._signed_in(bearer)
         self.service.undo(account, body.task, body.revision, CLIENT)
+
+    def open_answer(self, body: OwnTaskBody, bearer: Bearer) -> TaskBody:
+        account, token = self._signed_in(bearer)
+        presented = self.service.own_task(account, body.task, token) if account.role == "labeler" else None
+        if presented is None:
+            raise HTTPException(404, "you have no answer to this task that you could change")
+        return self._as_body(presented)
 
     def history(self, bearer: Bearer) -> list[dict[str, Any]]:
         account, _ = self._signed_in(bearer)

@@ -166,8 +166,8 @@ class TaskPages:
                 "message", account, token, 403, heading="Leads do not label", text=LEADS_DO_NOT_LABEL, typed=""
             )
         handle = request.query_params.get("task", "")
-        taken_back = self.service.taken_back(account, handle, token) if handle else None
-        presented = taken_back or self.service.next_task(account, token)
+        own = self.service.own_task(account, handle, token) if handle else None
+        presented = own or self.service.next_task(account, token)
         if presented == "instructions":
             return redirect("/instructions")
         if not isinstance(presented, PresentedTask):
@@ -270,7 +270,9 @@ class TaskPages:
             return self._task_page(account, token, presented, fields, wrong)
         self.service.answer(account, token, form, answer, CLIENT)
         self.unsaved.stored(token, form)
-        return redirect("/lead/quality" if account.role == "lead" else "/task")
+        if account.role == "lead":
+            return redirect("/lead/quality")
+        return redirect("/answers" if form.revision and presented.lease.is_done else "/task")
 
     def _skip(self, request: Request, posted: FormData) -> Response:
         account, token, fields = self.site.form(request, posted)

@@ -24,7 +24,7 @@ from preferences.formats.registry import format_to_write
 from preferences.leases import Lease
 from preferences.page.config import LabelingConfig, Screening
 from preferences.rankings import current_judgments
-from preferences.records import KINDS, Answer, Judgment
+from preferences.records import KINDS, MAX_MILLISECONDS, Answer, Judgment
 from preferences.results import BatchCounts, PastEvent
 from preferences.statistics.panel import Panel
 from preferences.statistics.plots import labeler_shares, positions_plot, progress_plot, share_plot, time_plot
@@ -110,15 +110,15 @@ class LabelingService:
                 return self._presented(lease, session)
         return "nothing open"
 
-    def taken_back(self, account: Account, handle: str, session: str) -> PresentedTask | None:
-        """Returns a task that the labeler took back and still has leased, by its handle.
+    def own_task(self, account: Account, handle: str, session: str) -> PresentedTask | None:
+        """Returns a task, by its handle, that the labeler has answered, or took back and still has leased.
 
         Returns None for any other task, and until the labeler has read the current instructions.
         """
         if account.read_version != self.config.version:
             return None
         lease = self.store.with_history(account.name, handle)
-        return self._presented(lease, session) if lease is not None and lease.given_at else None
+        return self._presented(lease, session) if lease is not None and (lease.given_at or lease.is_done) else None
 
     def earlier_answer(self, lease: Lease) -> Judgment | None:
         """Returns this person's last answer or adjudication of a task, with which the form for a new one is prefilled.
@@ -178,10 +178,15 @@ class LabelingService:
     def answer(self, account: Account, session: str, form: TaskForm, answer: Answer, client: str) -> None:
         """Stores an answer; a lead's answer is an adjudication. `milliseconds` is measured here.
 
+        The time of an answer that replaces an earlier one includes the earlier one's, because statistics read it as
+        the time that the labeler needed for the task.
+
         Raises: RefusedError for a form that was not made for this session, and what `LabelStore.submit` raises.
         """
         lease, milliseconds = self._sealed_lease(account, session, form)
-        timed, version = replace(answer, milliseconds=milliseconds), self.config.version
+        earlier = self.earlier_answer(lease) if account.role == "labeler" and lease.revision else None
+        total = min(milliseconds + (earlier.milliseconds if earlier is not None else 0), MAX_MILLISECONDS)
+        timed, version = replace(answer, milliseconds=total), self.config.version
         with _without_id(account, lease):
             if account.role == "lead":
                 self.store.adjudicate(lease, timed, client=client, instructions_version=version, act="adjudicated")
