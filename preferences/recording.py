@@ -2,8 +2,8 @@
 
 Each event (answer, skip, undo, adjudication, void) appends one judgment row. An answer finishes the labeler's
 assignment of the task, and a further answer by the same labeler replaces it in place, so that the assignment is theirs
-throughout. A skip or a void releases the assignment, and an undo takes back the last event and leases it again. An adjudication (a lead's answer that overrides those of labelers) needs no assignment, and neither does its undo
-or void.
+throughout. A skip or a void releases the assignment, and an undo takes back the last event and leases it again. An
+adjudication (a lead's answer that overrides those of labelers) needs no assignment, and neither does its undo or void.
 
 An import stores tasks with judgments that were made outside this store: either all of them or none.
 """

@@ -143,9 +143,16 @@ def leases_of(
             shown = ShownTask(row.task_id, messages(row.prompt), responses, row.warning)
             found.append(
                 Lease(
-                    shown, labeler, order, expires_at, row.revision, row.handle, row.given_at, row.is_revealed,
+                    shown,
+                    labeler,
+                    order,
+                    expires_at,
+                    row.revision,
+                    row.handle,
+                    row.given_at,
+                    row.is_revealed,
                     row.is_done,
-                )  # fmt: skip
+                )
             )
     return found
 
@@ -243,8 +250,8 @@ def content_hash(connection: Connection, batch: str) -> str:
     """Returns a SHA-256 over what was judged and how, sorted by (task_id, labeler), for the lineage.
 
     It covers each judged task's prompt, responses, sources and objective, and each current judgment's ranks, ratings,
-    flags, note, order shown, labeler and instructions version. It leaves out creation times, milliseconds, client,
-    order of arrival, and undone judgments. An erasure changes it, because it covers names and notes.
+    flags, note, order shown, labeler, instructions version and annotations. It leaves out creation times, milliseconds,
+    client, order of arrival, and undone judgments. An erasure changes it, because it covers names and notes.
     """
     current = current_judgments(judgments_of(connection, batch))
     known = task_rows(connection, batch)
@@ -253,7 +260,8 @@ def content_hash(connection: Connection, batch: str) -> str:
         task = known[one.task_id]
         what = [task[name] for name in ("task_id", "prompt", "responses", "sources", "objective")]
         how = [one.labeler, one.kind, one.ranks, one.ratings, one.flags, one.note, one.shown_order]
-        digest.update(json.dumps([*what, *how, one.instructions_version]).encode() + b"\n")
+        more = [one.annotations.as_dict()] if one.annotations else []  # without any, hashes stay as they were
+        digest.update(json.dumps([*what, *how, one.instructions_version, *more]).encode() + b"\n")
     return digest.hexdigest()
 
 

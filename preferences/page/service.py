@@ -19,11 +19,12 @@ from typing import Any, Literal
 from markupsafe import Markup
 
 from preferences.accounts import Account, Accounts
+from preferences.formats.annotated import by_criterion
 from preferences.formats.parts import Report, RowWarning
 from preferences.formats.registry import format_to_write
 from preferences.leases import Lease
 from preferences.page.config import LabelingConfig, Screening
-from preferences.rankings import current_judgments
+from preferences.rankings import criteria_in, current_judgments
 from preferences.records import KINDS, MAX_MILLISECONDS, Answer, Judgment
 from preferences.results import BatchCounts, PastEvent
 from preferences.statistics.panel import Panel
@@ -199,6 +200,11 @@ class LabelingService:
         with _without_id(account, lease):
             self.store.skip(lease, reason, milliseconds, client=client, instructions_version=self.config.version)
 
+    def ask(self, account: Account, lease: Lease, text: str) -> None:
+        """Stores a labeler's question about a task that they were shown. Raises: ValueError for an unusable text."""
+        with _without_id(account, lease):
+            self.store.write_message(lease.task_id, account.name, account.name, "question", text)
+
     def undo(self, account: Account, task: str, revision: int, client: str) -> None:
         """Takes back this person's last event on a task, given by its handle. Raises what `LabelStore.undo` raises.
 
@@ -279,6 +285,7 @@ class Exported:
 
     rows: list[dict[str, Any]]
     report: Report
+    criteria: tuple[str, ...] = ()  # that the batch could be exported by
 
     @property
     def lines(self) -> Iterator[str]:
@@ -361,20 +368,24 @@ class LeadView:
                 self._known[batch] = Quality(as_of, report, plots_of(judgments, num_wanted, report))
             return self._known[batch]
 
-    def export(self, batch: str, form: str, *, with_names: bool = False) -> Exported:
-        """Returns a batch in a format, with the labelers' pseudonyms or names.
+    def export(self, batch: str, form: str, *, with_names: bool = False, criterion: str = "") -> Exported:
+        """Returns a batch in a format, with the labelers' pseudonyms or names, and by one criterion if it is given.
 
-        Raises: ValueError for an unknown batch or format.
+        Raises: ValueError for an unknown batch, format or criterion.
         """
-        write = format_to_write(form).write
-        assert write is not None, f"{form} is not written"
+        chosen = format_to_write(form)
+        assert chosen.write is not None, f"{form} is not written"
         stored = self.store.tasks(batch)
         if not stored:
             raise ValueError(f"batch {batch!r} is not in the store")
         report = Report()
-        rows = list(write(stored, self.store.judgments(batch, with_names=with_names), report))
+        judgments = self.store.judgments(batch, with_names=with_names)
+        names = criteria_in(judgments)
+        if criterion:
+            stored, judgments = by_criterion(chosen, stored, judgments, criterion, report)
+        rows = list(chosen.write(stored, judgments, report))
         report.num_rows = len(rows)
-        return Exported(rows, report)
+        return Exported(rows, report, names)
 
 
 def exported_what(batch: str, what: str, *, with_names: bool) -> str:

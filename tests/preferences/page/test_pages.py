@@ -639,7 +639,9 @@ def test_an_answer_is_changed_in_place(world, visit):
     page = ann.get("/task")
     world.clock.now += 20
     ann.post("/task/answer", data=form(page) | ranks(3, 1, 2) | {"note": "hm", "flags_1": "hallucinates"})
-    path = re.search(r'href="(/task\?task=[^"]+)" aria-label="Change the answer to “Say t1”"', ann.get("/answers").text)[1]
+    path = re.search(
+        r'href="(/task\?task=[^"]+)" aria-label="Change the answer to “Say t1”"', ann.get("/answers").text
+    )[1]
     page = ann.get(path)
     assert "Change your answer" in page.text
     assert "It counts until you save the change." in page.text
