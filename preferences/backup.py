@@ -25,11 +25,27 @@ from files.atomic import PREFIX, atomic_file
 from preferences import personal_data
 from preferences.database import open_engines, require_store, store_file
 from preferences.names import COMMAND_LINE
-from preferences.schema import accounts, audit_log, invitations, judgments, labelers, metadata, sessions, tasks
+from preferences.schema import (
+    accounts,
+    audit_log,
+    invitations,
+    judgments,
+    labelers,
+    metadata,
+    questions,
+    sessions,
+    tasks,
+)
 
 ROWS_AT_ONCE = 1_000
+FIRST_TABLES = {"tasks", "places", "judgments", "labelers", "accounts", "people_acts", "alembic_version"}
 _LEFT_OUT = (sessions, invitations)
-_COUNTED = {tasks.name: tasks.c.position, judgments.name: judgments.c.judgment_id, audit_log.name: audit_log.c.act_id}
+_COUNTED = {
+    tasks.name: tasks.c.position,
+    judgments.name: judgments.c.judgment_id,
+    audit_log.name: audit_log.c.act_id,
+    questions.name: questions.c.message_id,
+}
 
 
 @dataclass(frozen=True)
@@ -101,7 +117,7 @@ def _snapshot(url_or_path: str | Path, out: Path) -> None:
     else:
         with closing(sqlite3.connect(source)) as opened, closing(sqlite3.connect(out)) as copy:
             found = {name for (name,) in opened.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            missing = sorted({*metadata.tables, "alembic_version"} - found)
+            missing = sorted(FIRST_TABLES - found)  # opening the copy adds newer tables
             if missing:
                 raise ValueError(f"{source}: has no table {missing[0]!r}; a label store was expected")
             opened.backup(copy)

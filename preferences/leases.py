@@ -58,6 +58,7 @@ class Lease:
     handle: str = ""
     given_at: float = 0.0  # seconds since the epoch
     is_revealed: bool = False
+    is_done: bool = False  # the labeler's own answer to the task counts now; a further one replaces it
 
     @property
     def is_hidden(self) -> bool:

@@ -1,7 +1,8 @@
 """What a label store holds about one person, and how to erase it.
 
-An erasure deletes the name, the account, its sessions and links, and everything that the person wrote. Judgments stay
-under the pseudonym, so that training data and statistics do not change.
+An erasure deletes the name, the account, its sessions and links, and what the person wrote in notes and questions.
+Judgments stay under the pseudonym, so that training data and statistics do not change; so do edits of responses, which
+are training data.
 """
 
 import sqlite3
@@ -12,10 +13,20 @@ from typing import Any
 from sqlalchemy import Connection, Engine, delete, select, update
 
 from preferences import leases, results
-from preferences.schema import accounts, assignments, audit_log, invitations, judgments, labelers, sessions, tasks
+from preferences.schema import (
+    accounts,
+    assignments,
+    audit_log,
+    invitations,
+    judgments,
+    labelers,
+    questions,
+    sessions,
+    tasks,
+)
 
 # Tables that hold or held names, or texts that people wrote. VACUUM also clears deleted rows not yet overwritten.
-PERSONAL_TABLES = (labelers, accounts, sessions, invitations, judgments, assignments, audit_log)
+PERSONAL_TABLES = (labelers, accounts, sessions, invitations, judgments, assignments, audit_log, questions)
 CHECKPOINT_SECONDS = 30.0  # how long to wait for others to finish reading a SQLite file
 KEY_NOTE = "an argon2 hash of the key is stored, the key itself is not"
 
@@ -33,6 +44,12 @@ def held_about(connection: Connection, name: str) -> dict[str, Any]:
     held = select(tasks.c.task_id, assignments.c.batch, assignments.c.expires_at).where(
         assignments.c.task == tasks.c.position, assignments.c.labeler == who, ~assignments.c.is_done
     )
+    said = (
+        select(tasks.c.task_id, tasks.c.batch, questions.c.kind, questions.c.text, questions.c.created_at)
+        .join(tasks, questions.c.task == tasks.c.position)
+        .where(questions.c.author == who)
+        .order_by(questions.c.message_id)
+    )
     events = select(audit_log).where((audit_log.c.actor == who) | (audit_log.c.subject == who))
     return {
         "name": name,
@@ -46,6 +63,7 @@ def held_about(connection: Connection, name: str) -> dict[str, Any]:
             for batch in results.batches(connection)
             for judgment in reversed(results.events(connection, batch, who, "", 0, None))
         ],
+        "questions": [dict(row) for row in connection.execute(said).mappings()],
         "audit_log": [
             {"actor": row.actor, "action": row.act, "subject": row.subject, "created_at": row.created_at}
             for row in connection.execute(events.order_by(audit_log.c.act_id))
@@ -68,6 +86,7 @@ def erase(connection: Connection, name: str) -> str:
     leases.release_all(connection, name, who)
     connection.execute(update(labelers).where(labelers.c.pseudonym == who).values(name=None, is_erased=True))
     connection.execute(update(judgments).where(judgments.c.labeler == who).values(note=""))
+    connection.execute(update(questions).where(questions.c.author == who).values(text=""))
     return who
 
 

@@ -9,9 +9,11 @@ the share and the seed, not on the rest of the data, so a batch collected later 
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from preferences.records import Judgment, Message, Ranking, Task
+from preferences.records import Judgment, Message, Ranking, Task, dense_ranks
+
+SAYS = ("answer", "adjudication")  # the kinds of events that judge responses
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,25 @@ def ranking_of(task: Task, answer: Judgment) -> Ranking:
         answer.ratings,
         answer.flags,
     )
+
+
+def criteria_in(judgments: Iterable[Judgment]) -> tuple[str, ...]:
+    """Returns the names of all criteria that responses were rated by, sorted."""
+    return tuple(sorted({one.name for judgment in judgments for one in judgment.annotations.criteria}))
+
+
+def judgment_by(judgment: Judgment, criterion: str) -> Judgment:
+    """Returns a judgment by one criterion: its ratings become the ratings, and the ranks are theirs.
+
+    The highest rating gets rank 1, and equal ratings are ties. A judgment without such ratings is returned as it is.
+    """
+    ratings = judgment.annotations.ratings_by(criterion)
+    if not ratings:
+        return judgment
+    others = tuple(one for one in judgment.annotations.criteria if one.name != criterion)
+    ranks = dense_ranks([-rating for rating in ratings])
+    annotations = replace(judgment.annotations, criteria=others)
+    return replace(judgment, ranks=ranks, ratings=ratings, annotations=annotations)
 
 
 def is_heldout(prompt: Sequence[Message], share: float, seed: int) -> bool:

@@ -1,9 +1,9 @@
 """Recording tasks and what labelers do, within the caller's transaction.
 
 Each event (answer, skip, undo, adjudication, void) appends one judgment row. An answer finishes the labeler's
-assignment of the task, a skip or a void releases it, and an undo takes back the last event and leases the assignment
-again. An adjudication (a lead's answer that overrides those of labelers) needs no assignment, and neither does its undo
-or void.
+assignment of the task, and a further answer by the same labeler replaces it in place, so that the assignment is theirs
+throughout. A skip or a void releases the assignment, and an undo takes back the last event and leases it again. An
+adjudication (a lead's answer that overrides those of labelers) needs no assignment, and neither does its undo or void.
 
 An import stores tasks with judgments that were made outside this store: either all of them or none.
 """
@@ -196,7 +196,7 @@ def _require_sequence(where: str, kind: str, before: Sequence[Mapping[str, Any]]
         raise ValueError(f"{where}: there is no answer or skip to take back")
     if kind == "void" and last not in ("answer", "adjudication"):
         raise ValueError(f"{where}: there is no judgment to void")
-    if kind in UNDOABLE and last in UNDOABLE:
+    if kind in UNDOABLE and last in UNDOABLE and (kind, last) != ("answer", "answer"):
         raise ValueError(f"{where}: already judged ({last}); take that back first")
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, Protocol, get_args
 
+from preferences.annotations import NO_ANNOTATIONS, Annotations
+
 MIN_RESPONSES = 2  # that a labeler ranks
 MAX_RESPONSES = 9
 MAX_LABELERS = 1_000  # per task; adding a task creates a row for each
@@ -103,6 +105,7 @@ class Answer:
     ratings: tuple[float, ...] = ()  # higher is better; 1 to 7 on the page
     flags: Flags = ()
     note: str = ""
+    annotations: Annotations = NO_ANNOTATIONS
 
 
 @dataclass(frozen=True)
@@ -158,9 +161,10 @@ class Judgment:
     milliseconds: int
     client: str
     created_at: float  # seconds since the epoch
+    annotations: Annotations = NO_ANNOTATIONS
 
 
-def dense_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
+def dense_ranks(ranks: Sequence[float]) -> tuple[int, ...]:
     """Closes gaps and keeps ties: (4, 4, 9) gives (1, 1, 2)."""
     dense = {rank: number for number, rank in enumerate(sorted(set(ranks)), start=1)}
     return tuple(dense[rank] for rank in ranks)

@@ -126,12 +126,14 @@ def leases_of(
     num_events = select(func.count()).where(judgments.c.task == tasks.c.position, judgments.c.labeler == who)
     revision = num_events.correlate(tasks).scalar_subquery()
     own = select(func.max(assignments.c.given_at)).where(
-        assignments.c.task == tasks.c.position, assignments.c.labeler == who, ~assignments.c.is_done
+        assignments.c.task == tasks.c.position, assignments.c.labeler == who
     )
-    given_at = func.coalesce(own.correlate(tasks).scalar_subquery(), 0.0)
+    given_at = func.coalesce(own.where(~assignments.c.is_done).correlate(tasks).scalar_subquery(), 0.0)
     is_revealed = own.where(assignments.c.is_revealed).correlate(tasks).scalar_subquery().is_not(None)
+    is_done = own.where(assignments.c.is_done).correlate(tasks).scalar_subquery().is_not(None)
     columns = (tasks.c.task_id, tasks.c.handle, tasks.c.prompt, tasks.c.responses, tasks.c.warning)
-    lease = (revision.label("revision"), given_at.label("given_at"), is_revealed.label("is_revealed"))
+    state = (is_revealed.label("is_revealed"), is_done.label("is_done"))
+    lease = (revision.label("revision"), given_at.label("given_at"), *state)
     wanted = select(*columns, *lease)
     found = []
     for part in parts(positions):
@@ -140,7 +142,17 @@ def leases_of(
             responses = tuple(row.responses[index] for index in order)
             shown = ShownTask(row.task_id, messages(row.prompt), responses, row.warning)
             found.append(
-                Lease(shown, labeler, order, expires_at, row.revision, row.handle, row.given_at, row.is_revealed)
+                Lease(
+                    shown,
+                    labeler,
+                    order,
+                    expires_at,
+                    row.revision,
+                    row.handle,
+                    row.given_at,
+                    row.is_revealed,
+                    row.is_done,
+                )
             )
     return found
 
@@ -238,8 +250,8 @@ def content_hash(connection: Connection, batch: str) -> str:
     """Returns a SHA-256 over what was judged and how, sorted by (task_id, labeler), for the lineage.
 
     It covers each judged task's prompt, responses, sources and objective, and each current judgment's ranks, ratings,
-    flags, note, order shown, labeler and instructions version. It leaves out creation times, milliseconds, client,
-    order of arrival, and undone judgments. An erasure changes it, because it covers names and notes.
+    flags, note, order shown, labeler, instructions version and annotations. It leaves out creation times, milliseconds,
+    client, order of arrival, and undone judgments. An erasure changes it, because it covers names and notes.
     """
     current = current_judgments(judgments_of(connection, batch))
     known = task_rows(connection, batch)
@@ -248,7 +260,8 @@ def content_hash(connection: Connection, batch: str) -> str:
         task = known[one.task_id]
         what = [task[name] for name in ("task_id", "prompt", "responses", "sources", "objective")]
         how = [one.labeler, one.kind, one.ranks, one.ratings, one.flags, one.note, one.shown_order]
-        digest.update(json.dumps([*what, *how, one.instructions_version]).encode() + b"\n")
+        more = [one.annotations.as_dict()] if one.annotations else []  # without any, hashes stay as they were
+        digest.update(json.dumps([*what, *how, one.instructions_version, *more]).encode() + b"\n")
     return digest.hexdigest()
 
 

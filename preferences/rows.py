@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from preferences.annotations import Annotations, require_annotations
 from preferences.leases import Lease, canonical, display_order
 from preferences.records import (
     KINDS,
@@ -26,7 +27,14 @@ from preferences.records import (
 
 ROLES = ("system", "user", "assistant")
 NAMES = ("task_id", "objective", "repeat_of", "warning")  # a task's text columns
-COMPARED = ("kind", "ranks", "ratings", "flags", "note")  # what two events with the same revision must agree on
+COMPARED = (
+    "kind",
+    "ranks",
+    "ratings",
+    "flags",
+    "note",
+    "annotations",
+)  # what two events with the same revision must agree on
 _VARIABLES_PER_STATEMENT = 5_000  # SQLite allows 32,766
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _NO_NAME = re.compile(r"[\0\ud800-\udfff]")
@@ -47,7 +55,7 @@ def require_name(where: str, field: str, text: str) -> None:
         raise ValueError(f"{where}: {field} has {len(text):,} characters; at most {MAX_ID_CHARACTERS} were expected")
 
 
-def _require_text(where: str, field: str, texts: Sequence[str]) -> None:
+def require_text(where: str, field: str, texts: Sequence[str]) -> None:
     """Checks that UTF-8 can encode the texts. NUL is allowed: these columns are JSON, which escapes it.
 
     Raises: ValueError for half a surrogate pair.
@@ -57,8 +65,11 @@ def _require_text(where: str, field: str, texts: Sequence[str]) -> None:
         raise ValueError(f"{where}: {field} contains {found.group()!r}, half of a surrogate pair")
 
 
-def _require_fits(where: str, answer: Answer, num_responses: int) -> None:
-    """Raises: ValueError, beginning with `where` and naming the field, if the answer does not fit the task."""
+def _require_fits(where: str, answer: Answer, num_responses: int, responses: Sequence[str] = ()) -> None:
+    """Raises: ValueError, beginning with `where` and naming the field, if the answer does not fit the task.
+
+    `responses` are the texts, in the answer's order, if they are known.
+    """
     if len(answer.ranks) != num_responses:
         raise ValueError(f"{where}: ranks has {len(answer.ranks)} entries for {num_responses} responses")
     for rank in answer.ranks:
@@ -73,6 +84,9 @@ def _require_fits(where: str, answer: Answer, num_responses: int) -> None:
         raise ValueError(f"{where}: flags is {answer.flags!r}; strings were expected")
     if not all(type(rating) in (int, float) and math.isfinite(rating) for rating in answer.ratings):
         raise ValueError(f"{where}: ratings is {answer.ratings!r}; finite numbers were expected")
+    require_annotations(where, answer.annotations, num_responses, responses)
+    for field, text in answer.annotations.texts:
+        require_text(where, field, [text])
 
 
 def answer_row(lease: Lease, answer: Answer, kind: str) -> Values:
@@ -81,9 +95,9 @@ def answer_row(lease: Lease, answer: Answer, kind: str) -> Values:
     Raises: ValueError for an answer that does not fit the lease.
     """
     where = f"task {lease.task_id!r}, labeler {lease.labeler!r}"
-    _require_fits(where, answer, len(lease.order))
-    _require_text(where, "note", [answer.note])
-    _require_text(where, "flags", [flag for flags in answer.flags for flag in flags])
+    _require_fits(where, answer, len(lease.order), lease.shown.responses)
+    require_text(where, "note", [answer.note])
+    require_text(where, "flags", [flag for flags in answer.flags for flag in flags])
     expected = display_order(lease.task_id, lease.labeler, len(lease.order))
     assert lease.order == expected, f"{where}: order {lease.order}, but {expected} was shown"
     return _event_row(lease, kind, answer.milliseconds) | {
@@ -91,6 +105,7 @@ def answer_row(lease: Lease, answer: Answer, kind: str) -> Values:
         "ratings": canonical(lease.order, answer.ratings),
         "flags": [list(flags) for flags in canonical(lease.order, answer.flags)],
         "note": answer.note,
+        "annotations": answer.annotations.canonical(lease.order).as_dict(),
     }
 
 
@@ -98,8 +113,9 @@ def empty_row(lease: Lease, kind: str, reason: str, milliseconds: int) -> Values
     """Returns the columns of an event without a ranking: a skip or an undo."""
     if not reason:
         raise ValueError(f"task {lease.task_id!r}, labeler {lease.labeler!r}: note is empty; a reason was expected")
-    _require_text(f"task {lease.task_id!r}, labeler {lease.labeler!r}", "note", [reason])
-    return _event_row(lease, kind, milliseconds) | {"ranks": [], "ratings": [], "flags": [], "note": reason}
+    require_text(f"task {lease.task_id!r}, labeler {lease.labeler!r}", "note", [reason])
+    nothing: Values = {"ranks": [], "ratings": [], "flags": [], "annotations": {}}
+    return _event_row(lease, kind, milliseconds) | nothing | {"note": reason}
 
 
 def _event_row(lease: Lease, kind: str, milliseconds: int) -> Values:
@@ -122,8 +138,8 @@ def judgment_row(judgment: Judgment, num_responses: int, locations: Locations = 
         require_name(where, field, getattr(judgment, field))
     if not judgment.labeler:
         raise ValueError(f"{where}: labeler is empty; a name was expected")
-    _require_text(where, "note", [judgment.note])
-    _require_text(where, "flags", [flag for flags in judgment.flags for flag in flags])
+    require_text(where, "note", [judgment.note])
+    require_text(where, "flags", [flag for flags in judgment.flags for flag in flags])
     if judgment.milliseconds > MAX_MILLISECONDS:
         raise ValueError(f"{where}: milliseconds is {judgment.milliseconds}; at most {MAX_MILLISECONDS} was expected")
     require_moment(where, "created_at", judgment.created_at)
@@ -134,15 +150,16 @@ def judgment_row(judgment: Judgment, num_responses: int, locations: Locations = 
             f"{where}: shown_order is {judgment.shown_order}; each of 0 to {num_responses - 1} once was expected"
         )
     if judgment.kind in ("answer", "adjudication"):
-        answer = Answer(judgment.ranks, judgment.milliseconds, judgment.ratings, judgment.flags, judgment.note)
-        _require_fits(where, answer, num_responses)
-    elif judgment.ranks or judgment.ratings or judgment.flags:
-        raise ValueError(f"{where}: ranks, ratings or flags in a judgment of kind {judgment.kind!r}")
+        said = (judgment.ratings, judgment.flags, judgment.note, judgment.annotations)
+        _require_fits(where, Answer(judgment.ranks, judgment.milliseconds, *said), num_responses)
+    elif judgment.ranks or judgment.ratings or judgment.flags or judgment.annotations:
+        raise ValueError(f"{where}: ranks, ratings, flags or annotations in a judgment of kind {judgment.kind!r}")
     return asdict(judgment) | {
         "ranks": list(dense_ranks(judgment.ranks)),
         "ratings": list(judgment.ratings),
         "flags": [list(flags) for flags in judgment.flags],
         "shown_order": list(judgment.shown_order),
+        "annotations": judgment.annotations.as_dict(),
     }
 
 
@@ -162,6 +179,7 @@ def as_judgment(row: Mapping[str, Any]) -> Judgment:
         milliseconds=row["milliseconds"],
         client=row["client"],
         created_at=row["created_at"],
+        annotations=Annotations.of(row["annotations"]),
     )
 
 
@@ -183,8 +201,8 @@ def task_row(task: Task, batch: str, quota: int, locations: Locations = NO_LOCAT
     for name, texts in (("responses", task.responses), ("sources", task.sources)):
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{where}: {name} is {texts!r}; strings were expected")
-        _require_text(where, name, texts)
-    _require_text(where, "prompt", [message.content for message in task.prompt])
+        require_text(where, name, texts)
+    require_text(where, "prompt", [message.content for message in task.prompt])
     return {
         "task_id": task.task_id,
         "batch": batch,

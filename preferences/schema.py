@@ -5,10 +5,12 @@ places       one row per assignment (a labeler that a task wants): free, leased 
              triggers refuse DELETE, replacing a row, and moving an assignment to another task
 judgments    one row per event of a labeler, append-only like tasks
 people_acts  the audit log: one row per event on accounts or exports, append-only like tasks
+questions    one row per message between a labeler and the leads about a task, append-only like tasks
 labelers     the name of each pseudonym; triggers refuse DELETE, and every UPDATE except an erasure
 
 A column `labeler` holds a pseudonym, and so do `actor` and `subject` of the audit log if they are people. Only an
-erasure may change a judgment: the trigger allows emptying the notes of an erased labeler, and nothing else.
+erasure may change a judgment or a message: the triggers allow emptying the notes and messages of an erased person, and
+nothing else.
 
 In the database `assignments` is the table `places`, whose column `place` is the assignment's number, and `audit_log` is
 the table `people_acts`.
@@ -111,9 +113,24 @@ judgments = Table(
     Column("milliseconds", Integer, nullable=False),
     Column("client", String, nullable=False),
     Column("created_at", Float, nullable=False),  # seconds since the epoch
+    Column("annotations", JSON, nullable=False, server_default="{}"),  # see preferences.annotations; {} = none
     # This constraint's index also finds a task's judgments.
     UniqueConstraint("task", "labeler", "revision", name="judgments_once"),
     Index("judgments_by_labeler", "labeler", "judgment_id"),
+)
+
+questions = Table(
+    "questions",
+    metadata,
+    Column("message_id", Integer, primary_key=True),
+    Column("task", ForeignKey("tasks.position"), nullable=False),
+    Column("labeler", String, nullable=False),  # whose thread about the task it is
+    Column("author", String, nullable=False),  # this labeler or a lead
+    Column("kind", String, nullable=False),  # question, reply, resolved
+    Column("text", JSON, nullable=False),  # a string, as in judgments.note
+    Column("created_at", Float, nullable=False),  # seconds since the epoch
+    Index("questions_by_labeler", "labeler", "task", "message_id"),
+    Index("questions_by_task", "task", "labeler", "message_id"),
 )
 
 labelers = Table(

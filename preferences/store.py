@@ -13,10 +13,11 @@ from typing import Self
 
 from sqlalchemy import select
 
-from preferences import leases, recording, results
+from preferences import leases, questions, recording, results
 from preferences.database import open_engines
 from preferences.leases import Lease
 from preferences.names import known_pseudonym, num_erased, pseudonym_of
+from preferences.questions import State, Thread
 from preferences.recording import Import, ImportRows, stored
 from preferences.records import NO_LOCATIONS, Answer, Judgment, Locations, Message, Ranking, StoredTask, Task
 from preferences.results import BatchCounts, Coverage, PastEvent, Progress
@@ -131,6 +132,8 @@ class LabelStore:
         """Stores one labeler's answers, all or none. Lists in `answers[i]` follow the order shown in `granted[i]`.
 
         An answer that is already stored (same task, labeler, revision and content) is accepted and not stored again.
+        An answer with the next revision replaces the labeler's current one, which stays stored; the assignment is
+        theirs throughout, so no other labeler gets the task in between.
         An answer whose lease ran out is still accepted while the task has a free assignment.
 
         Raises: ValueError for a malformed answer, an unknown task, or an answer that contradicts the labeler's stored
@@ -275,6 +278,35 @@ class LabelStore:
             recording.store_rows(connection, rows, files, self._clock())
             if only_check:
                 transaction.rollback()
+
+    # ---- questions to the leads ----
+
+    def write_message(self, task_id: str, labeler: str, author: str, kind: State, text: str) -> None:
+        """Appends a message to the labeler's thread on a task; see `preferences.questions`. Idempotent.
+
+        Raises: ValueError for an unknown task or labeler, and what `questions.write` raises.
+        """
+        with self._writer.begin() as connection:
+            found = stored(connection, [task_id])
+            who = pseudonym_of(connection, labeler) if author == labeler else known_pseudonym(connection, labeler)
+            if task_id not in found or not who:
+                raise ValueError("this task has no question of this labeler")
+            writer = pseudonym_of(connection, author)
+            questions.write(connection, found[task_id]["position"], who, writer, kind, text, self._clock())
+
+    def threads(self, *, labeler: str = "", task_id: str = "") -> list[Thread]:
+        """Returns the threads of one labeler ("" = of all), or on one task; those with the newest message first."""
+        with self._reader.begin() as connection:
+            who = known_pseudonym(connection, labeler) if labeler else ""
+            return questions.threads(connection, who=who, task_id=task_id) if who or not labeler else []
+
+    def num_waiting(self, labeler: str = "") -> int:
+        """Counts questions that wait for a reply, or a labeler's threads with a reply that they have not resolved."""
+        with self._reader.begin() as connection:
+            if not labeler:
+                return questions.num_waiting(connection, "question")
+            who = known_pseudonym(connection, labeler)
+            return questions.num_waiting(connection, "reply", who=who) if who else 0
 
     # ---- results out ----
 

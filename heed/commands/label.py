@@ -125,6 +125,9 @@ def export_labels(
         ),
     ] = "heed",
     batch: Annotated[str, typer.Option(help="Export only this batch.")] = "",
+    criterion: Annotated[
+        str, typer.Option(help="Rank by this criterion's ratings; by default, as labelers ranked.")
+    ] = "",
     names: Annotated[bool, typer.Option("--names", help="Name the labelers; by default they have pseudonyms.")] = False,
     strict: Strict = False,
     report: ReportFile = None,
@@ -137,7 +140,7 @@ def export_labels(
     chosen = format_to_write(form)
     require_store(store)
     with open_store(store) as opened, console.status("writing"):
-        found, num_rows = export(opened, chosen, out, batch=batch, strict=strict, with_names=names)
+        found, num_rows = export(opened, chosen, out, batch=batch, criterion=criterion, strict=strict, with_names=names)
     print_warnings(found, report)
     typer.echo(f"{num_rows:,} rows of {chosen.name} ({chosen.description}) in {out}")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from files.atomic import atomic_file, atomic_folder
+from preferences.formats.annotated import by_criterion
 from preferences.formats.merging import Found, FoundTask
 from preferences.formats.parts import Format, Report
 from preferences.recording import Import
@@ -46,11 +47,19 @@ def store_found(store: LabelStore, found: Found, batch: str, *, only_check: bool
 
 
 def export(
-    store: LabelStore, form: Format, path: Path, *, batch: str = "", strict: bool = False, with_names: bool = False
+    store: LabelStore,
+    form: Format,
+    path: Path,
+    *,
+    batch: str = "",
+    criterion: str = "",
+    strict: bool = False,
+    with_names: bool = False,
 ) -> tuple[Report, int]:
     """Writes a batch ("" = all batches) to `path`. Returns the report and the number of rows.
 
-    Labelers appear under their pseudonyms, or under their names if `with_names`.
+    Labelers appear under their pseudonyms, or under their names if `with_names`. With a `criterion`, its ratings take
+    the place of the ranks.
 
     Raises: ValueError for a batch without tasks, for a path that exists, and if nothing fits the format.
     """
@@ -61,6 +70,8 @@ def export(
         raise ValueError(f"batch {batch!r} has no tasks in the store" if batch else "the store has no tasks")
     report = Report(strict=strict)
     judgments = [judgment for name in batches for judgment in store.judgments(name, with_names=with_names)]
+    if criterion:
+        stored, judgments = by_criterion(form, stored, judgments, criterion, report)
     num_rows = write_rows(path, form.write(stored, judgments, report))
     if not num_rows:
         counts = ", ".join(f"{count} x {kind}" for kind, count in report.counts().items())

@@ -347,9 +347,18 @@ def _add_judgment(own: list[Judgment], judgment: Judgment, where: str, report: R
 def final_rankings(
     tasks: Iterable[Task], judgments: Iterable[Judgment], report: Report
 ) -> Iterator[tuple[Task, Ranking]]:
-    """Yields the final rankings that are training data, in the order of the tasks.
+    """Yields the final judgments as rankings; see `final_judgments`."""
+    for task, judgment in final_judgments(tasks, judgments, report):
+        yield task, ranking_of(task, judgment)
 
-    It reports each judgment that is not final once, and those that are excluded (`preferences.rankings.why_excluded`).
+
+def final_judgments(
+    tasks: Iterable[Task], judgments: Iterable[Judgment], report: Report, *, keeps: Sequence[str] = ()
+) -> Iterator[tuple[Task, Judgment]]:
+    """Yields the final judgments that are training data, in the order of the tasks.
+
+    It reports each judgment that is not final once, those that are excluded (`preferences.rankings.why_excluded`), and
+    annotations ("criteria", "spans", "edits") except those that the format `keeps`.
     """
     judgments = list(judgments)
     current = current_judgments(judgments)
@@ -374,7 +383,17 @@ def final_rankings(
             if why:
                 _report_excluded(report, judgment, why)
             else:
-                yield task, ranking_of(task, judgment)
+                _report_annotations(report, judgment, keeps)
+                yield task, judgment
+
+
+def _report_annotations(report: Report, judgment: Judgment, keeps: Sequence[str]) -> None:
+    said = judgment.annotations
+    counts = {"criteria": len(said.criteria), "spans": len(said.spans), "edits": sum(map(bool, said.edits))}
+    for kind, count in counts.items():
+        if count and kind not in keeps:
+            where = f"task {judgment.task_id!r}, labeler {judgment.labeler!r}"
+            report.add(kind, where, f"the answer has {count}, which this format cannot hold", "left out")
 
 
 def report_excluded(found: Found) -> None:

@@ -30,7 +30,8 @@ from files.fields import (
     whole_field,
 )
 from files.strict_json import parse_json
-from preferences.formats.merging import final_rankings
+from preferences.annotations import Annotations, CriterionRatings, Span, require_annotations
+from preferences.formats.merging import final_judgments, final_rankings
 from preferences.formats.parts import (
     CONSENSUS,
     UNKNOWN,
@@ -61,6 +62,7 @@ from preferences.records import (
     require_moment,
 )
 
+MAX_CHARACTERS = 2**31  # of a response, as far as a span's end can say
 MAX_FLAGS = 100  # per response
 REQUIRED = ("task_id", "prompt", "responses")  # of a row of `heed`; the other fields have defaults
 
@@ -125,14 +127,37 @@ def write_heed(
 
 
 def _judgment_row(judgment: Judgment) -> dict[str, Any]:
-    row = {field.name: getattr(judgment, field.name) for field in fields(judgment) if field.name != "task_id"}
+    left_out = ("task_id", "annotations")
+    row = {field.name: getattr(judgment, field.name) for field in fields(judgment) if field.name not in left_out}
     lists = {
         "ranks": list(judgment.ranks),
         "ratings": [float(rating) for rating in judgment.ratings],
         "flags": [list(flags) for flags in judgment.flags],
         "shown_order": list(judgment.shown_order),
     }
-    return row | lists
+    return row | lists | judgment.annotations.as_dict()
+
+
+def _annotations(where: str, row: Row, task: Task) -> Annotations:
+    """Reads a judgment's `criteria`, `spans` and `edits`, as far as it has them."""
+    given = {name: row[name] for name in ("criteria", "spans", "edits") if row.get(name) is not None}
+    criteria = tuple(
+        CriterionRatings(text_field(where, one, "name"), numbers_field(where, one, "ratings"))
+        for one in objects_field(where, {"criteria": (), **given}, "criteria")
+    )
+    spans = tuple(
+        Span(
+            whole_field(where, span, "response", 0, MAX_RESPONSES),
+            whole_field(where, span, "start", 0, MAX_CHARACTERS),
+            whole_field(where, span, "end", 0, MAX_CHARACTERS),
+            text_field(where, span, "label"),
+        )
+        for span in objects_field(where, {"spans": (), **given}, "spans")
+    )
+    edits = _texts(where, given, "edits", 0, MAX_RESPONSES) if "edits" in given else ()
+    found = Annotations(criteria, spans, edits)
+    require_annotations(where, found, len(task.responses), task.responses)
+    return found
 
 
 def _judgment(where: str, row: Row, task: Task) -> Judgment:
@@ -163,6 +188,7 @@ def _judgment(where: str, row: Row, task: Task) -> Judgment:
         milliseconds=whole_field(where, row, "milliseconds", 0, MAX_MILLISECONDS),
         client=any_text(where, row, "client"),
         created_at=require_moment(where, "field 'created_at'", number_field(where, row, "created_at")),
+        annotations=_annotations(where, row, task),
     )
 
 
@@ -301,11 +327,20 @@ def _agreement(ranks: Sequence[int], rankings: Sequence[Ranking]) -> float | Non
 def write_demonstrations(
     stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
 ) -> Iterator[dict[str, Any]]:
-    """Writes {"messages"}: each task's best response, from its first final ranking with a single best response."""
+    """Writes {"messages"}: each task's best response, from its first final judgment with a single best response.
+
+    If the labeler wrote a better version of that response, it is the demonstration.
+    """
     written = set[str]()
-    for task, ranking in final_rankings([one.task for one in stored], judgments, report):
-        where = f"task {task.task_id!r}, labeler {ranking.labeler!r}"
-        best = [response for response, rank in zip(task.responses, ranking.ranks, strict=True) if rank == 1]
+    for task, judgment in final_judgments([one.task for one in stored], judgments, report, keeps=("edits",)):
+        where = f"task {task.task_id!r}, labeler {judgment.labeler!r}"
+        edits = judgment.annotations.edits or ("",) * len(task.responses)
+        said = zip(task.responses, edits, judgment.ranks, strict=True)
+        best = [edit or response for response, edit, rank in said if rank == 1]
+        others = sum(1 for edit, rank in zip(edits, judgment.ranks, strict=True) if edit and rank > 1)
+        if others:
+            found = f"{others} of a response that is not the best; the format `edits` holds them"
+            report.add("edits", where, found, "left out")
         if task.task_id in written:
             continue
         if len(best) > 1 or not best[0].strip():

@@ -5,7 +5,7 @@ from itertools import chain, islice
 
 from files.fields import names
 from files.rows import Rows
-from preferences.formats import helpsteer, hh, judges, oasst, openai, own, trl, ultrafeedback
+from preferences.formats import annotated, helpsteer, hh, judges, oasst, openai, own, trl, ultrafeedback
 from preferences.formats.parts import Format, Row, has_fields
 
 AUTO = "auto"
@@ -71,6 +71,8 @@ _ALL = (
     Format("trl_unpaired", "TRL's unpaired labels", trl.recognise_unpaired, trl.read_unpaired, None),
     Format("trl", "TRL's preferences, conversational or texts", trl.recognise, trl.read, trl.write),
     Format("trl_text", "TRL's preferences, written as texts", _never, trl.read, trl.write_text),
+    Format("criteria", "ratings by criterion, as in HelpSteer2", _never, None, annotated.write_criteria),
+    Format("edits", "labelers' versions, preferred over the originals", _never, None, annotated.write_edits),
     Format("demonstrations", "the best responses, for SFT", _never, None, own.write_demonstrations),
     Format("prompts", "the prompts, for PPO", _never, None, own.write_prompts),
 )

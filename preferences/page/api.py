@@ -10,11 +10,21 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from preferences.accounts import Account, Accounts
+from preferences.annotations import MAX_EDIT_CHARACTERS, MAX_SPANS, Annotations, CriterionRatings, Span
 from preferences.formats.registry import FORMATS
-from preferences.page.config import LabelingConfig
+from preferences.page.config import Criterion, LabelingConfig
 from preferences.page.forms import MAX_NOTE_CHARACTERS, MAX_RATING, MIN_RATING
-from preferences.page.security import MAX_SIGN_IN_BYTES, MAX_TASKS_BYTES, Attempts, sign_in, unstorable_in
+from preferences.page.question_pages import Questions
+from preferences.page.security import (
+    MAX_ANSWER_BYTES,
+    MAX_SIGN_IN_BYTES,
+    MAX_TASKS_BYTES,
+    Attempts,
+    sign_in,
+    unstorable_in,
+)
 from preferences.page.service import LabelingService, LeadView, PresentedTask, TaskForm, exported_what
+from preferences.questions import MAX_QUESTION_CHARACTERS, State
 from preferences.rankings import why_excluded
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Answer, Message, Task
 
@@ -34,8 +44,10 @@ STORABLE = "^[\u0001-\ud7ff\ue000-\U0010ffff]*$"
 Text = Annotated[str, Field(pattern=STORABLE)]
 Name = Annotated[str, Field(min_length=1, max_length=512, pattern=STORABLE)]
 Note = Annotated[str, Field(max_length=MAX_NOTE_CHARACTERS, pattern=STORABLE)]
+Edit = Annotated[str, Field(max_length=MAX_EDIT_CHARACTERS, pattern=STORABLE)]
 ExportFormat = Annotated[str, Field(json_schema_extra={"enum": [form.name for form in FORMATS.values() if form.write]})]
 Names = Annotated[bool, Query(description="Name the labelers; by default they have pseudonyms.")]
+ByCriterion = Annotated[str, Query(description="Rank by this criterion's ratings; by default, as labelers ranked.")]
 SignIns = Annotated[bool, Query(description="Sign-ins and refused ones, instead of everything else.")]
 Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 
@@ -97,6 +109,9 @@ class TaskBody(BaseModel):
     responses: list[str]
     asks_ratings: bool
     flags: list[str]
+    criteria: list[Criterion]
+    span_labels: list[str]
+    asks_edits: bool
     expires_at: float
 
 
@@ -106,14 +121,30 @@ class NoTask(BaseModel):
     waiting: str
 
 
+class SpanBody(Body):
+    """A passage of a response, which has the number that it is shown at, from 0: characters `start` to `end` - 1."""
+
+    response: Annotated[int, Field(ge=0, lt=MAX_RESPONSES), IS_WHOLE]
+    start: Number
+    end: Number
+    label: Text
+
+
 class AnswerBody(Body):
-    """An answer. Lists are in the order shown; rank 1 is the best, equal ranks are ties."""
+    """An answer. Lists are in the order shown; rank 1 is the best, equal ranks are ties.
+
+    `criteria` has one rating per response by each criterion of the task (for yes or no, 1 or 0). `edits` has a better
+    version of each response, or "" for none.
+    """
 
     form: Form
     ranks: Annotated[list[Rank], Field(min_length=MIN_RESPONSES, max_length=MAX_RESPONSES)]
     ratings: Annotated[list[Rating], Field(max_length=MAX_RESPONSES)] = []
     flags: Annotated[list[Annotated[list[Text], Field(max_length=MAX_FLAGS)]], Field(max_length=MAX_RESPONSES)] = []
     note: Note = ""
+    criteria: dict[Text, Annotated[list[Number], Field(min_length=MIN_RESPONSES, max_length=MAX_RESPONSES)]] = {}
+    spans: Annotated[list[SpanBody], Field(max_length=MAX_SPANS * MAX_RESPONSES)] = []
+    edits: Annotated[list[Edit], Field(max_length=MAX_RESPONSES)] = []
 
 
 class SkipBody(Body):
@@ -125,11 +156,31 @@ class RevealBody(Body):
     form: Form
 
 
+class QuestionBody(Body):
+    form: Form
+    text: Annotated[str, Field(min_length=1, max_length=MAX_QUESTION_CHARACTERS, pattern=STORABLE)]
+
+
+class MessageOfThreadBody(Body):
+    """A message in a thread of `/questions`. Leads name the labeler whose thread it is."""
+
+    task: Name
+    labeler: Text = ""
+    text: Annotated[str, Field(max_length=MAX_QUESTION_CHARACTERS, pattern=STORABLE)] = ""
+    resolved: bool = False
+
+
 class UndoBody(Body):
     """What to take back. `task` is the handle from `/history`; `revision` is one more than that of the event."""
 
     task: Name
     revision: Number
+
+
+class OwnTaskBody(Body):
+    """A task of yours to change the answer to: the handle from `/history`."""
+
+    task: Name
 
 
 class VoidBody(Body):
@@ -211,8 +262,11 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 class Api:
     """The routes of the API."""
 
-    def __init__(self, service: LabelingService, accounts: Accounts, lead: LeadView, attempts: Attempts) -> None:
+    def __init__(
+        self, service: LabelingService, accounts: Accounts, lead: LeadView, questions: Questions, attempts: Attempts
+    ) -> None:
         self.service, self.accounts, self.lead, self.attempts = service, accounts, lead, attempts
+        self.questions = questions
         self.router = APIRouter(prefix="/api", responses=ERRORS)
         get, post = self.router.get, self.router.post
         post("/session", summary="Sign in", max_body_size=MAX_SIGN_IN_BYTES)(self.sign_in)
@@ -222,11 +276,16 @@ class Api:
         get("/instructions", summary="The instructions for labelers")(self.instructions)
         post("/instructions/read", summary="Confirm reading the instructions", status_code=204)(self.confirm_reading)
         post("/lease", summary="The next task")(self.lease)
-        post("/answers", summary="Judge a task; for leads: adjudicate it", status_code=204)(self.answer)
+        answers = {"status_code": 204, "max_body_size": MAX_ANSWER_BYTES}
+        post("/answers", summary="Judge a task; for leads: adjudicate it", **answers)(self.answer)
         post("/skips", summary="Leave a task to other labelers", status_code=204)(self.skip)
         post("/reveals", summary="Show a task that has a warning", status_code=204)(self.reveal)
         post("/undos", summary="Take an answer or a skip back", status_code=204)(self.undo)
+        post("/answers/opened", summary="A task that you have answered, to answer it again in place")(self.open_answer)
         get("/history", summary="Your own last events")(self.history)
+        post("/questions", summary="Ask the leads about a task", status_code=204)(self.ask)
+        get("/questions", summary="Your questions; for leads: all, those that wait first")(self.threads)
+        post("/questions/messages", summary="Continue or resolve a thread", status_code=204)(self.write_message)
         get("/batches", summary="Progress of all batches (leads)")(self.batches)
         post("/tasks", summary="Add tasks (leads)", status_code=204, max_body_size=MAX_TASKS_BYTES)(self.add_tasks)
         post("/reopened/{task_id:path}", summary="A task to adjudicate (leads)")(self.reopened)
@@ -307,7 +366,8 @@ class Api:
         if any(len(flags) != len(set(flags)) for flags in body.flags):
             raise _invalid("flags", "each flag at most once per response expected")
         flags = tuple(tuple(marked) for marked in body.flags)
-        answer = Answer(tuple(body.ranks), 0, tuple(body.ratings), flags, body.note)
+        annotations = _annotations(body, config)
+        answer = Answer(tuple(body.ranks), 0, tuple(body.ratings), flags, body.note, annotations)
         self.service.answer(account, token, body.form.task_form(), answer, CLIENT)
 
     def skip(self, body: SkipBody, bearer: Bearer) -> None:
@@ -318,9 +378,40 @@ class Api:
         account, token = self._signed_in(bearer)
         self.service.reveal(account, token, body.form.task_form())
 
+    def ask(self, body: QuestionBody, bearer: Bearer) -> None:
+        account, token = self._signed_in(bearer)
+        lease = self.service.shown_again(account, token, body.form.task_form()).lease
+        if account.role != "labeler" or lease.is_hidden:
+            raise HTTPException(403, "labelers ask about tasks that they were shown")
+        self.service.ask(account, lease, body.text)
+
+    def threads(self, bearer: Bearer) -> list[dict[str, Any]]:
+        account, _ = self._signed_in(bearer)
+        rows = []
+        for thread in self.questions.of(account):
+            row = asdict(thread)
+            if account.role != "lead":  # an id may reveal what labelers must not know, and so may other names
+                del row["task_id"], row["batch"]
+                for said in row["said"]:
+                    said["author"] = account.name if said["author"] == account.name else "lead"
+            rows.append({"task": row.pop("handle"), "state": thread.state, **row})
+        return rows
+
+    def write_message(self, body: MessageOfThreadBody, bearer: Bearer) -> None:
+        account, _ = self._signed_in(bearer)
+        kind: State = "resolved" if body.resolved else "reply"
+        self.questions.write(account, body.task, body.labeler, kind, "" if body.resolved else body.text)
+
     def undo(self, body: UndoBody, bearer: Bearer) -> None:
         account, _ = self._signed_in(bearer)
         self.service.undo(account, body.task, body.revision, CLIENT)
+
+    def open_answer(self, body: OwnTaskBody, bearer: Bearer) -> TaskBody:
+        account, token = self._signed_in(bearer)
+        presented = self.service.own_task(account, body.task, token) if account.role == "labeler" else None
+        if presented is None:
+            raise HTTPException(404, "you have no answer to this task that you could change")
+        return self._as_body(presented)
 
     def history(self, bearer: Bearer) -> list[dict[str, Any]]:
         account, _ = self._signed_in(bearer)
@@ -376,11 +467,17 @@ class Api:
         ]
 
     def export(
-        self, batch: str, bearer: Bearer, form: Annotated[ExportFormat, Query(alias="format")], *, names: Names = False
+        self,
+        batch: str,
+        bearer: Bearer,
+        form: Annotated[ExportFormat, Query(alias="format")],
+        criterion: ByCriterion = "",
+        *,
+        names: Names = False,
     ) -> ExportBody:
         account, _ = self._lead(bearer)
         self._require_batch(batch)
-        found = self.lead.export(batch, form, with_names=names)
+        found = self.lead.export(batch, form, with_names=names, criterion=criterion)
         self.accounts.log(account.name, "exported", exported_what(batch, form, with_names=names))
         return ExportBody(rows=found.rows, left_out=found.report.counts())
 
@@ -442,8 +539,31 @@ class Api:
             responses=list(shown.responses),
             asks_ratings=config.asks_ratings,
             flags=list(config.flags),
+            criteria=list(config.criteria),
+            span_labels=list(config.span_labels),
+            asks_edits=config.asks_edits,
             expires_at=presented.lease.expires_at,
         )
+
+
+def _annotations(body: AnswerBody, config: LabelingConfig) -> Annotations:
+    """Returns an answer's annotations. Raises: RequestValidationError for what the configuration does not ask for."""
+    asked = {criterion.name: criterion for criterion in config.criteria}
+    if body.criteria.keys() != asked.keys():
+        raise _invalid("criteria", f"ratings by {', '.join(asked) or 'no criteria'} expected")
+    for name, ratings in body.criteria.items():
+        if not all(rating in asked[name].choices for rating in ratings):
+            raise _invalid("criteria", f"{name}: only {', '.join(map(str, asked[name].choices))} expected")
+    for span in body.spans:
+        if span.label not in config.span_labels:
+            raise _invalid("spans", f"{span.label!r} is not a label of a passage")
+    if body.edits and not config.asks_edits:
+        raise _invalid("edits", "none expected")
+    return Annotations(
+        tuple(CriterionRatings(name, tuple(ratings)) for name, ratings in body.criteria.items()),
+        tuple(Span(span.response, span.start, span.end, span.label) for span in body.spans),
+        tuple(body.edits) if any(body.edits) else (),
+    )
 
 
 def describe_answers(schema: dict[str, Any], config: LabelingConfig) -> None:
@@ -459,6 +579,19 @@ def describe_answers(schema: dict[str, Any], config: LabelingConfig) -> None:
     flags["items"] |= {"uniqueItems": True, "items": {"type": "string", "enum": list(config.flags)}}
     if not config.flags:
         flags["items"] = {"type": "array", "maxItems": 0}
+    criteria, spans, edits = (answer["properties"][name] for name in ("criteria", "spans", "edits"))
+    shape = next(iter(criteria.pop("patternProperties").values()))
+    criteria |= {"additionalProperties": False, "required": [one.name for one in config.criteria]}
+    criteria["properties"] = {
+        one.name: {**shape, "items": {"type": "integer", "enum": list(one.choices)}} for one in config.criteria
+    }
+    if config.criteria:
+        answer["required"].append("criteria")
+        del criteria["default"]
+    if not config.span_labels:
+        spans["maxItems"] = 0
+    if not config.asks_edits:
+        edits["maxItems"] = 0
 
 
 def _invalid(field: str, expected: str) -> RequestValidationError:

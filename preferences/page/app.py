@@ -25,6 +25,7 @@ from preferences.page.config import LabelingConfig
 from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, reason_of
 from preferences.page.labeler_pages import TOO_LATE, SignInPages, TaskPages
 from preferences.page.lead_pages import LeadPages, PeoplePages
+from preferences.page.question_pages import QuestionPages, Questions
 from preferences.page.security import MAX_BODY_BYTES, Attempts, Harden, TooManyTriesError
 from preferences.page.service import LabelingService, LeadView, RefusedError
 from preferences.page.site import SignInNeededError, Site
@@ -60,10 +61,12 @@ def make_app(
         max_body_size=MAX_BODY_BYTES,
     )
     service, lead = LabelingService(store, accounts, config, clock=clock), LeadView(store)
-    site, attempts = Site(config, accounts), Attempts()
+    questions, attempts = Questions(store), Attempts()
+    site = Site(config, accounts, questions.num_waiting)
     routers = [
-        Api(service, accounts, lead, attempts).router,
+        Api(service, accounts, lead, questions, attempts).router,
         TaskPages(site, service).router,
+        QuestionPages(site, questions).router,
         LeadPages(site, lead).router,
         PeoplePages(site).router,
         SignInPages(site, attempts).router,

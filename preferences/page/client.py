@@ -4,6 +4,7 @@ Leaves out: labelers that answer at the same time (use one client per thread or 
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
@@ -64,7 +65,10 @@ class LabelClient:
         result = self.labeler.judge(ShownTask(task["form"]["task"], prompt, tuple(task["responses"]), task["warning"]))
         if isinstance(result, Answer):
             body = {"ranks": result.ranks, "ratings": result.ratings, "flags": result.flags, "note": result.note}
-            self._call("POST", "/answers", {"form": task["form"], **body})
+            said = result.annotations
+            criteria = {one.name: one.ratings for one in said.criteria}
+            more = {"criteria": criteria, "spans": [asdict(span) for span in said.spans], "edits": said.edits}
+            self._call("POST", "/answers", {"form": task["form"], **body, **more})
         else:
             self._call("POST", "/skips", {"form": task["form"], "reason": result.reason})
         return ""

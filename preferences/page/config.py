@@ -7,10 +7,12 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from preferences.annotations import MAX_CRITERIA, MAX_NAME_CHARACTERS
 
 # What InstructGPT's labelers marked in addition to a rank (arXiv 2203.02155, table 3), except the overall quality.
 INSTRUCT_GPT_FLAGS = (
@@ -32,6 +34,7 @@ SKIP_REASONS = (
     "The text is broken",
     "It is too upsetting",
 )
+ROW_FIELDS = ("prompt", "response", "source", "task_id", "labeler")  # of an export with a field per criterion
 DECLINES = "I do not want to judge this"  # always among the reasons; with a content warning it takes one click
 INSTRUCTIONS = """\
 You will see what somebody wrote to an assistant, and several responses in random order.
@@ -54,6 +57,34 @@ class Screening(BaseModel):
     min_accuracy: float = Field(
         default=0.7, gt=0, le=1, description="Fraction of the gold rankings' untied pairs to agree with."
     )
+
+
+class Criterion(BaseModel):
+    """One thing that labelers rate each response by, in addition to the ranks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(
+        min_length=1,
+        max_length=MAX_NAME_CHARACTERS,
+        description="Name on the page and in exports, such as helpful.",
+    )
+    question: str = Field(default="", description="What to judge, in a few words; shown above the choices.")
+    kind: Literal["scale", "yes_no"] = Field(
+        default="scale", description="A scale from 1 to `highest`, or yes (1) and no (0)."
+    )
+    highest: int = Field(default=7, ge=2, le=9, description="The best rating of a scale.")
+
+    @property
+    def choices(self) -> dict[int, str]:
+        """The ratings with their names, in the order of the keys 1, 2, ..."""
+        return {1: "yes", 0: "no"} if self.kind == "yes_no" else {n: str(n) for n in range(1, self.highest + 1)}
+
+    @property
+    def legend(self) -> str:
+        """What the page asks about a response."""
+        ends = "" if self.kind == "yes_no" else f", 1 to {self.highest}"
+        return f"{self.name.capitalize()}{f': {self.question}' if self.question else ''}{ends}"
 
 
 DEFAULT_URL = "http://127.0.0.1:8100"
@@ -141,6 +172,13 @@ class LabelingConfig(BaseModel):
         default=INSTRUCT_GPT_FLAGS, description="What labelers can mark each response with; by default InstructGPT's."
     )
     asks_ratings: bool = Field(default=True, description="Whether labelers also rate each response from 1 to 7.")
+    criteria: tuple[Criterion, ...] = Field(
+        default=(), max_length=MAX_CRITERIA, description="Criteria that labelers rate each response by."
+    )
+    span_labels: tuple[str, ...] = Field(
+        default=(), description="Labels for passages of responses that labelers mark; empty = no passages."
+    )
+    asks_edits: bool = Field(default=False, description="Whether labelers can write a better version of a response.")
     skip_reasons: tuple[str, ...] = Field(
         default=SKIP_REASONS,
         description="Reasons for a skip to choose from. Labelers may also decline without one, or write their own.",
@@ -164,9 +202,27 @@ class LabelingConfig(BaseModel):
 
     @property
     def version(self) -> str:
-        """The instructions' version. Another text, other flags, or ratings on or off make another version."""
-        content = json.dumps([self.instructions, self.flags, self.asks_ratings])
+        """The instructions' version. Another text, or anything else to judge, makes another version."""
+        more: dict[str, Any] = {"criteria": [one.model_dump() for one in self.criteria]} if self.criteria else {}
+        more |= {"span_labels": self.span_labels} if self.span_labels else {}
+        more |= {"asks_edits": True} if self.asks_edits else {}
+        content = json.dumps([self.instructions, self.flags, self.asks_ratings, *([more] if more else [])])
         return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+    @field_validator("criteria")
+    @classmethod
+    def _have_different_names(cls, criteria: tuple[Criterion, ...]) -> tuple[Criterion, ...]:
+        names = [one.name for one in criteria]
+        if taken := [name for name in names if name in ROW_FIELDS or names.count(name) > 1]:
+            raise ValueError(f"the name {taken[0]!r}; different names, none of {', '.join(ROW_FIELDS)}, were expected")
+        return criteria
+
+    @field_validator("span_labels")
+    @classmethod
+    def _are_labels(cls, labels: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(labels)) != len(labels) or not all(0 < len(label) <= MAX_NAME_CHARACTERS for label in labels):
+            raise ValueError(f"different labels of 1 to {MAX_NAME_CHARACTERS} characters were expected")
+        return labels
 
     def warning(self, batches: Sequence[str]) -> str:
         """Returns a warning that names configured batches which are not among the store's `batches`; "" if none is."""
@@ -200,7 +256,7 @@ class LabelingConfig(BaseModel):
 
 def _wrong(error: ValidationError) -> str:
     """Names each invalid field: what was expected and what was found, or which key an unknown one may stand for."""
-    known = {name for model in (LabelingConfig, Screening, ServerConfig) for name in model.model_fields}
+    known = {name for model in (LabelingConfig, Criterion, Screening, ServerConfig) for name in model.model_fields}
     problems = []
     for problem in error.errors():
         key, value = ".".join(map(str, problem["loc"])), problem["input"]

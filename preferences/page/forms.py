@@ -6,20 +6,23 @@ but not a server that is killed. A form that reaches another server is returned 
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from sqlalchemy.exc import InterfaceError, InternalError, OperationalError, TimeoutError
 
 from preferences.accounts import Account
+from preferences.annotations import MAX_CRITERIA, MAX_SPANS
+from preferences.leases import Lease
+from preferences.page.annotation_forms import annotation_fields, read_annotations
 from preferences.page.cache import ByteCache
 from preferences.page.config import LabelingConfig
+from preferences.page.fields import LETTERS, Fields, read_each
 from preferences.page.service import PresentedTask, TaskForm
 from preferences.records import Answer, Judgment
 
 MIN_RATING, MAX_RATING = 1, 7
 MAX_NOTE_CHARACTERS = 4_000
-LETTERS = "ABCDEFGHI"
 # The disk is full, or the database is unreachable or refuses: trying again later may succeed.
 STORE_AWAY = (OperationalError, InterfaceError, InternalError, TimeoutError)
 MAX_REMEMBERED_BYTES = 64 * 2**20  # memory for the most recently shown tasks
@@ -30,22 +33,6 @@ RETRY_SECONDS = 10
 # ---- reading a form ----
 
 
-@dataclass(frozen=True)
-class Fields:
-    """A posted form: single values, and the values of checkboxes."""
-
-    values: Mapping[str, str]
-    ticked: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-    def text(self, name: str) -> str:
-        return self.values.get(name, "")
-
-    def number(self, name: str) -> int | None:
-        """Returns the integer, or None if there is none. It accepts only digits, so '1_0' and ' 1' give None."""
-        found = self.text(name)
-        return int(found) if found.isascii() and found.isdigit() and len(found) < 18 else None
-
-
 def task_form(fields: Fields) -> TaskForm:
     """Returns what the form sends back about its task. The seal is checked later."""
     return TaskForm(
@@ -53,12 +40,14 @@ def task_form(fields: Fields) -> TaskForm:
     )
 
 
-def read_answer(fields: Fields, num_responses: int, config: LabelingConfig) -> tuple[Answer | None, list[str]]:
-    """Returns the answer, in the order shown, or None and a sentence for each mistake."""
+def read_answer(fields: Fields, responses: Sequence[str], config: LabelingConfig) -> tuple[Answer | None, list[str]]:
+    """Returns the answer to these responses, in the order shown, or None and a sentence for each mistake."""
     wrong: list[str] = []
-    ranks = _read_each(fields, "rank", num_responses, 1, num_responses, wrong)
-    ratings = _read_each(fields, "rating", num_responses, MIN_RATING, MAX_RATING, wrong) if config.asks_ratings else []
-    flags = [tuple(fields.ticked.get(f"flags_{place}", ())) for place in range(num_responses)]
+    num, limits = len(responses), (MIN_RATING, MAX_RATING)
+    ranks = read_each(fields, "rank", num, 1, num, wrong, noun="rank")
+    ratings = read_each(fields, "rating", num, *limits, wrong, noun="rating") if config.asks_ratings else []
+    annotations = read_annotations(fields, responses, config, wrong)
+    flags = [tuple(fields.ticked.get(f"flags_{place}", ())) for place in range(num)]
     unknown = sorted({flag for marked in flags for flag in marked} - set(config.flags))
     if unknown:
         wrong.append(f"“{unknown[0]}” is not one of the marks that you can give.")
@@ -68,12 +57,14 @@ def read_answer(fields: Fields, num_responses: int, config: LabelingConfig) -> t
     if wrong:
         return None, wrong
     marked = tuple(flags) if any(flags) else ()
-    return Answer(tuple(ranks), 0, tuple(ratings), marked, note), []
+    return Answer(tuple(ranks), 0, tuple(ratings), marked, note, annotations), []
 
 
-def answer_fields(judgment: Judgment, order: Sequence[int]) -> Fields:
-    """Returns the form of a stored answer, for responses shown in `order`, so that it can be changed."""
+def answer_fields(judgment: Judgment, lease: Lease, config: LabelingConfig) -> Fields:
+    """Returns the form of a stored answer to the lease's task, so that it can be changed."""
+    order = lease.order
     values, ticked = {"note": judgment.note}, {}
+    values |= annotation_fields(judgment.annotations.as_shown(order), lease.shown.responses, config)
     for place, index in enumerate(order):
         values[f"rank_{place}"] = str(judgment.ranks[index])
         if judgment.ratings:
@@ -87,21 +78,6 @@ def read_reason(fields: Fields, config: LabelingConfig) -> str:
     """Returns why a task is skipped: a reason that was chosen, the labeler's own words, or both; "" if neither."""
     chosen, own = fields.text("chosen_reason"), fields.text("reason").strip()
     return ": ".join(part for part in (chosen if chosen in config.all_skip_reasons else "", own) if part)
-
-
-def _read_each(fields: Fields, name: str, num_responses: int, lowest: int, highest: int, wrong: list[str]) -> list[int]:
-    found = [fields.number(f"{name}_{place}") for place in range(num_responses)]
-    missing = [LETTERS[place] for place, value in enumerate(found) if value is None]
-    if missing:
-        wrong.append(f"Response {', '.join(missing)} has no {name}." if len(missing) == 1 else _several(missing, name))
-    for place, value in enumerate(found):
-        if value is not None and not lowest <= value <= highest:
-            wrong.append(f"The {name} of response {LETTERS[place]} is {value}; it must be {lowest} to {highest}.")
-    return [value or 0 for value in found]
-
-
-def _several(letters: Sequence[str], name: str) -> str:
-    return f"Responses {', '.join(letters[:-1])} and {letters[-1]} have no {name}."
 
 
 # ---- what could not be stored ----
@@ -157,10 +133,17 @@ def as_text(fields: Fields) -> str:
     lines = []
     for place, letter in enumerate(LETTERS):
         said = [f"{name} {value}" for name in ("rank", "rating") if (value := fields.text(f"{name}_{place}"))]
+        by_criterion = ((number, fields.text(f"criterion_{number}_{place}")) for number in range(MAX_CRITERIA))
+        said += [f"criterion {number + 1}: {value}" for number, value in by_criterion if value]
         marks = fields.ticked.get(f"flags_{place}", ())
         if said or marks:
             lines.append(f"Response {letter}: {', '.join([*said, *marks])}")
-    for name, label in (("note", "Note"), ("reason", "Reason to skip")):
+        for number in range(MAX_SPANS):
+            if quote := fields.text(f"span_quote_{place}_{number}").strip():
+                lines.append(f"Passage of {letter} ({fields.text(f'span_label_{place}_{number}')}): {quote}")
+        if edit := fields.text(f"edit_{place}").strip():
+            lines.append(f"Your version of {letter}: {edit}")
+    for name, label in (("note", "Note"), ("question", "Question"), ("reason", "Reason to skip")):
         if fields.text(name).strip():
             lines.append(f"{label}: {fields.text(name)}")
     return "\n".join(lines)

@@ -12,13 +12,23 @@ from fastapi.responses import HTMLResponse
 from starlette.datastructures import FormData
 
 from preferences.accounts import Account
+from preferences.annotations import MAX_EDIT_CHARACTERS
 from preferences.leases import LeaseLostError
 from preferences.page import forms
+from preferences.page.annotation_forms import is_same_text, num_span_rows
 from preferences.page.config import DECLINES
 from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, UnsavedForms, as_text, reason_of
-from preferences.page.security import MAX_SIGN_IN_BYTES, Attempts, TooManyTriesError, sign_in, use_link
+from preferences.page.security import (
+    MAX_ANSWER_BYTES,
+    MAX_SIGN_IN_BYTES,
+    Attempts,
+    TooManyTriesError,
+    sign_in,
+    use_link,
+)
 from preferences.page.service import MAX_LEFT, LabelingService, PresentedTask, RefusedError
 from preferences.page.site import Posted, SignInNeededError, Site, fields_of, redirect
+from preferences.questions import MAX_QUESTION_CHARACTERS, Thread
 
 LOG = logging.getLogger(__name__)
 CLIENT = "page"
@@ -135,7 +145,8 @@ class TaskPages:
         get("/instructions", response_class=HTMLResponse)(self.instructions)
         post("/instructions")(self.confirm_reading)
         get("/task", response_class=HTMLResponse)(self.task)
-        post("/task/answer")(self.answer)
+        post("/task/answer", max_body_size=MAX_ANSWER_BYTES)(self.answer)
+        post("/task/ask", max_body_size=MAX_ANSWER_BYTES)(self.ask)
         post("/task/skip")(self.skip)
         post("/task/reveal")(self.reveal)
         get("/answers", response_class=HTMLResponse)(self.answers)
@@ -166,8 +177,8 @@ class TaskPages:
                 "message", account, token, 403, heading="Leads do not label", text=LEADS_DO_NOT_LABEL, typed=""
             )
         handle = request.query_params.get("task", "")
-        taken_back = self.service.taken_back(account, handle, token) if handle else None
-        presented = taken_back or self.service.next_task(account, token)
+        own = self.service.own_task(account, handle, token) if handle else None
+        presented = own or self.service.next_task(account, token)
         if presented == "instructions":
             return redirect("/instructions")
         if not isinstance(presented, PresentedTask):
@@ -205,7 +216,7 @@ class TaskPages:
             return self._warning_page(account, token, presented)
         unsaved = self.unsaved.put(token, account, presented)
         earlier = self.service.earlier_answer(lease) if lease.revision else None
-        fields = unsaved or (forms.answer_fields(earlier, lease.order) if earlier is not None else EMPTY)
+        fields = unsaved or (forms.answer_fields(earlier, lease, self.config) if earlier is not None else EMPTY)
         is_earlier = unsaved is None and earlier is not None
         return self._task_page(account, token, presented, fields, is_unsaved=unsaved is not None, is_earlier=is_earlier)
 
@@ -240,9 +251,19 @@ class TaskPages:
             max_left=MAX_LEFT,
             num_done=None if is_away else self.service.store.num_current_answers(account.name),
             ratings=range(forms.MIN_RATING, forms.MAX_RATING + 1),
+            num_span_rows=num_span_rows,
+            is_same_text=is_same_text,
+            max_edit=MAX_EDIT_CHARACTERS,
+            threads=[] if is_away else self._threads(account, presented),
+            max_question=MAX_QUESTION_CHARACTERS,
             events=events,
             voidable={(event.labeler, event.revision) for event in last.values() if event.ranks},
         )
+
+    def _threads(self, account: Account, presented: PresentedTask) -> list[Thread]:
+        """Returns the threads about a task that this person may read."""
+        labeler = account.name if account.role == "labeler" else ""
+        return self.service.store.threads(labeler=labeler, task_id=presented.lease.task_id)
 
     # ---- answers and skips ----
 
@@ -256,6 +277,9 @@ class TaskPages:
     def answer(self, request: Request, posted: Posted) -> Response:
         return self._saved(request, posted, self._answer)
 
+    def ask(self, request: Request, posted: Posted) -> Response:
+        return self._saved(request, posted, self._ask)
+
     def skip(self, request: Request, posted: Posted) -> Response:
         return self._saved(request, posted, self._skip)
 
@@ -265,12 +289,27 @@ class TaskPages:
         presented = self.service.shown_again(account, token, form)
         if account.role == "labeler" and presented.lease.is_hidden:
             return self._warning_page(account, token, presented, 422)
-        answer, wrong = forms.read_answer(fields, len(presented.lease.order), self.config)
+        answer, wrong = forms.read_answer(fields, presented.lease.shown.responses, self.config)
         if answer is None:
             return self._task_page(account, token, presented, fields, wrong)
         self.service.answer(account, token, form, answer, CLIENT)
         self.unsaved.stored(token, form)
-        return redirect("/lead/quality" if account.role == "lead" else "/task")
+        if account.role == "lead":
+            return redirect("/lead/quality")
+        return redirect("/answers" if form.revision and presented.lease.is_done else "/task")
+
+    def _ask(self, request: Request, posted: FormData) -> Response:
+        """Stores a question and shows the task again, with everything else that was entered."""
+        account, token, fields = self.site.form(request, posted)
+        form, text = forms.task_form(fields), fields.text("question").strip()[:MAX_QUESTION_CHARACTERS]
+        presented = self.service.shown_again(account, token, form)
+        if account.role != "labeler" or presented.lease.is_hidden:
+            raise RefusedError("labelers ask about tasks that they were shown")
+        if not text:
+            return self._task_page(account, token, presented, fields, ["The question is empty."])
+        self.service.ask(account, presented.lease, text)
+        kept = forms.Fields({**fields.values, "question": ""}, fields.ticked)
+        return self._task_page(account, token, presented, kept)
 
     def _skip(self, request: Request, posted: FormData) -> Response:
         account, token, fields = self.site.form(request, posted)

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
 from preferences.accounts import Account, Role, State
+from preferences.formats.annotated import WHOLE
 from preferences.formats.registry import FORMATS
 from preferences.page.service import EXPORTS, Exported, LeadView, RefusedError, exported_what
 from preferences.page.site import Posted, Site, download, redirect
@@ -61,6 +62,8 @@ class LeadPages:
             description=description,
             found=found,
             with_names=_with_names(request),
+            criterion=request.query_params.get("criterion", ""),
+            whole=WHOLE,
         )
 
     def export_rows(self, request: Request) -> Response:
@@ -78,7 +81,8 @@ class LeadPages:
 
     def _exported(self, request: Request) -> tuple[str, str, Exported]:
         batch, form = (request.query_params.get(name, "") for name in ("batch", "format"))
-        return batch, form, self.lead.export(batch, form, with_names=_with_names(request))
+        criterion = request.query_params.get("criterion", "")
+        return batch, form, self.lead.export(batch, form, with_names=_with_names(request), criterion=criterion)
 
 
 def _with_names(request: Request) -> bool:

@@ -19,12 +19,13 @@ from typing import Any, Literal
 from markupsafe import Markup
 
 from preferences.accounts import Account, Accounts
+from preferences.formats.annotated import by_criterion
 from preferences.formats.parts import Report, RowWarning
 from preferences.formats.registry import format_to_write
 from preferences.leases import Lease
 from preferences.page.config import LabelingConfig, Screening
-from preferences.rankings import current_judgments
-from preferences.records import KINDS, Answer, Judgment
+from preferences.rankings import criteria_in, current_judgments
+from preferences.records import KINDS, MAX_MILLISECONDS, Answer, Judgment
 from preferences.results import BatchCounts, PastEvent
 from preferences.statistics.panel import Panel
 from preferences.statistics.plots import labeler_shares, positions_plot, progress_plot, share_plot, time_plot
@@ -110,15 +111,15 @@ class LabelingService:
                 return self._presented(lease, session)
         return "nothing open"
 
-    def taken_back(self, account: Account, handle: str, session: str) -> PresentedTask | None:
-        """Returns a task that the labeler took back and still has leased, by its handle.
+    def own_task(self, account: Account, handle: str, session: str) -> PresentedTask | None:
+        """Returns a task, by its handle, that the labeler has answered, or took back and still has leased.
 
         Returns None for any other task, and until the labeler has read the current instructions.
         """
         if account.read_version != self.config.version:
             return None
         lease = self.store.with_history(account.name, handle)
-        return self._presented(lease, session) if lease is not None and lease.given_at else None
+        return self._presented(lease, session) if lease is not None and (lease.given_at or lease.is_done) else None
 
     def earlier_answer(self, lease: Lease) -> Judgment | None:
         """Returns this person's last answer or adjudication of a task, with which the form for a new one is prefilled.
@@ -178,10 +179,15 @@ class LabelingService:
     def answer(self, account: Account, session: str, form: TaskForm, answer: Answer, client: str) -> None:
         """Stores an answer; a lead's answer is an adjudication. `milliseconds` is measured here.
 
+        The time of an answer that replaces an earlier one includes the earlier one's, because statistics read it as
+        the time that the labeler needed for the task.
+
         Raises: RefusedError for a form that was not made for this session, and what `LabelStore.submit` raises.
         """
         lease, milliseconds = self._sealed_lease(account, session, form)
-        timed, version = replace(answer, milliseconds=milliseconds), self.config.version
+        earlier = self.earlier_answer(lease) if account.role == "labeler" and lease.revision else None
+        total = min(milliseconds + (earlier.milliseconds if earlier is not None else 0), MAX_MILLISECONDS)
+        timed, version = replace(answer, milliseconds=total), self.config.version
         with _without_id(account, lease):
             if account.role == "lead":
                 self.store.adjudicate(lease, timed, client=client, instructions_version=version, act="adjudicated")
@@ -193,6 +199,11 @@ class LabelingService:
         lease, milliseconds = self._sealed_lease(account, session, form)
         with _without_id(account, lease):
             self.store.skip(lease, reason, milliseconds, client=client, instructions_version=self.config.version)
+
+    def ask(self, account: Account, lease: Lease, text: str) -> None:
+        """Stores a labeler's question about a task that they were shown. Raises: ValueError for an unusable text."""
+        with _without_id(account, lease):
+            self.store.write_message(lease.task_id, account.name, account.name, "question", text)
 
     def undo(self, account: Account, task: str, revision: int, client: str) -> None:
         """Takes back this person's last event on a task, given by its handle. Raises what `LabelStore.undo` raises.
@@ -274,6 +285,7 @@ class Exported:
 
     rows: list[dict[str, Any]]
     report: Report
+    criteria: tuple[str, ...] = ()  # that the batch could be exported by
 
     @property
     def lines(self) -> Iterator[str]:
@@ -356,20 +368,24 @@ class LeadView:
                 self._known[batch] = Quality(as_of, report, plots_of(judgments, num_wanted, report))
             return self._known[batch]
 
-    def export(self, batch: str, form: str, *, with_names: bool = False) -> Exported:
-        """Returns a batch in a format, with the labelers' pseudonyms or names.
+    def export(self, batch: str, form: str, *, with_names: bool = False, criterion: str = "") -> Exported:
+        """Returns a batch in a format, with the labelers' pseudonyms or names, and by one criterion if it is given.
 
-        Raises: ValueError for an unknown batch or format.
+        Raises: ValueError for an unknown batch, format or criterion.
         """
-        write = format_to_write(form).write
-        assert write is not None, f"{form} is not written"
+        chosen = format_to_write(form)
+        assert chosen.write is not None, f"{form} is not written"
         stored = self.store.tasks(batch)
         if not stored:
             raise ValueError(f"batch {batch!r} is not in the store")
         report = Report()
-        rows = list(write(stored, self.store.judgments(batch, with_names=with_names), report))
+        judgments = self.store.judgments(batch, with_names=with_names)
+        names = criteria_in(judgments)
+        if criterion:
+            stored, judgments = by_criterion(chosen, stored, judgments, criterion, report)
+        rows = list(chosen.write(stored, judgments, report))
         report.num_rows = len(rows)
-        return Exported(rows, report)
+        return Exported(rows, report, names)
 
 
 def exported_what(batch: str, what: str, *, with_names: bool) -> str:

@@ -1,7 +1,7 @@
 """What all pages share: templates, who is signed in, and forms that only their own session can send."""
 
 import hmac
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -61,8 +61,11 @@ class SignInNeededError(Exception):
 class Site:
     """Renders pages and checks who asks for them."""
 
-    def __init__(self, config: LabelingConfig, accounts: Accounts) -> None:
-        self.config, self.accounts = config, accounts
+    def __init__(
+        self, config: LabelingConfig, accounts: Accounts, num_waiting: Callable[[Account], int] = lambda _: 0
+    ) -> None:
+        """`num_waiting` counts the questions that wait for a person; every page shows the number."""
+        self.config, self.accounts, self.num_waiting = config, accounts, num_waiting
 
     def is_https(self, request: Request) -> bool:
         return self.config.server.is_https or request.url.scheme == "https"
@@ -119,6 +122,7 @@ class Site:
         shared = {
             "title": self.config.title,
             "account": account,
+            "num_waiting": 0 if account is None or status >= 500 else self.num_waiting(account),
             "csrf": seal(token, "form") if token else "",
             "letters": forms.LETTERS,
         }

@@ -19,7 +19,7 @@ from preferences.schema import metadata
 from preferences.store import LabelStore
 from reward.collect import STAGE
 
-NEWEST = "0010"
+NEWEST = "0011"
 
 
 def test_a_new_store_has_the_tables_of_the_schema(empty_database):
@@ -65,19 +65,26 @@ def contents(engine):
 
 
 RANKS = "judgment_id, task, labeler, revision, kind, '[1, 1]', ratings, flags, note, shown_order, instructions_version"
+REST = "milliseconds, client, created_at, annotations"
 CHANGES = {
     "tasks": ("UPDATE tasks SET prompt = '[]'", "UPDATE tasks SET num_labelers = 9", "DELETE FROM tasks"),
     "places": ("DELETE FROM places", "UPDATE places SET task = 2, place = 7", "UPDATE places SET batch = 'other'"),
-    "judgments": ("UPDATE judgments SET ranks = '[1, 1]'", "DELETE FROM judgments"),
+    "judgments": (
+        "UPDATE judgments SET ranks = '[1, 1]'",
+        "UPDATE judgments SET annotations = '{}'",
+        "DELETE FROM judgments",
+    ),
+    "questions": ("UPDATE questions SET text = '\"\"'", "UPDATE questions SET kind = 'reply'", "DELETE FROM questions"),
     "labelers": ("UPDATE labelers SET name = 'bo'", "DELETE FROM labelers"),
     "people_acts": ("UPDATE people_acts SET act = 'closed'", "DELETE FROM people_acts"),
 }
 REPLACEMENTS = {
     "sqlite": (
-        f"INSERT OR REPLACE INTO judgments SELECT {RANKS}, milliseconds, client, created_at FROM judgments",
-        f"INSERT OR REPLACE INTO judgments SELECT 77 + {RANKS}, milliseconds, client, created_at FROM judgments",
+        f"INSERT OR REPLACE INTO judgments SELECT {RANKS}, {REST} FROM judgments",
+        f"INSERT OR REPLACE INTO judgments SELECT 77 + {RANKS}, {REST} FROM judgments",
         "REPLACE INTO labelers SELECT pseudonym, 'bo', is_erased FROM labelers",
         "REPLACE INTO labelers SELECT 'labeler-0', name, is_erased FROM labelers WHERE name = 'ann'",
+        "REPLACE INTO questions SELECT message_id, task, labeler, author, 'reply', text, created_at FROM questions",
         "REPLACE INTO people_acts SELECT act_id, 'bo', act, subject, created_at FROM people_acts",
         "INSERT OR REPLACE INTO tasks SELECT position, task_id, 'other', num_labelers, prompt, responses, sources,"
         " objective, gold_ranks, repeat_of, details, warning, handle FROM tasks",
@@ -88,7 +95,7 @@ REPLACEMENTS = {
         " WHERE place = 1 AND task = 1",
     ),
     "postgresql": (
-        f"INSERT INTO judgments SELECT {RANKS}, milliseconds, client, created_at FROM judgments"
+        f"INSERT INTO judgments SELECT {RANKS}, {REST} FROM judgments"
         " ON CONFLICT (judgment_id) DO UPDATE SET ranks = EXCLUDED.ranks",
         "TRUNCATE places",
         "TRUNCATE tasks CASCADE",
@@ -106,6 +113,7 @@ def test_no_statement_changes_or_replaces_what_is_stored(empty_database):
         store.add_tasks([task], batch="b", num_labelers=2)
         lease = store.lease("ann", seconds=60, batch="b")
         store.submit(lease, Answer((1, 2), 1), client="test", instructions_version="1")
+        store.write_message("t", "ann", "ann", "question", "Which one?")
     reader, writer = open_engines(url)
     before = contents(reader)
     dialect = "sqlite" if url.startswith("sqlite") else "postgresql"

@@ -115,11 +115,32 @@ def test_nothing_is_taken_back_twice_and_nothing_judged_twice(store):
         store.undo(first, "slipped", **HOW)
     store.submit(first, BEST_FIRST, **HOW)
     with pytest.raises(ValueError, match="already judged"):
-        store.submit(store.reopened("ann", "t1"), Answer((2, 1), 5), **HOW)
+        store.skip(store.reopened("ann", "t1"), "too hard", 5, **HOW)
     with pytest.raises(ValueError, match="revision is 5, but only 1 are stored"):
         store.submit(dataclasses.replace(first, revision=5), BEST_FIRST, **HOW)
     with pytest.raises(ValueError, match="'nothing': task_id is not in the store"):
         store.reopened("ann", "nothing")
+
+
+def test_a_changed_answer_replaces_the_old_one_and_nobody_else_gets_the_task(store, clock):
+    store.add_tasks([make_task("t1")], batch="b", num_labelers=1)
+    store.submit(lease(store, "ann"), BEST_FIRST, **HOW)
+    opened = store.reopened("ann", "t1")
+    assert (opened.is_done, opened.revision) == (True, 1)
+    assert not store.reopened("bob", "t1").is_done
+    clock.now += 1_000_000  # there is no lease that could run out
+    assert lease(store, "bob") is None
+    other = dataclasses.replace(BEST_FIRST, ranks=tuple(reversed(BEST_FIRST.ranks)))
+    for _ in range(2):  # sent twice, stored once
+        store.submit(opened, other, **HOW)
+    assert [kind for _, _, kind in acts(store)] == ["answer", "answer"]
+    (ranking,) = store.rankings("b")
+    before, after = store.judgments("b")
+    assert (ranking.ranks, sorted(after.ranks)) == (after.ranks, sorted(before.ranks))
+    assert after.ranks != before.ranks
+    assert lease(store, "bob") is None
+    with pytest.raises(ValueError, match="differs from the stored"):  # from a page that was opened before the change
+        store.submit(opened, BEST_FIRST, **HOW)
 
 
 # ---- leads ----

@@ -8,21 +8,86 @@ function keepDraft() {
   if (location.pathname === "/sign-in") sessionStorage.clear();
   if (!form) return;
   const key = `draft ${form.elements.task.value} ${form.elements.revision.value}`;
-  const said = () => [...form.elements].filter((one) => one.type === "radio" || one.type === "checkbox" || one.id === "note");
-  const isEmpty = said().every((one) => (one.id === "note" ? !one.value : !one.checked));
+  const isTicked = (one) => one.type === "radio" || one.type === "checkbox";
+  const said = () => [...form.elements].filter((one) => one.name && one.type !== "hidden" && one.type !== "submit");
+  const isEmpty = said().every((one) => isTicked(one) ? !one.checked : one.value === "" || one.name.startsWith("edit_"));
   const draft = sessionStorage.getItem(key);
   Object.keys(sessionStorage).filter((one) => one.startsWith("draft ") && one !== key).forEach((one) => sessionStorage.removeItem(one));
   if (draft && isEmpty) {
-    const { ticked, note } = JSON.parse(draft);
+    const { ticked, texts } = JSON.parse(draft);
+    for (const name of Object.keys(texts)) addPassagesUpTo(form, name);
     said().forEach((one) => {
-      if (one.id === "note") one.value = note;
-      else one.checked = ticked.includes(`${one.name}=${one.value}`);
+      if (isTicked(one)) one.checked = ticked.includes(`${one.name}=${one.value}`);
+      else if (one.name in texts) one.value = texts[one.name];
     });
     form.querySelectorAll("details.marks").forEach((box) => { box.open = box.querySelector("input:checked") !== null; });
+    form.querySelectorAll("details.passages, details.edit").forEach((box) => {
+      box.open = [...box.querySelectorAll("textarea")].some((one) => one.value !== one.defaultValue);
+    });
   }
   form.addEventListener("input", () => {
-    const ticked = said().filter((one) => one.checked).map((one) => `${one.name}=${one.value}`);
-    sessionStorage.setItem(key, JSON.stringify({ ticked, note: form.elements.note.value }));
+    const ticked = said().filter((one) => isTicked(one) && one.checked).map((one) => `${one.name}=${one.value}`);
+    const texts = Object.fromEntries(said().filter((one) => !isTicked(one)).map((one) => [one.name, one.value]));
+    sessionStorage.setItem(key, JSON.stringify({ ticked, texts }));
+  });
+}
+
+// ---- passages: the selected text of a response becomes a row of its form ----
+
+const MAX_PASSAGES = 20;
+const letters = (text) => text.replace(/[^\p{L}\p{N}]/gu, "");
+
+function addPassage(box) {
+  const rows = box.querySelectorAll(".passage");
+  if (rows.length >= MAX_PASSAGES) return null;
+  const added = rows[rows.length - 1].cloneNode(true);
+  added.querySelectorAll("[name]").forEach((one) => { one.name = one.name.replace(/\d+$/, rows.length); one.value = ""; });
+  added.querySelector("legend").textContent = added.querySelector("legend").textContent.replace(/\d+/, rows.length + 1);
+  box.querySelector(".rows").append(added);
+  return added;
+}
+
+function addPassagesUpTo(form, name) {
+  const found = /^span_quote_(\d+)_\d+$/.exec(name);
+  const box = found && form.querySelector(`.response[data-place="${found[1]}"] details.passages`);
+  while (box && !form.elements[name] && addPassage(box)) { /* until the draft's row is there */ }
+}
+
+// Fills in a blank row with the selection. Returns what to say about it.
+function quoteSelection() {
+  const selection = document.getSelection();
+  const quote = selection.toString().trim();
+  const start = selection.rangeCount && selection.getRangeAt(0).startContainer;
+  const shown = start && (start.nodeType === 1 ? start : start.parentElement).closest(".said-here .text, .said-here .raw");
+  const box = shown && shown.closest(".response").querySelector("details.passages");
+  if (!quote || !box) return "Select a passage of a response first.";
+  const before = document.createRange();
+  before.selectNodeContents(shown);
+  before.setEnd(selection.getRangeAt(0).startContainer, selection.getRangeAt(0).startOffset);
+  const [whole, sought, offset] = [letters(shown.textContent), letters(quote), letters(before.toString()).length];
+  let [nth, count] = [0, 0];
+  for (let at = whole.indexOf(sought); sought && at >= 0; at = whole.indexOf(sought, at + 1)) {
+    count += 1;
+    if (at <= offset) nth = count;
+  }
+  const isBlank = (one) => !one.querySelector("textarea").value.trim();
+  const row = [...box.querySelectorAll(".passage")].find(isBlank) ?? addPassage(box);
+  if (!row) return `At most ${MAX_PASSAGES} passages of a response can be marked.`;
+  row.querySelector("textarea").value = quote;
+  row.querySelector("input[type=number]").value = count > 1 ? nth : "";
+  const label = row.querySelector("select");
+  if (label.options.length === 2) label.selectedIndex = 1;
+  box.open = true;
+  label.focus();
+  row.dispatchEvent(new Event("input", { bubbles: true }));
+  return "Choose what this passage is.";
+}
+
+function offerPassages(said) {
+  document.querySelectorAll("[data-script]").forEach((one) => { one.hidden = false; });
+  document.querySelectorAll("button.quote-it").forEach((button) => {
+    button.addEventListener("mousedown", (event) => event.preventDefault()); // or the selection would be lost
+    button.addEventListener("click", () => { said.textContent = quoteSelection(); });
   });
 }
 
@@ -53,7 +118,10 @@ function offerCopy() {
   const responses = [...form.querySelectorAll(".response")];
   const switched = document.getElementById("keys-on");
   const said = document.getElementById("said");
+  const lines = responses.map((response) => [...response.querySelectorAll("[data-rating]")]);
+  const current = responses.map(() => 0); // each response's line of ratings that Shift and a digit fill in
   let chosen = 0;
+  offerPassages(said);
 
   keys.hidden = false;
   switched.checked = localStorage.getItem("keys") !== "off";
@@ -64,11 +132,29 @@ function offerCopy() {
     responses.forEach((response, index) => response.classList.toggle("chosen", index === place));
     responses[place].scrollIntoView({ block: "nearest" });
     responses[place].focus({ preventScroll: true });
+    showLine();
+  }
+
+  function showLine() {
+    lines.flat().forEach((line) => line.classList.remove("current"));
+    if (lines[chosen].length > 1) lines[chosen][current[chosen]].classList.add("current");
+  }
+
+  function rate(digit) {
+    const line = lines[chosen][current[chosen]];
+    const box = line?.querySelectorAll("input")[digit - 1];
+    if (!box) return;
+    check(box);
+    current[chosen] = (current[chosen] + 1) % lines[chosen].length;
+    showLine();
   }
 
   function give(name, value) {
     const box = form.querySelector(`input[name="${name}_${chosen}"][value="${value}"]`);
-    if (!box) return;
+    if (box) check(box);
+  }
+
+  function check(box) {
     box.checked = true;
     box.dispatchEvent(new Event("input", { bubbles: true }));
     said.textContent = box.getAttribute("aria-label");
@@ -88,12 +174,22 @@ function offerCopy() {
     const digit = /^Digit([1-9])$/.exec(event.code)?.[1] ?? /^Numpad([1-9])$/.exec(event.code)?.[1];
     const letter = event.key.length === 1 ? event.key.toUpperCase().charCodeAt(0) - 65 : -1;
     if (digit) {
-      give(event.shiftKey ? "rating" : "rank", digit);
+      if (event.shiftKey) rate(Number(digit));
+      else give("rank", digit);
     } else if (letter >= 0 && letter < numResponses) {
       choose(letter);
     } else if (event.key.toUpperCase() === "M") {
       const box = responses[chosen].querySelector("details.marks");
       if (box) { box.open = true; box.querySelector("input")?.focus(); }
+    } else if (event.key.toUpperCase() === "K" && lines[chosen].length > 1) {
+      current[chosen] = (current[chosen] + 1) % lines[chosen].length;
+      showLine();
+      said.textContent = lines[chosen][current[chosen]].dataset.rating;
+    } else if (event.key.toUpperCase() === "P" && form.querySelector("details.passages")) {
+      said.textContent = quoteSelection();
+    } else if (event.key.toUpperCase() === "W") {
+      const box = responses[chosen].querySelector("details.edit");
+      if (box) { box.open = true; box.querySelector("textarea").focus(); }
     } else if (event.key.toUpperCase() === "X") {
       const texts = [...document.querySelectorAll("details.exact")];
       const opens = texts.some((one) => !one.open);

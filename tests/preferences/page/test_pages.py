@@ -559,8 +559,9 @@ def test_time_counts_from_when_the_task_was_given(world, visit):
     world.clock.now += 5
     fields = form(ann.get("/task"))
     ann.post("/task/answer", data=fields | ranks(1, 2))
+    # An answer again includes the time of the one that was taken back.
     times = [(act.task_id, act.kind, act.milliseconds) for act in world.store.judgments("main")]
-    assert times == [("t1", "answer", 301_000), ("t2", "answer", 2_000), ("t1", "undo", 0), ("t1", "answer", 5_000)]
+    assert times == [("t1", "answer", 301_000), ("t2", "answer", 2_000), ("t1", "undo", 0), ("t1", "answer", 306_000)]
 
 
 def test_labelers_are_shown_no_ids(world, visit):
@@ -627,8 +628,52 @@ def test_an_answer_taken_back_is_filled_in(world, visit):
     assert "t2: response" in ann.post("/task/answer", data=fields).text
     # Others cannot open a task by its handle.
     handle = fields["task"]
-    assert "t2: response" in ann.get(f"/task?task={handle}").text
+    assert "Change your answer" in ann.get(f"/task?task={handle}").text
     assert "Your earlier answer" not in visit("bob").get(f"/task?task={handle}").text
+
+
+def test_an_answer_is_changed_in_place(world, visit):
+    world.add(make_task("t1"))
+    ann, bob = visit("ann", PLAIN), visit("bob", PLAIN)
+    world.clock.now += 1
+    page = ann.get("/task")
+    world.clock.now += 20
+    ann.post("/task/answer", data=form(page) | ranks(3, 1, 2) | {"note": "hm", "flags_1": "hallucinates"})
+    path = re.search(
+        r'href="(/task\?task=[^"]+)" aria-label="Change the answer to “Say t1”"', ann.get("/answers").text
+    )[1]
+    page = ann.get(path)
+    assert "Change your answer" in page.text
+    assert "It counts until you save the change." in page.text
+    assert "/task/skip" not in page.text
+    checked = re.findall(r'name="(\w+)" value="(\w+)"[^>]* checked', page.text)
+    assert checked == [("rank_0", "3"), ("rank_1", "1"), ("flags_1", "hallucinates"), ("rank_2", "2")]
+    assert "Nothing to judge" in bob.get("/task").text
+    assert "Nothing to judge" in bob.get(path).text
+    wrong = ann.post("/task/answer", data=form(page) | ranks(1, 2, 9))
+    assert (wrong.status_code, "Change your answer" in wrong.text) == (422, True)
+    world.clock.now += 5
+    fields = form(page) | ranks(1, 2, 3)
+    after = ann.post("/task/answer", data=fields)
+    assert (after.url.path, after.text.count("Change the answer")) == ("/answers", 1)
+    assert ann.post("/task/answer", data=fields).url.path == "/answers"
+    first, second = world.store.judgments("main")
+    assert (first.milliseconds, second.milliseconds, second.revision) == (20_000, 25_000, 1)
+    assert [second.ranks[index] for index in second.shown_order] == [1, 2, 3]
+    again = ann.post("/task/answer", data=fields | ranks(2, 1, 3))  # from the page before the change
+    assert (again.status_code, len(world.store.judgments("main"))) == (409, 2)
+
+
+def test_a_task_with_a_warning_is_changed_without_asking_again(world, visit):
+    world.add(replace(make_task("t1"), warning="describes an accident"))
+    ann = visit("ann", PLAIN)
+    ann.post("/task/reveal", data=form(ann.get("/task"), "/task/reveal"))
+    ann.post("/task/answer", data=form(ann.get("/task")) | ranks(3, 1, 2))
+    path = re.search(r'href="(/task\?task=[^"]+)"', ann.get("/answers").text)[1]
+    page = ann.get(path)
+    assert "t1: response" in page.text
+    assert ann.post("/task/answer", data=form(page) | ranks(1, 1, 1)).url.path == "/answers"
+    assert [judgment.kind for judgment in world.store.judgments("main")] == ["answer", "answer"]
 
 
 def test_a_task_taken_back_waits_until_new_instructions_are_read(world, visit):

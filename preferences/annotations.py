@@ -1,0 +1,138 @@
+"""What labelers say about responses beyond ranks, ratings and flags: criteria, marked passages and edits.
+
+A judgment stores them in one JSON column, which holds only what there is.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+MAX_CRITERIA = 20
+MAX_SPANS = 20  # marked passages of one response
+MAX_EDIT_CHARACTERS = 20_000
+MAX_NAME_CHARACTERS = 100  # of a criterion or a span's label
+
+
+@dataclass(frozen=True)
+class CriterionRatings:
+    """One rating per response by one criterion; higher is better. For a yes-or-no criterion, 1 is yes and 0 is no."""
+
+    name: str
+    ratings: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A passage of a response that a labeler marked: characters `start` to `end` (exclusive), from 0."""
+
+    response: int
+    start: int
+    end: int
+    label: str
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """Indices and lists are in the order shown in an answer, and in canonical order in a judgment."""
+
+    criteria: tuple[CriterionRatings, ...] = ()
+    spans: tuple[Span, ...] = ()
+    edits: tuple[str, ...] = ()  # the labeler's better version of each response, "" = none; () = no edits at all
+
+    def __bool__(self) -> bool:
+        return bool(self.criteria or self.spans or self.edits)
+
+    def canonical(self, order: Sequence[int]) -> "Annotations":
+        """Converts from the order shown, in which response i of the store is at the position of i in `order`."""
+        spans = [replace(span, response=order[span.response]) for span in self.spans]
+        return Annotations(
+            tuple(replace(one, ratings=_moved(order, one.ratings)) for one in self.criteria),
+            tuple(sorted(spans, key=lambda span: (span.response, span.start, span.end, span.label))),
+            _moved(order, self.edits),
+        )
+
+    def as_shown(self, order: Sequence[int]) -> "Annotations":
+        """The inverse of `canonical`."""
+        back = tuple(order.index(index) for index in range(len(order)))
+        return self.canonical(back)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Converts to JSON's types, without what is empty."""
+        fields = {
+            "criteria": [{"name": one.name, "ratings": list(one.ratings)} for one in self.criteria],
+            "spans": [asdict(span) for span in self.spans],
+            "edits": list(self.edits),
+        }
+        return {name: value for name, value in fields.items() if value}
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> "Annotations":
+        """Reads what `as_dict` made."""
+        return cls(
+            tuple(CriterionRatings(one["name"], tuple(one["ratings"])) for one in stored.get("criteria", ())),
+            tuple(Span(**span) for span in stored.get("spans", ())),
+            tuple(stored.get("edits", ())),
+        )
+
+    def ratings_by(self, criterion: str) -> tuple[float, ...]:
+        """Returns the ratings by a criterion, or () if there are none."""
+        return next((one.ratings for one in self.criteria if one.name == criterion), ())
+
+    @property
+    def texts(self) -> list[tuple[str, str]]:
+        """All texts in it, each with the name of its field, to be checked before they are stored."""
+        names = [("criteria", one.name) for one in self.criteria] + [("spans", span.label) for span in self.spans]
+        return [*names, *(("edits", edit) for edit in self.edits)]
+
+
+NO_ANNOTATIONS = Annotations()
+
+
+def _moved(order: Sequence[int], entries: Sequence[Any]) -> tuple[Any, ...]:
+    back = dict(zip(order, entries, strict=True)) if entries else {}
+    return tuple(back[index] for index in range(len(back)))
+
+
+def require_annotations(where: str, found: Annotations, num_responses: int, responses: Sequence[str] = ()) -> None:
+    """Checks annotations, in any order of the responses. `responses` are their texts, in the same order, if known.
+
+    Raises: ValueError, beginning with `where` and naming the field.
+    """
+    names = [one.name for one in found.criteria]
+    if len(set(names)) != len(names) or len(names) > MAX_CRITERIA:
+        raise ValueError(f"{where}: criteria is {names!r}; at most {MAX_CRITERIA} different names were expected")
+    for one in found.criteria:
+        if len(one.ratings) != num_responses:
+            raise ValueError(
+                f"{where}: criteria: {one.name!r} has {len(one.ratings)} ratings for {num_responses} responses"
+            )
+        if not all(type(rating) in (int, float) and math.isfinite(rating) for rating in one.ratings):
+            raise ValueError(f"{where}: criteria: {one.name!r} is {one.ratings!r}; finite numbers were expected")
+    for name in (*names, *(span.label for span in found.spans)):
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS:
+            raise ValueError(
+                f"{where}: {name!r} names a criterion or a span; 1 to {MAX_NAME_CHARACTERS} characters were expected"
+            )
+    if found.edits and len(found.edits) != num_responses:
+        raise ValueError(f"{where}: edits has {len(found.edits)} entries for {num_responses} responses")
+    if not all(isinstance(edit, str) and len(edit) <= MAX_EDIT_CHARACTERS for edit in found.edits):
+        raise ValueError(f"{where}: edits: texts of at most {MAX_EDIT_CHARACTERS:,} characters were expected")
+    for span in found.spans:
+        _require_span(where, span, num_responses, responses)
+    numbers = [span.response for span in found.spans]
+    if any(numbers.count(number) > MAX_SPANS for number in set(numbers)):
+        raise ValueError(f"{where}: spans: at most {MAX_SPANS} per response were expected")
+
+
+def _require_span(where: str, span: Span, num_responses: int, responses: Sequence[str]) -> None:
+    if not all(type(number) is int for number in (span.response, span.start, span.end)):
+        raise ValueError(f"{where}: spans: {span} was given; whole numbers were expected")
+    if not 0 <= span.response < num_responses:
+        raise ValueError(f"{where}: spans: response {span.response}; 0 to {num_responses - 1} was expected")
+    length = len(responses[span.response]) if responses else span.end
+    if not 0 <= span.start < span.end <= length:
+        raise ValueError(
+            f"{where}: spans: characters {span.start} to {span.end} of response {span.response}, which has"
+            f" {length:,}; a start of at least 0 and a later end were expected"
+        )

@@ -1,0 +1,94 @@
+"""Exports of what labelers said beyond ranks: by one criterion, ratings by all criteria, and edits.
+
+criteria   one row per response and labeler, with a field per criterion, as HelpSteer2 has them (arXiv 2406.08673)
+edits      a labeler's better version of a response, preferred over the original, as TRL's preferences
+
+`by_criterion` makes any other format one of a single criterion.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from preferences.formats.merging import final_judgments
+from preferences.formats.parts import Format, Report, as_turns, is_sound_prompt
+from preferences.rankings import SAYS, criteria_in, judgment_by
+from preferences.records import Judgment, Message, StoredTask
+
+WHOLE = ("heed", "criteria", "edits", "prompts")  # formats to which the ranks do not matter, or that hold everything
+OWN_FIELDS = ("task_id", "prompt", "response", "source", "labeler")
+
+
+def by_criterion(
+    form: Format, stored: Sequence[StoredTask], judgments: Sequence[Judgment], criterion: str, report: Report
+) -> tuple[list[StoredTask], list[Judgment]]:
+    """Returns the tasks with `criterion` as their objective, and the judgments by it alone.
+
+    An answer without ratings by it, if it is a labeler's last word on a task, is left out and reported.
+
+    Raises: ValueError if nobody rated by this criterion, and for a format that holds more than one criterion.
+    """
+    if form.name in WHOLE:
+        raise ValueError(f"format {form.name!r} is not one of rankings by a criterion; another one was expected")
+    names = criteria_in(judgments)
+    if criterion not in names:
+        expected = f"one of {', '.join(names)} was expected" if names else "no judgment has criteria"
+        raise ValueError(f"criterion {criterion!r}: {expected}")
+    last = {(one.task_id, one.labeler): one for one in sorted(judgments, key=lambda one: one.revision)}
+    unrated = {key for key, one in last.items() if one.kind in SAYS and not one.annotations.ratings_by(criterion)}
+    for task_id, labeler in sorted(unrated):
+        where = f"task {task_id!r}, labeler {labeler!r}"
+        report.add("no such criterion", where, f"the answer has no ratings by {criterion!r}", "left out")
+    tasks = [replace(one, task=replace(one.task, objective=criterion)) for one in stored]
+    kept = [one for one in judgments if (one.task_id, one.labeler) not in unrated]
+    return tasks, [judgment_by(one, criterion) for one in kept]
+
+
+def write_criteria(
+    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
+) -> Iterator[dict[str, Any]]:
+    """Writes one row per response and labeler. A criterion that the answer lacks is null.
+
+    Raises: ValueError if a criterion has the name of another field.
+    """
+    names = criteria_in(judgments)
+    taken = [name for name in names if name in OWN_FIELDS]
+    if taken:
+        raise ValueError(f"criterion {taken[0]!r} has the name of a field of these rows; another name was expected")
+    for task, judgment in final_judgments([one.task for one in stored], judgments, report, keeps=("criteria",)):
+        if not judgment.annotations.criteria:
+            where = f"task {task.task_id!r}, labeler {judgment.labeler!r}"
+            report.add("no criteria", where, "the responses were ranked without criteria", "left out")
+            continue
+        for index, response in enumerate(task.responses):
+            own = {name: judgment.annotations.ratings_by(name) for name in names}
+            yield {
+                "task_id": task.task_id,
+                "prompt": _marked(task.prompt),
+                "response": response,
+                "source": task.sources[index],
+                "labeler": judgment.labeler,
+                **{name: float(ratings[index]) if ratings else None for name, ratings in own.items()},
+            }
+
+
+def _marked(prompt: Sequence[Message]) -> str:
+    """Returns a conversation as HelpSteer2 writes it: the first turn, then each further one under a mark."""
+    first, *later = prompt
+    return first.content + "".join(f"\n<extra_id_1>{turn.role.capitalize()}\n{turn.content}" for turn in later)
+
+
+def write_edits(
+    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
+) -> Iterator[dict[str, Any]]:
+    """Writes one row per edit: the edit is chosen, the response that it improves is rejected."""
+    for task, judgment in final_judgments([one.task for one in stored], judgments, report, keeps=("edits",)):
+        where = f"task {task.task_id!r}, labeler {judgment.labeler!r}"
+        if not judgment.annotations.edits:
+            report.add("no edits", where, "no response was edited", "left out")
+        elif is_sound_prompt(where, task.prompt, report):
+            for response, edit in zip(task.responses, judgment.annotations.edits, strict=True):
+                if edit:
+                    replies = {"chosen": edit, "rejected": response}
+                    turns = {name: [{"role": "assistant", "content": text}] for name, text in replies.items()}
+                    yield {"prompt": as_turns(task.prompt), **turns}
