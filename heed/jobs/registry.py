@@ -120,7 +120,10 @@ def with_rounds(
     if num_rounds < 2 and loop is None:
         return registry
     first = repeated_stages(registry, num_rounds, values, and_reward=loop is not None)
-    rounds = [first, *([_of_round(stage, n, first) for stage in first] for n in range(2, num_rounds + 1))]
+    rounds: Sequence[Sequence[AnyStage]] = [
+        first,
+        *([_of_round(stage, n, first) for stage in first] for n in range(2, num_rounds + 1)),
+    ]
     if loop is not None:
         rounds = loop_rounds(rounds, loop)
         own = {stage.name: stage for stage in rounds[0]}
@@ -205,6 +208,10 @@ def _round_reporter(stage: AnyStage, number: int) -> StageReporter:
         headlines = tuple(replace(line, title=f"{line.title}, round {number}") for line in stage_report.headlines)
         return replace(
             stage_report,
+            sections=tuple(
+                replace(section, anchor=f"{section.anchor}-{number}", title=f"{section.title}, round {number}")
+                for section in stage_report.sections
+            ),
             headlines=headlines,
             sentence=stage_report.sentence and f"Round {number}: {stage_report.sentence}",
         )

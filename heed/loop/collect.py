@@ -227,7 +227,9 @@ def _candidates(
             sampled[sample.prompt_id].append((sample.response, name))
     models = [run.run_folder / name / "model" for name in config.models]
     texts = [[text for text, _ in sampled[prompt.prompt_id]] for prompt in prompts]
-    scores = _scores(run, models, prompts, texts) if models else [[()] * len(own) for own in texts]
+    scores: list[list[tuple[float, ...]]] = [[()] * len(own) for own in texts]
+    if models:
+        scores = _scores(run, models, prompts, texts)
     return [
         PromptCandidates(
             prompt.prompt_id,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from files.records import read_record
 from heed.loop.collect import RoundResults
@@ -19,6 +19,7 @@ from reward.report import RewardResults
 from stages.reports.parts import (
     Answer,
     Cell,
+    Columns,
     Facts,
     Note,
     Part,
@@ -116,8 +117,13 @@ def answer_of(rounds: Sequence[RoundFiles], state: LoopState | None, config: Loo
     )
     if len(compared) == 1:
         text = text.replace("that of the round before", "the model that it starts from")
-    tone = "better" if last.gain.low > 0 else "worse" if last.gain.high < 0 else "unclear"
-    return Answer(tone, text, (used, now) if now else (used,))
+    return Answer(_tone(last.gain), text, (used, now) if now else (used,))
+
+
+def _tone(gain: Interval) -> Literal["better", "worse", "unclear"]:
+    if gain.low > 0:
+        return "better"
+    return "worse" if gain.high < 0 else "unclear"
 
 
 def _verb(gain: Interval) -> str:
@@ -147,24 +153,22 @@ def loop_section(
             ("Rounds", f"{number(sum(one.gain is not None for one in rounds))} of {number(config.rounds)}"),
             ("Rule", config.choose),
             ("Labelers", "people" if config.store else "the world's"),
-            ("Waiting for", count_of(state.waits_for, "label") if state is not None else UNKNOWN),
+            *((("Waiting for", count_of(state.waits_for, "label")),) if state is not None and state.waits_for else ()),
             *((("Open tasks", number(num_open)),) if config.store else ()),
         ),
         in_a_row=True,
     )
-    now = _now(state)
     parts: list[Part] = [
         Note(
             "Each round asks for labels, trains the reward model on all labels so far and then the policy, and compares"
             " it with the policy of the round before on the same held-out prompts. The loop stops when the interval of"
             f" a round's gain lies below {config.least_gain:g} per hundred labels, or the labels are used."
         ),
-        *((Note(now, "aside"),) if now else ()),
         facts,
     ]
     compared = [one.gain for one in rounds if one.gain is not None]
     if compared:
-        parts += _figures(rounds, compared)
+        parts.append(Columns(tuple(_figures(rounds, compared))))
     if rounds:
         parts.append(_table(rounds, job))
     else:
@@ -188,12 +192,10 @@ def _figures(rounds: Sequence[RoundFiles], compared: Sequence[GainResults]) -> l
             x_label="labels used",
         )  # fmt: skip
         found.append(replace(figure, keys=()))
-    rows = [Measured(f"Round {one.round}", "ppo", "o", one.per_hundred) for one in compared]
+    rows = [Measured(f"Round {one.round}", "ppo", "o", one.gain) for one in compared]
     if all(isfinite(row.mean.low) for row in rows):
-        figure = interval_figure(
-            rows, title="Gain per hundred labels", unit=f"{compared[-1].unit}, paired over prompts", name="loop-gain"
-        )
-        found.append(figure)
+        unit = f"{compared[-1].unit}, paired over prompts"
+        found.append(interval_figure(rows, title="Gain of each round", unit=unit, name="loop-gain"))
     return found
 
 
@@ -217,7 +219,8 @@ def _row(one: RoundFiles, job: Mapping[str, Any]) -> Row:
     assert collected is not None, "only rounds that have collected are shown"
     accuracy = Cell(UNKNOWN)
     if reward is not None:
-        gold = f"{percent(reward.gold_accuracy.mean)} of gold" if reward.gold_accuracy is not None else ""
+        truth = reward.gold_accuracy
+        gold = f"gold: {percent(truth.mean)}" if truth is not None and isfinite(truth.mean) else ""
         accuracy = Cell(percent(reward.heldout_accuracy), gold)
     stages = [name for name in STAGES if name == GAIN or name in job]
     links = tuple((f"#{name_of_round(name, one.number)}", name) for name in stages)
@@ -282,8 +285,10 @@ def _report_gain(stage: StageFolder) -> StageReport:
         ("KL from the first model, nats", _cell(found.kl_nats, 1).text),
     )
     headline = headline_of(
-        stage, "gain.mean", "Gain of the last round", found.gain.mean, _signed(found.gain), found.unit
-    )
+        stage, "gain.mean", "Gain of the last round", found.gain.mean,
+        f"{'+' if found.gain.mean > 0 else ''}{number(found.gain.mean)}",
+        f"{found.unit}, 95% interval {ends_of(found.gain)}",
+    )  # fmt: skip
     last = replace(headline, field="loop.gain")  # of several rounds' cards of one field, the page shows the last
     return StageReport((stage_block(stage, facts, ()),), headlines=(last,))
 
