@@ -27,6 +27,7 @@ from heed.commands.init import init
 from heed.commands.inspect import inspect_app
 from heed.commands.jobs import jobs_app, submit
 from heed.commands.label import label_app
+from heed.commands.loop import loop
 from heed.commands.measure import measure_app
 from heed.commands.merge_adapter import merge_adapter
 from heed.commands.options import First, JobFile, Only, Overrides, RunsFolder, Workers, model_folder, read_job
@@ -81,6 +82,8 @@ def run(
         from heed.jobs.pipeline import run_job
 
         config = read_job(job, override, workers, first, only)
+    if config.loop is not None:
+        raise ValueError(f"{job}: the job has [loop]; `heed loop {job}` runs it")
     run_job(config, runs, first=first, only=only)
 
 
@@ -94,6 +97,7 @@ def _has_finished(job: Path | None, overrides: list[str] | None, runs: Path) -> 
         return False
 
 
+app.command(rich_help_panel=TRAIN)(loop)
 app.command(rich_help_panel=TRAIN)(init)
 app.command(rich_help_panel=TRAIN)(submit)
 app.command("merge-adapter", rich_help_panel=TRAIN)(merge_adapter)

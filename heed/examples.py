@@ -7,6 +7,11 @@ heed run mine.toml
 heed run mine.toml --set ppo.kl.coef=0.1            # only PPO and what follows it run again
 heed run mine.toml --from reward                    # rerun this stage and all later ones
 """,
+    "heed loop": """
+heed loop mine.toml
+heed loop mine.toml --set loop.labels=8000 --set loop.rounds=8      # more rounds of a loop that has stopped
+heed loop mine.toml --no-wait                                       # end when people's labels are needed
+""",
     "heed init": """
 heed init mine.toml --model Qwen/Qwen2.5-0.5B --demonstrations demos.jsonl \\
     --preferences pairs.jsonl --prompts prompts.jsonl

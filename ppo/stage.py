@@ -289,8 +289,13 @@ def _held(rollout: Rollout) -> Pending[Rollout]:
 
 
 def was_measured(run: StageRun) -> bool:
-    """Returns whether the reward stage has scored samples of PPO's initial policy, which [collect] sampled."""
-    return {"sft", "reward"} <= set(run.parents) and "collect" in run.at("reward").parents
+    """Returns whether the reward stage has scored samples of PPO's initial policy, which [collect] sampled.
+
+    Samples that a rule chose do not count: their scores differ from those of all samples.
+    """
+    if not ({"sft", "reward"} <= set(run.parents) and "collect" in run.at("reward").parents):
+        return False
+    return not run.job.stage(run.at("reward").own("collect")).chooses
 
 
 def score_scale(

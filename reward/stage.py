@@ -85,7 +85,7 @@ def run_reward(run: StageRun, config: RewardConfig) -> None:
         run.on_ranks(train_steps, config, start, tokenize_steps(run, config, tokenizer, start))
         return
     run.on_ranks(train, config, start, tokenize(run, config, tokenizer, _most_tokens(start, config)))
-    if "collect" in run.parents:  # so the world knows the criterion of its labelers
+    if "collect" in run.parents and run.opened_world is not None:  # so the world knows the criterion of its labelers
         run.write_results(measure_reward_model(run, config))
 
 

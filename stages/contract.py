@@ -91,6 +91,7 @@ class Stage(Generic[AnyConfig]):
     # What it leaves, always including `results.json`.
     output: str = "model"  # the file or folder that later stages read; its hash is part of their inputs
     policy_from: str = ""  # the parent that its policy starts from and is compared with; "" = it leaves none to compare
+    chooses: bool = False  # whether it collects samples that a rule has chosen, which are not typical of their policy
     also_required: tuple[str, ...] = ()  # other files that it must have written to be finished
     sources: Mapping[str, Source[AnyConfig]] = field(default_factory=dict)
     tokenizer: Callable[[StageRun, AnyConfig], Tokenizer] | None = None  # of the model it will leave, before it runs
@@ -114,6 +115,7 @@ class Stage(Generic[AnyConfig]):
     repeats: str = ""  # the stage of the first round, whose section it has
     round: int = 1
     reads: Mapping[str, str] = field(default_factory=dict)  # stage that the first round reads -> stage read instead
+    settings: Mapping[str, Any] = field(default_factory=dict)  # fields of its section that a loop sets in this round
 
     module: ModuleType | None = None  # set if a job file brings the stage; its file's hash is part of the inputs
 

@@ -49,6 +49,10 @@ class StageView(Protocol[AnyConfig_co]):
         """The parent that its policy starts from; "" if it leaves no policy."""
 
     @property
+    def chooses(self) -> bool:
+        """Whether it collects samples that a rule has chosen, which are not typical of their policy."""
+
+    @property
     def sources(self) -> Mapping[str, SourceFile]: ...
 
     @property

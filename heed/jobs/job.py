@@ -7,7 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import Field, create_model, field_validator, model_validator
 
 from cluster.config import ClusterConfig
+from evaluation.compare.judges import without_password
 from heed.jobs.registry import BUILT_IN, WORLD, AnyStage, Registry, section_of_round, with_rounds
+from heed.loop.config import LoopConfig
 from heed.worlds.reviews import ReviewsConfig, ReviewsWorld
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from lm.config import ModelConfig
@@ -50,7 +52,11 @@ class JobConfig(Config):
     rounds: int = Field(
         default=1,
         ge=1,
-        description="Rounds of sampling and training; each starts from the policy of the last (docs/jobs.md).",
+        description="Rounds of sampling and training; each starts from the policy of the last (docs/jobs.md). A job"
+        " with [loop] has `loop.rounds` of them.",
+    )
+    loop: LoopConfig | None = Field(
+        default=None, description="Rounds within a budget of labels, which `heed loop` runs (docs/loop.md)."
     )
     seed: int = Field(default=0, ge=0, description="Seed that all randomness is derived from.")
     workers: int = Field(default=1, ge=1, description="Worker processes, one per GPU where there are GPUs.")
@@ -77,8 +83,19 @@ class JobConfig(Config):
             )
         return name
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_rounds_of_loop(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "rounds" in values or not isinstance(values.get("loop"), dict | LoopConfig):
+            return values
+        loop = values["loop"]
+        rounds = loop.rounds if isinstance(loop, LoopConfig) else loop.get("rounds")
+        return values if rounds is None else {**values, "rounds": rounds}
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.loop is not None:
+            self._check_loop(self.loop)
         if not self.stage_names:
             raise ValueError(
                 f"the job has no stage; at least one section of {', '.join(self.registry.names)} was expected"
@@ -101,11 +118,11 @@ class JobConfig(Config):
         """The stages that the job may have, including those of later rounds, in the order in which they run."""
         written = {stage.name: getattr(self, stage.name) for stage in self.known_stages}
         values = {name: section.model_dump() for name, section in written.items() if section is not None}
-        return with_rounds(self.known_stages, self.rounds, values)
+        return with_rounds(self.known_stages, self.rounds, values, self.loop)
 
     @cached_property
     def later_sections(self) -> dict[str, Config]:
-        """The sections of later rounds' stages."""
+        """The sections of later rounds' stages, and of those of the first that a loop changes."""
         later = [stage for stage in self.registry if stage.repeats]
         return {stage.name: section_of_round(stage, getattr(self, stage.repeats)) for stage in later}
 
@@ -186,6 +203,36 @@ class JobConfig(Config):
                     f"{stage.name}.{field} and [{parent.stage}] are both set; only one of them was expected, since"
                     f" {stage.name} starts from one model"
                 )
+
+    def _check_loop(self, loop: LoopConfig) -> None:
+        """Check that the loop can sample, label and compare in every round."""
+        missing = [name for name in ("collect", "compare") if getattr(self, name, None) is None]
+        if missing:
+            why = "samples what is labeled" if missing[0] == "collect" else "says how a policy is judged"
+            raise ValueError(f"loop: the job has no [{missing[0]}], which {why}; [{missing[0]}] was expected")
+        if not loop.store and self.world is None:
+            raise ValueError(
+                "loop.store: missing; nobody labels. The label store of the people who label, or a [world] with its"
+                " own labelers, was expected"
+            )
+        if loop.rule.num_models and getattr(self, "reward", None) is None:
+            raise ValueError(
+                f"loop.choose is {loop.choose!r}, which reads reward models, but the job has no [reward]; [reward] or"
+                ' choose = "uniform" was expected'
+            )
+        if self.rounds > loop.rounds:
+            raise ValueError(f"rounds is {self.rounds}; at most loop.rounds = {loop.rounds} was expected")
+        responses, samples = self.part("collect").responses_per_prompt, loop.num_samples
+        if samples < responses:
+            raise ValueError(
+                f"loop.num_samples is {samples}; at least collect.responses_per_prompt = {responses} was expected,"
+                " since a task's responses are chosen among the samples"
+            )
+        if without_password(loop.store) != loop.store:
+            raise ValueError(
+                "loop.store has a password, which would be written into the run's folder; a URL without one was"
+                " expected (PostgreSQL reads it from PGPASSWORD or ~/.pgpass)"
+            )
 
     def _check_world(self) -> None:
         if self.world is not None:

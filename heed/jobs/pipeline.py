@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,15 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
     A stage that waits for people ends the run, and a later run continues it.
     Raises: ValueError for mistakes that the user can fix, if possible before any training.
     """
-    folder = runs / job.name
+    run_stages(job, runs, first=first, only=only)
+    return runs / job.name
+
+
+def run_stages(
+    job: JobConfig, runs: Path, *, first: str = "", only: str = "", last: str = ""
+) -> StageWaitsError | None:
+    """Like `run_job`, but no stage after `last` runs. Returns what a stage waits for; None if all have finished."""
+    folder, waits = runs / job.name, None
     refuse_missing(job)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,17 +74,18 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
         raise ValueError(f"--runs {runs}: {folder} cannot be created: {error.strerror}") from None
     started = time.monotonic()
     try:
-        _work(job, folder, first, only)
+        _work(job, folder, first, only, last)
     except StageWaitsError as waiting:
         console.print(str(waiting), markup=False)
+        waits = waiting
     with missing_in_one_line(folder):
         report = write_run_report(folder)
     console.print(escape(report["verdict"]))
     console.print(f"report: {folder / 'report.html'}  ({time.monotonic() - started:.0f} s)")
-    return folder
+    return waits
 
 
-def _work(job: JobConfig, folder: Path, first: str, only: str) -> None:
+def _work(job: JobConfig, folder: Path, first: str, only: str, last: str) -> None:
     """Prepare the run's folder, its workers and data; run the stages."""
     with ExitStack() as closing:
         closing.enter_context(speaking_through(print_notice))
@@ -92,7 +101,7 @@ def _work(job: JobConfig, folder: Path, first: str, only: str) -> None:
         engine = resolve_precision(job.engine, workers.check(), job.fewest_ranks, job.cluster.start_seconds)
         job = job.model_copy(update={"engine": engine})
         run = Run(job, folder, job.open_world(), workers)
-        wanted = [stage for stage in job.stages if stage.name == only or not only]
+        wanted = [stage for stage in _until(job.stages, last) if stage.name == only or not only]
         if first or not all((run.stage_folder(stage.name) / LINEAGE).exists() for stage in wanted):
             workers.begin()
         for stage in job.stages:
@@ -105,7 +114,13 @@ def _work(job: JobConfig, folder: Path, first: str, only: str) -> None:
             workers.begin()  # Ray is not started for a run in which nothing has changed
         with speaking_through(_unrepeated(print_notice)):
             check_data(run)
-        _run_stages(run, workers, status, first, only)
+        _run_stages(run, workers, status, first, only, last)
+
+
+def _until(stages: Sequence[AnyStage], last: str) -> Sequence[AnyStage]:
+    """Returns the stages up to `last`; all if it is ""."""
+    names = [stage.name for stage in stages]
+    return stages[: names.index(last) + 1] if last else stages
 
 
 def _end_without_head(status: StatusFile, line: str) -> None:
@@ -136,9 +151,9 @@ def _unrepeated(speaker: Callable[[str], None]) -> Callable[[str], None]:
     return say_once
 
 
-def _run_stages(run: Run, workers: Workers, status: StatusFile, first: str, only: str) -> None:
+def _run_stages(run: Run, workers: Workers, status: StatusFile, first: str, only: str, last: str) -> None:
     forced = False
-    for stage in run.job.stages:
+    for stage in _until(run.job.stages, last):
         if only and stage.name != only:
             continue
         forced = forced or stage.name == first

@@ -9,12 +9,14 @@ reads `collect`.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from classify.stage import STAGE as CLASSIFY
 from dpo.stage import STAGE as DPO
 from evaluation.compare.stage import STAGE as COMPARE
 from files.importing import load_module
+from heed.loop.config import LoopConfig, name_of_round
+from heed.loop.stages import loop_rounds, shown_in_loop
 from ppo.stage import STAGE as PPO
 from pretrain.stage import STAGE as PRETRAIN
 from reward.collect import STAGE as COLLECT
@@ -32,7 +34,6 @@ PREPARED = "data"  # what a preparation writes: this folder, inside the folder n
 WORLD = "world"  # the world's folder, which is a preparation of the job
 
 AnyStage = Stage[Any]
-AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 @dataclass(frozen=True)
@@ -108,16 +109,27 @@ def registry_with(custom_stages: Sequence[str]) -> Registry:
     return BUILT_IN.with_stages(added)
 
 
-def with_rounds(registry: Registry, num_rounds: int, values: Mapping[str, Any]) -> Registry:
+def with_rounds(
+    registry: Registry, num_rounds: int, values: Mapping[str, Any], loop: LoopConfig | None = None
+) -> Registry:
     """Returns the registry with later rounds' stages after those of the first. `values` are a job's sections, as dicts.
 
+    With `loop`, the stages of all rounds are those of a loop (`heed.loop.stages`).
     Raises: ValueError if not exactly one stage of the job trains a policy, or if no stage samples it.
     """
-    if num_rounds < 2:
+    if num_rounds < 2 and loop is None:
         return registry
-    first = repeated_stages(registry, num_rounds, values)
+    first = repeated_stages(registry, num_rounds, values, and_reward=loop is not None)
+    rounds: Sequence[Sequence[AnyStage]] = [
+        first,
+        *([_of_round(stage, n, first) for stage in first] for n in range(2, num_rounds + 1)),
+    ]
+    if loop is not None:
+        rounds = loop_rounds(rounds, loop)
+        own = {stage.name: stage for stage in rounds[0]}
+        registry = Registry(tuple(shown_in_loop(own.get(stage.name, stage)) for stage in registry))
     place = registry.names.index(first[-1].name) + 1
-    later = [_of_round(stage, number, first) for number in range(2, num_rounds + 1) for stage in first]
+    later = [*rounds[0][len(first) :], *(stage for stages in rounds[1:] for stage in stages)]
     taken = [stage.name for stage in later if stage.name in registry]
     if taken:
         raise ValueError(
@@ -126,8 +138,12 @@ def with_rounds(registry: Registry, num_rounds: int, values: Mapping[str, Any]) 
     return Registry((*registry.stages[:place], *later, *registry.stages[place:]))
 
 
-def repeated_stages(registry: Registry, num_rounds: int, values: Mapping[str, Any]) -> tuple[AnyStage, ...]:
-    """Returns the stages of a round: those that the policy learns from, then the stage that trains it."""
+def repeated_stages(
+    registry: Registry, num_rounds: int, values: Mapping[str, Any], *, and_reward: bool = False
+) -> tuple[AnyStage, ...]:
+    """Returns the stages of a round: those that the policy learns from, then the stage that trains it. `and_reward`
+    adds [reward] even if the policy does not learn from it.
+    """
     here = [stage for stage in registry if isinstance(values.get(stage.name), Mapping)]
     policies = [stage for stage in here if stage.policy_from]
     if len(policies) != 1:
@@ -135,7 +151,8 @@ def repeated_stages(registry: Registry, num_rounds: int, values: Mapping[str, An
         raise ValueError(f"rounds = {num_rounds}: one stage that trains a policy was expected; the job has {named}")
     policy, names = policies[0], registry.names
     span = range(names.index(policy.policy_from) + 1, names.index(policy.name) + 1)
-    between, read = [stage for stage in here if names.index(stage.name) in span], {policy.name}
+    between = [stage for stage in here if names.index(stage.name) in span]
+    read = {policy.name, *([REWARD.name] if and_reward else [])}
     for stage in reversed(between):
         if stage.name in read:
             sources = {source.partition(":")[0] for source in sources_in(dict(values[stage.name]))}
@@ -151,11 +168,11 @@ def repeated_stages(registry: Registry, num_rounds: int, values: Mapping[str, An
 
 def _of_round(stage: AnyStage, number: int, first: tuple[AnyStage, ...]) -> AnyStage:
     policy = first[-1]
-    before = policy.name if number == 2 else _round_name(policy, number - 1)
-    reads = {policy.policy_from: before, **{other.name: _round_name(other, number) for other in first[:-1]}}
+    before = name_of_round(policy.name, number - 1)
+    reads = {policy.policy_from: before, **{other.name: name_of_round(other.name, number) for other in first[:-1]}}
     return replace(
         stage,
-        name=_round_name(stage, number),
+        name=name_of_round(stage.name, number),
         repeats=stage.name,
         round=number,
         reads=reads,
@@ -165,15 +182,11 @@ def _of_round(stage: AnyStage, number: int, first: tuple[AnyStage, ...]) -> AnyS
     )
 
 
-def _round_name(stage: AnyStage, number: int) -> str:
-    return f"{stage.name}_{number}"
-
-
-def section_of_round(stage: AnyStage, section: AnyConfig) -> AnyConfig:
+def section_of_round(stage: AnyStage, section: Config) -> Config:
     """Returns the settings of a later round's stage: those of the first round, but reading the later round's outputs.
 
     A policy's `init_from` is dropped, since a later round starts from the previous round's policy. Any other stage
-    starts from the same model as in the first round.
+    starts from the same model as in the first round. In a loop, the stage's own `settings` are added.
     """
 
     def renamed(source: str) -> str:
@@ -184,7 +197,7 @@ def section_of_round(stage: AnyStage, section: AnyConfig) -> AnyConfig:
     if stage.policy_from:
         own = {field for parent in stage.parents if parent.stage == stage.policy_from for field in parent.substitutes}
         values |= {field: "" for field in (*own, "end_token") if field in values}
-    return type(section).model_validate(values)
+    return stage.config.model_validate(values | dict(stage.settings))
 
 
 def _round_reporter(stage: AnyStage, number: int) -> StageReporter:
@@ -195,6 +208,10 @@ def _round_reporter(stage: AnyStage, number: int) -> StageReporter:
         headlines = tuple(replace(line, title=f"{line.title}, round {number}") for line in stage_report.headlines)
         return replace(
             stage_report,
+            sections=tuple(
+                replace(section, anchor=f"{section.anchor}-{number}", title=f"{section.title}, round {number}")
+                for section in stage_report.sections
+            ),
             headlines=headlines,
             sentence=stage_report.sentence and f"Round {number}: {stage_report.sentence}",
         )

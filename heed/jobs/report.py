@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from files.atomic import write_json
 from files.records import as_json
 from heed.jobs.registry import BUILT_IN, registry_with, with_rounds
+from heed.loop.config import LoopConfig
 from stages.contract import StageWaitsError
 from stages.progress import STATUS, WRITE_EVERY_SECONDS, Restart, RunStatus, StageProgress, console
 from stages.reports.stage_report import plain_reporter
@@ -53,7 +54,9 @@ def _reporters(folder: Path) -> "dict[str, StageReporter]":
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return BUILT_IN.reporters  # the report itself says what is wrong with the job
     try:
-        return with_rounds(registry_with(values.get("custom_stages", ())), values.get("rounds", 1), values).reporters
+        loop = LoopConfig.model_validate(values["loop"]) if "loop" in values else None
+        registry = registry_with(values.get("custom_stages", ()))
+        return with_rounds(registry, values.get("rounds", 1), values, loop).reporters
     except ValueError:
         begun = [path.parent.name for path in sorted(folder.glob("*/inputs.json"))]
         return BUILT_IN.reporters | {name: plain_reporter(name) for name in begun if name not in BUILT_IN}

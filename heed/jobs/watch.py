@@ -38,7 +38,7 @@ ANSWER_SECONDS = 10.0  # how long a command waits for a run's folder
 RENDER_SHARE = 0.1  # the largest share of a core that drawing pages takes
 TAIL_BYTES = 65_536  # of metrics.jsonl, read to estimate how long steps take
 NUM_STEPS = 20  # the estimate is the median over this many last steps
-PARTS = ("job.toml", "*/results.json", "*/lineage.json", "*/metrics.jsonl", "*/samples.jsonl")
+PARTS = ("job.toml", "loop.json", "*/results.json", "*/lineage.json", "*/metrics.jsonl", "*/samples.jsonl")
 # The page itself has a policy too, which allows its scripts by hash; browsers apply both.
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self';"

@@ -66,6 +66,7 @@ class Cell:
     is_code: bool = False
     filter: SampleFilter | None = None
     tooltip: str = ""
+    links: tuple[tuple[str, str], ...] = ()  # addresses and texts, in place of `text`
 
 
 @dataclass(frozen=True)
@@ -271,13 +272,15 @@ class StageReporter:
     """How the report of a run shows a stage: its title, a sentence about it, and its results.
 
     `report` is called once the stage has left metrics or results; `StageFolder.results` is None until it is finished.
-    `named` returns title and sentence where they depend on the job.
+    With `is_always_shown`, it is called before that too. `named` returns title and sentence where they depend on the
+    job.
     """
 
     title: str
     about: str
     report: Callable[[StageFolder], StageReport]
     named: Callable[[StageFolder], tuple[str, str]] | None = None
+    is_always_shown: bool = False
 
     def head_of(self, stage: StageFolder) -> tuple[str, str]:
         """Return the title and the sentence of a stage."""

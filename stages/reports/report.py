@@ -67,7 +67,8 @@ def write_pages(folder: Path, page: str, report: Mapping[str, Any]) -> None:
 
 
 def _report_of(stage: StageFolder, reporter: StageReporter) -> StageReport:
-    return StageReport() if stage.status == "not run" else reporter.report(stage)
+    is_shown = stage.status != "not run" or reporter.is_always_shown
+    return reporter.report(stage) if is_shown else StageReport()
 
 
 def headlines_of(reports: Reports) -> tuple[Headline, ...]:

@@ -1,0 +1,374 @@
+"""A round's labels: samples of the newest policy, of which a rule makes tasks for the world's labelers or for people.
+
+Tasks of all rounds stay open until they are answered. A round writes the rankings of all labels that have come so far,
+whichever round asked for them, and its reward model is trained on those.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from files.atomic import write_json
+from files.hashes import derive_seed
+from files.records import as_json, read_record
+from heed.loop.config import RoundConfig, name_of_round
+from ppo.stage import STAGE as PPO
+from preferences.database import require_locks
+from preferences.records import Message, Ranking, Task
+from preferences.scripted import answer_all
+from preferences.statistics.agreement import accuracy_against, pairwise_agreement
+from preferences.statistics.estimates import Share
+from preferences.store import LabelStore
+from preferences.task_selection import RULES, Candidate, PromptCandidates, choose_tasks
+from reward.collect import write_rankings
+from reward.label_sampling import scores_of
+from reward.sampling import SamplingSpec, sample_everywhere
+from stages.contract import StageWaitsError
+from stages.data import fitting_prompts
+from stages.planner import Planner, StagePlan
+from stages.run import StageRun
+from stages.world import World, label_truth
+from training.data import Overlong, Prompt, SourceRows, untold
+
+COLLECT = "collect"
+TASKS = "tasks.json"  # the tasks that a round has added to the store
+
+
+@dataclass(frozen=True)
+class AddedTask:
+    """A task that a round added. `weight` is 1/(propensity · sets of its prompt), as in `uniform_mean`."""
+
+    task_id: str
+    prompt_id: str
+    num_labelers: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class AddedTasks:
+    """The contents of tasks.json: the batch of the store that the tasks are in, and the tasks."""
+
+    batch: str
+    tasks: tuple[AddedTask, ...]
+    num_prompts: int  # that were sampled
+    policies: tuple[str, ...]  # that were sampled
+
+
+@dataclass(frozen=True)
+class RoundResults:
+    """Results of a round's collecting. Labels are counted over this and all earlier rounds.
+
+    `effective_tasks` is (Σw)²/Σw², for the weights that undo the rule's choice: how many uniformly chosen tasks tell as
+    much about the average task as this round's tasks do. It is NaN if the round added none.
+    """
+
+    round: int
+    rule: str
+    models: tuple[str, ...]
+    policies: tuple[str, ...]
+    num_prompts: int
+    num_tasks: int
+    effective_tasks: float
+    num_asked: int
+    num_labels: int
+    num_new_labels: int
+    num_open_tasks: int
+    agreement: Share
+    gold_accuracy: Share | None
+    labelers: tuple[str, ...]
+    overlong: Overlong | None = None  # of the prompts
+    sources: tuple[SourceRows, ...] = ()  # of the prompts, if rows are unusual
+
+
+class LabelsWaitError(StageWaitsError):
+    """A round waits for people's labels; `count_missing` counts those that it still needs before it continues."""
+
+    def __init__(self, message: str, count_missing: Callable[[], int]) -> None:
+        super().__init__(message)
+        self.count_missing = count_missing
+
+
+def run_round(run: StageRun, config: RoundConfig) -> None:
+    """Add the round's tasks, get labels, and write the rankings of all labels so far.
+
+    Raises: LabelsWaitError while people have not given enough labels.
+    """
+    tokenizer = run.tokenizer_of("sft")
+    fitting = fitting_prompts(run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong)
+    earlier = [added_by(run.run_folder, number) for number in range(1, config.round)]
+    if not (run.folder / TASKS).is_file():
+        _add_tasks(run, config, fitting.prompts, earlier)
+    rounds = [*earlier, read_record(run.folder / TASKS, AddedTasks)]
+    with LabelStore(store_of(run.run_folder, config)) as store:
+        if not config.store:
+            _let_world_label(run, store, config, rounds[-1])
+        else:
+            _require_labels(run, store, config, rounds)
+        rankings = [ranking for batch, ids in _by_batch(rounds) for ranking in _rankings(store, batch, ids)]
+        num_open = sum(_num_open(store, batch, ids) for batch, ids in _by_batch(rounds))
+    if not rankings:
+        raise ValueError(f"{run.name}: the store has no label to learn from; answers that are not skips were expected")
+    write_rankings(run.folder / "rankings.jsonl", rankings)
+    run.write_results(_results(run, config, rounds, rankings, num_open, fitting.overlong or None, fitting.sources))
+
+
+def store_of(run_folder: Path, config: RoundConfig) -> str:
+    """Returns the path or URL of the label store."""
+    return config.store or str(run_folder / "labels.sqlite")
+
+
+def added_by(run_folder: Path, number: int) -> AddedTasks:
+    """Returns the tasks that a round has added."""
+    return read_record(run_folder / name_of_round(COLLECT, number) / TASKS, AddedTasks)
+
+
+def missing_labels(run_folder: Path, config: RoundConfig) -> int:
+    """Returns how many labels a round still waits for; 0 if it can train."""
+    rounds = [added_by(run_folder, number) for number in range(1, config.round + 1)]
+    with LabelStore(store_of(run_folder, config)) as store:
+        return _missing(store, config, rounds)
+
+
+def _missing(store: LabelStore, config: RoundConfig, rounds: Sequence[AddedTasks]) -> int:
+    num_asked = sum(task.num_labelers for added in rounds for task in added.tasks)
+    wanted = max(1, math.ceil(config.enough_share * min(config.labels, num_asked)))
+    return max(0, wanted - sum(_num_labels(store, batch, ids) for batch, ids in _by_batch(rounds)))
+
+
+def _by_batch(rounds: Sequence[AddedTasks]) -> list[tuple[str, set[str]]]:
+    """Returns the loop's own tasks by batch, in order of the rounds; people's batch has tasks of all rounds."""
+    found: dict[str, set[str]] = {}
+    for added in rounds:
+        found.setdefault(added.batch, set()).update(task.task_id for task in added.tasks)
+    return list(found.items())
+
+
+def _rankings(store: LabelStore, batch: str, task_ids: set[str]) -> list[Ranking]:
+    return [ranking for ranking in store.rankings(batch) if ranking.task_id in task_ids]
+
+
+def _num_labels(store: LabelStore, batch: str, task_ids: set[str]) -> int:
+    return sum(len(one.judged_by) for one in store.coverage(batch) if one.task_id in task_ids)
+
+
+def _num_open(store: LabelStore, batch: str, task_ids: set[str]) -> int:
+    own = [one for one in store.coverage(batch) if one.task_id in task_ids]
+    return sum(len(one.judged_by) < one.num_labelers for one in own)
+
+
+# ---- tasks ----
+
+
+def _add_tasks(run: StageRun, config: RoundConfig, prompts: Sequence[Prompt], earlier: Sequence[AddedTasks]) -> None:
+    """Sample, choose and add the round's tasks, and write tasks.json. Safe to call again after a kill."""
+    num_asked = sum(task.num_labelers for added in earlier for task in added.tasks)
+    num_tasks = config.num_tasks(max(0, config.asked - num_asked))
+    fingerprint = json.loads((run.folder / "inputs.json").read_text(encoding="utf-8"))["fingerprint"][:12]
+    # People see all rounds as one batch; the world's labelers are dealt each round's tasks on their own.
+    batch = run.run_folder.resolve().name if config.store else fingerprint
+    tasks, policies, chosen = list[Task](), dict[str, Path](), list[Prompt]()
+    if num_tasks:
+        policies = {run.own("sft"): run.start("sft")}
+        if config.include_sft:
+            policies["sft"] = run.run_folder / "sft" / "model"
+        chosen = _least_asked(prompts, earlier, config.num_prompts(num_tasks), run.seed)
+        tasks = choose_tasks(
+            _candidates(run, config, policies, chosen),
+            batch=f"{run.run_folder.resolve().name}/{run.name}/{fingerprint}",
+            rule=RULES[config.choose],
+            responses_per_task=config.responses_per_prompt,
+            tasks_per_prompt=1,
+            evaluation_share=config.evaluation_share,
+            seed=run.seed,
+            num_tasks=num_tasks,
+            uniform_share=config.uniform_share,
+        )
+    quotas = config.quotas(len(tasks))
+    if tasks:
+        with LabelStore(store_of(run.run_folder, config)) as store:
+            store.add_tasks(tasks, batch=batch, num_labelers=quotas)
+    ids = {tuple(Message(**message) for message in prompt.messages): prompt.prompt_id for prompt in chosen}
+    added = tuple(
+        AddedTask(task.task_id, ids[task.prompt], quota, 1 / (task.details["propensity"] * task.details["num_sets"]))
+        for task, quota in zip(tasks, quotas, strict=True)
+    )
+    write_json(run.folder / TASKS, as_json(AddedTasks(batch, added, len(chosen), tuple(policies))))
+
+
+def _least_asked(prompts: Sequence[Prompt], earlier: Sequence[AddedTasks], num_prompts: int, seed: int) -> list[Prompt]:
+    """Returns the prompts with the fewest tasks so far, ties in random order."""
+    times = Counter(task.prompt_id for added in earlier for task in added.tasks)
+    order = sorted(prompts, key=lambda one: (times[one.prompt_id], derive_seed(seed, "prompts", one.prompt_id)))
+    return order[:num_prompts]
+
+
+def _candidates(
+    run: StageRun, config: RoundConfig, policies: Mapping[str, Path], prompts: Sequence[Prompt]
+) -> list[PromptCandidates]:
+    """Sample every policy on the prompts, and score all samples by the reward models that the rule reads."""
+    sampled: dict[str, list[tuple[str, str]]] = {prompt.prompt_id: [] for prompt in prompts}
+    for name, policy in policies.items():
+        spec = SamplingSpec(
+            policy=policy,
+            num_samples=config.num_samples,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            seed=derive_seed(run.seed, "collect", name),
+            precision=run.engine.resolved_precision(),
+        )
+        for sample in sample_everywhere(run, name, spec, prompts):
+            sampled[sample.prompt_id].append((sample.response, name))
+    models = [run.run_folder / name / "model" for name in config.models]
+    texts = [[text for text, _ in sampled[prompt.prompt_id]] for prompt in prompts]
+    scores: list[list[tuple[float, ...]]] = [[()] * len(own) for own in texts]
+    if models:
+        scores = _scores(run, models, prompts, texts)
+    return [
+        PromptCandidates(
+            prompt.prompt_id,
+            tuple(Message(**message) for message in prompt.messages),
+            tuple(
+                Candidate(text, source, score)
+                for (text, source), score in zip(sampled[prompt.prompt_id], own, strict=True)
+            ),
+        )
+        for prompt, own in zip(prompts, scores, strict=True)
+    ]
+
+
+def _scores(
+    run: StageRun, models: Sequence[Path], prompts: Sequence[Prompt], texts: Sequence[Sequence[str]]
+) -> list[list[tuple[float, ...]]]:
+    """Returns the models' scores of each prompt's texts; each worker scores a part of the prompts."""
+    ppo, workers = run.job.section(PPO), run.workers()
+    weights = {} if ppo is None else dict(ppo.reward.objective_weights)
+    bounds = [len(prompts) * rank // workers.num_workers for rank in range(workers.num_workers + 1)]
+    shares = [(models, weights, prompts[start:end], texts[start:end]) for start, end in pairwise(bounds)]
+    run.enter("scoring")
+    return [own for part in workers.run_split(f"{run.name}: scores", _score, shares) for own in part]
+
+
+def _score(
+    models: Sequence[Path], weights: Mapping[str, float], prompts: Sequence[Prompt], texts: Sequence[Sequence[str]]
+) -> list[list[tuple[float, ...]]]:
+    by_prompt = {prompt.prompt_id: list(own) for prompt, own in zip(prompts, texts, strict=True)}
+    scores = scores_of(models, weights, prompts, by_prompt)
+    return [scores[prompt.prompt_id] for prompt in prompts]
+
+
+# ---- labels ----
+
+
+def _let_world_label(run: StageRun, store: LabelStore, config: RoundConfig, added: AddedTasks) -> None:
+    if not added.tasks:
+        return
+    progress = answer_all(
+        store,
+        run.world.labelers(run.job.seed),  # the same labelers in each round
+        batch=added.batch,
+        client="scripted",
+        instructions_version=config.instructions_version,
+        on_progress=lambda state: run.show(state.num_tasks - state.num_open, state.num_tasks, "labeled"),
+    )
+    if progress.num_open:
+        raise ValueError(
+            f"{progress.num_open} of {progress.num_tasks} tasks are still open: there are too few labelers"
+        )
+
+
+def _require_labels(run: StageRun, store: LabelStore, config: RoundConfig, rounds: Sequence[AddedTasks]) -> None:
+    if _missing(store, config, rounds):
+        raise LabelsWaitError(
+            f"{run.name} waits for labels of batch {rounds[-1].batch!r} in {config.store}; people give them where `heed"
+            f" label serve --store {config.store}` says",
+            partial(missing_labels, run.run_folder, config),
+        )
+
+
+def _results(
+    run: StageRun,
+    config: RoundConfig,
+    rounds: Sequence[AddedTasks],
+    rankings: Sequence[Ranking],
+    num_open: int,
+    overlong: Overlong | None,
+    sources: tuple[SourceRows, ...],
+) -> RoundResults:
+    added, num_before = rounds[-1], 0
+    if config.round > 1:
+        before = run.run_folder / name_of_round(COLLECT, config.round - 1)
+        num_before = read_record(before / "results.json", RoundResults).num_labels
+    return RoundResults(
+        round=config.round,
+        rule=config.choose,
+        models=config.models,
+        policies=added.policies,
+        num_prompts=added.num_prompts,
+        num_tasks=len(added.tasks),
+        effective_tasks=effective_number([task.weight for task in added.tasks]),
+        num_asked=sum(task.num_labelers for of in rounds for task in of.tasks),
+        num_labels=len(rankings),
+        num_new_labels=len(rankings) - num_before,
+        num_open_tasks=num_open,
+        agreement=pairwise_agreement(rankings),
+        gold_accuracy=_gold_accuracy(rankings, run.opened_world),
+        labelers=tuple(sorted({ranking.labeler for ranking in rankings})),
+        overlong=overlong,
+        sources=sources,
+    )
+
+
+def effective_number(weights: Sequence[float]) -> float:
+    """Returns (Σw)²/Σw² (Kish 1965, "Survey Sampling", 11.7); NaN for no weights."""
+    values = np.asarray(weights, dtype=np.float64)
+    return float(values.sum() ** 2 / (values**2).sum()) if len(values) else math.nan
+
+
+def _gold_accuracy(rankings: Sequence[Ranking], world: World | None) -> Share | None:
+    return None if world is None else accuracy_against(rankings, label_truth(rankings, world))
+
+
+# ---- before a run ----
+
+
+def preflight(run: StageRun, config: RoundConfig) -> None:
+    """Check that there are enough prompts, that each leaves room for its responses, and that labels can be stored."""
+    if config.store:
+        with LabelStore(config.store):
+            pass
+    else:
+        require_locks(run.run_folder)
+    tokenizer = run.tokenizer_of("sft")
+    fitting = fitting_prompts(
+        run,
+        tokenizer,
+        config.prompts,
+        config.max_new_tokens,
+        config.on_overlong,
+        run.tell if config.round == 1 else untold,
+    )
+    num_tasks = config.num_tasks(config.asked - config.asked_before)
+    if len(fitting.prompts) < num_tasks:
+        raise ValueError(
+            f"loop.labels: round {config.round} asks for {num_tasks:,} tasks, but collect.prompts has"
+            f" {len(fitting.prompts):,} prompts; as many as tasks, or fewer labels per round, were expected"
+        )
+
+
+def plan(planner: Planner, config: RoundConfig) -> StagePlan:
+    num_policies = 2 if config.include_sft else 1
+    num_prompts = min(
+        planner.sizes.num_rows(config.prompts), config.num_prompts(config.num_tasks(config.asked - config.asked_before))
+    )
+    lengths = planner.answered(
+        config.prompts, config.max_new_tokens, config.on_overlong, lambda run: run.tokenizer_of("sft")
+    )
+    num_samples = config.num_samples * num_policies
+    return planner.sampling(num_prompts, num_samples, config.max_new_tokens, lengths, at_once=config.num_samples)

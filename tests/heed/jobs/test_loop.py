@@ -1,0 +1,468 @@
+"""`heed loop`: what each round reads, when it stops, people who answer while it runs, and a loop that is killed."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from cluster.connection import connect, disconnect
+from files.atomic import write_json
+from files.records import as_json, read_record
+from heed.jobs import loop as controller
+from heed.jobs import recovery
+from heed.jobs.job import JobConfig
+from heed.jobs.job_file import load_job
+from heed.jobs.loop import run_loop, why_stopped
+from heed.jobs.plan import Setting, make_plan
+from heed.jobs.report import write_run_report
+from heed.jobs.run import Run
+from heed.loop.collect import AddedTasks, RoundResults, effective_number
+from heed.loop.config import LoopConfig, RoundConfig
+from heed.loop.gain import GainResults
+from heed.loop.report import LoopState, read_state
+from ppo.stage import was_measured
+from preferences.accounts import Accounts
+from preferences.page.app import make_app
+from preferences.page.client import LabelClient, answer_in_turns
+from preferences.page.config import LabelingConfig
+from preferences.records import Labeler
+from preferences.statistics.estimates import Interval
+from preferences.store import LabelStore
+from stages.lineage import LINEAGE
+from stages.planning.hardware import GPUS
+
+JOBS = Path(__file__).parents[3] / "configs" / "jobs"
+LOOP = JOBS / "loop.toml"
+TINY = """
+base = "{base}"
+name = "tiny"
+without = ["dpo", "compare.best_of"]
+[world]
+num_collect_prompts = 30
+num_compare_prompts = 8
+[collect]
+overlap_share = 0.0
+responses_per_prompt = 2
+[pretrain]
+num_steps = 4
+[sft]
+num_epochs = 0.3
+[reward]
+heldout_share = 0.5
+[ppo]
+num_iterations = 2
+[loop]
+labels = {labels}
+rounds = {rounds}
+least_gain = -1000.0
+num_samples = 4
+{more}
+"""
+
+
+def job_file(folder: Path, labels: int, rounds: int, more: str = "") -> Path:
+    path = folder / "tiny.toml"
+    path.write_text(TINY.format(base=JOBS / "debug.toml", labels=labels, rounds=rounds, more=more), encoding="utf-8")
+    return path
+
+
+def loader(path: Path) -> Any:
+    return lambda rounds: load_job(path, [f"rounds={rounds}"] if rounds else [])
+
+
+# ---- what the rounds are ----
+
+
+def test_a_round_reads_the_newest_models_and_all_labels() -> None:
+    job = load_job(LOOP)
+    assert (job.rounds, job.stage_names[2:6]) == (3, ("collect", "reward", "ppo", "gain"))
+    assert job.parents("collect_2") == ("collect", "reward", "ppo")  # samples ppo, and the rule reads its reward model
+    assert job.parents("reward_2") == ("sft", "collect_2")  # starts from SFT again, on all labels
+    assert job.parents("ppo_2") == ("pretrain", "ppo", "reward_2")
+    assert job.parents("gain_2") == ("sft", "gain", "collect_2", "ppo_2")
+    assert job.parents("compare") == ("pretrain", "sft", "reward", "ppo", "ppo_2", "ppo_3")
+    rounds = [job.part(name) for name in ("collect", "collect_2", "collect_3")]
+    assert [(one.choose, one.models, one.labels, one.asked) for one in rounds] == [
+        ("uniform", (), 666, 666),  # no reward model can choose yet
+        ("large-gap", ("reward",), 1333, 1333),
+        ("large-gap", ("reward_2",), 2000, 2000),
+    ]
+    assert not was_measured(Run(job, Path("run"), None, None).of("ppo_2"))  # chosen samples are not typical
+    planned = {stage.name for stage in make_plan(job, Setting(GPUS["h100"], 0.4, 1000)).stages}
+    assert {"collect_3", "gain_3"} <= planned
+
+
+def test_a_rule_that_compares_models_waits_for_them_and_reads_the_newest() -> None:
+    job = load_job(LOOP, ["loop.choose=disagreement"])
+    chosen = [(job.part(name).choose, job.part(name).models) for name in ("collect", "collect_2", "collect_3")]
+    assert chosen == [("uniform", ()), ("uniform", ()), ("disagreement", ("reward_2", "reward"))]
+
+
+def test_fewer_rounds_leave_the_settings_of_earlier_stages_alone() -> None:
+    whole, first = load_job(LOOP), load_job(LOOP, ["rounds=1"])
+    assert first.part("collect") == whole.part("collect")
+    assert first.stage_names[-1] == "compare"
+    assert "collect_2" not in first.stage_names
+
+
+def test_dpo_runs_in_a_loop_with_a_reward_model_only_for_the_rule() -> None:
+    overrides = ["loop.labels=300", "loop.rounds=2", "loop.choose=near-tie"]
+    job = load_job(JOBS / "dpo.toml", [*overrides, "reward.rankings.source=collect:rankings", *BATCHES])
+    assert job.stage_names[2:-1] == (
+        "collect", "reward", "dpo", "gain", "collect_2", "reward_2", "dpo_2", "gain_2",
+    )  # fmt: skip
+    assert job.parents("dpo_2") == ("dpo", "collect_2")
+    assert load_job(JOBS / "dpo.toml", ["loop.labels=300", "loop.rounds=2"]).stage_names[2:5] == (
+        "collect", "dpo", "gain",
+    )  # fmt: skip
+
+
+BATCHES = (
+    "reward.batch.batch_size=16",
+    "reward.batch.micro_batch_size=8",
+    "reward.optimizer.learning_rate=1e-3",
+    "reward.save_every_steps=100",
+    "reward.evaluate_every_steps=100",
+)
+
+
+def test_the_budget_is_split_and_never_exceeded() -> None:
+    even = LoopConfig(labels=100, rounds=3)
+    assert [even.labels_until(number) for number in (1, 2, 3, 4)] == [33, 66, 100, 100]
+    given = LoopConfig(labels=100, rounds=2, labels_per_round=(70, 20))
+    assert [given.labels_until(number) for number in (1, 2, 3)] == [70, 90, 90]
+    people = LoopConfig(labels=100, rounds=2, store="labels.sqlite", ahead_share=0.5)
+    assert [people.asked_until(number) for number in (1, 2)] == [75, 100]  # half a round ahead, and no more than all
+    overlapping = {"overlap_share": 0.5, "overlap_labelers": 3, "prompts": {"source": "p.jsonl"}, "max_new_tokens": 4}
+    settings = {"round": 1, "labels": 9, "asked": 9, "asked_before": 0, "choose": "uniform", "models": ()}
+    shared = {"uniform_share": 0.1, "evaluation_share": 0.1, "num_samples": 4, "prompts_per_task": 1.0}
+    config = RoundConfig.model_validate(
+        {**overlapping, **settings, **shared, "include_sft": False, "store": "", "enough_share": 0.9}
+    )
+    for num_labels in range(30):
+        found = config.quotas(config.num_tasks(num_labels))
+        assert num_labels - 3 < sum(found) <= num_labels or not num_labels
+
+
+def test_effective_number_of_tasks() -> None:
+    assert effective_number([2.0, 2.0, 2.0]) == pytest.approx(3)
+    assert effective_number([3.0, 1.0]) == pytest.approx(16 / 10)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["loop.rounds=9", "loop.labels=4"], "rounds is 9 and labels is 4; at least one label per round"),
+        (["loop.choose=best"], "loop.choose: one of uniform, near-tie.* was expected, found 'best'"),
+        (["loop.labels_per_round=[1, 2]"], "labels_per_round has 2 entries; one for each of rounds = 3"),
+        (["loop.labels_per_round=[9000, 1, 1]"], "sum is at most labels = 2000"),
+        (["compare=none"], r"loop: the job has no \[compare\], which says how a policy is judged"),
+        (["rounds=4"], "rounds is 4; at most loop.rounds = 3 was expected"),
+        (["loop.num_samples=3"], "loop.num_samples is 3; at least collect.responses_per_prompt = 4"),
+        (["loop.store=postgresql://a:secret@host/labels"], "loop.store has a password"),
+    ],
+)
+def test_a_loop_that_cannot_run_is_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        load_job(LOOP, overrides)
+
+
+def test_what_the_loop_needs_from_the_job_is_named(tmp_path: Path) -> None:
+    path = job_file(tmp_path, 9, 3, 'choose = "large-gap"')
+    text = path.read_text(encoding="utf-8")
+    text = text.replace('"dpo", ', '"dpo", "reward", ').replace("[reward]\nheldout_share = 0.5\n", "")
+    path.write_text(text + '[ppo.reward]\nmodel = "m"\n', encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"loop.choose is 'large-gap', which reads reward models, but .* no \[reward\]"
+    ):
+        load_job(path, opens_models=False)
+    with pytest.raises(ValueError, match=r"loop.store: missing; nobody labels"):
+        load_job(people_without_a_store(tmp_path), opens_models=False)
+    with pytest.raises(ValueError, match=r"the job has no \[loop\]; a table \[loop\] with labels and rounds"):
+        run_loop(loader(JOBS / "debug.toml"), tmp_path)
+    with pytest.raises(ValueError, match=r"rounds is 2; only loop.rounds was expected"):
+        run_loop(lambda rounds: load_job(LOOP, [f"rounds={rounds or 2}"]), tmp_path)
+
+
+def people_without_a_store(folder: Path) -> Path:
+    path = folder / "people.toml"
+    path.write_text(
+        """
+name = "people"
+[model]
+vocab_size = 512
+max_position_embeddings = 160
+hidden_size = 32
+num_hidden_layers = 1
+num_attention_heads = 2
+intermediate_size = 64
+[sft]
+init_from = "m"
+demonstrations = [{ source = "d.jsonl" }]
+seq_len = 100
+batch = { batch_size = 4, micro_batch_size = 4 }
+optimizer = { learning_rate = 1e-3 }
+save_every_steps = 5
+evaluate_every_steps = 5
+[collect]
+prompts = { source = "p.jsonl" }
+max_new_tokens = 8
+[dpo]
+rankings = { source = "collect:rankings" }
+batch = { batch_size = 4, micro_batch_size = 4 }
+optimizer = { learning_rate = 1e-3 }
+save_every_steps = 5
+evaluate_every_steps = 5
+[compare]
+prompts = { source = "p.jsonl" }
+max_new_tokens = 8
+judge_function = "judge.py:score"
+[loop]
+labels = 10
+rounds = 2
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+def gain(folder: Path, number: int, low: float, high: float) -> None:
+    per_hundred = Interval((low + high) / 2, low, high)
+    unknown = Interval(nan, nan, nan)
+    found = GainResults(
+        number, "ppo", "sft", "gold", "score", 8, 100, per_hundred, per_hundred, unknown, unknown, unknown
+    )
+    name = folder / ("gain" if number == 1 else f"gain_{number}")
+    name.mkdir(parents=True, exist_ok=True)
+    write_json(name / "results.json", as_json(found))
+
+
+def test_it_stops_when_the_gain_is_shown_to_be_too_small_or_the_labels_are_used(tmp_path: Path) -> None:
+    loop = LoopConfig(labels=300, rounds=3, least_gain=0.05)
+    gain(tmp_path, 1, 0.2, 0.4)
+    assert why_stopped(tmp_path, loop, 1) == ""
+    gain(tmp_path, 2, -0.01, 0.06)  # it may still be worth it
+    assert why_stopped(tmp_path, loop, 2) == ""
+    gain(tmp_path, 2, -0.01, 0.04)
+    assert why_stopped(tmp_path, loop, 2) == (
+        "the gain of round 2 per hundred labels, -0.01 to 0.04, lies below loop.least_gain = 0.05."
+    )
+    gain(tmp_path, 3, 0.2, 0.4)
+    assert why_stopped(tmp_path, loop, 3) == "the budget of 300 labels is spent."
+
+
+# ---- a loop that runs ----
+
+
+@pytest.fixture(scope="module")
+def one_ray() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        patch.setattr(recovery, "disconnect", lambda: None)
+        patch.setattr(controller, "POLL_SECONDS", 0.05)
+        connect(1)
+        yield
+        disconnect()
+
+
+LABELS, ROUNDS = 45, 3
+MORE = 'choose = "near-tie"\ninclude_sft = true'
+
+
+@pytest.fixture(scope="module")
+def finished_loop(one_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001
+    folder = tmp_path_factory.mktemp("loop")
+    return run_loop(loader(job_file(folder, LABELS, ROUNDS, MORE)), folder / "runs")
+
+
+def results(run: Path) -> list[RoundResults]:
+    paths = sorted(run.glob("collect*/results.json"))
+    return sorted((read_record(path, RoundResults) for path in paths), key=lambda one: one.round)
+
+
+def test_each_round_learns_from_all_labels_so_far(finished_loop: Path) -> None:
+    rounds = results(finished_loop)
+    assert [one.num_labels for one in rounds] == [15, 30, 45]
+    assert [one.num_new_labels for one in rounds] == [15, 15, 15]
+    assert [one.rule for one in rounds] == ["uniform", "near-tie", "near-tie"]
+    assert [one.policies for one in rounds] == [("sft",), ("ppo", "sft"), ("ppo_2", "sft")]
+    rankings = [
+        {json.loads(line)["task_id"] for line in (finished_loop / name / "rankings.jsonl").read_text().splitlines()}
+        for name in ("collect", "collect_2", "collect_3")
+    ]
+    assert all(before < after for before, after in pairwise(rankings))
+    assert 0 < rounds[1].effective_tasks <= rounds[1].num_tasks == 15
+    lineage = json.loads((finished_loop / "reward_3" / LINEAGE).read_text())
+    assert set(lineage["parents"]) == {"sft", "collect_3"}
+
+
+def test_the_gain_is_between_neighbouring_rounds_on_the_same_responses(finished_loop: Path) -> None:
+    gains = [read_record(finished_loop / name / "results.json", GainResults) for name in ("gain", "gain_2", "gain_3")]
+    assert [(one.before, one.policy) for one in gains] == [("sft", "ppo"), ("ppo", "ppo_2"), ("ppo_2", "ppo_3")]
+    for before, after in pairwise(gains):
+        assert after.before_score == before.score  # the responses of the round before are not sampled again
+    for one in gains:
+        assert one.gain.mean == pytest.approx(one.score.mean - one.before_score.mean)
+        assert one.per_hundred.mean == pytest.approx(one.gain.mean / one.num_new_labels * 100)
+
+
+def test_the_page_grows_with_each_round(finished_loop: Path, tmp_path: Path) -> None:
+    page = (finished_loop / "report.html").read_text(encoding="utf-8")
+    assert "The loop has stopped: the budget of 45 labels is spent." in page
+    assert "45 of 45" in page
+    for name in ("collect_2", "reward_3", "ppo_3", "gain"):
+        assert f'href="#{name}"' in page and f'id="{name}"' in page  # noqa: PT018
+    report = json.loads((finished_loop / "report.json").read_text(encoding="utf-8"))
+    assert report["gain_3"]["num_new_labels"] == 15
+    begun = tmp_path / "tiny"  # as after the first round's labels
+    for part in ("job.toml", "collect/results.json", "collect/lineage.json"):
+        (begun / part).parent.mkdir(parents=True, exist_ok=True)
+        (begun / part).write_bytes((finished_loop / part).read_bytes())
+    write_json(begun / "loop.json", as_json(LoopState(2, 5)))
+    write_run_report(begun)
+    page = (begun / "report.html").read_text(encoding="utf-8")
+    assert "Round 2 waits for 5 labels now." in page
+    assert "The loop has not compared a policy yet." in page
+
+
+def test_a_finished_loop_runs_nothing_again(finished_loop: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in finished_loop.glob("*/lineage.json")}
+    run_loop(loader(finished_loop.parents[1] / "tiny.toml"), finished_loop.parent)
+    assert {path: path.stat().st_mtime_ns for path in finished_loop.glob("*/lineage.json")} == before
+
+
+# ---- people ----
+
+
+@contextmanager
+def label_server(store: str, labelers: Sequence[Labeler]) -> Iterator[threading.Event]:
+    """Serves the labeling pages on loopback, and lets labelers answer through the API until the block ends. They begin
+    when the event is set.
+    """
+    opened, accounts, begins, ends = LabelStore(store), Accounts(store), threading.Event(), threading.Event()
+    app = make_app(opened, accounts, LabelingConfig(asks_ratings=False))
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
+    serving = threading.Thread(target=server.run, daemon=True)
+    serving.start()
+    while not server.started:
+        time.sleep(0.01)
+    address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    keys = {one.name: accounts.accept(accounts.invite(one.name, "labeler"))[1] for one in labelers}  # type: ignore[index]
+
+    def label() -> None:
+        clients = [LabelClient(address, one, keys[one.name]) for one in labelers]
+        for client in clients:
+            client.confirm_reading()
+        begins.wait()
+        while not ends.is_set():
+            answer_in_turns(clients)
+            ends.wait(0.1)
+
+    labeling = threading.Thread(target=label, daemon=True)
+    labeling.start()
+    try:
+        yield begins
+    finally:
+        ends.set()
+        begins.set()
+        labeling.join()
+        server.should_exit = True
+        serving.join()
+        accounts.close()
+        opened.close()
+
+
+def people_job(folder: Path) -> tuple[JobConfig, Path, str]:
+    store = str(folder / "people.sqlite")
+    path = job_file(folder, 36, 3, f'store = "{store}"')
+    return load_job(path), path, store
+
+
+@pytest.mark.usefixtures("one_ray")
+def test_people_label_through_the_server_while_the_loop_runs(tmp_path: Path) -> None:
+    job, path, store = people_job(tmp_path)
+    world = job.open_world()
+    assert world is not None
+    folder = run_loop(loader(path), tmp_path / "runs", waits=False)  # nobody has answered yet
+    assert read_state(folder) == LoopState(1, waits_for=11)  # nine tenths of 12, rounded up
+    status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+    assert (status["state"], status["message"].split(" in ")[0]) == (
+        "waiting",
+        "collect waits for labels of batch 'tiny'",
+    )
+    with label_server(store, world.labelers(0)[:2]) as begins:
+        begins.set()
+        assert run_loop(loader(path), tmp_path / "runs") == folder
+    rounds = results(folder)
+    assert [one.num_asked for one in rounds] == [24, 36, 36]  # a round ahead, and never more than the budget
+    assert rounds[-1].num_labels >= 33
+    assert all(one.num_labels >= at_least for one, at_least in zip(rounds, (11, 22, 33), strict=True))
+    state = read_state(folder)
+    assert state is not None and "budget of 36 labels" in state.stopped  # noqa: PT018
+    with LabelStore(store) as opened:
+        assert opened.batches() == ["tiny"]
+        assert rounds[-1].num_labels <= opened.progress("tiny").num_judgments <= 36
+        assert {ranking.labeler for ranking in opened.rankings("tiny")} == {one.name for one in world.labelers(0)[:2]}
+
+
+@pytest.mark.usefixtures("one_ray")
+def test_tasks_without_an_answer_stay_open_and_their_labels_count_later(tmp_path: Path) -> None:
+    _, path, store = people_job(tmp_path)
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text + "enough_share = 0.5\nahead_share = 0.0\n", encoding="utf-8")
+    folder = run_loop(loader(path), tmp_path / "runs", waits=False)
+    answer(store, 8)
+    run_loop(loader(path), tmp_path / "runs", waits=False)  # six of twelve are enough; round 2 asks for twelve more
+    assert read_state(folder) == LoopState(2, waits_for=4)
+    assert results(folder)[0].num_open_tasks == 4
+    answer(store, 10)  # the four of round 1 that were open, and six of round 2
+    run_loop(loader(path), tmp_path / "runs", waits=False)
+    assert results(folder)[1].num_labels == 18
+    assert results(folder)[1].num_open_tasks == 6
+    assert sum(len(read_record(one, AddedTasks).tasks) for one in folder.glob("collect*/tasks.json")) == 36
+
+
+def answer(store: str, num: int) -> None:
+    from preferences.records import Answer
+
+    with LabelStore(store) as opened:
+        for lease in opened.lease_many("ann", num, seconds=60, batch="tiny"):
+            opened.submit(lease, Answer((1, 2), milliseconds=1000), client="test", instructions_version="1")
+
+
+# ---- kills ----
+
+
+@pytest.mark.long
+def test_a_loop_killed_at_any_stage_ends_with_the_same_bits(heed: Any, tmp_path: Path, finished_loop: Path) -> None:
+    path = job_file(tmp_path, LABELS, ROUNDS, MORE)
+    run = tmp_path / "runs" / "tiny"
+    kills = (
+        lambda: (run / "labels.sqlite").exists() and not (run / "collect" / LINEAGE).exists(),
+        lambda: (run / "ppo_2" / "metrics.jsonl").exists(),
+        lambda: (run / "collect_3" / "tasks.json").exists() or (run / "gain_3").exists(),
+    )
+    for is_reached in kills:
+        command = heed("loop", str(path), "--runs", str(tmp_path / "runs"))
+        while not is_reached():
+            assert command.process.poll() is None, command.output
+            time.sleep(0.005)
+        command.kill_everything()
+    last = heed("loop", str(path), "--runs", str(tmp_path / "runs"))
+    assert last.wait() == 0, last.output
+    names = [
+        "collect_3/rankings.jsonl",
+        "collect_2/tasks.json",
+        "gain_3/responses.jsonl",
+        "ppo_3/model/model.safetensors",
+    ]
+    for name in [*names, "reward_3/model/model.safetensors", "gain_3/results.json"]:
+        assert (run / name).read_bytes() == (finished_loop / name).read_bytes(), name
