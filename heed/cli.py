@@ -257,7 +257,8 @@ def study(
     finding: Annotated[
         str,
         typer.Argument(
-            help="Findings of docs/findings.md, with commas between; all for the first five; algorithms; lora; judge."
+            help="Findings of docs/findings.md, with commas between; all for the first five; algorithms; lora; judge;"
+            " label-choice."
         ),
     ],
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds; at least 2 for any verdict.")] = 3,
@@ -274,7 +275,7 @@ def study(
         typer.Option(
             "--job",
             help="Job that the arms are made of (default: configs/jobs/study.toml, the playground; study-judge.toml for"
-            " judge).",
+            " judge, study-choice.toml for label-choice).",
         ),
     ] = None,
     override: Overrides = None,
@@ -287,7 +288,8 @@ def study(
     if job is not None and quick:
         raise ValueError(f"--quick with --job {job}: one of them was expected")
     if job is None:
-        own = "study-judge.toml" if finding == "judge" else "study.toml"
+        is_choice = finding == "label-choice" or finding.startswith("choose-")
+        own = "study-judge.toml" if finding == "judge" else "study-choice.toml" if is_choice else "study.toml"
         job = Path(str(files("configs").joinpath("jobs", "debug.toml" if quick else own)))
     overrides = [*(QUICK if quick else ()), *(override or [])]
     found = run_study(finding, job, runs, num_seeds=seeds, overrides=overrides, stored=measures)

@@ -126,6 +126,9 @@ class SeedMeasures:
             np.array([check.policy for check in checks], dtype=np.float64),
         )
 
+    def labels(self, arm: str) -> tuple[Floats, Floats]:
+        raise NotImplementedError  # only `heed.studies.label_choice` chooses labels
+
     def _stage(self, arm: str) -> str:
         return every_arm(self.job, self.folder)[arm].stages[-1]
 
@@ -344,6 +347,9 @@ class Recorded:
         self.arrays |= {f"spot_checks/{arm}/{place}": value for place, value in enumerate(found)}
         return found
 
+    def labels(self, arm: str) -> tuple[Floats, Floats]:
+        return self._pair(f"labels/{arm}", self._measures.labels(arm))
+
     def _curve(self, name: str, curve: Curve) -> Curve:
         for field in fields(Curve):
             if field.name != "kind":
@@ -409,6 +415,9 @@ class StoredMeasures:
     def spot_checks(self, arm: str) -> tuple[Floats, Floats, Floats]:
         check_N, score_N, policy_N = (self._array(f"spot_checks/{arm}/{place}") for place in range(3))
         return check_N, score_N, policy_N
+
+    def labels(self, arm: str) -> tuple[Floats, Floats]:
+        return self._array(f"labels/{arm}/0"), self._array(f"labels/{arm}/1")
 
     def _curve(self, kind: Kind, of: str) -> Curve:
         name = f"{kind}/{of}"
