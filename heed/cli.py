@@ -271,7 +271,7 @@ def study(
         str,
         typer.Argument(
             help="Findings of docs/findings.md, with commas between; all for the first five; algorithms; lora; judge;"
-            " distillation."
+            " distillation; label-choice."
         ),
     ],
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds; at least 2 for any verdict.")] = 3,
@@ -288,7 +288,7 @@ def study(
         typer.Option(
             "--job",
             help="Job that the arms are made of (default: configs/jobs/study.toml, the playground; study-judge.toml for"
-            " judge, study-distillation.toml for distillation).",
+            " judge, study-distillation.toml for distillation, study-choice.toml for label-choice).",
         ),
     ] = None,
     override: Overrides = None,
@@ -301,7 +301,9 @@ def study(
     if job is not None and quick:
         raise ValueError(f"--quick with --job {job}: one of them was expected")
     if job is None:
-        own = f"study-{finding}.toml" if finding in ("judge", "distillation") else "study.toml"
+        is_choice = finding == "label-choice" or finding.startswith("choose-")
+        name = "choice" if is_choice else finding
+        own = f"study-{name}.toml" if name in ("judge", "distillation", "choice") else "study.toml"
         job = Path(str(files("configs").joinpath("jobs", "debug.toml" if quick else own)))
     overrides = [*(QUICK if quick else ()), *(override or [])]
     found = run_study(finding, job, runs, num_seeds=seeds, overrides=overrides, stored=measures)

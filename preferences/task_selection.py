@@ -234,7 +234,7 @@ def _among_all(
     for own, number in ((evaluation, num_evaluation), (training, num_tasks - num_evaluation)):
         if own and number:
             shuffled = [own[place] for place in _order(len(own), seed, f"all, {own[0].slice}")]
-            totals = _mixed(np.array([of.weights.sum() for of in shuffled]), uniform_share)
+            totals = mixed(np.array([of.weights.sum() for of in shuffled]), uniform_share)
             sizes = np.array([float(min(most, len(of.sets))) for of in shuffled])
             expected = _shared_out(totals, sizes, number).tolist()
             found += _drawn(shuffled, expected, uniform_share, batch, seed, start=("all", seed, own[0].slice))
@@ -256,7 +256,7 @@ def _drawn(
     chances, indices = list[Floats](), list[tuple[int, int]]()
     for place, (of, number) in enumerate(zip(weighed, expected, strict=True)):
         order = _order(len(of.sets), seed, of.prompt.prompt_id)
-        chances.append(inclusion_probabilities(_mixed(of.weights, uniform_share), number)[order])
+        chances.append(inclusion_probabilities(mixed(of.weights, uniform_share), number)[order])
         indices += [(place, index) for index in order]
     chance = np.concatenate(chances)
     chosen = systematic_sample(chance, _uniform_number(*start), range(len(chance)))
@@ -264,7 +264,7 @@ def _drawn(
     return [(weighed[place].place, weighed[place].task(index, own, batch)) for place, index, own in picked]
 
 
-def _mixed(weights: Floats, uniform_share: float) -> Floats:
+def mixed(weights: Floats, uniform_share: float) -> Floats:
     """Returns the weights as shares of their sum, mixed with a uniform part; all alike if there is no weight."""
     total = weights.sum()
     shares = weights / total if total > 0 else np.full(len(weights), 1 / len(weights))

@@ -172,6 +172,9 @@ class SeedMeasures:
             costs_K5 = costs_K5 + spent_I5[ends]
         return costs_K5
 
+    def labels(self, arm: str) -> tuple[Floats, Floats]:
+        raise NotImplementedError  # only `heed.studies.label_choice` chooses labels
+
     def _stage(self, arm: str) -> str:
         return every_arm(self.job, self.folder)[arm].stages[-1]
 
@@ -395,6 +398,9 @@ class Recorded:
         self.arrays |= {f"distilled/{arm}/{field.name}": getattr(found, field.name) for field in fields(Distilled)}
         return found
 
+    def labels(self, arm: str) -> tuple[Floats, Floats]:
+        return self._pair(f"labels/{arm}", self._measures.labels(arm))
+
     def _curve(self, name: str, curve: Curve) -> Curve:
         for field in fields(Curve):
             if field.name != "kind":
@@ -463,6 +469,9 @@ class StoredMeasures:
 
     def distilled(self, arm: str) -> Distilled:
         return Distilled(**{field.name: self._array(f"distilled/{arm}/{field.name}") for field in fields(Distilled)})
+
+    def labels(self, arm: str) -> tuple[Floats, Floats]:
+        return self._array(f"labels/{arm}/0"), self._array(f"labels/{arm}/1")
 
     def _curve(self, kind: Kind, of: str) -> Curve:
         name = f"{kind}/{of}"

@@ -36,6 +36,7 @@ from heed.studies.distillation import DISTILLATION, write_teacher_samples
 from heed.studies.findings import (
     ALARM,
     ALGORITHMS,
+    CHOICES,
     CONTROL,
     FINDINGS,
     JUDGED,
@@ -44,6 +45,7 @@ from heed.studies.findings import (
     Found,
     Measures,
 )
+from heed.studies.label_choice import choice_stamps, choices_of_seeds
 from heed.studies.measures import Recorded, SeedMeasures, StoredMeasures, measures_file, stamps_of
 from heed.studies.report import write_findings
 from ppo.stage import STAGE as PPO
@@ -64,12 +66,15 @@ def run_study(
 ) -> list[Found]:
     """Runs unfinished arms, measures them, and writes findings.json, findings.md and figures into `runs`.
 
-    `wanted` names findings, separated by commas, "all" for the first five, or "algorithms" for those that compare
-    algorithms. Seeds 0, 1, ... replace the job's. A seed whose measures are in the folder `stored` is not run.
+    `wanted` names findings, separated by commas, "all" for the first five, or a group: "algorithms", "lora" or
+    "label-choice". Seeds 0, 1, ... replace the job's, except that those of "label-choice" share the policy of the job's
+    own seed. A seed whose measures are in the folder `stored` is not run.
     Raises: ValueError for an unknown finding, an invalid job, or stored measures of another study, before anything
     runs.
     """
     findings = _named(wanted)
+    if any(finding in CHOICES for finding in findings):
+        return _run_choices(findings, load_job(job_file, overrides, opens_models=False), runs, num_seeds, stored)
     seeds = [
         (runs / f"seed-{seed}", load_job(job_file, [*overrides, f"seed={seed}"], opens_models=False))
         for seed in range(num_seeds)
@@ -77,7 +82,7 @@ def run_study(
     arms = {folder: every_arm(job, folder) for folder, job in seeds}
     _check(seeds[0][1], findings)
     names = [name for finding in findings for name in finding.arms]
-    known = _read_stored(stored, [job for _, job in seeds])
+    known = _read_stored(stored, {job.seed: stamps_of(job) for _, job in seeds} if stored else {})
     measures: list[Measures] = []
     found: list[Found] = []
     for folder, job in seeds:
@@ -86,6 +91,30 @@ def run_study(
         if isinstance(recorded := measures[-1], Recorded):
             recorded.write(measures_file(runs / "measures", job.seed), stamps_of(job))
         write_findings(runs, found, len(measures))  # after each seed, so that a stopped study has reported its results
+    return found
+
+
+def _run_choices(
+    findings: Sequence[Finding], policy: JobConfig, runs: Path, num_seeds: int, stored: Path | None
+) -> list[Found]:
+    """As `run_study`, for findings on the choice of labels. Raises: ValueError if there are others among them."""
+    others = [finding.name for finding in findings if finding not in CHOICES]
+    if others:
+        raise ValueError(
+            f"{', '.join(others)}: only findings of label-choice were expected, since one of them is asked"
+        )
+    every_arm(policy, runs)  # refuses a job without the sections of a study
+    stamps = {seed: choice_stamps(policy, seed) for seed in range(num_seeds)}
+    known = _read_stored(stored, stamps)
+    computed = choices_of_seeds(runs / "policy", policy, [seed for seed in stamps if seed not in known])
+    measures: list[Measures] = []
+    found: list[Found] = []
+    for seed in stamps:
+        measures.append(known[seed] if seed in known else Recorded(next(computed)))
+        found = [finding.evaluate(measures) for finding in findings]
+        if isinstance(recorded := measures[-1], Recorded):
+            recorded.write(measures_file(runs / "measures", seed), stamps[seed])
+        write_findings(runs, found, len(measures))
     return found
 
 
@@ -104,16 +133,14 @@ def _run_seed(folder: Path, job: JobConfig, arms: Mapping[str, Arm], names: Sequ
     return Recorded(SeedMeasures.of(folder, job))
 
 
-def _read_stored(folder: Path | None, jobs: Sequence[JobConfig]) -> dict[int, StoredMeasures]:
-    """Reads the stored measures of these seeds. Raises: ValueError if there are none, and as `StoredMeasures.read`."""
+def _read_stored(folder: Path | None, stamps: Mapping[int, Mapping[str, str]]) -> dict[int, StoredMeasures]:
+    """Reads the stored measures of the seeds with these stamps by arm. Raises: ValueError if there are none, and as
+    `StoredMeasures.read`.
+    """
     if folder is None:
         return {}
-    paths = {job.seed: measures_file(folder, job.seed) for job in jobs}
-    found = {
-        job.seed: StoredMeasures.read(paths[job.seed], job.seed, stamps_of(job))
-        for job in jobs
-        if paths[job.seed].is_file()
-    }
+    paths = {seed: measures_file(folder, seed) for seed in stamps}
+    found = {seed: StoredMeasures.read(path, seed, stamps[seed]) for seed, path in paths.items() if path.is_file()}
     if not found:
         raise ValueError(f"{folder}: no measures of these seeds; {', '.join(map(str, paths.values()))} were expected")
     return found
@@ -142,13 +169,15 @@ def _check(job: JobConfig, findings: Sequence[Finding]) -> None:
 
 
 def _named(wanted: str) -> list[Finding]:
-    groups = {"all": FINDINGS, "algorithms": ALGORITHMS, "lora": LORA_FINDINGS}
+    groups = {"all": FINDINGS, "algorithms": ALGORITHMS, "lora": LORA_FINDINGS, "label-choice": CHOICES}
     if wanted in groups:
         return list(groups[wanted])
-    others = (CONTROL, ALARM, *LORA_FINDINGS, JUDGED, DISTILLATION)
+    others = (CONTROL, ALARM, *LORA_FINDINGS, JUDGED, DISTILLATION, *CHOICES)
     known = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS, *others)}
     names = [name.strip() for name in wanted.split(",")]
     for name in names:
         if name not in known:
-            raise ValueError(f"finding {name!r}: one of {', '.join(known)}, or all, algorithms or lora, was expected")
+            raise ValueError(
+                f"finding {name!r}: one of {', '.join(known)}, or all, algorithms, lora or label-choice, was expected"
+            )
     return [known[name] for name in names]
