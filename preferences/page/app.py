@@ -24,7 +24,9 @@ from preferences.page.api import Api, describe_answers
 from preferences.page.config import LabelingConfig
 from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, reason_of
 from preferences.page.labeler_pages import TOO_LATE, SignInPages, TaskPages
+from preferences.page.lead_api import LeadApi
 from preferences.page.lead_pages import LeadPages, PeoplePages
+from preferences.page.search_pages import SearchPages
 from preferences.page.security import MAX_BODY_BYTES, Attempts, Harden, TooManyTriesError
 from preferences.page.service import LabelingService, LeadView, RefusedError
 from preferences.page.site import SignInNeededError, Site
@@ -63,8 +65,10 @@ def make_app(
     site, attempts = Site(config, accounts), Attempts()
     routers = [
         Api(service, accounts, lead, attempts).router,
+        LeadApi(accounts, lead).router,
         TaskPages(site, service).router,
         LeadPages(site, lead).router,
+        SearchPages(site, service).router,
         PeoplePages(site).router,
         SignInPages(site, attempts).router,
     ]

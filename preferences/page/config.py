@@ -152,6 +152,11 @@ class LabelingConfig(BaseModel):
     lease_seconds: float = Field(
         default=1_800.0, gt=0, description="How long a task stays with a labeler before others may get it."
     )
+    daily_quota: int = Field(
+        default=0,
+        ge=0,
+        description="Answers that a labeler may give per day (UTC); 0 = any number. Leads can set it per person.",
+    )
     screening: Screening | None = Field(
         default=None, description="Gold tasks that new labelers start with; absent = none."
     )
