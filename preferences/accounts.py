@@ -272,6 +272,39 @@ class Accounts:
             recording.log(connection, SERVER, SIGN_IN_FAILED, subject, self._clock())
         return None
 
+    def sign_in_with(self, issuer: str, subject: str, name: str, role: Role) -> str:
+        """Returns a session's token for somebody for whom an OpenID provider vouches, as `subject` of `issuer`.
+
+        The first time it creates an account with this name and role, without a key. Later the person keeps the name
+        and gets the role. Raises: ValueError for a name that is taken or malformed, AccountClosedError.
+        """
+        identity = digest(f"{issuer}\0{subject}")
+        with self._writer.begin() as connection:
+            _lock(connection)
+            found = connection.execute(select(accounts).where(accounts.c.identity == identity)).one_or_none()
+            if found is None:
+                self._join_with(connection, identity, name, role)
+            else:
+                name = found.name
+                if found.role != role and found.state != "closed":
+                    connection.execute(update(accounts).where(accounts.c.name == name).values(role=role))
+                    self._log_about(connection, SERVER, f"made a {role} of", name)
+        token = self._open_session(name)
+        if token is None:
+            raise AccountClosedError("your account is closed; ask a labeling lead to admit you")
+        return token
+
+    def _join_with(self, connection: Connection, identity: str, name: str, role: Role) -> None:
+        require_name(name)
+        if is_reserved(name) or connection.scalar(select(accounts.c.name).where(accounts.c.name == name)):
+            raise ValueError(f"name {name!r} is taken by another account; a lead can erase that one")
+        _require_free(connection, name, role, self._clock())
+        new = {"name": name, "role": role, "key_hash": "", "state": "new", "read_version": "", "identity": identity}
+        connection.execute(insert(accounts).values(**new, created_at=self._clock()))
+        if role == "lead":
+            connection.execute(delete(invitations).where(invitations.c.invited_by == SERVER))
+        self._log_about(connection, name, "joined", name)
+
     def open_session(self, name: str) -> str:
         """Returns a session's token for an account. Raises: ValueError if it is closed or does not exist."""
         token = self._open_session(name)

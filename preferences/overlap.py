@@ -5,7 +5,7 @@ that somebody is working on. A labeler may finish a surplus assignment that they
 All functions run within the caller's transaction.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sqlalchemy import Connection, Integer, and_, bindparam, exists, false, insert, literal, null, select, update
 
@@ -68,7 +68,7 @@ def _add_assignments(connection: Connection, positions: Sequence[int], number: i
     connection.execute(insert(assignments).from_select([*names, *fields], fresh))
 
 
-def _mark(connection: Connection, wanted: dict[int, tuple[Sequence[AssignmentState], int]], now: float) -> None:
+def _mark(connection: Connection, wanted: Mapping[int, tuple[Sequence[AssignmentState], int]], now: float) -> None:
     """Marks all but the given number of each task's assignments as surplus, those that are least in use."""
     changed = []
     for task, (states, number) in wanted.items():

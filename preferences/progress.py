@@ -15,6 +15,7 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,7 @@ NUM_DRAWS = 1_000
 RANGE = (10, 90)  # percentiles
 MAX_DAYS_AHEAD = 3_650
 
-Numbers = NDArray[np.float64]
+Numbers = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -179,9 +180,7 @@ def _active(labeler: Numbers, batch: Numbers, times: Numbers) -> Numbers:
     return found
 
 
-def _cells(
-    labeler: Numbers, day: Numbers, change: Numbers, seconds: Numbers
-) -> tuple[NDArray[np.int64], Numbers, Numbers]:
+def _cells(labeler: Numbers, day: Numbers, change: Numbers, seconds: Numbers) -> tuple[Numbers, Numbers, Numbers]:
     """Sums answers and active seconds per (labeler, day). Returns the cells' numbers and both sums."""
     cells, inverse = np.unique(np.stack([labeler, day], axis=1), axis=0, return_inverse=True)
     at = inverse.reshape(-1)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -203,7 +202,8 @@ def batch_counts(connection: Connection, now: float) -> list[BatchCounts]:
     by_task = _by_task(true(), now)
     sums = [_num_open(by_task), *(func.sum(column) for column in (by_task.c.wanted, by_task.c.done, by_task.c.leased))]
     found = connection.execute(select(by_task.c.batch, func.count(), *sums).group_by(by_task.c.batch))
-    numbers = defaultdict(lambda: (0, 0, 0, 0, 0), {row[0]: (row[1], row[2], row[3], row[4], row[5]) for row in found})
+    numbers = {row[0]: (row[1], row[2], row[3], row[4], row[5]) for row in found}
+    nothing = (0, 0, 0, 0, 0)  # every task is archived
     done = select(assignments.c.batch, assignments.c.labeler, func.count().label("number"))
     counted = done.where(assignments.c.is_done).group_by(assignments.c.batch, assignments.c.labeler).subquery()
     by_labeler: dict[str, dict[str, int]] = {}
@@ -212,7 +212,7 @@ def batch_counts(connection: Connection, now: float) -> list[BatchCounts]:
     ):
         by_labeler.setdefault(batch, {})[labeler] = number
     return [
-        BatchCounts(name, *numbers[name], by_labeler=dict(sorted(by_labeler.get(name, {}).items())))
+        BatchCounts(name, *numbers.get(name, nothing), by_labeler=dict(sorted(by_labeler.get(name, {}).items())))
         for name in batches(connection)
     ]
 

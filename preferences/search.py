@@ -12,7 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, Select, String, and_, cast, func, insert, select, text
+from sqlalchemy import (
+    Boolean,
+    ColumnElement,
+    Connection,
+    Select,
+    String,
+    and_,
+    cast,
+    column,
+    func,
+    insert,
+    literal_column,
+    select,
+    table,
+    text,
+)
 
 from preferences.names import known_pseudonym
 from preferences.records import Judgment
@@ -23,6 +38,7 @@ from preferences.schema import assignments, judgments, task_summaries, task_text
 MAX_INDEXED_CHARACTERS = 200_000  # per task; PostgreSQL indexes at most 1 MB of distinct words
 MAX_WORDS = 20
 _WORD = re.compile(r"\w+")
+_WORDS = table("task_words", column("rowid"), column("task_words"))  # SQLite's full-text index
 
 Sort = Literal["", "gold", "repeat", "ordinary"]
 State = Literal["", "open", "done", "archived", "adjudicated"]
@@ -162,9 +178,7 @@ def _has_words(connection: Connection, words: str) -> ColumnElement[bool]:
         )
         return tasks.c.position.in_(select(task_texts.c.task).where(matches))
     query = " ".join(f'"{word}"*' for word in found)
-    return text("tasks.position IN (SELECT rowid FROM task_words WHERE task_words MATCH :query)").bindparams(
-        query=query
-    )
+    return tasks.c.position.in_(select(_WORDS.c.rowid).where(_WORDS.c.task_words.op("MATCH")(query)))
 
 
 def _described(connection: Connection, positions: Sequence[int]) -> list[FoundTask]:
@@ -216,10 +230,10 @@ def _answers(connection: Connection, search: Search) -> Select[Any]:
     if search.kind:
         conditions.append(judgments.c.kind == search.kind)
     if search.mark:
-        conditions += [text(_is_not(connection, "flags", "[]")), _contains(judgments.c.flags, json.dumps(search.mark))]
+        conditions += [_is_not(connection, "flags", "[]"), _contains(judgments.c.flags, json.dumps(search.mark))]
     if search.note:
         pattern = json.dumps(search.note)[1:-1]
-        conditions += [text(_is_not(connection, "note", '""')), _contains(judgments.c.note, pattern)]
+        conditions += [_is_not(connection, "note", '""'), _contains(judgments.c.note, pattern)]
     if search.since:
         conditions.append(judgments.c.created_at >= search.since)
     if search.until:
@@ -227,10 +241,10 @@ def _answers(connection: Connection, search: Search) -> Select[Any]:
     return select_events().where(*conditions)
 
 
-def _is_not(connection: Connection, column: str, empty: str) -> str:
+def _is_not(connection: Connection, column: str, empty: str) -> ColumnElement[bool]:
     """Returns the condition of a partial index, word for word."""
     cast_to = "::text" if connection.dialect.name == "postgresql" else ""
-    return f"judgments.{column}{cast_to} <> '{empty}'"
+    return literal_column(f"judgments.{column}{cast_to} <> '{empty}'", Boolean)
 
 
 def _contains(column: ColumnElement[Any], part: str) -> ColumnElement[bool]:

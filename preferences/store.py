@@ -119,15 +119,15 @@ class LabelStore:
             leases.renew(connection, granted, now + seconds)
             fits = assignment.fitting(connection, batch, tags) if len(granted) < num_tasks else None
             if fits is not None:
-                how = {"batch": batch, "fits": fits}
+                until = now + seconds
                 for position in leases.drawn(connection, who, now, batch, fits) if is_random else ():
                     if len(granted) < num_tasks:
                         granted += leases.lease_open(
-                            connection, who, now, now + seconds, **how, limit=1, positions=[position]
+                            connection, who, now, until, batch=batch, limit=1, fits=fits, positions=[position]
                         )
                 if len(granted) < num_tasks:
                     limit = num_tasks - len(granted)
-                    granted += leases.lease_open(connection, who, now, now + seconds, **how, limit=limit)
+                    granted += leases.lease_open(connection, who, now, until, batch=batch, limit=limit, fits=fits)
             return results.leases_of(connection, [task for task, _ in granted], labeler, who, now + seconds)
 
     def lease_these(self, labeler: str, task_ids: Sequence[str], *, seconds: float, batch: str) -> list[Lease]:
@@ -141,11 +141,12 @@ class LabelStore:
             granted = [one for one in leases.live(connection, who, now, batch) if one[0] in wanted]
             leases.renew(connection, granted, until)
             fits = assignment.fitting(connection, batch, ())
-            for part in parts(sorted(wanted)) if fits is not None else ():
-                limit = len(part)
-                granted += leases.lease_open(
-                    connection, who, now, until, batch=batch, limit=limit, fits=fits, positions=part
-                )
+            if fits is not None:
+                for part in parts(sorted(wanted)):
+                    limit = len(part)
+                    granted += leases.lease_open(
+                        connection, who, now, until, batch=batch, limit=limit, fits=fits, positions=part
+                    )
             return results.leases_of(connection, [task for task, _ in granted], labeler, who, until)
 
     # ---- what labelers do ----

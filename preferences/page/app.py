@@ -72,6 +72,10 @@ def make_app(
         PeoplePages(site).router,
         SignInPages(site, attempts).router,
     ]
+    if config.oidc is not None:
+        from preferences.page.oidc import add_oidc  # only here, since most servers have no provider
+
+        routers.append(add_oidc(app, site, attempts, config.oidc).router)
     for router in routers:
         app.include_router(router)
     app.mount("/static", StaticFiles(directory=str(files("preferences.page") / "static")))

@@ -52,16 +52,16 @@ class LeadPages:
 
     def set_closed(self, request: Request, posted: Posted) -> Response:
         account, _, fields = self.site.lead_form(request, posted)
-        is_closed, how = fields.text("closed") == "true", {"by": account.name, "now": self.lead.store.now()}
+        is_closed, now = fields.text("closed") == "true", self.lead.store.now()
         with self.lead.store.writing() as connection:
-            organizing.set_closed(connection, fields.text("batch"), is_closed=is_closed, **how)
+            organizing.set_closed(connection, fields.text("batch"), is_closed=is_closed, by=account.name, now=now)
         return redirect("/lead")
 
     def set_required(self, request: Request, posted: Posted) -> Response:
         account, _, fields = self.site.lead_form(request, posted)
-        how = {"by": account.name, "now": self.lead.store.now()}
+        now = self.lead.store.now()
         with self.lead.store.writing() as connection:
-            organizing.set_required(connection, fields.text("batch"), tags_in(fields), **how)
+            organizing.set_required(connection, fields.text("batch"), tags_in(fields), by=account.name, now=now)
         return redirect("/lead")
 
     def quality(self, request: Request) -> Response:

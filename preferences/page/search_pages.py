@@ -163,7 +163,7 @@ class SearchPages:
                 positions = organizing.positions_of(connection, fields.ticked.get("flags_task", []))
             if not positions:
                 raise RefusedError("no task was chosen; tick some, or choose all that the search finds")
-            how = {"by": by, "now": now}
+            how: dict[str, Any] = {"by": by, "now": now}
             action = fields.text("action")
             if action == "labelers":
                 number = fields.number("num_labelers") or 0

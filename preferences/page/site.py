@@ -121,6 +121,7 @@ class Site:
             "account": account,
             "csrf": seal(token, "form") if token else "",
             "letters": forms.LETTERS,
+            "oidc": self.config.oidc,
         }
         text = TEMPLATES.get_template(f"{template}.html.jinja").render(**shared, **values)
         # A lone surrogate in somebody's text must not break the page.

@@ -3,13 +3,15 @@
 Revision ID: 0011_overlap_tags_search
 """
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 
 revision = "0011_overlap_tags_search"
 down_revision = "0010"
 
-OFFERED = {
+OFFERED: dict[str, Any] = {
     "sqlite_where": sa.text("is_done = 0 AND is_surplus = 0 AND is_archived = 0"),
     "postgresql_where": sa.text("NOT is_done AND NOT is_surplus AND NOT is_archived"),
 }
@@ -31,7 +33,8 @@ def upgrade() -> None:
         ("judgments_noted", {"sqlite_where": "note <> '\"\"'", "postgresql_where": "note::text <> '\"\"'"}),
         ("judgments_marked", {"sqlite_where": "flags <> '[]'", "postgresql_where": "flags::text <> '[]'"}),
     ):
-        op.create_index(name, "judgments", ["judgment_id"], **{key: sa.text(text) for key, text in where.items()})
+        only: dict[str, Any] = {key: sa.text(condition) for key, condition in where.items()}
+        op.create_index(name, "judgments", ["judgment_id"], **only)
     _index_words()
     _fill()
 
