@@ -25,7 +25,7 @@ NumLabelers = Annotated[int, Field(ge=1, le=MAX_LABELERS), IS_WHOLE]
 Share = Annotated[float, Query(ge=0, le=1)]
 Start = Annotated[int, Query(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Query(ge=0, le=4e9, description="Seconds since the epoch; 0 = any time.")]
-Term = Annotated[str, Query(max_length=400)]
+Term = Annotated[str, Query(max_length=400, pattern=STORABLE)]
 Kind = Literal["", "answer", "skip", "undo", "adjudication", "void"]
 
 
