@@ -6,7 +6,7 @@ unless they were erased.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from preferences import leases, personal_data, recording
+from preferences.assignment import as_tags
 from preferences.database import open_engines
 from preferences.keys import KeyHasher, digest, new_key, new_token
 from preferences.names import (
@@ -40,6 +41,7 @@ IDLE_SECONDS = 2 * 3_600.0  # a session that no request has used for this long e
 INVITATION_SECONDS = 7 * 24 * 3_600.0
 FIRST_LEAD = "lead"
 MAX_EVENTS_SHOWN = 100
+MAX_DAILY_QUOTA = 100_000
 SIGNED_IN, SIGN_IN_FAILED, UNKNOWN = "signed in", "refused a sign-in of", "an unknown name"
 _CHANGING = 7_243_003  # key of the advisory lock for changing accounts and links
 _NUM_LEADS = select(func.count()).where(accounts.c.role == "lead", accounts.c.state != "closed")
@@ -53,6 +55,8 @@ class Account:
     role: Role
     state: State
     read_version: str
+    tags: tuple[str, ...] = ()  # which tasks they may get; see `preferences.assignment`
+    daily_quota: int = 0  # answers per day; 0 = the configuration's
 
 
 @dataclass(frozen=True)
@@ -216,6 +220,24 @@ class Accounts:
                 leases.release_all(connection, name, pseudonym_of(connection, name))
             self._log_about(connection, by, state, name)
 
+    def set_assignment(self, name: str, tags: Iterable[object], daily_quota: int, *, by: str = COMMAND_LINE) -> None:
+        """Sets a person's tags, and how many answers per day they may give (0 = the configuration's number).
+
+        Raises: ValueError for an unknown name, a bad tag, and an impossible number.
+        """
+        wanted = as_tags("tags", tags)
+        if not 0 <= daily_quota <= MAX_DAILY_QUOTA:
+            raise ValueError(f"daily_quota is {daily_quota}; 0 to {MAX_DAILY_QUOTA:,} was expected")
+        changed = update(accounts).where(accounts.c.name == name)
+        with self._writer.begin() as connection:
+            if (
+                not is_name(name)
+                or not connection.execute(changed.values(tags=list(wanted), daily_quota=daily_quota)).rowcount
+            ):
+                raise ValueError(f"name {name!a} has no account")
+            quota = f"{daily_quota} answers per day" if daily_quota else "the default number of answers per day"
+            self._log_about(connection, by, f"set tags to {', '.join(wanted) or 'none'} and {quota} for", name)
+
     def admit_screened(self, name: str) -> None:
         """Admits a new labeler who passed the screening. An account that a lead closed meanwhile stays closed."""
         is_new = (accounts.c.name == name, accounts.c.state == "new")
@@ -249,6 +271,39 @@ class Accounts:
             subject = pseudonym_of(connection, name) if row is not None else UNKNOWN
             recording.log(connection, SERVER, SIGN_IN_FAILED, subject, self._clock())
         return None
+
+    def sign_in_with(self, issuer: str, subject: str, name: str, role: Role) -> str:
+        """Returns a session's token for somebody for whom an OpenID provider vouches, as `subject` of `issuer`.
+
+        The first time it creates an account with this name and role, without a key. Later the person keeps the name
+        and gets the role. Raises: ValueError for a name that is taken or malformed, AccountClosedError.
+        """
+        identity = digest(f"{issuer}\0{subject}")
+        with self._writer.begin() as connection:
+            _lock(connection)
+            found = connection.execute(select(accounts).where(accounts.c.identity == identity)).one_or_none()
+            if found is None:
+                self._join_with(connection, identity, name, role)
+            else:
+                name = found.name
+                if found.role != role and found.state != "closed":
+                    connection.execute(update(accounts).where(accounts.c.name == name).values(role=role))
+                    self._log_about(connection, SERVER, f"made a {role} of", name)
+        token = self._open_session(name)
+        if token is None:
+            raise AccountClosedError("your account is closed; ask a labeling lead to admit you")
+        return token
+
+    def _join_with(self, connection: Connection, identity: str, name: str, role: Role) -> None:
+        require_name(name)
+        if is_reserved(name) or connection.scalar(select(accounts.c.name).where(accounts.c.name == name)):
+            raise ValueError(f"name {name!r} is taken by another account; a lead can erase that one")
+        _require_free(connection, name, role, self._clock())
+        new = {"name": name, "role": role, "key_hash": "", "state": "new", "read_version": "", "identity": identity}
+        connection.execute(insert(accounts).values(**new, created_at=self._clock()))
+        if role == "lead":
+            connection.execute(delete(invitations).where(invitations.c.invited_by == SERVER))
+        self._log_about(connection, name, "joined", name)
 
     def open_session(self, name: str) -> str:
         """Returns a session's token for an account. Raises: ValueError if it is closed or does not exist."""
@@ -377,7 +432,7 @@ def _lock(connection: Connection) -> None:
 
 
 def _as_account(row: Row[Any]) -> Account:
-    return Account(row.name, row.role, row.state, row.read_version)
+    return Account(row.name, row.role, row.state, row.read_version, tuple(row.tags), row.daily_quota)
 
 
 # ---- one-time links ----

@@ -19,6 +19,7 @@ from sqlalchemy import (
     Select,
     and_,
     bindparam,
+    false,
     func,
     or_,
     select,
@@ -96,10 +97,13 @@ class AssignmentState(NamedTuple):
     labeler: str | None
     expires_at: float
     is_done: bool
+    is_surplus: bool = False
+    is_archived: bool = False
 
     def is_free(self, now: float) -> bool:
         """Whether another labeler may take it."""
-        return not self.is_done and (self.labeler is None or self.expires_at <= now)
+        is_offered = not self.is_done and not self.is_surplus and not self.is_archived
+        return is_offered and (self.labeler is None or self.expires_at <= now)
 
 
 def lock_labeler(connection: Connection, labeler: str) -> None:
@@ -125,7 +129,7 @@ def live(connection: Connection, who: str, now: float, batch: str) -> list[Assig
     return [(row.task, row.place) for row in connection.execute(mine.order_by(assignments.c.task).with_for_update())]
 
 
-def drawn(connection: Connection, who: str, now: float, batch: str) -> list[int]:
+def drawn(connection: Connection, who: str, now: float, batch: str, fits: ColumnElement[bool]) -> list[int]:
     """Draws task positions, with replacement, for a labeler to try first. Returns those that are open.
 
     The draws depend only on the labeler's pseudonym (which is random, so the order differs between stores), the batch
@@ -141,7 +145,7 @@ def drawn(connection: Connection, who: str, now: float, batch: str) -> list[int]
     seed = hashlib.sha256(json.dumps(["task order", who, batch, num_done]).encode()).digest()
     draws = [random.Random(seed + bytes([number])).randint(first, last) for number in range(NUM_DRAWS)]
     # Unlocked: `lease_open` checks again, and a lock on all of them would keep others from taking any.
-    found = select(assignments.c.task).where(assignments.c.task.in_(draws), *_is_open(who, now, batch))
+    found = select(assignments.c.task).where(assignments.c.task.in_(draws), fits, *_is_open(who, now, batch))
     is_open = set(connection.scalars(found))
     return [position for position in dict.fromkeys(draws) if position in is_open]
 
@@ -154,9 +158,12 @@ def lease_open(
     *,
     batch: str,
     limit: int,
+    fits: ColumnElement[bool],
     positions: Sequence[int] | None = None,
 ) -> list[Assignment]:
     """Leases assignments of up to `limit` tasks (only those at `positions`, if given) that are open for the labeler.
+
+    `fits` is the condition that the labeler's tags set (`assignment.fitting`).
 
     A task is open for a labeler who has not judged, leased or skipped it, if one of its assignments is free or its
     lease ran out. A repeat opens once the labeler has judged the task that it repeats.
@@ -164,7 +171,7 @@ def lease_open(
     among = true() if positions is None else assignments.c.task.in_(positions)
     candidates = (
         select(assignments.c.task, assignments.c.place)
-        .where(among, *_is_open(who, now, batch))
+        .where(among, fits, *_is_open(who, now, batch))
         .order_by(assignments.c.task, assignments.c.place)
         .with_for_update(skip_locked=True, of=assignments)  # PostgreSQL: skip what another request is taking
     )
@@ -193,10 +200,15 @@ def reveal(connection: Connection, who: str, position: int, now: float) -> None:
     )
 
 
-def num_left(connection: Connection, who: str, now: float, batch: str, limit: int) -> int:
-    """Counts the batch's tasks that the labeler has leased or may still lease, up to `limit`."""
+def num_left(
+    connection: Connection, who: str, now: float, batch: str, limit: int, fits: ColumnElement[bool] | None
+) -> int:
+    """Counts the batch's tasks that the labeler has leased or may still lease, up to `limit`.
+
+    `fits` is as in `lease_open`, or None if the labeler may lease nothing of the batch.
+    """
     mine = and_(assignments.c.labeler == who, assignments.c.expires_at > now, ~assignments.c.is_done)
-    may_lease = and_(_is_free(now), _is_new_to(who), _is_due_to(who))
+    may_lease = false() if fits is None else and_(fits, _is_free(now), _is_new_to(who), _is_due_to(who))
     left = select(assignments.c.task).where(assignments.c.batch == batch, or_(mine, may_lease)).distinct().limit(limit)
     return connection.scalar(select(func.count()).select_from(left.subquery())) or 0
 
@@ -225,13 +237,18 @@ def release_all(connection: Connection, labeler: str, who: str) -> None:
 
 def lock(connection: Connection, positions: Sequence[int]) -> dict[int, list[AssignmentState]]:
     """Returns all assignments of these tasks, by task, locked until the transaction ends."""
-    columns = (assignments.c.task, assignments.c.place, assignments.c.labeler)
-    statement = select(*columns, assignments.c.expires_at, assignments.c.is_done)
+    columns = (assignments.c.task, assignments.c.place, assignments.c.labeler, assignments.c.expires_at)
+    statement = select(*columns, assignments.c.is_done, assignments.c.is_surplus, assignments.c.is_archived)
     statement = statement.where(assignments.c.task.in_(positions)).order_by(assignments.c.task, assignments.c.place)
     found: dict[int, list[AssignmentState]] = {position: [] for position in positions}
     for task, *state in connection.execute(statement.with_for_update()):
         found[task].append(AssignmentState(*state))
     return found
+
+
+def is_open_to(connection: Connection, who: str, now: float, batch: str) -> bool:
+    """Whether the batch has a task that is open for the labeler, apart from the tags that it requires."""
+    return connection.scalar(select(assignments.c.task).where(*_is_open(who, now, batch)).limit(1)) is not None
 
 
 def _update(connection: Connection, chosen: Iterable[Assignment], **values: object) -> None:
@@ -246,7 +263,8 @@ def _is_open(who: str, now: float, batch: str) -> tuple[ColumnElement[bool], ...
 
 
 def _is_free(now: float) -> ColumnElement[bool]:
-    return and_(~assignments.c.is_done, or_(assignments.c.labeler.is_(None), assignments.c.expires_at <= now))
+    is_offered = and_(~assignments.c.is_done, ~assignments.c.is_surplus, ~assignments.c.is_archived)
+    return and_(is_offered, or_(assignments.c.labeler.is_(None), assignments.c.expires_at <= now))
 
 
 # These are counts although EXISTS would do: PostgreSQL turns EXISTS into a join over all assignments, whose cost grows

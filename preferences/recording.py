@@ -14,7 +14,7 @@ from typing import Any
 
 from sqlalchemy import Connection, func, insert, select
 
-from preferences import leases
+from preferences import assignment, leases, overlap, search, summaries
 from preferences.leases import AssignmentState, LeaseLostError
 from preferences.names import NOT_PEOPLE, pseudonym_of
 from preferences.records import NO_LOCATIONS, Judgment, Locations, Task, named
@@ -77,11 +77,14 @@ def _insert_tasks(connection: Connection, rows: Sequence[Values], known: Mapping
                 "expires_at": 0.0,
                 "is_done": False,
                 "given_at": 0.0,
+                "requires": assignment.required_by(row),
             }
             for row in rows
             for number in range(row["num_labelers"])
         ],
     )
+    assignment.remember(connection, {(row["batch"], assignment.required_by(row)) for row in rows})
+    search.index_texts(connection, [positions[row["task_id"]] for row in rows])
 
 
 # ---- events ----
@@ -161,6 +164,9 @@ def _record(
         leases.finish(connection, who, by_kind["answer"])
         leases.release(connection, by_kind["skip"] + by_kind["void"])
         leases.grant(connection, who, by_kind["undo"], now, expires_at)
+        if any(state.is_surplus for some in states.values() for state in some):
+            overlap.balance(connection, sorted(states), now)
+        summaries.refresh(connection, sorted({row["task"] for row in new if row["kind"] != "skip"}))
     return len(new)
 
 

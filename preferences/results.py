@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Subquery, and_, case, func, select, true
+from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Subquery, and_, case, func, or_, select, true
 
 from preferences.leases import Lease, display_order
 from preferences.names import name_in
@@ -14,6 +14,8 @@ from preferences.rankings import current_judgments, ranking_of, why_excluded
 from preferences.records import Judgment, Message, Ranking, ShownTask, StoredTask
 from preferences.rows import Values, as_judgment, as_task, messages, parts
 from preferences.schema import assignments, judgments, tasks
+
+_IS_WANTED = or_(assignments.c.is_done, ~assignments.c.is_surplus)
 
 
 @dataclass(frozen=True)
@@ -75,37 +77,45 @@ def task_rows(connection: Connection, batch: str) -> dict[str, Values]:
 
 def stored_tasks(connection: Connection, batch: str) -> list[StoredTask]:
     """Returns the batch's tasks, in order of arrival."""
+    wanted = _wanted(connection, batch)
     return [
-        StoredTask(as_task(row), batch, row["num_labelers"], row["handle"])
+        StoredTask(as_task(row), batch, wanted[row["position"]], row["handle"])
         for row in task_rows(connection, batch).values()
     ]
 
 
+def _wanted(connection: Connection, batch: str) -> dict[int, int]:
+    """Returns how many labelers each task of the batch wants by now, or has had if those are more."""
+    counted = select(assignments.c.task, func.sum(case((_IS_WANTED, 1), else_=0)))
+    found = connection.execute(counted.where(assignments.c.batch == batch).group_by(assignments.c.task))
+    return {row[0]: row[1] for row in found}
+
+
 def judgments_of(connection: Connection, batch: str, *, with_names: bool = True) -> list[Judgment]:
     """Returns every event on the batch's tasks, in the order in which they were stored."""
-    statement = _events(with_names=with_names).where(tasks.c.batch == batch).order_by(judgments.c.judgment_id)
-    return _as_judgments(connection.execute(statement).mappings())
+    statement = select_events(with_names=with_names).where(tasks.c.batch == batch).order_by(judgments.c.judgment_id)
+    return as_judgments(connection.execute(statement).mappings())
 
 
 def events_on(connection: Connection, task_id: str) -> list[Judgment]:
     """Returns every event on a task, in the order in which they were stored."""
-    statement = _events().where(tasks.c.task_id == task_id).order_by(judgments.c.judgment_id)
-    return _as_judgments(connection.execute(statement).mappings())
+    statement = select_events().where(tasks.c.task_id == task_id).order_by(judgments.c.judgment_id)
+    return as_judgments(connection.execute(statement).mappings())
 
 
 def events(connection: Connection, batch: str, who: str, kind: str, start: int, limit: int | None) -> list[Judgment]:
     """Returns a batch's events, newest first. `who` is a pseudonym; "" means all labelers, or all kinds."""
-    statement = _events().where(tasks.c.batch == batch).order_by(judgments.c.judgment_id.desc())
+    statement = select_events().where(tasks.c.batch == batch).order_by(judgments.c.judgment_id.desc())
     if who:
         statement = statement.where(judgments.c.labeler == who)
     if kind:
         statement = statement.where(judgments.c.kind == kind)
-    return _as_judgments(connection.execute(statement.offset(start).limit(limit)).mappings())
+    return as_judgments(connection.execute(statement.offset(start).limit(limit)).mappings())
 
 
 def history(connection: Connection, who: str, limit: int) -> list[PastEvent]:
     """Returns the last events of a labeler, given by their pseudonym, newest first."""
-    statement = _events(tasks.c.handle, tasks.c.prompt, tasks.c.warning).where(judgments.c.labeler == who)
+    statement = select_events(tasks.c.handle, tasks.c.prompt, tasks.c.warning).where(judgments.c.labeler == who)
     rows = connection.execute(statement.order_by(judgments.c.judgment_id.desc()).limit(limit)).mappings()
     return [PastEvent(as_judgment(dict(row)), row["handle"], messages(row["prompt"]), row["warning"]) for row in rows]
 
@@ -176,16 +186,17 @@ def rankings(connection: Connection, batch: str) -> list[Ranking]:
 def coverage(connection: Connection, batch: str) -> list[Coverage]:
     """Returns who has judged each task of the batch, in order of arrival."""
     done = and_(assignments.c.task == tasks.c.position, assignments.c.is_done)
+    wanted = _wanted(connection, batch)
     statement = (
-        select(tasks.c.task_id, tasks.c.num_labelers, name_in(assignments.c.labeler))
+        select(tasks.c.task_id, tasks.c.position, name_in(assignments.c.labeler))
         .outerjoin(assignments, done)
         .where(tasks.c.batch == batch)
         .order_by(tasks.c.position)
     )
     quotas: dict[str, int] = {}
     judged_by: dict[str, list[str]] = {}
-    for task_id, num_labelers, labeler in connection.execute(statement):
-        quotas[task_id] = num_labelers
+    for task_id, position, labeler in connection.execute(statement):
+        quotas[task_id] = wanted[position]
         judged_by.setdefault(task_id, []).extend([] if labeler is None else [labeler])
     return [Coverage(task_id, quota, tuple(sorted(judged_by[task_id]))) for task_id, quota in quotas.items()]
 
@@ -204,6 +215,7 @@ def batch_counts(connection: Connection, now: float) -> list[BatchCounts]:
     sums = [_num_open(by_task), *(func.sum(column) for column in (by_task.c.wanted, by_task.c.done, by_task.c.leased))]
     found = connection.execute(select(by_task.c.batch, func.count(), *sums).group_by(by_task.c.batch))
     numbers = {row[0]: (row[1], row[2], row[3], row[4], row[5]) for row in found}
+    nothing = (0, 0, 0, 0, 0)  # every task is archived
     done = select(assignments.c.batch, assignments.c.labeler, func.count().label("number"))
     counted = done.where(assignments.c.is_done).group_by(assignments.c.batch, assignments.c.labeler).subquery()
     by_labeler: dict[str, dict[str, int]] = {}
@@ -212,13 +224,13 @@ def batch_counts(connection: Connection, now: float) -> list[BatchCounts]:
     ):
         by_labeler.setdefault(batch, {})[labeler] = number
     return [
-        BatchCounts(name, *numbers[name], by_labeler=dict(sorted(by_labeler.get(name, {}).items())))
+        BatchCounts(name, *numbers.get(name, nothing), by_labeler=dict(sorted(by_labeler.get(name, {}).items())))
         for name in batches(connection)
     ]
 
 
 def _by_task(which: ColumnElement[bool], now: float) -> Subquery:
-    """Counts each task's assignments: done, leased at `now`, and wanted."""
+    """Counts each task's assignments: done, leased at `now`, and wanted. Leaves archived tasks out."""
     done = func.sum(case((assignments.c.is_done, 1), else_=0))
     leased = func.sum(
         case(
@@ -231,9 +243,14 @@ def _by_task(which: ColumnElement[bool], now: float) -> Subquery:
         assignments.c.task,
         done.label("done"),
         leased.label("leased"),
-        func.count().label("wanted"),
+        func.sum(case((_IS_WANTED, 1), else_=0)).label("wanted"),
     )
-    return select(*columns).where(which).group_by(assignments.c.batch, assignments.c.task).subquery()
+    return (
+        select(*columns)
+        .where(which, ~assignments.c.is_archived)
+        .group_by(assignments.c.batch, assignments.c.task)
+        .subquery()
+    )
 
 
 def _num_open(by_task: Subquery) -> ColumnElement[int]:
@@ -265,12 +282,12 @@ def content_hash(connection: Connection, batch: str) -> str:
     return digest.hexdigest()
 
 
-def _events(*more: ColumnElement[Any], with_names: bool = True) -> Select[Any]:
+def select_events(*more: ColumnElement[Any], with_names: bool = True) -> Select[Any]:
     own = [column for column in judgments.c if column is not judgments.c.labeler]
     labeler = name_in(judgments.c.labeler) if with_names else judgments.c.labeler
     columns = (tasks.c.task_id, labeler.label("labeler"), *own, *more)
     return select(*columns).join(tasks, judgments.c.task == tasks.c.position)
 
 
-def _as_judgments(rows: Iterable[RowMapping]) -> list[Judgment]:
+def as_judgments(rows: Iterable[RowMapping]) -> list[Judgment]:
     return [as_judgment(dict(row)) for row in rows]

@@ -7,6 +7,10 @@ judgments    one row per event of a labeler, append-only like tasks
 people_acts  the audit log: one row per event on accounts or exports, append-only like tasks
 questions    one row per message between a labeler and the leads about a task, append-only like tasks
 labelers     the name of each pseudonym; triggers refuse DELETE, and every UPDATE except an erasure
+batch_settings, requirements
+             whether a batch is closed, and which tags a labeler needs for it or for some of its tasks
+task_summaries, task_texts
+             how far the answers to a task agree, and its words, for leads to search by; computed from the tables above
 
 A column `labeler` holds a pseudonym, and so do `actor` and `subject` of the audit log if they are people. Only an
 erasure may change a judgment or a message: the triggers allow emptying the notes and messages of an erased person, and
@@ -30,6 +34,7 @@ from sqlalchemy import (
     PrimaryKeyConstraint,
     String,
     Table,
+    Text,
     UniqueConstraint,
     false,
     text,
@@ -77,14 +82,18 @@ assignments = Table(
     # When this lease was granted or its task revealed, in seconds since the epoch; 0 = no lease.
     Column("given_at", Float, nullable=False),
     Column("is_revealed", Boolean, nullable=False, server_default=false()),  # of a task with a warning
+    Column("is_surplus", Boolean, nullable=False, server_default=false()),  # a lead wants fewer labelers by now
+    Column("is_archived", Boolean, nullable=False, server_default=false()),  # the task's; a lead put it away
+    Column("requires", String, nullable=False, server_default=""),  # tags that a labeler needs; see `assignment`
     PrimaryKeyConstraint("task", "place"),
     Index(
         "places_open",
         "batch",
         "task",
         "place",
-        sqlite_where=text("is_done = 0"),  # must match the queries' wording, or SQLite ignores the index
-        postgresql_where=text("NOT is_done"),
+        # must match the queries' wording, or SQLite ignores the index
+        sqlite_where=text("is_done = 0 AND is_surplus = 0 AND is_archived = 0"),
+        postgresql_where=text("NOT is_done AND NOT is_surplus AND NOT is_archived"),
     ),
     Index("places_by_labeler", "labeler", "task", unique=True),  # a labeler has at most one assignment of a task
     Index(
@@ -117,6 +126,20 @@ judgments = Table(
     # This constraint's index also finds a task's judgments.
     UniqueConstraint("task", "labeler", "revision", name="judgments_once"),
     Index("judgments_by_labeler", "labeler", "judgment_id"),
+    Index("judgments_by_labeler_time", "labeler", "created_at"),
+    Index("judgments_by_time", "created_at"),
+    Index(
+        "judgments_noted",
+        "judgment_id",
+        sqlite_where=text("note <> '\"\"'"),
+        postgresql_where=text("note::text <> '\"\"'"),
+    ),
+    Index(
+        "judgments_marked",
+        "judgment_id",
+        sqlite_where=text("flags <> '[]'"),
+        postgresql_where=text("flags::text <> '[]'"),
+    ),
 )
 
 questions = Table(
@@ -150,6 +173,9 @@ accounts = Table(
     Column("state", String, nullable=False),  # new, admitted, closed; "new" matters only with screening
     Column("read_version", String, nullable=False),  # the version of the instructions that they confirmed reading
     Column("created_at", Float, nullable=False),
+    Column("tags", JSON, nullable=False, server_default="[]"),  # which tasks they may get: languages, skills, teams
+    Column("daily_quota", Integer, nullable=False, server_default="0"),  # answers per day; 0 = the configuration's
+    Column("identity", String, nullable=False, server_default=""),  # hash of an OIDC subject; "" = signs in with a key
 )
 
 sessions = Table(
@@ -187,4 +213,39 @@ instructions = Table(
     Column("text", JSON, nullable=False),
     Column("flags", JSON, nullable=False),
     Column("created_at", Float, nullable=False),
+)
+
+batch_settings = Table(
+    "batch_settings",
+    metadata,
+    Column("batch", String, primary_key=True),
+    Column("is_closed", Boolean, nullable=False),  # no new leases
+    Column("requires", String, nullable=False),  # tags that a labeler needs for the batch; see `assignment`
+)
+
+requirements = Table(  # the distinct values of places.requires, so that no request has to scan for them
+    "requirements",
+    metadata,
+    Column("batch", String, nullable=False),
+    Column("requires", String, nullable=False),
+    PrimaryKeyConstraint("batch", "requires"),
+)
+
+task_summaries = Table(  # of every task that was answered or adjudicated; see `summaries`
+    "task_summaries",
+    metadata,
+    Column("task", ForeignKey("tasks.position"), primary_key=True, autoincrement=False),
+    Column("batch", String, nullable=False),
+    Column("num_answers", Integer, nullable=False),
+    Column("num_agreeing", Integer, nullable=False),  # how many gave the most frequent ranking
+    Column("disagreement", Float, nullable=False),  # 0 to 1
+    Column("is_adjudicated", Boolean, nullable=False),
+    Index("task_summaries_by_disagreement", "batch", "disagreement", "task"),
+)
+
+task_texts = Table(  # the full-text index on it differs between the databases; see the migration and `search`
+    "task_texts",
+    metadata,
+    Column("task", ForeignKey("tasks.position"), primary_key=True, autoincrement=False),
+    Column("text", Text, nullable=False),
 )

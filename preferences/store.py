@@ -5,15 +5,16 @@ labelers than it wants. Any number of processes may use one store at the same ti
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from sqlalchemy import select
+from sqlalchemy import Connection, select
 
-from preferences import leases, questions, recording, results
+from preferences import assignment, leases, questions, recording, results
 from preferences.database import open_engines
 from preferences.leases import Lease
 from preferences.names import known_pseudonym, num_erased, pseudonym_of
@@ -48,6 +49,18 @@ class LabelStore:
     def close(self) -> None:
         self._reader.dispose()
 
+    def reading(self) -> AbstractContextManager[Connection]:
+        """Returns a transaction that reads, for the functions of other modules."""
+        return self._reader.begin()
+
+    def writing(self) -> AbstractContextManager[Connection]:
+        """Returns a transaction that writes. It ends when the context does; an error in it rolls it back."""
+        return self._writer.begin()
+
+    def now(self) -> float:
+        """Returns the store's time, in seconds since the epoch."""
+        return self._clock()
+
     # ---- tasks in ----
 
     def add_tasks(self, new_tasks: Sequence[Task], *, batch: str, num_labelers: int | Sequence[int]) -> None:
@@ -68,22 +81,33 @@ class LabelStore:
 
     # ---- leases ----
 
-    def lease(self, labeler: str, *, seconds: float, batch: str, is_random: bool = False) -> Lease | None:
+    def lease(
+        self, labeler: str, *, seconds: float, batch: str, is_random: bool = False, tags: Collection[str] = ()
+    ) -> Lease | None:
         """Returns the task that `labeler` should judge next, leased for `seconds`, or None if none is open for them.
 
         A live lease of the labeler is renewed and returned again, with the responses in the same order. With
-        `is_random` the next task is drawn at random for this labeler; otherwise tasks come in order of arrival.
+        `is_random` the next task is drawn at random for this labeler; otherwise tasks come in order of arrival. `tags`
+        are the labeler's, for batches and tasks that require some.
         """
-        granted = self.lease_many(labeler, 1, seconds=seconds, batch=batch, is_random=is_random)
+        granted = self.lease_many(labeler, 1, seconds=seconds, batch=batch, is_random=is_random, tags=tags)
         return granted[0] if granted else None
 
     def lease_many(
-        self, labeler: str, num_tasks: int, *, seconds: float, batch: str, is_random: bool = False
+        self,
+        labeler: str,
+        num_tasks: int,
+        *,
+        seconds: float,
+        batch: str,
+        is_random: bool = False,
+        tags: Collection[str] = (),
     ) -> list[Lease]:
         """Returns up to `num_tasks` leases: first the labeler's live ones, then new ones, ordered as in `lease`.
 
         A task is open for a labeler who has neither judged nor skipped it, as long as fewer labelers than it wants have
-        judged it or hold a live lease. A repeat opens once the labeler has judged the task that it repeats.
+        judged it or hold a live lease. A repeat opens once the labeler has judged the task that it repeats. A closed
+        batch gives no new leases, and neither do tasks that require tags which the labeler lacks.
         """
         _check_lease(labeler, seconds)
         if num_tasks < 1:
@@ -94,15 +118,17 @@ class LabelStore:
             who = pseudonym_of(connection, labeler)
             granted = leases.live(connection, who, now, batch)[:num_tasks]
             leases.renew(connection, granted, now + seconds)
-            is_drawn = is_random and len(granted) < num_tasks
-            for position in leases.drawn(connection, who, now, batch) if is_drawn else ():
+            fits = assignment.fitting(connection, batch, tags) if len(granted) < num_tasks else None
+            if fits is not None:
+                until = now + seconds
+                for position in leases.drawn(connection, who, now, batch, fits) if is_random else ():
+                    if len(granted) < num_tasks:
+                        granted += leases.lease_open(
+                            connection, who, now, until, batch=batch, limit=1, fits=fits, positions=[position]
+                        )
                 if len(granted) < num_tasks:
-                    granted += leases.lease_open(
-                        connection, who, now, now + seconds, batch=batch, limit=1, positions=[position]
-                    )
-            if len(granted) < num_tasks:
-                limit = num_tasks - len(granted)
-                granted += leases.lease_open(connection, who, now, now + seconds, batch=batch, limit=limit)
+                    limit = num_tasks - len(granted)
+                    granted += leases.lease_open(connection, who, now, until, batch=batch, limit=limit, fits=fits)
             return results.leases_of(connection, [task for task, _ in granted], labeler, who, now + seconds)
 
     def lease_these(self, labeler: str, task_ids: Sequence[str], *, seconds: float, batch: str) -> list[Lease]:
@@ -115,9 +141,13 @@ class LabelStore:
             wanted = {row["position"] for row in stored(connection, task_ids).values()}
             granted = [one for one in leases.live(connection, who, now, batch) if one[0] in wanted]
             leases.renew(connection, granted, until)
-            for part in parts(sorted(wanted)):
-                limit = len(part)
-                granted += leases.lease_open(connection, who, now, until, batch=batch, limit=limit, positions=part)
+            fits = assignment.fitting(connection, batch, ())
+            if fits is not None:
+                for part in parts(sorted(wanted)):
+                    limit = len(part)
+                    granted += leases.lease_open(
+                        connection, who, now, until, batch=batch, limit=limit, fits=fits, positions=part
+                    )
             return results.leases_of(connection, [task for task, _ in granted], labeler, who, until)
 
     # ---- what labelers do ----
@@ -358,10 +388,11 @@ class LabelStore:
         with self._reader.begin() as connection:
             return results.num_current_answers(connection, known_pseudonym(connection, labeler))
 
-    def num_left(self, labeler: str, batch: str, *, limit: int) -> int:
+    def num_left(self, labeler: str, batch: str, *, limit: int, tags: Collection[str] = ()) -> int:
         """Counts the batch's tasks that are leased by the labeler or open for them, up to `limit`."""
         with self._reader.begin() as connection:
-            return leases.num_left(connection, known_pseudonym(connection, labeler), self._clock(), batch, limit)
+            who, fits = known_pseudonym(connection, labeler), assignment.fitting(connection, batch, tags)
+            return leases.num_left(connection, who, self._clock(), batch, limit, fits)
 
     def shown_prompts(self, task_ids: Sequence[str]) -> dict[str, tuple[tuple[Message, ...], str]]:
         """Returns the prompt and the content warning of each task in `task_ids` that is stored."""

@@ -116,7 +116,9 @@ class TaskBody(BaseModel):
 
 
 class NoTask(BaseModel):
-    """Why there is no task: "instructions" to read, "nothing open", or "screening" not passed."""
+    """Why there is no task: "instructions" to read, "screening" not passed, the "daily quota" met, "batches closed",
+    "no fitting task" (all open ones require tags that the account lacks), or "nothing open".
+    """
 
     waiting: str
 

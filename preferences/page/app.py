@@ -24,8 +24,10 @@ from preferences.page.api import Api, describe_answers
 from preferences.page.config import LabelingConfig
 from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, reason_of
 from preferences.page.labeler_pages import TOO_LATE, SignInPages, TaskPages
+from preferences.page.lead_api import LeadApi
 from preferences.page.lead_pages import LeadPages, PeoplePages
 from preferences.page.question_pages import QuestionPages, Questions
+from preferences.page.search_pages import SearchPages
 from preferences.page.security import MAX_BODY_BYTES, Attempts, Harden, TooManyTriesError
 from preferences.page.service import LabelingService, LeadView, RefusedError
 from preferences.page.site import SignInNeededError, Site
@@ -65,12 +67,18 @@ def make_app(
     site = Site(config, accounts, questions.num_waiting)
     routers = [
         Api(service, accounts, lead, questions, attempts).router,
+        LeadApi(accounts, lead).router,
         TaskPages(site, service).router,
         QuestionPages(site, questions).router,
         LeadPages(site, lead).router,
+        SearchPages(site, service).router,
         PeoplePages(site).router,
         SignInPages(site, attempts).router,
     ]
+    if config.oidc is not None:
+        from preferences.page.oidc import add_oidc  # only here, since most servers have no provider
+
+        routers.append(add_oidc(app, site, attempts, config.oidc).router)
     for router in routers:
         app.include_router(router)
     app.mount("/static", StaticFiles(directory=str(files("preferences.page") / "static")))

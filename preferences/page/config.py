@@ -3,6 +3,7 @@
 import hashlib
 import ipaddress
 import json
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -154,6 +155,63 @@ class ServerConfig(BaseModel):
         return f"{self.public_url or DEFAULT_URL}/welcome/{code}"
 
 
+class OidcConfig(BaseModel):
+    """Signing in with a company's accounts, through OpenID Connect."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    issuer: str = Field(description="Address of the provider, as its metadata and ID tokens name it.")
+    client_id: str = Field(min_length=1, description="Name under which the provider knows this server.")
+    client_secret_env: str = Field(default="", description="Environment variable that holds the client secret.")
+    client_secret_file: Path | None = Field(default=None, description="File that holds the client secret.")
+    domains: tuple[str, ...] = Field(
+        min_length=1, description="Domains of the e-mail addresses that may sign in, such as example.com."
+    )
+    leads: tuple[str, ...] = Field(default=(), description="E-mail addresses of the leads; all others label.")
+    requires_verified_email: bool = Field(
+        default=True,
+        description="Whether the provider must say that it verified the address. Entra ID never says so.",
+    )
+    label: str = Field(default="your company account", description="What the button on the sign-in page names.")
+
+    @field_validator("issuer")
+    @classmethod
+    def _is_issuer(cls, issuer: str) -> str:
+        found = urlsplit(issuer)
+        is_safe = found.scheme == "https" or (found.scheme == "http" and found.hostname in LOOPBACK_HOSTS)
+        if not is_safe or not found.hostname or found.query or found.fragment or issuer.endswith("/"):
+            raise ValueError(
+                f"{issuer!r} was given; an https address without a slash at its end was expected, like"
+                " https://login.example.com/realms/people"
+            )
+        return issuer
+
+    @field_validator("domains", "leads")
+    @classmethod
+    def _in_lower_case(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name.strip().removeprefix("@").lower() for name in names)
+
+    def secret(self) -> str:
+        """Returns the client secret; "" for a public client, which has none.
+
+        Raises: ValueError if the variable or the file that should hold it does not.
+        """
+        if self.client_secret_env:
+            found = os.environ.get(self.client_secret_env, "")
+            where = f"oidc.client_secret_env: the environment variable {self.client_secret_env}"
+        elif self.client_secret_file is not None:
+            where = f"oidc.client_secret_file: {self.client_secret_file}"
+            try:
+                found = self.client_secret_file.read_text(encoding="utf-8").strip()
+            except OSError as error:
+                raise ValueError(f"{where}: {error.strerror}; a file with the client secret was expected") from error
+        else:
+            return ""
+        if not found:
+            raise ValueError(f"{where} is empty or missing; the client secret was expected")
+        return found
+
+
 class LabelingConfig(BaseModel):
     """What labelers see, and in which order they get their tasks."""
 
@@ -190,8 +248,16 @@ class LabelingConfig(BaseModel):
     lease_seconds: float = Field(
         default=1_800.0, gt=0, description="How long a task stays with a labeler before others may get it."
     )
+    daily_quota: int = Field(
+        default=0,
+        ge=0,
+        description="Answers that a labeler may give per day (UTC); 0 = any number. Leads can set it per person.",
+    )
     screening: Screening | None = Field(
         default=None, description="Gold tasks that new labelers start with; absent = none."
+    )
+    oidc: OidcConfig | None = Field(
+        default=None, description="Signing in with a company's accounts, in addition to keys; absent = keys only."
     )
     server: ServerConfig = Field(default=ServerConfig(), description="Addresses, timeouts and limits of the server.")
 
@@ -256,7 +322,8 @@ class LabelingConfig(BaseModel):
 
 def _wrong(error: ValidationError) -> str:
     """Names each invalid field: what was expected and what was found, or which key an unknown one may stand for."""
-    known = {name for model in (LabelingConfig, Criterion, Screening, ServerConfig) for name in model.model_fields}
+    models = (LabelingConfig, Criterion, Screening, OidcConfig, ServerConfig)
+    known = {name for model in models for name in model.model_fields}
     problems = []
     for problem in error.errors():
         key, value = ".".join(map(str, problem["loc"])), problem["input"]

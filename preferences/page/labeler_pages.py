@@ -5,6 +5,7 @@ All are plain forms that work without JavaScript.
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
@@ -18,6 +19,7 @@ from preferences.page import forms
 from preferences.page.annotation_forms import is_same_text, num_span_rows
 from preferences.page.config import DECLINES
 from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, UnsavedForms, as_text, reason_of
+from preferences.page.search_pages import in_queue, next_in_queue
 from preferences.page.security import (
     MAX_ANSWER_BYTES,
     MAX_SIGN_IN_BYTES,
@@ -33,6 +35,7 @@ from preferences.questions import MAX_QUESTION_CHARACTERS, Thread
 LOG = logging.getLogger(__name__)
 CLIENT = "page"
 EMPTY = forms.Fields({})
+QUEUE = "queue"  # the field that says from which adjudication queue a lead opened the task
 
 TOO_LATE = (
     "Your time on this task ran out and it went to another labeler, so the answer was not stored. Here is the next one."
@@ -51,6 +54,20 @@ WAITING = {
     "nothing open": (
         "Nothing to judge just now",
         "There is no task for you: all are done or with other labelers, or none has been added. Check again later.",
+    ),
+    "daily quota": (
+        "That is all for today",
+        "You have given as many answers as you may give per day. There are more after midnight (UTC); if you need more"
+        " today, ask the labeling lead.",
+    ),
+    "batches closed": (
+        "Nothing to judge just now",
+        "The labeling lead has closed all batches. If you think that this is a mistake, ask them.",
+    ),
+    "no fitting task": (
+        "No task fits you",
+        "There are open tasks, but they are for people with other languages or skills than those on your account. If"
+        " something is missing there, ask the labeling lead.",
     ),
     "screening": ("Thank you", "You have judged all of the first tasks. The labeling lead will look at them."),
 }
@@ -190,8 +207,8 @@ class TaskPages:
         account, token = self.site.lead(request)
         presented = self.service.reopened(account, request.query_params.get("task", ""), token)
         if presented.lease.shown.warning and request.query_params.get("revealed", "") != "true":
-            return self._warning_page(account, token, presented)
-        return self._fresh_page(account, token, presented)
+            return self._warning_page(account, token, presented, queue=request.query_params.get("queue", ""))
+        return self._fresh_page(account, token, presented, request.query_params.get("queue", ""))
 
     def void(self, request: Request, posted: Posted) -> Response:
         account, _, fields = self.site.lead_form(request, posted)
@@ -202,11 +219,13 @@ class TaskPages:
         self.service.void(account, task_id, fields.text("labeler"), revision, reason, CLIENT)
         return redirect(f"/lead/task?revealed=true&task={quote(task_id, safe='')}")
 
-    def _warning_page(self, account: Account, token: str, presented: PresentedTask, status: int = 200) -> Response:
+    def _warning_page(
+        self, account: Account, token: str, presented: PresentedTask, status: int = 200, queue: str = ""
+    ) -> Response:
         """Shows a task's warning without its texts, and asks whether to continue."""
-        return self.site.page("warning", account, token, status, presented=presented, declines=DECLINES)
+        return self.site.page("warning", account, token, status, presented=presented, declines=DECLINES, queue=queue)
 
-    def _fresh_page(self, account: Account, token: str, presented: PresentedTask) -> Response:
+    def _fresh_page(self, account: Account, token: str, presented: PresentedTask, queue: str = "") -> Response:
         """Shows a task, or only its warning until it is revealed.
 
         The form is filled in with input that could not be stored before, or with an answer that was taken back.
@@ -217,6 +236,8 @@ class TaskPages:
         unsaved = self.unsaved.put(token, account, presented)
         earlier = self.service.earlier_answer(lease) if lease.revision else None
         fields = unsaved or (forms.answer_fields(earlier, lease, self.config) if earlier is not None else EMPTY)
+        if queue:
+            fields = replace(fields, values={**fields.values, QUEUE: queue})
         is_earlier = unsaved is None and earlier is not None
         return self._task_page(account, token, presented, fields, is_unsaved=unsaved is not None, is_earlier=is_earlier)
 
@@ -234,6 +255,7 @@ class TaskPages:
     ) -> Response:
         is_away = status >= 500  # then this page must not query the store
         is_lead = account.role == "lead"
+        queue = fields.text(QUEUE) if is_lead and not is_away else ""
         events = self.service.store.events_on(presented.lease.task_id) if is_lead and not is_away else []
         last = {event.labeler: event for event in events}  # a labeler's last event is the one that counts
         return self.site.page(
@@ -257,6 +279,7 @@ class TaskPages:
             threads=[] if is_away else self._threads(account, presented),
             max_question=MAX_QUESTION_CHARACTERS,
             events=events,
+            queue=in_queue(self.service, queue, presented.lease.task_id) if queue else None,
             voidable={(event.labeler, event.revision) for event in last.values() if event.ranks},
         )
 
@@ -294,9 +317,10 @@ class TaskPages:
             return self._task_page(account, token, presented, fields, wrong)
         self.service.answer(account, token, form, answer, CLIENT)
         self.unsaved.stored(token, form)
-        if account.role == "lead":
-            return redirect("/lead/quality")
-        return redirect("/answers" if form.revision and presented.lease.is_done else "/task")
+        if account.role != "lead":
+            return redirect("/answers" if form.revision and presented.lease.is_done else "/task")
+        queue = fields.text(QUEUE)
+        return redirect(next_in_queue(self.service, queue, presented.lease.task_id) if queue else "/lead/quality")
 
     def _ask(self, request: Request, posted: FormData) -> Response:
         """Stores a question and shows the task again, with everything else that was entered."""

@@ -5,9 +5,11 @@ import json
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
+from preferences import organizing
 from preferences.accounts import Account, Role, State
 from preferences.formats.annotated import WHOLE
 from preferences.formats.registry import FORMATS
+from preferences.page.search_pages import tags_in
 from preferences.page.service import EXPORTS, Exported, LeadView, RefusedError, exported_what
 from preferences.page.site import Posted, Site, download, redirect
 
@@ -21,7 +23,11 @@ class LeadPages:
         self.site, self.lead = site, lead
         self.router = APIRouter(include_in_schema=False)
         get = self.router.get
+        post = self.router.post
         get("/lead", response_class=HTMLResponse)(self.progress)
+        post("/lead/batch/labelers")(self.set_labelers)
+        post("/lead/batch/closed")(self.set_closed)
+        post("/lead/batch/tags")(self.set_required)
         get("/lead/quality", response_class=HTMLResponse)(self.quality)
         get("/lead/answers", response_class=HTMLResponse)(self.answers)
         get("/lead/export", response_class=HTMLResponse)(self.export)
@@ -32,7 +38,32 @@ class LeadPages:
         account, token = self.site.lead(request)
         batches = self.lead.batches()
         wrong = self.site.config.warning([batch.name for batch in batches])
-        return self.site.page("lead", account, token, batches=batches, export_formats=EXPORTS, wrong=wrong)
+        found = self.lead.pace(batches)
+        return self.site.page("lead", account, token, batches=batches, export_formats=EXPORTS, wrong=wrong, **found)
+
+    # ---- changing batches ----
+
+    def set_labelers(self, request: Request, posted: Posted) -> Response:
+        account, _, fields = self.site.lead_form(request, posted)
+        batch, number = fields.text("batch"), fields.number("num_labelers") or 0
+        with self.lead.store.writing() as connection:
+            positions = organizing.positions_in(connection, batch)
+            organizing.set_num_labelers(connection, positions, number, by=account.name, now=self.lead.store.now())
+        return redirect("/lead")
+
+    def set_closed(self, request: Request, posted: Posted) -> Response:
+        account, _, fields = self.site.lead_form(request, posted)
+        is_closed, now = fields.text("closed") == "true", self.lead.store.now()
+        with self.lead.store.writing() as connection:
+            organizing.set_closed(connection, fields.text("batch"), is_closed=is_closed, by=account.name, now=now)
+        return redirect("/lead")
+
+    def set_required(self, request: Request, posted: Posted) -> Response:
+        account, _, fields = self.site.lead_form(request, posted)
+        now = self.lead.store.now()
+        with self.lead.store.writing() as connection:
+            organizing.set_required(connection, fields.text("batch"), tags_in(fields), by=account.name, now=now)
+        return redirect("/lead")
 
     def quality(self, request: Request) -> Response:
         account, token = self.site.lead(request)
@@ -100,6 +131,7 @@ class PeoplePages:
         post("/lead/invite")(self.invite)
         post("/lead/revoke")(self.revoke)
         post("/lead/state")(self.set_state)
+        post("/lead/assignment")(self.set_assignment)
         get("/lead/person", response_class=HTMLResponse)(self.person)
         post("/lead/person/data")(self.person_data)
         post("/lead/person/erase")(self.erase)
@@ -153,6 +185,17 @@ class PeoplePages:
             raise RefusedError("you cannot close your own account; another lead can")
         state: State = "closed" if fields.text("state") == "closed" else "admitted"
         self.accounts.set_state(fields.text("name"), state, by=account.name)
+        return redirect("/lead/people")
+
+    def set_assignment(self, request: Request, posted: Posted) -> Response:
+        account, token, fields = self.site.lead_form(request, posted)
+        quota = fields.number("daily_quota") if fields.text("daily_quota") else 0
+        try:
+            if quota is None:
+                raise ValueError(f"daily_quota is {fields.text('daily_quota')!a}; a whole number was expected")
+            self.accounts.set_assignment(fields.text("name"), tags_in(fields), quota, by=account.name)
+        except ValueError as error:
+            return self._people_page(account, token, wrong=str(error))
         return redirect("/lead/people")
 
     # ---- personal data ----

@@ -18,12 +18,15 @@ from typing import Any, Literal
 
 from markupsafe import Markup
 
+from preferences import assignment
 from preferences.accounts import Account, Accounts
 from preferences.formats.annotated import by_criterion
 from preferences.formats.parts import Report, RowWarning
 from preferences.formats.registry import format_to_write
 from preferences.leases import Lease
+from preferences.names import known_pseudonym
 from preferences.page.config import LabelingConfig, Screening
+from preferences.progress import PaceLog
 from preferences.rankings import criteria_in, current_judgments
 from preferences.records import KINDS, MAX_MILLISECONDS, Answer, Judgment
 from preferences.results import BatchCounts, PastEvent
@@ -45,7 +48,7 @@ SHARES = {
 PAGE_SIZE = 100  # answers on a page
 NUM_REVIEWED = 20  # tasks on the quality page that labelers disagree on most
 
-Waiting = Literal["instructions", "nothing open", "screening", "closed"]
+Waiting = Literal["instructions", "nothing open", "screening", "daily quota", "batches closed", "no fitting task"]
 
 
 # ---- for labelers ----
@@ -105,11 +108,26 @@ class LabelingService:
             if not screened(self.store, account.name, self.config.screening):
                 return "screening" if self.config.screening.batch in self.store.batches() else "nothing open"
             self.accounts.admit_screened(account.name)
+        if self._has_met_quota(account):
+            return "daily quota"
         for batch in self.batches():
             lease = self._lease(account, batch)
             if lease is not None:
                 return self._presented(lease, session)
-        return "nothing open"
+        return self._why_nothing(account)
+
+    def _has_met_quota(self, account: Account) -> bool:
+        quota = account.daily_quota or self.config.daily_quota
+        if not quota:
+            return False
+        with self.store.reading() as connection:
+            who = known_pseudonym(connection, account.name)
+            return assignment.num_answered_today(connection, who, self._clock()) >= quota
+
+    def _why_nothing(self, account: Account) -> Waiting:
+        with self.store.reading() as connection:
+            who = known_pseudonym(connection, account.name)
+            return assignment.why_nothing(connection, who, self.batches(), self._clock())
 
     def own_task(self, account: Account, handle: str, session: str) -> PresentedTask | None:
         """Returns a task, by its handle, that the labeler has answered, or took back and still has leased.
@@ -137,7 +155,7 @@ class LabelingService:
         batches = self.batches() if screening is None or account.state != "new" else [screening.batch]
         num = 0
         for batch in batches:
-            num += self.store.num_left(account.name, batch, limit=MAX_LEFT - num)
+            num += self.store.num_left(account.name, batch, limit=MAX_LEFT - num, tags=account.tags)
             if num >= MAX_LEFT:
                 break
         return num
@@ -165,8 +183,8 @@ class LabelingService:
         self.store.reveal(lease)
 
     def _lease(self, account: Account, batch: str) -> Lease | None:
-        is_random = self.config.task_order == "random"
-        return self.store.lease(account.name, seconds=self.config.lease_seconds, batch=batch, is_random=is_random)
+        is_random, seconds = self.config.task_order == "random", self.config.lease_seconds
+        return self.store.lease(account.name, seconds=seconds, batch=batch, is_random=is_random, tags=account.tags)
 
     def _presented(self, lease: Lease, session: str) -> PresentedTask:
         """Adds the form. Time counts from when the task was leased, however often its page is reloaded."""
@@ -314,9 +332,21 @@ class LeadView:
         self.store = store
         self._known: dict[str, Quality] = {}
         self._lock = threading.Lock()  # one report at a time, because it takes a core for a second
+        self._pace = PaceLog()
 
     def batches(self) -> list[BatchCounts]:
         return self.store.batch_counts()
+
+    def pace(self, batches: Sequence[BatchCounts]) -> dict[str, Any]:
+        """Returns what the progress page shows besides counts: settings and estimates by batch, and people's hours."""
+        now = self.store.now()
+        with self.store.reading() as connection:
+            settings = {one.name: assignment.settings_of(connection, one.name) for one in batches}
+            self._pace.read(connection)
+            estimates = {
+                one.name: self._pace.estimate(one.name, one.num_wanted - one.num_judgments, now) for one in batches
+            }
+            return {"settings": settings, "estimates": estimates, "pace": self._pace.report(connection, now)}
 
     def report(self, batch: str) -> LabelReport:
         """Returns a batch's statistics. Raises: ValueError for an unknown batch."""

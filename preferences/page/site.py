@@ -125,6 +125,7 @@ class Site:
             "num_waiting": 0 if account is None or status >= 500 else self.num_waiting(account),
             "csrf": seal(token, "form") if token else "",
             "letters": forms.LETTERS,
+            "oidc": self.config.oidc,
         }
         text = TEMPLATES.get_template(f"{template}.html.jinja").render(**shared, **values)
         # A lone surrogate in somebody's text must not break the page.

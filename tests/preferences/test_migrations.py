@@ -19,15 +19,18 @@ from preferences.schema import metadata
 from preferences.store import LabelStore
 from reward.collect import STAGE
 
-NEWEST = "0011"
+NEWEST = "0012"
+# the full-text index, which differs between the databases and which the schema leaves out
+WORDS = ("task_words", "task_texts_words")
 
 
 def test_a_new_store_has_the_tables_of_the_schema(empty_database):
     reader, _ = open_engines(empty_database())
     with reader.connect() as connection:
-        context = MigrationContext.configure(connection)
+        is_schemas = {"include_object": lambda _, name, *__: not str(name).startswith(WORDS)}
+        context = MigrationContext.configure(connection, opts=is_schemas)
         found = compare_metadata(context, metadata)
-        tables = sqlalchemy.inspect(connection).get_table_names()
+        tables = [name for name in sqlalchemy.inspect(connection).get_table_names() if not name.startswith(WORDS)]
         assert context.get_current_revision() == NEWEST
     reader.dispose()
     assert found == []
@@ -90,7 +93,7 @@ REPLACEMENTS = {
         " objective, gold_ranks, repeat_of, details, warning, handle FROM tasks",
         "INSERT OR REPLACE INTO tasks SELECT 70 + position, task_id, batch, num_labelers, prompt, responses, sources,"
         " objective, gold_ranks, repeat_of, details, warning, 'h' || handle FROM tasks",
-        "REPLACE INTO places SELECT task, place, batch, original, NULL, 0, 0, 0, 0 FROM places",
+        "REPLACE INTO places SELECT task, place, batch, original, NULL, 0, 0, 0, 0, 0, 0, '' FROM places",
         "UPDATE OR REPLACE places SET labeler = (SELECT labeler FROM places WHERE place = 0 AND task = 1)"
         " WHERE place = 1 AND task = 1",
     ),

@@ -198,6 +198,10 @@ function offerCopy() {
     } else if (event.key.toUpperCase() === "S") {
       const box = document.getElementById("skip-box");
       if (box) { box.open = true; document.getElementById("reason").focus(); }
+    } else if (event.key.toUpperCase() === "N" || event.key.toUpperCase() === "R") {
+      const link = document.querySelector(event.key.toUpperCase() === "N" ? "nav a[rel=next]" : "nav a[rel=prev]");
+      if (!link) return;
+      link.click();
     } else {
       return;
     }

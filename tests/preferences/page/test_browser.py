@@ -493,7 +493,8 @@ def test_no_page_has_a_barrier_that_axe_knows(site):
         found[path] = axe(ann)
     eve = opened.visit("eve", "lead", viewport={"width": 320, "height": 640})
     paths = ["/lead", "/lead/quality", "/lead/people", "/lead/task?task=t1", "/lead/task?task=none", "/lead/answers"]
-    paths += ["/lead/person?name=ann", "/lead/task?task=t4"]
+    paths += ["/lead/person?name=ann", "/lead/task?task=t4", "/lead/queue?disagreement=0", "/lead/search"]
+    paths += ["/lead/search?labeler=cy", "/lead/search?disagreement=2", "/lead/task?task=t1&queue=disagreement%3D0"]
     for path in (*paths, "/lead/export?batch=main&format=trl", "/lead/export?batch=main&format=heed"):
         eve.goto(opened.address + path)
         found[f"lead: {path}"] = axe(eve)
@@ -504,6 +505,48 @@ def test_no_page_has_a_barrier_that_axe_knows(site):
         stranger.goto(opened.address + path)
         found[path] = axe(stranger)
     assert {path: problems for path, problems in found.items() if problems} == {}
+
+
+@pytest.mark.parametrize("has_scripts", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_the_adjudication_queue(site, has_scripts):
+    opened = site([make_task(name, 2) for name in ("t1", "t2", "t3")], num_labelers=2)
+    for name, ranks in (("cy", (1, 2)), ("dee", (2, 1))):
+        for lease in opened.store.lease_many(name, 3, seconds=60, batch="main"):
+            answer = Answer(tuple(ranks[index] for index in lease.order), 4_000)
+            opened.store.submit(lease, answer, client="test", instructions_version="1")
+    eve = opened.visit("eve", "lead", "/lead/queue", java_script_enabled=has_scripts)
+    eve.get_by_role("link", name="Start with the first").click()
+    assert shown_task(eve) == "t1"
+    if has_scripts:
+        with eve.expect_navigation():
+            eve.keyboard.press("n")
+        assert shown_task(eve) == "t2"
+        with eve.expect_navigation():
+            eve.keyboard.press("r")
+        assert shown_task(eve) == "t1"
+    expect(eve.get_by_text("3 tasks left in it")).to_be_visible()
+    rank(eve, 1, 2)
+    store_it(eve)
+    assert shown_task(eve) == "t2"
+    expect(eve.get_by_text("2 tasks left in it")).to_be_visible()
+    assert [one.task_id for one in opened.judgments() if one.kind == "adjudication"] == ["t1"]
+
+
+def test_a_lead_changes_a_batch_and_tasks_without_javascript(site):
+    opened = site([make_task("t1"), make_task("t2")])
+    eve = opened.visit("eve", "lead", java_script_enabled=False)
+    eve.get_by_text("Change the batch main").click()
+    eve.get_by_label("Labelers for each task of main").fill("2")
+    eve.get_by_role("button", name="Set the number").click()
+    eve.get_by_role("link", name="Search", exact=True).first.click()
+    eve.get_by_label("Words of the prompt or a response").fill("t2")
+    eve.get_by_role("button", name="Search").click()
+    eve.get_by_role("checkbox").check()
+    eve.get_by_text("Change tasks").click()
+    eve.get_by_role("button", name="Archive", exact=True).click()
+    expect(eve.get_by_role("cell", name="archived")).to_be_visible()
+    (counts,) = opened.store.batch_counts()
+    assert (counts.num_tasks, counts.num_wanted) == (1, 2)
 
 
 def axe(page: Page) -> list[str]:

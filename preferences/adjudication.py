@@ -1,0 +1,94 @@
+"""The adjudication queue: fully answered tasks whose answers agree too little, most disagreement first.
+
+Gold tasks, hidden repeats, archived and adjudicated tasks are not in it, and neither are tasks that still wait for an
+answer, which may settle them. All functions run within the caller's transaction.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Select, String, and_, cast, exists, func, or_, select
+
+from preferences.schema import assignments, task_summaries, tasks
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Which tasks are in the queue: those with at least this disagreement, or with fewer labelers who agree.
+
+    `fewer_than` counts the labelers who gave the most frequent ranking; 0 = do not ask for that. `batch` is "" for all.
+    """
+
+    batch: str = ""
+    min_disagreement: float = 0.25
+    fewer_than: int = 0
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A task in the queue. `disagreement` is 0 to 1; `num_agreeing` of `num_answers` gave the most frequent ranking."""
+
+    task_id: str
+    batch: str
+    disagreement: float
+    num_agreeing: int
+    num_answers: int
+
+
+def queued(connection: Connection, threshold: Threshold, *, start: int, limit: int) -> list[Queued]:
+    """Returns up to `limit` tasks of the queue, beginning at index `start`."""
+    summary = task_summaries.c
+    columns = (tasks.c.task_id, summary.batch, summary.disagreement, summary.num_agreeing, summary.num_answers)
+    statement = _queue(threshold, select(*columns)).order_by(summary.disagreement.desc(), summary.task)
+    return [Queued(*row) for row in connection.execute(statement.offset(start).limit(limit))]
+
+
+def num_queued(connection: Connection, threshold: Threshold) -> int:
+    return connection.scalar(_queue(threshold, select(func.count()))) or 0
+
+
+def neighbour(connection: Connection, threshold: Threshold, task_id: str, *, is_next: bool) -> str:
+    """Returns the id of the queue's task after or before this one, which may have left the queue; "" if there is none.
+
+    With an unknown or unanswered task, the next one is the first.
+    """
+    summary = task_summaries.c
+    here = connection.execute(
+        select(summary.disagreement, summary.task)
+        .join(tasks, tasks.c.position == summary.task)
+        .where(tasks.c.task_id == task_id)
+    ).one_or_none()
+    statement = _queue(threshold, select(tasks.c.task_id))
+    if here is None and not is_next:
+        return ""
+    if here is not None and is_next:
+        is_lower = summary.disagreement < here.disagreement
+        is_after = or_(is_lower, and_(summary.disagreement == here.disagreement, summary.task > here.task))
+        statement = statement.where(is_after)
+    elif here is not None:
+        is_higher = summary.disagreement > here.disagreement
+        is_before = or_(is_higher, and_(summary.disagreement == here.disagreement, summary.task < here.task))
+        statement = statement.where(is_before)
+    if is_next:
+        ordered = statement.order_by(summary.disagreement.desc(), summary.task)
+    else:
+        ordered = statement.order_by(summary.disagreement, summary.task.desc())
+    return connection.scalar(ordered.limit(1)) or ""
+
+
+def _queue(threshold: Threshold, statement: Select[Any]) -> Select[Any]:
+    summary = task_summaries.c
+    own = assignments.c.task == summary.task
+    is_waiting = exists().where(own, ~assignments.c.is_done, ~assignments.c.is_surplus)
+    is_archived = exists().where(own, assignments.c.is_archived)
+    agrees_little: ColumnElement[bool] = and_(
+        summary.disagreement > 0, summary.disagreement >= threshold.min_disagreement
+    )
+    if threshold.fewer_than:
+        agrees_little = or_(agrees_little, summary.num_agreeing < threshold.fewer_than)
+    conditions = [agrees_little, ~summary.is_adjudicated, summary.num_answers > 0, ~is_waiting, ~is_archived]
+    if threshold.batch:
+        conditions.append(summary.batch == threshold.batch)
+    is_ordinary = and_(cast(tasks.c.gold_ranks, String) == "[]", tasks.c.repeat_of == "")
+    joined = statement.select_from(task_summaries).join(tasks, tasks.c.position == summary.task)
+    return joined.where(*conditions, is_ordinary)

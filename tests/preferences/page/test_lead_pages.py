@@ -1,0 +1,190 @@
+"""What leads organize on the pages and through the API: progress, overlap, closing, tags, quotas, queue, search."""
+
+import pytest
+from fastapi.testclient import TestClient
+
+from preferences.page.app import make_app
+from preferences.page.config import LabelingConfig
+from preferences.records import Answer, Message, Task
+from tests.preferences.page.test_pages import form, ranks
+
+PLAIN = LabelingConfig(asks_ratings=False, task_order="arrival")
+HOW = {"client": "test", "instructions_version": "1"}
+
+
+def make_task(name, **fields):
+    return Task(name, (Message("user", f"Say {name}"),), (f"{name} a", f"{name} b"), ("x", "y"), **fields)
+
+
+def say(world, name, canonical, batch="main"):
+    lease = world.store.lease(name, seconds=60, batch=batch)
+    order = lease.order
+    world.store.submit(lease, Answer(tuple(canonical[index] for index in order), 30_000, note="hm"), **HOW)
+
+
+@pytest.fixture
+def eve(visit):
+    return visit("eve", PLAIN)
+
+
+@pytest.fixture
+def api(world):
+    client = TestClient(make_app(world.store, world.accounts, PLAIN, clock=world.clock))
+    token = client.post("/api/session", json={"name": "eve", "key": world.keys["eve"]}).json()["token"]
+    client.headers["Authorization"] = f"Bearer {token}"
+    return client
+
+
+def posted(client, path, page="/lead", **fields):
+    """Posts a form with the page's token, and returns the page that follows."""
+    csrf = form(client.get(page), "/sign-out")["csrf"]
+    return client.post(path, data={"csrf": csrf, **fields})
+
+
+def test_progress_says_what_is_left_and_who_worked(world, eve):
+    world.add(*(make_task(f"t{number}") for number in range(3)), num_labelers=2)
+    say(world, "ann", (1, 2))
+    page = eve.get("/lead").text
+    assert "5 judgments left (no estimate yet: 1 answers in the last 14 days, 20 are needed)." in page
+    assert "Hours and answers" in page
+    assert '<th scope="row">ann</th><td class="number">0.0</td><td class="number">1</td>' in page
+
+
+def test_a_lead_widens_closes_and_reopens_a_batch(world, visit, eve):
+    world.add(make_task("t1"))
+    say(world, "ann", (1, 2))
+    assert "Nothing to judge" in visit("bob", PLAIN).get("/task").text
+    assert "0 of 1 tasks are open" in eve.get("/lead").text
+    page = posted(eve, "/lead/batch/labelers", batch="main", num_labelers="2")
+    assert "1 of 2 judgments; 1 of 1 tasks are open" in page.text
+    page = posted(eve, "/lead/batch/closed", batch="main", closed="true")
+    assert "labelers get no new tasks from this batch" in page.text
+    assert "closed all batches" in visit("bob", PLAIN).get("/task").text
+    assert "Reopen main" in page.text
+    posted(eve, "/lead/batch/closed", batch="main", closed="false")
+    assert "Say t1" in visit("bob", PLAIN).get("/task").text
+    wrong = posted(eve, "/lead/batch/labelers", batch="main", num_labelers="0")
+    assert wrong.status_code == 409
+    assert "num_labelers is 0; 1 to 1,000 was expected" in wrong.text
+    people = eve.get("/lead/people").text
+    assert "closed the batch main" in people
+    assert "set the labelers per task to 2 for task &#39;t1&#39;" in people
+
+
+def test_a_labeler_without_the_tags_sees_why(world, visit, eve):
+    world.add(make_task("t1"), make_task("t2", details={"requires": ["law"]}))
+    posted(eve, "/lead/batch/tags", batch="main", tags=" German , ")
+    assert "Only for labelers with german." in eve.get("/lead").text
+    ann = visit("ann", PLAIN)
+    assert "for people with other languages or skills" in ann.get("/task").text
+    page = posted(eve, "/lead/assignment", "/lead/people", name="ann", tags="german", daily_quota="1")
+    assert "german; 1 per day" in page.text
+    page = ann.get("/task")
+    assert "Say t1" in page.text
+    assert "1 is left for you" in page.text
+    page = ann.post("/task/answer", data=form(page) | ranks(1, 2))
+    assert "That is all for today" in page.text
+    world.clock.now += 86_400
+    visit("ann", PLAIN)
+    assert "No task fits you" in visit("ann", PLAIN).get("/task").text  # t2 also requires law
+    eve = visit("eve", PLAIN)  # yesterday's session is over
+    for fields, wrong in (({"tags": "x" * 41}, "is not a tag"), ({"daily_quota": "many"}, "a whole number")):
+        page = posted(eve, "/lead/assignment", "/lead/people", name="ann", **fields)
+        assert (page.status_code, wrong in page.text) == (422, True)
+
+
+def test_the_configurations_quota_holds_for_everybody(world, visit):
+    world.add(make_task("t1"), make_task("t2"))
+    config = PLAIN.model_copy(update={"daily_quota": 1})
+    ann = visit("ann", config)
+    page = ann.post("/task/answer", data=form(ann.get("/task")) | ranks(1, 2))
+    assert "That is all for today" in page.text
+
+
+def disagree(world, *names):
+    world.add(*(make_task(name) for name in names), num_labelers=2)
+    for _ in names:
+        say(world, "ann", (1, 2))
+        say(world, "bob", (2, 1))
+
+
+def test_a_lead_works_through_the_queue(world, eve):
+    disagree(world, "t1", "t2", "t3")
+    page = eve.get("/lead/queue?batch=main&disagreement=0.5&fewer=0")
+    assert "3 tasks to adjudicate" in page.text
+    page = eve.get("/lead/task?task=t2&queue=batch%3Dmain%26disagreement%3D0.5%26fewer%3D0")
+    assert "3 tasks left in it" in page.text
+    assert "task=t1&amp;queue=" in page.text
+    assert "task=t3&amp;queue=" in page.text
+    wrong = eve.post("/task/answer", data=form(page))  # no ranks
+    assert "have no rank" in wrong.text
+    assert "3 tasks left in it" in wrong.text
+    page = eve.post("/task/answer", data=form(wrong) | ranks(1, 2))
+    assert "Say t3" in page.text
+    assert "2 tasks left in it" in page.text
+    page = eve.post("/task/answer", data=form(page) | ranks(1, 2))
+    assert "1 task to adjudicate" in page.text  # the end of the queue: its page, which still has the first
+    assert "Say t1" in page.text
+    assert "0 tasks to adjudicate" in eve.get("/lead/queue?disagreement=junk&fewer=-1&batch=other").text
+
+
+def test_a_lead_searches_and_changes_what_is_found(world, visit, eve):
+    disagree(world, "t1", "t2")
+    world.add(make_task("other thing"), batch="rest")
+    assert "Nothing was found" in eve.get("/lead/search?words=nowhere").text
+    page = eve.get("/lead/search?words=thing")
+    assert "Say other thing" in page.text
+    assert "Say t1" not in page.text
+    page = eve.get("/lead/search?labeler=ann&note=hm")
+    assert page.text.count('<th scope="row">ann</th>') == 2
+    wrong = eve.get("/lead/search?disagreement=2")
+    assert (wrong.status_code, "a number from 0 to 1" in wrong.text) == (422, True)
+    assert eve.get("/lead/search?since=yesterday").status_code == 422
+    assert eve.get("/lead/search?sort=odd").status_code == 422
+    at = "/lead/search?batch=main"
+    fields = {"query": "batch=main", "which": "ticked", "flags_task": ["t1"], "num_labelers": "3"}
+    posted(eve, "/lead/tasks", at, action="labelers", **fields)
+    assert [one.num_labelers for one in world.store.tasks("main")] == [3, 2]
+    page = posted(eve, "/lead/tasks", at, action="archive", query="batch=main", which="all")
+    assert page.text.count("archived") >= 2
+    assert world.store.lease("cem", seconds=60, batch="main") is None
+    posted(eve, "/lead/tasks", at, action="unarchive", query="batch=main", which="all")
+    posted(eve, "/lead/tasks", at, action="tags", query="batch=main", which="all", tags="chess")
+    assert world.store.lease("cem", seconds=60, batch="main") is None
+    assert world.store.lease("cem", seconds=60, batch="main", tags=("chess",)).task_id == "t1"
+    assert posted(eve, "/lead/tasks", at, action="archive", query="", which="ticked").status_code == 403
+    ann = visit("ann", PLAIN)
+    for path in ("/lead/search", "/lead/queue"):
+        assert ann.get(path).status_code == 403
+    assert posted(ann, "/lead/tasks", "/answers", action="archive", query="", which="all").status_code == 403
+
+
+def test_the_api_does_what_the_pages_do(world, api):
+    disagree(world, "t1", "t2")
+    assert api.get("/api/queue").json()["num_left"] == 2
+    assert [one["task_id"] for one in api.get("/api/search/tasks?words=t2").json()] == ["t2"]
+    found = api.get("/api/search/answers?labeler=ann&kind=answer").json()
+    assert [one["task_id"] for one in found] == ["t2", "t1"]
+    older = api.get(f"/api/search/answers?labeler=ann&before={found[0]['number']}").json()
+    assert [one["task_id"] for one in older] == ["t1"]
+    assert api.post("/api/batches/labelers", json={"batch": "main", "num_labelers": 3}).status_code == 204
+    assert api.post("/api/tasks/labelers", json={"task_ids": ["t2"], "num_labelers": 4}).status_code == 204
+    assert [one.num_labelers for one in world.store.tasks("main")] == [3, 4]
+    assert api.post("/api/batches/closed", json={"batch": "main", "is_closed": True}).status_code == 204
+    assert api.post("/api/batches/tags", json={"batch": "main", "tags": ["law"]}).status_code == 204
+    assert api.post("/api/tasks/tags", json={"task_ids": ["t1"], "tags": ["x"]}).status_code == 204
+    assert api.post("/api/tasks/archived", json={"task_ids": ["t1"], "is_archived": True}).status_code == 204
+    assert api.post("/api/accounts/assignment", json={"name": "ann", "tags": ["law"]}).status_code == 204
+    told = api.get("/api/progress").json()
+    assert told["batches"]["main"] == {
+        "is_closed": True, "requires": ["law"], "num_left": 2, "hours": None, "finished_at": None, "num_days": 0,
+        "reason": "no estimate yet: 4 answers in the last 14 days, 20 are needed",
+    }  # fmt: skip
+    assert [person["name"] for person in told["people"]] == ["ann", "bob"]
+    for path, body in (
+        ("batches/closed", {"batch": "x", "is_closed": True}),
+        ("tasks/tags", {"task_ids": ["x"], "tags": []}),
+    ):
+        assert api.post(f"/api/{path}", json=body).status_code == 409
+    del api.headers["Authorization"]
+    assert api.get("/api/search/tasks").status_code == 401
