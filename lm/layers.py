@@ -126,7 +126,7 @@ class Head(Linear):
     cuBLAS reads and writes several numbers of a bf16 matrix at a time only if its rows begin at multiples of 16 bytes.
     Rows of 50,257 logits do not, so all three products of the head would use slower kernels. On GPUs the head therefore
     multiplies by a copy of its weight, padded with rows of 0 to a multiple of `row_multiple`, and returns a view of the
-    logits without the padding. Weights, checkpoints and files are not padded. Not yet measured on a GPU.
+    logits without the padding. Weights, checkpoints and files are not padded. What it gains has not been measured.
     """
 
     row_multiple = 1
@@ -281,7 +281,7 @@ def takes_fused_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype
 
 
 def fused_rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Compute `rms_norm` with PyTorch's fused kernels for GPUs. Not yet run on a GPU.
+    """Compute `rms_norm` with PyTorch's fused kernels for GPUs.
 
     They take one pass over memory forward and two backward; the equation written out takes eight forward and nine to
     thirteen backward. The kernel computes in fp32, and its result has x's dtype. Under autocast that is fp32, so

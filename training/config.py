@@ -98,8 +98,8 @@ class EngineConfig(Config):
     )
     compile_blocks: bool = Field(
         default=False,
-        description="Compile each block with `torch.compile` (up to ZeRO 2): fewer kernels on GPUs, after minutes of"
-        " compilation. For long runs on GPUs; not measured yet, and no help on CPUs.",
+        description="Compile each block with `torch.compile` (up to ZeRO 2): fewer kernels on GPUs, after 16 seconds"
+        " of compilation for a 0.5B model on an H200. For long runs on GPUs; no help on CPUs.",
     )
     deterministic: bool = Field(
         default=False,

@@ -16,7 +16,7 @@ def markdown(found: Mapping[str, Any], rows: Sequence[Row]) -> str:
     Rows without results say so, and failed ones say why.
     """
     if not found:
-        return "\n".join(["No GPU has been measured.", "", *_table({"rates": {}, "rows": {}}, rows)])
+        return "\n".join(["No GPU has been measured with these rows.", "", *_table({"rates": {}, "rows": {}}, rows)])
     return "\n\n".join("\n".join([*_about(device, rows), "", *_table(device, rows)]) for device in found.values())
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from lm import layers
 from lm.block import Block
 from lm.config import ModelConfig
 from lm.decoding import PROMPT_TOKENS, rows_in
@@ -213,6 +214,14 @@ def own_logits(config: ModelConfig, of: Pass, num_logits: int) -> int:
     return num_logits if of.split_among == 1 else min(num_logits, of.num_tokens * config.vocab_size)
 
 
+def logits_at_once(config: ModelConfig, num_logits: int, layout: Layout) -> int:
+    """Returns how many of a pass's logits a rank holds at a time to compute log-probs: a decoder's head makes chunks on
+    a GPU (`lm.layers.Head`).
+    """
+    makes_chunks = layout.is_gpu and config.kind == "decoder"
+    return min(num_logits, layers.CHUNK_LOGITS) if makes_chunks else num_logits
+
+
 def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layout) -> int:
     """Returns the bytes that one micro-batch keeps for its backward pass.
 
@@ -316,7 +325,7 @@ def training_phases(
     earlier micro-batches add to each of these.
     """
     p, N, w, stage = counts.trained, layout.ranks, layout.weight_bytes, layout.zero_stage
-    num_logits = own_logits(config, of, num_logits)
+    num_logits = logits_at_once(config, own_logits(config, of, num_logits), layout)
     # Gradients that accumulate in the backward pass. ZeRO-3's are among the states; DDP's buckets get only those of the
     # last micro-batch.
     share = {0: p, 1: p, 2: p // N, 3: 0}[stage]
@@ -340,16 +349,18 @@ def training_phases(
             "gradients being reduced": w * min(bucket, p) // N,
         }
     phases = {"backward": {**turn, **live, **before}}
+    # In bf16, ZeRO 1 and 2 join this rank's gradients in one tensor, and only then make the fp32 ones from it.
+    joined = {"gradients of this rank, joined": w * p // N} if layout.is_bf16 else {}
     if stage == 0:
         phases["step"] = {"gradients": 4 * p if N == 1 else 0}
     elif stage == 1:
         phases["reduce"] = {"gradients": w * p, "reduce bucket": buffers * w * bucket}
-        phases["step"] = {"gradients": w * p, "fp32 gradients": 4 * p // N}
+        phases["step"] = {"gradients": w * p, **joined, "fp32 gradients": 4 * p // N}
     elif stage == 2:
         # The bucket is reduced in a copy, of which this rank keeps its own part.
         rest = w * max(0, p - bucket) // N
         phases["reduce"] = {**before, "reduce bucket": (buffers + 1) * w * bucket, "gradients of this rank": rest}
-        phases["step"] = {"gradients": w * p // N, "fp32 gradients": 4 * p // N}
+        phases["step"] = {"gradients": w * p // N, **joined, "fp32 gradients": 4 * p // N}
     else:
         phases["step"] = {"fp32 gradients": 4 * min(p // N, MAX_LIVE)}
     return phases

@@ -24,6 +24,7 @@ from stages.planning.memory import (
     casts_of,
     host_states,
     logit_bytes,
+    logits_at_once,
     own_logits,
     rows_at_once,
     sampling_phase,
@@ -185,6 +186,7 @@ def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
             phases[VALUES] = scoring_phase(models.critic, value, layout, work.scoring_pass)
         if policy.ranks:  # the reference is then the policy without its adapters
             num_logits = own_logits(models.policy, work.policy_pass, work.num_logits)
+            num_logits = logits_at_once(models.policy, num_logits, layout)
             logits = logit_bytes(num_logits, layout, with_gradient=False)
             head = casts_of(policy, layout) + logits  # of the frozen body, only the head's table is rounded in passes
             phases[REFERENCE] = {"a pass, or logits": max(forward_bytes(models.policy, work.policy_pass), head)}
@@ -296,6 +298,7 @@ def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
     for name, (config, counts) in readers.items():
         shared = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
         num_logits = work.num_logits * config.vocab_size // models.policy.vocab_size
+        num_logits = logits_at_once(config, num_logits, layout)
         logits = logit_bytes(num_logits, layout, with_gradient=False)
         frozen[name] = (config, counts, shared, work.policy_pass, logits)
     if models.reward_counts is not None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from lm import layers
 from lm.adapters import save_trained
 from lm.config import ModelConfig, Precision
 from lm.decoding import FixedSteps
@@ -168,16 +169,26 @@ def test_phases_of_ppo_peak_where_the_plan_says(
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_training_steps_peak_where_the_plan_says(precision: Precision, recomputes: bool, rows: str) -> None:
+    check_training_steps(SHAPE, precision, recomputes, rows)
+
+
+def test_a_step_with_chunks_of_logits_peaks_where_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits and their gradient would take twice the rest; eight chunks of them do not."""
+    monkeypatch.setattr(layers, "CHUNK_LOGITS", 2**18)
+    check_training_steps(SHAPE.model_copy(update={"vocab_size": 8192}), "bf16", False, "whole")
+
+
+def check_training_steps(shape: ModelConfig, precision: Precision, recomputes: bool, rows: str) -> None:
     gc.collect()
-    before, seq_len = torch.cuda.memory_allocated(), SHAPE.max_position_embeddings - 1
-    drawn = np.random.default_rng(0).integers(3, SHAPE.vocab_size, (MICRO_BATCH, seq_len + 1)).astype(np.int32)
+    before, seq_len = torch.cuda.memory_allocated(), shape.max_position_embeddings - 1
+    drawn = np.random.default_rng(0).integers(3, shape.vocab_size, (MICRO_BATCH, seq_len + 1)).astype(np.int32)
     parts = [part for row in drawn.tolist() for part in (row[:30], row[30:seq_len])]
     objective: Any = CausalLMObjective(drawn)
     if rows == "packed":
         objective = PackedObjective(pack([(part, [True] * len(part)) for part in parts], seq_len, 0))
     config = EngineConfig(precision=precision, checkpoint_activations=recomputes, trackers=())
     engine: Engine[LanguageModel] = Engine(
-        RandomInit(lambda: LanguageModel(SHAPE), seed=0), ADAMW, config, world_size=1, micro_batch=MICRO_BATCH
+        RandomInit(lambda: LanguageModel(shape), seed=0), ADAMW, config, world_size=1, micro_batch=MICRO_BATCH
     )
     found: dict[str, int] = {}
     for _ in range(2):
@@ -190,8 +201,8 @@ def test_training_steps_peak_where_the_plan_says(precision: Precision, recompute
     engine.close()
     plan = Layout(1, 0, is_bf16=precision == "bf16", is_gpu=True, recomputes=recomputes)
     of = forward_pass(plan, MICRO_BATCH, seq_len)
-    num_logits = MICRO_BATCH * seq_len * SHAPE.vocab_size
-    memory = training_memory(SHAPE, count(SHAPE, ADAMW), plan, of, num_logits, MICRO_BATCHES)
+    num_logits = MICRO_BATCH * seq_len * shape.vocab_size
+    memory = training_memory(shape, count(shape, ADAMW), plan, of, num_logits, MICRO_BATCHES)
     kind = f"{rows} rows {precision}{', recomputed' * recomputes}"
     compare(kind, {"step": memory.peak}, {"step": found["step"] - before})
 

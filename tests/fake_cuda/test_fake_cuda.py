@@ -20,7 +20,7 @@ FEWEST = {
     "tests/gpu": 43,
     "tests/fake_cuda/on_device.py": 14,
     "tests/fake_cuda/on_device_stages.py": 4,
-    "tests/fake_cuda/on_device_memory.py": 16,
+    "tests/fake_cuda/on_device_memory.py": 17,
     "tests/fake_cuda/on_device_first_quarter.py": 9,
     "tests/fake_cuda/on_device_times.py": 4,
 }  # tests that pass

@@ -22,7 +22,7 @@ KINDS = (
     ("attention", ("fmha", "flash", "_attend_kernel", "_merge_kernel")),
     ("product", ("gemm", "cutlass", "nvjet", "cublas", "wgmma", "splitk")),
     ("attention", ("attention",)),
-    ("optimizer", ("adam", "multi_tensor", "lamb", "l2norm", "foreach")),
+    ("optimizer", ("adam", "multi_tensor", "l2norm", "foreach")),
     ("norm", ("norm", "rms")),
     ("sort, scan, search", ("scan", "search", "sort", "topk", "cumsum")),
     ("index", ("index", "gather", "scatter", "embedding")),

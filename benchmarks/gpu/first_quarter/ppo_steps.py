@@ -103,7 +103,7 @@ def ppo_modes(ctx: Context) -> None:
     """Runs PPO with the values of `ppo.memory` other than "fast", and with ZeRO."""
     with tempfile.TemporaryDirectory(prefix="ppo-") as name:
         ppo(ctx, Path(name), prefix="balanced_", iterations=2, memory="balanced")
-        for memory, stage in (("small", 0), ("small", 3), ("fast", 1)):
+        for memory, stage, iterations in (("small", 0, 2), ("small", 3, 1), ("fast", 1, 1)):
             prefix = f"{memory}_zero{stage}_"
             with ctx.attempt(prefix.removesuffix("_")):
-                ppo(ctx, Path(name), prefix=prefix, iterations=2, memory=memory, zero_stage=stage)
+                ppo(ctx, Path(name), prefix=prefix, iterations=iterations, memory=memory, zero_stage=stage)
