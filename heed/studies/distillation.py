@@ -172,11 +172,11 @@ def _distillation(of: Measures) -> list[Contrast]:
 def cost_table(seeds: Sequence[Measures]) -> str:
     """Formats each method's gold, share, KL, length and costs, means over seeds, as a table.
 
-    Costs are those of one run. Tokens are response tokens in thousands.
+    Costs are those of one run, a mean over learning rates. Tokens are response tokens in thousands.
     """
     head = [
         "policy", "gold", "share of the teacher's lead", "KL to the teacher, nats", "response tokens",
-        "k tokens trained on", "k tokens by the student", "k tokens by the teacher", "k tokens scored by the teacher",
+        "k tokens trained on", "k sampled by the student", "k sampled by the teacher", "k scored by the teacher",
         "seconds",
     ]  # fmt: skip
     rows = [head, ["---"] * len(head)]

@@ -16,6 +16,7 @@ from heed.studies.findings import Distilled, Finding
 from heed.studies.measures import Recorded, StoredMeasures, stamps_of
 from heed.studies.report import as_markdown
 from heed.studies.study import QUICK, run_study
+from heed.studies.verdicts import Claim
 from preferences.statistics.estimates import Floats
 from tests.heed.studies.test_study import JOBS
 
@@ -123,7 +124,16 @@ def test_the_study_runs_and_its_measures_are_read_again(tmp_path: Path, monkeypa
     short = Finding("distillation", "", "", arms, DISTILLATION.contrasts, lambda _of: {}, table=cost_table)
     monkeypatch.setattr("heed.studies.study.DISTILLATION", short)
     # Not `TINY`: after so little SFT, the teacher would end no response.
-    overrides = (*QUICK, "world.num_compare_prompts=10", "world.num_collect_prompts=30", "ppo.num_epochs=1")
+    overrides = (
+        *QUICK,
+        "world.num_collect_prompts=30",
+        "world.num_counting=150",
+        "sft.demonstrations=[{source='world:counting_demonstrations'}]",
+        "ppo.prompts.source=world:counting_prompts",
+        "ppo.num_epochs=1",
+        "compare.prompts={source='world:counting_compare',max_rows=10}",
+        "compare.judge_function=heed.worlds.rewards:solved",
+    )
     (found,) = run_study("distillation", JOBS / "debug.toml", Path("runs"), num_seeds=1, overrides=overrides)
     seed = Path("runs/seed-0")
     written = {
@@ -138,10 +148,35 @@ def test_the_study_runs_and_its_measures_are_read_again(tmp_path: Path, monkeypa
     stored = StoredMeasures.read(
         Path("runs/measures/seed-0.npz"), 0, stamps_of(load_job(JOBS / "debug.toml", [*overrides, "seed=0"]))
     )
-    assert stored.distilled("teacher").kl_KP.max() < 1e-3  # it is its own teacher
+    teacher = stored.distilled("teacher")
+    assert teacher.kl_KP.max() < 1e-3  # it is its own teacher
+    assert teacher.gold_KP.shape == (1, 10)
     trained, by_student, sampled, scored, _ = stored.distilled("samples-2").costs_K5[-1]
     assert (trained, by_student, sampled, scored) == (2 * costs["one"][1], 0, costs["one"][0], 0)
     trained, by_student, sampled, scored, _ = stored.distilled("token-2").costs_K5[-1]
     assert trained == by_student == scored > 0 == sampled  # one epoch
     again = short.evaluate([Recorded(stored)])
     assert as_markdown([again], 1) == as_markdown([found], 1)
+
+
+def test_the_documented_results_follow_from_the_kept_measures(tmp_path: Path) -> None:
+    num_seeds = len(list(KEPT.glob("seed-*.npz")))
+    job = JOBS / "study-distillation.toml"
+    (found,) = run_study("distillation", job, tmp_path, num_seeds=num_seeds, stored=KEPT)
+    documented = (KEPT.parents[1] / "findings.md").read_text(encoding="utf-8")
+    assert [claim.text for claim in found.claims if documented_row(claim) not in documented] == []
+    assert found.table in documented
+    assert not list(tmp_path.glob("seed-*"))  # nothing ran
+
+
+def documented_row(claim: Claim) -> str:
+    """A claim's row in docs/findings.md, such as "| claim | .011, .008 | .010 (.005 to .015) | **replicates** |"."""
+    mean, low, high = (plain(value) for value in (claim.over_seeds.mean, claim.over_seeds.low, claim.over_seeds.high))
+    seeds = ", ".join(plain(value.mean) for value in claim.by_seed)
+    verdict = claim.verdict if claim.verdict == "undecided" else f"**{claim.verdict}**"
+    return f"| {claim.text} | {seeds} | {mean} ({low} to {high}) | {verdict} |"
+
+
+def plain(value: float) -> str:
+    """Three decimals without a zero before the point."""
+    return f"{value:.3f}".replace("0.", ".", 1) if abs(value) < 1 else f"{value:.3f}"
