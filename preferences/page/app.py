@@ -23,6 +23,7 @@ from preferences.leases import LeaseLostError
 from preferences.page.api import Api, describe_answers
 from preferences.page.config import LabelingConfig
 from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, reason_of
+from preferences.page.instruction_pages import InstructionPages
 from preferences.page.labeler_pages import TOO_LATE, SignInPages, TaskPages
 from preferences.page.lead_pages import LeadPages, PeoplePages
 from preferences.page.question_pages import QuestionPages, Questions
@@ -65,6 +66,7 @@ def make_app(
     site = Site(config, accounts, questions.num_waiting)
     routers = [
         Api(service, accounts, lead, questions, attempts).router,
+        InstructionPages(site).router,
         TaskPages(site, service).router,
         QuestionPages(site, questions).router,
         LeadPages(site, lead).router,
