@@ -73,11 +73,11 @@ def fill(url: str) -> None:
 
 
 @contextmanager
-def served(url: str) -> Iterator[tuple[str, Accounts]]:
+def served(url: str, config: LabelingConfig = CONFIG) -> Iterator[tuple[str, Accounts]]:
     """Serves the store; gives the server's address, and the accounts."""
     accounts = Accounts(url)
     with LabelStore(url) as store, socket.create_server(("127.0.0.1", 0)) as listening:
-        app = make_app(store, accounts, CONFIG)
+        app = make_app(store, accounts, config)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
         thread.start()

@@ -424,6 +424,11 @@ class Accounts:
         except IntegrityError:  # stored already
             return
 
+    def instructions_text(self, version: str) -> str | None:
+        """Returns what a version of the instructions said, or None for a version that is not stored."""
+        with self._reader.begin() as connection:
+            return connection.scalar(select(instructions.c.text).where(instructions.c.version == version))
+
 
 def _lock(connection: Connection) -> None:
     """Serialises changes of accounts and links until the transaction ends. SQLite has a single writer anyway."""

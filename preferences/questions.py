@@ -16,7 +16,7 @@ from preferences.rows import messages, require_text
 from preferences.schema import questions, tasks
 
 MAX_QUESTION_CHARACTERS = 4_000
-State = Literal["question", "reply", "resolved"]
+ThreadState = Literal["question", "reply", "resolved"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Said:
     """One message of a thread."""
 
     author: str
-    kind: State
+    kind: ThreadState
     text: str
     created_at: float  # seconds since the epoch
 
@@ -42,11 +42,13 @@ class Thread:
     said: tuple[Said, ...]
 
     @property
-    def state(self) -> State:
+    def state(self) -> ThreadState:
         return self.said[-1].kind
 
 
-def write(connection: Connection, position: int, who: str, author: str, kind: State, text: str, now: float) -> bool:
+def write(
+    connection: Connection, position: int, who: str, author: str, kind: ThreadState, text: str, now: float
+) -> bool:
     """Appends a message to the thread of the labeler `who` on a task. `who` and `author` are pseudonyms.
 
     Returns False for one that repeats the thread's last message, because a form may be sent twice.
@@ -92,7 +94,7 @@ def _thread(rows: Sequence[Any]) -> Thread:
     return Thread(*about, messages(first.prompt), first.warning, said)
 
 
-def num_waiting(connection: Connection, state: State, *, who: str = "") -> int:
+def num_waiting(connection: Connection, state: ThreadState, *, who: str = "") -> int:
     """Counts the threads in a state, of one labeler or of all."""
     newest: Select[Any] = select(func.max(questions.c.message_id)).group_by(questions.c.task, questions.c.labeler)
     if who:

@@ -18,7 +18,7 @@ from preferences import assignment, leases, questions, recording, results
 from preferences.database import open_engines
 from preferences.leases import Lease
 from preferences.names import known_pseudonym, num_erased, pseudonym_of
-from preferences.questions import State, Thread
+from preferences.questions import Thread, ThreadState
 from preferences.recording import Import, ImportRows, stored
 from preferences.records import NO_LOCATIONS, Answer, Judgment, Locations, Message, Ranking, StoredTask, Task
 from preferences.results import BatchCounts, Coverage, PastEvent, Progress
@@ -311,7 +311,7 @@ class LabelStore:
 
     # ---- questions to the leads ----
 
-    def write_message(self, task_id: str, labeler: str, author: str, kind: State, text: str) -> None:
+    def write_message(self, task_id: str, labeler: str, author: str, kind: ThreadState, text: str) -> None:
         """Appends a message to the labeler's thread on a task; see `preferences.questions`. Idempotent.
 
         Raises: ValueError for an unknown task or labeler, and what `questions.write` raises.

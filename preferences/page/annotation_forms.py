@@ -55,7 +55,7 @@ def plain_lines(text: str) -> str:
 
 def is_same_text(edit: str, response: str) -> bool:
     """Whether an edit changes nothing: it is empty, or differs only in white space at its ends."""
-    return not edit.strip() or edit.strip() == plain_lines(response).strip()
+    return not edit.strip() or plain_lines(edit).strip() == plain_lines(response).strip()
 
 
 def _spans(fields: Fields, place: int, response: str, labels: Sequence[str], wrong: list[str]) -> Iterator[Span]:

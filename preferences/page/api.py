@@ -12,8 +12,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from preferences.accounts import Account, Accounts
 from preferences.annotations import MAX_EDIT_CHARACTERS, MAX_SPANS, Annotations, CriterionRatings, Span
 from preferences.formats.registry import FORMATS
-from preferences.page.config import Criterion, LabelingConfig
+from preferences.page.config import LabelCriterion, LabelingConfig
 from preferences.page.forms import MAX_NOTE_CHARACTERS, MAX_RATING, MIN_RATING
+from preferences.page.instruction_pages import take_quiz
 from preferences.page.question_pages import Questions
 from preferences.page.security import (
     MAX_ANSWER_BYTES,
@@ -24,7 +25,7 @@ from preferences.page.security import (
     unstorable_in,
 )
 from preferences.page.service import LabelingService, LeadView, PresentedTask, TaskForm, exported_what
-from preferences.questions import MAX_QUESTION_CHARACTERS, State
+from preferences.questions import MAX_QUESTION_CHARACTERS, ThreadState
 from preferences.rankings import why_excluded
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Answer, Message, Task
 
@@ -109,7 +110,7 @@ class TaskBody(BaseModel):
     responses: list[str]
     asks_ratings: bool
     flags: list[str]
-    criteria: list[Criterion]
+    criteria: list[LabelCriterion]
     span_labels: list[str]
     asks_edits: bool
     expires_at: float
@@ -156,6 +157,12 @@ class SkipBody(Body):
 
 class RevealBody(Body):
     form: Form
+
+
+class QuizBody(Body):
+    """The choice for each question of the quiz, in order."""
+
+    answers: Annotated[list[Text], Field(max_length=MAX_FLAGS)]
 
 
 class QuestionBody(Body):
@@ -277,6 +284,7 @@ class Api:
         post("/sessions/end", summary="Sign out everywhere", status_code=204)(self.sign_out_everywhere)
         get("/instructions", summary="The instructions for labelers")(self.instructions)
         post("/instructions/read", summary="Confirm reading the instructions", status_code=204)(self.confirm_reading)
+        post("/instructions/quiz", summary="Answer the quiz; all right confirms the instructions")(self.take_quiz)
         post("/lease", summary="The next task")(self.lease)
         answers = {"status_code": 204, "max_body_size": MAX_ANSWER_BYTES}
         post("/answers", summary="Judge a task; for leads: adjudicate it", **answers)(self.answer)
@@ -344,10 +352,17 @@ class Api:
     def instructions(self, bearer: Bearer) -> dict[str, Any]:
         self._signed_in(bearer)
         config = self.service.config
-        return {"version": config.version, "text": config.instructions, "flags": config.flags}
+        quiz = [{"question": one.question, "choices": one.choices} for one in config.quiz]
+        return {"version": config.version, "text": config.instructions, "flags": config.flags, "quiz": quiz}
+
+    def take_quiz(self, body: QuizBody, bearer: Bearer) -> list[dict[str, Any]]:
+        account, _ = self._signed_in(bearer)
+        return [asdict(one) for one in take_quiz(self.accounts, account, self.service.config, body.answers)]
 
     def confirm_reading(self, bearer: Bearer) -> None:
         account, _ = self._signed_in(bearer)
+        if self.service.config.quiz and account.role == "labeler":
+            raise HTTPException(403, "the instructions have a quiz; post its answers to /api/instructions/quiz")
         self.accounts.confirm_reading(account.name, self.service.config.version)
 
     def lease(self, bearer: Bearer) -> TaskBody | NoTask:
@@ -401,7 +416,7 @@ class Api:
 
     def write_message(self, body: MessageOfThreadBody, bearer: Bearer) -> None:
         account, _ = self._signed_in(bearer)
-        kind: State = "resolved" if body.resolved else "reply"
+        kind: ThreadState = "resolved" if body.resolved else "reply"
         self.questions.write(account, body.task, body.labeler, kind, "" if body.resolved else body.text)
 
     def undo(self, body: UndoBody, bearer: Bearer) -> None:

@@ -23,6 +23,7 @@ from preferences.leases import LeaseLostError
 from preferences.page.api import Api, describe_answers
 from preferences.page.config import LabelingConfig
 from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, reason_of
+from preferences.page.instruction_pages import InstructionPages
 from preferences.page.labeler_pages import TOO_LATE, SignInPages, TaskPages
 from preferences.page.lead_api import LeadApi
 from preferences.page.lead_pages import LeadPages, PeoplePages
@@ -68,6 +69,7 @@ def make_app(
     routers = [
         Api(service, accounts, lead, questions, attempts).router,
         LeadApi(accounts, lead).router,
+        InstructionPages(site).router,
         TaskPages(site, service).router,
         QuestionPages(site, questions).router,
         LeadPages(site, lead).router,

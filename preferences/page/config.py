@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from preferences.annotations import MAX_CRITERIA, MAX_NAME_CHARACTERS
 
@@ -44,7 +44,8 @@ You will see what somebody wrote to an assistant, and several responses in rando
 2. **Rate** each response from 1 (very bad) to 7 (very good), and mark what applies to it.
 3. **Rank** the responses: 1 is the best. Responses that you cannot tell apart share a rank.
 
-If you cannot judge a prompt, skip it and say why. If you made a mistake, take the answer back under *My answers*.
+If you cannot judge a prompt, skip it and say why. If you made a mistake, change the answer under *My answers*. If
+you are not sure what is meant, ask the lead below the responses.
 """
 
 
@@ -60,7 +61,7 @@ class Screening(BaseModel):
     )
 
 
-class Criterion(BaseModel):
+class LabelCriterion(BaseModel):
     """One thing that labelers rate each response by, in addition to the ranks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -84,8 +85,25 @@ class Criterion(BaseModel):
     @property
     def legend(self) -> str:
         """What the page asks about a response."""
-        ends = "" if self.kind == "yes_no" else f", 1 to {self.highest}"
-        return f"{self.name.capitalize()}{f': {self.question}' if self.question else ''}{ends}"
+        ends = "" if self.kind == "yes_no" else f" (1 to {self.highest})"
+        return f"{self.name.capitalize()}{ends}{f': {self.question}' if self.question else ''}"
+
+
+class QuizQuestion(BaseModel):
+    """A question about the instructions, which labelers answer before they get tasks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    question: str = Field(min_length=1, description="The question.")
+    choices: tuple[str, ...] = Field(min_length=2, max_length=9, description="What to choose from.")
+    answer: str = Field(description="The right choice, word for word.")
+    explanation: str = Field(default="", description="Why it is right; shown after each try.")
+
+    @model_validator(mode="after")
+    def _has_an_answer(self) -> Self:
+        if self.answer not in self.choices or len(set(self.choices)) != len(self.choices) or "" in self.choices:
+            raise ValueError(f"answer is {self.answer!r}; one of the choices was expected, all different and not empty")
+        return self
 
 
 DEFAULT_URL = "http://127.0.0.1:8100"
@@ -230,13 +248,18 @@ class LabelingConfig(BaseModel):
         default=INSTRUCT_GPT_FLAGS, description="What labelers can mark each response with; by default InstructGPT's."
     )
     asks_ratings: bool = Field(default=True, description="Whether labelers also rate each response from 1 to 7.")
-    criteria: tuple[Criterion, ...] = Field(
+    criteria: tuple[LabelCriterion, ...] = Field(
         default=(), max_length=MAX_CRITERIA, description="Criteria that labelers rate each response by."
     )
     span_labels: tuple[str, ...] = Field(
         default=(), description="Labels for passages of responses that labelers mark; empty = no passages."
     )
     asks_edits: bool = Field(default=False, description="Whether labelers can write a better version of a response.")
+    quiz: tuple[QuizQuestion, ...] = Field(
+        default=(),
+        description="Questions about the instructions, which each labeler answers right before they get tasks; again"
+        " for each new version.",
+    )
     skip_reasons: tuple[str, ...] = Field(
         default=SKIP_REASONS,
         description="Reasons for a skip to choose from. Labelers may also decline without one, or write their own.",
@@ -272,12 +295,13 @@ class LabelingConfig(BaseModel):
         more: dict[str, Any] = {"criteria": [one.model_dump() for one in self.criteria]} if self.criteria else {}
         more |= {"span_labels": self.span_labels} if self.span_labels else {}
         more |= {"asks_edits": True} if self.asks_edits else {}
+        more |= {"quiz": [one.model_dump() for one in self.quiz]} if self.quiz else {}
         content = json.dumps([self.instructions, self.flags, self.asks_ratings, *([more] if more else [])])
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
     @field_validator("criteria")
     @classmethod
-    def _have_different_names(cls, criteria: tuple[Criterion, ...]) -> tuple[Criterion, ...]:
+    def _have_different_names(cls, criteria: tuple[LabelCriterion, ...]) -> tuple[LabelCriterion, ...]:
         names = [one.name for one in criteria]
         if taken := [name for name in names if name in ROW_FIELDS or names.count(name) > 1]:
             raise ValueError(f"the name {taken[0]!r}; different names, none of {', '.join(ROW_FIELDS)}, were expected")
@@ -322,7 +346,7 @@ class LabelingConfig(BaseModel):
 
 def _wrong(error: ValidationError) -> str:
     """Names each invalid field: what was expected and what was found, or which key an unknown one may stand for."""
-    models = (LabelingConfig, Criterion, Screening, OidcConfig, ServerConfig)
+    models = (LabelingConfig, LabelCriterion, QuizQuestion, Screening, OidcConfig, ServerConfig)
     known = {name for model in models for name in model.model_fields}
     problems = []
     for problem in error.errors():

@@ -34,6 +34,7 @@ from preferences.questions import MAX_QUESTION_CHARACTERS, Thread
 
 LOG = logging.getLogger(__name__)
 CLIENT = "page"
+MAX_TURNS_OPEN, TURNS_OPEN = 6, 4  # a conversation of more turns is folded, except for its last ones
 EMPTY = forms.Fields({})
 QUEUE = "queue"  # the field that says from which adjudication queue a lead opened the task
 
@@ -159,8 +160,6 @@ class TaskPages:
         self.router = APIRouter(include_in_schema=False)
         get, post = self.router.get, self.router.post
         get("/", response_class=HTMLResponse)(self.home)
-        get("/instructions", response_class=HTMLResponse)(self.instructions)
-        post("/instructions")(self.confirm_reading)
         get("/task", response_class=HTMLResponse)(self.task)
         post("/task/answer", max_body_size=MAX_ANSWER_BYTES)(self.answer)
         post("/task/ask", max_body_size=MAX_ANSWER_BYTES)(self.ask)
@@ -174,16 +173,6 @@ class TaskPages:
     def home(self, request: Request) -> Response:
         account, _ = self.site.signed_in(request)
         return redirect("/lead" if account.role == "lead" else "/task")
-
-    def instructions(self, request: Request) -> Response:
-        account, token = self.site.signed_in(request)
-        has_read = account.read_version == self.config.version
-        return self.site.page("instructions", account, token, text=self.config.instructions, has_read=has_read)
-
-    def confirm_reading(self, request: Request, posted: Posted) -> Response:
-        account, _, _ = self.site.form(request, posted)
-        self.site.accounts.confirm_reading(account.name, self.config.version)
-        return redirect("/")
 
     # ---- a task ----
 
@@ -276,6 +265,8 @@ class TaskPages:
             num_span_rows=num_span_rows,
             is_same_text=is_same_text,
             max_edit=MAX_EDIT_CHARACTERS,
+            max_turns_open=MAX_TURNS_OPEN,
+            turns_open=TURNS_OPEN,
             threads=[] if is_away else self._threads(account, presented),
             max_question=MAX_QUESTION_CHARACTERS,
             events=events,

@@ -12,7 +12,7 @@ from preferences.accounts import Account
 from preferences.page.forms import STORE_AWAY
 from preferences.page.service import RefusedError
 from preferences.page.site import Posted, Site, redirect
-from preferences.questions import MAX_QUESTION_CHARACTERS, State, Thread
+from preferences.questions import MAX_QUESTION_CHARACTERS, Thread, ThreadState
 from preferences.store import LabelStore
 
 
@@ -35,7 +35,7 @@ class Questions:
         except STORE_AWAY:
             return 0
 
-    def write(self, account: Account, handle: str, labeler: str, kind: State, text: str) -> None:
+    def write(self, account: Account, handle: str, labeler: str, kind: ThreadState, text: str) -> None:
         """Appends a message to a thread. Labelers write in their own threads, whatever `labeler` is.
 
         Raises: RefusedError for a thread that is not there, and a ValueError for an empty or too long text.
@@ -44,7 +44,7 @@ class Questions:
         thread = next((one for one in self.of(account) if (one.handle, one.labeler) == (handle, owner)), None)
         if thread is None:
             raise RefusedError("there is no such question")
-        said: State = "resolved" if kind == "resolved" else "reply" if account.role == "lead" else "question"
+        said: ThreadState = "resolved" if kind == "resolved" else "reply" if account.role == "lead" else "question"
         self.store.write_message(thread.task_id, owner, account.name, said, text.strip())
 
 
@@ -66,7 +66,7 @@ class QuestionPages:
         """Stores a reply, a further question, or that a thread is resolved."""
         account, _, fields = self.site.form(request, posted)
         handle, labeler = fields.text("task"), fields.text("labeler")
-        kind: State = "resolved" if fields.text("resolved") else "reply"
+        kind: ThreadState = "resolved" if fields.text("resolved") else "reply"
         text = "" if kind == "resolved" else fields.text("text")[:MAX_QUESTION_CHARACTERS]
         if kind == "resolved" or text.strip():  # an empty reply stays unsaid
             self.questions.write(account, handle, labeler, kind, text)

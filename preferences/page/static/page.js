@@ -195,6 +195,11 @@ function offerCopy() {
       const opens = texts.some((one) => !one.open);
       texts.forEach((one) => { one.open = opens; });
       said.textContent = opens ? "Exact texts" : "Formatted texts";
+    } else if (event.key.toUpperCase() === "T" && document.getElementById("earlier")) {
+      const earlier = document.getElementById("earlier");
+      earlier.open = !earlier.open;
+      earlier.querySelector("summary").focus();
+      said.textContent = earlier.open ? "Earlier turns are shown" : "Earlier turns are folded";
     } else if (event.key.toUpperCase() === "S") {
       const box = document.getElementById("skip-box");
       if (box) { box.open = true; document.getElementById("reason").focus(); }

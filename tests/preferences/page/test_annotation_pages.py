@@ -9,14 +9,14 @@ import pytest
 
 from preferences.annotations import Annotations, CriterionRatings, Span
 from preferences.page.annotation_forms import occurrences
-from preferences.page.config import Criterion, LabelingConfig
+from preferences.page.config import LabelCriterion, LabelingConfig
 from preferences.records import Message, Task
 
 CONFIG = LabelingConfig(
     task_order="arrival",
     asks_ratings=False,
     flags=(),
-    criteria=(Criterion(name="helpful", question="Does it help?"), Criterion(name="correct", kind="yes_no")),
+    criteria=(LabelCriterion(name="helpful", question="Does it help?"), LabelCriterion(name="correct", kind="yes_no")),
     span_labels=("wrong", "rude"),
     asks_edits=True,
 )
@@ -53,9 +53,10 @@ def test_a_form_without_javascript(world, visit):
     world.add(TASK)
     ann = visit("ann", CONFIG)
     page = ann.get("/task")
-    assert "Helpful: Does it help?, 1 to 7" in page.text
+    assert "Helpful (1 to 7): Does it help?" in page.text
     assert 'aria-label="A: Correct: yes"' in page.text
     assert ann.post("/task/answer", data=filled(page)).status_code == 200
+    assert len(re.findall('<details class="edit">', page.text)) == 2  # closed
     (judgment,) = world.store.judgments("main")
     criteria = (CriterionRatings("helpful", (7, 6)), CriterionRatings("correct", (1, 0)))
     span = Span(0, TASK.responses[0].index("never"), TASK.responses[0].index(", I"), "wrong")
@@ -99,6 +100,8 @@ def test_mistakes_are_named_and_nothing_is_lost(world, visit, change, message):
     page = ann.post("/task/answer", data=fields)
     assert (page.status_code, message in html.unescape(page.text)) == (422, True), page.text
     assert "never so. Never</textarea>" in page.text
+    if "edit_0" not in change:  # only the changed version is open, although browsers send other line breaks
+        assert page.text.count('<details class="edit" open>') == 1
     assert world.store.judgments("main") == []
 
 

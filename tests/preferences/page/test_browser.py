@@ -13,7 +13,7 @@ from sqlalchemy import event
 
 from preferences.accounts import Accounts
 from preferences.page.app import make_app
-from preferences.page.config import Criterion, LabelingConfig
+from preferences.page.config import LabelCriterion, LabelingConfig
 from preferences.page.serve import listening
 from preferences.page.site import COOKIE
 from preferences.records import Answer, Message, Task
@@ -578,7 +578,7 @@ STANDARDS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-pract
 ANNOTATED = LabelingConfig(
     task_order="arrival",
     asks_ratings=False,
-    criteria=(Criterion(name="helpful"), Criterion(name="correct", kind="yes_no")),
+    criteria=(LabelCriterion(name="helpful"), LabelCriterion(name="correct", kind="yes_no")),
     span_labels=("wrong", "rude"),
     asks_edits=True,
 )
