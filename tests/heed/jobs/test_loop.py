@@ -185,7 +185,7 @@ def test_what_the_loop_needs_from_the_job_is_named(tmp_path: Path) -> None:
         load_job(path, opens_models=False)
     with pytest.raises(ValueError, match=r"loop.store: missing; nobody labels"):
         load_job(people_without_a_store(tmp_path), opens_models=False)
-    with pytest.raises(ValueError, match=r"the job has no \[loop\]; a table \[loop\] with labels and rounds"):
+    with pytest.raises(ValueError, match=r"job 'debug' has no \[loop\]; a table \[loop\] with labels and rounds"):
         run_loop(loader(JOBS / "debug.toml"), tmp_path)
     with pytest.raises(ValueError, match=r"rounds is 2; only loop.rounds was expected"):
         run_loop(lambda rounds: load_job(LOOP, [f"rounds={rounds or 2}"]), tmp_path)
