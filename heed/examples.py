@@ -9,7 +9,7 @@ heed run mine.toml --from reward                    # rerun this stage and all l
 """,
     "heed loop": """
 heed loop mine.toml
-heed loop mine.toml --set loop.labels=8000 --set loop.rounds=8      # more rounds of a loop that has stopped
+heed loop mine.toml --set loop.labels=8000 --set loop.rounds=8      # more rounds, if 5000 labels were for 5
 heed loop mine.toml --no-wait                                       # end when people's labels are needed
 """,
     "heed init": """

@@ -108,6 +108,8 @@ def submit(
             "--volume": volume, "--out": out,
         })  # fmt: skip
     checked = read_job(job, override, workers, first, only)
+    if checked.loop is not None:
+        raise ValueError(f"{job}: the job has [loop], which only `heed loop` runs; a job without [loop] was expected")
     shipment = Shipment.of(job, all_overrides(override, workers), checked)
     options = [word for option, stage in (("--from", first), ("--only", only)) if stage for word in (option, stage)]
     command = shipment.command(options, runs)
