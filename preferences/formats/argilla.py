@@ -221,8 +221,8 @@ def _ranked(where: str, items: list[Any], asked: Shown) -> tuple[int, ...]:
     places = [chosen_place(option, asked) if isinstance(option, str) else None for option in options]
     if len(options) < 2 or None in places:
         return ()
-    given = [item.get("rank") if isinstance(item, Mapping) else None for item in items]
-    if all(type(rank) is int for rank in given):
+    given = [rank for item in items if isinstance(item, Mapping) and type(rank := item.get("rank")) is int]
+    if len(given) == len(items):
         groups = [[o for o, own in zip(options, given, strict=True) if own == rank] for rank in sorted({*given})]
         return ranks_in_order(where, groups, asked)
     return ranks_in_order(where, [[option] for option in options], asked)

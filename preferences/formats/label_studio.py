@@ -86,7 +86,7 @@ def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judge
         annotations = objects_field(where, row, "annotations")
         placed = [(f"{where}: annotations[{number}]", own) for number, own in enumerate(annotations)]
     placed = [(place, annotation | _own_meta(annotation)) for place, annotation in placed]
-    placed.sort(key=lambda one: moment_field(*one, "created_at"))
+    placed.sort(key=lambda one: moment_field(one[0], one[1], "created_at"))
     votes = [_vote(place, own, asked, task.objective, report) for place, own in placed]
     if any(votes) or not placed:
         yield JudgedTask(where, task, tuple(vote for vote in votes if vote))
@@ -365,8 +365,8 @@ class _Layout:
         view = ElementTree.Element("View")
         if self.has_warnings:
             ElementTree.SubElement(view, "Header", value="$warning", size="4")
-        turns = {"nameKey": "role", "textKey": "content", "layout": "dialogue"}
-        ElementTree.SubElement(view, "Paragraphs", name="prompt", value="$prompt", **turns)
+        turns = {"name": "prompt", "value": "$prompt", "nameKey": "role", "textKey": "content", "layout": "dialogue"}
+        ElementTree.SubElement(view, "Paragraphs", turns)
         names = response_names(self.num_responses)
         if self.is_pairwise:
             ElementTree.SubElement(view, "Pairwise", name="preference", toName=",".join(names))
@@ -388,14 +388,16 @@ class _Layout:
         return ElementTree.tostring(view, encoding="unicode") + "\n"
 
     def _add_questions(self, view: ElementTree.Element, index: int, name: str) -> None:
-        about = {"toName": self._about(index)}
+        about = self._about(index)
         ElementTree.SubElement(view, "Header", value=f"{_title(name)}: rating", size="6")
         if self.has_stars:
-            ElementTree.SubElement(view, "Rating", name=f"rating_{index + 1}", maxRating=str(int(self.most)), **about)
+            ElementTree.SubElement(
+                view, "Rating", name=f"rating_{index + 1}", maxRating=str(int(self.most)), toName=about
+            )
         else:
-            ElementTree.SubElement(view, "Number", name=f"rating_{index + 1}", **about)
+            ElementTree.SubElement(view, "Number", name=f"rating_{index + 1}", toName=about)
         if self.flags:
-            marks = ElementTree.SubElement(view, "Choices", name=f"flags_{index + 1}", choice="multiple", **about)
+            marks = ElementTree.SubElement(view, "Choices", name=f"flags_{index + 1}", choice="multiple", toName=about)
             for flag in self.flags:
                 ElementTree.SubElement(marks, "Choice", value=flag)
 

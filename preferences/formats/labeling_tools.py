@@ -72,7 +72,8 @@ def _numbered(fields: Mapping[str, Any]) -> list[str]:
     for name, value in fields.items():
         if value is not None and (match := _NUMBERED.fullmatch(name)):
             by_word.setdefault(match[1].lower(), []).append(name)
-    return sorted(max(by_word.values(), key=len, default=[]), key=lambda name: name[-1].lower())
+    most = max(by_word.values(), key=len) if by_word else []
+    return sorted(most, key=lambda name: name[-1].lower())
 
 
 def _listed(where: str, found: Any) -> dict[str, str]:
