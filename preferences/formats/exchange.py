@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import IO, Any
 from files.atomic import atomic_file, atomic_folder
 from preferences.formats.annotated import by_criterion
 from preferences.formats.merging import Found, FoundTask
-from preferences.formats.parts import Format, Report
+from preferences.formats.parts import Format, Project, Report
 from preferences.recording import Import
 from preferences.records import named
 from preferences.store import LabelStore
@@ -58,8 +58,8 @@ def export(
 ) -> tuple[Report, int]:
     """Writes a batch ("" = all batches) to `path`. Returns the report and the number of rows.
 
-    Labelers appear under their pseudonyms, or under their names if `with_names`. With a `criterion`, its ratings take
-    the place of the ranks.
+    A format that has a project is written as such a folder if the path has no suffix. Labelers appear under their
+    pseudonyms, or under their names if `with_names`. With a `criterion`, its ratings take the place of the ranks.
 
     Raises: ValueError for a batch without tasks, for a path that exists, and if nothing fits the format.
     """
@@ -72,7 +72,11 @@ def export(
     judgments = [judgment for name in batches for judgment in store.judgments(name, with_names=with_names)]
     if criterion:
         stored, judgments = by_criterion(form, stored, judgments, criterion, report)
-    num_rows = write_rows(path, form.write(stored, judgments, report))
+    rows = form.write(stored, judgments, report)
+    if form.project is not None and not path.suffix:
+        num_rows = _write_project(path, rows, form.project, form.project.files(stored, judgments))
+    else:
+        num_rows = write_rows(path, rows)
     if not num_rows:
         counts = ", ".join(f"{count} x {kind}" for kind, count in report.counts().items())
         raise ValueError(f"nothing can be written as {form.name}: {counts or 'there are no judgments'}")
@@ -103,6 +107,25 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:
             return _write_table(temporary, list(rows), is_folder=not suffix)
         with _text_file(temporary, is_packed=suffix.endswith(".gz")) as file:
             return _write_json(file, rows) if suffix.startswith(".jsonl") else _write_list(file, list(rows))
+
+
+def _write_project(path: Path, rows: Iterable[dict[str, Any]], project: Project, files: Mapping[str, str]) -> int:
+    """Writes a folder with the rows and the project's other files; nothing without rows. Returns their number.
+
+    Raises: ValueError for a path that exists.
+    """
+    if path.exists():
+        raise ValueError(f"{path}: already exists; a new path was expected")
+    found = list(rows)
+    if not found:
+        return 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_folder(path) as temporary:
+        temporary.mkdir(exist_ok=True)
+        for name, text in files.items():
+            (temporary / name).parent.mkdir(exist_ok=True)
+            (temporary / name).write_text(text, encoding="utf-8")
+        return write_rows(temporary / project.rows_name, found)
 
 
 @contextmanager

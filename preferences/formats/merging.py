@@ -9,7 +9,7 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 
 from files.fields import shown
@@ -222,6 +222,7 @@ def _merge(found: Found, judged: JudgedTask, name: str) -> None:
     for vote in judged.votes:
         judgment = _add_vote(own.by_labeler, task_id, vote, name, judged.where, found.report)
         own.places.setdefault((judgment.labeler, judgment.revision), judged.where)
+        _order_by_time(own, judgment.labeler)
     for judgment in judged.judgments:
         _add_judgment(own.by_labeler.setdefault(judgment.labeler, []), judgment, judged.where, found.report)
         own.places.setdefault((judgment.labeler, judgment.revision), judged.where)
@@ -314,14 +315,14 @@ def _add_vote(
             task_id=task_id,
             labeler=labeler,
             revision=len(own),
-            kind="answer",
+            kind=vote.kind,
             ranks=vote.ranks,
             ratings=vote.ratings,
             flags=vote.flags,
             note=vote.note,
             shown_order=vote.shown_order,
             instructions_version="",
-            milliseconds=0,
+            milliseconds=vote.milliseconds,
             client=f"import {name}",
             created_at=vote.created_at,
         )
@@ -329,9 +330,21 @@ def _add_vote(
     return own[-1]
 
 
+def _order_by_time(found: FoundTask, labeler: str) -> None:
+    """Renumbers a labeler's judgments by time, if all times are known: a later row may hold an earlier one."""
+    events = found.by_labeler[labeler]
+    order = sorted(range(len(events)), key=lambda index: events[index].created_at)
+    if order == list(range(len(events))) or not all(event.created_at for event in events):
+        return
+    places = [found.places.get((labeler, revision), found.where) for revision in order]
+    found.by_labeler[labeler] = [replace(events[index], revision=new) for new, index in enumerate(order)]
+    found.places.update({(labeler, new): where for new, where in enumerate(places)})
+
+
 def _same(own: Sequence[Judgment], vote: Vote) -> Judgment | None:
-    content = (vote.ranks, vote.ratings, vote.flags, vote.note, vote.created_at)
-    return next((one for one in own if (one.ranks, one.ratings, one.flags, one.note, one.created_at) == content), None)
+    content = (vote.kind, vote.ranks, vote.ratings, vote.flags, vote.note, vote.created_at)
+    stated = ((one.kind, one.ranks, one.ratings, one.flags, one.note, one.created_at) for one in own)
+    return next((one for one, known in zip(own, stated, strict=True) if known == content), None)
 
 
 def _add_judgment(own: list[Judgment], judgment: Judgment, where: str, report: Report) -> None:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from files.hashes import json_hash
-from preferences.records import Flags, Judgment, Message, StoredTask, Task
+from preferences.records import Flags, Judgment, Kind, Message, StoredTask, Task
 
 UNKNOWN = "unknown"  # the labeler or the source, if the data does not say
 CONSENSUS = "consensus"  # the labeler, if the data has only several labelers' aggregate
@@ -69,7 +69,7 @@ class Vote:
     """One labeler's judgment as a row states it, in canonical order. Merging rows assigns revisions.
 
     `note` contains what the row says about this judgment beyond ranks, ratings and flags, as JSON if it has fields.
-    `shown_order` is `()` if it is unknown.
+    `shown_order` is `()` if it is unknown. A skip has no ranks, and its note is the reason.
     """
 
     labeler: str
@@ -79,6 +79,8 @@ class Vote:
     note: str = ""
     shown_order: tuple[int, ...] = ()
     created_at: float = 0.0  # seconds since the epoch; 0 = not known
+    kind: Kind = "answer"
+    milliseconds: int = 0  # 0 = not known
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,27 @@ Write = Callable[[Sequence[StoredTask], Sequence[Judgment], Report], Iterator[di
 
 
 @dataclass(frozen=True)
+class Project:
+    """A folder that a labeling tool loads: `rows_name` holds the rows as a JSON list, next to other files, by name."""
+
+    rows_name: str
+    files: Callable[[Sequence[StoredTask], Sequence[Judgment]], Mapping[str, str]]
+    marks: str  # one of the files, by which a folder is recognised
+
+
+@dataclass(frozen=True)
 class Format:
-    """A published format. `recognise` returns why a row looks like this format, or "" if it does not."""
+    """A published format. `recognise` returns why a row looks like this format, or "" if it does not.
+
+    A format with a `project` is written as such a folder if the path has no suffix.
+    """
 
     name: str
     description: str
     recognise: Callable[[Row], str]
     read: Read | None  # None: it is only written
     write: Write | None  # None: the format cannot represent what a store contains
+    project: Project | None = None
 
 
 def has_fields(*names: str, reason: str, text: str = "") -> Callable[[Row], str]:

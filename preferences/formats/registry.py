@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from itertools import chain, islice
+from pathlib import Path
 
 from files.fields import names
 from files.rows import Rows
-from preferences.formats import annotated, helpsteer, hh, judges, oasst, openai, own, trl, ultrafeedback
+from preferences.formats import (
+    annotated, argilla, helpsteer, hh, judges, label_studio, oasst, openai, own, trl, ultrafeedback,
+)  # fmt: skip
 from preferences.formats.parts import Format, Row, has_fields
 
 AUTO = "auto"
@@ -17,8 +20,9 @@ def _never(_row: Row) -> str:
 
 
 def _heed(row: Row) -> str:
-    is_ranking = "ranks" in row or "labeler" in row  # one labeler's; a task holds them in `judgments`
-    return "task_id, prompt and responses" if row.keys() >= {*own.REQUIRED} and not is_ranking else ""
+    # One labeler's ranking or annotation; a task holds them in `judgments`.
+    is_judgment = "ranks" in row or "labeler" in row or "annotation_id" in row
+    return "task_id, prompt and responses" if row.keys() >= {*own.REQUIRED} and not is_judgment else ""
 
 
 _rankings = has_fields("task_id", "responses", "ranks", reason="responses and ranks")
@@ -55,6 +59,15 @@ _ALL = (
     Format("heed", "everything in a label store", _heed, own.read_heed, own.write_heed),
     Format("rankings", "what the reward stage reads", _rankings, own.read_rankings, own.write_rankings),
     Format("consensus", "one ranking per task, of all its labelers", _never, None, own.write_consensus),
+    Format("argilla", "Argilla 2's records", argilla.recognise, argilla.read, argilla.write, argilla.PROJECT),
+    Format(
+        "label-studio",
+        "Label Studio's tasks",
+        label_studio.recognise,
+        label_studio.read,
+        label_studio.write,
+        label_studio.PROJECT,
+    ),
     Format("openai", "OpenAI's comparisons of summaries", _openai, openai.read_summaries, None),
     Format("webgpt", "WebGPT comparisons", _webgpt, openai.read_webgpt, None),
     Format("ultrafeedback", "UltraFeedback", _ultrafeedback, ultrafeedback.read, None),
@@ -87,6 +100,14 @@ def format_to_read(name: str) -> Format:
 def format_to_write(name: str) -> Format:
     """Returns a format that can be written. Raises: ValueError if it is unknown or cannot represent a store."""
     return _named(name, [form for form in _ALL if form.write is not None])
+
+
+def rows_of(source: str) -> str:
+    """Returns the file with the rows, if a source is the folder of a labeling tool's project; otherwise the source."""
+    for form in _ALL:
+        if form.project is not None and (Path(source) / form.project.marks).is_file():
+            return str(Path(source) / form.project.rows_name)
+    return source
 
 
 def _named(name: str, known: Sequence[Format]) -> Format:

@@ -197,7 +197,7 @@ def test_every_command_that_is_shown_parses() -> None:
 
 def test_the_table_of_formats_is_that_of_the_code() -> None:
     text = (ROOT / "docs" / "labels.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| (yes|no|as `trl`) \| (yes|no|pairs) \|", text, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)` \| (yes|no|as `trl`) \| (yes|no|pairs) \|", text, re.MULTILINE)
     expected = {name: (read != "no", written != "no") for name, read, written in rows}
     assert expected == {name: (form.read is not None, form.write is not None) for name, form in FORMATS.items()}
 
