@@ -101,7 +101,7 @@ def _snapshot(url_or_path: str | Path, out: Path) -> None:
     else:
         with closing(sqlite3.connect(source)) as opened, closing(sqlite3.connect(out)) as copy:
             found = {name for (name,) in opened.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            missing = sorted({*metadata.tables, "alembic_version"} - found)
+            missing = sorted({*_COUNTED, labelers.name, accounts.name, "alembic_version"} - found)
             if missing:
                 raise ValueError(f"{source}: has no table {missing[0]!r}; a label store was expected")
             opened.backup(copy)

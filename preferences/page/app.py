@@ -21,6 +21,8 @@ from preferences.accounts import AccountClosedError, Accounts
 from preferences.keys import BusyError
 from preferences.leases import LeaseLostError
 from preferences.page.api import Api, describe_answers
+from preferences.page.arena import Arena
+from preferences.page.arena_pages import ArenaPages
 from preferences.page.config import LabelingConfig
 from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, reason_of
 from preferences.page.labeler_pages import TOO_LATE, SignInPages, TaskPages
@@ -47,9 +49,17 @@ TEXTS = {
 
 
 def make_app(
-    store: LabelStore, accounts: Accounts, config: LabelingConfig, *, clock: Callable[[], float] = time.time
+    store: LabelStore,
+    accounts: Accounts,
+    config: LabelingConfig,
+    *,
+    clock: Callable[[], float] = time.time,
+    arena: Arena | None = None,
 ) -> FastAPI:
-    """Returns the server as an ASGI application. `clock` returns seconds since the epoch, as the store's clock does."""
+    """Returns the server as an ASGI application. `clock` returns seconds since the epoch, as the store's clock does.
+
+    With an `arena`, its pages are there too, and people start on them.
+    """
     app = FastAPI(
         title="Heed labels",
         version="1",
@@ -60,13 +70,14 @@ def make_app(
         max_body_size=MAX_BODY_BYTES,
     )
     service, lead = LabelingService(store, accounts, config, clock=clock), LeadView(store)
-    site, attempts = Site(config, accounts), Attempts()
+    site, attempts = Site(config, accounts, has_arena=arena is not None), Attempts()
     routers = [
         Api(service, accounts, lead, attempts).router,
         TaskPages(site, service).router,
         LeadPages(site, lead).router,
         PeoplePages(site).router,
         SignInPages(site, attempts).router,
+        *([ArenaPages(site, arena).router] if arena is not None else []),
     ]
     for router in routers:
         app.include_router(router)

@@ -59,10 +59,10 @@ class SignInNeededError(Exception):
 
 
 class Site:
-    """Renders pages and checks who asks for them."""
+    """Renders pages and checks who asks for them. `has_arena`: people start in the arena (`arena_pages`)."""
 
-    def __init__(self, config: LabelingConfig, accounts: Accounts) -> None:
-        self.config, self.accounts = config, accounts
+    def __init__(self, config: LabelingConfig, accounts: Accounts, *, has_arena: bool = False) -> None:
+        self.config, self.accounts, self.has_arena = config, accounts, has_arena
 
     def is_https(self, request: Request) -> bool:
         return self.config.server.is_https or request.url.scheme == "https"
@@ -121,6 +121,7 @@ class Site:
             "account": account,
             "csrf": seal(token, "form") if token else "",
             "letters": forms.LETTERS,
+            "has_arena": self.has_arena,
         }
         text = TEMPLATES.get_template(f"{template}.html.jinja").render(**shared, **values)
         # A lone surrogate in somebody's text must not break the page.

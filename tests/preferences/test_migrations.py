@@ -19,7 +19,7 @@ from preferences.schema import metadata
 from preferences.store import LabelStore
 from reward.collect import STAGE
 
-NEWEST = "0010"
+NEWEST = "0011"
 
 
 def test_a_new_store_has_the_tables_of_the_schema(empty_database):
