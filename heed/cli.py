@@ -17,6 +17,7 @@ from rich.markup import escape
 from cluster import local_ray
 from cluster.environment import LAUNCHER_VARIABLES
 from files.importing import imports_uncollected
+from heed.commands.arena import arena
 from heed.commands.chat import chat
 from heed.commands.classify import classify
 from heed.commands.compare import compare, judge_again, verdicts
@@ -101,6 +102,7 @@ app.command(rich_help_panel=TRAIN)(loop)
 app.command(rich_help_panel=TRAIN)(init)
 app.command(rich_help_panel=TRAIN)(submit)
 app.command("merge-adapter", rich_help_panel=TRAIN)(merge_adapter)
+app.command(rich_help_panel=LOOK)(arena)
 app.command(rich_help_panel=LOOK)(compare)
 app.command(rich_help_panel=LOOK)(verdicts)
 app.command("judge", rich_help_panel=LOOK)(judge_again)

@@ -66,6 +66,10 @@ heed classify runs/classify/classify/model "Mia has a red kite."
 heed classify runs/classify-entities/classify/model "Mia has a red kite."
 heed classify runs/classify-questions/classify/model "Mia has a red kite." --question "What does Mia have?"
 """,
+    "heed arena": """
+heed arena runs/mine/sft/model runs/mine/ppo/model --store labels.sqlite        # http://127.0.0.1:8100, and a link
+heed arena runs/mine other=https://llm.example.org/v1#other-model --store labels.sqlite --prompts prompts.jsonl
+""",
     "heed chat": """
 heed chat runs/mine/ppo/model
 heed chat runs/mine/sft/model --best-of 16 --judge runs/mine/reward/model
@@ -92,6 +96,7 @@ heed study lora --seeds 2 --quick                   # tries the command; its res
 """,
     "heed replay": """
 heed replay runs/demo --iteration 17 --response 12
+heed replay labels.sqlite --task arena/Xq3vB0dPz8KtY2mA/1/0      # both answers of a turn in the arena
 """,
     "heed verify-sampler": """
 heed verify-sampler heed runs/demo/sft/model

@@ -94,6 +94,38 @@ def generate(
     return run.result
 
 
+@torch.inference_mode()
+def stream(
+    model: LanguageModel | EncoderDecoder,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    end_ids: Collection[int],
+    choice: Choice,
+    seed: int,
+    source: Sequence[int] | None = None,
+    steps: Steps | None = None,
+) -> Iterator[int]:
+    """Yield the tokens of one response as they are drawn, including an end token.
+
+    Several streams may take turns on one model. Each has a cache of its own and computes alone, so its tokens depend on
+    the arguments only, to the last bit, and not on what else runs: a batch would round differently with every size.
+    Raises: as `generate`.
+    """
+    sources = None if source is None else [source]
+    check_room(model, [prompt], [max_new_tokens])
+    check_sources(model, sources, 1)
+    run = _Run(model, [prompt], sources, [max_new_tokens], end_ids, choice, [seed], lambda _: False, 1, steps)
+    while run.has_work():
+        run.admit_waiting()
+        tokens_B = run.draw()
+        run.read()
+        yield run.result.responses[0][-1]
+        tokens_B = run.drop_finished(tokens_B)
+        if run.batch.rows:
+            run.feed(tokens_B)
+
+
 class _Run:
     """The state of one `generate` call: waiting prompts, the running batch, and the responses so far."""
 

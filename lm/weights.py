@@ -31,7 +31,7 @@ from lm.families import FAMILIES, NOT_COVERED, family_of
 from lm.families.family import Family, Stored, expect
 from lm.hub import refuse_adapter
 from lm.model import SCORE, LanguageModel, ScalarModel, fixup_weight, initial_weight
-from lm.source import Rows, load, on_meta, rows_of
+from lm.source import Rows, load, load_for_inference, on_meta, rows_of
 from lm.tensor_files import open_checkpoint, write_tensors
 from lm.tokenizer import GENERATION_CONFIG, Tokenizer, read_json
 
@@ -140,6 +140,16 @@ def load_language_model(folder: Path, dropout: float = 0.0) -> LanguageModel:
 def load_scalar_model(folder: Path, dropout: float = 0.0) -> ScalarModel:
     """Loads the reward model or value function of a directory. Raises: as `load_model`."""
     return load_model(folder, ScalarModel, dropout)
+
+
+def load_writer(folder: Path) -> LanguageModel | EncoderDecoder:
+    """Load a decoder, or an encoder-decoder, on the device that `lm.source` chooses.
+
+    Raises: ValueError as `ModelFolder.check`.
+    """
+    if purpose_of(folder) == "translate":
+        return load_for_inference(ModelFolder(folder, EncoderDecoder))
+    return load_for_inference(ModelFolder(folder, LanguageModel))
 
 
 def load_any(folder: Path) -> Model:

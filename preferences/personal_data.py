@@ -12,9 +12,11 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, delete, select, update
 
-from preferences import leases, results
+from preferences import arena_records, leases, results
 from preferences.schema import (
     accounts,
+    arena_conversations,
+    arena_turns,
     assignments,
     audit_log,
     invitations,
@@ -26,7 +28,10 @@ from preferences.schema import (
 )
 
 # Tables that hold or held names, or texts that people wrote. VACUUM also clears deleted rows not yet overwritten.
-PERSONAL_TABLES = (labelers, accounts, sessions, invitations, judgments, assignments, audit_log, questions)
+PERSONAL_TABLES = (
+    labelers, accounts, sessions, invitations, judgments, assignments, audit_log, questions, arena_conversations,
+    arena_turns,
+)  # fmt: skip
 CHECKPOINT_SECONDS = 30.0  # how long to wait for others to finish reading a SQLite file
 KEY_NOTE = "an argon2 hash of the key is stored, the key itself is not"
 
@@ -64,6 +69,7 @@ def held_about(connection: Connection, name: str) -> dict[str, Any]:
             for judgment in reversed(results.events(connection, batch, who, "", 0, None))
         ],
         "questions": [dict(row) for row in connection.execute(said).mappings()],
+        "conversations": [asdict(one) for one in arena_records.conversations_of(connection, who)],
         "audit_log": [
             {"actor": row.actor, "action": row.act, "subject": row.subject, "created_at": row.created_at}
             for row in connection.execute(events.order_by(audit_log.c.act_id))
@@ -87,6 +93,7 @@ def erase(connection: Connection, name: str) -> str:
     connection.execute(update(labelers).where(labelers.c.pseudonym == who).values(name=None, is_erased=True))
     connection.execute(update(judgments).where(judgments.c.labeler == who).values(note=""))
     connection.execute(update(questions).where(questions.c.author == who).values(text=""))
+    arena_records.delete_conversations(connection, who)
     return who
 
 

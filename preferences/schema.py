@@ -6,6 +6,7 @@ places       one row per assignment (a labeler that a task wants): free, leased 
 judgments    one row per event of a labeler, append-only like tasks
 people_acts  the audit log: one row per event on accounts or exports, append-only like tasks
 questions    one row per message between a labeler and the leads about a task, append-only like tasks
+arena_conversations, arena_turns   conversations of people with two policies (`heed arena`)
 labelers     the name of each pseudonym; triggers refuse DELETE, and every UPDATE except an erasure
 batch_settings, requirements
              whether a batch is closed, and which tags a labeler needs for it or for some of its tasks
@@ -248,4 +249,30 @@ task_texts = Table(  # the full-text index on it differs between the databases; 
     metadata,
     Column("task", ForeignKey("tasks.position"), primary_key=True, autoincrement=False),
     Column("text", Text, nullable=False),
+)
+
+arena_conversations = Table(
+    "arena_conversations",
+    metadata,
+    Column("handle", String, primary_key=True),  # random: it is in the page's address
+    Column("labeler", String, nullable=False),
+    Column("policies", JSON, nullable=False),  # names and digests of both
+    Column("prompt_id", String, nullable=False),  # of a prompt from a file; "" = typed
+    Column("start", JSON, nullable=False),  # [[role, content], ...] before the first question
+    Column("is_swapped", Boolean, nullable=False),  # whether side A is the second policy
+    Column("created_at", Float, nullable=False),
+    Index("arena_conversations_by_labeler", "labeler", "created_at"),
+)
+
+arena_turns = Table(
+    "arena_turns",
+    metadata,
+    Column("conversation", String, ForeignKey("arena_conversations.handle"), nullable=False),
+    Column("turn", Integer, nullable=False),  # 0, 1, ...
+    Column("question", JSON, nullable=False),  # a string; JSON holds any string
+    Column("follows", String, nullable=False),  # "0" or "1": both policies read that one's answers; "own": each its own
+    Column("responses", JSON, nullable=False),  # by policy; [] = unfinished
+    Column("records", JSON, nullable=False),  # by policy: how the response was sampled; [] = unfinished
+    Column("finished_at", Float, nullable=False),  # 0 = unfinished
+    PrimaryKeyConstraint("conversation", "turn"),
 )

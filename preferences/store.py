@@ -22,7 +22,7 @@ from preferences.questions import Thread, ThreadState
 from preferences.recording import Import, ImportRows, stored
 from preferences.records import NO_LOCATIONS, Answer, Judgment, Locations, Message, Ranking, StoredTask, Task
 from preferences.results import BatchCounts, Coverage, PastEvent, Progress
-from preferences.rows import Values, answer_row, empty_row, messages, parts, task_row
+from preferences.rows import Values, answer_row, as_task, empty_row, messages, parts, task_row
 from preferences.schema import tasks
 
 UNDO_SECONDS = 3_600.0  # how long a task stays leased to the labeler who undid an answer
@@ -344,6 +344,14 @@ class LabelStore:
         """Returns the batches' names, in order of arrival."""
         with self._reader.begin() as connection:
             return results.batches(connection)
+
+    def task(self, task_id: str) -> Task:
+        """Returns one task. Raises: ValueError for an unknown id."""
+        with self._reader.begin() as connection:
+            found = stored(connection, [task_id])
+            if task_id not in found:
+                raise ValueError(f"task {task_id!r}: task_id is not in the store")
+            return as_task(found[task_id])
 
     def tasks(self, batch: str) -> list[StoredTask]:
         """Returns the batch's tasks, in order of arrival."""

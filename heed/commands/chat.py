@@ -239,6 +239,7 @@ class Speaker:
         """
         from lm.hub import model_directory
         from lm.tokenizer import Tokenizer
+        from lm.weights import load_writer
         from reward.scoring import RewardModel
 
         folder = model_directory(name)
@@ -305,18 +306,6 @@ class Speaker:
             stop=stream if show is not None and self.num_samples == 1 else never,
         )
         return self.tokenizer.decode(best.response).strip(), best.scores
-
-
-def load_writer(folder: Path) -> "LanguageModel | EncoderDecoder":
-    """Loads a decoder, or an encoder-decoder, on the device that `lm.source` chooses."""
-    from lm.encoder import EncoderDecoder
-    from lm.model import LanguageModel
-    from lm.source import load_for_inference
-    from lm.weights import ModelFolder, purpose_of
-
-    if purpose_of(folder) == "translate":
-        return load_for_inference(ModelFolder(folder, EncoderDecoder))
-    return load_for_inference(ModelFolder(folder, LanguageModel))
 
 
 def _no_preference(_prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> Sequence[float]:

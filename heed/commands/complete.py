@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from heed.commands.chat import Streamed, load_writer
+from heed.commands.chat import Streamed
 from heed.commands.options import (
     Beams,
     Greedy,
@@ -159,7 +159,7 @@ def write(
     from files.hashes import derive_seed
     from lm.generation import generate, never, prompts_and_sources
     from lm.search import beam_search
-    from lm.weights import read_config
+    from lm.weights import load_writer, read_config
 
     is_decoder, most = asked.purpose == "language", read_config(asked.folder, asked.purpose)[0].max_position_embeddings
     if not is_decoder and not max_new_tokens:

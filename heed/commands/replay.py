@@ -1,5 +1,8 @@
-"""`heed replay`: samples a response of PPO again, bit for bit, and shows what PPO made of it (docs/samplers.md)."""
+"""`heed replay`: samples a response again, bit for bit. Either one of PPO, and shows what PPO made of it
+(docs/samplers.md), or both answers of a task of the arena (docs/arena.md).
+"""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,16 +19,70 @@ COLUMNS = ("logprob", "kl", "teacher", "reward", "value", "advantage", "ratio", 
 
 
 def replay(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/demo.")],
-    iteration: Annotated[int, typer.Option(min=1, help="Iteration that learned from the response, counted from 1.")],
-    response: Annotated[int, typer.Option(min=0, help="Which of the iteration's responses, counted from 0.")],
+    run: Annotated[
+        str, typer.Argument(help="The folder of a run, such as runs/demo; with --task, a label store: path or URL.")
+    ],
+    iteration: Annotated[
+        int | None, typer.Option(min=1, help="Iteration that learned from the response, counted from 1.")
+    ] = None,
+    response: Annotated[
+        int | None, typer.Option(min=0, help="Which of the iteration's responses, counted from 0.")
+    ] = None,
     stage: Annotated[str, typer.Option(help="The PPO stage; ppo_2 in the second of a job's rounds.")] = "ppo",
+    task: Annotated[
+        str, typer.Option(help="A task of the arena, by the id that the lead's pages show: sample its answers again.")
+    ] = "",
+    policy: Annotated[
+        list[str] | None, typer.Option(help="NAME=FOLDER: where a policy of the task is now; may repeat.")
+    ] = None,
 ) -> None:
     """Sample a response of PPO again, compare it with the record bit for bit, and show every token's score, KL,
-    advantage, ratio and weight, and the chain back to the labels.
+    advantage, ratio and weight, and the chain back to the labels. With --task, sample both answers of a task of the
+    arena again.
 
-    Exit code 1: it is another response than the recorded one.
+    Exit code 1: it is another response than the recorded one, or nothing could be sampled again.
     """
+    if task:
+        if iteration is not None or response is not None:
+            raise ValueError("--task with --iteration or --response: a task, or a response of PPO, was expected")
+        _replay_task(run, task, policy or [])
+        return
+    if iteration is None or response is None:
+        missing = "--iteration" if iteration is None else "--response"
+        raise ValueError(f"{missing} is missing; --iteration and --response, or --task for the arena, were expected")
+    if policy:
+        raise ValueError("--policy is for answers of the arena; --task was expected with it")
+    _replay_response(Path(run), stage, iteration, response)
+
+
+def _replay_task(store: str, task: str, policies: Sequence[str]) -> None:
+    from evaluation.inputs import named_specs
+    from heed.arena.replay import replay_task
+    from preferences.database import require_store
+    from preferences.store import LabelStore
+
+    require_store(store)
+    for spec in policies:
+        if "=" not in spec:
+            raise ValueError(f"--policy {spec}: NAME=FOLDER was expected")
+    with LabelStore(store) as opened:
+        found = opened.task(task)
+    with console.status("sampling"):
+        answers = replay_task(found, dict(named_specs(policies, "policy")))
+    out = results_console()
+    for answer in answers:
+        if answer.why_not:
+            out.print(Text.assemble((f"{answer.policy}: ", "bold"), f"not sampled again: {answer.why_not}"))
+            continue
+        out.print(Text.assemble((f"{answer.policy}: ", "bold"), answer.text))
+        _compare("tokens", answer.tokens_sha256, answer.recorded_sha256)
+        for difference in answer.differences:
+            out.print(Text(f"  {difference}"))
+    if not any(answer.is_same for answer in answers) or any(not (a.why_not or a.is_same) for a in answers):
+        raise typer.Exit(1)
+
+
+def _replay_response(run: Path, stage: str, iteration: int, response: int) -> None:
     from files.conversations import spoken
     from heed.jobs.replay import replay_response
 

@@ -23,7 +23,7 @@ from files.fields import (
     text_field,
     whole_field,
 )
-from preferences.formats.merging import all_pairs, single_turn
+from preferences.formats.merging import Pair, all_pairs, single_turn
 from preferences.formats.parts import (
     UNKNOWN,
     JudgedTask,
@@ -182,7 +182,7 @@ def read_arena(where: str, row: Row, report: Report, objective: str) -> Iterator
 def write_arena(
     stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
 ) -> Iterator[dict[str, Any]]:
-    """Writes one battle per pair and labeler."""
+    """Writes one battle per pair and labeler. A tie with the mark "bad" on both is "tie (bothbad)"."""
     for pair in all_pairs(stored, judgments, report):
         first, second = sorted((pair.first, pair.second))
         replies = [[{"role": "assistant", "content": pair.task.responses[place]}] for place in (first, second)]
@@ -191,11 +191,17 @@ def write_arena(
             "question_id": pair.task.task_id,
             "model_a": pair.task.sources[first],
             "model_b": pair.task.sources[second],
-            "winner": "tie" if pair.is_tie else "model_a" if pair.first == first else "model_b",
+            "winner": _tie_of(pair) if pair.is_tie else "model_a" if pair.first == first else "model_b",
             "judge": pair.ranking.labeler,
             "conversation_a": [*prompt, *replies[0]],
             "conversation_b": [*prompt, *replies[1]],
         }
+
+
+def _tie_of(pair: Pair) -> str:
+    flags = pair.ranking.flags
+    is_bad = bool(flags) and all(BOTH_BAD in flags[place] for place in (pair.first, pair.second))
+    return "tie (bothbad)" if is_bad else "tie"
 
 
 # ---- test sets with a right answer ----

@@ -7,7 +7,17 @@ from pathlib import Path
 from files.fields import names
 from files.rows import Rows
 from preferences.formats import (
-    annotated, argilla, helpsteer, hh, judges, label_studio, oasst, openai, own, trl, ultrafeedback,
+    annotated,
+    argilla,
+    helpsteer,
+    hh,
+    judges,
+    label_studio,
+    oasst,
+    openai,
+    own,
+    trl,
+    ultrafeedback,
 )  # fmt: skip
 from preferences.formats.parts import Format, Row, has_fields
 

@@ -21,6 +21,8 @@ from preferences.accounts import AccountClosedError, Accounts
 from preferences.keys import BusyError
 from preferences.leases import LeaseLostError
 from preferences.page.api import Api, describe_answers
+from preferences.page.arena import Arena
+from preferences.page.arena_pages import ArenaPages
 from preferences.page.config import LabelingConfig
 from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, reason_of
 from preferences.page.instruction_pages import InstructionPages
@@ -51,9 +53,17 @@ TEXTS = {
 
 
 def make_app(
-    store: LabelStore, accounts: Accounts, config: LabelingConfig, *, clock: Callable[[], float] = time.time
+    store: LabelStore,
+    accounts: Accounts,
+    config: LabelingConfig,
+    *,
+    clock: Callable[[], float] = time.time,
+    arena: Arena | None = None,
 ) -> FastAPI:
-    """Returns the server as an ASGI application. `clock` returns seconds since the epoch, as the store's clock does."""
+    """Returns the server as an ASGI application. `clock` returns seconds since the epoch, as the store's clock does.
+
+    With an `arena`, its pages are there too, and people start on them.
+    """
     app = FastAPI(
         title="Heed labels",
         version="1",
@@ -65,7 +75,7 @@ def make_app(
     )
     service, lead = LabelingService(store, accounts, config, clock=clock), LeadView(store)
     questions, attempts = Questions(store), Attempts()
-    site = Site(config, accounts, questions.num_waiting)
+    site = Site(config, accounts, questions.num_waiting, has_arena=arena is not None)
     routers = [
         Api(service, accounts, lead, questions, attempts).router,
         LeadApi(accounts, lead).router,
@@ -76,6 +86,7 @@ def make_app(
         SearchPages(site, service).router,
         PeoplePages(site).router,
         SignInPages(site, attempts).router,
+        *([ArenaPages(site, arena).router] if arena is not None else []),
     ]
     if config.oidc is not None:
         from preferences.page.oidc import add_oidc  # only here, since most servers have no provider

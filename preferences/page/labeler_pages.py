@@ -172,7 +172,7 @@ class TaskPages:
 
     def home(self, request: Request) -> Response:
         account, _ = self.site.signed_in(request)
-        return redirect("/lead" if account.role == "lead" else "/task")
+        return redirect("/arena" if self.site.has_arena else "/lead" if account.role == "lead" else "/task")
 
     # ---- a task ----
 

@@ -12,7 +12,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from preferences.accounts import Accounts
 from preferences.database import create_or_check
 from preferences.page.app import make_app
+from preferences.page.arena import ArenaSetup
 from preferences.page.config import LabelingConfig, ServerConfig
 from preferences.store import LabelStore
 
@@ -33,9 +34,17 @@ EVERYWHERE = ("0.0.0.0", "::", "")  # no link can use these addresses
 
 
 def serve(
-    url_or_path: str | Path, config: LabelingConfig, *, host: str, port: int, announce: Callable[[str], None]
+    url_or_path: str | Path,
+    config: LabelingConfig,
+    *,
+    host: str,
+    port: int,
+    announce: Callable[[str], None],
+    arena: ArenaSetup | None = None,
 ) -> None:
     """Serves the pages and the API until interrupted. If there is no lead yet, it announces a one-time link for one.
+
+    With an `arena`, its pages are there too.
 
     Raises: ValueError for an unusable or damaged database, and for an address that it cannot listen on.
     """
@@ -53,9 +62,12 @@ def serve(
                 first = accounts.invite_first_lead()
                 if first is not None:
                     announce(f"there is no lead yet; one-time link for {first[0]!r}: {server.link(first[1])}")
-                app = make_app(store, accounts, config.model_copy(update={"server": server}))
-                with suppress(KeyboardInterrupt):
-                    uvicorn.Server(server_settings(app, server)).run([listener])
+                own = config.model_copy(update={"server": server})
+                with ExitStack() as closing:
+                    opened = None if arena is None else closing.enter_context(arena.opened(url_or_path, store, own))
+                    app = make_app(store, accounts, own, arena=opened)
+                    with suppress(KeyboardInterrupt):
+                        uvicorn.Server(server_settings(app, server)).run([listener])
             finally:
                 accounts.close()
 

@@ -59,13 +59,18 @@ class SignInNeededError(Exception):
 
 
 class Site:
-    """Renders pages and checks who asks for them."""
+    """Renders pages and checks who asks for them. `has_arena`: people start in the arena (`arena_pages`)."""
 
     def __init__(
-        self, config: LabelingConfig, accounts: Accounts, num_waiting: Callable[[Account], int] = lambda _: 0
+        self,
+        config: LabelingConfig,
+        accounts: Accounts,
+        num_waiting: Callable[[Account], int] = lambda _: 0,
+        *,
+        has_arena: bool = False,
     ) -> None:
         """`num_waiting` counts the questions that wait for a person; every page shows the number."""
-        self.config, self.accounts, self.num_waiting = config, accounts, num_waiting
+        self.config, self.accounts, self.num_waiting, self.has_arena = config, accounts, num_waiting, has_arena
 
     def is_https(self, request: Request) -> bool:
         return self.config.server.is_https or request.url.scheme == "https"
@@ -126,6 +131,7 @@ class Site:
             "csrf": seal(token, "form") if token else "",
             "letters": forms.LETTERS,
             "oidc": self.config.oidc,
+            "has_arena": self.has_arena,
         }
         text = TEMPLATES.get_template(f"{template}.html.jinja").render(**shared, **values)
         # A lone surrogate in somebody's text must not break the page.

@@ -19,7 +19,7 @@ from preferences.schema import metadata
 from preferences.store import LabelStore
 from reward.collect import STAGE
 
-NEWEST = "0012"
+NEWEST = "0013"
 # the full-text index, which differs between the databases and which the schema leaves out
 WORDS = ("task_words", "task_texts_words")
 

@@ -1,0 +1,298 @@
+"""A policy of the arena: what it is, and how it answers, piece by piece.
+
+A local model computes each answer alone, one token after another, and several answers take turns. So an answer's tokens
+depend on the weights, the conversation, the seed and the settings, not on who else was asking, and `heed replay` finds
+them again. The price is throughput: a batch would read the weights once for all its answers.
+"""
+
+import hashlib
+import json
+import queue
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from files.hashes import derive_seed
+
+if TYPE_CHECKING:
+    from lm.encoder import EncoderDecoder
+    from lm.model import LanguageModel
+    from lm.sampling import Choice
+    from lm.tokenizer import Tokenizer
+    from reward.endpoint import Endpoint
+
+Messages = Sequence[Mapping[str, str]]
+HALF_CHARACTER = "\ufffd"  # what a tokenizer writes for bytes that are no character yet
+ENDPOINT_SEEDS = 2**31  # servers accept seeds below this
+SILENT_SECONDS = 120.0  # without a word from an endpoint, after which an answer fails
+
+
+class TooLongError(ValueError):
+    """The conversation leaves no room for an answer in the model's context."""
+
+
+@dataclass(frozen=True)
+class ArenaSampling:
+    """How answers are sampled. `seed` is the server's; each answer's own is derived from it."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    max_new_tokens: int
+    seed: int
+
+    def seed_of(self, names: Sequence[str | int]) -> int:
+        return derive_seed(self.seed, *names)
+
+
+@dataclass(frozen=True)
+class ArenaPolicy:
+    """A policy by name: a model's folder, .gguf file or hub id, or an endpoint URL#MODEL.
+
+    `sha256` is the digest of a model's files; "" for an endpoint, which has none.
+    """
+
+    name: str
+    kind: str  # model or endpoint
+    spec: str
+    sha256: str
+
+    @property
+    def identity(self) -> str:
+        return f"{self.name} {self.sha256 or self.spec}"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A whole answer, and a record of how it was sampled, in JSON's types."""
+
+    text: str
+    record: Mapping[str, Any]
+
+
+# Yields the text so far, or None if there is nothing new, and returns the whole answer.
+Answering = Generator[str | None, None, Written]
+
+
+class Speaker(Protocol):
+    """Answers conversations. Several answers may be under way; closing one stops it."""
+
+    def answer(self, messages: Messages, seed: int) -> Answering:
+        """Raises: TooLongError before the first piece."""
+
+
+def arena_policy(name: str, spec: str) -> ArenaPolicy:
+    """Returns a policy. Raises: ValueError for a spec that is no model that writes text, and no endpoint."""
+    from lm.hub import model_hash
+    from reward.endpoint import Endpoint
+
+    if spec.startswith(("http://", "https://")):
+        Endpoint.of(spec, name, timeout_seconds=SILENT_SECONDS, num_retries=0)  # checks it
+        return ArenaPolicy(name, "endpoint", spec, "")
+    _check_model(spec)
+    return ArenaPolicy(name, "model", spec, model_hash(spec))
+
+
+def _check_model(spec: str) -> None:
+    from lm.hub import shape_and_tokenizer
+    from lm.weights import purpose_of
+
+    folder = shape_and_tokenizer(spec)
+    purpose = purpose_of(folder)
+    if purpose not in ("language", "translate"):
+        raise ValueError(f"{spec}: a model that writes text was expected; this one is for {purpose!r}")
+
+
+def open_speaker(policy: ArenaPolicy, sampling: ArenaSampling, num_threads: int) -> Speaker:
+    """Loads a model, or opens an endpoint. Raises: ValueError if the model's files are not those of the digest."""
+    if policy.kind == "endpoint":
+        return RemoteSpeaker.open(policy, sampling)
+    return LocalSpeaker.load(policy, sampling, num_threads)
+
+
+# ---- local models ----
+
+
+@dataclass(frozen=True)
+class LocalSpeaker:
+    """A model in this process."""
+
+    policy: ArenaPolicy
+    sampling: ArenaSampling
+    tokenizer: "Tokenizer"
+    model: "LanguageModel | EncoderDecoder"
+    choice: "Choice"
+    machine: Mapping[str, Any]  # what else the bits depend on, for the record
+    steps: Any
+
+    @classmethod
+    def load(cls, policy: ArenaPolicy, sampling: ArenaSampling, num_threads: int) -> "LocalSpeaker":
+        """Raises: ValueError if the model's files are not those of the digest."""
+        import torch
+
+        from evaluation.compare.folder import versions
+        from lm.decoding import decoding_steps
+        from lm.hub import model_directory, model_hash
+        from lm.model import LanguageModel
+        from lm.native.decoder import what_native_steps_miss
+        from lm.sampling import Choice
+        from lm.tokenizer import Tokenizer
+        from lm.weights import load_writer
+
+        torch.set_num_threads(num_threads)
+        found = model_hash(policy.spec)
+        if found != policy.sha256:
+            raise ValueError(
+                f"policy {policy.name!r}: the files of {policy.spec} have SHA-256 {found}; {policy.sha256} was expected"
+            )
+        folder = model_directory(policy.spec)
+        tokenizer, model = Tokenizer.load(folder), load_writer(folder)
+        weight = model.head.weight
+        machine = {
+            "device": weight.device.type,
+            "dtype": str(weight.dtype).removeprefix("torch."),
+            "threads": num_threads,
+            "versions": versions(),
+        }
+        # Recorded steps of a GPU belong to one batch at a time, so streams there take eager ones.
+        is_native = isinstance(model, LanguageModel) and not what_native_steps_miss(model)
+        steps = decoding_steps(model, "native") if is_native else None
+        choice = Choice(sampling.temperature, sampling.top_k, sampling.top_p)
+        return cls(policy, sampling, tokenizer, model, choice, machine, steps)
+
+    def answer(self, messages: Messages, seed: int) -> Answering:
+        from lm.generation import prompts_and_sources, stream
+
+        tokens = self.tokenizer.encode_prompt(list(messages))
+        (prompt,), sources = prompts_and_sources(self.model, [tokens], self.tokenizer.target_start_id)
+        context = self.model.config.max_position_embeddings
+        room = context - len(prompt)
+        if room < 1 or (sources is not None and len(sources[0]) > context):
+            raise TooLongError(f"the conversation has {len(tokens)} tokens; the model reads {context}")
+        limit = min(self.sampling.max_new_tokens, room)
+        response: list[int] = []
+        for token in stream(
+            self.model, prompt, max_new_tokens=limit, end_ids=self.tokenizer.end_ids, choice=self.choice, seed=seed,
+            source=None if sources is None else sources[0], steps=self.steps,
+        ):  # fmt: skip
+            response.append(token)
+            yield self.tokenizer.decode(response).rstrip(HALF_CHARACTER).strip()
+        settings = asdict(self.sampling) | {"seed": seed, "max_new_tokens": limit}
+        record = asdict(self.policy) | settings | dict(self.machine)
+        finished = bool(response) and response[-1] in self.tokenizer.end_ids
+        record |= {"num_tokens": len(response), "finished": finished, "tokens_sha256": tokens_hash(response)}
+        return Written(self.tokenizer.decode(response).strip(), record)
+
+
+def tokens_hash(tokens: Sequence[int]) -> str:
+    """Returns a SHA-256 of an answer's tokens."""
+    return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()
+
+
+# ---- endpoints ----
+
+
+@dataclass(frozen=True)
+class RemoteSpeaker:
+    """A model behind an OpenAI-compatible endpoint, which streams (or, if it cannot, sends whole answers)."""
+
+    policy: ArenaPolicy
+    sampling: ArenaSampling
+    endpoint: "Endpoint"
+
+    @classmethod
+    def open(cls, policy: ArenaPolicy, sampling: ArenaSampling) -> "RemoteSpeaker":
+        from reward.endpoint import Endpoint
+
+        endpoint = Endpoint.of(policy.spec, policy.name, timeout_seconds=SILENT_SECONDS, num_retries=0)
+        return cls(policy, sampling, endpoint)
+
+    def answer(self, messages: Messages, seed: int) -> Answering:
+        pieces: queue.SimpleQueue[str | Exception | None] = queue.SimpleQueue()
+        stopped, said = threading.Event(), _Said()
+        request = self._request(messages, seed)
+        reader = threading.Thread(target=self._read, args=(request, pieces, stopped, said), daemon=True)
+        reader.start()
+        text = ""
+        try:
+            while True:
+                try:
+                    piece = pieces.get_nowait()
+                except queue.Empty:
+                    yield None
+                    continue
+                if piece is None:
+                    break
+                if isinstance(piece, Exception):
+                    raise piece
+                text += piece
+                yield text.strip()
+        finally:
+            stopped.set()
+        settings = {name: value for name, value in request.items() if name not in ("messages", "stream")}
+        record = asdict(self.policy) | settings | {"served_model": said.model, "finished": said.finished}
+        return Written(text.strip(), record)
+
+    def _request(self, messages: Messages, seed: int) -> dict[str, Any]:
+        own = self.sampling
+        request: dict[str, Any] = {
+            "model": self.endpoint.model,
+            "messages": [dict(message) for message in messages],
+            "temperature": own.temperature,
+            "max_tokens": own.max_new_tokens,
+            "seed": seed % ENDPOINT_SEEDS,
+            "stream": True,
+        }
+        if own.top_p < 1:
+            request["top_p"] = own.top_p
+        if own.top_k:
+            request["top_k"] = own.top_k
+        return request
+
+    def _read(
+        self,
+        request: Mapping[str, Any],
+        pieces: "queue.SimpleQueue[str | Exception | None]",
+        stopped: threading.Event,
+        said: "_Said",
+    ) -> None:
+        """Reads the endpoint's stream in a thread of its own: pieces of text, then None, or an error."""
+        import httpx
+
+        headers = {"Authorization": f"Bearer {self.endpoint.key}"} if self.endpoint.key else {}
+        url = f"{self.endpoint.url}/chat/completions"
+        try:
+            with httpx.stream("POST", url, json=request, headers=headers, timeout=SILENT_SECONDS) as response:
+                if not response.is_success:
+                    raise ValueError(f"{url}: status {response.status_code} ({response.reason_phrase})")
+                is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
+                if not is_stream:
+                    response.read()
+                for line in response.iter_lines() if is_stream else ("data: " + response.text,):
+                    if stopped.is_set():
+                        return
+                    if line.startswith("data:") and line[5:].strip() != "[DONE]":
+                        pieces.put(said.read(json.loads(line[5:])))
+            pieces.put(None)
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            pieces.put(ValueError(f"{type(error).__name__}: {error}"))
+
+
+@dataclass
+class _Said:
+    """What an endpoint said about an answer: whether it ended by itself (None = unknown), and which model wrote it."""
+
+    finished: bool | None = None
+    model: str = ""
+
+    def read(self, event: Mapping[str, Any]) -> str:
+        """Returns the text in an event, or in a whole answer."""
+        choices = event.get("choices") or []
+        self.model = str(event.get("model") or self.model)
+        if not choices:
+            return ""
+        reason = choices[0].get("finish_reason")
+        self.finished = {"stop": True, "length": False}.get(reason, self.finished)
+        part = choices[0].get("delta") or choices[0].get("message") or {}
+        return str(part.get("content") or "")

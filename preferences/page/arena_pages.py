@@ -1,0 +1,264 @@
+"""The arena's pages: forms that work without JavaScript, and a stream of events that shows both answers as they grow.
+
+Nothing that a page or a response contains says which policy is on which side: there are no policies' names in it, both
+sides change in the same event, and an error does not say whose it is.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from urllib.parse import quote
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse, StreamingResponse
+from starlette.datastructures import FormData
+
+from preferences.accounts import Account
+from preferences.arena_records import OWN, Conversation
+from preferences.keys import BusyError
+from preferences.page.arena import CHOICES, MAX_QUESTION_CHARACTERS, Arena, Given
+from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, Fields, reason_of
+from preferences.page.security import HEADERS
+from preferences.page.service import RefusedError
+from preferences.page.site import Posted, SignInNeededError, Site, fields_of, redirect
+
+LOG = logging.getLogger(__name__)
+EMPTY = Fields({})
+NUM_CONVERSATIONS = 30  # on the first page
+LOOK_SECONDS = 0.1  # between two looks at a turn; both sides change at the same moment
+PING_SECONDS = 5.0  # after which a silent stream sends a comment, so that proxies keep it
+SESSION_OVER = "Nothing was stored. Sign in again. What you entered is below, so that you can copy it."
+CSP = "Content-Security-Policy"
+
+
+class ArenaPages:
+    """The routes of the arena's pages."""
+
+    def __init__(self, site: Site, arena: Arena) -> None:
+        self.site, self.arena = site, arena
+        self.router = APIRouter(include_in_schema=False)
+        get, post = self.router.get, self.router.post
+        get("/arena", response_class=HTMLResponse)(self.home)
+        post("/arena")(self.begin)
+        get("/arena/{handle}", response_class=HTMLResponse)(self.conversation)
+        get("/arena/{handle}/events")(self.events)
+        post("/arena/{handle}/ask")(self.ask)
+        post("/arena/{handle}/again")(self.again)
+        post("/arena/{handle}/stop")(self.stop)
+        post("/arena/{handle}/verdict")(self.verdict)
+
+    # ---- pages ----
+
+    def home(self, request: Request) -> Response:
+        account, token = self.site.signed_in(request)
+        return self._unread(account) or self._home_page(account, token)
+
+    def conversation(self, handle: str, request: Request) -> Response:
+        account, token = self.site.signed_in(request)
+        return self._unread(account) or self._page(account, token, handle)
+
+    def events(self, handle: str, request: Request) -> Response:
+        """Streams what both sides show, until the last turn is written."""
+        account, _ = self.site.signed_in(request)
+        turn = len(self.arena.conversation(account, handle).turns) - 1
+        headers = {"X-Accel-Buffering": "no"}  # nginx would collect the events
+        return StreamingResponse(self._looks(handle, turn), media_type="text/event-stream", headers=headers)
+
+    async def _looks(self, handle: str, turn: int) -> AsyncIterator[str]:
+        shown, silent_seconds = ("", ""), 0.0
+        while (glance := self.arena.look(handle, turn)) is not None:
+            if glance.texts != shown:
+                shown, silent_seconds = glance.texts, 0.0
+                yield f"data: {json.dumps(shown)}\n\n"
+            if glance.is_over:
+                break
+            if silent_seconds >= PING_SECONDS:
+                silent_seconds = 0.0
+                yield ": waiting\n\n"
+            await asyncio.sleep(LOOK_SECONDS)
+            silent_seconds += LOOK_SECONDS
+        yield "event: over\ndata:\n\n"
+
+    def _unread(self, account: Account) -> Response | None:
+        """Sends labelers to the instructions until they have read them."""
+        has_read = account.role == "lead" or account.read_version == self.arena.config.version
+        return None if has_read else redirect("/instructions")
+
+    def _home_page(self, account: Account, token: str, fields: Fields = EMPTY, wrong: str = "") -> Response:
+        latest = self.arena.conversations.latest(account.name, NUM_CONVERSATIONS)
+        seen = {one.prompt_id for one in latest}
+        return self.site.page(
+            "arena",
+            account,
+            token,
+            422 if wrong else 200,
+            conversations=latest,
+            has_prompts=any(prompt.prompt_id not in seen for prompt in self.arena.prompts),
+            fields=fields,
+            wrong=wrong,
+            max_characters=MAX_QUESTION_CHARACTERS,
+        )
+
+    def _page(
+        self,
+        account: Account,
+        token: str,
+        handle: str,
+        fields: Fields = EMPTY,
+        wrong: str = "",
+        wrong_turn: int | None = None,
+    ) -> Response:
+        """Shows a conversation. `wrong` is about the verdict on `wrong_turn`, or if that is None the next message."""
+        arena = self.arena
+        is_live = arena.is_live(handle)  # before reading what is stored: a turn may end in between
+        conversation = arena.conversation(account, handle)
+        turns = conversation.turns
+        glance = arena.look(handle, len(turns) - 1)
+        given = [
+            arena.given(account, conversation, number)
+            if turn.is_finished and not (is_live and turn is turns[-1])
+            else None
+            for number, turn in enumerate(turns)
+        ]
+        page = self.site.page(
+            "conversation",
+            account,
+            token,
+            422 if wrong else 200,
+            conversation=conversation,
+            sides=[self._sides(conversation, number) for number in range(len(turns))],
+            given=given,
+            is_live=is_live,
+            failure=glance.failure if glance is not None else "",
+            choices=CHOICES,
+            flags=arena.config.flags,
+            view=arena.config.text_view,
+            continues=_continues(given[-1]),
+            fields=fields,
+            wrong=wrong,
+            wrong_turn=wrong_turn,
+            max_characters=MAX_QUESTION_CHARACTERS,
+        )
+        page.headers[CSP] = f"{HEADERS[CSP]}; connect-src 'self'"  # for the stream of events
+        return page
+
+    def _sides(self, conversation: Conversation, number: int) -> dict[str, object]:
+        """Returns a turn's answers in the sides' order, and the side that it continues ("" = each its own)."""
+        turn, order = conversation.turns[number], conversation.policy_of
+        follows = "" if turn.follows == OWN else "AB"[order.index(int(turn.follows))]
+        answers = [turn.responses[policy] for policy in order] if turn.is_finished else []
+        return {"answers": answers, "follows": follows}
+
+    # ---- what people send ----
+
+    def begin(self, request: Request, posted: Posted) -> Response:
+        def save(account: Account, token: str, fields: Fields) -> Response:
+            try:
+                if fields.text("take"):
+                    handle = self.arena.begin_with_prompt(account)
+                else:
+                    handle = self.arena.begin(account, fields.text("question"))
+            except (ValueError, BusyError) as error:
+                return self._home_page(account, token, fields, _sentence(error))
+            return redirect(_path_of(handle))
+
+        return self._saved(request, posted, save)
+
+    def ask(self, handle: str, request: Request, posted: Posted) -> Response:
+        def save(account: Account, token: str, fields: Fields) -> Response:
+            turn, question = fields.number("turn") or 0, fields.text("question")
+            try:
+                self.arena.ask(account, handle, turn, question, fields.text("continues"))
+            except RefusedError:
+                raise
+            except (ValueError, BusyError) as error:
+                return self._page(account, token, handle, fields, _sentence(error))
+            return redirect(f"{_path_of(handle)}#turn-{turn + 1}")
+
+        return self._saved(request, posted, save)
+
+    def again(self, handle: str, request: Request, posted: Posted) -> Response:
+        def save(account: Account, token: str, fields: Fields) -> Response:
+            try:
+                self.arena.again(account, handle)
+            except RefusedError:
+                raise
+            except (ValueError, BusyError) as error:
+                return self._page(account, token, handle, fields, _sentence(error))
+            return redirect(_path_of(handle))
+
+        return self._saved(request, posted, save)
+
+    def stop(self, handle: str, request: Request, posted: Posted) -> Response:
+        account, _, _ = self.site.form(request, posted)
+        self.arena.stop(account, handle)
+        return redirect(_path_of(handle))
+
+    def verdict(self, handle: str, request: Request, posted: Posted) -> Response:
+        def save(account: Account, token: str, fields: Fields) -> Response:
+            conversation, turn = self.arena.conversation(account, handle), fields.number("turn") or 0
+            marks = [tuple(fields.ticked.get(f"flags_{side}", ())) for side in "ab"]
+            note, revision = fields.text("note").strip(), fields.number("revision") or 0
+            try:
+                given = Given(fields.text("choice"), (marks[0], marks[1]), note, revision)
+                self.arena.judge(account, conversation, turn, given)
+            except ValueError as error:
+                return self._page(account, token, handle, fields, _without_ids(error), turn)
+            return redirect(f"{_path_of(handle)}#verdict-{turn + 1}")
+
+        return self._saved(request, posted, save)
+
+    def _saved(self, request: Request, posted: FormData, save: Callable[[Account, str, Fields], Response]) -> Response:
+        """Saves a form. If that is refused or fails, returns what the person typed."""
+        try:
+            return save(*self.site.form(request, posted))
+        except SignInNeededError:
+            return self._typed_page(request, posted, 401, "Your session has ended", SESSION_OVER)
+        except RefusedError as error:
+            return self._typed_page(request, posted, 403, "Not possible", str(error))
+        except STORE_AWAY as error:
+            LOG.error("a message or a verdict was not stored: %s", reason_of(error))
+            values = [(name, value) for name, value in posted.multi_items() if isinstance(value, str)]
+            path, typed = request.url.path, _typed(posted)
+            page = self.site.page("unsaved", None, "", 503, action=path, values=values, typed=typed)
+            page.headers["Retry-After"] = str(RETRY_SECONDS)
+            return page
+
+    def _typed_page(self, request: Request, posted: FormData, status: int, heading: str, text: str) -> Response:
+        """Says why this form cannot be stored, and shows what was typed so that it can be copied."""
+        account, token = self.site.who(request)
+        typed = _typed(posted)
+        if account is None and not typed:
+            raise SignInNeededError
+        return self.site.page("message", account, token, status, heading=heading, text=text, typed=typed)
+
+
+def _typed(posted: FormData) -> str:
+    """Returns what was entered, as lines that can be copied."""
+    fields = fields_of(posted)
+    choice = CHOICES.get(fields.text("choice"))
+    marks = [f"{side.upper()}: {', '.join(on)}" for side in "ab" if (on := fields.ticked.get(f"flags_{side}", ()))]
+    lines = [fields.text("question"), choice.label if choice else "", *marks, fields.text("note")]
+    return "\n".join(line for line in lines if line.strip())
+
+
+def _continues(given: Given | None) -> str:
+    """Returns whose answer the conversation continues unless the person says otherwise: that of the better one."""
+    chosen = given.choice[:1] if given is not None and given.choice not in ("", "tie", "bad") else ""
+    return chosen or OWN
+
+
+def _sentence(error: Exception) -> str:
+    text = str(error)
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
+
+
+def _without_ids(error: ValueError) -> str:
+    """Returns an error for the page. The store's errors name tasks, which people must not see."""
+    text = str(error)
+    return "This verdict was changed in another window. Reload the page." if text.startswith("task ") else text
+
+
+def _path_of(handle: str) -> str:
+    return f"/arena/{quote(handle, safe='')}"
