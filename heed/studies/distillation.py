@@ -1,8 +1,8 @@
-"""`heed study distillation`: on-policy distillation against SFT on the teacher's samples, for half the size.
+"""`heed study distillation`: a student of half its teacher's size, taught on-policy or by SFT on the teacher's samples.
 
 The arms are in `heed.studies.arms`. Every method has three learning rates. Of its three last policies one half of the
 prompts chooses the one with the most gold, which the other half scores, and vice versa; so the choice favours nobody.
-The claims and the smallest effects that matter were fixed before any run.
+The claims and the smallest effects that matter were fixed before any student was trained.
 
 Shape letters: K policies of an arm, P prompts.
 """
