@@ -16,6 +16,7 @@ from preferences.leases import LeaseLostError
 from preferences.page import forms
 from preferences.page.annotation_forms import is_same_text, max_edit, num_span_rows
 from preferences.page.config import DECLINES
+from preferences.page.fields import Fields
 from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, UnsavedForms, as_text, reason_of
 from preferences.page.security import (
     MAX_SIGN_IN_BYTES,
@@ -31,7 +32,7 @@ from preferences.questions import MAX_QUESTION_CHARACTERS, Thread
 LOG = logging.getLogger(__name__)
 CLIENT = "page"
 MAX_TURNS_OPEN, TURNS_OPEN = 6, 4  # a conversation of more turns is folded, except for its last ones
-EMPTY = forms.Fields({})
+EMPTY = Fields({})
 
 TOO_LATE = (
     "Your time on this task ran out and it went to another labeler, so the answer was not stored. Here is the next one."
@@ -212,7 +213,7 @@ class TaskPages:
         account: Account,
         token: str,
         presented: PresentedTask,
-        fields: forms.Fields = EMPTY,
+        fields: Fields = EMPTY,
         wrong: Sequence[str] = (),
         *,
         status: int = 200,
@@ -297,7 +298,7 @@ class TaskPages:
         if not text:
             return self._task_page(account, token, presented, fields, ["The question is empty."])
         self.service.ask(account, presented.lease, text)
-        kept = forms.Fields({**fields.values, "question": ""}, fields.ticked)
+        kept = Fields({**fields.values, "question": ""}, fields.ticked)
         return self._task_page(account, token, presented, kept)
 
     def _skip(self, request: Request, posted: FormData) -> Response:
