@@ -7,10 +7,12 @@ that they show, without Markdown's punctuation and with other white space, so le
 import re
 from collections.abc import Iterator, Sequence
 from unicodedata import category
+from urllib.parse import quote_plus
 
 from preferences.annotations import MAX_EDIT_CHARACTERS, MAX_SPANS, Annotations, CriterionRatings, Span
 from preferences.page.config import LabelingConfig
 from preferences.page.fields import LETTERS, Fields, read_each
+from preferences.page.security import MAX_BODY_BYTES
 
 NUM_BLANK_SPANS = 2  # rows for passages below those that are filled in
 _EDGE = re.compile(r"^\s+|\s+$")
@@ -56,6 +58,12 @@ def plain_lines(text: str) -> str:
 def is_same_text(edit: str, response: str) -> bool:
     """Whether an edit changes nothing: it is empty, or differs only in white space at its ends."""
     return not edit.strip() or plain_lines(edit).strip() == plain_lines(response).strip()
+
+
+def max_edit(responses: Sequence[str]) -> int:
+    """Returns how many characters a response may have to be edited on the page: 0 if a form could not hold them all."""
+    num_bytes = sum(len(quote_plus(response)) for response in responses)
+    return MAX_EDIT_CHARACTERS if num_bytes <= MAX_BODY_BYTES // 2 else 0
 
 
 def _spans(fields: Fields, place: int, response: str, labels: Sequence[str], wrong: list[str]) -> Iterator[Span]:

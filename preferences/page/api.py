@@ -17,7 +17,6 @@ from preferences.page.forms import MAX_NOTE_CHARACTERS, MAX_RATING, MIN_RATING
 from preferences.page.instruction_pages import take_quiz
 from preferences.page.question_pages import Questions
 from preferences.page.security import (
-    MAX_ANSWER_BYTES,
     MAX_SIGN_IN_BYTES,
     MAX_TASKS_BYTES,
     Attempts,
@@ -286,8 +285,7 @@ class Api:
         post("/instructions/read", summary="Confirm reading the instructions", status_code=204)(self.confirm_reading)
         post("/instructions/quiz", summary="Answer the quiz; all right confirms the instructions")(self.take_quiz)
         post("/lease", summary="The next task")(self.lease)
-        answers = {"status_code": 204, "max_body_size": MAX_ANSWER_BYTES}
-        post("/answers", summary="Judge a task; for leads: adjudicate it", **answers)(self.answer)
+        post("/answers", summary="Judge a task; for leads: adjudicate it", status_code=204)(self.answer)
         post("/skips", summary="Leave a task to other labelers", status_code=204)(self.skip)
         post("/reveals", summary="Show a task that has a warning", status_code=204)(self.reveal)
         post("/undos", summary="Take an answer or a skip back", status_code=204)(self.undo)

@@ -13,15 +13,14 @@ from fastapi.responses import HTMLResponse
 from starlette.datastructures import FormData
 
 from preferences.accounts import Account
-from preferences.annotations import MAX_EDIT_CHARACTERS
 from preferences.leases import LeaseLostError
 from preferences.page import forms
-from preferences.page.annotation_forms import is_same_text, num_span_rows
+from preferences.page.annotation_forms import is_same_text, max_edit, num_span_rows
 from preferences.page.config import DECLINES
+from preferences.page.fields import Fields
 from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, UnsavedForms, as_text, reason_of
 from preferences.page.search_pages import in_queue, next_in_queue
 from preferences.page.security import (
-    MAX_ANSWER_BYTES,
     MAX_SIGN_IN_BYTES,
     Attempts,
     TooManyTriesError,
@@ -35,7 +34,7 @@ from preferences.questions import MAX_QUESTION_CHARACTERS, Thread
 LOG = logging.getLogger(__name__)
 CLIENT = "page"
 MAX_TURNS_OPEN, TURNS_OPEN = 6, 4  # a conversation of more turns is folded, except for its last ones
-EMPTY = forms.Fields({})
+EMPTY = Fields({})
 QUEUE = "queue"  # the field that says from which adjudication queue a lead opened the task
 
 TOO_LATE = (
@@ -161,8 +160,8 @@ class TaskPages:
         get, post = self.router.get, self.router.post
         get("/", response_class=HTMLResponse)(self.home)
         get("/task", response_class=HTMLResponse)(self.task)
-        post("/task/answer", max_body_size=MAX_ANSWER_BYTES)(self.answer)
-        post("/task/ask", max_body_size=MAX_ANSWER_BYTES)(self.ask)
+        post("/task/answer")(self.answer)
+        post("/task/ask")(self.ask)
         post("/task/skip")(self.skip)
         post("/task/reveal")(self.reveal)
         get("/answers", response_class=HTMLResponse)(self.answers)
@@ -235,7 +234,7 @@ class TaskPages:
         account: Account,
         token: str,
         presented: PresentedTask,
-        fields: forms.Fields = EMPTY,
+        fields: Fields = EMPTY,
         wrong: Sequence[str] = (),
         *,
         status: int = 200,
@@ -264,7 +263,7 @@ class TaskPages:
             ratings=range(forms.MIN_RATING, forms.MAX_RATING + 1),
             num_span_rows=num_span_rows,
             is_same_text=is_same_text,
-            max_edit=MAX_EDIT_CHARACTERS,
+            max_edit=max_edit(presented.lease.shown.responses),
             max_turns_open=MAX_TURNS_OPEN,
             turns_open=TURNS_OPEN,
             threads=[] if is_away else self._threads(account, presented),
@@ -323,7 +322,7 @@ class TaskPages:
         if not text:
             return self._task_page(account, token, presented, fields, ["The question is empty."])
         self.service.ask(account, presented.lease, text)
-        kept = forms.Fields({**fields.values, "question": ""}, fields.ticked)
+        kept = Fields({**fields.values, "question": ""}, fields.ticked)
         return self._task_page(account, token, presented, kept)
 
     def _skip(self, request: Request, posted: FormData) -> Response:

@@ -36,7 +36,6 @@ HEADERS = {
 }
 HSTS = "max-age=31536000"  # a year, for a server whose public address is https
 MAX_BODY_BYTES = 1_000_000
-MAX_ANSWER_BYTES = 4_000_000  # an answer's form holds every response that may be edited
 MAX_TASKS_BYTES = 4_000_000  # tasks that a lead adds
 MAX_SIGN_IN_BYTES = 16_000  # for requests without a session
 

@@ -12,8 +12,8 @@ from starlette.datastructures import FormData
 
 from preferences.accounts import Account, Accounts
 from preferences.leases import display_order
-from preferences.page import forms
 from preferences.page.config import LabelingConfig
+from preferences.page.fields import LETTERS, Fields
 from preferences.page.forms import STORE_AWAY
 from preferences.page.security import is_storable
 from preferences.page.service import RefusedError, seal
@@ -98,7 +98,7 @@ class Site:
             raise RefusedError(ONLY_LEADS)
         return account, token
 
-    def form(self, request: Request, posted: FormData) -> tuple[Account, str, forms.Fields]:
+    def form(self, request: Request, posted: FormData) -> tuple[Account, str, Fields]:
         """Returns account, token and fields of a posted form. Raises: RefusedError if another session made it."""
         account, token = self.signed_in(request)
         fields = fields_of(posted)
@@ -107,7 +107,7 @@ class Site:
             raise RefusedError("this form was not made for this session; open the page again")
         return account, token, fields
 
-    def lead_form(self, request: Request, posted: FormData) -> tuple[Account, str, forms.Fields]:
+    def lead_form(self, request: Request, posted: FormData) -> tuple[Account, str, Fields]:
         """Like `form`, for leads only."""
         account, token, fields = self.form(request, posted)
         if account.role != "lead":
@@ -129,7 +129,7 @@ class Site:
             "account": account,
             "num_waiting": 0 if account is None or status >= 500 else self.num_waiting(account),
             "csrf": seal(token, "form") if token else "",
-            "letters": forms.LETTERS,
+            "letters": LETTERS,
             "oidc": self.config.oidc,
             "has_arena": self.has_arena,
         }
@@ -143,11 +143,11 @@ class Site:
         return self.page("message", account, token, status, heading=heading, text=text, typed="")
 
 
-def fields_of(form: FormData) -> forms.Fields:
+def fields_of(form: FormData) -> Fields:
     single = {name: value for name, value in form.multi_items() if isinstance(value, str)}
     ticked = {name: dict.fromkeys(map(str, form.getlist(name))) for name in form if name.startswith(CHECKBOXES)}
     several = {name: list(values) for name, values in ticked.items()}  # a box that is sent twice counts once
-    return forms.Fields(single, several)
+    return Fields(single, several)
 
 
 def download(parts: Iterable[str], name: str, media_type: str) -> Response:

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from preferences.annotations import Annotations, CriterionRatings, Span
-from preferences.page.annotation_forms import occurrences
+from preferences.page.annotation_forms import max_edit, occurrences
 from preferences.page.config import LabelCriterion, LabelingConfig
 from preferences.records import Message, Task
 
@@ -119,6 +119,16 @@ def test_a_word_that_occurs_twice_is_told_apart(world, visit):
     (judgment,) = world.store.judgments("main")
     (span,) = judgment.annotations.spans
     assert (span.start, TASK.responses[0][span.start : span.end]) == (TASK.responses[0].index("so."), "s")
+
+
+def test_responses_that_no_form_could_hold_are_not_offered_for_an_edit(world, visit):
+    long = ("字" * 19_999, "b" * 20_001)
+    world.add(Task("t1", (Message("user", "?"),), long, ("x", "y")))
+    text = visit("ann", CONFIG).get("/task").text
+    assert text.count("is too long to be edited here") == 1
+    assert len(re.findall(r'name="edit_\d"', text)) == 1
+    assert max_edit(["字" * 19_999] * 2) == 20_000
+    assert max_edit(["字" * 19_999] * 3) == 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from sqlalchemy import event
 
 from preferences.accounts import Accounts
 from preferences.page.app import make_app
-from preferences.page.config import LabelCriterion, LabelingConfig
+from preferences.page.config import LabelCriterion, LabelingConfig, QuizQuestion
 from preferences.page.serve import listening
 from preferences.page.site import COOKIE
 from preferences.records import Answer, Message, Task
@@ -553,7 +553,7 @@ def axe(page: Page) -> list[str]:
     """Runs axe in light colours, and its colour rules in dark ones too."""
     problems = []
     for scheme, only in (("light", STANDARDS), ("dark", COLOURS)):
-        page.emulate_media(color_scheme=scheme)
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # a colour may not be halfway to the other
         for found in Axe().run(page, options={"runOnly": only, "resultTypes": ["violations"]}).response["violations"]:
             problems += [f"{scheme}: {found['id']}: {node['html'][:120]}" for node in found["nodes"]]
     page.emulate_media(color_scheme="light")
@@ -628,3 +628,61 @@ def test_criteria_at_a_phones_width(site):
         box.evaluate("box => { box.open = true; }")
     assert page.evaluate("document.documentElement.scrollWidth") <= 320
     assert axe(page) == []
+
+
+QUIZ = (QuizQuestion(question="Are ties fine?", choices=("yes", "no"), answer="yes", explanation="They are honest."),)
+
+
+def test_quiz_questions_and_a_change_are_accessible_at_a_phones_width(site):
+    turns = tuple(Message(("user", "assistant")[number % 2], f"Turn {number}") for number in range(9))
+    config = ANNOTATED.model_copy(update={"quiz": QUIZ, "instructions": "Rank.\n\nTies are fine."})
+    opened = site([replace(make_task("t1", 2), prompt=turns)], config=config)
+    narrow = {"viewport": {"width": 320, "height": 640}}
+    found = {}
+
+    def look(page, name):
+        found[name] = axe(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 320, name
+
+    page = opened.visit("ann", **narrow)
+    older = config.model_copy(update={"instructions": "Rank.\n\nNo ties."})
+    opened.accounts.store_instructions(older.version, older.instructions, older.flags)
+    opened.accounts.confirm_reading("ann", older.version)
+    page.goto(opened.address + "/task")
+    look(page, "what is new, and the quiz")
+    page.get_by_label("no", exact=True).check()
+    page.get_by_role("button", name="Check my answers").click()
+    expect(page.get_by_text("Not right.")).to_be_visible()
+    look(page, "feedback")
+    page.get_by_label("yes", exact=True).check()
+    page.get_by_role("button", name="Check my answers").click()
+    look(page, "all right")
+    page.get_by_role("link", name="Start labeling").first.click()
+    expect(page.locator("#earlier .text").first).to_be_hidden()
+    page.keyboard.press("t")
+    expect(page.locator("#earlier .text").first).to_be_visible()
+    page.locator("details.ask > summary").click()
+    page.locator("#question").fill("Is turn 3 a joke?")
+    page.get_by_role("button", name="Send the question").click()
+    look(page, "a question on the task")
+    eve = opened.visit("eve", role="lead", path="/questions", **narrow)
+    look(eve, "lead: questions")
+    eve.get_by_label("Your reply to ann").fill("No.")
+    eve.get_by_role("button", name="Send").click()
+    eve.goto(opened.address + "/lead/task?task=t1")
+    look(eve, "lead: a task with a thread")
+    page.goto(opened.address + "/questions")
+    look(page, "questions")
+    page.goto(opened.address + "/task")
+    for key in ("a", "1", "Shift+Digit5", "Shift+Digit1", "b", "2", "Shift+Digit4", "Shift+Digit2"):
+        page.keyboard.press(key)
+    with page.expect_navigation():
+        page.keyboard.press("Control+Enter")
+    page.goto(opened.address + "/answers")
+    look(page, "my answers")
+    page.get_by_role("link", name="Change the answer").click()
+    look(page, "a change")
+    with page.expect_navigation():
+        page.keyboard.press("Control+Enter")
+    assert [judgment.kind for judgment in opened.judgments()] == ["answer", "answer"]
+    assert {name: problems for name, problems in found.items() if problems} == {}
