@@ -96,9 +96,9 @@ def test_a_round_reads_the_newest_models_and_all_labels() -> None:
     assert job.parents("compare") == ("pretrain", "sft", "reward", "ppo", "ppo_2", "ppo_3")
     rounds = [job.part(name) for name in ("collect", "collect_2", "collect_3")]
     assert [(one.choose, one.models, one.labels, one.asked) for one in rounds] == [
-        ("uniform", (), 666, 666),  # no reward model can choose yet
-        ("large-gap", ("reward",), 1333, 1333),
-        ("large-gap", ("reward_2",), 2000, 2000),
+        ("uniform", (), 2200, 2200),  # no reward model can choose yet
+        ("large-gap", ("reward",), 4400, 4400),
+        ("large-gap", ("reward_2",), 6600, 6600),
     ]
     assert not was_measured(Run(job, Path("run"), None, None).of("ppo_2"))  # chosen samples are not typical
     planned = {stage.name for stage in make_plan(job, Setting(GPUS["h100"], 0.4, 1000)).stages}
@@ -168,7 +168,7 @@ def test_effective_number_of_tasks() -> None:
         (["loop.rounds=9", "loop.labels=4"], "rounds is 9 and labels is 4; at least one label per round"),
         (["loop.choose=best"], "loop.choose: one of uniform, near-tie.* was expected, found 'best'"),
         (["loop.labels_per_round=[1, 2]"], "labels_per_round has 2 entries; one for each of rounds = 3"),
-        (["loop.labels_per_round=[9000, 1, 1]"], "sum is at most labels = 2000"),
+        (["loop.labels_per_round=[9000, 1, 1]"], "sum is at most labels = 6600"),
         (["compare=none"], r"loop: the job has no \[compare\], which says how a policy is judged"),
         (["rounds=4"], "rounds is 4; at most loop.rounds = 3 was expected"),
         (["loop.num_samples=3"], "loop.num_samples is 3; at least collect.responses_per_prompt = 4"),
