@@ -86,7 +86,7 @@ def run_gain(run: StageRun, config: CompareConfig) -> None:
     }
     verdicts, judge, unit = _judge(run, config, prompts, responses)
     collected = record_of_round(run.run_folder, number)
-    gain, score, before_score = _gain(prompts, verdicts, policy)
+    gain, score, before_score = gain_of(prompts, verdicts, policy)
     hundreds = max(collected.num_new_labels, 1) / HUNDRED
     clusters = {prompt.prompt_id: prompt.cluster or prompt.prompt_id for prompt in prompts}
     kl = _mean([sample.log_ratio for sample in samples], [clusters[sample.prompt_id] for sample in samples])
@@ -167,8 +167,10 @@ def _round_judge(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJud
     return reward_judge("reward", model, weights, steps)
 
 
-def _gain(prompts: Sequence[Prompt], verdicts: Sequence[Verdict], policy: str) -> tuple[Interval, Interval, Interval]:
-    """Returns the gain of `policy`, its mean score, and the mean score of the other policy."""
+def gain_of(prompts: Sequence[Prompt], verdicts: Sequence[Verdict], policy: str) -> tuple[Interval, Interval, Interval]:
+    """Returns the gain of `policy`, its mean score, and the mean score of the other policy. Without scores, a verdict
+    counts as its preference for `policy`, from 0 to 1, minus ½.
+    """
     clusters = {prompt.prompt_id: prompt.cluster or prompt.prompt_id for prompt in prompts}
     places = [clusters[verdict.prompt_id] for verdict in verdicts]
     signs = [1 if verdict.policy_a == policy else -1 for verdict in verdicts]
