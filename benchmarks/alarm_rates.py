@@ -1,5 +1,7 @@
 """How often `[ppo.alarm]` rings in planted worlds: `python -m benchmarks.alarm_rates [NUM_WORLDS]`.
 
+`python -m benchmarks.alarm_rates --people [NUM_WORLDS]` does the same for people, whose answers come late or never.
+
 In a planted world prompts differ in difficulty, a check is noisy, and score and check of a response correlate by 0.4,
 so that at first one standard deviation of score is worth 0.1 of a check. In its run the score gains two standard
 deviations, and the checks gain what the kind of world says. The alarm looks after every second iteration.
@@ -14,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppo.alarm import Evidence, evidence_of
+from ppo.people import evidence_of_verdicts, number_to_send
 
 Floats = NDArray[np.float64]
 
@@ -78,6 +81,75 @@ def first_alarm(evidence: list[Evidence]) -> int:
     return EVERY * (rings.index(True) + 1) if any(rings) else 0
 
 
+PEOPLE_ITERATIONS = 40
+TIES = 0.2
+EACH = 16
+
+
+@dataclass(frozen=True)
+class People:
+    """A world of people. `edge` is the mean verdict of the last policy, and of the others from iteration `since` on in
+    proportion; `delay` is the mean number of iterations until an answer comes. With `is_eager`, defeats of the policy
+    are answered at once and the rest after `delay`; a share `lost` of its victories is never answered.
+    """
+
+    what: str
+    edge: float
+    since: int = 0
+    delay: float = 0.0
+    is_eager: bool = False
+    lost: float = 0.0
+
+
+PEOPLE: tuple[People, ...] = (
+    People("no policy is better or worse; answers at once", 0.0),
+    People("the same; an answer takes 5 iterations on average", 0.0, delay=5),
+    People("the same; defeats are answered at once, the rest after 5", 0.0, delay=5, is_eager=True),
+    People("the same; and 30% of the victories are never answered", 0.0, delay=5, is_eager=True, lost=0.3),
+    People("the policy becomes better, to 0.3; after 5", 0.3, delay=5),
+    People("the policy becomes worse, to -0.3; at once", -0.3),
+    People("the policy becomes worse, to -0.3; after 5", -0.3, delay=5),
+    People("the policy becomes worse, to -0.6; after 5", -0.6, delay=5),
+    People("the policy becomes worse from iteration 20 on, to -0.6; after 5", -0.6, since=20, delay=5),
+)
+
+
+def people_run(world: People, seed: int) -> tuple[int, int]:
+    """Returns the iteration of the first alarm (0 = none) and how many comparisons were sent until then.
+
+    Iteration i has the policy after i iterations; it reads what has come, sends tasks, and looks at the evidence.
+    """
+    rng, aim = np.random.default_rng(seed), -math.log(FALSE_ALARMS)
+    verdict, policy, comes = (list[float]() for _ in range(3))
+    for iteration in range(1, PEOPLE_ITERATIONS):
+        come_N = np.array(comes) <= iteration
+        known_N, policy_N = np.array(verdict), np.array(policy, dtype=np.int64)
+        answered = evidence_of_verdicts(known_N[come_N], policy_N[come_N], PEOPLE_ITERATIONS) if verdict else None
+        number = number_to_send(EACH, answered.nats if answered else 0.0, aim, int((~come_N).sum()))
+        edge = world.edge * max(0.0, (iteration - world.since) / (PEOPLE_ITERATIONS - world.since))
+        for _ in range(number):
+            draw, wins = rng.random(), (1 - TIES + edge) / 2
+            verdict.append(1.0 if draw < wins else 0.0 if draw < wins + TIES else -1.0)
+            waits = 0 if world.is_eager and verdict[-1] < 0 else rng.geometric(1 / (1 + world.delay)) - 1
+            never = verdict[-1] > 0 and rng.random() < world.lost
+            policy.append(iteration)
+            comes.append(math.inf if never else iteration + 1 + waits)
+        seen_N = np.where(np.array(comes) <= iteration, np.array(verdict), math.nan)
+        if evidence_of_verdicts(seen_N, np.array(policy, dtype=np.int64), PEOPLE_ITERATIONS).rings(FALSE_ALARMS):
+            return iteration, len(verdict)
+    return 0, len(verdict)
+
+
+def people_rates(num_worlds: int) -> None:
+    print("| people | runs with an alarm | median iteration of it | median comparisons sent |\n|---|---|---|---|")
+    for world in PEOPLE:
+        found = [people_run(world, seed) for seed in range(num_worlds)]
+        rang = [iteration for iteration, _ in found if iteration]
+        when = f"{np.median(rang):g} of {PEOPLE_ITERATIONS}" if rang else ""
+        sent = np.median([number for _, number in found])
+        print(f"| {world.what} | {len(rang) / num_worlds:.2%} | {when} | {sent:g} |", flush=True)
+
+
 def main(num_worlds: int) -> None:
     print("| world | checks | runs with an alarm | median iteration of it |\n|---|---|---|---|")
     for kind in KINDS.values():
@@ -89,4 +161,5 @@ def main(num_worlds: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2000)
+    numbers = [int(word) for word in sys.argv[1:] if word != "--people"]
+    (people_rates if "--people" in sys.argv else main)(*numbers or [2000])

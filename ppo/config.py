@@ -14,10 +14,11 @@ from lm.config import exact_div
 from lm.lora import LoRAConfig
 from ppo.algorithm import GAE, Advantage, CutImportance, Importance, KLConfig, PolicyLoss, TeacherConfig, TokenLoss
 from ppo.environments.kinds import AnyEnvironment
-from reward.external import ExternalReward, ModelReward, NoReward
+from reward.external import ExternalReward, ModelReward, NoReward, RemoteReward, RewardFunction
 from reward.judge import JudgeReward
-from reward.sources import Reward, RewardSum, Source
+from reward.sources import Reward, RewardSum
 from reward.steps import StepsConfig
+from reward.verifiers.verifier import Verifier
 from training.config import BatchConfig, Config, OptimizerConfig, by_kind, check_lora, lora_field
 from training.data import NO_FIELDS, DataConfig, OnOverlong, RowFields, overlong_field
 
@@ -162,18 +163,56 @@ class EMAConfig(Config):
     )
 
 
+class PeopleSource(Config):
+    """People who compare the policy's responses with the initial policy's on the label page (docs/alarm.md)."""
+
+    model_config = ConfigDict(title="People")
+    source_key: ClassVar[str] = "store"
+    row_fields: ClassVar[RowFields] = NO_FIELDS  # labelers see prompts and responses
+
+    kind: Literal["people"] = Field(default="people", description="The kind of this table.")
+    store: str = Field(pattern=r"^.+$", description="The label store: a file path or a database URL. It must exist.")
+    batch: str = Field(default="alarm", pattern=r"^.+$", description="The batch that the comparisons go to.")
+
+    def check(self, _rows: Sequence[Any]) -> None:
+        """Check that the store can be opened. Raises: ValueError."""
+        from preferences.database import require_store  # needs SQLAlchemy, which a bare GPU machine lacks
+
+        require_store(self.store, f"; `heed label serve --store {self.store} --new` creates one")
+
+    @property
+    def short_name(self) -> str:
+        """The source as reports call it."""
+        return f"people ({self.batch})"
+
+
+# The kinds of rewards that score texts, and people, who only compare.
+SpotChecker = Annotated[
+    Annotated[Verifier, Tag("verifier")]
+    | Annotated[RewardFunction, Tag("function")]
+    | Annotated[RemoteReward, Tag("url")]
+    | Annotated[JudgeReward, Tag("judge")]
+    | Annotated[PeopleSource, Tag("people")],
+    by_kind("verifier", "function", "url", "judge", "people"),
+]
+
+
 class AlarmConfig(Config):
     """Spot checks of the policy's responses, and what happens if they show that its gain in score is not real
     (docs/alarm.md).
     """
 
-    source: Source = Field(
-        description="Who checks: a table of one of the kinds that score texts, as for `reward`, but not the same one."
+    source: SpotChecker = Field(
+        description="Who checks: a table of one of the kinds that score texts, as for `reward`, but not the same one;"
+        " or of kind `people`, who compare responses on the label page while PPO goes on."
     )
     lowest: FiniteFloat = Field(default=0.0, description="The lowest score that `source` can give.")
     highest: FiniteFloat = Field(default=1.0, description="The highest score that `source` can give.")
     initial_checks: int = Field(
-        default=256, ge=16, description="Responses of the initial policy to check, each to another prompt."
+        default=256,
+        ge=16,
+        description="Responses of the initial policy to check, each to another prompt. With people: the most that they"
+        " compare in the whole run.",
     )
     checks_per_iteration: int = Field(
         default=16, ge=1, description="Responses per iteration to check, each to another prompt."
@@ -202,6 +241,9 @@ class AlarmConfig(Config):
     def _check_range(self) -> Self:
         if not self.lowest < self.highest:
             raise ValueError(f"lowest {self.lowest:g} and highest {self.highest:g}; a lower `lowest` was expected")
+        given = {"share", "lowest", "highest"} & self.model_fields_set
+        if isinstance(self.source, PeopleSource) and given:
+            raise ValueError(f"{min(given)} is set, but people give no scores; a table without it was expected")
         return self
 
 
@@ -407,6 +449,8 @@ class PPOConfig(Config):
             yield 'alarm asks whether the gain in score is real, but reward.kind "none" has none; another was expected'
         if self.alarm.source == self.reward:
             yield "alarm.source is the reward that the policy is trained on; another source was expected"
+        if isinstance(self.alarm.source, PeopleSource) and self.environment is not None:
+            yield "alarm.source: people compare single responses; a job without ppo.environment was expected"
         if self.alarm.action == "roll_back" and not self.keep_policies_every:
             yield 'alarm.action "roll_back" needs policies to return to; keep_policies_every above 0 was expected'
         if self.alarm.action == "roll_back" and self.ema.is_final:

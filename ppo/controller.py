@@ -34,6 +34,7 @@ from ppo.config import PPOConfig
 from ppo.experience import Experience
 from ppo.groups import StepRewards, informative_groups
 from ppo.learner import Learner
+from ppo.people import PeopleChecks
 from ppo.rank import ScoreScale
 from ppo.roles import Roles
 from ppo.rollout import PolicyBatch, PPOBatch, ResponseKL, Rollout, ValueBatch
@@ -67,7 +68,7 @@ class PPOController:
         max_difference: float = DEFAULT_MAX_DIFFERENCE,
         samples: SampleLog | None = None,
         rollouts: RolloutLog | None = None,
-        spot_checks: SpotChecks | None = None,
+        spot_checks: SpotChecks | PeopleChecks | None = None,
         enter: Callable[[str], None] = lambda _phase: None,
         gold: GoldScores | None = None,
     ) -> None:
@@ -90,8 +91,7 @@ class PPOController:
         self.started_with: dict[int, int] = {}  # digest of the weights that an iteration started with
         self.evidence = NO_EVIDENCE  # that sampled tokens are not draws from the policy
         self.in_flight: dict[int, Pending[Rollout]] = {}  # by the iteration that will learn from it
-        num_prompts = config.sampled_batch_size // config.advantage.samples_per_prompt
-        self.prompt_order = Sampler(len(prompts), num_prompts, derive_seed(seed, "ppo", "prompts"))
+        self.prompt_order = prompt_order(config, len(prompts), seed)
         self.ptx_order = Sampler(max(1, num_pretraining_rows), config.ptx_rows, derive_seed(seed, "ppo", "ptx"))
 
     def step(self, iteration: int) -> dict[str, float]:
@@ -489,6 +489,12 @@ class PPOController:
             else:  # older weights sampled it: those of the initial policy, which has been checked
                 return {}
             return self.spot_checks.add(rollout, scores_B.tolist(), iteration=iteration, policy=policy)
+
+
+def prompt_order(config: PPOConfig, num_rows: int, seed: int) -> Sampler:
+    """Returns which rows of the prompts each iteration samples responses to."""
+    num_prompts = config.sampled_batch_size // config.advantage.samples_per_prompt
+    return Sampler(num_rows, num_prompts, derive_seed(seed, "ppo", "prompts"))
 
 
 def _value_batch(minibatch: PPOBatch) -> ValueBatch:

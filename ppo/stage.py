@@ -28,9 +28,10 @@ from lm.tensor_parallel import largest_team, require_divisible
 from lm.tokenizer import Tokenizer
 from lm.weights import read_config
 from ppo.alarm import SpotChecks
-from ppo.config import VLLM, PPOConfig
-from ppo.controller import GoldScores, PPOController
+from ppo.config import VLLM, PeopleSource, PPOConfig
+from ppo.controller import GoldScores, PPOController, prompt_order
 from ppo.environments.environment import Environment
+from ppo.people import PeopleChecks
 from ppo.plan import plan
 from ppo.rank import InitialModels, ScoreScale, TokenStream
 from ppo.report import REPORTER, PPOResults
@@ -137,9 +138,22 @@ def run(
 
 def _spot_checks(
     context: StageContext, config: PPOConfig, models: InitialModels, fitting: Fitting, tokenizer: Tokenizer, first: int
-) -> AbstractContextManager[SpotChecks | None]:
+) -> AbstractContextManager[SpotChecks | PeopleChecks | None]:
     if config.alarm is None:
         return nullcontext()
+    if isinstance(config.alarm.source, PeopleSource):
+        return closing(
+            PeopleChecks(
+                config.alarm,
+                context.folder,
+                fitting.prompts,
+                tokenizer,
+                prompt_order(config, len(fitting.prompts), context.seed),
+                num_iterations=config.num_iterations,
+                seed=context.seed,
+                resume_step=first,
+            )
+        )
     return closing(
         SpotChecks(
             config.alarm,
@@ -178,7 +192,7 @@ def controller_of(
     *,
     samples: SampleLog | None = None,
     rollouts: RolloutLog | None = None,
-    spot_checks: SpotChecks | None = None,
+    spot_checks: SpotChecks | PeopleChecks | None = None,
     enter: Callable[[str], None] = lambda _phase: None,
     gold: GoldScores | None = None,
 ) -> PPOController:
