@@ -1,6 +1,6 @@
 """Takes the pictures of the labeling pages in docs/, or of every page in light and dark colours and at a phone's width.
 
-    python -m benchmarks.label_pictures docs           # label-task.png and label-quality.png
+    python -m benchmarks.label_pictures docs           # label-task.png, label-quality.png and arena.png
     python -m benchmarks.label_pictures FOLDER --all   # every page, to look at
 
 The pages are real: a server in this process, with labelers that are known by construction. It needs Chromium.
@@ -12,10 +12,11 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import uvicorn
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -23,6 +24,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from benchmarks.known_labelers import Size, draw_world
 from preferences.accounts import Accounts
 from preferences.page.app import make_app
+from preferences.page.arena import ArenaSetup, Listener
 from preferences.page.config import LabelingConfig
 from preferences.records import Message, Task
 from preferences.store import LabelStore
@@ -55,6 +57,12 @@ LEAD_PAGES = (
     "/lead", "/lead/quality?batch=science", "/lead/answers?batch=science", "/lead/people", "/lead/person?name=ann",
     "/lead/export?batch=science&format=trl", "/lead/task?task=warned", "/lead/task?task=roots", "/answers",
 )  # fmt: skip
+ARENA_ANSWERS = (
+    "Light enters a drop and **bends**, each colour by another angle.\n\n1. It bends on the way in.\n2. The back of the"
+    " drop reflects it.\n3. It bends again on the way out: at about 42° for red, 40° for blue.",
+    "A rainbow is sunlight, split by drops of rain. You see it opposite the Sun, as an arc, because every drop at the"
+    " same angle sends you the same colour.",
+)
 LOOKS = {"light": ("light", 1200), "dark": ("dark", 1200), "phone": ("light", 320)}
 
 
@@ -72,12 +80,31 @@ def fill(url: str) -> None:
         store.add_tasks([WARNED], batch="warned", num_labelers=len(NAMES))
 
 
+class WrittenAnswers:
+    """Two policies of the arena whose answers are there already."""
+
+    identities = ("one", "two")
+
+    def start(
+        self, key: str, policy: int, messages: Sequence[Message], seed_of: Sequence[str | int], side: int, to: Listener
+    ) -> None:
+        del key, messages, seed_of
+        to.ended(side, ARENA_ANSWERS[policy], {"policy": policy, "name": self.identities[policy], "kind": "endpoint"})
+
+    def stop(self, key: str) -> None:
+        del key
+
+
 @contextmanager
-def served(url: str, config: LabelingConfig = CONFIG) -> Iterator[tuple[str, Accounts]]:
+def served(url: str, config: LabelingConfig = CONFIG, *, with_arena: bool = False) -> Iterator[tuple[str, Accounts]]:
     """Serves the store; gives the server's address, and the accounts."""
     accounts = Accounts(url)
-    with LabelStore(url) as store, socket.create_server(("127.0.0.1", 0)) as listening:
-        app = make_app(store, accounts, config)
+    with ExitStack() as closing:
+        store = closing.enter_context(LabelStore(url))
+        listening = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
+        setup = ArenaSetup(WrittenAnswers(), "arena")
+        arena = closing.enter_context(setup.opened(url, store, config)) if with_arena else None
+        app = make_app(store, accounts, config, arena=arena)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
         thread.start()
@@ -114,6 +141,15 @@ def take_all(page: Page, folder: Path, address: str, who: str, paths: tuple[str,
             take(page, folder / f"{who}-{name.replace('/', '-')}-{look}.png", look)
 
 
+def talk(page: Page, address: str) -> str:
+    """Has a conversation in the arena, with a verdict, and returns its path."""
+    page.goto(f"{address}/arena")
+    page.get_by_label("Your message").fill("How does a rainbow form?")
+    page.get_by_role("button", name="Ask both").click()
+    page.get_by_role("radio", name="A is better").check(force=True)
+    return urlsplit(page.url).path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
@@ -143,6 +179,13 @@ def main() -> None:
                 take(labeler, asked.folder / "label-task.png", "light")
                 lead.goto(f"{address}/lead/quality?batch=science")
                 take(lead, asked.folder / "label-quality.png", "light", max_height=1_500)
+        with served(url, with_arena=True) as (address, accounts):
+            person = visit(browser, address, accounts.invite("cem", "labeler"))
+            path = talk(person, address)
+            if asked.all:
+                take_all(person, asked.folder, address, "person", ("/arena", path))
+            else:
+                take(person, asked.folder / "arena.png", "light")
         browser.close()
 
 

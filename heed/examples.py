@@ -68,7 +68,7 @@ heed classify runs/classify-questions/classify/model "Mia has a red kite." --que
 """,
     "heed arena": """
 heed arena runs/mine/sft/model runs/mine/ppo/model --store labels.sqlite        # http://127.0.0.1:8100, and a link
-heed arena runs/mine other=https://llm.example.org/v1#other-model --store labels.sqlite --prompts prompts.jsonl
+heed arena runs/mine other='https://llm.example.org/v1#other-model' --store labels.sqlite --prompts prompts.jsonl
 """,
     "heed chat": """
 heed chat runs/mine/ppo/model

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lm import decoding, generation
 from lm.decoding import StepKind
-from lm.generation import Generated, Limits, generate
+from lm.generation import Generated, Limits, generate, stream
 from lm.inspection import cache_bytes_per_token
 from lm.model import LanguageModel
 from lm.native import operators
@@ -111,6 +111,19 @@ def test_each_prompt_may_have_a_limit_of_its_own(decoder: LanguageModel) -> None
     assert [len(response) for response in found.responses] == [2, 14]
     with pytest.raises(ValueError, match=f"prompt 0 has {room - 2} tokens; 1 to {room - 14} were expected"):
         sample(decoder, longest, [1, 2], max_new_tokens=14)
+
+
+def test_streams_that_take_turns_give_what_each_prompt_gets_alone(decoder: LanguageModel) -> None:
+    streams = [
+        stream(decoder, prompt, max_new_tokens=14, end_ids=[END], choice=Choice(), seed=seed)
+        for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
+    ]
+    found = [list(tokens) for tokens in itertools.zip_longest(*streams)]  # a token of each in turn
+    responses = [[token for token in column if token is not None] for column in zip(*found, strict=True)]
+    alone = [sample(decoder, [prompt], [seed]).responses[0] for prompt, seed in zip(PROMPTS, SEEDS, strict=True)]
+    assert responses == alone
+    with pytest.raises(ValueError, match="prompt 0 has 0 tokens"):
+        next(stream(decoder, [], max_new_tokens=1, end_ids=[END], choice=Choice(), seed=0))
 
 
 @pytest.mark.parametrize("max_rows", [4, 128])

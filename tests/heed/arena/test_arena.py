@@ -4,24 +4,29 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 
 from files.hashes import derive_seed
 from heed.arena.policies import ArenaPolicy, ArenaSampling, arena_policy, open_speaker
 from heed.arena.processes import PolicyProcesses
+from heed.arena.replay import replay_task
 from heed.cli import main
 from heed.commands.arena import arena_config, read_prompts, two_policies
 from preferences.accounts import Account
 from preferences.arena_records import Conversation
 from preferences.page import lockstep
-from preferences.page.arena import NO_ANSWER, TOO_LONG, Arena, ArenaSetup, Given
+from preferences.page.arena import CHOICES, NO_ANSWER, TOO_LONG, Arena, ArenaSetup, Given
 from preferences.page.config import LabelingConfig
 from preferences.records import Message
 from preferences.store import LabelStore
@@ -251,9 +256,6 @@ def written(arena: Arena, name: str, handle: str) -> Conversation:
 
 
 def run(*arguments: str) -> int:
-    import sys
-    from unittest.mock import patch
-
     with patch.object(sys, "argv", ["heed", *arguments]), pytest.raises(SystemExit) as ended:
         main()
     return int(ended.value.code or 0)
@@ -313,6 +315,23 @@ def test_verdicts_become_a_comparison_with_clusters_and_rankings_for_a_reward_mo
     assert len(rows) == len(choices)
     assert sum(row["ranks"] == [1, 1] for row in rows) == 2
     capsys.readouterr()
+
+
+def test_ten_people_at_once(processes: PolicyProcesses, judge: Callable[..., str]) -> None:
+    """All get both answers, in bits that do not depend on who else asks, and all verdicts are stored."""
+    path = judge(processes, {})
+    choices = dict(zip((f"p{number}" for number in range(10)), cycle(CHOICES), strict=False))
+    with LabelStore(path) as store, ArenaSetup(processes, "arena").opened(path, store, LabelingConfig()) as arena:
+
+        def talk(name: str) -> None:
+            handle = arena.begin(account(name), f"{name}: where is the fox?")
+            arena.judge(account(name), written(arena, name, handle), 0, Given(choices[name]))
+
+        with ThreadPoolExecutor(len(choices)) as pool:
+            list(pool.map(talk, choices))
+        tasks, judgments = [one.task for one in store.tasks("arena")], store.judgments("arena")
+    assert {act.labeler for act in judgments} == set(choices)
+    assert all(answer.is_same for answer in replay_task(tasks[0], {}))
 
 
 # ---- what is given on the command line ----

@@ -2,19 +2,14 @@
 
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy.exc import OperationalError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from arenas import SECRETS, ScriptedWriters
 
 from preferences.accounts import Account
 from preferences.arena_records import Conversations
@@ -29,6 +24,7 @@ from preferences.page.config import LabelingConfig
 from preferences.page.lockstep import LockstepTurn
 from preferences.records import Message
 from preferences.statistics.summary import summary
+from tests.preferences.page.arenas import SECRETS, ScriptedWriters
 
 CONFIG = LabelingConfig(flags=("wrong", "rude"))
 PROMPTS = [ArenaPrompt(f"p{n}", (Message("system", "Be kind."), Message("user", f"Prompt {n}?"))) for n in range(2)]
