@@ -101,6 +101,17 @@ def test_the_configurations_quota_holds_for_everybody(world, visit):
     assert "That is all for today" in page.text
 
 
+def test_changed_instructions_are_read_again(world, visit):
+    world.add(make_task("t1"))
+    ann = visit("ann", PLAIN)
+    assert "have changed" not in ann.get("/instructions").text
+    ann = visit("ann", PLAIN.model_copy(update={"instructions": "Other words"}), has_read=False)
+    page = ann.get("/task")
+    assert "These instructions have changed since you read them." in page.text
+    page = ann.post("/instructions", data=form(page, "/instructions"))
+    assert "Say t1" in page.text
+
+
 def disagree(world, *names):
     world.add(*(make_task(name) for name in names), num_labelers=2)
     for _ in names:
