@@ -6,10 +6,10 @@ in that batch. An answer that was taken back or voided counts as time, but not a
 
 The estimate has two parts. The work left, in labeler-hours, is the number of judgments left times the active time per
 judgment so far; its range is the central 80% of a bootstrap over (person, day) cells, which vary more than single
-answers do. The day of the end comes from the judgments per calendar day, with days off, in the last DAYS days: histories
-as long as the one seen are drawn from it with replacement, and from each of them days until they add up to what is left;
-the range is the central 80% of these draws. Both assume that the next days are like the last ones. With too little to
-go by there is no estimate, but a reason.
+answers do. The day of the end comes from the judgments per calendar day, days off included, in the last DAYS days: from
+them histories as long as the one seen are drawn with replacement, and from each history days until they add up to what
+is left; the range is the central 80% of these draws. Both assume that the next days are like the last ones. With too
+little to go by there is no estimate, but a reason.
 """
 
 import math
@@ -28,7 +28,7 @@ DAY_SECONDS = 86_400
 DAYS = 14  # calendar days that the pace is taken from
 MIN_ANSWERS, MIN_CELLS, MIN_DAYS = 20, 3, 3  # below these there is no estimate
 MAX_TIMES_MEDIAN = 5
-NUM_DRAWS = 1_000
+NUM_DRAWS = 400
 RANGE = (10, 90)  # percentiles
 MAX_DAYS_AHEAD = 3_650
 

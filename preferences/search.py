@@ -89,16 +89,14 @@ class FoundTask:
     is_repeat: bool
 
 
-def index_texts(connection: Connection, positions: Sequence[int]) -> None:
-    """Stores the words of new tasks."""
-    for part in parts(positions):
-        found = select(tasks.c.position, tasks.c.prompt, tasks.c.responses).where(tasks.c.position.in_(part))
-        rows = [
-            {"task": row.position, "text": _text([content for _, content in row.prompt] + row.responses)}
-            for row in connection.execute(found)
-        ]
-        if rows:
-            connection.execute(insert(task_texts), rows)
+def index_texts(connection: Connection, new: Sequence[tuple[int, Sequence[Sequence[str]], Sequence[str]]]) -> None:
+    """Stores the words of new tasks, given as (position, prompt, responses) as the table of tasks has them."""
+    rows = [
+        {"task": position, "text": _text([*(content for _, content in prompt), *responses])}
+        for position, prompt, responses in new
+    ]
+    if rows:
+        connection.execute(insert(task_texts), rows)
 
 
 def _text(texts: Sequence[str]) -> str:

@@ -164,6 +164,11 @@ def test_a_lead_searches_and_changes_what_is_found(world, visit, eve):
     assert world.store.lease("cem", seconds=60, batch="main") is None
     assert world.store.lease("cem", seconds=60, batch="main", tags=("chess",)).task_id == "t1"
     assert posted(eve, "/lead/tasks", at, action="archive", query="", which="ticked").status_code == 403
+    found = "/lead/search?labeler=bob"
+    assert "All tasks with something that this search finds" in eve.get(found).text
+    posted(eve, "/lead/tasks", found, action="labelers", query="labeler=bob", which="all", num_labelers="5")
+    assert [one.num_labelers for one in world.store.tasks("main")] == [5, 5]
+    assert [one.num_labelers for one in world.store.tasks("rest")] == [1]
     ann = visit("ann", PLAIN)
     for path in ("/lead/search", "/lead/queue"):
         assert ann.get(path).status_code == 403
