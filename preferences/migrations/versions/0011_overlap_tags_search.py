@@ -23,6 +23,11 @@ def upgrade() -> None:
     op.add_column("places", sa.Column("requires", sa.String, nullable=False, server_default=""))
     op.drop_index("places_open", "places")
     op.create_index("places_open", "places", ["batch", "task", "place"], **OFFERED)
+    archived: dict[str, Any] = {
+        "sqlite_where": sa.text("is_archived = 1"),
+        "postgresql_where": sa.text("is_archived"),
+    }
+    op.create_index("places_archived", "places", ["task"], **archived)
     op.add_column("accounts", sa.Column("tags", sa.JSON, nullable=False, server_default="[]"))
     op.add_column("accounts", sa.Column("daily_quota", sa.Integer, nullable=False, server_default="0"))
     op.add_column("accounts", sa.Column("identity", sa.String, nullable=False, server_default=""))
