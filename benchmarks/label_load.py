@@ -33,7 +33,26 @@ from preferences.store import LabelStore
 
 NUM_RESPONSES = 4
 RESPONSE = "A response of some length, as people get to read it. " * 8
+RANKS = ((1, 2, 2, 3), (3, 2, 2, 1), (2, 1, 3, 3))
+FLAGS = ((), (("hallucinates",), (), (), ()))
 HIDDEN = re.compile(r'<input type="hidden" name="(\w+)" value="([^"]*)">')
+LEAD_PAGES = {  # what a lead opens, with --lead: rare and frequent words, sparse and dense filters
+    "progress": "/lead",
+    "queue": "/lead/queue?batch=main&disagreement=0.3",
+    "queue, a task": "/lead/task?task=task-4&queue=batch%3Dmain%26disagreement%3D0.3",
+    "search, a rare word": "/lead/search?words=d{number}",
+    "search, frequent words": "/lead/search?words=people+response",
+    "search, no such word": "/lead/search?words=zebra",
+    "search, batch and state": "/lead/search?batch=main&state=open",
+    "search, disagreement": "/lead/search?disagreement=0.9",
+    "search, gold": "/lead/search?sort=gold",
+    "search, labeler": "/lead/search?labeler=labeler-3",
+    "search, labeler and word": "/lead/search?labeler=labeler-3&words=d{number}",
+    "search, mark": "/lead/search?mark=hallucinates",
+    "search, note": "/lead/search?note=dull",
+    "search, no such note": "/lead/search?note=zebra",
+    "search, a day": "/lead/search?since={day}&until={day}",
+}
 CONFIG = LabelingConfig(task_order="arrival")
 SERVER = (
     "import sys; from preferences.page.config import LabelingConfig; from preferences.page.serve import serve;"
@@ -41,8 +60,11 @@ SERVER = (
 )
 
 
-def fill(url: str, num_tasks: int, num_labelers: int, judged_share: float) -> list[str]:
-    """Creates a store with tasks, the first of them already judged; returns one session per labeler."""
+def fill(url: str, num_tasks: int, num_labelers: int, judged_share: float, *, with_lead: bool = False) -> list[str]:
+    """Creates a store with tasks, the first of them already judged; returns one session per labeler.
+
+    `with_lead` adds a lead, whose session is the last.
+    """
     tasks = [
         Task(
             f"task-{number}",
@@ -62,16 +84,24 @@ def fill(url: str, num_tasks: int, num_labelers: int, judged_share: float) -> li
         accounts.accept(accounts.invite(name, "labeler"))
         accounts.confirm_reading(name, CONFIG.version)
         sessions.append(accounts.open_session(name))
+    if with_lead:
+        accounts.accept(accounts.invite("lead", "lead"))
+        sessions.append(accounts.open_session("lead"))
     accounts.close()
     return sessions
 
 
 def judged(tasks: Sequence[Task], num_labelers: int) -> list[Judgment]:
-    """Returns two labelers' judgments per task, in turn."""
+    """Returns two labelers' judgments per task, in turn, one task per ten seconds until now.
+
+    They disagree on two of three tasks; some have marks or a note.
+    """
+    started = time.time() - 10.0 * len(tasks)
     return [
         Judgment(
-            task.task_id, f"labeler-{(number + turn) % num_labelers}", 0, "answer", (1, 2, 2, 3), (), (), "",
-            (0, 1, 2, 3), CONFIG.version, 20_000, "benchmark", 1.0 + number,
+            task.task_id, f"labeler-{(number + turn) % num_labelers}", 0, "answer", RANKS[(number * turn) % 3], (),
+            FLAGS[(number + turn) % 20 == 0], "Both are dull." if (number + turn) % 10 == 0 else "",
+            (0, 1, 2, 3), CONFIG.version, 20_000, "benchmark", started + 10.0 * number,
         )
         for number, task in enumerate(tasks)
         for turn in range(2)
@@ -102,6 +132,20 @@ async def label(
             assert stored.status_code == 303, stored.text
 
 
+async def lead(address: str, session: str, num_tasks: int, took: dict[str, list[float]], seconds: float) -> None:
+    """A lead: opens each page in turn, again and again, a second after the last one came."""
+    draw, started = random.Random(0), time.monotonic()
+    day = time.strftime("%Y-%m-%d", time.gmtime(time.time() - 86_400))
+    cookies = {"heed_session": session}
+    async with httpx.AsyncClient(base_url=address, cookies=cookies, timeout=60, verify=False) as client:
+        while time.monotonic() - started < seconds:
+            for name, path in LEAD_PAGES.items():
+                number = draw.randrange(num_tasks)
+                page = await timed(took.setdefault(name, []), client.get(path.format(number=number, day=day)))
+                assert page.status_code == 200, page.text
+                await asyncio.sleep(0.3)
+
+
 async def timed(took: list[float], asked: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
     started = time.perf_counter()
     response = await asked
@@ -126,6 +170,7 @@ def main() -> None:
     parser.add_argument("--labelers", type=int, default=50)
     parser.add_argument("--answers", type=int, default=20, help="answers per labeler")
     parser.add_argument("--think-seconds", type=float, default=5.0)
+    parser.add_argument("--lead", action="store_true", help="a lead opens the leads' pages at the same time")
     parser.add_argument("--postgres", action="store_true", help="start a PostgreSQL server and use that")
     given = parser.parse_args()
     with ExitStack() as opened:
@@ -141,7 +186,7 @@ def main() -> None:
 def measure(url: str, given: argparse.Namespace) -> None:
     """Fill the store, serve it, and print the response times."""
     started = time.perf_counter()
-    sessions = fill(url, given.tasks, given.labelers, given.judged_share)
+    sessions = fill(url, given.tasks, given.labelers, given.judged_share, with_lead=given.lead)
     print(f"filled in {time.perf_counter() - started:.0f} s", file=sys.stderr)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -165,9 +210,12 @@ async def work(address: str, sessions: Sequence[str], given: argparse.Namespace)
                 await asyncio.sleep(0.1)
     took: dict[str, list[float]] = {"a task": [], "an answer": []}
     labelers = [
-        label(address, session, given.answers, given.think_seconds, seed, took) for seed, session in enumerate(sessions)
+        label(address, session, given.answers, given.think_seconds, seed, took)
+        for seed, session in enumerate(sessions[: given.labelers])
     ]
-    await asyncio.gather(*labelers)
+    seconds = given.answers * given.think_seconds
+    leads = [lead(address, session, given.tasks, took, seconds) for session in sessions[given.labelers :]]
+    await asyncio.gather(*labelers, *leads)
     return took
 
 

@@ -6,9 +6,10 @@ in that batch. An answer that was taken back or voided counts as time, but not a
 
 The estimate has two parts. The work left, in labeler-hours, is the number of judgments left times the active time per
 judgment so far; its range is the central 80% of a bootstrap over (person, day) cells, which vary more than single
-answers do. The day of the end comes from the judgments per calendar day, with days off, in the last DAYS days: days are
-drawn with replacement until they add up to what is left, and the range is the central 80% of many such draws. Both
-assume that the next days are like the last ones. With too little to go by there is no estimate, but a reason.
+answers do. The day of the end comes from the judgments per calendar day, days off included, in the last DAYS days: from
+them histories as long as the one seen are drawn with replacement, and from each history days until they add up to what
+is left; the range is the central 80% of these draws. Both assume that the next days are like the last ones. With too
+little to go by there is no estimate, but a reason.
 """
 
 import math
@@ -27,7 +28,7 @@ DAY_SECONDS = 86_400
 DAYS = 14  # calendar days that the pace is taken from
 MIN_ANSWERS, MIN_CELLS, MIN_DAYS = 20, 3, 3  # below these there is no estimate
 MAX_TIMES_MEDIAN = 5
-NUM_DRAWS = 1_000
+NUM_DRAWS = 400
 RANGE = (10, 90)  # percentiles
 MAX_DAYS_AHEAD = 3_650
 
@@ -204,7 +205,10 @@ def _finished(per_day: Numbers, num_left: int, today: int) -> tuple[float, float
     if mean <= 0:
         return None
     rng, length = np.random.default_rng(0), min(MAX_DAYS_AHEAD, math.ceil(4 * num_left / mean) + 4 * len(per_day))
-    reached = np.cumsum(per_day[rng.integers(len(per_day), size=(NUM_DRAWS, length))], axis=1) >= num_left
+    # First a history like the one seen, then days of it: the few days seen are themselves a draw.
+    history = per_day[rng.integers(len(per_day), size=(NUM_DRAWS, len(per_day)))]
+    coming = np.take_along_axis(history, rng.integers(len(per_day), size=(NUM_DRAWS, length)), axis=1)
+    reached = np.cumsum(coming, axis=1) >= num_left
     num_days = np.where(reached.any(axis=1), reached.argmax(axis=1) + 1, MAX_DAYS_AHEAD)
     low, high = np.percentile(num_days, RANGE, method="nearest")
     return float((today + low) * DAY_SECONDS), float((today + high) * DAY_SECONDS)

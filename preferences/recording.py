@@ -84,7 +84,7 @@ def _insert_tasks(connection: Connection, rows: Sequence[Values], known: Mapping
         ],
     )
     assignment.remember(connection, {(row["batch"], assignment.required_by(row)) for row in rows})
-    search.index_texts(connection, [positions[row["task_id"]] for row in rows])
+    search.index_texts(connection, [(positions[row["task_id"]], row["prompt"], row["responses"]) for row in rows])
 
 
 # ---- events ----

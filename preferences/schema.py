@@ -96,6 +96,7 @@ assignments = Table(
         sqlite_where=text("is_done = 0 AND is_surplus = 0 AND is_archived = 0"),
         postgresql_where=text("NOT is_done AND NOT is_surplus AND NOT is_archived"),
     ),
+    Index("places_archived", "task", sqlite_where=text("is_archived = 1"), postgresql_where=text("is_archived")),
     Index("places_by_labeler", "labeler", "task", unique=True),  # a labeler has at most one assignment of a task
     Index(
         "places_held",

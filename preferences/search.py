@@ -89,16 +89,14 @@ class FoundTask:
     is_repeat: bool
 
 
-def index_texts(connection: Connection, positions: Sequence[int]) -> None:
-    """Stores the words of new tasks."""
-    for part in parts(positions):
-        found = select(tasks.c.position, tasks.c.prompt, tasks.c.responses).where(tasks.c.position.in_(part))
-        rows = [
-            {"task": row.position, "text": _text([content for _, content in row.prompt] + row.responses)}
-            for row in connection.execute(found)
-        ]
-        if rows:
-            connection.execute(insert(task_texts), rows)
+def index_texts(connection: Connection, new: Sequence[tuple[int, Sequence[Sequence[str]], Sequence[str]]]) -> None:
+    """Stores the words of new tasks, given as (position, prompt, responses) as the table of tasks has them."""
+    rows = [
+        {"task": position, "text": _text([*(content for _, content in prompt), *responses])}
+        for position, prompt, responses in new
+    ]
+    if rows:
+        connection.execute(insert(task_texts), rows)
 
 
 def _text(texts: Sequence[str]) -> str:
@@ -150,20 +148,16 @@ def _of_task(connection: Connection, search: Search) -> list[ColumnElement[bool]
 
 
 def _is_in_state(state: State) -> ColumnElement[bool]:
-    own = assignments.c.task == tasks.c.position
+    """Returns the condition for a state. The subqueries start from what is rarer, so that few rows are looked at."""
+    position, answered = tasks.c.position, select(task_summaries.c.task)
     if state == "adjudicated":
-        return (
-            select(task_summaries.c.task)
-            .where(task_summaries.c.task == tasks.c.position, task_summaries.c.is_adjudicated)
-            .correlate(tasks)
-            .exists()
-        )
-    is_archived = select(assignments.c.task).where(own, assignments.c.is_archived).correlate(tasks).exists()
+        return position.in_(answered.where(task_summaries.c.is_adjudicated))
+    is_archived = position.in_(select(assignments.c.task).where(assignments.c.is_archived))
     if state == "archived":
         return is_archived
-    unfinished = (own, ~assignments.c.is_done, ~assignments.c.is_surplus)
+    unfinished = (assignments.c.task == position, ~assignments.c.is_done, ~assignments.c.is_surplus)
     is_open = select(assignments.c.task).where(*unfinished).correlate(tasks).exists()
-    return and_(~is_archived, is_open if state == "open" else ~is_open)
+    return and_(~is_archived, is_open) if state == "open" else and_(position.in_(answered), ~is_archived, ~is_open)
 
 
 def _has_words(connection: Connection, words: str) -> ColumnElement[bool]:

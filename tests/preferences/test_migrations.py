@@ -12,10 +12,13 @@ import sqlalchemy
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
+from preferences import adjudication, search
 from preferences.accounts import Accounts
+from preferences.adjudication import Threshold
 from preferences.database import open_engines
 from preferences.records import Answer, Message, Task
 from preferences.schema import metadata
+from preferences.search import Search
 from preferences.store import LabelStore
 from reward.collect import STAGE
 
@@ -155,6 +158,35 @@ def test_a_store_of_the_first_release_gets_the_new_triggers(empty_database, monk
         connection.execute(sqlalchemy.text(refused))
     assert len(contents(reader)["people_acts"]) == 1
     reader.dispose()
+
+
+def test_an_older_store_can_be_searched_and_adjudicated(empty_database, monkeypatch):
+    """The new tables are filled with what is stored already."""
+    url = empty_database()
+    with monkeypatch.context() as old:
+        old.setattr("alembic.script.ScriptDirectory.get_current_head", lambda _: "0010")
+        old.setattr("alembic.command.upgrade", functools.partial(upgrade_to, alembic.command.upgrade, "0010"))
+        reader, writer = open_engines(url)
+    false = "false" if reader.name == "postgresql" else "0"
+    texts = """'[["user", "Caf\\u00e9?"]]', '["yes", "no"]', '["x", "y"]'"""
+    task = f"(1, 't', 'b', 2, {texts}, 'o', '[]', '', '{{}}', '', 'h')"
+    with writer.begin() as connection:
+        statements = [f"INSERT INTO tasks VALUES {task}"]
+        for place, (name, ranks) in enumerate((("unknown 1", "[1, 2]"), ("unknown 2", "[2, 1]"))):
+            done = "true" if false == "false" else "1"
+            statements += [
+                f"INSERT INTO places VALUES (1, {place}, 'b', 0, '{name}', 0, {done}, 0, {false})",
+                "INSERT INTO judgments (task, labeler, revision, kind, ranks, ratings, flags, note, shown_order,"
+                f" instructions_version, milliseconds, client, created_at) VALUES (1, '{name}', 0, 'answer', '{ranks}',"
+                " '[]', '[]', '\"\"', '[0, 1]', '1', 9, 't', 1.0)",
+            ]
+        for statement in statements:
+            connection.exec_driver_sql(statement)
+    reader.dispose()
+    with LabelStore(url) as store, store.reading() as connection:
+        assert [one.task_id for one in search.find_tasks(connection, Search(words="café"), after=0, limit=9)] == ["t"]
+        (one,) = adjudication.queued(connection, Threshold(), start=0, limit=9)
+        assert (one.task_id, one.disagreement, one.num_agreeing, one.num_answers) == ("t", 1.0, 1, 2)
 
 
 def upgrade_to(upgrade, revision, config, _head):

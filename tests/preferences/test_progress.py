@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from preferences.progress import DAY_SECONDS, MIN_ANSWERS, PaceLog
+from preferences.progress import DAY_SECONDS, MIN_ANSWERS, PaceLog, _Events
 from preferences.records import Judgment, Message, Task
 from preferences.store import LabelStore
 
@@ -96,25 +96,20 @@ def test_a_steady_pace_is_extrapolated_exactly(store):
     assert (estimate.num_days, estimate.reason) == (5, "")
 
 
-def test_ranges_hold_about_as_often_as_they_say():
-    """80% ranges of the last day, over worlds whose days vary a lot; 14 days are few, so they hold a little less."""
-    rng, held = np.random.default_rng(1), 0
-    num_worlds = 60
-    for world in range(num_worlds):
+@pytest.mark.parametrize("num_days", [14, 5])
+def test_ranges_hold_about_as_often_as_they_say(num_days):
+    """80% ranges of the last day, over 200 teams whose days vary a lot: 154 hold after 14 days, 161 after 5."""
+    rng, held = np.random.default_rng(num_days), 0
+    for _ in range(200):
         per_day = rng.poisson(rng.gamma(2.0, 5.0, size=60)) * (rng.random(60) > 2 / 7)
-        per_day[0] = max(per_day[0], 1)
+        per_day[0] = max(per_day[0], MIN_ANSWERS)
+        days = np.repeat(np.arange(DAY - num_days + 1, DAY + 1), per_day[:num_days])
         log = PaceLog()
-        for day in range(14):
-            for _ in range(per_day[day]):
-                log._events.labeler.append(0)
-                log._events.batch.append(0)
-                log._events.day.append(DAY - 13 + day)
-                log._events.milliseconds.append(1_000)
-                log._events.change.append(1)
         log._batches, log._labelers, log._newest = {"b": 0}, {"unknown": 0}, 1
+        nobody = [0] * len(days)
+        log._events = _Events(nobody, nobody, [*map(int, days)], [1_000] * len(days), [1] * len(days))
         estimate = log.estimate("b", 60, NOW)
-        truth = int(np.argmax(np.cumsum(per_day[14:]) >= 60)) + 1
-        assert estimate.finished_at is not None, world
+        assert estimate.finished_at is not None
         low, high = (at / DAY_SECONDS - DAY for at in estimate.finished_at)
-        held += low <= truth <= high
-    assert 0.6 <= held / num_worlds <= 0.97
+        held += low <= np.argmax(np.cumsum(per_day[num_days:]) >= 60) + 1 <= high
+    assert 145 <= held <= 175

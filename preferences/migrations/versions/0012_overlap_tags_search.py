@@ -23,6 +23,11 @@ def upgrade() -> None:
     op.add_column("places", sa.Column("requires", sa.String, nullable=False, server_default=""))
     op.drop_index("places_open", "places")
     op.create_index("places_open", "places", ["batch", "task", "place"], **OFFERED)
+    archived: dict[str, Any] = {
+        "sqlite_where": sa.text("is_archived = 1"),
+        "postgresql_where": sa.text("is_archived"),
+    }
+    op.create_index("places_archived", "places", ["task"], **archived)
     op.add_column("accounts", sa.Column("tags", sa.JSON, nullable=False, server_default="[]"))
     op.add_column("accounts", sa.Column("daily_quota", sa.Integer, nullable=False, server_default="0"))
     op.add_column("accounts", sa.Column("identity", sa.String, nullable=False, server_default=""))
@@ -85,12 +90,10 @@ def _fill() -> None:
     """Fills the new tables for tasks and judgments that are already stored."""
     from preferences import search, summaries
 
-    connection = op.get_bind()
-    last = 0
-    while found := connection.execute(
-        sa.text("SELECT position FROM tasks WHERE position > :last ORDER BY position LIMIT 1000"), {"last": last}
-    ).all():
-        positions = [row.position for row in found]
-        search.index_texts(connection, positions)
-        summaries.refresh(connection, positions)
-        last = positions[-1]
+    tasks = sa.table("tasks", sa.column("position"), sa.column("prompt", sa.JSON), sa.column("responses", sa.JSON))
+    wanted = sa.select(tasks.c.position, tasks.c.prompt, tasks.c.responses).order_by(tasks.c.position).limit(1_000)
+    connection, last = op.get_bind(), 0
+    while found := connection.execute(wanted.where(tasks.c.position > last)).all():
+        search.index_texts(connection, [(row.position, row.prompt, row.responses) for row in found])
+        summaries.refresh(connection, [row.position for row in found])
+        last = found[-1].position

@@ -101,6 +101,17 @@ def test_the_configurations_quota_holds_for_everybody(world, visit):
     assert "That is all for today" in page.text
 
 
+def test_changed_instructions_are_read_again(world, visit):
+    world.add(make_task("t1"))
+    ann = visit("ann", PLAIN)
+    assert "have changed" not in ann.get("/instructions").text
+    ann = visit("ann", PLAIN.model_copy(update={"instructions": "Other words"}), has_read=False)
+    page = ann.get("/task")
+    assert "These instructions have changed since you read them." in page.text
+    page = ann.post("/instructions", data=form(page, "/instructions"))
+    assert "Say t1" in page.text
+
+
 def disagree(world, *names):
     world.add(*(make_task(name) for name in names), num_labelers=2)
     for _ in names:
@@ -153,6 +164,11 @@ def test_a_lead_searches_and_changes_what_is_found(world, visit, eve):
     assert world.store.lease("cem", seconds=60, batch="main") is None
     assert world.store.lease("cem", seconds=60, batch="main", tags=("chess",)).task_id == "t1"
     assert posted(eve, "/lead/tasks", at, action="archive", query="", which="ticked").status_code == 403
+    found = "/lead/search?labeler=bob"
+    assert "All tasks with something that this search finds" in eve.get(found).text
+    posted(eve, "/lead/tasks", found, action="labelers", query="labeler=bob", which="all", num_labelers="5")
+    assert [one.num_labelers for one in world.store.tasks("main")] == [5, 5]
+    assert [one.num_labelers for one in world.store.tasks("rest")] == [1]
     ann = visit("ann", PLAIN)
     for path in ("/lead/search", "/lead/queue"):
         assert ann.get(path).status_code == 403
