@@ -107,7 +107,7 @@ def test_changed_instructions_are_read_again(world, visit):
     assert "have changed" not in ann.get("/instructions").text
     ann = visit("ann", PLAIN.model_copy(update={"instructions": "Other words"}), has_read=False)
     page = ann.get("/task")
-    assert "These instructions have changed since you read them." in page.text
+    assert "Your earlier answers stay as they are." in page.text
     page = ann.post("/instructions", data=form(page, "/instructions"))
     assert "Say t1" in page.text
 
