@@ -24,9 +24,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from evaluation.compare.stage import STAGE as COMPARE
 from evaluation.measures.curves import Curve, best_of_n_curve
@@ -239,12 +241,12 @@ def _write_samples(
         )
 
 
-def _by_prompt(num_prompts: int, *arrays: np.ndarray) -> list[list[np.ndarray]]:
+def _by_prompt(num_prompts: int, *arrays: NDArray[Any]) -> list[list[NDArray[Any]]]:
     return [np.split(array, num_prompts) for array in arrays]
 
 
 def _answered(
-    prompt: Prompt, texts: np.ndarray, features_CD: Floats, gold_C: Floats, mean_D: Floats, std_D: Floats
+    prompt: Prompt, texts: NDArray[np.str_], features_CD: Floats, gold_C: Floats, mean_D: Floats, std_D: Floats
 ) -> Answered:
     messages = tuple(Message(**message) for message in prompt.messages)
     return Answered(prompt.prompt_id, messages, tuple(map(str, texts)), (features_CD - mean_D) / std_D, gold_C)
@@ -295,7 +297,9 @@ def rounds(pool: Pool, labelers: Sequence[Labeler], rule: str, seed: int) -> lis
 
 
 def _candidates(of: Answered, heads_ED: Floats | None) -> PromptCandidates:
-    scores = [()] * len(of.responses) if heads_ED is None else (of.features_CD @ heads_ED.T).tolist()
+    scores: list[list[float]] = [[] for _ in of.responses]
+    if heads_ED is not None:
+        scores = (of.features_CD @ heads_ED.T).tolist()
     pairs = zip(of.responses, scores, strict=True)
     return PromptCandidates(of.prompt_id, of.prompt, tuple(Candidate(text, "sft", tuple(own)) for text, own in pairs))
 
