@@ -173,9 +173,12 @@ def choices_of_seeds(folder: Path, policy: JobConfig, seeds: Sequence[int]) -> I
 
 def choice_stamps(policy: JobConfig, seed: int) -> dict[str, str]:
     """Returns by arm a hash of what its measures depend on: the values that the policy's job sets, and the seed."""
+    return dict.fromkeys(CHOICE_ARMS, _stamp(policy, seed))
+
+
+def _stamp(policy: JobConfig, *more: int) -> str:
     values = policy.model_dump(mode="json", exclude_defaults=True, exclude={"cluster", "name", "note", "workers"})
-    stamp = hashlib.sha256(json.dumps([values, seed], sort_keys=True).encode()).hexdigest()
-    return dict.fromkeys(CHOICE_ARMS, stamp)
+    return hashlib.sha256(json.dumps([values, *more], sort_keys=True).encode()).hexdigest()
 
 
 def read_pool(folder: Path, job: JobConfig, world: World) -> Pool:
@@ -194,10 +197,8 @@ def read_pool(folder: Path, job: JobConfig, world: World) -> Pool:
         source = str(folder / "base" / "world" / "data" / f"{name}_prompts.jsonl")
         prompts = read_prompts(DataConfig(source=source, max_rows=size))
         path = folder / "pool" / f"{name}.npz"
-        if not path.is_file():
-            _write_samples(
-                path, folder / "base" / "sft" / "model", prompts, num_samples, max_new_tokens, job.seed, world
-            )
+        if not _is_of(path, job):
+            _write_samples(path, folder / "base" / "sft" / "model", prompts, num_samples, max_new_tokens, job, world)
         with np.load(path) as file:
             parts.append((prompts, file["texts"], file["features"].astype(np.float64), file["gold"]))
     mean_D, std_D = parts[0][2].mean(axis=0), parts[0][2].std(axis=0) + 1e-6
@@ -220,12 +221,26 @@ def read_pool(folder: Path, job: JobConfig, world: World) -> Pool:
     return found
 
 
+def _is_of(path: Path, job: JobConfig) -> bool:
+    """Returns whether a file of samples is there, and was made for this job."""
+    if not path.is_file():
+        return False
+    with np.load(path) as file:
+        return str(file["stamp"]) == _stamp(job)
+
+
 def _write_samples(
-    path: Path, policy: Path, prompts: Sequence[Prompt], num_samples: int, max_new_tokens: int, seed: int, world: World
+    path: Path,
+    policy: Path,
+    prompts: Sequence[Prompt],
+    num_samples: int,
+    max_new_tokens: int,
+    job: JobConfig,
+    world: World,
 ) -> None:
     drawn = draw(
         Policy.load(policy), prompts, num_samples=num_samples, max_new_tokens=max_new_tokens, temperature=1.0,
-        seed=derive_seed(seed, "label choice"),
+        seed=derive_seed(job.seed, "label choice"),
     )  # fmt: skip
     pairs = zip(drawn.conversations, drawn.texts, strict=True)
     conversations = [[*messages, {"role": "assistant", "content": text}] for messages, text in pairs]
@@ -235,6 +250,7 @@ def _write_samples(
         np.savez_compressed(
             file,
             allow_pickle=False,
+            stamp=np.array(_stamp(job)),
             texts=np.array(drawn.texts),
             features=features_of(policy, conversations),
             gold=np.array(world.gold_scores(asked, drawn.texts)),
