@@ -24,6 +24,7 @@ from preferences.statistics.intervals import NUM_RESAMPLES, percentiles, resampl
 from preferences.statistics.panel import prompt_numbers
 
 MAX_SETS = 5_000  # sets of responses per prompt; each has its own probability
+NEAR_TIE_POWER = 8
 UNIFORM_SHARE = 0.1  # the uniform part of every rule's probabilities, which keeps weights at ten or less
 
 
@@ -83,15 +84,18 @@ class PairRule(Rule):
 
 class NearTie(PairRule):
     """By Bradley-Terry, a model with scores s prefers the first of a pair with probability p = σ(s_i - s_j). With p̄ the
-    mean over models, the weight is 4·p̄(1 - p̄), the variance of the predicted answer scaled to at most 1. It is high if
-    scores are close and if models contradict each other.
+    mean over models, the weight is (4·p̄(1 - p̄))⁸: the variance of the predicted answer, scaled to at most 1, to a power
+    that halves it at a gap of .6 (p̄ = .64). It is high if scores are close and if models contradict each other.
+
+    Without the power, most pairs weigh nearly the same while a reward model has seen few labels, and hardly more near
+    ties are chosen than at random (docs/findings.md).
     """
 
     name, summary, num_models = "near-tie", "pairs whose answer the reward models cannot predict", 1
 
     def pair_weights(self, gap_PE: Floats) -> Floats:
         mean_P = _sigmoid(gap_PE).mean(axis=1)
-        return np.asarray(4 * mean_P * (1 - mean_P))
+        return np.asarray((4 * mean_P * (1 - mean_P)) ** NEAR_TIE_POWER)
 
 
 class Disagreement(PairRule):
@@ -218,9 +222,12 @@ def choose_tasks(
     if num_tasks:
         return _among_all(weighed, batch, num_tasks, tasks_per_prompt, uniform_share, seed)
     drawn = (
-        _drawn([of], [tasks_per_prompt], uniform_share, batch, seed, start=("choice", seed, of.prompt.prompt_id))
+        _drawn(
+            [of], [mixed(of.weights, uniform_share)], [tasks_per_prompt], batch, seed,
+            start=("choice", seed, of.prompt.prompt_id),
+        )
         for of in weighed
-    )
+    )  # fmt: skip
     return [task for of_prompt in drawn for _, task in of_prompt]
 
 
@@ -234,29 +241,30 @@ def _among_all(
     for own, number in ((evaluation, num_evaluation), (training, num_tasks - num_evaluation)):
         if own and number:
             shuffled = [own[place] for place in _order(len(own), seed, f"all, {own[0].slice}")]
-            totals = mixed(np.array([of.weights.sum() for of in shuffled]), uniform_share)
+            shares = _mixed_over_prompts([of.weights for of in shuffled], uniform_share)
+            totals = np.array([share.sum() for share in shares])
             sizes = np.array([float(min(most, len(of.sets))) for of in shuffled])
             expected = _shared_out(totals, sizes, number).tolist()
-            found += _drawn(shuffled, expected, uniform_share, batch, seed, start=("all", seed, own[0].slice))
+            found += _drawn(shuffled, shares, expected, batch, seed, start=("all", seed, own[0].slice))
     return [task for _, task in sorted(found, key=lambda placed: placed[0])]
 
 
 def _drawn(
     weighed: Sequence[_Weighed],
+    shares: Sequence[Floats],
     expected: Sequence[float],
-    uniform_share: float,
     batch: str,
     seed: int,
     *,
     start: tuple[str, int, str],
 ) -> list[tuple[int, Task]]:
-    """Draw sets of these prompts, of each as many as expected, rounded up or down. Returns the tasks with the places of
-    their prompts.
+    """Draw sets of these prompts by their shares, of each prompt as many as expected, rounded up or down. Returns the
+    tasks with the places of their prompts.
     """
     chances, indices = list[Floats](), list[tuple[int, int]]()
-    for place, (of, number) in enumerate(zip(weighed, expected, strict=True)):
+    for place, (of, share, number) in enumerate(zip(weighed, shares, expected, strict=True)):
         order = _order(len(of.sets), seed, of.prompt.prompt_id)
-        chances.append(inclusion_probabilities(mixed(of.weights, uniform_share), number)[order])
+        chances.append(inclusion_probabilities(share, number)[order])
         indices += [(place, index) for index in order]
     chance = np.concatenate(chances)
     chosen = systematic_sample(chance, _uniform_number(*start), range(len(chance)))
@@ -269,6 +277,19 @@ def mixed(weights: Floats, uniform_share: float) -> Floats:
     total = weights.sum()
     shares = weights / total if total > 0 else np.full(len(weights), 1 / len(weights))
     return np.asarray(shares + uniform_share * (1 / len(weights) - shares))
+
+
+def _mixed_over_prompts(weights: Sequence[Floats], uniform_share: float) -> list[Floats]:
+    """Returns the weights of each prompt's sets as shares of the sum over all prompts, mixed with a uniform part: the
+    same for all prompts, and for all sets of a prompt. They sum to 1.
+    """
+    total = sum(of.sum() for of in weights)
+    found = []
+    for of in weights:
+        uniform = 1 / (len(weights) * len(of))
+        shares = of / total if total > 0 else np.full(len(of), uniform)
+        found.append(shares + uniform_share * (uniform - shares))
+    return found
 
 
 def _shared_out(weights: Floats, most: Floats, number: float) -> Floats:

@@ -535,7 +535,7 @@ def _choice_curves(of: Measures, *rules: str) -> Curves:
     return {rule: of.best_of_n(choice_arm(rule, COMPARED_ROUND)) for rule in rules}
 
 
-def _gold_by_round(of: Measures, rule: str) -> Floats:
+def gold_by_round(of: Measures, rule: str) -> Floats:
     """Returns the gold score [rounds, P] of the largest best-of-n by each of a rule's reward models."""
     arms = (choice_arm(rule, number) for number in range(NUM_ROUNDS))
     return np.stack([of.best_of_n(arm).gold_KP[-1] for arm in arms])
@@ -572,7 +572,7 @@ def _chosen_minus_uniform(of: Measures, rule: str) -> list[Contrast]:
 
 
 def _saved(of: Measures, rule: str) -> Contrast:
-    gold = [_gold_by_round(of, name).mean(axis=1) for name in (rule, "uniform")]
+    gold = [gold_by_round(of, name).mean(axis=1) for name in (rule, "uniform")]
     value = Interval(doublings_saved(*gold), math.nan, math.nan)
     return Contrast(f"{rule} saves, in doublings of random labels", DOUBLINGS, value)
 
@@ -617,7 +617,11 @@ CHOICES = (
         "Pairs about which an ensemble disagrees are better to label than random ones",
         "arXiv 1112.5745 and 2502.04354",
         _rule_arms("uniform", "disagreement", "information"),
-        lambda of: [*_chosen_minus_uniform(of, "disagreement"), *_chosen_minus_uniform(of, "information")],
+        lambda of: [
+            contrast
+            for rule in ("disagreement", "information")
+            for contrast in (*_chosen_minus_uniform(of, rule), _saved(of, rule), _righter(of, rule, "uniform"))
+        ],
         lambda of: _choice_curves(of, "uniform", "disagreement", "information"),
     ),
 )  # fmt: skip

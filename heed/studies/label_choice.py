@@ -24,9 +24,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from evaluation.compare.stage import STAGE as COMPARE
 from evaluation.measures.curves import Curve, best_of_n_curve
@@ -36,7 +38,7 @@ from files.hashes import derive_seed
 from heed.jobs.job import JobConfig
 from heed.jobs.pipeline import run_job
 from heed.studies.arms import Arm, arm_job
-from heed.studies.findings import NUM_ROUNDS, choice_arm
+from heed.studies.findings import NUM_ROUNDS, Distilled, choice_arm
 from heed.studies.measures import pairs_right
 from lm.model import LanguageModel
 from lm.source import load_for_inference
@@ -171,9 +173,12 @@ def choices_of_seeds(folder: Path, policy: JobConfig, seeds: Sequence[int]) -> I
 
 def choice_stamps(policy: JobConfig, seed: int) -> dict[str, str]:
     """Returns by arm a hash of what its measures depend on: the values that the policy's job sets, and the seed."""
+    return dict.fromkeys(CHOICE_ARMS, _stamp(policy, seed))
+
+
+def _stamp(policy: JobConfig, *more: int) -> str:
     values = policy.model_dump(mode="json", exclude_defaults=True, exclude={"cluster", "name", "note", "workers"})
-    stamp = hashlib.sha256(json.dumps([values, seed], sort_keys=True).encode()).hexdigest()
-    return dict.fromkeys(CHOICE_ARMS, stamp)
+    return hashlib.sha256(json.dumps([values, *more], sort_keys=True).encode()).hexdigest()
 
 
 def read_pool(folder: Path, job: JobConfig, world: World) -> Pool:
@@ -192,15 +197,16 @@ def read_pool(folder: Path, job: JobConfig, world: World) -> Pool:
         source = str(folder / "base" / "world" / "data" / f"{name}_prompts.jsonl")
         prompts = read_prompts(DataConfig(source=source, max_rows=size))
         path = folder / "pool" / f"{name}.npz"
-        if not path.is_file():
-            _write_samples(
-                path, folder / "base" / "sft" / "model", prompts, num_samples, max_new_tokens, job.seed, world
-            )
+        if not _is_of(path, job):
+            _write_samples(path, folder / "base" / "sft" / "model", prompts, num_samples, max_new_tokens, job, world)
         with np.load(path) as file:
             parts.append((prompts, file["texts"], file["features"].astype(np.float64), file["gold"]))
     mean_D, std_D = parts[0][2].mean(axis=0), parts[0][2].std(axis=0) + 1e-6
     collected, compared = (
-        [_answered(*row, mean_D, std_D) for row in zip(prompts, *_by_prompt(len(prompts), *arrays), strict=True)]
+        [
+            _answered(prompt, texts_C, features_CD, gold_C, mean_D, std_D)
+            for prompt, texts_C, features_CD, gold_C in zip(prompts, *_by_prompt(len(prompts), *arrays), strict=True)
+        ]
         for prompts, *arrays in parts
     )
     tasks = [of for of in (each.distinct() for each in collected) if len(of.responses) > 1]
@@ -218,12 +224,26 @@ def read_pool(folder: Path, job: JobConfig, world: World) -> Pool:
     return found
 
 
+def _is_of(path: Path, job: JobConfig) -> bool:
+    """Returns whether a file of samples is there, and was made for this job."""
+    if not path.is_file():
+        return False
+    with np.load(path) as file:
+        return str(file["stamp"]) == _stamp(job)
+
+
 def _write_samples(
-    path: Path, policy: Path, prompts: Sequence[Prompt], num_samples: int, max_new_tokens: int, seed: int, world: World
+    path: Path,
+    policy: Path,
+    prompts: Sequence[Prompt],
+    num_samples: int,
+    max_new_tokens: int,
+    job: JobConfig,
+    world: World,
 ) -> None:
     drawn = draw(
         Policy.load(policy), prompts, num_samples=num_samples, max_new_tokens=max_new_tokens, temperature=1.0,
-        seed=derive_seed(seed, "label choice"),
+        seed=derive_seed(job.seed, "label choice"),
     )  # fmt: skip
     pairs = zip(drawn.conversations, drawn.texts, strict=True)
     conversations = [[*messages, {"role": "assistant", "content": text}] for messages, text in pairs]
@@ -233,18 +253,19 @@ def _write_samples(
         np.savez_compressed(
             file,
             allow_pickle=False,
+            stamp=np.array(_stamp(job)),
             texts=np.array(drawn.texts),
             features=features_of(policy, conversations),
             gold=np.array(world.gold_scores(asked, drawn.texts)),
         )
 
 
-def _by_prompt(num_prompts: int, *arrays: np.ndarray) -> list[list[np.ndarray]]:
+def _by_prompt(num_prompts: int, *arrays: NDArray[Any]) -> list[list[NDArray[Any]]]:
     return [np.split(array, num_prompts) for array in arrays]
 
 
 def _answered(
-    prompt: Prompt, texts: np.ndarray, features_CD: Floats, gold_C: Floats, mean_D: Floats, std_D: Floats
+    prompt: Prompt, texts: NDArray[np.str_], features_CD: Floats, gold_C: Floats, mean_D: Floats, std_D: Floats
 ) -> Answered:
     messages = tuple(Message(**message) for message in prompt.messages)
     return Answered(prompt.prompt_id, messages, tuple(map(str, texts)), (features_CD - mean_D) / std_D, gold_C)
@@ -295,7 +316,9 @@ def rounds(pool: Pool, labelers: Sequence[Labeler], rule: str, seed: int) -> lis
 
 
 def _candidates(of: Answered, heads_ED: Floats | None) -> PromptCandidates:
-    scores = [()] * len(of.responses) if heads_ED is None else (of.features_CD @ heads_ED.T).tolist()
+    scores: list[list[float]] = [[] for _ in of.responses]
+    if heads_ED is not None:
+        scores = (of.features_CD @ heads_ED.T).tolist()
     pairs = zip(of.responses, scores, strict=True)
     return PromptCandidates(of.prompt_id, of.prompt, tuple(Candidate(text, "sft", tuple(own)) for text, own in pairs))
 
@@ -365,4 +388,7 @@ class ChoiceMeasures:
         raise NotImplementedError
 
     def spot_checks(self, arm: str) -> tuple[Floats, Floats, Floats]:
+        raise NotImplementedError
+
+    def distilled(self, arm: str) -> Distilled:
         raise NotImplementedError

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from evaluation.measures.curves import points
 from files.records import as_json
 from heed.studies.findings import Curves, Found
 from heed.studies.verdicts import Claim
-from preferences.statistics.estimates import Interval
+from preferences.statistics.estimates import Floats, Interval
 from stages.progress import console
 from stages.reports.plots import ROUND_STEPS, draw, tone
 from stages.reports.text import number
@@ -121,6 +121,28 @@ def draw_curves(name: str, title: str, by_seed: Sequence[Curves]) -> str:
         paint, width=640, height=400, margins=(64, 16, 40, 12), name=name,
         label=f"{title}: gold score above SFT's against the root of KL, one line per seed.",
     )  # fmt: skip
+
+
+def write_gold_by_labels(folder: Path, num_labels: Sequence[int], gold: Mapping[str, Floats]) -> None:
+    """Writes figures/label-choice.svg: gold by number of labels, for each rule [seeds, rounds] the mean over seeds."""
+
+    def paint(axes: Any) -> None:
+        for place, (rule, gold_SR) in enumerate(gold.items()):
+            colour = tone(TONES_OF_MANY[place])
+            axes.plot(
+                num_labels, gold_SR.mean(axis=0), marker="o", markersize=3, linewidth=1.4, color=colour, label=rule
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(num_labels, [f"{size:,}" for size in num_labels])
+        axes.set_xlabel("labels", loc="right")
+        axes.set_ylabel("gold score of best-of-n")
+        axes.legend(frameon=False, fontsize=9, loc="best")
+
+    chart = draw(
+        paint, width=640, height=400, margins=(64, 16, 40, 12), name="label-choice",
+        label="Gold score of best-of-n by number of labels, one line per rule that chose them, mean over seeds.",
+    )  # fmt: skip
+    (folder / "figures" / "label-choice.svg").write_text(standalone(chart), encoding="utf-8")
 
 
 def standalone(svg: str) -> str:

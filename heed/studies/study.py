@@ -16,6 +16,8 @@ and a later finding reuses the arms that it shares with others.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from evaluation.compare.stage import STAGE as COMPARE
 from evaluation.measures.overoptimisation import MIN_POLICIES
 from heed.jobs.job import JobConfig
@@ -44,11 +46,15 @@ from heed.studies.findings import (
     Finding,
     Found,
     Measures,
+    choice_arm,
+    gold_by_round,
+    num_labels,
 )
 from heed.studies.label_choice import choice_stamps, choices_of_seeds
 from heed.studies.measures import Recorded, SeedMeasures, StoredMeasures, measures_file, stamps_of
-from heed.studies.report import write_findings
+from heed.studies.report import write_findings, write_gold_by_labels
 from ppo.stage import STAGE as PPO
+from preferences.task_selection import RULES
 from stages.progress import console
 
 # The debug job's pool and number of policies are too small for a curve.
@@ -109,12 +115,16 @@ def _run_choices(
     computed = choices_of_seeds(runs / "policy", policy, [seed for seed in stamps if seed not in known])
     measures: list[Measures] = []
     found: list[Found] = []
+    rules = [rule for rule in RULES if any(choice_arm(rule, 1) in finding.arms for finding in findings)]
     for seed in stamps:
         measures.append(known[seed] if seed in known else Recorded(next(computed)))
         found = [finding.evaluate(measures) for finding in findings]
+        gold = {rule: np.stack([gold_by_round(of, rule).mean(axis=1) for of in measures]) for rule in rules}
+        sizes = num_labels(measures[-1], "uniform")
         if isinstance(recorded := measures[-1], Recorded):
             recorded.write(measures_file(runs / "measures", seed), stamps[seed])
         write_findings(runs, found, len(measures))
+        write_gold_by_labels(runs, sizes, gold)
     return found
 
 

@@ -56,7 +56,7 @@ def weights_of(name, scores, sets=PAIRS):
 
 def test_near_ties_by_hand():
     chance = sigmoid(2)
-    clear = 4 * chance * (1 - chance)
+    clear = (4 * chance * (1 - chance)) ** 8
     assert weights_of("near-tie", [[1], [1], [3]]) == pytest.approx([1, clear, clear])
     # Two models that are sure of opposite answers are together as unsure as one that cannot decide.
     assert weights_of("near-tie", [[9, 0], [0, 9], [0, 0]])[0] == pytest.approx(1)
@@ -195,6 +195,24 @@ def test_prompts_compete_for_a_number_of_tasks(name):
         assert min(by_prompt[:2]) > max(by_prompt[2:4])
     if name in ("disagreement", "information"):
         assert max(by_prompt[:2]) < min(by_prompt[2:])
+
+
+def test_no_set_is_rarer_than_the_uniform_share_says_even_if_prompts_compete():
+    """The second prompt has next to no weight for near ties, so its sets have the uniform part alone: .1 of 1/(2·3)."""
+    few = [
+        PromptCandidates(f"p{place}", (Message("user", f"prompt {place}"),), tuple(
+            Candidate(f"r{n}", "policy", (n * spread,)) for n in range(3)
+        ))
+        for place, spread in enumerate((0.0, 20.0))
+    ]  # fmt: skip
+    settings = {**USUAL, "num_tasks": 1, "tasks_per_prompt": 1, "evaluation_share": 0, "uniform_share": 0.1}
+    said = {}
+    for seed in range(400):
+        (task,) = choose_tasks(few, **{**settings, "seed": seed})
+        said[task.task_id] = task.details["propensity"]
+    rare = [chance for task_id, chance in said.items() if "/p1/" in task_id]
+    assert rare == pytest.approx([0.1 / 6] * 3)
+    assert sum(said.values()) == pytest.approx(1)
 
 
 def test_evaluation_gets_its_part_of_the_tasks_that_prompts_compete_for(prompts):

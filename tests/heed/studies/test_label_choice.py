@@ -18,6 +18,7 @@ from preferences.task_selection import RULES
 from tests.heed.studies.test_study import JOBS, TINY
 
 NUM_PROMPTS = 200
+ROOT = Path(__file__).parents[3]
 
 
 def named(arm: str) -> tuple[str, int]:
@@ -155,6 +156,21 @@ def test_a_fitted_head_solves_its_equation() -> None:
     head_D = HeadPosterior.fitted(difference_LD, vote_L).mean_D
     chance_L = 1 / (1 + np.exp(-difference_LD @ head_D))
     assert difference_LD.T @ (vote_L - chance_L) == pytest.approx(4 * head_D, abs=1e-6)
+
+
+@pytest.mark.long
+def test_the_documented_results_come_from_the_stored_measures(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    stored = ROOT / "docs" / "findings" / "measures-choice"
+    num_seeds = len(list(stored.glob("seed-*.npz")))
+    for found in run_study("label-choice", JOBS / "study-choice.toml", tmp_path, num_seeds=num_seeds, stored=stored):
+        for claim in found.claims:
+            digits = 2 if "doublings" in claim.text else 3
+            seeds = ", ".join(f"{value.mean:.{digits}f}".replace("0.", ".", 1) for value in claim.by_seed)
+            verdict = claim.verdict if claim.verdict == "undecided" else f"**{claim.verdict}**"
+            (row,) = [line for line in page.splitlines() if line.startswith(f"| {claim.text} | {seeds} |")]
+            assert row.endswith(f" | {verdict} |")
+    assert not (tmp_path / "policy").exists()
 
 
 @pytest.mark.long
