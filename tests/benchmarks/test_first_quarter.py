@@ -172,7 +172,10 @@ def test_without_time_no_step_is_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["sft", "--device", "cpu", "--tiny"], "no step is named sft; first, second, third, or some of environment, "),
+        (
+            ["sft", "--device", "cpu", "--tiny"],
+            "no step is named sft; first, second, third, again, or some of environment, ",
+        ),
         (["first", "--device", "cpu"], "--device cpu needs --tiny"),
     ],
 )

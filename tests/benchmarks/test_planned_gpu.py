@@ -71,8 +71,8 @@ def time_rows() -> Iterator[tuple[str, float, float]]:
         of = times(model, stage)
         planned = of.step_seconds(count(model, OPTIMIZER), number * tokens, tokens, width, head)
         yield f"step, {name}", planned * 1000, STEPS[step][f"{prefix}_step_seconds"] * 1000
-    for name, model, tokens in (("0.5B", QWEN, 256), ("1.3B", LLAMA13, 192), ("8B", LLAMA8, 128)):
-        config, found = whole(model), STEPS[f"generation_{name.lower().replace('.', '')}"]
+    for name, fields, tokens in (("0.5B", QWEN, 256), ("1.3B", LLAMA13, 192), ("8B", LLAMA8, 128)):
+        config, found = whole(fields), STEPS[f"generation_{name.lower().replace('.', '')}"]
         of, total = times(config, 1), count(config, OPTIMIZER).total
         prompts = 128 * 256 * of.forward_flops(256 + tokens, 1.0) / (of.hardware.flops * of.share_of_peak)
         planned = (of.sampling_seconds(total, 128, 256 + tokens, tokens) - prompts) / tokens
