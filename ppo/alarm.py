@@ -98,6 +98,7 @@ class Rang:
     num_checks: int  # so far, including those of the initial policy
     nats: float
     result: int = 0  # the policy that is the stage's result, once it is finished
+    by_people: bool = False  # who compared responses; others score them
 
 
 class SpotChecks:

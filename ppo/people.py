@@ -216,7 +216,7 @@ class PeopleChecks:
         evidence = self.evidence()
         if self.rang is None and evidence.rings(self.config.false_alarms):
             number = sum(len(one.read) for one in self._done)
-            self.rang = Rang(self._done[-1].policy, evidence.fall, number, evidence.nats)
+            self.rang = Rang(self._done[-1].policy, evidence.fall, number, evidence.nats, by_people=True)
             if says:
                 say(
                     f"ppo: alarm: {number} comparisons by people in batch {self.source.batch!r} show that the policy is"

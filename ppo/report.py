@@ -233,8 +233,9 @@ def report(stage: StageFolder) -> StageReport:
 
 
 def _alarm(rang: Rang) -> str:
+    shown = "people prefer the initial policy" if rang.by_people else "the gain in score is not real"
     return (
-        f"after iteration {rang.policy:,} and {count_of(rang.num_checks, 'spot check')}: the gain in score is not real,"
+        f"after iteration {rang.policy:,} and {count_of(rang.num_checks, 'spot check')}: {shown},"
         f" most likely since iteration {rang.fall:,}. The result is the policy after iteration {rang.result:,}"
     )
 
@@ -284,10 +285,12 @@ def _said_by_others(stage: StageFolder) -> str:
     """Returns what spot checks say about a gain in score, or that nobody else has read the responses."""
     results, checks = stage.results(PPOResults), [line["spot_check"] for line in stage.metrics if "spot_check" in line]
     if results is not None and results.alarm is not None:
+        by_people = results.alarm.by_people
+        shown = "people prefer the initial policy" if by_people else "less of the gain is real than the scores promise"
         return (
-            f"Spot checks rang the alarm after iteration {results.alarm.policy:,}: less of the gain is real than the"
-            f" scores promise, most likely since iteration {results.alarm.fall:,}. The result is the policy after"
-            f" iteration {results.alarm.result:,}."
+            f"Spot checks rang the alarm after iteration {results.alarm.policy:,}: {shown}, most likely"
+            f" since iteration {results.alarm.fall:,}. The result is the policy after iteration"
+            f" {results.alarm.result:,}."
         )
     if checks:
         return (

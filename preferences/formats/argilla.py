@@ -53,13 +53,6 @@ RATINGS = range(11)  # what a rating question may offer
 Answers = dict[str, tuple[Any, str]]  # one user's answer and its status ("" = the file does not say), by question
 
 
-def recognise(row: Row) -> str:
-    if row.keys() >= {"fields", "responses", "suggestions"} and isinstance(row["fields"], Mapping):
-        return "fields, responses and suggestions (Argilla's records)"
-    question = next((name for name in row if name.endswith(USERS) and name.removesuffix(".users") in row), "")
-    return f"{question.removesuffix('.users')} and {question} (Argilla's records in columns)" if question else ""
-
-
 def read(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
     is_flat = any(name.endswith(USERS) for name in row)
     fields = {**row} if is_flat else object_field(where, row, "fields")

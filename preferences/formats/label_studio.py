@@ -55,12 +55,6 @@ _BUCKET = re.compile(r"(?:.*[^0-9])?([0-9]{1,2})")
 _NO_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def recognise(row: Row) -> str:
-    if isinstance(row.get("annotations"), list | tuple) and isinstance(row.get("data"), Mapping):
-        return "annotations and data (Label Studio's JSON)"
-    return "annotator, annotation_id and lead_time (Label Studio's JSON_MIN)" if _is_min(row) else ""
-
-
 def _is_min(row: Row) -> bool:
     return row.keys() >= {*MIN_FIELDS[:3]}
 

@@ -1,6 +1,6 @@
 """Looks up formats by name, and guesses the format of rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 
@@ -33,6 +33,20 @@ def _heed(row: Row) -> str:
     # One labeler's ranking or annotation; a task holds them in `judgments`.
     is_judgment = "ranks" in row or "labeler" in row or "annotation_id" in row
     return "task_id, prompt and responses" if row.keys() >= {*own.REQUIRED} and not is_judgment else ""
+
+
+def _argilla(row: Row) -> str:
+    if row.keys() >= {"fields", "responses", "suggestions"} and isinstance(row["fields"], Mapping):
+        return "fields, responses and suggestions (Argilla's records)"
+    question = next((name for name in row if name.endswith(argilla.USERS) and name.removesuffix(".users") in row), "")
+    return f"{question.removesuffix('.users')} and {question} (Argilla's records in columns)" if question else ""
+
+
+def _label_studio(row: Row) -> str:
+    if isinstance(row.get("annotations"), list | tuple) and isinstance(row.get("data"), Mapping):
+        return "annotations and data (Label Studio's JSON)"
+    is_min = row.keys() >= {*label_studio.MIN_FIELDS[:3]}
+    return "annotator, annotation_id and lead_time (Label Studio's JSON_MIN)" if is_min else ""
 
 
 _rankings = has_fields("task_id", "responses", "ranks", reason="responses and ranks")
@@ -69,11 +83,11 @@ _ALL = (
     Format("heed", "everything in a label store", _heed, own.read_heed, own.write_heed),
     Format("rankings", "what the reward stage reads", _rankings, own.read_rankings, own.write_rankings),
     Format("consensus", "one ranking per task, of all its labelers", _never, None, own.write_consensus),
-    Format("argilla", "Argilla 2's records", argilla.recognise, argilla.read, argilla.write, argilla.PROJECT),
+    Format("argilla", "Argilla 2's records", _argilla, argilla.read, argilla.write, argilla.PROJECT),
     Format(
         "label-studio",
         "Label Studio's tasks",
-        label_studio.recognise,
+        _label_studio,
         label_studio.read,
         label_studio.write,
         label_studio.PROJECT,

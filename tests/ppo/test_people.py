@@ -18,12 +18,14 @@ from ppo import stage
 from ppo.config import PPOConfig
 from ppo.people import BETS, INITIAL, PEOPLE_CHECKS, evidence_of_verdicts, number_to_send, planned_rows
 from ppo.rank import InitialModels
+from ppo.report import report
 from ppo.roles import Roles
 from preferences.page.client import answer_in_turns
 from preferences.page.config import LabelingConfig
 from preferences.records import Answer, ShownTask
 from preferences.store import LabelStore
 from stages.data import Fitting
+from stages.reports.run_folder import StageFolder
 from tests.ppo.test_ppo_stage import ENGINE, Killed
 from tests.preferences.page.conftest import Running
 from training.data import Prompt
@@ -178,7 +180,9 @@ def test_people_answer_while_ppo_runs_and_ring_the_alarm(
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     sent = [line for line in lines_of(tmp_path / "run" / PEOPLE_CHECKS) if "sent" in line]
     alarm = results["alarm"]
-    assert (alarm["fall"], alarm["result"]) == (1, 0)
+    assert (alarm["fall"], alarm["result"], alarm["by_people"]) == (1, 0, True)
+    told = report(StageFolder("ppo", tmp_path / "run", results, log, {})).sentence
+    assert f"rang the alarm after iteration {alarm['policy']}: people prefer the initial policy, most likely" in told
     assert alarm["policy"] == len(log) - 1 == sent[-1]["policy"]
     assert [line["spot_checks"] for line in log] == [0, 0, *np.cumsum([len(line["read"]) for line in sent[1:]])]
     assert all(verdict == -1 for line in sent for verdict in line["read"].values())
