@@ -186,7 +186,7 @@ def test_the_study_runs_on_one_policy_and_reads_its_own_measures(
         return list(json.loads((folder / "findings.json").read_text())["findings"])
 
     found = study(runs)
-    assert [len(finding["claims"]) for finding in found] == [4, 4, 4]
+    assert [len(finding["claims"]) for finding in found] == [4, 4, 8]
     assert "with 8 labels" in found[0]["claims"][0]["claim"]  # 21 prompts to label: 2, 4, 8 and 16
     assert found[0]["curves"][0] != found[0]["curves"][1]  # the seeds' labels differ
     assert [path.name for path in sorted(runs.iterdir())] == [
