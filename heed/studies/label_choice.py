@@ -24,7 +24,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -203,11 +202,7 @@ def read_pool(folder: Path, job: JobConfig, world: World) -> Pool:
             parts.append((prompts, file["texts"], file["features"].astype(np.float64), file["gold"]))
     mean_D, std_D = parts[0][2].mean(axis=0), parts[0][2].std(axis=0) + 1e-6
     collected, compared = (
-        [
-            _answered(prompt, texts_C, features_CD, gold_C, mean_D, std_D)
-            for prompt, texts_C, features_CD, gold_C in zip(prompts, *_by_prompt(len(prompts), *arrays), strict=True)
-        ]
-        for prompts, *arrays in parts
+        _answered(prompts, texts, (features - mean_D) / std_D, gold) for prompts, texts, features, gold in parts
     )
     tasks = [of for of in (each.distinct() for each in collected) if len(of.responses) > 1]
     held = [is_heldout(of.prompt, share, job.seed) for of in tasks]
@@ -260,15 +255,22 @@ def _write_samples(
         )
 
 
-def _by_prompt(num_prompts: int, *arrays: NDArray[Any]) -> list[list[NDArray[Any]]]:
-    return [np.split(array, num_prompts) for array in arrays]
-
-
-def _answered(
-    prompt: Prompt, texts: NDArray[np.str_], features_CD: Floats, gold_C: Floats, mean_D: Floats, std_D: Floats
-) -> Answered:
-    messages = tuple(Message(**message) for message in prompt.messages)
-    return Answered(prompt.prompt_id, messages, tuple(map(str, texts)), (features_CD - mean_D) / std_D, gold_C)
+def _answered(prompts: Sequence[Prompt], texts: NDArray[np.str_], features: Floats, gold: Floats) -> list[Answered]:
+    """Splits arrays over all responses, as many to each prompt."""
+    num_prompts = len(prompts)
+    rows = zip(
+        prompts, np.split(texts, num_prompts), np.split(features, num_prompts), np.split(gold, num_prompts), strict=True
+    )
+    return [
+        Answered(
+            prompt.prompt_id,
+            tuple(Message(**message) for message in prompt.messages),
+            tuple(map(str, own_texts)),
+            features_CD,
+            gold_C,
+        )
+        for prompt, own_texts, features_CD, gold_C in rows
+    ]
 
 
 @dataclass(frozen=True)
