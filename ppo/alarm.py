@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from files.hashes import derive_seed
 from files.records import as_json
 from lm.tokenizer import Messages, Tokenizer
-from ppo.config import AlarmConfig
+from ppo.config import AlarmConfig, PeopleSource
 from ppo.rank import ScoreScale
 from ppo.rollout import Rollout
 from reward.external import Scored, score_in_parts
@@ -175,6 +175,7 @@ class SpotChecks:
 
     def _checked(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Scored]:
         source = self.config.source
+        assert not isinstance(source, PeopleSource), "people compare responses in ppo.people"
         rows = [prompt.row for prompt in prompts] if source.reads_rows else []
         return score_in_parts(source, [prompt.messages for prompt in prompts], texts, CHECKS_PER_CALL, rows)
 
