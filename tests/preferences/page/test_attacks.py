@@ -24,6 +24,7 @@ from preferences.page.security import (
     LINKS_PER_ADDRESS,
     MAX_BODY_BYTES,
     MAX_SIGN_IN_BYTES,
+    MAX_TASKS_BYTES,
     PER_ADDRESS,
     PER_NAME,
     PER_NAME_AND_ADDRESS,
@@ -480,7 +481,12 @@ def connect(site, source="127.0.0.1"):
 @ON_ONE_DATABASE
 @pytest.mark.parametrize(
     ("path", "limit"),
-    [("/api/session", MAX_SIGN_IN_BYTES), ("/sign-in", MAX_SIGN_IN_BYTES), ("/task/answer", MAX_BODY_BYTES)],
+    [
+        ("/api/session", MAX_SIGN_IN_BYTES),
+        ("/sign-in", MAX_SIGN_IN_BYTES),
+        ("/task/answer", MAX_BODY_BYTES),
+        ("/api/tasks", MAX_TASKS_BYTES),
+    ],
 )
 def test_a_chunked_body_is_refused_as_soon_as_it_is_too_long(site, path, limit):
     opened = site()
