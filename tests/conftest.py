@@ -73,7 +73,7 @@ gc.disable()  # while tests are imported
 # `test_chaos`, `test_two_hosts` and `test_hangs` mostly wait. They are far apart in this list, so that they run one
 # after another, at the same time as files that compute.
 LONGEST = [
-    "heed/chaos/test_chaos.py", "heed/jobs/test_kill.py", "test_tutorials.py", "test_splits.py",
+    "heed/chaos/test_chaos.py", "heed/jobs/test_kill.py", "heed/jobs/test_loop.py", "test_tutorials.py", "test_splits.py",
     "lm/test_kernels_both_ways.py", "fake_cuda/test_fake_cuda.py", "real/test_training.py", "real/test_smollm2.py",
     "cluster/test_two_hosts.py", "ppo/test_disaggregated.py", "cluster/test_group.py", "heed/jobs/test_resuming.py",
     "heed/jobs/test_submit.py", "heed/jobs/test_pipeline.py", "heed/jobs/test_recovery.py",
@@ -85,7 +85,8 @@ LONGEST = [
     "heed/jobs/test_replay.py", "heed/jobs/test_objectives.py", "heed/jobs/test_rounds.py",
     "heed/studies/test_study.py", "heed/studies/test_study_algorithms.py", "training/test_deadline.py",
     "training/test_planned_memory.py", "training/test_sharding.py", "preferences/page/test_team_tutorial.py",
-    "ppo/test_memory_ranks.py", "benchmarks/test_speed.py", "benchmarks/test_gpu.py",
+    "heed/studies/test_label_choice.py", "heed/studies/test_study_distillation.py", "heed/arena/test_arena.py",
+    "ppo/test_people.py", "ppo/test_memory_ranks.py", "benchmarks/test_speed.py", "benchmarks/test_gpu.py",
 ]  # fmt: skip
 
 
