@@ -73,7 +73,8 @@ gc.disable()  # while tests are imported
 # `test_chaos`, `test_two_hosts` and `test_hangs` mostly wait. They are far apart in this list, so that they run one
 # after another, at the same time as files that compute.
 LONGEST = [
-    "heed/chaos/test_chaos.py", "heed/jobs/test_kill.py", "heed/jobs/test_loop.py", "test_tutorials.py", "test_splits.py",
+    "heed/chaos/test_chaos.py", "heed/jobs/test_kill.py", "heed/jobs/test_loop.py", "test_tutorials.py",
+    "test_splits.py",
     "lm/test_kernels_both_ways.py", "fake_cuda/test_fake_cuda.py", "real/test_training.py", "real/test_smollm2.py",
     "cluster/test_two_hosts.py", "ppo/test_disaggregated.py", "cluster/test_group.py", "heed/jobs/test_resuming.py",
     "heed/jobs/test_submit.py", "heed/jobs/test_pipeline.py", "heed/jobs/test_recovery.py",
