@@ -17,8 +17,7 @@ from preferences.formats.judges import BOTH_BAD as ARENA_FORMAT_BAD
 from preferences.formats.parts import Report
 from preferences.formats.registry import format_to_write
 from preferences.page import arena as arena_module
-from preferences.page import arena_pages
-from preferences.page import lockstep
+from preferences.page import arena_pages, lockstep
 from preferences.page.app import make_app
 from preferences.page.arena import BOTH_BAD, CHOICES, Arena, ArenaPrompt, ArenaSetup, Given
 from preferences.page.config import LabelingConfig, QuizQuestion
