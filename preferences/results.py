@@ -91,6 +91,12 @@ def _wanted(connection: Connection, batch: str) -> dict[int, int]:
     return {row[0]: row[1] for row in found}
 
 
+def num_wanted(connection: Connection, batch: str) -> int:
+    """Counts the judgments that the batch's tasks want by now, or have if those are more."""
+    wanted = select(func.sum(case((_IS_WANTED, 1), else_=0))).where(assignments.c.batch == batch)
+    return connection.scalar(wanted) or 0
+
+
 def judgments_of(connection: Connection, batch: str, *, with_names: bool = True) -> list[Judgment]:
     """Returns every event on the batch's tasks, in the order in which they were stored."""
     statement = select_events(with_names=with_names).where(tasks.c.batch == batch).order_by(judgments.c.judgment_id)

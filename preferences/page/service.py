@@ -297,9 +297,12 @@ def screened(store: LabelStore, labeler: str, screening: Screening) -> bool:
 
 @dataclass(frozen=True)
 class Quality:
-    """A batch's statistics and its plots with their titles, as of its newest judgment and the last erasure."""
+    """A batch's statistics and its plots with their titles.
 
-    as_of: tuple[int, int]
+    `as_of` is the batch's newest judgment, the number of people who were erased, and of judgments that are wanted.
+    """
+
+    as_of: tuple[int, int, int]
     report: LabelReport
     plots: list[tuple[str, Markup]]
 
@@ -333,7 +336,7 @@ class Exported:
 
 
 class LeadView:
-    """Reads the store for leads. Statistics are cached until a batch's next judgment or an erasure."""
+    """Reads the store for leads. Statistics are cached until a batch's next judgment, an erasure or another overlap."""
 
     def __init__(self, store: LabelStore) -> None:
         self.store = store
@@ -397,11 +400,11 @@ class LeadView:
         if batch not in self.store.batches():
             raise ValueError(f"batch {batch!r} is not in the store")
         with self._lock:
-            as_of = (self.store.newest_judgment(batch), self.store.num_erased())
+            num_wanted = self.store.num_wanted(batch)
+            as_of = (self.store.newest_judgment(batch), self.store.num_erased(), num_wanted)
             if batch not in self._known or self._known[batch].as_of != as_of:
                 tasks, judgments = self.store.tasks(batch), self.store.judgments(batch)
                 report = summary([stored.task for stored in tasks], judgments)
-                num_wanted = sum(stored.num_labelers for stored in tasks)
                 self._known[batch] = Quality(as_of, report, plots_of(judgments, num_wanted, report))
             return self._known[batch]
 
