@@ -7,13 +7,30 @@ All functions run within the caller's transaction.
 
 from collections.abc import Mapping, Sequence
 
-from sqlalchemy import Connection, Integer, and_, bindparam, exists, false, insert, literal, null, select, update
+from sqlalchemy import (
+    Connection,
+    Integer,
+    and_,
+    bindparam,
+    case,
+    exists,
+    false,
+    func,
+    insert,
+    literal,
+    null,
+    or_,
+    select,
+    update,
+)
 
 from preferences import leases
 from preferences.leases import AssignmentState
 from preferences.records import MAX_LABELERS
 from preferences.rows import parts
 from preferences.schema import assignments
+
+IS_WANTED = or_(assignments.c.is_done, ~assignments.c.is_surplus)  # of an assignment
 
 
 def set_num_labelers(connection: Connection, positions: Sequence[int], num_labelers: int, now: float) -> None:
@@ -29,6 +46,16 @@ def set_num_labelers(connection: Connection, positions: Sequence[int], num_label
             _add_assignments(connection, part, number)
         states = leases.lock(connection, sorted(part))
         _mark(connection, {task: (some, num_labelers) for task, some in states.items()}, now)
+
+
+def num_wanted(connection: Connection, positions: Sequence[int]) -> dict[int, int]:
+    """Returns how many labelers each of these tasks wants by now, or has had if those are more."""
+    counted = select(assignments.c.task, func.sum(case((IS_WANTED, 1), else_=0))).group_by(assignments.c.task)
+    return {
+        row[0]: row[1]
+        for part in parts(positions)
+        for row in connection.execute(counted.where(assignments.c.task.in_(part)))
+    }
 
 
 def balance(connection: Connection, positions: Sequence[int], now: float) -> None:
