@@ -68,10 +68,12 @@ def balance(connection: Connection, positions: Sequence[int], now: float) -> Non
 def set_archived(connection: Connection, positions: Sequence[int], *, is_archived: bool) -> None:
     """Archives tasks, or takes them out of the archive. Archived tasks are given to nobody and count as no work left.
 
-    Labelers may finish those that they have leased.
+    Labelers may finish those that they have leased. Their hidden repeats go with them: they would show the same texts,
+    and stay open for ever, since only who has judged the original may get them.
     """
     for part in parts(positions):
-        connection.execute(update(assignments).where(assignments.c.task.in_(part)).values(is_archived=is_archived))
+        own = or_(assignments.c.task.in_(part), assignments.c.original.in_(part))
+        connection.execute(update(assignments).where(own).values(is_archived=is_archived))
 
 
 def _add_assignments(connection: Connection, positions: Sequence[int], number: int) -> None:

@@ -79,6 +79,16 @@ def test_more_labelers_are_wanted(store):
     assert [one.num_labelers for one in store.tasks("b")] == [3, 1]
 
 
+def test_hidden_repeats_are_archived_with_their_originals(store):
+    store.add_tasks([make_task("t1"), make_task("r1", repeat_of="t1"), make_task("t2")], batch="b", num_labelers=1)
+    for is_archived, num_open in ((True, 1), (False, 3)):
+        with store.writing() as connection:
+            organizing.set_archived(
+                connection, organizing.positions_of(connection, ["t1"]), is_archived=is_archived, **BY
+            )
+        assert store.progress("b").num_open == num_open
+
+
 def test_tasks_are_added_again_with_the_old_or_the_new_number(store, tmp_path):
     store.add_tasks([make_task("t1"), make_task("t2")], batch="b", num_labelers=2)
     say(store, "ann")
