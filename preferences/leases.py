@@ -193,11 +193,12 @@ def grant(connection: Connection, who: str, chosen: Iterable[Assignment], now: f
 
 
 def reveal(connection: Connection, who: str, position: int, now: float) -> None:
-    """Marks a task as revealed to the labeler who has leased it. Time on it counts from the first reveal."""
+    """Marks a task as revealed to the labeler who has leased or judged it. Time on it counts from the first reveal.
+
+    One that was judged through the API, or elsewhere, may never have been revealed before its answer is changed.
+    """
     own = update(assignments).where(assignments.c.task == position, assignments.c.labeler == who)
-    connection.execute(
-        own.where(~assignments.c.is_done, ~assignments.c.is_revealed).values(is_revealed=True, given_at=now)
-    )
+    connection.execute(own.where(~assignments.c.is_revealed).values(is_revealed=True, given_at=now))
 
 
 def num_left(

@@ -7,13 +7,30 @@ All functions run within the caller's transaction.
 
 from collections.abc import Mapping, Sequence
 
-from sqlalchemy import Connection, Integer, and_, bindparam, exists, false, insert, literal, null, select, update
+from sqlalchemy import (
+    Connection,
+    Integer,
+    and_,
+    bindparam,
+    case,
+    exists,
+    false,
+    func,
+    insert,
+    literal,
+    null,
+    or_,
+    select,
+    update,
+)
 
 from preferences import leases
 from preferences.leases import AssignmentState
 from preferences.records import MAX_LABELERS
 from preferences.rows import parts
 from preferences.schema import assignments
+
+IS_WANTED = or_(assignments.c.is_done, ~assignments.c.is_surplus)  # of an assignment
 
 
 def set_num_labelers(connection: Connection, positions: Sequence[int], num_labelers: int, now: float) -> None:
@@ -31,6 +48,16 @@ def set_num_labelers(connection: Connection, positions: Sequence[int], num_label
         _mark(connection, {task: (some, num_labelers) for task, some in states.items()}, now)
 
 
+def num_wanted(connection: Connection, positions: Sequence[int]) -> dict[int, int]:
+    """Returns how many labelers each of these tasks wants by now, or has had if those are more."""
+    counted = select(assignments.c.task, func.sum(case((IS_WANTED, 1), else_=0))).group_by(assignments.c.task)
+    return {
+        row[0]: row[1]
+        for part in parts(positions)
+        for row in connection.execute(counted.where(assignments.c.task.in_(part)))
+    }
+
+
 def balance(connection: Connection, positions: Sequence[int], now: float) -> None:
     """Moves the marks of surplus assignments to those that are least in use, after answers or releases."""
     states = leases.lock(connection, positions)
@@ -41,10 +68,12 @@ def balance(connection: Connection, positions: Sequence[int], now: float) -> Non
 def set_archived(connection: Connection, positions: Sequence[int], *, is_archived: bool) -> None:
     """Archives tasks, or takes them out of the archive. Archived tasks are given to nobody and count as no work left.
 
-    Labelers may finish those that they have leased.
+    Labelers may finish those that they have leased. Their hidden repeats go with them: they would show the same texts,
+    and stay open for ever, since only who has judged the original may get them.
     """
     for part in parts(positions):
-        connection.execute(update(assignments).where(assignments.c.task.in_(part)).values(is_archived=is_archived))
+        own = or_(assignments.c.task.in_(part), assignments.c.original.in_(part))
+        connection.execute(update(assignments).where(own).values(is_archived=is_archived))
 
 
 def _add_assignments(connection: Connection, positions: Sequence[int], number: int) -> None:

@@ -49,10 +49,11 @@ def held_about(connection: Connection, name: str) -> dict[str, Any]:
     held = select(tasks.c.task_id, assignments.c.batch, assignments.c.expires_at).where(
         assignments.c.task == tasks.c.position, assignments.c.labeler == who, ~assignments.c.is_done
     )
+    message = (questions.c.author, questions.c.kind, questions.c.text, questions.c.created_at)
     said = (
-        select(tasks.c.task_id, tasks.c.batch, questions.c.kind, questions.c.text, questions.c.created_at)
+        select(tasks.c.task_id, tasks.c.batch, *message)
         .join(tasks, questions.c.task == tasks.c.position)
-        .where(questions.c.author == who)
+        .where((questions.c.author == who) | (questions.c.labeler == who))  # what they wrote, and replies to them
         .order_by(questions.c.message_id)
     )
     events = select(audit_log).where((audit_log.c.actor == who) | (audit_log.c.subject == who))

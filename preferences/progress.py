@@ -2,7 +2,8 @@
 
 Active time is the stored time from when a labeler got a task until they answered or skipped it. A task that was left
 open over a break would count the break too, so each counts for at most MAX_TIMES_MEDIAN times the person's median time
-in that batch. An answer that was taken back or voided counts as time, but not as an answer.
+in that batch. An answer that was taken back or voided counts as time, but not as an answer. An answer that replaces an
+earlier one counts no further answer, and as time only what it adds: its stored time includes the earlier one's.
 
 The estimate has two parts. The work left, in labeler-hours, is the number of judgments left times the active time per
 judgment so far; its range is the central 80% of a bootstrap over (person, day) cells, which vary more than single
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, and_, case, func, select
+from sqlalchemy import ColumnElement, Connection, and_, case, func, select
 
 from preferences.schema import judgments, labelers, tasks
 
@@ -92,18 +93,12 @@ class PaceLog:
 
     def read(self, connection: Connection) -> None:
         """Reads the events that were stored since the last call."""
-        before = judgments.alias("before")
-        is_before = and_(
-            before.c.task == judgments.c.task,
-            before.c.labeler == judgments.c.labeler,
-            before.c.revision == judgments.c.revision - 1,
-        )
-        was_answer = select(func.count()).where(is_before, before.c.kind == "answer").correlate(judgments)
-        takes_back = and_(judgments.c.kind.in_(("undo", "void")), was_answer.scalar_subquery() > 0)
-        change = case((judgments.c.kind == "answer", 1), (takes_back, -1), else_=0)
+        is_answer, follows_answer = judgments.c.kind == "answer", _kind_before() == "answer"
+        takes_back = and_(judgments.c.kind.in_(("undo", "void")), follows_answer)
+        change = case((and_(is_answer, ~follows_answer), 1), (takes_back, -1), else_=0)
         times = (judgments.c.judgment_id, judgments.c.labeler, tasks.c.batch, judgments.c.created_at)
         statement = (
-            select(*times, judgments.c.milliseconds, judgments.c.kind, change.label("change"))
+            select(*times, _own_time().label("milliseconds"), change.label("change"))
             .join(tasks, judgments.c.task == tasks.c.position)
             .where(judgments.c.kind != "adjudication")
             .order_by(judgments.c.judgment_id)
@@ -114,7 +109,7 @@ class PaceLog:
                 self._events.labeler.append(self._labelers.setdefault(row.labeler, len(self._labelers)))
                 self._events.batch.append(self._batches.setdefault(row.batch, len(self._batches)))
                 self._events.day.append(int(row.created_at // DAY_SECONDS))
-                self._events.milliseconds.append(row.milliseconds if row.kind in ("answer", "skip") else 0)
+                self._events.milliseconds.append(row.milliseconds)
                 self._events.change.append(row.change)
 
     def estimate(self, batch: str, num_left: int, now: float) -> Estimate:
@@ -166,6 +161,34 @@ class PaceLog:
             found[4] = _active(found[0], found[1], found[4]) / 1_000
             self._active_at, self._known = self._newest, found
         return self._known
+
+
+def _kind_before() -> ColumnElement[str]:
+    """Returns the kind of the same labeler's event before this one on the task; "" if it is the first."""
+    before = judgments.alias("before")
+    found = select(before.c.kind).where(
+        before.c.task == judgments.c.task,
+        before.c.labeler == judgments.c.labeler,
+        before.c.revision == judgments.c.revision - 1,
+    )
+    return func.coalesce(found.correlate(judgments).scalar_subquery(), "")
+
+
+def _own_time() -> ColumnElement[int]:
+    """Returns the milliseconds of an answer or a skip, without those of the labeler's earlier answers to the task.
+
+    `LabelingService.answer` adds the earlier time, unless a lead voided the answer. Imported answers may lack it.
+    """
+    earlier = judgments.alias("earlier")
+    known = select(func.max(earlier.c.milliseconds)).where(
+        earlier.c.task == judgments.c.task,
+        earlier.c.labeler == judgments.c.labeler,
+        earlier.c.revision < judgments.c.revision,
+        earlier.c.kind == "answer",
+    )
+    own, before = judgments.c.milliseconds, func.coalesce(known.correlate(judgments).scalar_subquery(), 0)
+    is_again = and_(judgments.c.kind == "answer", judgments.c.revision > 0, _kind_before() != "void", own > before)
+    return case((is_again, own - before), (judgments.c.kind.in_(("answer", "skip")), own), else_=0)
 
 
 def _active(labeler: Numbers, batch: Numbers, times: Numbers) -> Numbers:

@@ -33,20 +33,33 @@ _IMPORTING = 7_243_003  # key of the importers' advisory lock; any number that o
 def add_tasks(connection: Connection, wanted: Sequence[Values], files: Locations = NO_LOCATIONS) -> None:
     """Adds tasks with their assignments. A task that is stored with the same content is left alone.
 
+    A stored task may want the number of labelers that it was added with, or the one that a lead has set since.
+
     Raises: ValueError, naming the task, for an id that is taken by other content, and for a repeat of an unknown task.
     """
     known = stored(connection, [name for row in wanted for name in (row["task_id"], row["repeat_of"]) if name])
     missing: dict[str, Values] = {}
+    numbers = _changed_numbers(connection, wanted, known)
     for row in wanted:
         task_id, original = row["task_id"], row["repeat_of"]
         if task_id in known or task_id in missing:
-            refuse_different(row, known.get(task_id) or missing[task_id], files)
+            agreed = {"num_labelers": row["num_labelers"]} if numbers.get(task_id) == row["num_labelers"] else {}
+            refuse_different(row, {**(known.get(task_id) or missing[task_id]), **agreed}, files)
         elif original and original not in known and original not in missing:
             where = named(files, task_id)
             raise ValueError(f"{where}: repeat_of is {original!r}; an earlier task's id was expected")
         else:
             missing[task_id] = row
     _insert_tasks(connection, list(missing.values()), known)
+
+
+def _changed_numbers(connection: Connection, wanted: Sequence[Values], known: Mapping[str, Values]) -> dict[str, int]:
+    """Returns how many labelers stored tasks want by now, for those that were added with another number than wanted."""
+    ids = [row["task_id"] for row in wanted]
+    asked = {name: row["num_labelers"] for name, row in zip(ids, wanted, strict=True)}
+    at = {name: known[name]["position"] for name in ids if name in known and known[name]["num_labelers"] != asked[name]}
+    numbers = overlap.num_wanted(connection, sorted(at.values()))
+    return {name: numbers[position] for name, position in at.items()}
 
 
 def stored(connection: Connection, task_ids: Sequence[str]) -> dict[str, Values]:

@@ -6,16 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Subquery, and_, case, func, or_, select, true
+from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Subquery, and_, case, func, select, true
 
 from preferences.leases import Lease, display_order
 from preferences.names import name_in
+from preferences.overlap import IS_WANTED
 from preferences.rankings import current_judgments, ranking_of, why_excluded
 from preferences.records import Judgment, Message, Ranking, ShownTask, StoredTask
 from preferences.rows import Values, as_judgment, as_task, messages, parts
 from preferences.schema import assignments, judgments, tasks
-
-_IS_WANTED = or_(assignments.c.is_done, ~assignments.c.is_surplus)
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,15 @@ def stored_tasks(connection: Connection, batch: str) -> list[StoredTask]:
 
 def _wanted(connection: Connection, batch: str) -> dict[int, int]:
     """Returns how many labelers each task of the batch wants by now, or has had if those are more."""
-    counted = select(assignments.c.task, func.sum(case((_IS_WANTED, 1), else_=0)))
+    counted = select(assignments.c.task, func.sum(case((IS_WANTED, 1), else_=0)))
     found = connection.execute(counted.where(assignments.c.batch == batch).group_by(assignments.c.task))
     return {row[0]: row[1] for row in found}
+
+
+def num_wanted(connection: Connection, batch: str) -> int:
+    """Counts the judgments that the batch's tasks want by now, or have if those are more."""
+    wanted = select(func.sum(case((IS_WANTED, 1), else_=0))).where(assignments.c.batch == batch)
+    return connection.scalar(wanted) or 0
 
 
 def judgments_of(connection: Connection, batch: str, *, with_names: bool = True) -> list[Judgment]:
@@ -243,7 +248,7 @@ def _by_task(which: ColumnElement[bool], now: float) -> Subquery:
         assignments.c.task,
         done.label("done"),
         leased.label("leased"),
-        func.sum(case((_IS_WANTED, 1), else_=0)).label("wanted"),
+        func.sum(case((IS_WANTED, 1), else_=0)).label("wanted"),
     )
     return (
         select(*columns)

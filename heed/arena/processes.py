@@ -176,8 +176,11 @@ class PolicyProcess:
             with self._lock:
                 self._listeners[key] = (side, to)
                 self._pipe.send(Start(key, turns, seed))
-        except OSError:  # the process has just died: `_read` fails its answers
+        except OSError:  # the process has died, and `_read` may have failed its answers before this one came
             LOG.warning("policy %s: an answer began while its process was down", self.policy.name)
+            with self._lock:
+                self._listeners.pop(key, None)
+            to.failed(NO_ANSWER)
 
     def stop(self, key: str) -> None:
         with self._lock:

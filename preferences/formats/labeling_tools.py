@@ -8,7 +8,7 @@ first response. What cannot be placed is kept in the judgment's note.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -267,7 +267,8 @@ def held_judgments(
     skips: dict[str, list[Judgment]] = {}
     current = current_judgments(judgments)
     for skip in current.skips:
-        skips.setdefault(skip.task_id, []).append(skip)
+        reason = skip.note or SKIPPED  # of somebody who was erased
+        skips.setdefault(skip.task_id, []).append(replace(skip, note=reason))
     final: dict[str, list[Judgment]] = {}
     for judgment in current.final:
         final.setdefault(judgment.task_id, []).append(judgment)

@@ -88,7 +88,7 @@ class ArenaPages:
 
     def _home_page(self, account: Account, token: str, fields: Fields = EMPTY, wrong: str = "") -> Response:
         latest = self.arena.conversations.latest(account.name, NUM_CONVERSATIONS)
-        seen = {one.prompt_id for one in latest}
+        seen = self.arena.conversations.seen_prompts(account.name)
         return self.site.page(
             "arena",
             account,
@@ -213,7 +213,10 @@ class ArenaPages:
     def _saved(self, request: Request, posted: FormData, save: Callable[[Account, str, Fields], Response]) -> Response:
         """Saves a form. If that is refused or fails, returns what the person typed."""
         try:
-            return save(*self.site.form(request, posted))
+            account, token, fields = self.site.form(request, posted)
+            if self._unread(account) is not None:
+                raise RefusedError("read the instructions first, and send this again afterwards")
+            return save(account, token, fields)
         except SignInNeededError:
             return self._typed_page(request, posted, 401, "Your session has ended", SESSION_OVER)
         except RefusedError as error:

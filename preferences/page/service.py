@@ -106,7 +106,7 @@ class LabelingService:
             if lease is not None:
                 return self._presented(lease, session)
             if not screened(self.store, account.name, self.config.screening):
-                return "screening" if self.config.screening.batch in self.store.batches() else "nothing open"
+                return self._why_not_screened(account, self.config.screening.batch)
             self.accounts.admit_screened(account.name)
         if self._has_met_quota(account):
             return "daily quota"
@@ -114,7 +114,7 @@ class LabelingService:
             lease = self._lease(account, batch)
             if lease is not None:
                 return self._presented(lease, session)
-        return self._why_nothing(account)
+        return self._why_nothing(account, self.batches())
 
     def _has_met_quota(self, account: Account) -> bool:
         quota = account.daily_quota or self.config.daily_quota
@@ -124,10 +124,17 @@ class LabelingService:
             who = known_pseudonym(connection, account.name)
             return assignment.num_answered_today(connection, who, self._clock()) >= quota
 
-    def _why_nothing(self, account: Account) -> Waiting:
+    def _why_nothing(self, account: Account, batches: Sequence[str]) -> Waiting:
         with self.store.reading() as connection:
             who = known_pseudonym(connection, account.name)
-            return assignment.why_nothing(connection, who, self.batches(), self._clock())
+            return assignment.why_nothing(connection, who, batches, self._clock())
+
+    def _why_not_screened(self, account: Account, batch: str) -> Waiting:
+        """Returns "screening" if the labeler has judged all that they get of the screening batch."""
+        if batch not in self.store.batches():
+            return "nothing open"
+        why = self._why_nothing(account, [batch])
+        return "screening" if why == "nothing open" else why
 
     def own_task(self, account: Account, handle: str, session: str) -> PresentedTask | None:
         """Returns a task, by its handle, that the labeler has answered, or took back and still has leased.
@@ -290,9 +297,12 @@ def screened(store: LabelStore, labeler: str, screening: Screening) -> bool:
 
 @dataclass(frozen=True)
 class Quality:
-    """A batch's statistics and its plots with their titles, as of its newest judgment and the last erasure."""
+    """A batch's statistics and its plots with their titles.
 
-    as_of: tuple[int, int]
+    `as_of` is the batch's newest judgment, the number of people who were erased, and of judgments that are wanted.
+    """
+
+    as_of: tuple[int, int, int]
     report: LabelReport
     plots: list[tuple[str, Markup]]
 
@@ -326,7 +336,7 @@ class Exported:
 
 
 class LeadView:
-    """Reads the store for leads. Statistics are cached until a batch's next judgment or an erasure."""
+    """Reads the store for leads. Statistics are cached until a batch's next judgment, an erasure or another overlap."""
 
     def __init__(self, store: LabelStore) -> None:
         self.store = store
@@ -390,11 +400,11 @@ class LeadView:
         if batch not in self.store.batches():
             raise ValueError(f"batch {batch!r} is not in the store")
         with self._lock:
-            as_of = (self.store.newest_judgment(batch), self.store.num_erased())
+            num_wanted = self.store.num_wanted(batch)
+            as_of = (self.store.newest_judgment(batch), self.store.num_erased(), num_wanted)
             if batch not in self._known or self._known[batch].as_of != as_of:
                 tasks, judgments = self.store.tasks(batch), self.store.judgments(batch)
                 report = summary([stored.task for stored in tasks], judgments)
-                num_wanted = sum(stored.num_labelers for stored in tasks)
                 self._known[batch] = Quality(as_of, report, plots_of(judgments, num_wanted, report))
             return self._known[batch]
 

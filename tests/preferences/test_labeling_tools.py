@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from files.rows import read_source
+from preferences.accounts import Accounts
 from preferences.formats.exchange import export
 from preferences.formats.merging import Found, collect_all
 from preferences.formats.parts import Report
@@ -349,3 +350,23 @@ def test_label_studio_accepts_configuration_tasks_and_annotations(
     whole = read(tmp_path / "project", "label-studio")
     assert [one for one in said(whole) if one[2] == "answer"] == said(short)
     assert [one.flags for one in whole.judgments if one.kind == "answer"] == [one.flags for one in short.judgments]
+
+
+@pytest.mark.parametrize("name", ["argilla", "label-studio"])
+def test_a_skip_of_somebody_who_was_erased_is_still_one(
+    new_database: Callable[[], str], tmp_path: Path, name: str
+) -> None:
+    url = new_database()
+    accounts = Accounts(url)
+    accounts.accept(accounts.invite("ann", "labeler"))
+    with LabelStore(url) as store:
+        store.add_tasks([BIRDS], batch="b", num_labelers=1)
+        lease = store.lease("ann", seconds=60, batch="b")
+        assert lease is not None
+        store.skip(lease, "I am Ann and know no birds", 5, client="page", instructions_version="1")
+        pseudonym = accounts.erase("ann")
+        report, _ = export(store, format_to_write(name), tmp_path / "project")
+    accounts.close()
+    assert report.counts() == {}
+    (skip,) = read(tmp_path / "project", name).judgments
+    assert (skip.labeler, skip.kind, skip.note) == (pseudonym, "skip", "skipped")

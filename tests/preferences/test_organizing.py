@@ -4,9 +4,13 @@ import random
 
 import pytest
 
+from files.rows import read_source
 from preferences import adjudication, assignment, organizing, search
 from preferences.accounts import Accounts
 from preferences.adjudication import Threshold
+from preferences.formats.exchange import export, store_found
+from preferences.formats.merging import collect_all
+from preferences.formats.registry import format_to_read, format_to_write
 from preferences.leases import LeaseLostError
 from preferences.names import known_pseudonym
 from preferences.records import Answer, Message, Task
@@ -73,6 +77,30 @@ def test_more_labelers_are_wanted(store):
     assert (counts.num_wanted, counts.num_judgments, counts.num_open) == (4, 4, 0)
     store.add_tasks([make_task("t1"), make_task("t2")], batch="b", num_labelers=1)  # repeating the import is no change
     assert [one.num_labelers for one in store.tasks("b")] == [3, 1]
+
+
+def test_hidden_repeats_are_archived_with_their_originals(store):
+    store.add_tasks([make_task("t1"), make_task("r1", repeat_of="t1"), make_task("t2")], batch="b", num_labelers=1)
+    for is_archived, num_open in ((True, 1), (False, 3)):
+        with store.writing() as connection:
+            organizing.set_archived(
+                connection, organizing.positions_of(connection, ["t1"]), is_archived=is_archived, **BY
+            )
+        assert store.progress("b").num_open == num_open
+
+
+def test_tasks_are_added_again_with_the_old_or_the_new_number(store, tmp_path):
+    store.add_tasks([make_task("t1"), make_task("t2")], batch="b", num_labelers=2)
+    say(store, "ann")
+    resize(store, 3, "t1")
+    export(store, format_to_write("heed"), tmp_path / "all.jsonl")  # says 3 and 2
+    path = str(tmp_path / "all.jsonl")
+    found = collect_all(format_to_read("heed"), read_source(path))
+    store_found(store, found, "")
+    store.add_tasks([make_task("t1"), make_task("t2")], batch="b", num_labelers=2)
+    assert [task.num_labelers for task in store.tasks("b")] == [3, 2]
+    with pytest.raises(ValueError, match="num_labelers is 3, but the store has 2"):
+        store.add_tasks([make_task("t2")], batch="b", num_labelers=3)
 
 
 def test_fewer_labelers_are_wanted_and_nobody_loses_work(store, clock):

@@ -69,6 +69,24 @@ def test_a_taken_back_skip_is_no_answer_taken_back(store):
     assert read(store)[1].people[0].total_answers == 0
 
 
+def test_a_changed_answer_counts_once_and_as_time_only_what_it_adds(store):
+    fill(
+        store,
+        [
+            said("t1", "unknown 1", DAY, 100),
+            said("t1", "unknown 1", DAY, 130, revision=1),  # a change in place: 30 more seconds
+            said("t1", "unknown 1", DAY, 0, "undo", revision=2),
+            said("t1", "unknown 1", DAY, 150, revision=3),  # given again: 20 more
+            said("t2", "unknown 1", DAY, 60),
+            said("t2", "unknown 1", DAY, 0, "void", revision=1),
+            said("t2", "unknown 1", DAY, 70, revision=2),  # after a void, the time begins again
+        ],
+    )
+    (person,) = read(store)[1].people
+    assert (person.total_answers, person.answers[-1]) == (2, 2)
+    assert person.total_hours == pytest.approx((100 + 30 + 20 + 60 + 70) / 3_600)
+
+
 def test_too_little_gives_a_reason_instead_of_an_estimate(store):
     log, _ = read(store)
     assert log.estimate("b", 0, NOW).reason == "nothing is left"

@@ -25,10 +25,14 @@ function keepDraft() {
       box.open = [...box.querySelectorAll("textarea")].some((one) => one.value !== one.defaultValue);
     });
   }
-  form.addEventListener("input", () => {
+  const keep = (but) => {
     const ticked = said().filter((one) => isTicked(one) && one.checked).map((one) => `${one.name}=${one.value}`);
     const texts = Object.fromEntries(said().filter((one) => !isTicked(one)).map((one) => [one.name, one.value]));
-    sessionStorage.setItem(key, JSON.stringify({ ticked, texts }));
+    sessionStorage.setItem(key, JSON.stringify({ ticked, texts: { ...texts, ...but } }));
+  };
+  form.addEventListener("input", () => keep({}));
+  form.addEventListener("submit", (event) => { // a question is sent alone, and the same task comes again
+    if (event.submitter?.hasAttribute("formaction")) keep({ question: "" });
   });
 }
 

@@ -1,6 +1,7 @@
 """The arena's live policies: processes with tiny models, an endpoint, and sampling an answer again from a verdict."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -141,6 +142,16 @@ def test_a_process_that_is_killed_fails_its_answers_and_comes_back(processes: Po
             break
         assert time.monotonic() < deadline
     assert heard.record["num_tokens"] > 0
+
+
+def test_an_answer_that_begins_while_its_process_is_down_fails(processes: PolicyProcesses) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    heard = Heard()
+    with patch.object(processes._processes[0], "_pipe", ours):
+        processes.start("down", 0, (Message("user", "?"),), ("x",), 0, heard)
+    assert heard.is_over.wait(5.0)
+    assert heard.failure == NO_ANSWER
 
 
 def test_a_stopped_answer_is_forgotten(processes: PolicyProcesses) -> None:

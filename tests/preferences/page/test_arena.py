@@ -17,10 +17,10 @@ from preferences.formats.judges import BOTH_BAD as ARENA_FORMAT_BAD
 from preferences.formats.parts import Report
 from preferences.formats.registry import format_to_write
 from preferences.page import arena as arena_module
-from preferences.page import lockstep
+from preferences.page import arena_pages, lockstep
 from preferences.page.app import make_app
 from preferences.page.arena import BOTH_BAD, CHOICES, Arena, ArenaPrompt, ArenaSetup, Given
-from preferences.page.config import LabelingConfig
+from preferences.page.config import LabelingConfig, QuizQuestion
 from preferences.page.lockstep import LockstepTurn
 from preferences.records import Message
 from preferences.statistics.summary import summary
@@ -485,3 +485,41 @@ def test_an_erased_person_leaves_judged_turns_under_a_pseudonym(world: Any, aren
     opened.close()
     (judgment,) = world.store.judgments("arena")
     assert judgment.labeler.startswith("labeler-")
+
+
+def test_nothing_is_asked_before_the_instructions_are_read(
+    world: Any, arena: Arena, person: Callable[[str], TestClient]
+) -> None:
+    ann = person("ann")
+    world.accounts.confirm_reading("ann", "an older version")
+    page = ann.get("/arena")
+    assert page.url.path == "/instructions"
+    page = ann.post("/arena", data={"csrf": csrf(page.text), "question": "Why is the sky blue?"})
+    assert (page.status_code, "Why is the sky blue?" in page.text) == (403, True)  # to copy it
+    assert arena.conversations.latest("ann", 1) == []
+
+
+def test_who_has_read_the_instructions_comes_back_to_the_arena(
+    world: Any, writers: ScriptedWriters, person: Callable[[str], TestClient]
+) -> None:
+    quiz = (QuizQuestion(question="Is long better?", choices=("yes", "no"), answer="no", explanation="It is not."),)
+    config = CONFIG.model_copy(update={"quiz": quiz})
+    person("ann")
+    with ArenaSetup(writers, "arena").opened(world.url, world.store, config) as opened:
+        ann = TestClient(make_app(world.store, world.accounts, config, clock=world.clock, arena=opened))
+        ann.post("/sign-in", data={"name": "ann", "key": world.keys["ann"]})
+        page = ann.post("/instructions", data={"csrf": csrf(ann.get("/arena").text), "quiz_0": "no"})
+        assert "All of it is right." in page.text
+        path = re.findall('href="([^"]+)">Start labeling', page.text)[0]
+        assert ann.get(path).url.path == "/arena"
+
+
+def test_the_list_of_prompts_ends_also_after_many_conversations(
+    person: Callable[[str], TestClient], arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_pages, "NUM_CONVERSATIONS", 1)
+    ann = person("ann")
+    for _ in PROMPTS:
+        assert "Take a prompt" in ann.get("/arena").text
+        finished(ann, arena, str(send(ann, "/arena", take="1").url.path))
+    assert "Take a prompt" not in ann.get("/arena").text

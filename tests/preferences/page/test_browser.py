@@ -118,6 +118,29 @@ def as_shown(judgment):
     return [judgment.ranks[index] for index in judgment.shown_order]
 
 
+def test_enter_saves_the_answer(site):
+    opened = site([make_task("t1", 2)])
+    page = opened.visit("ann")
+    rank(page, 1, 2)
+    with page.expect_navigation():
+        page.get_by_role("radio", name="Rank of A, 1 is the best: 1").press("Enter")
+    assert [as_shown(judgment) for judgment in opened.judgments()] == [[1, 2]]
+
+
+def test_a_question_that_was_sent_is_not_typed_again(site):
+    opened = site([make_task("t1")])
+    page = opened.visit("ann")
+    page.locator("details.ask > summary").click()
+    page.locator("#question").fill("Is it a joke?")
+    page.get_by_role("button", name="Send the question").click()
+    expect(page.get_by_text("The lead has not replied yet.")).to_be_visible()
+    expect(page.locator("#question")).to_have_value("")
+    page.locator("textarea[name=note]").fill("half a note")
+    page.goto(opened.address + "/task")
+    expect(page.locator("textarea[name=note]")).to_have_value("half a note")
+    expect(page.locator("#question")).to_have_value("")
+
+
 def test_two_people_at_once_have_different_tasks_and_a_reload_keeps_them(site):
     opened = site([make_task("t1"), make_task("t2")])
     ann, bob = opened.visit_by_link("ann"), opened.visit("bob")

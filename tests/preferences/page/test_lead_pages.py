@@ -50,6 +50,14 @@ def test_progress_says_what_is_left_and_who_worked(world, eve):
     assert '<th scope="row">ann</th><td class="number">0.0</td><td class="number">1</td>' in page
 
 
+def test_the_quality_page_knows_a_new_overlap(world, eve):
+    world.add(make_task("t1"))
+    say(world, "ann", (1, 2))
+    assert "1 of 1 answers (100%)" in eve.get("/lead/quality").text
+    posted(eve, "/lead/batch/labelers", batch="main", num_labelers="4")
+    assert "1 of 4 answers (25%)" in eve.get("/lead/quality").text
+
+
 def test_a_lead_widens_closes_and_reopens_a_batch(world, visit, eve):
     world.add(make_task("t1"))
     say(world, "ann", (1, 2))

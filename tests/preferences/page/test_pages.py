@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from fastapi.testclient import TestClient
 
+from preferences import organizing
 from preferences.accounts import Accounts
 from preferences.leases import display_order
 from preferences.page.app import make_app
@@ -299,6 +300,16 @@ def test_new_labelers_are_screened(world, visit):
     token = form(eve.get("/lead"), "/sign-out")["csrf"]
     eve.post("/lead/state", data={"name": "bob", "state": "admitted", "csrf": token})
     assert "t1: response" in visit("bob", config).get("/task").text
+
+
+def test_a_closed_screening_batch_is_not_one_that_was_judged(world, visit):
+    gold = [Task(f"g{n}", (Message("user", "?"),), ("good", "bad"), ("x", "y"), gold_ranks=(1, 2)) for n in range(2)]
+    world.add(*gold, batch="gold")
+    config = LabelingConfig(asks_ratings=False, screening=Screening(batch="gold", min_tasks=2))
+    with world.store.writing() as connection:
+        organizing.set_closed(connection, "gold", is_closed=True, by="eve", now=0.0)
+    page = visit("ann", config).get("/task")
+    assert ("You have judged all" in page.text, "has closed all batches" in page.text) == (False, True)
 
 
 def test_a_lead_sees_progress_quality_and_adjudicates(world, visit):
@@ -674,6 +685,20 @@ def test_a_task_with_a_warning_is_changed_without_asking_again(world, visit):
     assert "t1: response" in page.text
     assert ann.post("/task/answer", data=form(page) | ranks(1, 1, 1)).url.path == "/answers"
     assert [judgment.kind for judgment in world.store.judgments("main")] == ["answer", "answer"]
+
+
+def test_a_task_that_was_answered_without_its_reveal_can_be_changed(world, visit):
+    """As through the API, where the client decides how to show the warning."""
+    world.add(replace(make_task("t1"), warning="describes an accident"))
+    ann = visit("ann", PLAIN)
+    lease = world.store.lease("ann", seconds=60, batch="main")
+    world.store.submit(lease, Answer((1, 2, 3), 1_000), client="api", instructions_version="1")
+    page = ann.get(re.search(r'href="(/task\?task=[^"]+)"', ann.get("/answers").text)[1])
+    assert "t1: response" not in page.text
+    page = ann.post("/task/reveal", data=form(page, "/task/reveal"))
+    assert "t1: response" in page.text
+    assert ann.post("/task/answer", data=form(page) | ranks(1, 1, 1)).url.path == "/answers"
+    assert [judgment.ranks for judgment in world.store.judgments("main")][1] == (1, 1, 1)
 
 
 def test_a_task_taken_back_waits_until_new_instructions_are_read(world, visit):

@@ -116,7 +116,9 @@ def test_an_erasure_empties_what_the_person_wrote(new_database, clock):
         store.write_message("t1", "ann", "eve", "reply", "Because.")
         accounts = Accounts(url, clock=clock)
         held = accounts.held_about("ann", by="command line")
-        assert [row["text"] for row in held["questions"]] == ["My name is Ann. Why?"]
+        assert [row["text"] for row in held["questions"]] == ["My name is Ann. Why?", "Because."]
+        assert held["questions"][0]["author"] == held["pseudonym"]
+        assert "eve" not in str(held)  # other people have pseudonyms
         pseudonym = accounts.erase("ann", by="command line")
         accounts.close()
         (thread,) = store.threads(task_id="t1")
