@@ -157,6 +157,17 @@ def test_the_budget_is_split_and_never_exceeded() -> None:
         assert num_labels - 3 < sum(found) <= num_labels or not num_labels
 
 
+def test_a_round_that_is_added_leaves_finished_ones_alone_although_people_get_tasks_ahead(tmp_path: Path) -> None:
+    more = f'store = "{tmp_path / "people.sqlite"}"'
+    found = []
+    for labels, rounds in ((36, 3), (48, 4)):
+        job = load_job(job_file(tmp_path, labels, rounds, more))
+        config, ignored = job.part("collect_3").model_dump(), job.stage("collect_3").layout_keys
+        found.append({name: value for name, value in config.items() if name not in ignored})
+    assert config["asked"] == 48  # a round ahead, now that there is one
+    assert found[0] == found[1]
+
+
 def test_effective_number_of_tasks() -> None:
     assert effective_number([2.0, 2.0, 2.0]) == pytest.approx(3)
     assert effective_number([3.0, 1.0]) == pytest.approx(16 / 10)
