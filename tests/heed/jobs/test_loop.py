@@ -19,6 +19,7 @@ from evaluation.verdicts import Verdict
 from files.atomic import write_json
 from files.records import as_json, read_record
 from heed import cli
+from heed.chaos.campaign import run_chaos
 from heed.commands.jobs import submit
 from heed.jobs import loop as controller
 from heed.jobs import recovery
@@ -292,12 +293,14 @@ def test_a_gain_is_paired_over_prompts_and_has_the_sign_of_the_new_policy() -> N
     assert isnan(score.mean)
 
 
-def test_heed_run_and_submit_refuse_a_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_commands_that_run_all_rounds_refuse_a_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "auto")  # so that no Ray is started ahead
     with pytest.raises(ValueError, match=r"the job has \[loop\]; `heed loop .*loop.toml` runs it"):
         cli.run(LOOP, None, 0, "", "", tmp_path)
     with pytest.raises(ValueError, match=r"the job has \[loop\], which only `heed loop` runs"):
         submit(tmp_path, LOOP, "", None, 0, "", "", dry_run=True)
+    with pytest.raises(ValueError, match=r"job 'loop' has \[loop\], whose rounds depend on what they find"):
+        run_chaos(LOOP, [], tmp_path, num_faults=1, seed=0, num_nodes=1)
 
 
 # ---- a loop that runs ----
