@@ -28,16 +28,17 @@ from heed.jobs.loop import run_loop, why_stopped
 from heed.jobs.plan import Setting, make_plan
 from heed.jobs.report import write_run_report
 from heed.jobs.run import Run
-from heed.loop.collect import RoundResults, effective_number
+from heed.loop.collect import TASKS, AddedTask, AddedTasks, RoundResults, effective_number, missing_labels
 from heed.loop.config import LoopConfig, RoundConfig
 from heed.loop.gain import GainResults, gain_of
 from heed.loop.report import LoopState, read_state
 from ppo.stage import was_measured
+from preferences import organizing
 from preferences.accounts import Accounts
 from preferences.page.app import make_app
 from preferences.page.client import LabelClient, answer_in_turns
 from preferences.page.config import LabelingConfig
-from preferences.records import Answer, Labeler
+from preferences.records import Answer, Labeler, Message, Task
 from preferences.statistics.estimates import Interval
 from preferences.statistics.intervals import clustered_mean
 from preferences.store import LabelStore
@@ -465,6 +466,26 @@ def answer(store: str, num: int) -> None:
     with LabelStore(store) as opened:
         for lease in opened.lease_many("ann", num, seconds=60, batch="tiny"):
             opened.submit(lease, Answer((1, 2), milliseconds=1000), client="test", instructions_version="1")
+
+
+def test_a_round_waits_for_no_archived_task_and_for_no_store_without_its_tasks(tmp_path: Path) -> None:
+    store = str(tmp_path / "people.sqlite")
+    config = load_job(job_file(tmp_path, 10, 1, f'store = "{store}"\nenough_share = 1.0')).part("collect")
+    (tmp_path / "collect").mkdir()
+    tasks = [Task(f"t{n}", (Message("user", f"Say {n}."),), ("a", "b"), ("x", "y")) for n in range(10)]
+    added = AddedTasks("tiny", tuple(AddedTask(one.task_id, one.task_id, 1, 1.0) for one in tasks), 10, ("sft",))
+    write_json(tmp_path / "collect" / TASKS, as_json(added))
+    with LabelStore(store) as opened:
+        opened.add_tasks(tasks, batch="tiny", num_labelers=1)
+        answer(store, 5)
+        assert missing_labels(tmp_path, config) == 5
+        with opened.writing() as connection:
+            places = organizing.positions_of(connection, ["t0", "t7", "t8"])  # the first has its label
+            organizing.set_archived(connection, places, is_archived=True, by="eve", now=1.0)
+    assert missing_labels(tmp_path, config) == 3
+    other = config.model_copy(update={"store": str(tmp_path / "other.sqlite")})
+    with pytest.raises(ValueError, match=r"other.sqlite lacks 10 tasks of batch 'tiny' that the loop has added"):
+        missing_labels(tmp_path, other)
 
 
 # ---- kills ----
