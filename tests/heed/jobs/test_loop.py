@@ -15,6 +15,8 @@ import pytest
 import uvicorn
 
 from cluster.connection import connect, disconnect
+from evaluation.compare.config import CompareConfig
+from evaluation.judges.scorers import ScoreJudge
 from evaluation.verdicts import Verdict
 from files.atomic import write_json
 from files.records import as_json, read_record
@@ -30,8 +32,12 @@ from heed.jobs.report import write_run_report
 from heed.jobs.run import Run
 from heed.loop.collect import TASKS, AddedTask, AddedTasks, RoundResults, effective_number, missing_labels
 from heed.loop.config import LoopConfig, RoundConfig
-from heed.loop.gain import GainResults, gain_of
+from heed.loop.gain import GainResults, gain_of, round_judge
 from heed.loop.report import LoopState, read_state
+from lm.config import ModelConfig
+from lm.model import ScalarModel, init_weights
+from lm.tokenizer import Tokenizer
+from lm.weights import save_model
 from ppo.stage import was_measured
 from preferences import organizing
 from preferences.accounts import Accounts
@@ -302,6 +308,25 @@ def test_commands_that_run_all_rounds_refuse_a_loop(monkeypatch: pytest.MonkeyPa
         submit(tmp_path, LOOP, "", None, 0, "", "", dry_run=True)
     with pytest.raises(ValueError, match=r"job 'loop' has \[loop\], whose rounds depend on what they find"):
         run_chaos(LOOP, [], tmp_path, num_faults=1, seed=0, num_nodes=1)
+
+
+def test_the_reward_judges_a_round_whether_the_job_trains_it_or_names_it(
+    tmp_path: Path, tiny_config: ModelConfig, tokenizer: Tokenizer
+) -> None:
+    trained, named = tmp_path / "loop" / "reward_2" / "model", tmp_path / "named"
+    for seed, folder in enumerate((trained, named)):
+        model = ScalarModel(tiny_config)
+        init_weights(model, seed=seed)
+        folder.mkdir(parents=True)
+        save_model(folder, model, model.state_dict(), tokenizer)
+    judged = ["loop.choose=uniform", "compare.judge_reward=true"]
+    for overrides, expected in ((judged, trained), ([*judged, "reward=none", f"ppo.reward.model={named}"], named)):
+        job = load_job(LOOP, overrides)
+        config = job.part("gain_2")
+        assert isinstance(config, CompareConfig)
+        judge = round_judge(Run(job, tmp_path / "loop", None, None).of("gain_2"), config)
+        assert isinstance(judge, ScoreJudge)
+        assert judge.spec == str(expected)
 
 
 # ---- a loop that runs ----
