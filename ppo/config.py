@@ -252,9 +252,11 @@ class AlarmConfig(Config):
     def _check_range(self) -> Self:
         if not self.lowest < self.highest:
             raise ValueError(f"lowest {self.lowest:g} and highest {self.highest:g}; a lower `lowest` was expected")
-        given = {"share", "lowest", "highest"} & self.model_fields_set
+        # Not by `model_fields_set`: a run writes its settings down with all defaults, and reads them again.
+        fields = type(self).model_fields
+        given = [name for name in ("share", "lowest", "highest") if getattr(self, name) != fields[name].default]
         if isinstance(self.source, PeopleSource) and given:
-            raise ValueError(f"{min(given)} is set, but people give no scores; a table without it was expected")
+            raise ValueError(f"{given[0]} is set, but people give no scores; a table without it was expected")
         return self
 
 

@@ -14,6 +14,7 @@ from heed.worlds.reviews import ReviewsConfig, ReviewsWorld
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from lm.config import ModelConfig
 from lm.sequence_parallel import check_sequence_split
+from preferences.records import MAX_RESPONSES
 from stages.contract import POLICIES, Parent, Stage
 from stages.run import StageView, sources_in
 from stages.world import World
@@ -227,6 +228,12 @@ class JobConfig(Config):
             raise ValueError(
                 f"loop.num_samples is {samples}; at least collect.responses_per_prompt = {responses} was expected,"
                 " since a task's responses are chosen among the samples"
+            )
+        num_ranked = loop.rounds + 2 + ("pretrain" in self.stage_names)  # SFT and best-of-n are two more
+        if self.part("compare").judge_people and num_ranked > MAX_RESPONSES:
+            raise ValueError(
+                f"loop.rounds is {loop.rounds}; at most {loop.rounds + MAX_RESPONSES - num_ranked} was expected with"
+                " compare.judge_people, since people rank the responses of all policies at once"
             )
         if without_password(loop.store) != loop.store:
             raise ValueError(

@@ -284,6 +284,11 @@ def test_a_table_that_does_not_fit_is_refused(
         ppo_config(alarm={"source": {"kind": "people", "store": "labels.db"}, **alarm})
 
 
+def test_a_table_written_down_with_its_defaults_is_the_same(ppo_config: Callable[..., PPOConfig]) -> None:
+    config = ppo_config(alarm={"source": {"kind": "people", "store": "labels.db"}})
+    assert PPOConfig.model_validate(config.model_dump()) == config  # as a run does
+
+
 def test_a_missing_store_is_named(ppo_config: Callable[..., PPOConfig], tmp_path: Path) -> None:
     config = ppo_config(alarm={"source": {"kind": "people", "store": str(tmp_path / "none.db")}})
     assert config.alarm is not None
