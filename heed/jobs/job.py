@@ -1,5 +1,6 @@
 """A job: the sections of its stages, checked as a whole before anything runs."""
 
+import math
 import re
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -15,6 +16,7 @@ from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from lm.config import ModelConfig
 from lm.sequence_parallel import check_sequence_split
 from preferences.records import MAX_RESPONSES
+from preferences.task_selection import MAX_SETS
 from stages.contract import POLICIES, Parent, Stage
 from stages.run import StageView, sources_in
 from stages.world import World
@@ -228,6 +230,12 @@ class JobConfig(Config):
             raise ValueError(
                 f"loop.num_samples is {samples}; at least collect.responses_per_prompt = {responses} was expected,"
                 " since a task's responses are chosen among the samples"
+            )
+        num_candidates = samples * (2 if loop.include_sft and loop.rounds > 1 else 1)
+        if (num_sets := math.comb(num_candidates, responses)) > MAX_SETS:
+            raise ValueError(
+                f"loop.num_samples is {samples}: {num_candidates} samples of a prompt make {num_sets:,} sets of"
+                f" collect.responses_per_prompt = {responses}; at most {MAX_SETS:,} were expected"
             )
         num_ranked = loop.rounds + 2 + ("pretrain" in self.stage_names)  # SFT and best-of-n are two more
         if self.part("compare").judge_people and num_ranked > MAX_RESPONSES:

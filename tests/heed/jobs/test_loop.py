@@ -191,6 +191,10 @@ def test_effective_number_of_tasks() -> None:
         (["compare=none"], r"loop: the job has no \[compare\], which says how a policy is judged"),
         (["rounds=4"], "rounds is 4; at most loop.rounds = 3 was expected"),
         (["loop.num_samples=3"], "loop.num_samples is 3; at least collect.responses_per_prompt = 4"),
+        (
+            ["loop.num_samples=12", "loop.include_sft=true"],
+            "24 samples of a prompt make 10,626 sets of .* at most 5,000",
+        ),
         (["loop.rounds=7", "compare.judge_people=labels.sqlite"], "loop.rounds is 7; at most 6 was expected with"),
         (["loop.store=postgresql://a:secret@host/labels"], "loop.store has a password"),
     ],
