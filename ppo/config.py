@@ -7,8 +7,9 @@ kind is a class with the keys that it needs. Those of the algorithm are in `ppo.
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import ConfigDict, Field, FiniteFloat, Tag, model_validator
+from pydantic import ConfigDict, Field, FiniteFloat, Tag, field_validator, model_validator
 
 from lm.config import exact_div
 from lm.lora import LoRAConfig
@@ -174,6 +175,16 @@ class PeopleSource(Config):
     store: str = Field(pattern=r"^.+$", description="The label store: a file path or a database URL. It must exist.")
     batch: str = Field(default="alarm", pattern=r"^.+$", description="The batch that the comparisons go to.")
 
+    @field_validator("store")
+    @classmethod
+    def _has_no_password(cls, store: str) -> str:
+        if "://" in store and urlsplit(store).password:
+            raise ValueError(
+                "a URL without a password was expected, since it is written into the run's folder (PostgreSQL reads the"
+                " password from PGPASSWORD or ~/.pgpass)"
+            )
+        return store
+
     def check(self, _rows: Sequence[Any]) -> None:
         """Check that the store can be opened. Raises: ValueError."""
         from preferences.database import require_store  # needs SQLAlchemy, which a bare GPU machine lacks
@@ -241,9 +252,11 @@ class AlarmConfig(Config):
     def _check_range(self) -> Self:
         if not self.lowest < self.highest:
             raise ValueError(f"lowest {self.lowest:g} and highest {self.highest:g}; a lower `lowest` was expected")
-        given = {"share", "lowest", "highest"} & self.model_fields_set
+        # Not by `model_fields_set`: a run writes its settings down with all defaults, and reads them again.
+        fields = type(self).model_fields
+        given = [name for name in ("share", "lowest", "highest") if getattr(self, name) != fields[name].default]
         if isinstance(self.source, PeopleSource) and given:
-            raise ValueError(f"{min(given)} is set, but people give no scores; a table without it was expected")
+            raise ValueError(f"{given[0]} is set, but people give no scores; a table without it was expected")
         return self
 
 
@@ -449,6 +462,11 @@ class PPOConfig(Config):
             yield 'alarm asks whether the gain in score is real, but reward.kind "none" has none; another was expected'
         if self.alarm.source == self.reward:
             yield "alarm.source is the reward that the policy is trained on; another source was expected"
+        if self.advantage.oversample > 1:
+            yield (
+                f"alarm compares an iteration's responses with the initial policy's, but advantage.oversample"
+                f" {self.advantage.oversample:g} keeps only prompts whose responses' scores differ; 1 was expected"
+            )
         if isinstance(self.alarm.source, PeopleSource) and self.environment is not None:
             yield "alarm.source: people compare single responses; a job without ppo.environment was expected"
         if self.alarm.action == "roll_back" and not self.keep_policies_every:

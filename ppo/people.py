@@ -23,6 +23,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -258,18 +259,32 @@ class PeopleChecks:
         return found
 
     def _with_store(self, act: Any) -> bool:
+        """Returns whether the store could be used. An error in `act` that is not the database's is raised."""
         from sqlalchemy.exc import SQLAlchemyError
 
+        with ExitStack() as closing:
+            try:
+                store = closing.enter_context(self._opened())
+            except (OSError, ValueError) as error:
+                say(f"ppo.alarm: {error}. The next iteration tries again")
+                return False
+            try:
+                act(store)
+            except SQLAlchemyError as error:
+                cause = getattr(error, "orig", None) or error
+                say(f"ppo.alarm: label store {self.source.store!r}: {cause}. The next iteration tries again")
+                return False
+        return True
+
+    def _opened(self) -> Any:
+        """Opens the store. Raises: ValueError or OSError if it is locked or away; a missing file is not created."""
+        from preferences.database import store_file
         from preferences.store import LabelStore
 
-        try:
-            with LabelStore(self.source.store) as store:
-                act(store)
-        except SQLAlchemyError as error:
-            cause = getattr(error, "orig", None) or error
-            say(f"ppo.alarm: label store {self.source.store!r}: {cause}. The next iteration tries again")
-            return False
-        return True
+        file = store_file(self.source.store)
+        if file is not None and not file.is_file():
+            raise ValueError(f"label store {str(file)!r}: there is no such file")
+        return LabelStore(self.source.store)
 
 
 def planned_rows(order: Sampler, num_iterations: int, config: AlarmConfig, seed: int) -> dict[int, list[int]]:

@@ -83,9 +83,13 @@ def stored_tasks(connection: Connection, batch: str) -> list[StoredTask]:
     ]
 
 
-def _wanted(connection: Connection, batch: str) -> dict[int, int]:
-    """Returns how many labelers each task of the batch wants by now, or has had if those are more."""
-    counted = select(assignments.c.task, func.sum(case((IS_WANTED, 1), else_=0)))
+def _wanted(connection: Connection, batch: str, *, in_archive: bool = True) -> dict[int, int]:
+    """Returns how many labelers each task of the batch wants by now, or has had if those are more.
+
+    Without `in_archive`, archived tasks want no more than they have had.
+    """
+    is_wanted = IS_WANTED if in_archive else or_(assignments.c.is_done, and_(IS_WANTED, ~assignments.c.is_archived))
+    counted = select(assignments.c.task, func.sum(case((is_wanted, 1), else_=0)))
     found = connection.execute(counted.where(assignments.c.batch == batch).group_by(assignments.c.task))
     return {row[0]: row[1] for row in found}
 
@@ -189,9 +193,9 @@ def rankings(connection: Connection, batch: str) -> list[Ranking]:
 
 
 def coverage(connection: Connection, batch: str) -> list[Coverage]:
-    """Returns who has judged each task of the batch, in order of arrival."""
+    """Returns who has judged each task of the batch, in order of arrival. Archived tasks want nobody else."""
     done = and_(assignments.c.task == tasks.c.position, assignments.c.is_done)
-    wanted = _wanted(connection, batch)
+    wanted = _wanted(connection, batch, in_archive=False)
     statement = (
         select(tasks.c.task_id, tasks.c.position, name_in(assignments.c.labeler))
         .outerjoin(assignments, done)

@@ -62,6 +62,10 @@ def run_chaos(
     chosen = choose_kinds(kinds, impossible)
     overrides = [*LIMITS, *overrides]
     job = load_job(job_file, overrides)
+    if job.loop is not None:
+        raise ValueError(
+            f"job {job.name!r} has [loop], whose rounds depend on what they find; a job without it was expected"
+        )
     failing = Counter[str]()
     if environment_failures:
         overrides = [*overrides, *with_failures(job, environment_failures)]

@@ -1,5 +1,6 @@
 """A job: the sections of its stages, checked as a whole before anything runs."""
 
+import math
 import re
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -14,6 +15,8 @@ from heed.worlds.reviews import ReviewsConfig, ReviewsWorld
 from heed.worlds.world import PlaygroundConfig, PlaygroundWorld
 from lm.config import ModelConfig
 from lm.sequence_parallel import check_sequence_split
+from preferences.records import MAX_RESPONSES
+from preferences.task_selection import MAX_SETS
 from stages.contract import POLICIES, Parent, Stage
 from stages.run import StageView, sources_in
 from stages.world import World
@@ -227,6 +230,18 @@ class JobConfig(Config):
             raise ValueError(
                 f"loop.num_samples is {samples}; at least collect.responses_per_prompt = {responses} was expected,"
                 " since a task's responses are chosen among the samples"
+            )
+        num_candidates = samples * (2 if loop.include_sft and loop.rounds > 1 else 1)
+        if (num_sets := math.comb(num_candidates, responses)) > MAX_SETS:
+            raise ValueError(
+                f"loop.num_samples is {samples}: {num_candidates} samples of a prompt make {num_sets:,} sets of"
+                f" collect.responses_per_prompt = {responses}; at most {MAX_SETS:,} were expected"
+            )
+        num_ranked = loop.rounds + 2 + ("pretrain" in self.stage_names)  # SFT and best-of-n are two more
+        if self.part("compare").judge_people and num_ranked > MAX_RESPONSES:
+            raise ValueError(
+                f"loop.rounds is {loop.rounds}; at most {loop.rounds + MAX_RESPONSES - num_ranked} was expected with"
+                " compare.judge_people, since people rank the responses of all policies at once"
             )
         if without_password(loop.store) != loop.store:
             raise ValueError(

@@ -22,6 +22,7 @@ from heed.loop.config import RoundConfig, name_of_round
 from ppo.stage import STAGE as PPO
 from preferences.database import require_locks
 from preferences.records import Message, Ranking, Task
+from preferences.results import Coverage
 from preferences.scripted import answer_all
 from preferences.statistics.agreement import accuracy_against, pairwise_agreement
 from preferences.statistics.estimates import Share
@@ -112,7 +113,7 @@ def run_round(run: StageRun, config: RoundConfig) -> None:
         else:
             _require_labels(run, store, config, rounds)
         rankings = [ranking for batch, ids in _by_batch(rounds) for ranking in _rankings(store, batch, ids)]
-        num_open = sum(_num_open(store, batch, ids) for batch, ids in _by_batch(rounds))
+        num_open = sum(len(one.judged_by) < one.num_labelers for one in _covered(store, config, rounds))
     if not rankings:
         raise ValueError(f"{run.name}: the store has no label to learn from; answers that are not skips were expected")
     write_rankings(run.folder / "rankings.jsonl", rankings)
@@ -137,9 +138,10 @@ def missing_labels(run_folder: Path, config: RoundConfig) -> int:
 
 
 def _missing(store: LabelStore, config: RoundConfig, rounds: Sequence[AddedTasks]) -> int:
-    num_asked = sum(task.num_labelers for added in rounds for task in added.tasks)
+    covered = _covered(store, config, rounds)
+    num_asked = sum(one.num_labelers for one in covered)  # as leads have changed it; archived tasks ask for nothing
     wanted = max(1, math.ceil(config.enough_share * min(config.labels, num_asked)))
-    return max(0, wanted - sum(_num_labels(store, batch, ids) for batch, ids in _by_batch(rounds)))
+    return max(0, wanted - sum(len(one.judged_by) for one in covered))
 
 
 def _by_batch(rounds: Sequence[AddedTasks]) -> list[tuple[str, set[str]]]:
@@ -154,13 +156,19 @@ def _rankings(store: LabelStore, batch: str, task_ids: set[str]) -> list[Ranking
     return [ranking for ranking in store.rankings(batch) if ranking.task_id in task_ids]
 
 
-def _num_labels(store: LabelStore, batch: str, task_ids: set[str]) -> int:
-    return sum(len(one.judged_by) for one in store.coverage(batch) if one.task_id in task_ids)
-
-
-def _num_open(store: LabelStore, batch: str, task_ids: set[str]) -> int:
-    own = [one for one in store.coverage(batch) if one.task_id in task_ids]
-    return sum(len(one.judged_by) < one.num_labelers for one in own)
+def _covered(store: LabelStore, config: RoundConfig, rounds: Sequence[AddedTasks]) -> list[Coverage]:
+    """Returns who has judged the loop's own tasks. Raises: ValueError if the store lacks some of them."""
+    found = list[Coverage]()
+    for batch, ids in _by_batch(rounds):
+        own = [one for one in store.coverage(batch) if one.task_id in ids]
+        lost = ids - {one.task_id for one in own}
+        if lost:
+            raise ValueError(
+                f"loop.store: {config.store or 'labels.sqlite'} lacks {len(lost)} tasks of batch {batch!r} that the"
+                " loop has added; the store that has them was expected"
+            )
+        found += own
+    return found
 
 
 # ---- tasks ----

@@ -133,7 +133,7 @@ def _judge(
     run: StageRun, config: CompareConfig, prompts: Sequence[Prompt], responses: dict[str, list[Response]]
 ) -> tuple[list[Verdict], str, str]:
     """Returns the verdicts on the i-th response of one policy and the i-th of the other, the judge, and the unit."""
-    judge = _round_judge(run, config)
+    judge = round_judge(run, config)
     pairs = pairs_of(prompts, responses)
     run.enter("judging")
     if isinstance(judge, PeopleJudge):
@@ -157,12 +157,13 @@ def _num_unjudged(judge: PeopleJudge, pairs: Sequence[Pair], judged_share: float
     return max(0, math.ceil(judged_share * found.num_tasks) - (found.num_tasks - found.num_open))
 
 
-def _round_judge(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:
+def round_judge(run: StageRun, config: CompareConfig) -> ScoreJudge | PeopleJudge:
     """Open the judge of [compare]; with `judge_reward`, the reward model of this round scores both policies."""
-    ppo = run.job.section(PPO)
-    if not config.judge_reward or (ppo is not None and ppo.external_reward is not None):
+    ppo, reward = run.job.section(PPO), name_of_round("reward", run.job.stage(run.name).round)
+    is_own = reward in run.parents and (ppo is None or ppo.external_reward is None)
+    if not config.judge_reward or not is_own:  # such as a model that ppo.reward names
         return judge_of(run, config)
-    model = run.run_folder / name_of_round("reward", run.job.stage(run.name).round) / "model"
+    model = run.run_folder / reward / "model"
     weights, steps = ({}, None) if ppo is None else (ppo.reward.objective_weights, ppo.steps)
     return reward_judge("reward", model, weights, steps)
 

@@ -67,7 +67,9 @@ def _collecting(stage: AnyStage, loop: LoopConfig, number: int, *, has_reward: b
             )
         },
         chooses=True,
-        layout_keys=frozenset({"store", "enough_share"}),  # where labels come from, and how long a round waits for them
+        # Where labels come from, how long a round waits for them, and how many tasks people get ahead of their round.
+        # The last round has none ahead until a round is added after it, and is finished all the same.
+        layout_keys=frozenset({"store", "enough_share", "asked", "asked_before"}),
         preflight=preflight,
         plan=plan,
         report=COLLECT_REPORTER,

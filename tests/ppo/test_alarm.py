@@ -208,3 +208,13 @@ def test_an_alarm_that_cannot_work_is_refused(
 def test_a_check_out_of_range_ends_the_run(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"gave 1; a number from `lowest` 0 to `highest` 0.5 was expected"):
         run(tmp_path / "run", highest=0.5)
+
+
+def test_an_alarm_is_refused_where_prompts_are_kept_by_their_scores(ppo_config: Callable[..., PPOConfig]) -> None:
+    """On easy prompts, a group with different scores has more wrong responses than usual, whatever the policy."""
+    with pytest.raises(ValidationError, match=r"advantage.oversample 1.5 keeps only prompts .* 1 was expected"):
+        ppo_config(
+            alarm={"source": {"kind": "function", "function": "gold.py:score"}},
+            advantage={"kind": "group_mean", "samples_per_prompt": 4, "oversample": 1.5},
+            ptx=None,
+        )

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ppo.people import BETS, INITIAL, PEOPLE_CHECKS, evidence_of_verdicts, numbe
 from ppo.rank import InitialModels
 from ppo.report import report
 from ppo.roles import Roles
+from preferences import database
 from preferences.page.client import answer_in_turns
 from preferences.page.config import LabelingConfig
 from preferences.records import Answer, ShownTask
@@ -230,12 +232,48 @@ def test_a_killed_run_sends_no_task_twice_and_keeps_its_record(run: Run, page: R
     assert len({*sent}) == len(sent) == len(page.store.tasks("killed")) == len(page.store.judgments("killed"))
 
 
+@pytest.mark.parametrize("what", ["locked", "away"])
+def test_training_goes_on_while_the_store_is_locked_or_away(
+    run: Run,
+    page: Running,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    path, aside = tmp_path / "labels.db", tmp_path / "aside.db"
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_MILLISECONDS", 20)
+    page.accounts.close()
+    page.store.close()
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        if what == "locked":
+            other.execute("BEGIN IMMEDIATE")
+        else:
+            path.rename(aside)
+        run(tmp_path / "run", range(0), action="stop")
+    if what == "away":
+        assert not path.exists()  # an empty store in its place would hide that it is missing
+        aside.rename(path)
+    log = lines_of(tmp_path / "run" / "metrics.jsonl")
+    assert len(log) == NUM_ITERATIONS
+    assert log[-1]["open_spot_checks"] > 0
+    said = "database is locked" if what == "locked" else "there is no such file"
+    told = [message for message in caplog.messages if f"{said}. The next iteration tries again" in message]
+    assert len(told) >= NUM_ITERATIONS - 1
+    with LabelStore(path) as store:
+        assert store.tasks("run") == []
+
+
 @pytest.mark.parametrize(
     ("alarm", "message"),
     [
         ({"share": 0.5}, "share is set, but people give no scores"),
         ({"highest": 7.0}, "highest is set, but people give no scores"),
         ({"source": {"kind": "people", "store": ""}}, "String should match pattern"),
+        (
+            {"source": {"kind": "people", "store": "postgresql://a:secret@host/labels"}},
+            "a URL without a password was expected",
+        ),
         ({"source": {"kind": "crowd"}}, '"judge" or "people" was expected'),
     ],
 )
@@ -244,6 +282,11 @@ def test_a_table_that_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(ValidationError, match=message):
         ppo_config(alarm={"source": {"kind": "people", "store": "labels.db"}, **alarm})
+
+
+def test_a_table_written_down_with_its_defaults_is_the_same(ppo_config: Callable[..., PPOConfig]) -> None:
+    config = ppo_config(alarm={"source": {"kind": "people", "store": "labels.db"}})
+    assert PPOConfig.model_validate(config.model_dump()) == config  # as a run does
 
 
 def test_a_missing_store_is_named(ppo_config: Callable[..., PPOConfig], tmp_path: Path) -> None:

@@ -15,10 +15,13 @@ import pytest
 import uvicorn
 
 from cluster.connection import connect, disconnect
+from evaluation.compare.config import CompareConfig
+from evaluation.judges.scorers import ScoreJudge
 from evaluation.verdicts import Verdict
 from files.atomic import write_json
 from files.records import as_json, read_record
 from heed import cli
+from heed.chaos.campaign import run_chaos
 from heed.commands.jobs import submit
 from heed.jobs import loop as controller
 from heed.jobs import recovery
@@ -27,16 +30,21 @@ from heed.jobs.loop import run_loop, why_stopped
 from heed.jobs.plan import Setting, make_plan
 from heed.jobs.report import write_run_report
 from heed.jobs.run import Run
-from heed.loop.collect import RoundResults, effective_number
+from heed.loop.collect import TASKS, AddedTask, AddedTasks, RoundResults, effective_number, missing_labels
 from heed.loop.config import LoopConfig, RoundConfig
-from heed.loop.gain import GainResults, gain_of
+from heed.loop.gain import GainResults, gain_of, round_judge
 from heed.loop.report import LoopState, read_state
+from lm.config import ModelConfig
+from lm.model import ScalarModel, init_weights
+from lm.tokenizer import Tokenizer
+from lm.weights import save_model
 from ppo.stage import was_measured
+from preferences import organizing
 from preferences.accounts import Accounts
 from preferences.page.app import make_app
 from preferences.page.client import LabelClient, answer_in_turns
 from preferences.page.config import LabelingConfig
-from preferences.records import Answer, Labeler
+from preferences.records import Answer, Labeler, Message, Task
 from preferences.statistics.estimates import Interval
 from preferences.statistics.intervals import clustered_mean
 from preferences.store import LabelStore
@@ -157,6 +165,17 @@ def test_the_budget_is_split_and_never_exceeded() -> None:
         assert num_labels - 3 < sum(found) <= num_labels or not num_labels
 
 
+def test_a_round_that_is_added_leaves_finished_ones_alone_although_people_get_tasks_ahead(tmp_path: Path) -> None:
+    more = f'store = "{tmp_path / "people.sqlite"}"'
+    found = []
+    for labels, rounds in ((36, 3), (48, 4)):
+        job = load_job(job_file(tmp_path, labels, rounds, more))
+        config, ignored = job.part("collect_3").model_dump(), job.stage("collect_3").layout_keys
+        found.append({name: value for name, value in config.items() if name not in ignored})
+    assert config["asked"] == 48  # a round ahead, now that there is one
+    assert found[0] == found[1]
+
+
 def test_effective_number_of_tasks() -> None:
     assert effective_number([2.0, 2.0, 2.0]) == pytest.approx(3)
     assert effective_number([3.0, 1.0]) == pytest.approx(16 / 10)
@@ -172,6 +191,11 @@ def test_effective_number_of_tasks() -> None:
         (["compare=none"], r"loop: the job has no \[compare\], which says how a policy is judged"),
         (["rounds=4"], "rounds is 4; at most loop.rounds = 3 was expected"),
         (["loop.num_samples=3"], "loop.num_samples is 3; at least collect.responses_per_prompt = 4"),
+        (
+            ["loop.num_samples=12", "loop.include_sft=true"],
+            "24 samples of a prompt make 10,626 sets of .* at most 5,000",
+        ),
+        (["loop.rounds=7", "compare.judge_people=labels.sqlite"], "loop.rounds is 7; at most 6 was expected with"),
         (["loop.store=postgresql://a:secret@host/labels"], "loop.store has a password"),
     ],
 )
@@ -281,12 +305,33 @@ def test_a_gain_is_paired_over_prompts_and_has_the_sign_of_the_new_policy() -> N
     assert isnan(score.mean)
 
 
-def test_heed_run_and_submit_refuse_a_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_commands_that_run_all_rounds_refuse_a_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "auto")  # so that no Ray is started ahead
     with pytest.raises(ValueError, match=r"the job has \[loop\]; `heed loop .*loop.toml` runs it"):
         cli.run(LOOP, None, 0, "", "", tmp_path)
     with pytest.raises(ValueError, match=r"the job has \[loop\], which only `heed loop` runs"):
         submit(tmp_path, LOOP, "", None, 0, "", "", dry_run=True)
+    with pytest.raises(ValueError, match=r"job 'loop' has \[loop\], whose rounds depend on what they find"):
+        run_chaos(LOOP, [], tmp_path, num_faults=1, seed=0, num_nodes=1)
+
+
+def test_the_reward_judges_a_round_whether_the_job_trains_it_or_names_it(
+    tmp_path: Path, tiny_config: ModelConfig, tokenizer: Tokenizer
+) -> None:
+    trained, named = tmp_path / "loop" / "reward_2" / "model", tmp_path / "named"
+    for seed, folder in enumerate((trained, named)):
+        model = ScalarModel(tiny_config)
+        init_weights(model, seed=seed)
+        folder.mkdir(parents=True)
+        save_model(folder, model, model.state_dict(), tokenizer)
+    judged = ["loop.choose=uniform", "compare.judge_reward=true"]
+    for overrides, expected in ((judged, trained), ([*judged, "reward=none", f"ppo.reward.model={named}"], named)):
+        job = load_job(LOOP, overrides)
+        config = job.part("gain_2")
+        assert isinstance(config, CompareConfig)
+        judge = round_judge(Run(job, tmp_path / "loop", None, None).of("gain_2"), config)
+        assert isinstance(judge, ScoreJudge)
+        assert judge.spec == str(expected)
 
 
 # ---- a loop that runs ----
@@ -451,6 +496,26 @@ def answer(store: str, num: int) -> None:
     with LabelStore(store) as opened:
         for lease in opened.lease_many("ann", num, seconds=60, batch="tiny"):
             opened.submit(lease, Answer((1, 2), milliseconds=1000), client="test", instructions_version="1")
+
+
+def test_a_round_waits_for_no_archived_task_and_for_no_store_without_its_tasks(tmp_path: Path) -> None:
+    store = str(tmp_path / "people.sqlite")
+    config = load_job(job_file(tmp_path, 10, 1, f'store = "{store}"\nenough_share = 1.0')).part("collect")
+    (tmp_path / "collect").mkdir()
+    tasks = [Task(f"t{n}", (Message("user", f"Say {n}."),), ("a", "b"), ("x", "y")) for n in range(10)]
+    added = AddedTasks("tiny", tuple(AddedTask(one.task_id, one.task_id, 1, 1.0) for one in tasks), 10, ("sft",))
+    write_json(tmp_path / "collect" / TASKS, as_json(added))
+    with LabelStore(store) as opened:
+        opened.add_tasks(tasks, batch="tiny", num_labelers=1)
+        answer(store, 5)
+        assert missing_labels(tmp_path, config) == 5
+        with opened.writing() as connection:
+            places = organizing.positions_of(connection, ["t0", "t7", "t8"])  # the first has its label
+            organizing.set_archived(connection, places, is_archived=True, by="eve", now=1.0)
+    assert missing_labels(tmp_path, config) == 3
+    other = config.model_copy(update={"store": str(tmp_path / "other.sqlite")})
+    with pytest.raises(ValueError, match=r"other.sqlite lacks 10 tasks of batch 'tiny' that the loop has added"):
+        missing_labels(tmp_path, other)
 
 
 # ---- kills ----
