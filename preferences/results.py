@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Subquery, and_, case, func, select, true
+from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Subquery, and_, case, func, or_, select, true
 
 from preferences.leases import Lease, display_order
 from preferences.names import name_in
