@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from files.rows import read_source
+from preferences.annotations import NO_ANNOTATIONS, Annotations, CriterionRatings
 from preferences.formats.exchange import export, store_found, write_rows
 from preferences.formats.merging import collect_all, report_excluded
 from preferences.formats.parts import Report
@@ -250,7 +251,11 @@ def test_what_measures_labelers_is_no_training_data(
     name: str, new_store: Callable[[], LabelStore], tmp_path: Path
 ) -> None:
     """Gold tasks and hidden repeats are exported only by `heed`, which marks them; what is left out is counted."""
-    rated = replace(act("ann", 0), ratings=(5.0, 2.0))
+    said = {
+        "criteria": Annotations((CriterionRatings("helpful", (5.0, 2.0)),)),
+        "edits": Annotations(edits=("a better one", "")),
+    }
+    rated = replace(act("ann", 0), ratings=(5.0, 2.0), annotations=said.get(name, NO_ANNOTATIONS))
     book = filled(new_store, [(task, "b", 1, [replace(rated, task_id=task.task_id)]) for task in (PAIR, GOLD, AGAIN)])
     report, num_rows = export(book, format_to_write(name), tmp_path / "out.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -263,7 +268,7 @@ def test_what_measures_labelers_is_no_training_data(
         report_excluded(back)
         report = back.report
     else:
-        assert num_rows == len(rows) == 1
+        assert num_rows == len(rows) == (2 if name == "criteria" else 1)  # one per response
     assert report.counts() == {"gold task": 1, "hidden repeat": 1}
     assert [ranking.task_id for ranking in book.rankings("b")] == ["t"]
 
