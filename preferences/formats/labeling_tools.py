@@ -51,6 +51,9 @@ def shown_in(where: str, fields: Mapping[str, Any]) -> Shown:
     asked = next((name for name in PROMPTS if fields.get(name) is not None), None)
     if asked is None:
         raise ValueError(f"{where}: a prompt was expected in one of {', '.join(PROMPTS)}; found {names(fields)}")
+    prompt = _prompt(where, fields, asked)
+    if not prompt:
+        raise ValueError(f"{where}: field {asked!r} has no messages; at least one was expected")
     listed = next((name for name in LISTS if isinstance(fields.get(name), list | tuple | Mapping)), None)
     if listed is not None:
         found = _listed(f"{where}: {listed}", fields[listed])
@@ -63,7 +66,7 @@ def shown_in(where: str, fields: Mapping[str, Any]) -> Shown:
             f"{where}: 1 to {MAX_RESPONSES} responses were expected, in a list {' or '.join(LISTS[:2])}, or in fields"
             f" such as 'response_1' and 'response_2'; found {len(found) or 'none in ' + names(fields)}"
         )
-    return Shown(_prompt(where, fields, asked), tuple(found.values()), tuple(found), (asked, *used))
+    return Shown(prompt, tuple(found.values()), tuple(found), (asked, *used))
 
 
 def _numbered(fields: Mapping[str, Any]) -> list[str]:
