@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from preferences.accounts import Account
 from preferences.arena_records import OWN, Conversation, Conversations
+from preferences.assignment import REQUIRES
 from preferences.keys import BusyError
 from preferences.leases import canonical, display_order
 from preferences.page.config import LabelingConfig
@@ -31,6 +32,7 @@ from preferences.recording import Import
 from preferences.records import MAX_MILLISECONDS, Judgment, Message, Task
 from preferences.store import LabelStore
 
+ARENA_TAG = "arena"  # which labelers need for the tasks that turns become
 LOG = logging.getLogger(__name__)
 CLIENT = "arena"
 DIALOGUES = "-dialogues"  # end of the name of the batch in which dialogues are compared
@@ -351,6 +353,8 @@ class Arena:
             "conversation": conversation.handle,
             "person": conversation.labeler,
             "turn": turn + 1,
+            # Nobody else is given the conversation if the verdict is voided, unless a lead gives them this tag.
+            REQUIRES: [ARENA_TAG],
         }
         if conversation.prompt_id:
             details["prompt_id"] = conversation.prompt_id

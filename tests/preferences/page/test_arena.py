@@ -410,6 +410,14 @@ def test_a_verdict_taken_back_on_the_label_pages_is_given_again_there(person: An
     assert arena.given(account("ann"), conversation, 0) == Given(revision=2)
 
 
+def test_a_voided_verdict_shows_the_conversation_to_nobody_else(world: Any, arena: Arena) -> None:
+    judged(arena, "b")
+    (verdict,) = world.store.judgments("arena")
+    world.store.void(verdict.task_id, "ann", 0, "a test", by="lead", client="test", instructions_version="1")
+    assert world.store.rankings("arena") == []
+    assert world.store.lease("bo", seconds=60, batch="arena") is None
+
+
 def test_dialogues_are_compared_in_a_batch_of_their_own(world: Any, arena: Arena, writers: Any) -> None:
     who = account("ann")
     handle = arena.begin(who, "One?")
