@@ -120,10 +120,12 @@ def visit(browser: Browser, address: str, link: str) -> Page:
     page = browser.new_context(viewport={"width": 1200, "height": 900}).new_page()
     page.goto(f"{address}/welcome/{link}")
     page.get_by_role("button", name="Give me my key").click()
-    page.get_by_role("link", name="I have stored it: continue").click()
+    with page.expect_navigation():
+        page.get_by_role("link", name="I have stored it: continue").click()
     start = page.get_by_role("button", name="I have read this: start")
     if start.count():
-        start.click()
+        with page.expect_navigation():
+            start.click()
     return page
 
 
