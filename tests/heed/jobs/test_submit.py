@@ -66,11 +66,10 @@ def test_a_job_is_stopped(submitted: Submitted, output_of: Callable[..., str]) -
     """First, so that it does not train for longer than it must."""
     metrics = submitted.runs / "endless" / "pretrain" / "metrics.jsonl"
     end = time.monotonic() + 240
-    while not metrics.exists():
+    # The status follows the metrics by a moment.
+    while not re.search(r"^run +pretrain: \d+ of ", output_of("jobs", "status", submitted.endless), re.MULTILINE):
         assert time.monotonic() < end, output_of("jobs", "logs", submitted.endless)
         time.sleep(0.2)
-    running = output_of("jobs", "status", submitted.endless)
-    assert re.search(r"^run +pretrain: \d+ of ", running, re.MULTILINE), running
     assert output_of("jobs", "stop", submitted.endless) == f"{submitted.endless}: STOPPED\n"
     assert output_of("jobs", "stop", submitted.endless) == f"{submitted.endless}: already over: STOPPED\n"
     assert "STOPPED" in output_of("jobs", "status", submitted.endless)
