@@ -83,24 +83,9 @@ def run_chaos(
         if "disk" in chosen:
             size = max(MIN_DISK_BYTES, 4 * _size_of(campaign.calm))
             campaign.disk = stack.enter_context(small_disk(runs / f"{job.name}-chaos-disk", size))
-        begun = time.monotonic()
-        schedule = Schedule(num_faults, seed, chosen, job.stage_names)
-        num_empty = 0
-        while len(schedule):
-            num_before = len(schedule)
-            campaign.run_round(schedule)
-            num_empty = num_empty + 1 if len(schedule) == num_before else 0
-            if num_empty == MAX_EMPTY_ROUNDS:
-                raise ValueError(
-                    f"{num_empty} runs of {job.name!r} in a row ended before a fault could be injected; a job whose"
-                    " stages take more steps was expected"
-                )
-        chaos_seconds = time.monotonic() - begun
+        chaos_seconds = campaign.run_rounds(Schedule(num_faults, seed, chosen, job.stage_names))
     unused = {kind: why for kind, why in impossible.items() if not kinds}
-    result = ChaosResult(
-        tuple(campaign.faults), campaign.rounds, tuple(sorted(campaign.differing)), calm_seconds, chaos_seconds, unused,
-        campaign.useful_seconds(calm_seconds), dict(failing), campaign.wrong_failures,
-    )  # fmt: skip
+    result = campaign.result(calm_seconds, chaos_seconds, unused)
     (runs / f"{job.name}-chaos.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
     return result
 
@@ -162,6 +147,37 @@ class Campaign:
         """Returns how many seconds an undisturbed run takes once kernels are compiled."""
         first = shortest_seconds({}, self.calm, self.job.stage_names)
         return calm_seconds - sum(first.values()) + sum(self._fastest.values())
+
+    def run_rounds(self, schedule: Schedule) -> float:
+        """Runs the job until all faults of the schedule were injected. Returns how many seconds that took.
+
+        Raises: ValueError if runs end before a fault could be injected.
+        """
+        begun, num_empty = time.monotonic(), 0
+        while len(schedule):
+            num_before = len(schedule)
+            self.run_round(schedule)
+            num_empty = num_empty + 1 if len(schedule) == num_before else 0
+            if num_empty == MAX_EMPTY_ROUNDS:
+                raise ValueError(
+                    f"{num_empty} runs of {self.job.name!r} in a row ended before a fault could be injected; a job"
+                    " whose stages take more steps was expected"
+                )
+        return time.monotonic() - begun
+
+    def result(self, calm_seconds: float, chaos_seconds: float, unused: Mapping[str, str]) -> ChaosResult:
+        """Returns the outcomes; `unused` are the kinds of faults that this machine does not allow, and why."""
+        return ChaosResult(
+            tuple(self.faults),
+            self.rounds,
+            tuple(sorted(self.differing)),
+            calm_seconds,
+            chaos_seconds,
+            dict(unused),
+            self.useful_seconds(calm_seconds),
+            dict(self._failing),
+            self.wrong_failures,
+        )
 
     def run_round(self, schedule: Schedule) -> None:
         """Runs the job to its end under the next faults of the schedule."""

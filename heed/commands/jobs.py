@@ -14,7 +14,7 @@ from stages.progress import console
 
 if TYPE_CHECKING:
     from cluster.jobs import ClusterJob, Jobs, JobSource
-    from heed.jobs.launchers.launcher import Launcher
+    from heed.jobs.launchers.launcher import Launch, Launcher
     from heed.jobs.submission import Shipment
 
 jobs_app = typer.Typer(no_args_is_help=True, help="Manage jobs on a cluster: list, status, logs, stop.")
@@ -33,6 +33,49 @@ GPUS_PER_NODE = 8
 TABLE_COLUMNS = 10_000
 
 
+# Options of `heed submit` for machines that Slurm, Kubernetes or SkyPilot start.
+OnSlurm = Annotated[bool, typer.Option("--slurm", help="Start the cluster as a Slurm job.", rich_help_panel=MACHINES)]
+OnKubernetes = Annotated[
+    bool, typer.Option("--kubernetes", help="Start the cluster as a RayJob of KubeRay.", rich_help_panel=MACHINES)
+]
+OnSky = Annotated[
+    bool, typer.Option("--sky", help="Start the cluster in a cloud, through SkyPilot.", rich_help_panel=MACHINES)
+]
+Nodes = Annotated[
+    int,
+    typer.Option(
+        help="Number of machines (default: as many as the ranks need).",
+        min=0,
+        show_default=False,
+        rich_help_panel=MACHINES,
+    ),
+]
+GpusPerNode = Annotated[
+    int, typer.Option(help="GPUs per machine; 0 for ranks on CPUs.", min=0, rich_help_panel=MACHINES)
+]
+Gpu = Annotated[str, typer.Option(help="Kind of GPU, such as h100.", show_default=False, rich_help_panel=MACHINES)]
+Image = Annotated[
+    str,
+    typer.Option(
+        help="Container image with the packages of constraints.txt.", show_default=False, rich_help_panel=MACHINES
+    ),
+]
+Volume = Annotated[
+    str,
+    typer.Option(
+        help="Claim or volume that the machines mount at --runs.", show_default=False, rich_help_panel=MACHINES
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for the rendered file and the code (default: RUN/launch; launch/NAME if --runs is not here).",
+        show_default=False,
+        rich_help_panel=MACHINES,
+    ),
+]
+
+
 def submit(
     runs: Annotated[Path, typer.Option(help="Folder for run folders, on storage that all machines share.")],
     job: JobFile = None,
@@ -48,50 +91,15 @@ def submit(
         bool,
         typer.Option("--dry-run", help="List what would be sent, render what would be submitted, and send nothing."),
     ] = False,
-    slurm: Annotated[
-        bool, typer.Option("--slurm", help="Start the cluster as a Slurm job.", rich_help_panel=MACHINES)
-    ] = False,
-    kubernetes: Annotated[
-        bool, typer.Option("--kubernetes", help="Start the cluster as a RayJob of KubeRay.", rich_help_panel=MACHINES)
-    ] = False,
-    sky: Annotated[
-        bool, typer.Option("--sky", help="Start the cluster in a cloud, through SkyPilot.", rich_help_panel=MACHINES)
-    ] = False,
-    nodes: Annotated[
-        int,
-        typer.Option(
-            help="Number of machines (default: as many as the ranks need).",
-            min=0,
-            show_default=False,
-            rich_help_panel=MACHINES,
-        ),
-    ] = 0,
-    gpus_per_node: Annotated[
-        int, typer.Option(help="GPUs per machine; 0 for ranks on CPUs.", min=0, rich_help_panel=MACHINES)
-    ] = GPUS_PER_NODE,
-    gpu: Annotated[
-        str, typer.Option(help="Kind of GPU, such as h100.", show_default=False, rich_help_panel=MACHINES)
-    ] = "",
-    image: Annotated[
-        str,
-        typer.Option(
-            help="Container image with the packages of constraints.txt.", show_default=False, rich_help_panel=MACHINES
-        ),
-    ] = "",
-    volume: Annotated[
-        str,
-        typer.Option(
-            help="Claim or volume that the machines mount at --runs.", show_default=False, rich_help_panel=MACHINES
-        ),
-    ] = "",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for the rendered file and the code (default: RUN/launch; launch/NAME if --runs is not here).",
-            show_default=False,
-            rich_help_panel=MACHINES,
-        ),
-    ] = None,
+    slurm: OnSlurm = False,
+    kubernetes: OnKubernetes = False,
+    sky: OnSky = False,
+    nodes: Nodes = 0,
+    gpus_per_node: GpusPerNode = GPUS_PER_NODE,
+    gpu: Gpu = "",
+    image: Image = "",
+    volume: Volume = "",
+    out: Out = None,
 ) -> None:
     """Run a job on a Ray cluster: a running one, or one that Slurm, Kubernetes or SkyPilot starts for it.
 
@@ -99,7 +107,7 @@ def submit(
     job is validated first. Submitting a stopped or lost job again continues it.
     """
     from heed.jobs.submission import Shipment
-    from stages.lineage import CODE_VERSION, code_version
+    from stages.lineage import code_version
 
     launcher = _chosen_launcher(slurm=slurm, kubernetes=kubernetes, sky=sky)
     if launcher is None:
@@ -117,35 +125,43 @@ def submit(
         _list_files(shipment, command)
     elif shipment.left_out:
         console.print(f"not sent: {', '.join(map(str, shipment.left_out))}", markup=False)
-    jobs: JobSource
     if launcher is not None:
-        from heed.jobs.launchers.launcher import Launch, Machines, payload_name, write
+        from heed.jobs.launchers.launcher import Launch, Machines, payload_name
 
         machines = Machines.of(checked, nodes, gpus_per_node, gpu)
         folder = (out or (runs / checked.name / "launch" if runs.is_dir() else Path("launch", checked.name))).absolute()
         with shipment.packed() as packing:
             payload = folder / payload_name(packing)
             launch = Launch(checked.name, machines, command, runs, folder, payload, code_version(), image, volume)
-            is_rendered = write(launcher, launch, packing)
-        path = folder / launcher.file
-        line = "rendered: {}" if is_rendered else "edited, so used as it is: {} (remove it to render it again)"
-        console.print(line.format(path), markup=False, soft_wrap=True)
+            _render(launcher, launch, packing)
         if dry_run:
             console.print("the same command without --dry-run submits it, edited or not", markup=False)
-            return
-        jobs, job_id = launcher, launcher.submit(launch, path)
-    elif dry_run:
-        return
-    else:
-        jobs = ray_jobs = _cluster(address)
-        with shipment.packed() as packing:
-            job_id = ray_jobs.submit(
-                checked.name,
-                command,
-                packing,
-                environment={CODE_VERSION: code_version()},
-                labels={"results": str(runs / checked.name)},
-            )
+        else:
+            _submitted(launcher, launcher.submit(launch, folder / launcher.file), follow=follow)
+    elif not dry_run:
+        cluster = _cluster(address)
+        _submitted(cluster, _sent(cluster, shipment, checked.name, command, runs), follow=follow)
+
+
+def _render(launcher: "Launcher", launch: "Launch", packing: Path) -> None:
+    """Write the packed code and the launcher's file, and say so, or that a file which somebody has edited stays."""
+    from heed.jobs.launchers.launcher import write
+
+    is_rendered = write(launcher, launch, packing)
+    line = "rendered: {}" if is_rendered else "edited, so used as it is: {} (remove it to render it again)"
+    console.print(line.format(launch.folder / launcher.file), markup=False, soft_wrap=True)
+
+
+def _sent(cluster: "Jobs", shipment: "Shipment", job_name: str, command: str, runs: Path) -> str:
+    """Send the job to a running Ray cluster. Returns its id."""
+    from stages.lineage import CODE_VERSION, code_version
+
+    environment, labels = {CODE_VERSION: code_version()}, {"results": str(runs / job_name)}
+    with shipment.packed() as packing:
+        return cluster.submit(job_name, command, packing, environment=environment, labels=labels)
+
+
+def _submitted(jobs: "JobSource", job_id: str, *, follow: bool) -> None:
     console.print(f"submitted: {job_id}  (`heed jobs logs -f`, `status` and `stop` take this name)")
     if follow:
         _follow(jobs, job_id)

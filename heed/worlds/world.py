@@ -6,7 +6,8 @@ which need no trained model, differ more in quality: labelers agree on 75% of th
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from heed.worlds.labelled import draw_rows
 from heed.worlds.translations import draw_pairs
 
 Turns = list[dict[str, str]]  # messages of role and content
+NamedRows = tuple[str, Iterable[dict[str, Any]]]  # a file's name without .jsonl, and its rows
 
 DRAWS: dict[str, Callable[[random.Random], Request]] = {
     "story": draw_story,
@@ -160,15 +162,33 @@ class PlaygroundWorld:
         return write_answer(request, rng, self.config.flaw_rate, self.config.second_flaw_rate)
 
     def write_data(self, folder: Path, seed: int) -> None:
-        config = self.config
         folder.mkdir(parents=True, exist_ok=True)
-        texts: set[str] = set()
+        prompts: set[str] = set()  # no prompt is in two files
+        files = (
+            self._pretraining_files(seed),
+            self._prompt_files(seed, prompts),
+            self._labelled_files(seed),
+            self._translation_files(seed),
+            self._verified_files(seed, prompts),
+            self._graded_files(seed, prompts),
+            self._calculation_files(seed),
+        )
+        for name, rows in chain.from_iterable(files):
+            write_jsonl(folder / f"{name}.jsonl", rows)
+        if self.config.num_counting:
+            write_counting(folder, self.config.num_counting, seed)
+
+    def _pretraining_files(self, seed: int) -> Iterator[NamedRows]:
+        config, seen = self.config, set[str]()
         for name, num_texts in (
             ("pretrain_heldout", config.num_pretrain_heldout),
             ("pretrain", config.num_pretrain_texts),
         ):
-            write_jsonl(folder / f"{name}.jsonl", self._texts(num_texts, random.Random(f"{seed}/{name}"), texts))
-        prompts: set[str] = set()
+            yield name, self._texts(num_texts, random.Random(f"{seed}/{name}"), seen)
+
+    def _prompt_files(self, seed: int, prompts: set[str]) -> Iterator[NamedRows]:
+        """Yields the demonstrations, and the prompts of the other stages."""
+        config = self.config
         for name, num_prompts in (
             ("demonstrations_heldout", config.num_demonstrations_heldout),
             ("compare_prompts", config.num_compare_prompts),
@@ -179,56 +199,68 @@ class PlaygroundWorld:
             rng = random.Random(f"{seed}/{name}")
             drawn = draw_prompts(num_prompts, rng, prompts)
             if name.startswith("demonstrations"):
-                rows: list[dict[str, Any]] = [
-                    {"messages": _messages(prompt, self.answer(request, rng))} for prompt, request in drawn
-                ]
+                yield name, [{"messages": _messages(prompt, self.answer(request, rng))} for prompt, request in drawn]
             else:
                 prefix = name.removesuffix("_prompts")
-                rows = [
-                    {"prompt_id": f"{prefix}-{i:05d}", "messages": _messages(prompt), "kind": kind_of(request)}
-                    for i, (prompt, request) in enumerate(drawn)
-                ]
-            write_jsonl(folder / f"{name}.jsonl", rows)
+                yield (
+                    name,
+                    [
+                        {"prompt_id": f"{prefix}-{i:05d}", "messages": _messages(prompt), "kind": kind_of(request)}
+                        for i, (prompt, request) in enumerate(drawn)
+                    ],
+                )
+
+    def _labelled_files(self, seed: int) -> Iterator[NamedRows]:
+        """Yields the data of classification."""
+        config = self.config
         sizes = {"grammar": config.num_grammar, "entities": config.num_entities, "questions": config.num_questions}
         for kind, num_rows in sizes.items():
-            seen: set[str] = set()
+            seen = set[str]()
             for name, size in ((f"{kind}_heldout", config.num_labelled_heldout), (kind, num_rows)):
                 if num_rows:
-                    rows = draw_rows(kind, size, random.Random(f"{seed}/{name}"), seen)
-                    write_jsonl(folder / f"{name}.jsonl", rows)
+                    yield name, draw_rows(kind, size, random.Random(f"{seed}/{name}"), seen)
 
-        sentences: set[str] = set()
+    def _translation_files(self, seed: int) -> Iterator[NamedRows]:
+        config, sentences = self.config, set[str]()
+        if not config.num_translations:
+            return
         for name, num_pairs in (
             ("translations_heldout", config.num_translations_heldout),
             ("translations", config.num_translations),
         ):
-            pairs = draw_pairs(num_pairs, random.Random(f"{seed}/{name}"), sentences) if config.num_translations else ()
-            if pairs:
-                write_jsonl(folder / f"{name}.jsonl", [{"prompt": en, "completion": fr} for en, fr in pairs])
-        if config.num_verified_prompts:
-            verified = draw_prompts(
-                config.num_verified_prompts, random.Random(f"{seed}/verified_prompts"), prompts, VERIFIED_WEIGHTS
+            if pairs := draw_pairs(num_pairs, random.Random(f"{seed}/{name}"), sentences):
+                yield name, [{"prompt": english, "completion": french} for english, french in pairs]
+
+    def _verified_files(self, seed: int, prompts: set[str]) -> Iterator[NamedRows]:
+        """Yields prompts whose responses a program can check."""
+        name, num_prompts = "verified_prompts", self.config.num_verified_prompts
+        if num_prompts:
+            drawn = draw_prompts(num_prompts, random.Random(f"{seed}/{name}"), prompts, VERIFIED_WEIGHTS)
+            yield (
+                name,
+                [
+                    {"messages": _messages(prompt), "kind": kind_of(request), "checks": checks_of(request)}
+                    for prompt, request in drawn
+                ],
             )
-            rows = [
-                {"messages": _messages(prompt), "kind": kind_of(request), "checks": checks_of(request)}
-                for prompt, request in verified
-            ]
-            write_jsonl(folder / "verified_prompts.jsonl", rows)
+
+    def _graded_files(self, seed: int, prompts: set[str]) -> Iterator[NamedRows]:
+        config = self.config
+        if not config.num_graded:
+            return
         for name, num_rows, noise in (
             ("graded_heldout", config.num_graded_heldout, 0.0),
             ("graded", config.num_graded, config.grade_noise),
         ):
-            if config.num_graded:
-                rng = random.Random(f"{seed}/{name}")
-                drawn = draw_prompts(num_answers(num_rows), rng, prompts)
-                rows = [row for each in drawn for row in graded_rows(*each, rng, noise)]
-                write_jsonl(folder / f"{name}.jsonl", rows[:num_rows])
-        if config.num_calculations:
-            for name, draw in (("calculations", calculations), ("calculation_calls", calls)):
-                write_jsonl(folder / f"{name}.jsonl", draw(config.num_calculations, random.Random(f"{seed}/{name}")))
+            rng = random.Random(f"{seed}/{name}")
+            drawn = draw_prompts(num_answers(num_rows), rng, prompts)
+            yield name, [row for each in drawn for row in graded_rows(*each, rng, noise)][:num_rows]
 
-        if config.num_counting:
-            write_counting(folder, config.num_counting, seed)
+    def _calculation_files(self, seed: int) -> Iterator[NamedRows]:
+        num_rows = self.config.num_calculations
+        if num_rows:
+            for name, draw in (("calculations", calculations), ("calculation_calls", calls)):
+                yield name, draw(num_rows, random.Random(f"{seed}/{name}"))
 
     def _texts(self, num_texts: int, rng: random.Random, seen: set[str]) -> list[dict[str, Any]]:
         texts: list[str] = []
