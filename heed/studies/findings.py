@@ -3,15 +3,15 @@
 `FINDINGS` are about reward models, PPO and labels. Every claim of `ALGORITHMS` compares algorithms whose arms read the
 same rankings and the same reward model. `CONTROL` compares rejection sampling with training on random samples. `ALARM`
 asks where spot checks stop a policy that hacks its reward. `LORA_FINDINGS` compare adapters with full tuning, and one
-body with four roles with four models. `CHOICES` compare rules that choose what to label. `JUDGED` trains against a
-language model that grades by a rubric; its score lies between 0 and 1, as gold does.
+body with four roles with four models. `JUDGED` trains against a language model that grades by a rubric; its score
+lies between 0 and 1, as gold does. The findings on distillation and
+on the choice of labels are in the modules that run their arms (`heed.studies.distillation`, `.label_choice`).
 
 The claims and the smallest effects that matter were fixed before any run; docs/findings.md says what the sources claim.
 Gold scores lie between 0 and 1; PPO's gain over SFT in the demo is about .24.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -36,8 +36,7 @@ from heed.studies.verdicts import (
     rise_and_fall,
 )
 from ppo.alarm import evidence_of
-from preferences.statistics.estimates import Floats, Interval
-from preferences.statistics.intervals import difference_of_means
+from preferences.statistics.estimates import Floats
 
 GOLD = Rule("above", 0.02, "of gold score")
 DISTANCE = Rule("above", 0.1, "√nats")
@@ -49,8 +48,6 @@ LITTLE_COST = Rule("below", 0.05, "of gold score")
 TOKENS = Rule("above", 1.0, "tokens")
 JUDGE_SCORE = Rule("above", 0.02, "of the judge's score")
 SAME_ACCURACY = Rule("within", 0.02, "of accuracy")
-RIGHT = Rule("above", 0.01, "of the labels")
-DOUBLINGS = Rule("above", 0.25, "doublings of the labels")
 
 REWARD_MODELS = {"full": "full", "a smaller reward model": "small", "fewer comparisons": "few"}
 PTX_STAGES = ("ppo-kl-low/ppo", "ppo-ptx/ppo")
@@ -520,108 +517,3 @@ JUDGED = Finding(
     _judged,
     _judged_curves,
 )
-
-
-NUM_ROUNDS = 4  # each has twice the labels of the one before
-COMPARED_ROUND = 2  # with half of the last round's labels
-
-
-def choice_arm(rule: str, number: int) -> str:
-    """Returns the name of a rule's reward model after this round; all rules share the first."""
-    return f"{rule}-{number}" if number else "first"
-
-
-def _choice_curves(of: Measures, *rules: str) -> Curves:
-    return {rule: of.best_of_n(choice_arm(rule, COMPARED_ROUND)) for rule in rules}
-
-
-def gold_by_round(of: Measures, rule: str) -> Floats:
-    """Returns the gold score [rounds, P] of the largest best-of-n by each of a rule's reward models."""
-    arms = (choice_arm(rule, number) for number in range(NUM_ROUNDS))
-    return np.stack([of.best_of_n(arm).gold_KP[-1] for arm in arms])
-
-
-def num_labels(of: Measures, rule: str) -> list[int]:
-    """Returns how many labels a rule's reward model of each round learned from."""
-    sizes = [len(of.labels(choice_arm(rule, number))[0]) for number in range(NUM_ROUNDS)]
-    return list(itertools.accumulate(sizes))
-
-
-def doublings_saved(rule_R: Floats, uniform_R: Floats) -> float:
-    """Returns how many doublings of random labels a rule's lead is worth, on average over the rounds after the first.
-
-    Both are gold scores by round, and every round doubles the labels. A doubling is worth the slope of the line fitted
-    to `uniform_R`; NaN if that is not above 0.
-    """
-    slope = float(np.polyfit(np.arange(len(uniform_R)), uniform_R, 1)[0])
-    return float((rule_R - uniform_R)[1:].mean()) / slope if slope > 0 else math.nan
-
-
-def _chosen_minus_uniform(of: Measures, rule: str) -> list[Contrast]:
-    """Compares a rule with random pairs: gold of best-of-n and accuracy, each with half of all labels."""
-    arms = [choice_arm(name, COMPARED_ROUND) for name in (rule, "uniform")]
-    (gold_P, uniform_P), n = ([of.best_of_n(arm).gold_KP[-1] for arm in arms]), of.best_of_n(arms[0]).names[-1]
-    (right, compared), (other, _) = (of.right_pairs(arm) for arm in arms)
-    size = f"with {num_labels(of, rule)[COMPARED_ROUND]:,} labels"
-    gold = bootstrap_mean(gold_P - uniform_P, seed=of.seed)
-    accuracy = ratio_difference(right, other, compared, seed=of.seed)
-    return [
-        Contrast(f"{rule} minus uniform: gold of {n}, {size}", GOLD, gold),
-        Contrast(f"{rule} minus uniform: accuracy, {size}", ACCURACY, accuracy),
-    ]
-
-
-def _saved(of: Measures, rule: str) -> Contrast:
-    gold = [gold_by_round(of, name).mean(axis=1) for name in (rule, "uniform")]
-    value = Interval(doublings_saved(*gold), math.nan, math.nan)
-    return Contrast(f"{rule} saves, in doublings of random labels", DOUBLINGS, value)
-
-
-def _righter(of: Measures, one: str, other: str) -> Contrast:
-    """Compares how often the labels of all rounds are right."""
-    right = [
-        np.concatenate([of.labels(choice_arm(rule, number))[1] for number in range(1, NUM_ROUNDS)])
-        for rule in (one, other)
-    ]
-    value = difference_of_means(right[1], right[0])
-    return Contrast(f"{one} minus {other}: labels that agree with noiseless gold", RIGHT, value)
-
-
-def _rule_arms(*rules: str) -> tuple[str, ...]:
-    return tuple(choice_arm(rule, number) for rule in rules for number in range(NUM_ROUNDS))
-
-
-CHOICES = (
-    Finding(
-        "choose-large-gap",
-        "Pairs with a large predicted gap are better to label than random ones",
-        "arXiv 2603.09692",
-        _rule_arms("uniform", "large-gap"),
-        lambda of: [
-            *_chosen_minus_uniform(of, "large-gap"), _saved(of, "large-gap"), _righter(of, "large-gap", "uniform"),
-        ],
-        lambda of: _choice_curves(of, "uniform", "large-gap"),
-    ),
-    Finding(
-        "choose-near-tie",
-        "Near ties are better to label than random pairs",
-        "arXiv 2602.01581",
-        _rule_arms("uniform", "near-tie"),
-        lambda of: [
-            *_chosen_minus_uniform(of, "near-tie"), _saved(of, "near-tie"), _righter(of, "uniform", "near-tie"),
-        ],
-        lambda of: _choice_curves(of, "uniform", "near-tie"),
-    ),
-    Finding(
-        "choose-by-ensemble",
-        "Pairs about which an ensemble disagrees are better to label than random ones",
-        "arXiv 1112.5745 and 2502.04354",
-        _rule_arms("uniform", "disagreement", "information"),
-        lambda of: [
-            contrast
-            for rule in ("disagreement", "information")
-            for contrast in (*_chosen_minus_uniform(of, rule), _saved(of, rule), _righter(of, rule, "uniform"))
-        ],
-        lambda of: _choice_curves(of, "uniform", "disagreement", "information"),
-    ),
-)  # fmt: skip

@@ -1,4 +1,5 @@
-"""`heed study label-choice`: rounds of labeling in which each rule of `preferences.task_selection` chooses the pairs.
+"""`heed study label-choice`: rounds of labeling in which each rule of `preferences.task_selection` chooses the pairs;
+and `CHOICES`, the findings that compare the rules.
 
 All seeds share one SFT policy, that of the job's own seed, since pretraining is most of a study's cost. A seed draws
 the labelers, the first labels, every choice and every answer's noise.
@@ -19,7 +20,9 @@ Shape letters: C candidates, D features, E heads, L labels, N samples of the poo
 """
 
 import hashlib
+import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,8 +40,9 @@ from files.hashes import derive_seed
 from heed.jobs.job import JobConfig
 from heed.jobs.pipeline import run_job
 from heed.studies.arms import Arm, arm_job
-from heed.studies.findings import NUM_ROUNDS, Distilled, choice_arm
+from heed.studies.findings import ACCURACY, GOLD, Curves, Distilled, Finding, Measures
 from heed.studies.measures import pairs_right
+from heed.studies.verdicts import Contrast, Rule, bootstrap_mean, ratio_difference
 from lm.model import LanguageModel
 from lm.source import load_for_inference
 from lm.tokenizer import Tokenizer
@@ -46,7 +50,8 @@ from lm.transfer import pad_right
 from lm.weights import ModelFolder
 from preferences.rankings import is_heldout
 from preferences.records import Answer, Labeler, Message, ShownTask, Task
-from preferences.statistics.estimates import Floats
+from preferences.statistics.estimates import Floats, Interval
+from preferences.statistics.intervals import difference_of_means
 from preferences.task_selection import RULES, Candidate, PromptCandidates, choose_tasks
 from reward.collect import STAGE as COLLECT
 from reward.comparisons import encode_answered
@@ -55,9 +60,18 @@ from stages.progress import console
 from stages.world import World
 from training.data import DataConfig, Prompt, read_prompts
 
+NUM_ROUNDS = 4  # each has twice the labels of the one before
+COMPARED_ROUND = 2  # with half of the last round's labels
+RIGHT = Rule("above", 0.01, "of the labels")
+DOUBLINGS = Rule("above", 0.25, "doublings of the labels")
 NUM_HEADS = 16
 NEWTON_STEPS = 50
 ROWS = 256  # responses per pass
+
+
+def choice_arm(rule: str, number: int) -> str:
+    """Returns the name of a rule's reward model after this round; all rules share the first."""
+    return f"{rule}-{number}" if number else "first"
 
 
 CHOICE_ARMS = (choice_arm("", 0), *(choice_arm(rule, n) for rule in RULES for n in range(1, NUM_ROUNDS)))
@@ -394,3 +408,99 @@ class ChoiceMeasures:
 
     def distilled(self, arm: str) -> Distilled:
         raise NotImplementedError
+
+
+def _choice_curves(of: Measures, *rules: str) -> Curves:
+    return {rule: of.best_of_n(choice_arm(rule, COMPARED_ROUND)) for rule in rules}
+
+
+def gold_by_round(of: Measures, rule: str) -> Floats:
+    """Returns the gold score [rounds, P] of the largest best-of-n by each of a rule's reward models."""
+    arms = (choice_arm(rule, number) for number in range(NUM_ROUNDS))
+    return np.stack([of.best_of_n(arm).gold_KP[-1] for arm in arms])
+
+
+def num_labels(of: Measures, rule: str) -> list[int]:
+    """Returns how many labels a rule's reward model of each round learned from."""
+    sizes = [len(of.labels(choice_arm(rule, number))[0]) for number in range(NUM_ROUNDS)]
+    return list(itertools.accumulate(sizes))
+
+
+def doublings_saved(rule_R: Floats, uniform_R: Floats) -> float:
+    """Returns how many doublings of random labels a rule's lead is worth, on average over the rounds after the first.
+
+    Both are gold scores by round, and every round doubles the labels. A doubling is worth the slope of the line fitted
+    to `uniform_R`; NaN if that is not above 0.
+    """
+    slope = float(np.polyfit(np.arange(len(uniform_R)), uniform_R, 1)[0])
+    return float((rule_R - uniform_R)[1:].mean()) / slope if slope > 0 else math.nan
+
+
+def _chosen_minus_uniform(of: Measures, rule: str) -> list[Contrast]:
+    """Compares a rule with random pairs: gold of best-of-n and accuracy, each with half of all labels."""
+    arms = [choice_arm(name, COMPARED_ROUND) for name in (rule, "uniform")]
+    (gold_P, uniform_P), n = ([of.best_of_n(arm).gold_KP[-1] for arm in arms]), of.best_of_n(arms[0]).names[-1]
+    (right, compared), (other, _) = (of.right_pairs(arm) for arm in arms)
+    size = f"with {num_labels(of, rule)[COMPARED_ROUND]:,} labels"
+    gold = bootstrap_mean(gold_P - uniform_P, seed=of.seed)
+    accuracy = ratio_difference(right, other, compared, seed=of.seed)
+    return [
+        Contrast(f"{rule} minus uniform: gold of {n}, {size}", GOLD, gold),
+        Contrast(f"{rule} minus uniform: accuracy, {size}", ACCURACY, accuracy),
+    ]
+
+
+def _saved(of: Measures, rule: str) -> Contrast:
+    gold = [gold_by_round(of, name).mean(axis=1) for name in (rule, "uniform")]
+    value = Interval(doublings_saved(*gold), math.nan, math.nan)
+    return Contrast(f"{rule} saves, in doublings of random labels", DOUBLINGS, value)
+
+
+def _righter(of: Measures, one: str, other: str) -> Contrast:
+    """Compares how often the labels of all rounds are right."""
+    right = [
+        np.concatenate([of.labels(choice_arm(rule, number))[1] for number in range(1, NUM_ROUNDS)])
+        for rule in (one, other)
+    ]
+    value = difference_of_means(right[1], right[0])
+    return Contrast(f"{one} minus {other}: labels that agree with noiseless gold", RIGHT, value)
+
+
+def _rule_arms(*rules: str) -> tuple[str, ...]:
+    return tuple(choice_arm(rule, number) for rule in rules for number in range(NUM_ROUNDS))
+
+
+CHOICES = (
+    Finding(
+        "choose-large-gap",
+        "Pairs with a large predicted gap are better to label than random ones",
+        "arXiv 2603.09692",
+        _rule_arms("uniform", "large-gap"),
+        lambda of: [
+            *_chosen_minus_uniform(of, "large-gap"), _saved(of, "large-gap"), _righter(of, "large-gap", "uniform"),
+        ],
+        lambda of: _choice_curves(of, "uniform", "large-gap"),
+    ),
+    Finding(
+        "choose-near-tie",
+        "Near ties are better to label than random pairs",
+        "arXiv 2602.01581",
+        _rule_arms("uniform", "near-tie"),
+        lambda of: [
+            *_chosen_minus_uniform(of, "near-tie"), _saved(of, "near-tie"), _righter(of, "uniform", "near-tie"),
+        ],
+        lambda of: _choice_curves(of, "uniform", "near-tie"),
+    ),
+    Finding(
+        "choose-by-ensemble",
+        "Pairs about which an ensemble disagrees are better to label than random ones",
+        "arXiv 1112.5745 and 2502.04354",
+        _rule_arms("uniform", "disagreement", "information"),
+        lambda of: [
+            contrast
+            for rule in ("disagreement", "information")
+            for contrast in (*_chosen_minus_uniform(of, rule), _saved(of, rule), _righter(of, rule, "uniform"))
+        ],
+        lambda of: _choice_curves(of, "uniform", "disagreement", "information"),
+    ),
+)  # fmt: skip

@@ -38,7 +38,6 @@ from heed.studies.distillation import DISTILLATION, write_teacher_samples
 from heed.studies.findings import (
     ALARM,
     ALGORITHMS,
-    CHOICES,
     CONTROL,
     FINDINGS,
     JUDGED,
@@ -46,11 +45,8 @@ from heed.studies.findings import (
     Finding,
     Found,
     Measures,
-    choice_arm,
-    gold_by_round,
-    num_labels,
 )
-from heed.studies.label_choice import choice_stamps, choices_of_seeds
+from heed.studies.label_choice import CHOICES, choice_arm, choice_stamps, choices_of_seeds, gold_by_round, num_labels
 from heed.studies.measures import Recorded, SeedMeasures, StoredMeasures, measures_file, stamps_of
 from heed.studies.report import write_findings, write_gold_by_labels
 from ppo.stage import STAGE as PPO

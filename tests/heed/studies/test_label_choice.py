@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from evaluation.measures.curves import Curve
-from heed.studies.findings import CHOICES, doublings_saved
-from heed.studies.label_choice import Answered, HeadPosterior, Pool, judged, rounds
+from heed.studies.label_choice import CHOICES, Answered, HeadPosterior, Pool, doublings_saved, judged, rounds
 from heed.studies.study import QUICK, run_study
 from preferences.records import Answer, Message, ShownTask, Task
 from preferences.statistics.estimates import Floats
