@@ -350,9 +350,9 @@ def _raise_unexplained(phase: str, ranks: Ranks, echoes: dict[int, Failure], sil
     raise WorkerLostError(f"{phase}: the connection between ranks was lost, and no rank reported a cause\n{report}")
 
 
-def _first_lines(error: Exception, limit: int = 4) -> str:
+def _first_lines(error: Exception) -> str:
     """Return Ray's own message about a loss, without the dump of its state that follows."""
-    return "\n".join(without_colours(str(error)).strip().splitlines()[:limit])
+    return "\n".join(without_colours(str(error)).strip().splitlines()[:4])
 
 
 def _advice(error: Exception) -> str:

@@ -14,6 +14,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
+from evaluation.evaluate.models import before_stop
 from evaluation.measures.kl import Policy
 from evaluation.measures.language_modelling import text_logprobs
 from files.hashes import derive_seed
@@ -130,7 +131,7 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
                 max_rows=BATCH,
             )
             for row, response in zip(rows, found.responses, strict=True):
-                texts[row] = _cut(self.policy.tokenizer.decode(response), settings.until)
+                texts[row] = before_stop(self.policy.tokenizer.decode(response), settings.until)
         return texts
 
     def _settings(self, wanted: Mapping[str, Any]) -> Settings:
@@ -167,11 +168,6 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         return self.policy.tokenizer.chat_template if chat_template else ""
-
-
-def _cut(text: str, until: Sequence[str]) -> str:
-    """Returns the text before the first of the strings."""
-    return text[: min((text.index(string) for string in until if string in text), default=len(text))]
 
 
 @torch.inference_mode()

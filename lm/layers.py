@@ -164,14 +164,14 @@ class Head(Linear):
         return F.linear(x, weight_PD, bias_P)[..., :V]
 
 
-def align_heads(model: nn.Module, device: torch.device, row_multiple: int = ALIGNED_ROWS) -> None:
+def align_heads(model: nn.Module, device: torch.device) -> None:
     """Align the rows of the products of a model's heads if `device` is a GPU.
 
     Models that are compared bit by bit, such as a policy and its reference, need the same alignment.
     """
     for module in model.modules():
         if isinstance(module, Head) and device.type == "cuda":
-            module.row_multiple = row_multiple
+            module.row_multiple = ALIGNED_ROWS
 
 
 def padded_rows(logits_CV: Tensor) -> Tensor:

@@ -132,14 +132,14 @@ def stored_tensors(
         del tensor  # before the next one is made
 
 
-def load_language_model(folder: Path, dropout: float = 0.0) -> LanguageModel:
+def load_language_model(folder: Path) -> LanguageModel:
     """Loads the language model of a directory. Raises: as `load_model`."""
-    return load_model(folder, LanguageModel, dropout)
+    return load_model(folder, LanguageModel)
 
 
-def load_scalar_model(folder: Path, dropout: float = 0.0) -> ScalarModel:
+def load_scalar_model(folder: Path) -> ScalarModel:
     """Loads the reward model or value function of a directory. Raises: as `load_model`."""
-    return load_model(folder, ScalarModel, dropout)
+    return load_model(folder, ScalarModel)
 
 
 def load_writer(folder: Path) -> LanguageModel | EncoderDecoder:
@@ -157,9 +157,9 @@ def load_any(folder: Path) -> Model:
     return load(any_folder(folder))
 
 
-def load_model(folder: Path, kind: type[AnyModel], dropout: float = 0.0) -> AnyModel:
+def load_model(folder: Path, kind: type[AnyModel]) -> AnyModel:
     """Loads the model of a directory, in fp32. Raises: as `ModelFolder`."""
-    return load(ModelFolder(folder, kind, dropout))
+    return load(ModelFolder(folder, kind))
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,6 @@ def encode_rankings(
     rankings: Sequence[Ranking],
     max_tokens: int,
     *,
-    section: str = "reward",
     objectives: Sequence[str] = (),
     weights: LabelerWeights | None = None,
 ) -> list[Comparison]:
@@ -178,7 +177,7 @@ def encode_rankings(
     tasks = ((f"task {task[0].task_id!r}", task) for task in rankings_by_task(rankings))
     return [
         comparison_of(sequences, task, objectives, weights or {})
-        for _, task, sequences in encode_tasks(tokenizer, tasks, max_tokens, section)
+        for _, task, sequences in encode_tasks(tokenizer, tasks, max_tokens, "reward")
     ]
 
 

@@ -175,11 +175,11 @@ def head_scores(network: RewardNetwork, sequences: Sequence[Sequence[int]], max_
 
 
 @torch.inference_mode()
-def step_scores(network: RewardNetwork, steps: Sequence[StepTokens], max_tokens: int = MAX_TOKENS) -> list[list[float]]:
+def step_scores(network: RewardNetwork, steps: Sequence[StepTokens]) -> list[list[float]]:
     """Returns the probability that each step is right, for any number of responses, in order."""
     device = next(network.parameters()).device
     found: list[list[float]] = [[] for _ in steps]
-    (passes,) = split_passes([[len(of.tokens)] for of in steps], 1, max_tokens)
+    (passes,) = split_passes([[len(of.tokens)] for of in steps], 1, MAX_TOKENS)
     for rows in filter(None, passes):
         note_progress()
         packed = PackedInputs.at_steps([steps[row] for row in rows], network.config.kind, device)

@@ -18,10 +18,6 @@ class Pretraining:
     seq_len: int
     options: tuple[str, ...] = ()
 
-    @property
-    def tokens_per_step(self) -> int:
-        return self.micro_batch * self.num_micro_batches * self.seq_len
-
 
 @dataclass(frozen=True)
 class Generation:

@@ -73,16 +73,17 @@ def hardware(name: str, ranks: int, precision: str) -> Hardware:
     return GPUS[name]
 
 
-def _product_rate(dtype: torch.dtype, size: int = 1024) -> float:
+def _product_rate(dtype: torch.dtype) -> float:
     """Measures floating-point operations per second of a square linear map on all cores: the best of a few."""
+    size = 1024
     x, weight = torch.randn(2, size, size).to(dtype)
     return 2 * size**3 / min(_seconds(lambda: linear(x, weight, None)) for _ in range(8))
 
 
-def _copy_rate(numbers: int = 16_000_000) -> float:
+def _copy_rate() -> float:
     """Measures how many bytes per second this machine reads."""
-    source = torch.zeros(numbers)
-    return 4 * numbers / min(_seconds(source.sum) for _ in range(5))
+    source = torch.zeros(16_000_000)
+    return source.nbytes / min(_seconds(source.sum) for _ in range(5))
 
 
 def _seconds(work: object) -> float:

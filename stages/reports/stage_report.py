@@ -154,9 +154,9 @@ def headline_of(stage: StageFolder, field: str, title: str, value: float, text: 
     return Headline(f"{stage.name}.{field}", f"{stage.name}/results.json", field, value, title, text, detail)
 
 
-def plain_reporter(name: str, about: str = "") -> StageReporter:
+def plain_reporter(name: str) -> StageReporter:
     """Return a reporter that shows every number and text at the top level of results.json under its own name."""
-    return StageReporter(name.replace("_", " ").capitalize(), about, plain_report)
+    return StageReporter(name.replace("_", " ").capitalize(), "", plain_report)
 
 
 def plain_report(stage: StageFolder) -> StageReport:
