@@ -20,10 +20,11 @@ from lm.tokenizer import Tokenizer
 from ppo.algorithm import token_weights
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
+from ppo.loop import controller_of, load_checkpoint
 from ppo.rank import ScoreScale
 from ppo.report import PPOResults
 from ppo.rollout_log import ROLLOUTS, RolloutRecord, read_rollouts, response_digests
-from ppo.stage import controller_of, load_checkpoint, placed
+from ppo.stage import placed
 from stages.run import StageRun
 from training.checkpoint import changed_files, read_manifest, step_folders, step_of
 from training.data import Prompt

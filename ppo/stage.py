@@ -1,43 +1,34 @@
-"""PPO as a stage: the controller's loop with metrics and checkpoints, the scale of the scores, the placement of the
-roles, and the checks before a run.
+"""PPO as a stage: the scale of the scores, the placement of the roles, and the checks before a run.
+
+`ppo.loop` is the training itself.
 """
 
-import json
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
-from shutil import copytree, rmtree
+from shutil import rmtree
 from statistics import mean, stdev
 
 import torch
 from torch import Tensor
 
-from cluster.remote import Pending
-from files.atomic import atomic_folder, remove_unfinished
 from files.hashes import derive_seed
 from files.records import read_record
-from lm.adapters import ADAPTER
 from lm.hub import model_directory
-from lm.samplers.draws import Evidence
-from lm.samplers.engine import max_difference
 from lm.samplers.environment import require_vllm
 from lm.tensor_parallel import largest_team, require_divisible
 from lm.tokenizer import Tokenizer
 from lm.weights import read_config
-from ppo.alarm import SpotChecks
-from ppo.config import VLLM, PeopleSource, PPOConfig
-from ppo.controller import GoldScores, PPOController, prompt_order
+from ppo.config import VLLM, PPOConfig
+from ppo.controller import GoldScores
 from ppo.environments.environment import Environment
-from ppo.people import PeopleChecks
+from ppo.loop import train
 from ppo.plan import plan
 from ppo.rank import InitialModels, ScoreScale, TokenStream
-from ppo.report import REPORTER, PPOResults
+from ppo.report import REPORTER
 from ppo.roles import Roles
 from ppo.rollout import Rollout
-from ppo.rollout_log import RolloutLog, SampleLog, followed_rows
 from ppo.shared_body import adapter_of, require_same_body, require_same_shape
 from pretrain.stage import STAGE as PRETRAIN
 from pretrain.stage import tokenize
@@ -53,253 +44,15 @@ from reward.verifiers.verifier import Verifier
 from stages.contract import Parent, Stage
 from stages.data import SAMPLES, Fitting, OnAccess, fitting_prompts
 from stages.run import JobView, StageRun
-from training.checkpoint import Resumption, find_resumption
 from training.data import Prompt
-from training.engine import StageContext
-from training.metrics import MetricsLog
-from training.notices import StoppedError, say, stop_requested
-from training.packing import stream_rows
+from training.notices import say
 from training.tokens import array_path
-from training.writer import PROGRESS
 
 # What the console shows meanwhile.
 MEASURES_SCALE = (
     "responses of the initial policy sampled, to measure the spread of its scores (docs/troubleshooting.md)"
 )
-DRAWS = "draws.json"  # in a checkpoint: the evidence of the test of draws
 SCALE_PROMPTS = 512  # prompts on which the score scale of an unknown reward model is measured
-
-
-def run(
-    context: StageContext,
-    config: PPOConfig,
-    roles: Roles,
-    models: InitialModels,
-    fitting: Fitting,
-    *,
-    enter: Callable[[str], None] = lambda _phase: None,
-    gold: GoldScores | None = None,
-) -> None:
-    """Iterate from the newest checkpoint to the end; write `model/`, `model_ema/` and `results.json`.
-
-    `samples.jsonl` gets some responses for people to read, and `rollouts.jsonl` records which weights sampled each
-    response. With `keep_policies_every`, `policies/NNNNNN/` are model directories of the policy during training.
-    `enter` is called with the name of each phase when it begins. `gold` is as for `PPOController`.
-
-    Raises:
-        ValueError: a prompt leaves no room for a response, or too many scores fail.
-    """
-    tokenizer, checkpoints = Tokenizer.load(models.sft), context.folder / "checkpoints"
-    resumption = _find_resumption(context, config, roles)
-    first = resumption.step
-    with (
-        closing(MetricsLog(context.folder, context.engine.trackers, resume_step=first)) as log,
-        closing(SampleLog(context.folder, fitting.prompts, tokenizer, seed=context.seed, resume_step=first)) as samples,
-        closing(RolloutLog(context.folder, resume_step=first)) as rollouts,
-        _spot_checks(context, config, models, fitting, tokenizer, first) as spot_checks,
-    ):
-        controller = controller_of(
-            context,
-            config,
-            roles,
-            models,
-            fitting.tokens,
-            samples=samples,
-            rollouts=rollouts,
-            spot_checks=spot_checks,
-            enter=enter,
-            gold=gold,
-        )
-        if resumption.name:
-            load_checkpoint(controller, checkpoints / resumption.name)
-        done = _iterate(checkpoints, config, controller, first, log)
-    roles.learners.finish_saving()
-    roles.learners.export_policy(context.folder)
-    rang = None if spot_checks is None else spot_checks.rang
-    if rang is not None:
-        rolls_back = config.alarm is not None and config.alarm.action == "roll_back"
-        rang = replace(rang, result=_before(rang.fall, config) if rolls_back else done)
-        if rolls_back:
-            _roll_back(context.folder, rang.result)
-    kl_coef, scale = controller.kl.coef, models.scale
-    context.write_results(
-        PPOResults(
-            done,
-            kl_coef,
-            scale.mean,
-            scale.std,
-            overlong=fitting.overlong or None,
-            sources=fitting.sources,
-            generator=config.sampler.kind,
-            alarm=rang,
-        )
-    )
-
-
-def _spot_checks(
-    context: StageContext, config: PPOConfig, models: InitialModels, fitting: Fitting, tokenizer: Tokenizer, first: int
-) -> AbstractContextManager[SpotChecks | PeopleChecks | None]:
-    if config.alarm is None:
-        return nullcontext()
-    if isinstance(config.alarm.source, PeopleSource):
-        return closing(
-            PeopleChecks(
-                config.alarm,
-                context.folder,
-                fitting.prompts,
-                tokenizer,
-                prompt_order(config, len(fitting.prompts), context.seed),
-                num_iterations=config.num_iterations,
-                seed=context.seed,
-                resume_step=first,
-            )
-        )
-    return closing(
-        SpotChecks(
-            config.alarm,
-            context.folder,
-            fitting.prompts,
-            tokenizer,
-            models.scale,
-            num_iterations=config.num_iterations,
-            seed=context.seed,
-            resume_step=first,
-        )
-    )
-
-
-def _before(fall: int, config: PPOConfig) -> int:
-    """Returns after how many iterations the last policy was kept that is older than a fall; 0 = the initial one."""
-    every = config.keep_policies_every
-    return (fall - 1) // every * every
-
-
-def _roll_back(folder: Path, iteration: int) -> None:
-    """Replace the stage's model by the policy that it kept after so many iterations."""
-    for name in ("model_ema", ADAPTER):  # of the policy that is given up
-        if (folder / name).is_dir():
-            rmtree(folder / name)
-    with atomic_folder(folder / "model") as temporary:
-        copytree(kept_policy(folder, iteration), temporary, dirs_exist_ok=True)
-
-
-def controller_of(
-    context: StageContext,
-    config: PPOConfig,
-    roles: Roles,
-    models: InitialModels,
-    prompts: Sequence[Sequence[int]],
-    *,
-    samples: SampleLog | None = None,
-    rollouts: RolloutLog | None = None,
-    spot_checks: SpotChecks | PeopleChecks | None = None,
-    enter: Callable[[str], None] = lambda _phase: None,
-    gold: GoldScores | None = None,
-) -> PPOController:
-    """Build the controller as it is before its first iteration. For prompts and keywords, see `PPOController`."""
-    stream = models.pretraining
-    num_rows = len(stream_rows(stream.path, stream.seq_len)) if stream else 0
-    followed = followed_rows(len(prompts), roles.rows_multiple, context.seed) if config.follow_every_iterations else ()
-    shape, _, _ = read_config(models.sft, "language")
-    return PPOController(
-        config,
-        roles,
-        prompts,
-        models.scale,
-        num_pretraining_rows=num_rows,
-        seed=context.seed,
-        followed=followed,
-        max_difference=max_difference(context.engine.resolved_precision(), shape.num_hidden_layers),
-        samples=samples,
-        rollouts=rollouts,
-        spot_checks=spot_checks,
-        enter=enter,
-        gold=gold,
-    )
-
-
-def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, first: int, log: MetricsLog) -> int:
-    """Run the iterations from `first` to the last, or until the alarm ends training. Log the metrics of each; keep the
-    policy and save a checkpoint when due. Returns how many iterations have been run.
-
-    Raises: StoppedError after a checkpoint, if this process was asked to stop (`training.notices`).
-    """
-    waited_seconds = 0.0
-    if first == 0 and config.alarm is not None and config.alarm.action == "roll_back":
-        controller.roles.learners.keep_policy(kept_policy(checkpoints.parent, 0))
-    for iteration in range(first, config.num_iterations):
-        if _is_ended(config, controller):
-            return iteration
-        started = time.monotonic()
-        metrics = controller.step(iteration)
-        done, seconds = iteration + 1, time.monotonic() - started
-        tokens = metrics["response_tokens"] * config.rollout_batch_size
-        metrics |= {"tokens_per_second": tokens / seconds, "checkpoint_seconds": waited_seconds}
-        metrics |= controller.phases.take()
-        log.log(done, config.num_iterations, metrics)
-        started = time.monotonic()
-        # Keep the policy before the checkpoint, so that a run that resumes from it has every policy up to it.
-        if config.keep_policies_every and done % config.keep_policies_every == 0:
-            controller.roles.learners.keep_policy(kept_policy(checkpoints.parent, done))
-        is_last = done == config.num_iterations or _is_ended(config, controller)
-        is_stopping = not is_last and stop_requested()
-        if done % config.save_every_iterations == 0 or is_last or is_stopping:
-            _save(controller, checkpoints, done)
-        if is_stopping:
-            controller.roles.learners.finish_saving()
-            raise StoppedError(f"ppo: stopped at iteration {done} of {config.num_iterations}")
-        waited_seconds = time.monotonic() - started
-    return config.num_iterations
-
-
-def _is_ended(config: PPOConfig, controller: PPOController) -> bool:
-    """Returns whether the alarm has ended training."""
-    rang = None if controller.spot_checks is None else controller.spot_checks.rang
-    return rang is not None and config.alarm is not None and config.alarm.action != "warn"
-
-
-def kept_policy(folder: Path, iteration: int) -> Path:
-    """Returns where a stage in `folder` keeps the policy after this many iterations."""
-    return folder / "policies" / f"{iteration:06d}"
-
-
-def _save(controller: PPOController, checkpoints: Path, done: int) -> None:
-    """Save a checkpoint, including rollouts that older weights sampled: the weights are thousands of times as large."""
-    if controller.config.placement.max_staleness:
-        controller.start_sampling(done)  # generators need not wait for the checkpoint
-    stale = controller.stale_rollouts(done)
-    rollouts = {f"rollout-{iteration:06d}.safetensors": rollout.as_bytes() for iteration, rollout in stale.items()}
-    files = {**rollouts, DRAWS: controller.evidence.as_bytes()}
-    controller.roles.learners.save(checkpoints, done, {"kl_coef": controller.kl.coef}, files)
-
-
-def _find_resumption(context: StageContext, config: PPOConfig, roles: Roles) -> Resumption:
-    """Find the newest sound checkpoint, and report which it is. The learners verify its files.
-
-    Raises:
-        ValueError: there are checkpoints, and all of them are damaged.
-    """
-    checkpoints = context.folder / "checkpoints"
-    remove_unfinished(checkpoints)
-    stage = context.folder.name  # "ppo_2" in a second round
-    resumption = find_resumption(checkpoints, stage, roles.learners.changed_files)
-    for notice in resumption.notices(stage, config.num_iterations, "iteration"):
-        say(notice)
-    return resumption
-
-
-def load_checkpoint(controller: PPOController, folder: Path) -> None:
-    """Restore the roles, the KL coefficient, the rollouts of older weights and the test of draws from a checkpoint."""
-    controller.roles.load(folder)
-    if (folder / DRAWS).is_file():  # older checkpoints have none
-        controller.evidence = Evidence.load(folder / DRAWS)
-    controller.kl.coef = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))["kl_coef"]
-    for path in folder.glob("rollout-*.safetensors"):
-        controller.in_flight[int(path.stem.removeprefix("rollout-"))] = _held(Rollout.load(path))
-
-
-def _held(rollout: Rollout) -> Pending[Rollout]:
-    return lambda: rollout
 
 
 def was_measured(run: StageRun) -> bool:
@@ -330,41 +83,10 @@ def score_scale(
         return ScoreScale(0.0, 1.0)
     if was_measured(run) and not config.reward.objective_weights and config.steps is None:
         path = run.folder_of("reward") / "results.json"
-        where, results = str(path), read_record(path, RewardResults)
-        assert results.sample_score_mean is not None, "a reward model of a single objective has a mean score"
-        assert results.sample_score_std is not None, "a reward model of a single objective has a spread of scores"
-        scale = ScoreScale(results.sample_score_mean, results.sample_score_std)
+        where, scale = str(path), _recorded_scale(path)
     else:
         where = run.job.substitute(run.name, run.own("reward")) if isinstance(judge, Path) else judge.short_name
-        where = where or str(judge)
-        spec = SamplingSpec(
-            policy=policy,
-            num_samples=1,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            seed=derive_seed(run.seed, "ppo", "scale"),
-            precision=run.engine.resolved_precision(),
-            reward=str(judge) if isinstance(judge, Path) else "",
-            objective_weights=config.reward.objective_weights,
-            steps=None if config.external_reward else config.steps,
-            external_reward=None if isinstance(judge, Path) else judge,
-        )
-        # Workers that only learn may be of a number that their generators' teams do not divide.
-        shape = read_config(policy, "language")[0]
-        team_size = largest_team(shape, config.sampler.tensor_parallel_size, run.workers().num_workers)
-        samples = sample_everywhere(
-            run, "scale", spec, prompts[:SCALE_PROMPTS], shown=MEASURES_SCALE, team_size=team_size
-        )
-        scores = [sample.score for sample in samples if isfinite(sample.score)]
-        num_failed = len(samples) - len(scores)
-        if len(scores) < 2 or num_failed > config.max_failed_share * len(samples):
-            rmtree(run.folder / SAMPLES / "scale")  # so that the next attempt scores again
-            raise ValueError(
-                f"{num_failed} of {len(samples)} samples of the initial policy have no finite score;"
-                f" ppo.max_failed_share allows {config.max_failed_share:.0%}, and at least two scores are needed."
-                f" The first: {next(sample.failure for sample in samples if not isfinite(sample.score))}"
-            )
-        scale = ScoreScale(mean(scores), stdev(scores))
+        where, scale = where or str(judge), _measured_scale(run, policy, judge, prompts, config)
     if scale.std > 0:
         return scale
     if isinstance(judge, Path) and config.score_coef and config.advantage.scale != "group":
@@ -374,6 +96,50 @@ def score_scale(
         )
     say(f"{where}: all samples of the initial policy score {scale.mean:g}; a score of 1 more counts as one unit")
     return replace(scale, std=1.0)
+
+
+def _recorded_scale(results_file: Path) -> ScoreScale:
+    """Returns the scale that the reward stage has measured on [collect]'s samples."""
+    results = read_record(results_file, RewardResults)
+    assert results.sample_score_mean is not None, "a reward model of a single objective has a mean score"
+    assert results.sample_score_std is not None, "a reward model of a single objective has a spread of scores"
+    return ScoreScale(results.sample_score_mean, results.sample_score_std)
+
+
+def _measured_scale(
+    run: StageRun, policy: Path, judge: Path | ExternalReward, prompts: Sequence[Prompt], config: PPOConfig
+) -> ScoreScale:
+    """Sample the initial policy once per prompt, on the first `SCALE_PROMPTS`, and returns the scale of the scores.
+
+    Raises:
+        ValueError: too many samples fail.
+    """
+    spec = SamplingSpec(
+        policy=policy,
+        num_samples=1,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        seed=derive_seed(run.seed, "ppo", "scale"),
+        precision=run.engine.resolved_precision(),
+        reward=str(judge) if isinstance(judge, Path) else "",
+        objective_weights=config.reward.objective_weights,
+        steps=None if config.external_reward else config.steps,
+        external_reward=None if isinstance(judge, Path) else judge,
+    )
+    # Workers that only learn may be of a number that their generators' teams do not divide.
+    shape = read_config(policy, "language")[0]
+    team_size = largest_team(shape, config.sampler.tensor_parallel_size, run.workers().num_workers)
+    samples = sample_everywhere(run, "scale", spec, prompts[:SCALE_PROMPTS], shown=MEASURES_SCALE, team_size=team_size)
+    scores = [sample.score for sample in samples if isfinite(sample.score)]
+    num_failed = len(samples) - len(scores)
+    if len(scores) < 2 or num_failed > config.max_failed_share * len(samples):
+        rmtree(run.folder / SAMPLES / "scale")  # so that the next attempt scores again
+        raise ValueError(
+            f"{num_failed} of {len(samples)} samples of the initial policy have no finite score;"
+            f" ppo.max_failed_share allows {config.max_failed_share:.0%}, and at least two scores are needed."
+            f" The first: {next(sample.failure for sample in samples if not isfinite(sample.score))}"
+        )
+    return ScoreScale(mean(scores), stdev(scores))
 
 
 @dataclass(frozen=True)
@@ -432,7 +198,7 @@ def run_ppo(stage: StageRun, config: PPOConfig) -> None:
     """Place the roles, and run all iterations."""
     ppo = placed(stage, config)
     gold = _gold_scores(stage, config, ppo)
-    run(stage.context(), config, ppo.roles, ppo.models, ppo.fitting, enter=stage.enter, gold=gold)
+    train(stage.context(), config, ppo.roles, ppo.models, ppo.fitting, enter=stage.enter, gold=gold)
     ppo.roles.close()
 
 

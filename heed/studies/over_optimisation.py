@@ -10,9 +10,9 @@ from heed.jobs.job_file import load_job
 from heed.jobs.recovery import Workers
 from heed.jobs.run import Run
 from lm.tokenizer import Messages
+from ppo.loop import kept_policy
 from ppo.report import PPOResults
 from ppo.stage import STAGE as PPO
-from ppo.stage import kept_policy
 from reward.external import RewardFunction
 from training.data import DataConfig, read_prompts
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from benchmarks.alarm_rates import KINDS, NUM_ITERATIONS, evidence_along, first_alarm
 from lm.tokenizer import Tokenizer
-from ppo import stage
+from ppo import loop
 from ppo.alarm import BET_SIZES, CAUTION, MOST_AT_STAKE, MOST_STD, NUM_BEGINNINGS, Evidence, evidence_of, slope
 from ppo.config import PPOConfig
 from ppo.rank import InitialModels
@@ -138,7 +138,7 @@ def run(adapted: InitialModels, prompts: list[list[int]], ppo_config: Callable[.
         roles = Roles.in_process(config, ENGINE, adapted)
         change(roles)
         try:
-            stage.run(StageContext(folder, 11, 1, ENGINE), config, roles, adapted, Fitting(asked, prompts))
+            loop.train(StageContext(folder, 11, 1, ENGINE), config, roles, adapted, Fitting(asked, prompts))
         finally:
             roles.close()
 

@@ -15,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from lm.tokenizer import Tokenizer
-from ppo import stage
+from ppo import loop
 from ppo.config import PPOConfig
 from ppo.people import BETS, INITIAL, PEOPLE_CHECKS, evidence_of_verdicts, number_to_send, planned_rows
 from ppo.rank import InitialModels
@@ -156,7 +156,7 @@ def run(
 
         object.__setattr__(roles, "sync_weights", people_answer)  # the class is frozen
         with closing(roles):
-            stage.run(StageContext(folder, 11, 1, ENGINE), config, roles, adapted, Fitting(asked, prompts))
+            loop.train(StageContext(folder, 11, 1, ENGINE), config, roles, adapted, Fitting(asked, prompts))
 
     return build
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cluster.remote import Pending
 from lm.tokenizer import Tokenizer
-from ppo import stage
+from ppo import loop
 from ppo.config import PPOConfig
 from ppo.rank import InitialModels
 from ppo.roles import Roles
@@ -61,7 +61,7 @@ def run(adapted: InitialModels, prompts: list[list[int]], ppo_config: Callable[.
         roles = Roles.in_process(config, ENGINE, own)
         change(roles)
         try:
-            stage.run(StageContext(folder, 11, 1, ENGINE), config, roles, own, Fitting(asked, prompts))
+            loop.train(StageContext(folder, 11, 1, ENGINE), config, roles, own, Fitting(asked, prompts))
         finally:
             roles.close()
 

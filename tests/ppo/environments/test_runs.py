@@ -17,7 +17,7 @@ from lm.sampling import token_logprobs
 from lm.source import load
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
-from ppo import stage
+from ppo import loop
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.environments.kinds import OwnEnvironment
@@ -172,7 +172,7 @@ def test_a_resumed_run_has_the_same_conversations(
         roles = Roles.in_process(config, ENGINE, models, ASKED)
         if stops:
             make_mortal(roles)
-        stage.run(StageContext(folder, 11, 1, ENGINE), config, roles, models, Fitting(asked, prompts))
+        loop.train(StageContext(folder, 11, 1, ENGINE), config, roles, models, Fitting(asked, prompts))
         roles.close()
 
     run(tmp_path / "whole")
