@@ -38,7 +38,7 @@ from training.engine import StageContext
 from training.tokens import write_arrays
 
 ROOT = Path(__file__).parents[1]
-BOUNDS = {"one PPO iteration": 43, "a forward pass of two layers": 9, "rankings to a reward model": 62}
+BOUNDS = {"one PPO iteration": 41, "a forward pass of two layers": 9, "rankings to a reward model": 62}
 SHAPE = ModelConfig(
     vocab_size=300,
     max_position_embeddings=64,

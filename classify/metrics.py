@@ -10,13 +10,15 @@
 Shape letters: N texts, sentences or questions; K labels.
 """
 
+import re
+import string
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from classify.config import OUTSIDE
-from classify.squad import exact_match, normalized, token_f1
 from preferences.statistics.estimates import LEVEL, Floats, Interval
 from preferences.statistics.intervals import NUM_RESAMPLES, clustered_mean, percentiles, resampled_sums, share_interval
 
@@ -132,3 +134,34 @@ def metrics_of(task: str, predictions: Sequence[Mapping[str, object]], seed: int
     if task == "token":
         return token_metrics(columns["predicted"], columns["tags"], seed)
     return span_metrics(columns["predicted"], columns["answers"], columns["context"])
+
+
+_ARTICLE = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalized(text: str) -> str:
+    """Lowers the text and removes ASCII punctuation, articles and extra spaces, in this order."""
+    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def exact_match(prediction: str, references: Sequence[str]) -> float:
+    """Returns 1 if the prediction equals a reference after normalising, and else 0."""
+    return float(normalized(prediction) in _answers(references))
+
+
+def token_f1(prediction: str, references: Sequence[str]) -> float:
+    """Returns the harmonic mean of precision and recall of words, each counted as often as it occurs."""
+    return max(_f1(normalized(prediction).split(), reference.split()) for reference in _answers(references))
+
+
+def _answers(references: Sequence[str]) -> list[str]:
+    """Returns the normalised references that are not empty; [""] if there are none."""
+    return [text for text in map(normalized, references) if text] or [""]
+
+
+def _f1(predicted: Sequence[str], reference: Sequence[str]) -> float:
+    if not predicted or not reference:
+        return float(not predicted and not reference)
+    num_shared = (Counter(predicted) & Counter(reference)).total()
+    return 2 * num_shared / (len(predicted) + len(reference))

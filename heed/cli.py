@@ -23,14 +23,13 @@ from heed.commands.classify import classify
 from heed.commands.compare import compare, judge_again, verdicts
 from heed.commands.complete import complete
 from heed.commands.evaluate import evaluate
-from heed.commands.export import export_app
+from heed.commands.export import export_app, merge_adapter
 from heed.commands.init import init
 from heed.commands.inspect import inspect_app
 from heed.commands.jobs import jobs_app, submit
 from heed.commands.label import label_app
 from heed.commands.loop import loop
 from heed.commands.measure import measure_app
-from heed.commands.merge_adapter import merge_adapter
 from heed.commands.options import First, JobFile, Only, Overrides, RunsFolder, Workers, model_folder, read_job
 from heed.commands.replay import replay
 from heed.commands.verify_sampler import verify_sampler
@@ -158,7 +157,7 @@ def plan(
 
     Exit code 1: the job does not fit.
     """
-    from heed.jobs.plan_tables import Machines, show_plan
+    from heed.jobs.plan import Machines, show_plan
 
     machines = Machines(gpu, nodes, gpus_per_node, node_memory, price, network)
     if not show_plan(out, job, override or [], machines, share, rows):

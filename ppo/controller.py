@@ -21,7 +21,6 @@ from cluster.remote import Pending
 from files.hashes import derive_seed
 from lm.samplers.draws import ALARM, FALSE_ALARM, NO_EVIDENCE
 from lm.samplers.engine import max_difference, shown, whole_digest
-from ppo.agreement import require_one_policy, require_same_policy, sampler_agreement
 from ppo.alarm import SpotChecks
 from ppo.algorithm import (
     KLController,
@@ -31,7 +30,7 @@ from ppo.algorithm import (
     token_weights,
 )
 from ppo.config import PPOConfig
-from ppo.experience import Experience
+from ppo.experience import Experience, require_one_policy, require_same_policy, sampler_agreement
 from ppo.groups import StepRewards, informative_groups
 from ppo.learner import Learner
 from ppo.people import PeopleChecks

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ppo.config import PPOConfig
 from ppo.rollout import Rollout, Share, pass_slices
-from stages.planning.memory import Counts, Layout, count, forward_pass, own_logits
-from stages.planning.ppo import KEPT_BYTES, KeptPass, keeps_passes
+from stages.planning.memory import Counts, KeptPass, Layout, count, forward_pass, own_logits
+from stages.planning.ppo import KEPT_BYTES, keeps_passes
 from training.engine import Engine
 from training.packing import padded_tokens, row_width
 

@@ -25,7 +25,7 @@ from reward.sampling import Sample, SamplingSpec, sample_everywhere
 from reward.scoring import labels_of, weights_by_label
 from reward.stage import STAGE as REWARD
 from sft.demonstrations import Limit, Rows, demonstration_parts
-from sft.rejection_report import REPORTER, Chosen, RejectionResults, Trained
+from sft.report import REJECTION_REPORTER, Chosen, RejectionResults, Trained
 from stages.contract import Parent, Stage
 from stages.data import fitting_prompts, token_folder
 from stages.planner import Planner, StagePlan
@@ -268,5 +268,5 @@ STAGE = Stage(
     preflight=preflight,
     check=check,
     plan=plan,
-    report=REPORTER,
+    report=REJECTION_REPORTER,
 )

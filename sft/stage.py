@@ -24,7 +24,7 @@ from lm.source import ModelSource, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, purpose_of
 from sft.demonstrations import Limit, Rows, demonstration_lengths, demonstration_parts, split_pair
-from sft.report import REPORTER, SFTResults
+from sft.report import SFT_REPORTER, SFTResults
 from sft.translation import TranslationResults, translate, write_and_score
 from stages.contract import Parent, Stage
 from stages.data import token_folder
@@ -288,6 +288,6 @@ STAGE = Stage(
     check=check,
     preflight=preflight,
     plan=plan,
-    report=REPORTER,
+    report=SFT_REPORTER,
     conversation_tokens=lambda config: config.seq_len,
 )

@@ -17,8 +17,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.speed.own import OneRow
-from benchmarks.speed.peak import peak_growth
-from benchmarks.speed.process import run
+from benchmarks.speed.process import peak_growth, run
 from benchmarks.speed.table import taken_on
 from benchmarks.speed.work import Sizes, write_work
 from heed.jobs.job import JobConfig

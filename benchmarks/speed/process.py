@@ -1,4 +1,4 @@
-"""Runs measuring processes.
+"""Runs measuring processes, and measures a process's peak memory.
 
 Heed's processes have the environment of its workers. A peer's have the same allocator, but OpenMP's default wait policy
 (spinning), which makes them up to 40% faster on a quiet machine.
@@ -7,14 +7,18 @@ Heed's processes have the environment of its workers. A peer's have the same all
 import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 from benchmarks.speed.environments import ROOT
 from cluster.environment import WORKER_ENVIRONMENT
 
 TIMEOUT_SECONDS = 1800.0  # per measuring process
 RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of this process, if it has an engine
+WATCH_SECONDS = 0.001  # between two looks at a process's memory
+Result = TypeVar("Result")
 
 
 def run(
@@ -40,3 +44,29 @@ def run(
     if done.returncode:
         return {"failed": lines[-1] if lines else f"ended with {done.returncode}"}
     return dict(json.loads(lines[-1]))
+
+
+def private_bytes() -> int:
+    """Returns this process's private memory, without pages of mapped files, which the system may drop."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+
+def peak_growth(work: Callable[[], Result]) -> tuple[Result, int]:
+    """Returns the result of `work`, and the peak growth of this process in bytes while it ran."""
+    before, over = private_bytes(), threading.Event()
+    seen = [before]
+
+    def watch() -> None:
+        while not over.wait(WATCH_SECONDS):
+            seen.append(private_bytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        result = work()
+    finally:
+        seen.append(private_bytes())
+        over.set()
+        thread.join()
+    return result, max(seen) - before

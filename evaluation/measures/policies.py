@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from evaluation.measures.curves import best_of_n_kl
 from evaluation.verdicts import NO_CLUSTERS, Clusters, Response, Verdict, places_of
 from preferences.statistics.estimates import UNKNOWN, Interval, Ints
 from preferences.statistics.intervals import clustered_mean, share_interval
-from reward.best_of_n import best_of_n_kl
 
 BLEU_N = 4
 BLEU_EPSILON = 0.1  # stands in for zero matches

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from classify.squad import exact_match, normalized, token_f1
+from classify.metrics import exact_match, normalized, token_f1
 from evaluation.suites.suite import Asks, Item, Measure, Model, Request, Row, Scored, Tools, read_by_id
 from evaluation.suites.truthfulqa import PRIMER
 from files.fields import any_text, text_field

@@ -260,6 +260,27 @@ def _backward_of_block(config: ModelConfig, of: Pass, layout: Layout) -> int:
     return gradient_bytes(config, of) + kept - of.num_tokens * config.hidden_size * of.stream_bytes
 
 
+@dataclass(frozen=True)
+class KeptPass:
+    """One micro-batch's pass through a trained model. `num_logits` is as in `training_phases`; 0 for a scalar model."""
+
+    config: ModelConfig
+    counts: Counts
+    layout: Layout
+    of: Pass
+    num_logits: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the pass keeps for its backward pass, without the bf16 weights that all passes share."""
+        kept = activation_bytes(self.config, self.of, self.counts, self.layout) - casts_of(self.counts, self.layout)
+        return kept + self.layout.compute_bytes * self.num_logits
+
+    def num_kept(self, num_passes: int, free_bytes: int) -> int:
+        """Returns how many of the passes fit in `free_bytes`."""
+        return min(num_passes, free_bytes // self.num_bytes)
+
+
 def states(counts: Counts, layout: Layout) -> dict[str, int]:
     """Returns the bytes held between steps: weights, fp32 masters, AdamW's two moments (Muon's one), gradient buffers,
     and on a CPU the copy from which this rank's part of a checkpoint is written.

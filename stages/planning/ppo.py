@@ -18,9 +18,9 @@ from stages.planning.memory import (
     CPU_COPY,
     GENERATION_ROWS,
     Counts,
+    KeptPass,
     Layout,
     Memory,
-    activation_bytes,
     casts_of,
     host_states,
     logit_bytes,
@@ -108,27 +108,6 @@ def keeps_passes(layout: Layout, mode: str, *, has_ptx: bool, shares_body: bool)
     is_possible = layout.zero_stage == 0 and not layout.recomputes and not shares_body
     adds_up_in_bf16 = layout.is_autocast and has_ptx and library() is None
     return is_possible and mode == "fast" and not layout.is_gpu and not adds_up_in_bf16
-
-
-@dataclass(frozen=True)
-class KeptPass:
-    """One micro-batch's pass through a trained model. `num_logits` is as in `training_phases`; 0 for a scalar model."""
-
-    config: ModelConfig
-    counts: Counts
-    layout: Layout
-    of: Pass
-    num_logits: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the pass keeps for its backward pass, without the bf16 weights that all passes share."""
-        kept = activation_bytes(self.config, self.of, self.counts, self.layout) - casts_of(self.counts, self.layout)
-        return kept + self.layout.compute_bytes * self.num_logits
-
-    def num_kept(self, num_passes: int, free_bytes: int) -> int:
-        """Returns how many of the passes fit in `free_bytes`."""
-        return min(num_passes, free_bytes // self.num_bytes)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from accelerate.state import AcceleratorState
 
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import ceiling, device
+from benchmarks.gpu.__main__ import markdown
 from benchmarks.gpu.counts import decoded_bytes, planned_bytes, training_flops
 from benchmarks.gpu.measure import measure
 from benchmarks.gpu.rows import ROWS, TINY_ROWS, Generation, Pretraining, Row, gpt
-from benchmarks.gpu.table import markdown
 from stages.planning.hardware import GPUS
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.counts import OPTIMIZER, planned_bytes
-from benchmarks.gpu.first_quarter.shapes import GPT2, LLAMA8, LLAMA13, QWEN, Fields, shape
+from benchmarks.gpu.first_quarter.context import GPT2, LLAMA8, LLAMA13, QWEN, Fields, shape
 from benchmarks.gpu.rows import Iteration
 from lm.config import ModelConfig
 from stages.planning.hardware import GIB, GPUS

@@ -13,9 +13,9 @@ from lm.model import LanguageModel
 from lm.samplers.engine import max_difference
 from lm.samplers.own import HeedSampler
 from lm.samplers.trial import Trial
-from ppo.agreement import require_one_policy, sampler_agreement
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
+from ppo.experience import require_one_policy, sampler_agreement
 from ppo.rank import InitialModels
 from ppo.rollout import Rollout
 from tests.ppo.one_rank import OneRank

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.speed.peak import peak_growth
+from benchmarks.speed.process import peak_growth
 from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import RandomInit

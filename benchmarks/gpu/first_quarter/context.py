@@ -1,12 +1,13 @@
-"""What every step uses: a device and clock, a file for its figures, and random weights drawn on the device."""
+"""What every step uses: a device and clock, a file for its figures, the models that it measures, and random weights."""
 
 import contextlib
 import gc
 import json
 import math
 import time
+import tomllib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic
@@ -17,6 +18,8 @@ from torch import Tensor
 from benchmarks.gpu.ceiling import by_events
 from benchmarks.gpu.device import now, peak_bytes
 from benchmarks.gpu.first_quarter.run import write_json
+from benchmarks.gpu.rows import SMALL
+from lm.config import ModelConfig
 from lm.model import initial_weight
 from lm.source import AnyModel, Rows, on_meta, rows_of
 from stages.planning.hardware import GPUS, Hardware
@@ -119,3 +122,31 @@ class Drawn(Generic[AnyModel]):
                 value = torch.zeros(shape) if name in buffers else initial_weight(name, shape, model.config, generator)
             if rows is None or name in rows:
                 yield name, rows_of(value, rows[name] if rows else None)
+
+
+Fields = Mapping[str, Any]
+PUBLISHED = Path(__file__).parents[3] / "configs" / "models"
+
+
+def published(name: str) -> Fields:
+    """Returns the fields of a shape in configs/models."""
+    return tomllib.loads((PUBLISHED / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+QWEN = published("Qwen/Qwen2.5-0.5B")  # 0.49B weights, tied
+LLAMA8 = published("meta-llama/Meta-Llama-3-8B")
+GPT2: Fields = SMALL.model_dump()  # 124M
+# A Llama block at 1.3B: heads of 128, each with its own keys and values, and Llama 2's vocabulary.
+LLAMA13: Fields = {
+    "vocab_size": 32_000, "max_position_embeddings": 4096, "hidden_size": 2048, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 5504, "tie_word_embeddings": False,
+}  # fmt: skip
+TINY: Fields = {
+    "vocab_size": 512, "max_position_embeddings": 128, "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
+}  # fmt: skip
+
+
+def shape(fields: Fields, *, tiny: bool, **changes: Any) -> ModelConfig:
+    """Returns the model of these fields with some changed; `TINY` if `tiny`."""
+    return ModelConfig.model_validate(dict(TINY) if tiny else {**fields, **changes})

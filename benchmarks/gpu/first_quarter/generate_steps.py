@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.counts import decoded_bytes, training_flops
-from benchmarks.gpu.first_quarter.context import Context, Drawn
+from benchmarks.gpu.first_quarter.context import LLAMA8, LLAMA13, QWEN, Context, Drawn, Fields, shape
 from benchmarks.gpu.first_quarter.kernels import note_profile
-from benchmarks.gpu.first_quarter.shapes import LLAMA8, LLAMA13, QWEN, Fields, shape
 from benchmarks.gpu.rows import Generation
 from benchmarks.speed.own import NO_END
 from lm.config import ModelConfig

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.counts import planned_bytes
-from benchmarks.gpu.first_quarter.context import GIB, Context, Drawn
-from benchmarks.gpu.first_quarter.shapes import QWEN, shape
+from benchmarks.gpu.first_quarter.context import GIB, QWEN, Context, Drawn, shape
 from benchmarks.gpu.measure import FIRST_WORD, write_models
 from benchmarks.gpu.rows import Iteration
 from benchmarks.speed.own import ENGINE, ppo_config

@@ -15,8 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.first_quarter.context import Context, Drawn, device_seconds
-from benchmarks.gpu.first_quarter.shapes import QWEN, shape
+from benchmarks.gpu.first_quarter.context import QWEN, Context, Drawn, device_seconds, shape
 from benchmarks.speed.own import NO_END
 from lm.generation import generate
 from lm.layers import Replaceable

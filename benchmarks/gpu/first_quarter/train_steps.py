@@ -15,9 +15,19 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.counts import planned_bytes, training_flops
-from benchmarks.gpu.first_quarter.context import GIB, OPTIMIZER, Context, Drawn
+from benchmarks.gpu.first_quarter.context import (
+    GIB,
+    GPT2,
+    LLAMA8,
+    LLAMA13,
+    OPTIMIZER,
+    QWEN,
+    Context,
+    Drawn,
+    Fields,
+    shape,
+)
 from benchmarks.gpu.first_quarter.kernels import note_profile
-from benchmarks.gpu.first_quarter.shapes import GPT2, LLAMA8, LLAMA13, QWEN, Fields, shape
 from benchmarks.gpu.rows import Pretraining
 from files.ports import free_port
 from lm.model import LanguageModel

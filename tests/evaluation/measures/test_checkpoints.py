@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from evaluation.measures.checkpoints import Spec, over_optimisation
+from evaluation.measures.curves import best_of_n_kl
 from evaluation.measures.kl import Policy, draw, measure_kl
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import load_language_model, save_model
-from reward.best_of_n import best_of_n_kl
 from reward.scoring import RewardModel
 from training.data import Prompt
 

@@ -7,9 +7,16 @@ import numpy as np
 import pytest
 
 from benchmarks.measures_coverage import gao_coverage, planted_curve
-from evaluation.measures.curves import Curve, at_equal, best_of_n_curve, mean_lead, points
+from evaluation.measures.curves import (
+    Curve,
+    at_equal,
+    best_of_n_curve,
+    best_of_n_expected,
+    best_of_n_kl,
+    mean_lead,
+    points,
+)
 from evaluation.measures.overoptimisation import fit_curve, gain_at, gold_tops, top
-from reward.best_of_n import best_of_n_expected, best_of_n_kl
 
 
 def smooth_curve(kind: str, alpha: float, beta: float, distances: list[float], num_prompts: int = 5) -> Curve:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from evaluation.measures.curves import Curve
+from evaluation.measures.curves import Curve, best_of_n_kl
 from heed.studies.findings import FINDINGS, GOLD, LITTLE_COST, NO_SHIFT, Finding, Found
 from heed.studies.report import as_markdown, draw_curves, standalone
 from heed.studies.verdicts import Contrast, Rule, decide, earlier, overall, ratio_difference, rise_and_fall
 from preferences.statistics.estimates import UNKNOWN, Floats, Interval
-from reward.best_of_n import best_of_n_kl
 
 NUM_PROMPTS = 400
 BY_N = [math.sqrt(best_of_n_kl(2**power)) for power in range(1, 8)]
