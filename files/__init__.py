@@ -1,1 +1,9 @@
-"""Files and folders, the lowest package: atomic writes, hashes, locks, and records in JSON."""
+"""Files and folders, the lowest package: atomic writes, hashes, locks, rows and formats of data, and records in JSON.
+
+The modules, in the order in which to read them:
+
+    rows of data          rows, strict_json, parquet, fields, conversations
+    what Heed writes      atomic, records, hashes
+    code and servers      importing, retries, ports
+    error messages        lookup
+"""

@@ -1,1 +1,14 @@
-"""The transformer core: model, tokenizer, chat template, generation. Pure torch; it knows no ranks."""
+"""The transformer core: model, tokenizer, chat template, generation. Pure torch; of ranks it knows two kinds of groups.
+
+The modules, in the order in which to read them:
+
+    the transformer       config, layers, positions, attention, block, model, encoder, lora
+    text and tokens       tokenizer, chat_template, chat_encoding, tool_calls
+    log-probs and draws   sampling, sequence_logprobs, transfer (batches on a device)
+    generation            generation, decoding (its steps), search
+    model directories     hub, source, weights, tensor_files, adapters, families/
+    llama.cpp's files     gguf_files, gguf_layout, gguf_vocabulary
+    groups of ranks       tensor_parallel (they sample together), sequence_parallel (they share rows)
+    what a model does     inspection, progress
+    kernels, engines      native/, samplers/
+"""

@@ -1,1 +1,13 @@
-"""Stage 5: proximal policy optimisation against the reward model."""
+"""Policy gradients against a reward: PPO, and algorithms without a value function (docs/algorithms.md).
+
+The modules, in the order in which to read them:
+
+    the stage             config, stage, plan, report
+    training              loop (all iterations), controller (one iteration), experience (what it has measured)
+    the equations         algorithm, groups
+    the roles             roles, rollout (what they exchange), generator, scorer, learner, rank (what they share)
+    less memory and time  kept_passes, shared_body
+    hacked rewards        alarm, people
+    records of rollouts   rollout_log, replay
+    conversations         environments/
+"""

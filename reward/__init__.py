@@ -1,1 +1,12 @@
-"""Stage 4: a reward model from rankings."""
+"""From samples to a score: preferences are collected, a reward model learns from them, and other sources of rewards.
+
+The modules, in the order in which to read them:
+
+    the reward model      config, stage, report
+    rankings              comparisons, prepared
+    its training          objective, metrics
+    scores and samples    scoring, sampling
+    samples for labelers  collect (the stage), label_sampling (a command)
+    rewards of steps      steps, step_labels, step_training
+    other rewards         sources (all kinds), external, endpoint, rubric, judge, verifiers/
+"""

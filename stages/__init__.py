@@ -1,1 +1,10 @@
-"""What all stages have in common: run, lineage, progress, planning, reports, and the world that they may learn from."""
+"""What all stages have in common: run, lineage, progress, planning, reports, and the world that they may learn from.
+
+The modules, in the order in which to read them:
+
+    what a stage is       contract, run, world
+    its data              data, lineage
+    before it runs        planner, sizes, planning/
+    while it runs         progress
+    afterwards            reports/
+"""

@@ -1,6 +1,7 @@
 """The top folders are the import packages, so every one must resolve into this tree, whatever else is installed."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -63,6 +64,18 @@ def test_every_top_package_is_listed() -> None:
     assert set(layered) == {*PACKAGES, "benchmarks"} - {"configs"}
     floors = PYPROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
     assert {name for floor in floors for name in floor.split(" | ")} == set(layered)
+
+
+@pytest.mark.parametrize(
+    "package", ["cluster", "evaluation", "files", "heed/jobs", "lm", "ppo", "reward", "stages", "training"]
+)
+def test_the_map_of_a_package_names_each_of_its_modules_once(package: str) -> None:
+    folder = ROOT / package
+    entries = re.findall(r"^    \S.*?  +(.*)$", (folder / "__init__.py").read_text(), re.MULTILINE)
+    named = [name for entry in entries for name in re.sub(r" \(.*?\)", "", entry).split(", ")]
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    folders = {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
+    assert sorted(named) == sorted(modules | folders)
 
 
 def test_the_wheel_has_every_package_and_no_test() -> None:

@@ -1,1 +1,9 @@
-"""The one engine of every stage: data, batches, optimisation, checkpoints, metrics."""
+"""The one engine of every stage: data, batches, optimisation, checkpoints, metrics.
+
+The modules, in the order in which to read them:
+
+    the loop              loop, objectives, metrics, notices
+    the engine            config, engine, distributed, optimizers, internals (private parts of libraries)
+    data                  data, tokens, packing
+    checkpoints           checkpoint (what is in one), writer (in the background), pinned
+"""
