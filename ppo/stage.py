@@ -16,7 +16,7 @@ from torch import Tensor
 from files.hashes import derive_seed
 from files.records import read_record
 from lm.hub import model_directory
-from lm.samplers.environment import require_vllm
+from lm.samplers.vllm_engine import require_vllm
 from lm.tensor_parallel import largest_team, require_divisible
 from lm.tokenizer import Tokenizer
 from lm.weights import read_config

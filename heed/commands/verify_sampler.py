@@ -48,7 +48,7 @@ def verify_sampler(
     from heed.commands.options import model_folder, refuse_run_folder
     from lm.hub import is_gguf, refuse_adapter
     from lm.samplers.__main__ import VLLM
-    from lm.samplers.environment import require_vllm
+    from lm.samplers.vllm_engine import require_vllm
 
     refuse_adapter(model)
     model = model_folder(model) if is_gguf(str(model)) else model

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from lm.samplers.environment import require_vllm
+from lm.samplers.vllm_engine import require_vllm
 from tests.heed.jobs.conftest import heed
 
 __all__ = ["heed"]

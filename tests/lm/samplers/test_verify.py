@@ -252,7 +252,7 @@ def test_the_folder_of_a_run_leads_to_its_models(untied: Path, tmp_path: Path, r
 def test_without_vllm_the_commands_own_option_is_named(
     untied: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lm.samplers.environment.DEFAULT", Path("/nowhere/python"))
+    monkeypatch.setattr("lm.samplers.vllm_engine.DEFAULT_PYTHON", Path("/nowhere/python"))
     assert "run `make vllm`, or name another with --python" in refused("verify-sampler", "vllm", str(untied))
 
 
