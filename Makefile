@@ -35,7 +35,7 @@ set -o pipefail; $(1) -m pip install --disable-pip-version-check --no-compile $(
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv vllm test-engines smollm2-model smollm2 demo test test-all bench check lint format reference docs pins clean clean-venv
+.PHONY: help venv vllm test-engines smollm2-model smollm2 demo test test-all test-nightly bench check lint format reference docs pins clean clean-venv
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -114,14 +114,17 @@ demo: $(STAMP)  ## Run the whole chain on a laptop's CPU and write its report.
 test: $(STAMP)  ## Run the tests but the long ones, a file at a time in each of three processes.
 	$(BIN)/pytest $(PARALLEL) --durations=20
 
-test-all: $(STAMP)  ## Run all tests, as CI does.
+test-all: $(STAMP)  ## Run the tests that CI runs.
 	$(BIN)/pytest $(PARALLEL) --all --durations=20
+
+test-nightly: $(STAMP)  ## Run all tests and those that are too long for CI, with all examples of properties.
+	$(BIN)/pytest $(PARALLEL) --nightly --durations=20
 
 bench: $(STAMP)  ## Measure Heed beside its peers, which are installed into .bench/, and write benchmarks/README.md.
 	$(BIN)/python -m benchmarks.speed
 
 # Lint and types use one core for most of a minute, and the tests wait for processes meanwhile.
-check: $(STAMP)  ## Run everything a change must pass: lint, format, types, layers, all tests.
+check: $(STAMP)  ## Run everything a change must pass: lint, format, types, layers, the tests of CI.
 	$(MAKE) --jobs=2 lint test-all
 
 lint: $(STAMP)  ## Lint, and check format, types and the order of layers.

@@ -92,17 +92,18 @@ LONGEST = [
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also the long tests, and properties with all their examples")
+    parser.addoption("--all", action="store_true", help="also the long tests, and properties with half their examples")
+    parser.addoption("--nightly", action="store_true", help="all tests, and properties with all their examples")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    examples.takes_all = config.getoption("--all")
+    examples.share = 1.0 if config.getoption("--nightly") else 0.5 if config.getoption("--all") else 0.25
     # A warning that Heed's own code causes is an error.
     config.addinivalue_line("filterwarnings", rf"error:::({'|'.join(PACKAGES)})(\..*)?")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--all") and not config.option.markexpr:
+    if not config.option.markexpr:
         _leave_out_long_ones(config, items)
     here = Path(__file__).parent
     place = {here / name: number for number, name in enumerate(LONGEST)}
@@ -111,9 +112,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out_long_ones(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """All but those whose file is named in the command."""
+    """All of the tiers that the command does not ask for but those whose file is named in it."""
+    tiers = {"nightly", "long"} if not config.getoption("--all") else {"nightly"}
+    if config.getoption("--nightly"):
+        return
     named = {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
-    is_left_out = {item: bool(item.get_closest_marker("long")) and item.path.resolve() not in named for item in items}
+    is_left_out = {
+        item: any(map(item.get_closest_marker, tiers)) and item.path.resolve() not in named for item in items
+    }
     items[:] = [item for item, is_out in is_left_out.items() if not is_out]
     config.hook.pytest_deselected(items=[item for item, is_out in is_left_out.items() if is_out])
 
