@@ -80,7 +80,7 @@ def test_a_process_prints_its_result_last(task: Callable[[str], Task]) -> None:
     assert "KeyError" in run(command(sys.executable, OWN_MODULE, replace(task("generate"), kind="none")), 1)["failed"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_second_round_trains_again(task: Callable[[str], Task]) -> None:
     """And does not go on from what the first one saved."""
     own = task("train")

@@ -34,7 +34,13 @@ def other_ways() -> dict[str, str]:
 
 @pytest.mark.long
 @pytest.mark.skipif(library() is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("flags", other_ways().values(), ids=other_ways())
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(flags, marks=[] if "matrix unit" in name else pytest.mark.nightly, id=name)
+        for name, flags in other_ways().items()
+    ],
+)
 def test_the_kernels_pass_their_tests_in_another_way(flags: str, tmp_path: Path) -> None:
     environment = {**os.environ, "CXXFLAGS": flags, "XDG_CACHE_HOME": str(tmp_path)}
     files = [str(HERE / name) for name in TESTS]

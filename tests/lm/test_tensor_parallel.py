@@ -279,7 +279,7 @@ def test_a_tensor_that_arrives_with_other_bits_is_named(saved: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
 def test_a_team_passes_the_test_of_samplers(saved: Path, precision: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(saved)
     config = HeedSampler.load(saved, "fp32").policy.config.model_copy(update={"max_position_embeddings": 128})

@@ -42,7 +42,7 @@ def test_a_stage_gets_the_ranks_that_were_begun(tmp_path: Path) -> None:
     assert not ray.is_initialized()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_own_ray")
 def test_ranks_that_were_begun_and_not_needed_end(tmp_path: Path) -> None:
     workers = Workers([1], tmp_path, ClusterConfig())

@@ -105,6 +105,7 @@ def stopped_dashboard(head: Any, processes_of: Callable[[str], list[int]]) -> It
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.nightly
 def test_a_head_that_stops_answering_for_a_while(
     ray_head: Any, talker: tuple[str, Path], processes: Callable[[str], list[int]]
 ) -> None:

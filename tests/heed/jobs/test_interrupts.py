@@ -95,7 +95,7 @@ def test_an_interrupted_stage_loses_no_step_and_ends_with_the_same_bits(
     assert (tmp_path / "stopped" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_ppo_is_interrupted_after_the_iteration_that_it_is_in(
     heed: Callable[..., Any], num_steps: Callable[[Path], int], model_folder: Path, tmp_path: Path
 ) -> None:

@@ -521,7 +521,7 @@ def test_a_round_waits_for_no_archived_task_and_for_no_store_without_its_tasks(t
 # ---- kills ----
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_loop_killed_at_any_stage_ends_with_the_same_bits(heed: Any, tmp_path: Path, finished_loop: Path) -> None:
     path = job_file(tmp_path, LABELS, ROUNDS, MORE)
     run = tmp_path / "runs" / "tiny"

@@ -50,7 +50,7 @@ MOMENTS: dict[str, Callable[[Path, NumSteps], bool]] = {
 STOPPED, SILENCE_SECONDS = "collect", 8
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_worker_killed_or_stopped_in_every_stage_changes_no_file(
     run_debug: Callable[..., Any],
     processes: Callable[[str], list[int]],

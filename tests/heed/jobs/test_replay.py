@@ -41,7 +41,7 @@ def test_every_iteration_records_what_sampled_it(finished_run: Path) -> None:
     assert len({str(line["sampled_by"]) for line in lines}) == 3
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_workers_that_sampled_as_a_team_are_replayed_with_the_same_bits(
     run: Path, run_debug: Callable[..., HeedCommand]
 ) -> None:

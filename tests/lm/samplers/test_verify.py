@@ -23,8 +23,8 @@ def failed(found: Verification) -> dict[str, str]:
     return {check.name: check.found for check in found.checks if not check.passed}
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
-@pytest.mark.parametrize("model", ["tied", pytest.param("untied", marks=pytest.mark.long)])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("model", ["tied", pytest.param("untied", marks=pytest.mark.nightly)])
 def test_heeds_sampler_passes_and_every_planted_fault_is_named(
     model: str, precision: Precision, request: pytest.FixtureRequest
 ) -> None:
@@ -215,7 +215,7 @@ def test_an_engine_that_ends_the_process_does_not_pass(untied: Path, tmp_path: P
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_command_tests_a_team(untied: Path) -> None:
     done = _run("heed", str(untied), "--tensor-parallel-size", "2")
     assert done.returncode == 0, done.stdout + done.stderr
