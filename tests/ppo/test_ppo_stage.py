@@ -68,7 +68,7 @@ def run(adapted: InitialModels, prompts: list[list[int]], ppo_config: Callable[.
     return build
 
 
-@pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_killed_run_ends_like_an_uninterrupted_run(
     run: Callable[..., None], tmp_path: Path, max_staleness: int
 ) -> None:

@@ -217,7 +217,7 @@ def test_a_teacher_that_cannot_teach_is_refused_before_anything_runs(
         check_data(Run(load_job(job_of(tmp_path, "ppo", ppo=ppo)), tmp_path / "run", None, None))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.usefixtures("workers")
 def test_published_rankings_do_not_set_the_scale_of_scores(tmp_path: Path, model_folder: Path) -> None:
     """PPO's scores are in units of the starting policy's own samples, whatever a published file says."""
