@@ -85,11 +85,11 @@ def test_a_stopped_rank_is_named_soon_and_its_process_ended(pair: WorkerGroup, o
     begun = time.monotonic()
     with pytest.raises(WorkerLostError, match=r"^collect: sft: rank 1 of 2 was lost: no heartbeat for 6 s") as lost:
         pair.run("collect: sft", stop_rank_1_while_0_works, 300.0)
-    assert 6 < time.monotonic() - begun < 30
+    assert 6 < time.monotonic() - begun < 60
     assert len(str(lost.value).splitlines()) == 1
     assert not pair.is_open
     # Its memory and its resources are released, although a stopped process ignores requests to end.
-    end = time.monotonic() + 10
+    end = time.monotonic() + 30
     while is_alive(pids[1]) and time.monotonic() < end:
         time.sleep(0.05)
     assert not is_alive(pids[1])
@@ -98,7 +98,8 @@ def test_a_stopped_rank_is_named_soon_and_its_process_ended(pair: WorkerGroup, o
 
 
 def test_a_rank_that_waits_long_is_not_taken_for_one_that_is_stopped(pair: WorkerGroup) -> None:
-    assert pair.run("compile", lambda: time.sleep(10) or "done") == ["done"] * 2
+    seconds = SOON.silence_seconds + 2
+    assert pair.run("compile", lambda: time.sleep(seconds) or "done") == ["done"] * 2
 
 
 @pytest.mark.nightly

@@ -13,6 +13,7 @@ import pytest
 import training.data
 from dpo.config import DPOConfig
 from lm.tokenizer import Tokenizer
+from preferences.formats import merging
 from preferences.formats.merging import RECENT_TASKS, Found
 from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import RankingsConfig, encode_rankings, read_judgments
@@ -174,7 +175,9 @@ def test_a_task_that_was_put_aside_is_merged_with_a_later_row(tmp_path: Path) ->
     assert len(found.rankings) == RECENT_TASKS + 10
 
 
-def test_memory_of_pairs_grows_by_little_per_pair(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_memory_of_pairs_grows_by_little_per_pair(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As Python objects, a pair of short texts takes about 4,000 bytes."""
 
     def peak(number: int) -> int:
@@ -187,5 +190,8 @@ def test_memory_of_pairs_grows_by_little_per_pair(tokenizer: Tokenizer, tmp_path
         assert sum(counts.values()) == number
         return highest
 
-    small = RECENT_TASKS + CHUNK_TEXTS  # what is kept or written at once is full
-    assert (peak(small + 4 * CHUNK_TEXTS) - peak(small)) / (4 * CHUNK_TEXTS) < 400
+    monkeypatch.setattr(merging, "RECENT_TASKS", 256)
+    peak(10)  # what is imported or made once
+    # In both, what is kept or written at once is full.
+    few, many = peak(2 * CHUNK_TEXTS), peak(4 * CHUNK_TEXTS)
+    assert (many - few) / (2 * CHUNK_TEXTS) < 400

@@ -7,7 +7,6 @@ tests/training/test_planned_memory.py -s` to see them.
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from lm.model import LanguageModel
 from lm.source import RandomInit
 from stages.planning.memory import Layout, Memory, count, forward_pass, training_memory
 from tests.tiers import in_ci, tried
+from tests.training.rank_process import settled
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine, LossAndMetrics
 from training.objectives import CausalLMObjective
@@ -72,8 +72,7 @@ def train(
             writer.save(folder, step, {"model": engine.state()})
             writer.wait()
     engine.barrier()
-    time.sleep(0.3)  # gloo's threads may let go of what they have reduced a moment after it is done
-    held, peak = live.now - before, live.phases["step"].peak - before
+    held, peak = settled(lambda: live.now) - before, live.phases["step"].peak - before
     engine.close()
     return {"held": held, "peak": peak}
 
