@@ -180,5 +180,5 @@ def test_a_process_that_fails_while_ray_starts_ends_with_all_of_it(wait: float, 
         with suppress(psutil.Error):
             if process.environ().get("MARK") == str(tmp_path):
                 left.append(process)
-    _, alive = psutil.wait_procs(left, timeout=10)
+    _, alive = psutil.wait_procs(left, timeout=60)
     assert not alive

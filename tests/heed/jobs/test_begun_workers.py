@@ -70,4 +70,4 @@ def test_a_mistake_in_the_data_is_reported_and_nothing_is_left(tmp_path: Path) -
         with suppress(psutil.Error):
             if process.environ().get("MARK") == str(tmp_path):
                 left.append(process)
-    assert not psutil.wait_procs(left, timeout=10)[1]
+    assert not psutil.wait_procs(left, timeout=60)[1]

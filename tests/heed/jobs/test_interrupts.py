@@ -84,7 +84,7 @@ def interrupted(
         assert command.process.poll() is None, command.output
         time.sleep(0.02)
     os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does: to all of the run's processes
-    assert command.wait(60) == 130, command.output
+    assert command.wait(180) == 130, command.output
     return runs, command.output
 
 
@@ -138,7 +138,7 @@ def test_ppo_is_interrupted_after_the_iteration_that_it_is_in(
         assert command.process.poll() is None, command.output
         time.sleep(0.02)
     command.process.send_signal(signal.SIGINT)
-    assert command.wait(60) == 130, command.output
+    assert command.wait(180) == 130, command.output
     assert "Traceback" not in command.output
     found = re.search(r"ppo: stopped at step (\d+) of 200 \(its newest checkpoint is step-0*(\d+)\)", command.output)
     assert found, command.output

@@ -45,7 +45,7 @@ def interrupted(run_debug: Callable[..., Any], tmp_path: Path, num_steps: Callab
         stage = tmp_path / "debug" / "pretrain"
         wait_until(command, lambda: "pretrain: " in command.output and num_steps(stage) >= steps)
         command.process.send_signal(by)
-        assert command.wait(60) == 130, command.output
+        assert command.wait(180) == 130, command.output
         output: str = command.output
         return output
 
