@@ -48,6 +48,7 @@ def test_text_becomes_the_tokens_that_transformers_reads(smollm2: Path, gguf_fil
     assert [ours.decode(tokens) for tokens in ours.encode_plain(TEXTS)] == list(TEXTS)
 
 
+@pytest.mark.nightly
 def test_weights_are_those_that_transformers_reads_and_logits_agree(smollm2: Path, gguf_file: Path) -> None:
     """The difference left is fp32's: logits are up to 40, and their last bit is 4e-6."""
     tokenizer = Tokenizer.load(smollm2)

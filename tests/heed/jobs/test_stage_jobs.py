@@ -51,13 +51,14 @@ def rows(path: Path, values: list[dict[str, Any]]) -> dict[str, str]:
     return {"source": str(path)}
 
 
-@pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One Ray for all jobs of a test."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setattr(recovery, "disconnect", lambda: None)
-    connect(1)
-    yield
+@pytest.fixture(scope="module")
+def workers() -> Iterator[None]:
+    """One Ray for all jobs here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        patch.setattr(recovery, "disconnect", lambda: None)
+        connect(1)
+        yield
     disconnect()
 
 
