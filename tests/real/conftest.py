@@ -1,5 +1,6 @@
 """SmolLM2 135M Instruct (Apache 2.0), in 4 bits, as its authors' vocabulary and chat template and ours read it."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,9 +30,10 @@ def gguf_file() -> Path:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where models are made from GGUF files."""
+    """Where models are made from GGUF files, for all of pytest's processes."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "gguf-models"
     with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield folder
 
