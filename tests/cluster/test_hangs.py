@@ -215,6 +215,7 @@ class Frozen(_Worker):
         super().__init__(*arguments)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_pair")
 def test_a_rank_stopped_before_its_first_heartbeat_has_the_limit_of_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.group._Worker", Frozen)

@@ -21,7 +21,7 @@ FEWEST = {
     "tests/gpu": 43,
     "tests/fake_cuda/on_device.py": 14,
     "tests/fake_cuda/on_device_stages.py": 4,
-    "tests/fake_cuda/on_device_memory.py": 17,
+    "tests/fake_cuda/on_device_memory.py": 8,
     "tests/fake_cuda/on_device_first_quarter.py": 9,
     "tests/fake_cuda/on_device_times.py": 4,
 }  # tests that pass
@@ -35,7 +35,10 @@ def passed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
     One process runs all, for the libraries take it longer to load than many of the tests to run.
     """
-    return run(tmp_path_factory.mktemp("found") / "tests.xml", tried(request, "tests"), PYTHONPATH=str(ROOT))
+    tests = tried(request, "tests")
+    if not request.config.getoption("--nightly"):
+        tests += ["-m", "not nightly"]
+    return run(tmp_path_factory.mktemp("found") / "tests.xml", tests, PYTHONPATH=str(ROOT))
 
 
 def run(found: Path, tests: Iterable[str], **variables: str) -> Counter[str]:

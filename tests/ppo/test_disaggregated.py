@@ -185,7 +185,7 @@ def test_generators_elsewhere_merge_the_adapter_that_they_are_sent(
     merging_agrees(groups, adapted, ppo_config, prompts, transport, 0)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_adapter_in_shards_is_sent_alone(
     adapted: InitialModels, ppo_config: Callable[..., PPOConfig], prompts: list[list[int]]
 ) -> None:

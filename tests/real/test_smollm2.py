@@ -68,7 +68,7 @@ def test_it_knows_the_capital_of_france(
     smollm2: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert smollm2.is_dir()  # read once, before
-    monkeypatch.setattr(sys, "argv", ["heed", "chat", str(gguf_file), "--temperature", "0", "--max-new-tokens", "16"])
+    monkeypatch.setattr(sys, "argv", ["heed", "chat", str(gguf_file), "--temperature", "0", "--max-new-tokens", "8"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is the capital of France?\n"))
     with pytest.raises(SystemExit, match="0"):
         main()

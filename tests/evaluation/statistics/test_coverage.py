@@ -84,6 +84,7 @@ def test_p_is_uniform_where_policies_are_equal(num_prompts):
     assert stats.kstest(p_values(num_prompts, 0, 200, seed=0) ** 1.5, "uniform").pvalue < 0.001
 
 
+@pytest.mark.nightly
 def test_templates_are_covered_if_they_are_clusters():
     found = shares(dependent_worlds.templates, 10, 40)
     clustered = {what: share for what, share in found.items() if what.endswith(": clustered")}

@@ -29,7 +29,7 @@ def process_id() -> int:
     return os.getpid()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_own_ray")
 def test_a_stage_gets_the_ranks_that_were_begun(tmp_path: Path) -> None:
     workers = Workers([2, 1], tmp_path, ClusterConfig())

@@ -52,7 +52,7 @@ def interrupted(run_debug: Callable[..., Any], tmp_path: Path, num_steps: Callab
     return run
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_says_where_it_stopped_and_resumes_and_what_it_passed_over(
     interrupted: Callable[..., str], run_debug: Callable[..., Any], tmp_path: Path
 ) -> None:
