@@ -132,7 +132,7 @@ def test_a_head_that_does_not_answer_again(
     with stopped_dashboard(ray_head, processes):
         begun = time.monotonic()
         assert follower.wait() == 2, follower.said
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - begun < 90
     assert follower.lines == [
         "first line",
         f"{ray_head.address}: no answer for 2 s; the job runs on without this connection, trying again for 4 s",
