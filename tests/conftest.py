@@ -96,12 +96,12 @@ LONGEST = [
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also the long tests, and properties with half their examples")
+    parser.addoption("--all", action="store_true", help="also the long tests, as CI does")
     parser.addoption("--nightly", action="store_true", help="all tests, and properties with all their examples")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    examples.share = 1.0 if config.getoption("--nightly") else 0.5 if config.getoption("--all") else 0.25
+    examples.share = 1.0 if config.getoption("--nightly") else 0.25
     # A warning that Heed's own code causes is an error.
     config.addinivalue_line("filterwarnings", rf"error:::({'|'.join(PACKAGES)})(\..*)?")
 

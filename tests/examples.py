@@ -4,10 +4,10 @@ from typing import Any
 
 import hypothesis
 
-share = 0.25  # of the numbers that properties name; set by tests/conftest.py before tests are imported
+share = 0.25  # of the numbers that properties name, or 1; set by tests/conftest.py before tests are imported
 
 
 def examples(number: int, **options: Any) -> hypothesis.settings:
-    """As a decorator: so many examples with `pytest --nightly`, half with `--all`, else a quarter; at least five."""
+    """As a decorator: so many examples with `pytest --nightly`, else a quarter, at least five."""
     tried = min(number, max(5, int(number * share)))
     return hypothesis.settings(max_examples=tried, deadline=None, **options)

@@ -685,11 +685,11 @@ SPLITS = draw_splits()
 
 
 def splits_of_ci() -> set[str]:
-    """The whole batch of each stage, and every other one of its splits, by fours of stages; of PPO, all."""
+    """The whole batch of each stage and one of its splits; of PPO, all. All numbers of ranks meet all ZeRO stages."""
     chosen = set[str]()
     for place, name in enumerate(dict.fromkeys(split.name for split in SPLITS)):
         whole, *others = [str(split) for split in SPLITS if split.name == name]
-        chosen |= {whole, *(others if name == "ppo" else others[place // 4 % 2 :: 2])}
+        chosen |= {whole, *(others if name == "ppo" else others[(place + place // 4) % len(others) :][:1])}
     return chosen
 
 
@@ -984,9 +984,10 @@ def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -
 
 
 def test_the_draw_meets_every_ranks_and_zero_stage() -> None:
-    met = {(split.num_ranks, split.engine.zero_stage) for split in SPLITS}
+    of_ci = [split for split in SPLITS if str(split) in OF_CI]
+    met = {(split.num_ranks, split.engine.zero_stage) for split in of_ci}
     assert met == set(itertools.product((1, 2, 4), range(4)))
-    offloads = {split.engine.offload for split in SPLITS}
+    offloads = {split.engine.offload for split in of_ci}
     assert offloads == {(), ("optimizer",), ("parameters",), ("optimizer", "parameters")}
 
 

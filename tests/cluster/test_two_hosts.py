@@ -45,8 +45,8 @@ def test_a_host_name_that_leads_to_127_0_1_1_keeps_no_ranks_apart(cluster: tuple
     assert node.name in said
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("moment", [pytest.param("placing", marks=pytest.mark.nightly), "step-000010"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("moment", ["placing", "step-000010"])
 def test_a_network_that_fails_for_half_a_minute_ends_no_run(
     cluster: tuple[Any, Any], tmp_path: Path, moment: str
 ) -> None:

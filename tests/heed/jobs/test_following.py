@@ -123,6 +123,7 @@ def test_a_head_that_stops_answering_for_a_while(
     assert over.startswith(f"{job_id}: SUCCEEDED after ")
 
 
+@pytest.mark.nightly
 def test_a_head_that_does_not_answer_again(
     ray_head: Any, talker: tuple[str, Path], processes: Callable[[str], list[int]]
 ) -> None:
@@ -176,6 +177,7 @@ class Tunnel:
         self.server.close()
 
 
+@pytest.mark.nightly
 def test_a_connection_that_is_refused_for_a_while(ray_head: Any, talker: tuple[str, Path]) -> None:
     job_id, go = talker
     tunnel = Tunnel(ray_head.address)

@@ -91,7 +91,7 @@ def test_a_replayed_response_has_the_recorded_bits_from_the_start_and_from_a_che
     assert all(len(link.sha256) == 64 for link in chain)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_command_says_what_differs_from_the_record(run: Path, heed: Callable[..., HeedCommand]) -> None:
     path = run / "ppo" / ROLLOUTS
     lines = records(run)

@@ -45,8 +45,10 @@ def test_heeds_sampler_passes_and_every_planted_fault_is_named(
         ("temperature not applied", "the model as loaded", "a temperature of 1"),
         ("likely tokens preferred", "the model as loaded", "tokens that are not draws"),
         ("weights one update old", "after update 1", "the weights it was loaded with"),
-        ("the old output head kept", "after update 1", "an output head that is older"),
-        ("a stale prefix cache", "after update 1", "keys and values of prompts"),
+        pytest.param(
+            "the old output head kept", "after update 1", "an output head that is older", marks=pytest.mark.nightly
+        ),
+        pytest.param("a stale prefix cache", "after update 1", "keys and values of prompts", marks=pytest.mark.nightly),
     ],
 )
 def test_an_engine_with_a_fault_fails_with_its_name(untied: Path, fault: str, first_seen: str, named: str) -> None:
@@ -117,7 +119,7 @@ def test_tokens_that_are_not_drawn_from_the_policy_are_found_though_their_logpro
     assert draws.startswith("tokens that are not draws from the policy")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_engine_that_keeps_no_prompts_has_no_stale_cache(untied: Path) -> None:
     class Wrapped(Faulty):
         def unplant(self) -> None:
