@@ -7,6 +7,8 @@ STAMP := $(VENV)/installed
 # Three processes on two cores, since tests that start processes often wait for them; a file's tests share what they
 # started. tests/conftest.py says which files go first.
 PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# Otherwise each of the processes that start first would compile the kernels.
+COMPILE_KERNELS = $(BIN)/python -c 'from lm.native.kernels import library; library()'
 CONSTRAINTS ?= constraints.txt
 
 # The first of these that is new enough and can make virtual environments is used; `make PYTHON=...` names another.
@@ -35,7 +37,7 @@ set -o pipefail; $(1) -m pip install --disable-pip-version-check --no-compile $(
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv vllm test-engines smollm2-model smollm2 demo test test-all bench check lint format reference docs pins clean clean-venv
+.PHONY: help venv vllm test-engines smollm2-model smollm2 demo test test-all test-nightly bench check lint format reference docs pins clean clean-venv
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -112,16 +114,22 @@ demo: $(STAMP)  ## Run the whole chain on a laptop's CPU and write its report.
 	$(BIN)/heed run configs/jobs/demo.toml
 
 test: $(STAMP)  ## Run the tests but the long ones, a file at a time in each of three processes.
+	$(COMPILE_KERNELS)
 	$(BIN)/pytest $(PARALLEL) --durations=20
 
-test-all: $(STAMP)  ## Run all tests, as CI does.
+test-all: $(STAMP)  ## Run the tests that CI runs.
+	$(COMPILE_KERNELS)
 	$(BIN)/pytest $(PARALLEL) --all --durations=20
+
+test-nightly: $(STAMP)  ## Run all tests and those that are too long for CI, with all examples of properties.
+	$(COMPILE_KERNELS)
+	$(BIN)/pytest $(PARALLEL) --nightly --durations=20
 
 bench: $(STAMP)  ## Measure Heed beside its peers, which are installed into .bench/, and write benchmarks/README.md.
 	$(BIN)/python -m benchmarks.speed
 
 # Lint and types use one core for most of a minute, and the tests wait for processes meanwhile.
-check: $(STAMP)  ## Run everything a change must pass: lint, format, types, layers, all tests.
+check: $(STAMP)  ## Run everything a change must pass: lint, format, types, layers, the tests of CI.
 	$(MAKE) --jobs=2 lint test-all
 
 lint: $(STAMP)  ## Lint, and check format, types and the order of layers.

@@ -10,6 +10,7 @@ bytes per number in a matrix product, s those in the residual stream; D width, G
 T tokens of a row.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -109,7 +110,8 @@ class Part:
     num_parameters: int
 
 
-def parameter_table(config: ModelConfig) -> list[Part]:
+@functools.lru_cache(maxsize=256)  # a plan asks for the same shapes dozens of times
+def parameter_table(config: ModelConfig) -> tuple[Part, ...]:
     """Returns the parameters of a model of this shape, as it is pretrained, in the order of the forward pass.
 
     No weights are allocated. Blocks share one row per tensor; a tied head is the embedding and is not counted again.
@@ -126,7 +128,7 @@ def parameter_table(config: ModelConfig) -> list[Part]:
         parts[label] = Part(
             label, before.shape, before.num_tensors + 1, before.num_parameters + parameter.numel()
         )  # fmt: skip
-    return list(parts.values())
+    return tuple(parts.values())
 
 
 def flops_per_token(config: ModelConfig, max_position_embeddings: int | None = None) -> int:

@@ -73,36 +73,41 @@ gc.disable()  # while tests are imported
 # `test_chaos`, `test_two_hosts` and `test_hangs` mostly wait. They are far apart in this list, so that they run one
 # after another, at the same time as files that compute.
 LONGEST = [
-    "heed/chaos/test_chaos.py", "heed/jobs/test_kill.py", "heed/jobs/test_loop.py", "test_tutorials.py",
-    "test_splits.py",
-    "lm/test_kernels_both_ways.py", "fake_cuda/test_fake_cuda.py", "real/test_training.py", "real/test_smollm2.py",
-    "cluster/test_two_hosts.py", "ppo/test_disaggregated.py", "cluster/test_group.py", "heed/jobs/test_resuming.py",
-    "heed/jobs/test_submit.py", "heed/jobs/test_pipeline.py", "heed/jobs/test_recovery.py",
-    "ppo/test_planned_memory.py", "heed/jobs/test_ahead.py", "cluster/test_hangs.py",
-    "preferences/page/test_browser.py", "preferences/page/test_kills.py", "lm/samplers/test_verify.py",
-    "preferences/test_scripted.py", "ppo/test_ppo_ranks.py", "heed/jobs/test_custom_stage.py",
-    "heed/jobs/test_returning_nodes.py", "preferences/page/test_attacks.py", "cluster/test_local_cluster.py",
-    "heed/jobs/test_fewer_workers.py", "heed/jobs/test_external_reward.py", "heed/jobs/test_stage_jobs.py",
-    "heed/jobs/test_replay.py", "heed/jobs/test_objectives.py", "heed/jobs/test_rounds.py",
-    "heed/studies/test_study.py", "heed/studies/test_study_algorithms.py", "training/test_deadline.py",
-    "training/test_planned_memory.py", "training/test_sharding.py", "preferences/page/test_team_tutorial.py",
-    "heed/studies/test_label_choice.py", "heed/studies/test_study_distillation.py", "heed/arena/test_arena.py",
-    "ppo/test_people.py", "ppo/test_memory_ranks.py", "benchmarks/test_speed.py", "benchmarks/test_gpu.py",
+    "heed/chaos/test_chaos.py", "heed/jobs/test_kill.py", "test_splits.py", "fake_cuda/test_fake_cuda.py",
+    "heed/jobs/test_loop.py", "lm/test_kernels_both_ways.py", "test_tutorials.py", "real/test_smollm2.py",
+    "real/test_training.py",
+    "cluster/test_two_hosts.py", "heed/jobs/test_stage_jobs.py", "preferences/page/test_browser.py",
+    "heed/jobs/test_resuming.py", "heed/jobs/test_submit.py", "heed/jobs/test_classify_jobs.py",
+    "cluster/test_group.py", "heed/jobs/test_plan.py", "lm/samplers/test_verify.py", "heed/jobs/test_custom_stage.py",
+    "cluster/test_hangs.py",
+    "preferences/page/test_attacks.py", "ppo/test_disaggregated.py", "heed/jobs/test_pipeline.py",
+    "lm/test_gpu_kernels.py", "heed/arena/test_arena.py", "heed/jobs/test_returning_nodes.py",
+    "preferences/page/test_team_tutorial.py", "heed/jobs/test_verifier_job.py", "heed/jobs/test_folders.py",
+    "heed/studies/test_study_algorithms.py", "heed/jobs/test_ahead.py", "heed/jobs/test_recovery.py",
+    "preferences/test_scripted.py", "preferences/page/test_kills.py", "heed/jobs/test_replay.py",
+    "ppo/test_planned_memory.py", "cluster/test_local_cluster.py", "benchmarks/test_speed.py",
+    "benchmarks/test_first_quarter.py", "heed/jobs/test_begun_workers.py", "classify/test_classify_stage.py",
+    "heed/studies/test_study.py", "training/test_sharding.py", "heed/jobs/test_judge_job.py", "ppo/test_ppo_ranks.py",
+    "ppo/test_generator_teams.py", "preferences/test_backup.py", "heed/jobs/test_external_reward.py",
+    "heed/jobs/test_rounds.py", "heed/jobs/test_fewer_workers.py", "training/test_deadline.py",
+    "heed/studies/test_label_choice.py", "heed/studies/test_study_distillation.py", "ppo/test_people.py",
+    "ppo/test_memory_ranks.py", "benchmarks/test_gpu.py", "heed/jobs/test_documented_commands_run.py",
 ]  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also the long tests, and properties with all their examples")
+    parser.addoption("--all", action="store_true", help="also the long tests, as CI does")
+    parser.addoption("--nightly", action="store_true", help="all tests, and properties with all their examples")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    examples.takes_all = config.getoption("--all")
+    examples.share = 1.0 if config.getoption("--nightly") else 0.25
     # A warning that Heed's own code causes is an error.
     config.addinivalue_line("filterwarnings", rf"error:::({'|'.join(PACKAGES)})(\..*)?")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--all") and not config.option.markexpr:
+    if not config.option.markexpr:
         _leave_out_long_ones(config, items)
     here = Path(__file__).parent
     place = {here / name: number for number, name in enumerate(LONGEST)}
@@ -111,9 +116,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out_long_ones(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """All but those whose file is named in the command."""
+    """All of the tiers that the command does not ask for but those whose file is named in it."""
+    tiers = {"nightly", "long"} if not config.getoption("--all") else {"nightly"}
+    if config.getoption("--nightly"):
+        return
     named = {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
-    is_left_out = {item: bool(item.get_closest_marker("long")) and item.path.resolve() not in named for item in items}
+    is_left_out = {
+        item: any(map(item.get_closest_marker, tiers)) and item.path.resolve() not in named for item in items
+    }
     items[:] = [item for item, is_out in is_left_out.items() if not is_out]
     config.hook.pytest_deselected(items=[item for item, is_out in is_left_out.items() if is_out])
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import hypothesis
 
-takes_all = False  # set by tests/conftest.py before tests are imported
+share = 0.25  # of the numbers that properties name, or 1; set by tests/conftest.py before tests are imported
 
 
 def examples(number: int, **options: Any) -> hypothesis.settings:
-    """As a decorator: so many examples with `pytest --all`, and a quarter of them (at least five) without."""
-    tried = number if takes_all else min(number, max(5, number // 4))
+    """As a decorator: so many examples with `pytest --nightly`, else a quarter, at least five."""
+    tried = min(number, max(5, int(number * share)))
     return hypothesis.settings(max_examples=tried, deadline=None, **options)

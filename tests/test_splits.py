@@ -2,8 +2,8 @@
 offload, recomputed activations or sequence parallelism.
 
 Expected is a plain PyTorch loop over single sequences, without padding, followed by SGD. This file is also the ranks'
-program, `python test_splits.py FOLDER`: one process imports everything and forks the groups of 1, 2 and 4 ranks, since
-starting is what takes long.
+program, `python test_splits.py FOLDER SPLIT...`: one process imports everything and forks the groups of 1, 2 and 4
+ranks, since starting is what takes long.
 """
 
 import gc
@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ from ppo.scorer import Asked, Scorer
 from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective, NextSentenceObjective
 from reward.comparisons import Comparison, Verdict
 from reward.objective import AuxiliaryParameters, LearnerSource, RankingObjective
+from tests.tiers import in_ci, tried
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.engine import Engine
@@ -683,6 +684,26 @@ def draw_splits() -> list[Split]:
 SPLITS = draw_splits()
 
 
+def splits_of_ci() -> set[str]:
+    """The whole batch of each stage and one of its splits; of PPO, all. All numbers of ranks meet all ZeRO stages."""
+    chosen = set[str]()
+    for place, name in enumerate(dict.fromkeys(split.name for split in SPLITS)):
+        whole, *others = [str(split) for split in SPLITS if split.name == name]
+        chosen |= {whole, *(others if name == "ppo" else others[(place + place // 4) % len(others) :][:1])}
+    return chosen
+
+
+OF_CI = splits_of_ci()
+WHOLE = {split.name: split for split in reversed(SPLITS) if split.num_ranks == 1 and split.micro_batch >= NUM_ROWS}
+
+
+def with_each(splits: Iterable[Split]) -> Any:
+    """As a decorator: a test with each of the splits, of which CI leaves some to the nightly tests."""
+    given = [*splits]
+    chosen = [split for split in given if str(split) in OF_CI]
+    return pytest.mark.parametrize("split", in_ci(given, chosen), ids=str)
+
+
 # --- the ranks' program -----------------------------------------------------------------------------------------------
 
 
@@ -760,7 +781,7 @@ def num_collectives(run: Callable[[], object]) -> int:
     return sum(event.count for event in profile.key_averages() if event.key.startswith("c10d::"))
 
 
-def rank_program(rank: int, num_ranks: int, port: int, folder: Path) -> None:
+def rank_program(rank: int, num_ranks: int, port: int, folder: Path, names: Sequence[str]) -> None:
     log = os.open(folder / f"{num_ranks}-ranks-{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -768,13 +789,13 @@ def rank_program(rank: int, num_ranks: int, port: int, folder: Path) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     # Accelerate goes from plain ranks to DeepSpeed within a process, but not back.
     for split in sorted(SPLITS, key=lambda split: split.engine.zero_stage):
-        if split.num_ranks == num_ranks:
+        if split.num_ranks == num_ranks and str(split) in names:
             found = train_ppo(split, folder) if split.name in PPO_MODES else train(split, folder)
             torch.save(found, folder / f"{split}-rank-{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
-def fork_groups(folder: Path) -> None:
+def fork_groups(folder: Path, names: Sequence[str]) -> None:
     import tests.training.rank_process_imports  # noqa: F401 - once, for all ranks
 
     write_parents(folder)
@@ -785,7 +806,9 @@ def fork_groups(folder: Path) -> None:
     context = multiprocessing.get_context("fork")
     for num_ranks in (1, 2, 4):
         port = free_port()
-        ranks = [context.Process(target=rank_program, args=(r, num_ranks, port, folder)) for r in range(num_ranks)]
+        ranks = [
+            context.Process(target=rank_program, args=(r, num_ranks, port, folder, names)) for r in range(num_ranks)
+        ]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -797,13 +820,19 @@ def fork_groups(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the ranks have computed for the splits of the tests that were chosen, and for what those compare with."""
     folder = tmp_path_factory.mktemp("splits")
+    names = dict.fromkeys([*tried(request, "split"), *map(str, WHOLE.values())])
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "CUDA_VISIBLE_DEVICES": "",
                    "OMP_NUM_THREADS": "1"}  # fmt: skip
     with (folder / "program.log").open("w") as log:
         code = subprocess.call(
-            [sys.executable, __file__, str(folder)], env=environment, stdout=log, stderr=log, timeout=LIMIT_SECONDS
+            [sys.executable, __file__, str(folder), *names],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            timeout=LIMIT_SECONDS,
         )
     assert code == 0, "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("*.log")))
     return folder
@@ -833,7 +862,7 @@ def descend(source: ModelSource[Any], mean: Callable[[Any], Tensor], max_grad_no
 PLAIN = [split for split in SPLITS if split.name not in PPO_MODES and not split.name.endswith(DROPOUT)]
 
 
-@pytest.mark.parametrize("split", PLAIN, ids=str)
+@with_each(PLAIN)
 def test_a_split_changes_nothing(folder: Path, split: Split) -> None:
     case = CASES[split.name]
     losses, norms, weights = descend(case.source, case.mean, case.max_grad_norm)
@@ -844,7 +873,7 @@ def test_a_split_changes_nothing(folder: Path, split: Split) -> None:
         assert_same_weights(found["weights"], weights)
 
 
-@pytest.mark.parametrize("split", [split for split in SPLITS if split.name.endswith(DROPOUT)], ids=str)
+@with_each(split for split in SPLITS if split.name.endswith(DROPOUT))
 def test_a_split_changes_nothing_with_dropout(folder: Path, split: Split) -> None:
     judge = split.name.removeprefix("un")
     whole = next(other for other in SPLITS if other.name == judge)
@@ -858,7 +887,7 @@ def test_a_split_changes_nothing_with_dropout(folder: Path, split: Split) -> Non
         assert_same_weights(found["weights"], expected["weights"])
 
 
-@pytest.mark.parametrize("split", [split for split in SPLITS if split.name == "ranking"], ids=str)
+@with_each(split for split in SPLITS if split.name == "ranking")
 @torch.no_grad()
 def test_a_split_changes_no_accuracy_of_an_objective(folder: Path, split: Split) -> None:
     """The accuracy of an objective that is missing in most micro-batches is divided by the weights of its own
@@ -886,7 +915,7 @@ def test_a_split_changes_no_accuracy_of_an_objective(folder: Path, split: Split)
         }
 
 
-@pytest.mark.parametrize("split", [split for split in SPLITS if split.name == "ppo"], ids=str)
+@with_each(split for split in SPLITS if split.name == "ppo")
 def test_a_split_changes_no_update_of_ppo(folder: Path, split: Split) -> None:
     policy = descend(ModelFolder(folder / "sft", LanguageModel), policy_mean, MAX_POLICY_NORM)
     value = descend(ModelFolder(folder / "reward", ScalarModel), value_mean, MAX_VALUE_NORM)
@@ -914,7 +943,7 @@ def sum_of_shares(split: Split, metrics: list[dict[str, float]]) -> dict[str, fl
     return {name: sum(of_share[name] for of_share in metrics[::size]) for name in metrics[0]}
 
 
-@pytest.mark.parametrize("split", [s for s in SPLITS if s.name in PPO_MODES and s.name != "ppo"], ids=str)
+@with_each(s for s in SPLITS if s.name in PPO_MODES and s.name != "ppo")
 def test_a_split_changes_no_update_without_a_value_function(folder: Path, split: Split) -> None:
     norm = MAX_POLICY_NORM
     policy = descend(ModelFolder(folder / "sft", LanguageModel), lambda m: mean_without_values(m, split.name), norm)
@@ -928,7 +957,7 @@ def test_a_split_changes_no_update_without_a_value_function(folder: Path, split:
         assert_same_weights(rank["weights"], {f"policy/{name}": weight for name, weight in policy[2].items()})
 
 
-@pytest.mark.parametrize("split", [split for split in SPLITS if split.name == "ppo"], ids=str)
+@with_each(split for split in SPLITS if split.name == "ppo")
 def test_a_split_changes_no_evidence_about_draws(folder: Path, split: Split) -> None:
     whole = next(other for other in SPLITS if other.name == "ppo")
     expected = torch.load(folder / f"{whole}-rank-0.pt")["evidence"]
@@ -937,7 +966,7 @@ def test_a_split_changes_no_evidence_about_draws(folder: Path, split: Split) -> 
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("split", [split for split in SPLITS if split.name == "ppo"], ids=str)
+@with_each(split for split in SPLITS if split.name == "ppo")
 def test_only_the_learners_passes_gather_shards(folder: Path, split: Split) -> None:
     """Sampling and the frozen models have whole weights; under ZeRO-3 a pass of a learner gathers them."""
     for rank in range(split.num_ranks):
@@ -955,11 +984,12 @@ def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -
 
 
 def test_the_draw_meets_every_ranks_and_zero_stage() -> None:
-    met = {(split.num_ranks, split.engine.zero_stage) for split in SPLITS}
+    of_ci = [split for split in SPLITS if str(split) in OF_CI]
+    met = {(split.num_ranks, split.engine.zero_stage) for split in of_ci}
     assert met == set(itertools.product((1, 2, 4), range(4)))
-    offloads = {split.engine.offload for split in SPLITS}
+    offloads = {split.engine.offload for split in of_ci}
     assert offloads == {(), ("optimizer",), ("parameters",), ("optimizer", "parameters")}
 
 
 if __name__ == "__main__":
-    fork_groups(Path(sys.argv[1]))
+    fork_groups(Path(sys.argv[1]), sys.argv[2:])

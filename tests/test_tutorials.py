@@ -32,7 +32,7 @@ def run_blocks(page: Path, folder: Path) -> list[str]:
     return said
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_your_own_model(tmp_path: Path) -> None:
     said = run_blocks(ROOT / "docs" / "tutorials" / "your-own-model.md", tmp_path)

@@ -6,6 +6,7 @@ in bf16; without ZeRO, autocast keeps fp32 weights). What each ZeRO stage shards
 key-value cache, one step's logits, and the prefill of prompts.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -143,6 +144,7 @@ class Memory:
         return num_ranks * sum(self.host.values()) + sum(self.host_once.values())
 
 
+@functools.lru_cache(maxsize=256)  # building a model without memory takes a large one 0.1 s
 def count(
     config: ModelConfig, optimizer: OptimizerConfig, *, num_scores: int = 0, lora: LoRAConfig | None = None
 ) -> Counts:

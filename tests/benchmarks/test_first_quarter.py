@@ -89,7 +89,7 @@ def test_a_rehearsal_measures(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(6.24, abs=1.5)  # ln 512: random weights know nothing
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_rehearsal_of_what_takes_long_measures(tmp_path: Path) -> None:
     steps = rehearsed(LONG_FIGURES, tmp_path)
     assert (steps["zero"]["zero1_load_wrong"], steps["zero"]["zero3_load_wrong"]) == (0, 0)

@@ -216,7 +216,7 @@ def options(tmp_path: Path, **changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**values | changes)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_tiny_run_prints_a_table_and_keeps_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,7 +80,7 @@ def test_a_process_prints_its_result_last(task: Callable[[str], Task]) -> None:
     assert "KeyError" in run(command(sys.executable, OWN_MODULE, replace(task("generate"), kind="none")), 1)["failed"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_second_round_trains_again(task: Callable[[str], Task]) -> None:
     """And does not go on from what the first one saved."""
     own = task("train")
@@ -88,6 +88,7 @@ def test_a_second_round_trains_again(task: Callable[[str], Task]) -> None:
     assert [round_.get("work") for round_ in found] == [2 * 4 * 32] * 2, found
 
 
+@pytest.mark.nightly
 def test_the_ceiling_counts_the_products_of_a_training_step(task: Callable[[str], Task]) -> None:
     """6 FLOPs a token and weight of a linear map, of which only the tied head's embedding is one."""
     counts = Products(task("train")).of_row()

@@ -85,11 +85,11 @@ def test_a_stopped_rank_is_named_soon_and_its_process_ended(pair: WorkerGroup, o
     begun = time.monotonic()
     with pytest.raises(WorkerLostError, match=r"^collect: sft: rank 1 of 2 was lost: no heartbeat for 6 s") as lost:
         pair.run("collect: sft", stop_rank_1_while_0_works, 300.0)
-    assert 6 < time.monotonic() - begun < 30
+    assert 6 < time.monotonic() - begun < 60
     assert len(str(lost.value).splitlines()) == 1
     assert not pair.is_open
     # Its memory and its resources are released, although a stopped process ignores requests to end.
-    end = time.monotonic() + 10
+    end = time.monotonic() + 30
     while is_alive(pids[1]) and time.monotonic() < end:
         time.sleep(0.05)
     assert not is_alive(pids[1])
@@ -98,9 +98,11 @@ def test_a_stopped_rank_is_named_soon_and_its_process_ended(pair: WorkerGroup, o
 
 
 def test_a_rank_that_waits_long_is_not_taken_for_one_that_is_stopped(pair: WorkerGroup) -> None:
-    assert pair.run("compile", lambda: time.sleep(10) or "done") == ["done"] * 2
+    seconds = SOON.silence_seconds + 2
+    assert pair.run("compile", lambda: time.sleep(seconds) or "done") == ["done"] * 2
 
 
+@pytest.mark.nightly
 def test_a_rank_stopped_between_two_calls_is_found_by_the_next(pair: WorkerGroup) -> None:
     pids = pair.run("pids", os.getpid)
     os.kill(pids[0], signal.SIGSTOP)
@@ -134,6 +136,7 @@ def test_ranks_that_make_no_progress_are_named_though_they_live() -> None:
         assert time.monotonic() - begun < 60
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_pair")
 def test_of_groups_that_wait_for_each_other_the_stopped_one_is_named() -> None:
     with WorkerGroup(1, SOON) as learners, WorkerGroup(1, SOON) as generators:
@@ -179,6 +182,7 @@ class Role:
         pass
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_pair")
 def test_a_rank_stopped_while_it_starts_is_named(opened: list[WorkerGroup]) -> None:
     def stop_first() -> None:
@@ -211,6 +215,7 @@ class Frozen(_Worker):
         super().__init__(*arguments)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_pair")
 def test_a_rank_stopped_before_its_first_heartbeat_has_the_limit_of_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.group._Worker", Frozen)
@@ -219,6 +224,7 @@ def test_a_rank_stopped_before_its_first_heartbeat_has_the_limit_of_silence(monk
         WorkerGroup(1, SOON)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_pair")
 def test_a_process_that_never_starts_has_the_limit_of_starting(tmp_path: Path) -> None:
     python = tmp_path / "python"
@@ -244,6 +250,7 @@ def test_nobody_is_blamed_while_rays_head_does_not_answer(pair: WorkerGroup) -> 
         pair.run("sft", stop_rank_1_while_0_works, 300.0)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_pair")
 def test_a_head_that_never_answers_ends_the_call() -> None:
     with WorkerGroup(1, SOON.model_copy(update={"start_seconds": 8.0})) as group:

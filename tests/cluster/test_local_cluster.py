@@ -58,7 +58,9 @@ def test_a_network_leaves_no_namespace_behind_even_if_it_cannot_be_made() -> Non
     assert not namespaces()
 
 
-@pytest.fixture(scope="module", params=["loopback", pytest.param("network", marks=needs_network)])
+@pytest.fixture(
+    scope="module", params=["loopback", pytest.param("network", marks=[needs_network, pytest.mark.nightly])]
+)
 def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     if request.param == "loopback":
         with LocalCluster(2, 1) as cluster:

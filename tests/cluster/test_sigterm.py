@@ -26,7 +26,7 @@ def test_it_is_heard_while_the_main_thread_is_in_c() -> None:
     heard: list[float] = []
     with call_on_sigterm(lambda: heard.append(time.monotonic())):
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        end = time.monotonic() + 1
+        end = time.monotonic() + 30
         while time.monotonic() < end:  # Python handles signals only between these calls
             hashlib.pbkdf2_hmac("sha256", b"password", b"salt", 1_000_000)
             returned = time.monotonic()

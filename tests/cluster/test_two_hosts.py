@@ -45,7 +45,7 @@ def test_a_host_name_that_leads_to_127_0_1_1_keeps_no_ranks_apart(cluster: tuple
     assert node.name in said
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("moment", ["placing", "step-000010"])
 def test_a_network_that_fails_for_half_a_minute_ends_no_run(
     cluster: tuple[Any, Any], tmp_path: Path, moment: str
@@ -70,7 +70,7 @@ def test_a_network_that_fails_for_half_a_minute_ends_no_run(
         assert "count: rank 1 of 2 was lost" in said or "count: continues from" in said
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_host_with_other_code_or_another_torch_is_named(cluster: tuple[Any, Any], tmp_path: Path) -> None:
     """This test comes last, because it restarts the node."""
     head, node = cluster

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -30,6 +31,7 @@ from ppo.rank import InitialModels, ScoreScale
 from ppo.roles import Roles
 from stages.planning.memory import Layout, count, forward_pass, sampling_phase, training_memory
 from stages.planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
+from tests.tiers import in_ci
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.engine import Engine
@@ -125,19 +127,23 @@ def watch(roles: Roles, found: dict[str, int]) -> None:
 MODES: list[Mode] = ["fast", "balanced", "small"]
 
 
-@pytest.mark.parametrize(
-    ("mode", "precision", "kind"),
-    [
-        *((mode, precision, "full") for mode in MODES for precision in ("bf16", "fp32")),
-        *((mode, "bf16", kind) for mode in MODES for kind in ("adapters", "shared body")),
-    ],
-)
-def test_phases_of_ppo_peak_where_the_plan_says(
-    mode: Mode, precision: Precision, kind: Kind, models: InitialModels
-) -> None:
+PRECISIONS: list[Precision] = ["bf16", "fp32"]
+CASES: list[tuple[Mode, Precision, Kind]] = [
+    *((mode, precision, "full") for mode in MODES for precision in PRECISIONS),
+    *((mode, "bf16", kind) for mode in MODES for kind in ("adapters", "shared body")),
+]  # fmt: skip
+OF_CI: list[tuple[Mode, Precision, Kind]] = [
+    ("fast", "bf16", "full"), ("small", "fp32", "full"), ("balanced", "bf16", "adapters"),
+    ("small", "bf16", "shared body"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", in_ci(CASES, OF_CI), ids=str)
+def test_phases_of_ppo_peak_where_the_plan_says(case: tuple[Mode, Precision, Kind], models: InitialModels) -> None:
     """The second of two iterations on one rank, once there are moments. What a phase needs of the CPU's memory is not
     on the device.
     """
+    mode, precision, kind = case
     gc.collect()
     before = torch.cuda.memory_allocated()
     engine, config = EngineConfig(precision=precision, trackers=()), ppo_config(mode, kind)
@@ -165,11 +171,12 @@ def test_phases_of_ppo_peak_where_the_plan_says(
 # --- training, generation, measuring ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", ["whole", "packed"])
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_training_steps_peak_where_the_plan_says(precision: Precision, recomputes: bool, rows: str) -> None:
-    check_training_steps(SHAPE, precision, recomputes, rows)
+STEPS = [*product(PRECISIONS, (False, True), ("whole", "packed"))]
+
+
+@pytest.mark.parametrize("step", in_ci(STEPS, [STEPS[0], STEPS[3], STEPS[5]]), ids=str)
+def test_training_steps_peak_where_the_plan_says(step: tuple[Precision, bool, str]) -> None:
+    check_training_steps(SHAPE, *step)
 
 
 def test_a_step_with_chunks_of_logits_peaks_where_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:

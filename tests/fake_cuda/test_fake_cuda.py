@@ -14,26 +14,31 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.real.packages import unpacked
+from tests.tiers import in_ci, tried
 
 ROOT = Path(__file__).parents[2]
 FEWEST = {
     "tests/gpu": 43,
     "tests/fake_cuda/on_device.py": 14,
     "tests/fake_cuda/on_device_stages.py": 4,
-    "tests/fake_cuda/on_device_memory.py": 17,
+    "tests/fake_cuda/on_device_memory.py": 8,
     "tests/fake_cuda/on_device_first_quarter.py": 9,
     "tests/fake_cuda/on_device_times.py": 4,
 }  # tests that pass
+REHEARSAL = "tests/fake_cuda/on_device_first_quarter.py"  # the nightly tests run it
 KERNELS = {"tests/fake_cuda/on_device_kernels.py": 17}  # likewise, in Triton's interpreter
 
 
 @pytest.fixture(scope="module")
-def passed(tmp_path_factory: pytest.TempPathFactory) -> Counter[str]:
+def passed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Counter[str]:
     """How many tests of each file have passed, `tests.gpu.test_scoring` for one; no test has failed.
 
     One process runs all, for the libraries take it longer to load than many of the tests to run.
     """
-    return run(tmp_path_factory.mktemp("found") / "tests.xml", FEWEST, PYTHONPATH=str(ROOT))
+    tests = tried(request, "tests")
+    if not request.config.getoption("--nightly"):
+        tests += ["-m", "not nightly"]
+    return run(tmp_path_factory.mktemp("found") / "tests.xml", tests, PYTHONPATH=str(ROOT))
 
 
 def run(found: Path, tests: Iterable[str], **variables: str) -> Counter[str]:
@@ -48,7 +53,7 @@ def run(found: Path, tests: Iterable[str], **variables: str) -> Counter[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tests", FEWEST)
+@pytest.mark.parametrize("tests", in_ci(FEWEST, FEWEST.keys() - {REHEARSAL}))
 def test_it_passes_on_the_fake_device(passed: Counter[str], tests: str) -> None:
     module = tests.removesuffix(".py").replace("/", ".")
     number = sum(count for name, count in passed.items() if f"{name}.".startswith(f"{module}."))

@@ -182,7 +182,7 @@ print((peak_kib() - before) // 1024)
         ("a.jsonl.gz", '{"a": [', b"[],", "line 1: this line", 120),
         ("a.json.gz", '[{"a": "', b"a", "row 1: this row", 200),
         # An empty list takes twenty times its characters.
-        pytest.param("a.json.gz", '[{"a": [', b"[],", "row 1: this row", 1_000, marks=pytest.mark.long),
+        pytest.param("a.json.gz", '[{"a": [', b"[],", "row 1: this row", 1_000, marks=pytest.mark.nightly),
     ],
 )
 def test_what_unpacks_to_hundreds_of_megabytes_is_refused_in_bounded_memory(

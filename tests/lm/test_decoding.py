@@ -84,7 +84,7 @@ def started(model: LanguageModel, num_rows: int) -> Batch:
 
 @needs_compiler
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize("num_rows", [1, pytest.param(5, marks=pytest.mark.long), 40])
+@pytest.mark.parametrize("num_rows", [1, pytest.param(5, marks=pytest.mark.nightly), 40])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_steps_are_as_close_to_double_precision_as_the_modules_are(
     fields: dict[str, Any], num_rows: int, dtype: torch.dtype
@@ -344,7 +344,7 @@ def sample(model: LanguageModel, steps: StepKind, max_rows: int) -> Generated:
 
 
 @pytest.mark.usefixtures("_recorder")
-@pytest.mark.parametrize("max_rows", [*(pytest.param(rows, marks=pytest.mark.long) for rows in (1, 128)), 5])
+@pytest.mark.parametrize("max_rows", [*(pytest.param(rows, marks=pytest.mark.nightly) for rows in (1, 128)), 5])
 def test_generation_in_fixed_steps_gives_the_same_samples(
     decoder: LanguageModel, max_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

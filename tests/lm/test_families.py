@@ -43,6 +43,7 @@ from lm.weights import (
     save_model,
 )
 from reward.stage import network_source
+from tests import examples
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
 
@@ -159,10 +160,10 @@ DRAWN: dict[str, Callable[[random.Random], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("prefix", DRAWN)
-def test_twenty_drawn_shapes_have_the_logits_tokens_and_gradients_of_transformers(
+def test_drawn_shapes_have_the_logits_tokens_and_gradients_of_transformers(
     tmp_path: Path, tokenizer: Tokenizer, prefix: str
 ) -> None:
-    for seed in range(20):
+    for seed in range(round(20 * examples.share)):
         case = Case(prefix, DRAWN[prefix](random.Random(seed)), purpose="translate" if prefix == "T5" else "language")
         theirs = case.random_model()
         theirs.save_pretrained(tmp_path / "theirs")

@@ -86,7 +86,7 @@ def test_generation_equals_its_naive_twin(decoder: LanguageModel, choice: Choice
     assert found.finished == [finished for _, finished in expected]
 
 
-@pytest.mark.parametrize("max_rows", [1, 3, *(pytest.param(rows, marks=pytest.mark.long) for rows in (2, 5))])
+@pytest.mark.parametrize("max_rows", [1, 3, *(pytest.param(rows, marks=pytest.mark.nightly) for rows in (2, 5))])
 def test_waiting_sequences_enter_and_get_what_they_would_alone(decoder: LanguageModel, max_rows: int) -> None:
     prompts, seeds = PROMPTS * 3, range(40, 58)
     found = sample(decoder, prompts, seeds, max_rows=max_rows)

@@ -71,6 +71,7 @@ def test_the_triton_kernels_pass_their_tests_in_the_interpreter(name: str) -> No
     assert "skipped" not in done.stdout.splitlines()[-1], done.stdout[-4000:]
 
 
+@pytest.mark.nightly
 def test_the_triton_kernels_compile_for_gpus(tmp_path: Path) -> None:
     done = run("-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]

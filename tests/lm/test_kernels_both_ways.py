@@ -8,7 +8,9 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,12 +34,22 @@ def other_ways() -> dict[str, str]:
     return ways | ({"no matrix unit": NO_AMX} if found.get("amx_bf16") else {"a matrix unit": EMULATED})
 
 
+def variants() -> list[Any]:
+    """CI takes the way in which the products are other code, without the tests of whole steps; the rest is nightly."""
+    found = []
+    for name, flags in other_ways().items():
+        if "matrix unit" in name:
+            found.append(pytest.param(flags, TESTS[:2], id=f"{name}, products"))
+        found.append(pytest.param(flags, TESTS, id=name, marks=pytest.mark.nightly))
+    return found
+
+
 @pytest.mark.long
 @pytest.mark.skipif(library() is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("flags", other_ways().values(), ids=other_ways())
-def test_the_kernels_pass_their_tests_in_another_way(flags: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("flags", "tests"), variants())
+def test_the_kernels_pass_their_tests_in_another_way(flags: str, tests: Sequence[str], tmp_path: Path) -> None:
     environment = {**os.environ, "CXXFLAGS": flags, "XDG_CACHE_HOME": str(tmp_path)}
-    files = [str(HERE / name) for name in TESTS]
+    files = [str(HERE / name) for name in tests]
     command = [sys.executable, "-m", "pytest", "-m", "not long", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(
         command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=550, check=False

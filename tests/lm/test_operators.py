@@ -93,7 +93,7 @@ def test_the_model_runs_on_fake_tensors() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("llama", "gpt3") else pytest.param(name, marks=pytest.mark.long) for name in DECODERS]
+    "name", [name if name in ("llama", "gpt3") else pytest.param(name, marks=pytest.mark.nightly) for name in DECODERS]
 )
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.long), "aot_eager"])
 def test_the_compiled_model_is_the_model(name: str, backend: str) -> None:

@@ -102,7 +102,7 @@ def naive(
     return sorted(over, key=lambda c: -c[0])[:num_beams]
 
 
-@pytest.mark.parametrize("num_beams", [1, pytest.param(3, marks=pytest.mark.long), 5])
+@pytest.mark.parametrize("num_beams", [1, pytest.param(3, marks=pytest.mark.nightly), 5])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
 def test_beam_search_equals_its_naive_twin(decoder: LanguageModel, num_beams: int, penalty: float) -> None:
     for prompt in ([5], [1, 2, 4, 6, 7]):

@@ -26,6 +26,7 @@ from lm.sampling import Choice
 from lm.tensor_parallel import LanguageModelPart, Team, cut, largest_team, parameters_of_part, require_divisible
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
+from tests.tiers import in_ci
 
 Result = TypeVar("Result")
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16]]
@@ -279,7 +280,8 @@ def test_a_tensor_that_arrives_with_other_bits_is_named(saved: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("saved", in_ci(["grouped", "one key-value head"], ["grouped"]), indirect=True)
 def test_a_team_passes_the_test_of_samplers(saved: Path, precision: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(saved)
     config = HeedSampler.load(saved, "fp32").policy.config.model_copy(update={"max_position_embeddings": 128})

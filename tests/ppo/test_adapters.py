@@ -91,7 +91,7 @@ def learned(worker: OneRank) -> dict[str, Tensor]:
     return {name: weight for name, weight in worker.learner.policy.full_weights().items() if is_adapter(name)}
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("changes", [{}, SHARED], ids=["own models", "shared body"])
 def test_the_reference_is_the_policy_without_adapters(
     start: Start, prompts: Prompts, precision: str, changes: dict[str, object]

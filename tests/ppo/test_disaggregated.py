@@ -185,7 +185,7 @@ def test_generators_elsewhere_merge_the_adapter_that_they_are_sent(
     merging_agrees(groups, adapted, ppo_config, prompts, transport, 0)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_adapter_in_shards_is_sent_alone(
     adapted: InitialModels, ppo_config: Callable[..., PPOConfig], prompts: list[list[int]]
 ) -> None:
@@ -280,7 +280,7 @@ def kill(group: WorkerGroup) -> None:
     os.kill(group.run("pid", os.getpid)[0], signal.SIGKILL)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_generator_lost_in_a_broadcast_is_named_though_the_learner_waits_for_it(
     groups: Groups, config: PPOConfig, models: InitialModels
 ) -> None:
@@ -313,7 +313,7 @@ def test_a_lost_generator_is_named(
             roles.generators.start_sampling(range(len(prompts)), prompts, range(len(prompts)))()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_generator_and_a_scorer_that_are_stopped_are_named(
     groups: Groups, config: PPOConfig, models: InitialModels, prompts: list[list[int]]
 ) -> None:

@@ -20,6 +20,7 @@ from ppo.rank import InitialModels
 from ppo.roles import Roles
 from ppo.rollout import Rollout
 from tests.rays import start_ray
+from tests.tiers import in_ci
 from training.config import EngineConfig
 from training.notices import RunError
 
@@ -101,7 +102,7 @@ CHANGES: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("kind", in_ci(CHANGES, ["as by default"]))
 def test_two_colocated_ranks_sample_as_one_generator(
     new_group: Callable[[int], WorkerGroup],
     config_of: Callable[..., PPOConfig],
@@ -128,7 +129,7 @@ PLACEMENTS: list[dict[str, object]] = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: str(placement["kind"]))
+@pytest.mark.parametrize("placement", in_ci(PLACEMENTS, PLACEMENTS[1:]), ids=lambda placement: str(placement["kind"]))
 def test_two_teams_of_generators_on_ranks_of_their_own(
     new_group: Callable[[int], WorkerGroup],
     config_of: Callable[..., PPOConfig],

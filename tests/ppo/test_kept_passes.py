@@ -113,7 +113,7 @@ SHORT = ("one update", "bf16, pretraining rows, adapters")
 
 
 @pytest.mark.parametrize(
-    "setting", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in SETTINGS]
+    "setting", [name if name in SHORT else pytest.param(name, marks=pytest.mark.nightly) for name in SETTINGS]
 )
 def test_the_results_are_the_same_bits(start: Start, run: Callable[..., Result], setting: str) -> None:
     found, expected = run(start(**SETTINGS[setting])), run(start(**SETTINGS[setting]), repeated_every=1)

@@ -90,7 +90,7 @@ def one_rank(
     return build
 
 
-@pytest.mark.parametrize("micro", [2, 4])
+@pytest.mark.parametrize("micro", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_kept_passes_change_no_bit_on_two_ranks(
     group: WorkerGroup,
     ppo_config: Callable[..., PPOConfig],

@@ -113,7 +113,7 @@ def require_samples(samples: list[dict[str, Any]], log: list[dict[str, float]]) 
 
 
 @pytest.mark.parametrize(
-    ("killed", "resumed"), [("balanced", "small"), pytest.param("small", "fast", marks=pytest.mark.long)]
+    ("killed", "resumed"), [("balanced", "small"), pytest.param("small", "fast", marks=pytest.mark.nightly)]
 )
 def test_a_run_killed_in_one_memory_mode_ends_in_another_like_an_uninterrupted_run(
     run: Callable[..., None], tmp_path: Path, killed: str, resumed: str

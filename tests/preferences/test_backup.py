@@ -57,6 +57,15 @@ def stored_in(url: str) -> dict[tuple[str, str], tuple[int, ...]]:
     return {(one.task_id, one.labeler): one.ranks for one in found}
 
 
+@pytest.mark.parametrize(
+    ("new_database", "new_target"),
+    [
+        ("sqlite", "postgresql"),
+        ("postgresql", "sqlite"),
+        *(pytest.param(kind, kind, marks=pytest.mark.nightly) for kind in ("sqlite", "postgresql")),
+    ],
+    indirect=True,
+)
 def test_a_backup_under_load_has_every_acknowledged_answer(new_database, new_target, tmp_path):
     url = new_database()
     with LabelStore(url) as store:

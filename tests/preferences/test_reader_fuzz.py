@@ -22,7 +22,7 @@ from tests import examples
 ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "format_rows.json").read_text())
 ROWS["heed"]["repeat_of"] = ""  # the row that it repeats would have to exist
 READ = [form for form in FORMATS.values() if form.read is not None]
-NUM_ROWS = 400 if examples.takes_all else 100  # per format
+NUM_ROWS = round(400 * examples.share)  # per format
 NUM_ROWS_OF = {"hh": 400}  # of which nearly all are refused
 
 # The text that replaces "@n@" in the file.

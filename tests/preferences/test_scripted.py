@@ -60,7 +60,7 @@ def fill(path, num_tasks, num_labelers=2):
         store.add_tasks(tasks, batch="b", num_labelers=num_labelers)
 
 
-@pytest.mark.parametrize("share", [0.2, pytest.param(0.7, marks=pytest.mark.long)])
+@pytest.mark.parametrize("share", [0.2, pytest.param(0.7, marks=pytest.mark.nightly)])
 def test_a_killed_run_resumes_to_the_content_of_an_undisturbed_one(new_database, share):
     undisturbed, killed = new_database(), new_database()
     for url in (undisturbed, killed):

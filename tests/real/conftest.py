@@ -1,5 +1,7 @@
 """SmolLM2 135M Instruct (Apache 2.0), in 4 bits, as its authors' vocabulary and chat template and ours read it."""
 
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 
 from lm.hub import model_directory
 from lm.model import LanguageModel
+from lm.native.kernels import cache_folder, compiled, library
 from lm.source import on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, read_config, save_model
@@ -29,9 +32,16 @@ def gguf_file() -> Path:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where models are made from GGUF files."""
+    """Where models are made from GGUF files, for all of pytest's processes."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "gguf-models"
+    if library() is not None:  # the kernels would be compiled again
+        kernels = compiled(cache_folder())
+        (folder / "heed").mkdir(parents=True, exist_ok=True)
+        copied = folder / "heed" / f"{kernels.name}.{os.getpid()}"
+        shutil.copy(kernels, copied)
+        copied.rename(folder / "heed" / kernels.name)  # of several processes, the last one's stays
     with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield folder
 

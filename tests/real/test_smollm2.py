@@ -48,6 +48,7 @@ def test_text_becomes_the_tokens_that_transformers_reads(smollm2: Path, gguf_fil
     assert [ours.decode(tokens) for tokens in ours.encode_plain(TEXTS)] == list(TEXTS)
 
 
+@pytest.mark.nightly
 def test_weights_are_those_that_transformers_reads_and_logits_agree(smollm2: Path, gguf_file: Path) -> None:
     """The difference left is fp32's: logits are up to 40, and their last bit is 4e-6."""
     tokenizer = Tokenizer.load(smollm2)
@@ -67,7 +68,7 @@ def test_it_knows_the_capital_of_france(
     smollm2: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert smollm2.is_dir()  # read once, before
-    monkeypatch.setattr(sys, "argv", ["heed", "chat", str(gguf_file), "--temperature", "0", "--max-new-tokens", "16"])
+    monkeypatch.setattr(sys, "argv", ["heed", "chat", str(gguf_file), "--temperature", "0", "--max-new-tokens", "8"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is the capital of France?\n"))
     with pytest.raises(SystemExit, match="0"):
         main()
@@ -93,7 +94,7 @@ def test_it_continues_and_scores_a_sentence(
     assert score("The train pulled into the station.") > score("The peanut pulled into the station.") + 3
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("kind", [pytest.param("f16", marks=pytest.mark.nightly), "q8_0"])
 def test_a_written_file_is_read_by_transformers(short_smollm2: Path, tmp_path: Path, kind: str) -> None:
     tokenizer = Tokenizer.load(short_smollm2)
     path = tmp_path / "short.gguf"
@@ -110,9 +111,11 @@ def test_a_written_file_is_read_by_transformers(short_smollm2: Path, tmp_path: P
     assert float((ours_BTV - theirs_BTV).abs().max()) < tolerance * largest
 
 
-def test_a_written_file_has_the_tokens_that_the_first_file_had(smollm2: Path, gguf_file: Path, tmp_path: Path) -> None:
-    export_gguf(smollm2, tmp_path / "again.gguf", "q8_0")
+def test_a_written_file_has_the_tokens_that_the_first_file_had(
+    short_smollm2: Path, gguf_file: Path, tmp_path: Path
+) -> None:
+    export_gguf(short_smollm2, tmp_path / "again.gguf", "q8_0")
     first, again = (gguf.GGUFReader(path).fields for path in (gguf_file, tmp_path / "again.gguf"))
     for key in ("tokens", "merges", "token_type", "eos_token_id", "bos_token_id", "padding_token_id", "pre"):
         assert again[f"tokenizer.ggml.{key}"].contents() == first[f"tokenizer.ggml.{key}"].contents(), key
-    assert Tokenizer.load(model_directory(str(tmp_path / "again.gguf"))) == Tokenizer.load(smollm2)
+    assert Tokenizer.load(model_directory(str(tmp_path / "again.gguf"))) == Tokenizer.load(short_smollm2)

@@ -129,12 +129,14 @@ def test_the_merged_policy_is_read_by_transformers_and_written_for_llama_cpp(
     assert not torch.equal(before[name], after[name])
 
 
+@pytest.mark.nightly
 def test_a_response_is_replayed_to_the_last_bit(run: tuple[Path, Path]) -> None:
     found, _ = replay_response(run[1], "ppo", 2, 1)
     assert found.is_same
     assert found.score == found.recorded_score
 
 
+@pytest.mark.nightly
 def test_a_run_cut_after_an_iteration_ends_with_the_same_bits(
     run: tuple[Path, Path], heed: Callable[..., HeedCommand], tmp_path: Path
 ) -> None:

@@ -281,7 +281,7 @@ class Parallel(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), ParallelHandler)
-        self.both = threading.Barrier(2, timeout=10.0)
+        self.both = threading.Barrier(2, timeout=60.0)
 
 
 class ParallelHandler(BaseHTTPRequestHandler):

@@ -13,6 +13,7 @@ import pytest
 import training.data
 from dpo.config import DPOConfig
 from lm.tokenizer import Tokenizer
+from preferences.formats import merging
 from preferences.formats.merging import RECENT_TASKS, Found
 from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import RankingsConfig, encode_rankings, read_judgments
@@ -140,7 +141,7 @@ def write_pairs(path: Path, number: int) -> RewardConfig:
 
 def test_pairs_are_read_once(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This includes pairs that were put aside while later rows were read. Their order is kept."""
-    number, read = 3 * RECENT_TASKS, list[str]()
+    number, read = RECENT_TASKS + 2 * CHUNK_TEXTS, list[str]()
     config, of_source = write_pairs(tmp_path / "pairs.jsonl", number), training.data.read_source
 
     def noted(*args: Any, **options: Any) -> Iterator[Any]:
@@ -174,7 +175,9 @@ def test_a_task_that_was_put_aside_is_merged_with_a_later_row(tmp_path: Path) ->
     assert len(found.rankings) == RECENT_TASKS + 10
 
 
-def test_memory_of_pairs_grows_by_little_per_pair(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_memory_of_pairs_grows_by_little_per_pair(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As Python objects, a pair of short texts takes about 4,000 bytes."""
 
     def peak(number: int) -> int:
@@ -187,4 +190,8 @@ def test_memory_of_pairs_grows_by_little_per_pair(tokenizer: Tokenizer, tmp_path
         assert sum(counts.values()) == number
         return highest
 
-    assert (peak(24_000) - peak(12_000)) / 12_000 < 400
+    monkeypatch.setattr(merging, "RECENT_TASKS", 256)
+    peak(10)  # what is imported or made once
+    # In both, what is kept or written at once is full.
+    few, many = peak(2 * CHUNK_TEXTS), peak(4 * CHUNK_TEXTS)
+    assert (many - few) / (2 * CHUNK_TEXTS) < 400

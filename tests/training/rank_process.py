@@ -7,7 +7,8 @@ import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -21,6 +22,17 @@ def start(program: str, folder: Path, environment: Mapping[str, str], log: Path)
     process = forks.Process(target=_run, args=(program, folder, dict(environment), log))
     process.start()
     return process
+
+
+def settled(measure: Callable[[], int], seconds: float = 0.3) -> int:
+    """What is measured once it stays the same: gloo's threads hold what they have reduced for a moment longer."""
+    found, end = measure(), time.monotonic() + 30
+    since = time.monotonic()
+    while time.monotonic() - since < seconds and time.monotonic() < end:
+        time.sleep(0.05)
+        if (now := measure()) != found:
+            found, since = now, time.monotonic()
+    return found
 
 
 def _run(program: str, folder: Path, environment: Mapping[str, str], log: Path) -> None:

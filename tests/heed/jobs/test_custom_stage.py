@@ -4,7 +4,6 @@ other."""
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -50,36 +49,34 @@ def test_it_takes_under_sixty_lines() -> None:
     assert len([line for line in CODE.splitlines() if line.strip()]) < 60
 
 
+def wait_for_steps(command: Any, run: Path, steps: int) -> None:
+    end = time.monotonic() + 240
+    while len(read_metrics(run / "midtrain" / "metrics.jsonl")) < steps:
+        assert command.process.poll() is None, command.output
+        assert time.monotonic() < end, command.output
+        time.sleep(0.02)
+
+
 @pytest.mark.long
-def test_it_runs_is_killed_resumes_and_is_recorded_and_shown(heed: Callable[..., Any], tmp_path: Path) -> None:
-    path = job_file(tmp_path, num_steps=60, save_every_steps=4)
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_it_runs_and_is_recorded_and_shown(heed: Callable[..., Any], tmp_path: Path, is_killed: bool) -> None:
+    path = job_file(tmp_path, num_steps=60 if is_killed else 8, save_every_steps=4)
     arguments = ("run", str(path), "--runs", str(tmp_path / "runs"))
     run = tmp_path / "runs" / "debug"
-
-    def wait_for_steps(command: Any, steps: int) -> None:
-        end = time.monotonic() + 240
-        while len(read_metrics(run / "midtrain" / "metrics.jsonl")) < steps:
-            assert command.process.poll() is None, command.output
-            assert time.monotonic() < end, command.output
-            time.sleep(0.02)
-
-    killed = heed(*arguments)
-    wait_for_steps(killed, 5)
-    killed.kill_everything()
-    for process in killed.wait_until_gone():
-        os.kill(process, signal.SIGKILL)
-    resumed = heed(*arguments)
-    assert resumed.wait() == 0, resumed.output
-    assert "pretrain: unchanged, skipped" in resumed.output
-    assert re.search(r"midtrain: resumes from step \d+ of 60", resumed.output), resumed.output
-    assert [line["step"] for line in read_metrics(run / "midtrain" / "metrics.jsonl")] == list(range(1, 61))
-    # Pretraining is that of the first run, and is skipped.
-    shutil.copytree(run / "pretrain", tmp_path / "whole" / "debug" / "pretrain")
-    whole = heed(*arguments[:-1], str(tmp_path / "whole"))
-    assert whole.wait() == 0, whole.output
-    assert "pretrain: unchanged, skipped" in whole.output
-    weights = Path("midtrain") / "model" / "model.safetensors"
-    assert (run / weights).read_bytes() == (tmp_path / "whole" / "debug" / weights).read_bytes()
+    if is_killed:
+        killed = heed(*arguments)
+        wait_for_steps(killed, run, 5)
+        killed.kill_everything()
+        for process in killed.wait_until_gone():
+            os.kill(process, signal.SIGKILL)
+    command = heed(*arguments)
+    assert command.wait() == 0, command.output
+    if is_killed:
+        assert "pretrain: unchanged, skipped" in command.output
+        assert re.search(r"midtrain: resumes from step \d+ of 60", command.output), command.output
+    steps = [line["step"] for line in read_metrics(run / "midtrain" / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) == (60 if is_killed else 8)
 
     lineage = json.loads((run / "midtrain" / "lineage.json").read_text())
     pretrained = json.loads((run / "pretrain" / "lineage.json").read_text())

@@ -119,7 +119,7 @@ def ppo_job(tmp_path: Path, model_folder: Path, **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_server_that_was_asleep_stops_the_run_and_is_asked_again(
     tmp_path: Path, model_folder: Path, endpoint: Endpoint
 ) -> None:
@@ -147,8 +147,8 @@ def test_a_server_that_was_asleep_stops_the_run_and_is_asked_again(
     ("body", "said"),
     [
         ("    return [{}[text] for text in responses]\n", "raised KeyError: "),
-        pytest.param("    return [1.0]\n", "returned 1 values for 16 responses", marks=pytest.mark.long),
-        pytest.param("    pass\n", "returned NoneType for 16 responses", marks=pytest.mark.long),
+        pytest.param("    return [1.0]\n", "returned 1 values for 16 responses", marks=pytest.mark.nightly),
+        pytest.param("    pass\n", "returned NoneType for 16 responses", marks=pytest.mark.nightly),
     ],
 )
 def test_a_failing_function_is_reported_with_its_own_file_and_line(

@@ -105,6 +105,7 @@ def stopped_dashboard(head: Any, processes_of: Callable[[str], list[int]]) -> It
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.nightly
 def test_a_head_that_stops_answering_for_a_while(
     ray_head: Any, talker: tuple[str, Path], processes: Callable[[str], list[int]]
 ) -> None:
@@ -122,6 +123,7 @@ def test_a_head_that_stops_answering_for_a_while(
     assert over.startswith(f"{job_id}: SUCCEEDED after ")
 
 
+@pytest.mark.nightly
 def test_a_head_that_does_not_answer_again(
     ray_head: Any, talker: tuple[str, Path], processes: Callable[[str], list[int]]
 ) -> None:
@@ -131,7 +133,7 @@ def test_a_head_that_does_not_answer_again(
     with stopped_dashboard(ray_head, processes):
         begun = time.monotonic()
         assert follower.wait() == 2, follower.said
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - begun < 90
     assert follower.lines == [
         "first line",
         f"{ray_head.address}: no answer for 2 s; the job runs on without this connection, trying again for 4 s",
@@ -175,6 +177,7 @@ class Tunnel:
         self.server.close()
 
 
+@pytest.mark.nightly
 def test_a_connection_that_is_refused_for_a_while(ray_head: Any, talker: tuple[str, Path]) -> None:
     job_id, go = talker
     tunnel = Tunnel(ray_head.address)

@@ -52,7 +52,7 @@ def job_without_model(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_goes_on_from_a_published_model(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,8 @@ from heed.jobs.recovery import saving_on_interrupt
 from training.notices import StoppedError, stop_requested
 
 DEBUG_JOB = Path(__file__).parents[3] / "configs" / "jobs" / "debug.toml"
-PRETRAIN = ("--only", "pretrain", "--workers", "2", "--set", "pretrain.num_steps=150", "--set",
+NUM_STEPS = 400  # many, so that a busy machine does not end them before the interrupt
+PRETRAIN = ("--only", "pretrain", "--workers", "2", "--set", f"pretrain.num_steps={NUM_STEPS}", "--set",
             "pretrain.save_every_steps=1000", "--set", "pretrain.evaluate_every_steps=1000")  # fmt: skip
 
 
@@ -72,30 +73,49 @@ def test_what_a_stage_raises_by_itself_is_unchanged() -> None:
         raise ValueError("a mistake")
 
 
-@pytest.mark.long
-def test_an_interrupted_stage_loses_no_step_and_ends_with_the_same_bits(
-    run_debug: Callable[..., Any], num_steps: Callable[[Path], int], tmp_path: Path
-) -> None:
-    command = run_debug(tmp_path / "stopped", PRETRAIN)
-    stage = tmp_path / "stopped" / "debug" / "pretrain"
-    while num_steps(stage) < 5:
+@pytest.fixture(scope="module")
+def interrupted(
+    run_debug: Callable[..., Any], num_steps: Callable[[Path], int], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    """The folder of a run that Ctrl-C has stopped in pretraining, and its output."""
+    runs = tmp_path_factory.mktemp("stopped")
+    command = run_debug(runs, PRETRAIN)
+    while num_steps(runs / "debug" / "pretrain") < 5:
         assert command.process.poll() is None, command.output
         time.sleep(0.02)
     os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does: to all of the run's processes
-    assert command.wait(60) == 130, command.output
-    assert "Traceback" not in command.output
-    found = re.search(r"stopped at step (\d+) of 150 \(its newest checkpoint is step-0*(\d+)\)", command.output)
-    assert found, command.output
-    assert found[1] == found[2] == str(num_steps(stage))
-    resumed, whole = run_debug(tmp_path / "stopped", PRETRAIN), run_debug(tmp_path / "whole", PRETRAIN)
-    assert resumed.wait() == 0, resumed.output
-    assert f"pretrain: resumes from step {found[1]} of 150" in resumed.output
-    assert whole.wait() == 0, whole.output
-    weights = Path("debug", "pretrain", "model", "model.safetensors")
-    assert (tmp_path / "stopped" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+    assert command.wait(180) == 130, command.output
+    return runs, command.output
+
+
+def stopped_at(output: str) -> str:
+    found = re.search(rf"stopped at step (\d+) of {NUM_STEPS} \(its newest checkpoint is step-0*(\d+)\)", output)
+    assert found, output
+    assert found[1] == found[2]
+    return found[1]
 
 
 @pytest.mark.long
+def test_an_interrupted_stage_loses_no_step(interrupted: tuple[Path, str], num_steps: Callable[[Path], int]) -> None:
+    runs, output = interrupted
+    assert "Traceback" not in output
+    assert stopped_at(output) == str(num_steps(runs / "debug" / "pretrain"))
+
+
+@pytest.mark.nightly
+def test_an_interrupted_stage_ends_with_the_same_bits(
+    interrupted: tuple[Path, str], run_debug: Callable[..., Any], tmp_path: Path
+) -> None:
+    runs, output = interrupted
+    resumed, whole = run_debug(runs, PRETRAIN), run_debug(tmp_path, PRETRAIN)
+    assert resumed.wait() == 0, resumed.output
+    assert f"pretrain: resumes from step {stopped_at(output)} of {NUM_STEPS}" in resumed.output
+    assert whole.wait() == 0, whole.output
+    weights = Path("debug", "pretrain", "model", "model.safetensors")
+    assert (runs / weights).read_bytes() == (tmp_path / weights).read_bytes()
+
+
+@pytest.mark.nightly
 def test_ppo_is_interrupted_after_the_iteration_that_it_is_in(
     heed: Callable[..., Any], num_steps: Callable[[Path], int], model_folder: Path, tmp_path: Path
 ) -> None:
@@ -118,7 +138,7 @@ def test_ppo_is_interrupted_after_the_iteration_that_it_is_in(
         assert command.process.poll() is None, command.output
         time.sleep(0.02)
     command.process.send_signal(signal.SIGINT)
-    assert command.wait(60) == 130, command.output
+    assert command.wait(180) == 130, command.output
     assert "Traceback" not in command.output
     found = re.search(r"ppo: stopped at step (\d+) of 200 \(its newest checkpoint is step-0*(\d+)\)", command.output)
     assert found, command.output

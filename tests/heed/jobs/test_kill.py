@@ -87,23 +87,25 @@ def test_a_run_killed_in_every_kind_of_stage_ends_like_an_uninterrupted_run(
         assert command.wait_until_gone() == [], "processes of a killed run are left"
 
 
-def test_a_killed_run_by_adapters_ends_like_an_uninterrupted_one(
-    heed: Callable[..., Any], finished_run: Path, num_steps: NumSteps, tmp_path: Path
-) -> None:
-    """Every stage but rejection sampling trains adapters, and PPO's four roles share a body. Killed past a checkpoint
-    of rejection sampling and one of PPO.
+@pytest.fixture(scope="module")
+def by_adapters(
+    heed: Callable[..., Any], finished_run: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """A job whose stages but rejection sampling train adapters, with a body that PPO's four roles share; and its
+    uninterrupted run.
     """
-    job = tmp_path / "adapters.toml"
+    folder = tmp_path_factory.mktemp("adapters")
+    job = folder / "adapters.toml"
     job.write_text(BY_ADAPTERS.format(base=DEBUG_JOB, parents=finished_run), encoding="utf-8")
-    killed, whole = killed_and_whole(heed, job, ("rejection", "ppo"), num_steps)
+    command = heed("run", str(job), "--runs", str(folder / "whole"))
+    assert command.wait() == 0, command.output
+    return job, folder / "whole" / job.stem
+
+
+def test_every_stage_trains_adapters(by_adapters: tuple[Path, Path]) -> None:
+    _, whole = by_adapters
     for stage in ("sft", "reward", "dpo", "ppo"):
-        for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
-            assert (killed / stage / name).read_bytes() == (whole / stage / name).read_bytes(), (stage, name)
-        require_same_log(killed / stage, whole / stage)
         assert all("lora_" in name or name.endswith(("score.weight", "bias")) for name in saved(whole / stage)), stage
-    for name in ("best.jsonl", "model/model.safetensors"):
-        assert (killed / "rejection" / name).read_bytes() == (whole / "rejection" / name).read_bytes(), name
-    require_same_log(killed / "rejection", whole / "rejection")
     check_rejection(whole)
     assert rows(whole / "ppo" / "metrics.jsonl")[0]["kl_nats"] == pytest.approx(0, abs=0.05)
     report = (whole / "report.html").read_text(encoding="utf-8")
@@ -111,24 +113,35 @@ def test_a_killed_run_by_adapters_ends_like_an_uninterrupted_one(
         assert f"adapters of rank {rank}, alpha {alpha}" in report
 
 
-def killed_and_whole(
-    heed: Callable[..., Any], job: Path, stages: tuple[str, ...], num_steps: NumSteps
-) -> tuple[Path, Path]:
-    """Run a job that is killed in each of the stages, past a checkpoint, and resumed; and once without a kill. Returns
-    both run folders.
-    """
-    killed, whole = (job.parent / name / job.stem for name in ("killed", "whole"))
+@pytest.mark.nightly
+def test_a_killed_run_by_adapters_ends_like_an_uninterrupted_one(
+    by_adapters: tuple[Path, Path], heed: Callable[..., Any], num_steps: NumSteps
+) -> None:
+    """Killed past a checkpoint of rejection sampling and one of PPO."""
+    job, whole = by_adapters
+    killed = killed_and_resumed(heed, job, ("rejection", "ppo"), num_steps)
+    for stage in ("sft", "reward", "dpo", "ppo"):
+        for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+            assert (killed / stage / name).read_bytes() == (whole / stage / name).read_bytes(), (stage, name)
+        require_same_log(killed / stage, whole / stage)
+    for name in ("best.jsonl", "model/model.safetensors"):
+        assert (killed / "rejection" / name).read_bytes() == (whole / "rejection" / name).read_bytes(), name
+    require_same_log(killed / "rejection", whole / "rejection")
+
+
+def killed_and_resumed(heed: Callable[..., Any], job: Path, stages: tuple[str, ...], num_steps: NumSteps) -> Path:
+    """Run a job that is killed in each of the stages, past a checkpoint, and resumed. Returns its run folder."""
+    killed = job.parent / "killed" / job.stem
     for stage in stages:
         command = heed("run", str(job), "--runs", str(killed.parent))
         while num_steps(killed / stage) < 3:
             assert command.process.poll() is None, command.output
             time.sleep(0.005)
         command.kill_everything()
-    for folder in (killed, whole):
-        again = heed("run", str(job), "--runs", str(folder.parent))
-        assert again.wait() == 0, again.output
-        assert ("ppo: resumes from" in again.output) == (folder == killed)
-    return killed, whole
+    again = heed("run", str(job), "--runs", str(killed.parent))
+    assert again.wait() == 0, again.output
+    assert "ppo: resumes from" in again.output
+    return killed
 
 
 def require_same_log(*stages: Path) -> None:

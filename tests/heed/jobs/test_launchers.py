@@ -534,9 +534,9 @@ if [[ $1 == -c ]]; then
     [[ -n ${DEAD-} || $(grep -c "^python -c" "$CALLS") -lt 3 ]] && exit 1
     echo 2; exit
 fi
+trap 'echo "heed: interrupted" >> "$CALLS"; exit 130' INT
 echo "key: ${MY_KEY-}" >> "$CALLS"
 [[ -z ${ENDS-} ]] || exit "$ENDS"
-trap 'echo "heed: interrupted" >> "$CALLS"; exit 130' INT
 while true; do sleep-truly 0.05; done""",
 }
 
@@ -612,7 +612,6 @@ def test_a_run_saves_before_the_slurm_job_is_requeued_or_stopped(
     while "key: " not in calls.read_text():
         assert time.monotonic() < end, calls.read_text()
         time.sleep(0.05)
-    time.sleep(1.0)
     process.send_signal(number)
     said, _ = process.communicate(timeout=60)
     assert says in said

@@ -90,7 +90,7 @@ def end_of(run: Path) -> dict[str, float]:
     return {name: mean(line[f"score/{name}"] for line in lines) for name in (LOUD, CALM)}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.usefixtures("workers")
 def test_the_weights_decide_which_objective_the_policy_climbs(tmp_path: Path, model_folder: Path) -> None:
     path = job_file(tmp_path, model_folder)

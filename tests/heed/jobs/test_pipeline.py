@@ -167,7 +167,7 @@ def test_a_finished_run_is_left_as_it_is(rerun: Rerun, copied: Path) -> None:
     assert contents(copied) == before
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_unfinished_stage_goes_on_with_another_number_of_workers(rerun: Rerun, copied: Path) -> None:
     (copied / "reward" / "lineage.json").unlink()
     before = (copied / "reward" / "metrics.jsonl").read_text().splitlines()
@@ -183,7 +183,7 @@ def test_an_unfinished_stage_goes_on_with_another_number_of_workers(rerun: Rerun
     assert not (copied / "replaced").exists()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_from_reward_runs_reward_and_all_after_it_and_gives_the_same(rerun: Rerun, copied: Path) -> None:
     before = contents(copied)
     assert rerun(first="reward") == ["reward", "dpo", "ppo", "compare"]

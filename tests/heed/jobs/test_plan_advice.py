@@ -31,7 +31,6 @@ def peak(plan: Plan, stage: str) -> int:
     return next(found.peak for found in plan.stages if found.name == stage)
 
 
-@pytest.mark.long
 def test_the_changes_make_it_fit_and_none_is_needless() -> None:
     name, gpu = "hh-8b-8gpus", "l40s"
     whole = ("engine.zero_stage=1", "workers=4")

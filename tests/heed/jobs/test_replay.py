@@ -41,7 +41,7 @@ def test_every_iteration_records_what_sampled_it(finished_run: Path) -> None:
     assert len({str(line["sampled_by"]) for line in lines}) == 3
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_workers_that_sampled_as_a_team_are_replayed_with_the_same_bits(
     run: Path, run_debug: Callable[..., HeedCommand]
 ) -> None:
@@ -91,7 +91,7 @@ def test_a_replayed_response_has_the_recorded_bits_from_the_start_and_from_a_che
     assert all(len(link.sha256) == 64 for link in chain)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_command_says_what_differs_from_the_record(run: Path, heed: Callable[..., HeedCommand]) -> None:
     path = run / "ppo" / ROLLOUTS
     lines = records(run)

@@ -45,14 +45,14 @@ def interrupted(run_debug: Callable[..., Any], tmp_path: Path, num_steps: Callab
         stage = tmp_path / "debug" / "pretrain"
         wait_until(command, lambda: "pretrain: " in command.output and num_steps(stage) >= steps)
         command.process.send_signal(by)
-        assert command.wait(60) == 130, command.output
+        assert command.wait(180) == 130, command.output
         output: str = command.output
         return output
 
     return run
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_says_where_it_stopped_and_resumes_and_what_it_passed_over(
     interrupted: Callable[..., str], run_debug: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 CONFIG = ClusterConfig(wait_for_nodes_seconds=2)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_machine_that_comes_back_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     with LocalCluster(num_nodes=2, cpus=1) as cluster:
@@ -50,7 +50,7 @@ def test_a_machine_that_comes_back_is_used_again(tmp_path: Path, monkeypatch: py
             disconnect()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_machine_that_is_lost_while_the_first_group_starts_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +97,7 @@ with WorkerGroup(1, ClusterConfig(wait_for_nodes_seconds=300)):
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_job_that_recovers_keeps_its_places_from_a_job_that_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,7 +136,7 @@ def one_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     disconnect()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.usefixtures("one_ray")
 def test_two_rounds_are_run_recorded_shown_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = load_job(job_file(tmp_path, TWO_ROUNDS, base=JOBS / "debug.toml"))

@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import shutil
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,13 +52,14 @@ def rows(path: Path, values: list[dict[str, Any]]) -> dict[str, str]:
     return {"source": str(path)}
 
 
-@pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One Ray for all jobs of a test."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setattr(recovery, "disconnect", lambda: None)
-    connect(1)
-    yield
+@pytest.fixture(scope="module")
+def workers() -> Iterator[None]:
+    """One Ray for all jobs here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        patch.setattr(recovery, "disconnect", lambda: None)
+        connect(1)
+        yield
     disconnect()
 
 
@@ -133,13 +135,12 @@ def test_kto_learns_from_the_ratings_of_scripted_labelers(tmp_path: Path) -> Non
 
 @pytest.mark.long
 @pytest.mark.usefixtures("workers")
-def test_a_student_of_half_the_width_learns_from_a_teacher_without_a_reward(tmp_path: Path) -> None:
+def test_a_student_of_half_the_width_learns_from_a_teacher_without_a_reward(finished_run: Path, tmp_path: Path) -> None:
     """The shipped job's settings at the debug job's size: no labels, no reward model; then a response again."""
     debug = tomllib.loads(DEBUG.read_text())
     names = ("name", "world", "engine", "cluster", "model", "pretrain", "sft")
     kept = {name: debug[name] for name in names}
-    (tmp_path / "teacher.toml").write_text(tomli_w.dumps({**kept, "name": "teacher"}))
-    teacher = run_job(load_job(tmp_path / "teacher.toml"), tmp_path) / "sft" / "model"
+    teacher = finished_run / "sft" / "model"
     shipped = tomllib.loads((DEBUG.parent / "distil.toml").read_text())
     kept["model"] |= {"hidden_size": 16, "intermediate_size": 32}
     left_out = {name.partition(".")[2] for name in shipped["without"]}
@@ -163,7 +164,9 @@ def test_a_student_of_half_the_width_learns_from_a_teacher_without_a_reward(tmp_
 
 
 @pytest.mark.usefixtures("workers")
-def test_an_alarm_goes_back_to_the_initial_policy(tmp_path: Path) -> None:
+def test_an_alarm_goes_back_to_the_initial_policy(
+    finished_run: Path, overrides: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The shipped job's settings at the debug job's size, and a spot checker that likes the first texts alone."""
     debug = tomllib.loads(DEBUG.read_text())
     shipped = tomllib.loads((DEBUG.parent / "alarm.toml").read_text())
@@ -178,7 +181,9 @@ def test_an_alarm_goes_back_to_the_initial_policy(tmp_path: Path) -> None:
         "initial_checks": 16,
     }
     (tmp_path / "job.toml").write_text(tomli_w.dumps(debug))
-    run = run_job(load_job(tmp_path / "job.toml"), tmp_path)
+    shutil.copytree(finished_run, tmp_path / "debug", ignore=shutil.ignore_patterns("ppo", "compare"))
+    run = run_job(load_job(tmp_path / "job.toml", overrides), tmp_path)
+    assert "dpo: unchanged, skipped" in capsys.readouterr().err
     alarm = json.loads((run / "ppo" / "results.json").read_text())["alarm"]
     assert alarm["result"] == 0 < alarm["policy"]
     first, result = (run / "ppo" / "policies" / "000000", run / "ppo" / "model")
@@ -217,7 +222,7 @@ def test_a_teacher_that_cannot_teach_is_refused_before_anything_runs(
         check_data(Run(load_job(job_of(tmp_path, "ppo", ppo=ppo)), tmp_path / "run", None, None))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.usefixtures("workers")
 def test_published_rankings_do_not_set_the_scale_of_scores(tmp_path: Path, model_folder: Path) -> None:
     """PPO's scores are in units of the starting policy's own samples, whatever a published file says."""

@@ -315,7 +315,7 @@ def test_a_job_of_short_data_fits_a_laptop(
 
 
 @pytest.mark.parametrize(
-    "algorithm", [pytest.param(name, marks=[pytest.mark.long] * (name != "grpo")) for name in ALGORITHMS]
+    "algorithm", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "grpo")) for name in ALGORITHMS]
 )
 @pytest.mark.timeout(600)
 def test_a_job_runs_as_it_is_to_a_comparison(

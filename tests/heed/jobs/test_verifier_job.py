@@ -96,14 +96,15 @@ def test_the_example_of_an_environment_runs_on_workers(tmp_path: Path) -> None:
     ("reward", "score"),
     [
         ({"kind": "verifier", "unclear": "wrong"}, 0.0),
-        ({"kind": "function", "function": "FILE:never"}, 3.0),
-        (
+        pytest.param({"kind": "function", "function": "FILE:never"}, 3.0, marks=pytest.mark.nightly),
+        pytest.param(
             {
                 "kind": "sum",
                 "sources": {"right": {"kind": "verifier", "unclear": "wrong"}},
                 "objective_weights": {"right": 1.0},
             },
             0.0,
+            marks=pytest.mark.nightly,
         ),
     ],
 )

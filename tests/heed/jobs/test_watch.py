@@ -57,7 +57,7 @@ def test_a_run_is_followed_to_its_end(
     assert (status["state"], status["workers"], status["restarts"]) == ("finished", {}, [])
     page.context.close()
     watching.process.send_signal(signal.SIGINT)
-    assert watching.wait(30) == 0
+    assert watching.wait(120) == 0
     assert len(watching.output.splitlines()) == 1  # no traceback, no log
 
 

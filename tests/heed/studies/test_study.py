@@ -36,7 +36,7 @@ def results(runs: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(files)}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_shared_workers")
 def test_a_study_runs_its_arms_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -213,7 +213,7 @@ def test_arms_by_adapters_differ_from_ppo_in_what_is_trained_and_how_fast(tmp_pa
         assert shared.reward.model == str(tmp_path / "reward-lora" / "reward" / "model")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_shared_workers")
 def test_a_finding_runs_its_arms_and_measures_them(tmp_path: Path) -> None:
     tiny = [line for line in TINY if not line.startswith("world.num_ppo")]

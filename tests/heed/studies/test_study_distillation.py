@@ -114,7 +114,7 @@ def test_arms_of_a_method_differ_in_the_rate_and_have_the_same_budget(tmp_path: 
     ]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_shared_workers")
 def test_the_study_runs_and_its_measures_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one rate per method: that is what differs between the arms that are left out."""

@@ -404,7 +404,7 @@ def test_real_classifiers_agree_with_people(real_world: ReviewsWorld) -> None:
             assert 0.79 < area_under_curve(scores([""] * len(texts), texts), labels) < 0.86
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_real_labelers_agree_with_each_other_as_people_do(real_world: ReviewsWorld) -> None:
     """Between two continuations of one opening: .73, as InstructGPT reports of its labelers (arXiv 2203.02155)."""
     sentences = [s.text for s in sentences_of(read_labeled(real_world.config.reviews, "reviews"), (8, 28))]

@@ -40,7 +40,7 @@ def test_thirty_layers_in_bf16_are_well_within_it_and_faults_beyond(deep: Path) 
     assert not agreement(prompts, learner, sampling, 0.7).holds(limit)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_deep_model_passes_the_test_of_samplers_and_every_fault_is_named(deep: Path) -> None:
     found = verify_sampler(HeedSampler.load, deep, precision="bf16")
     assert found.passed, [check for check in found.checks if not check.passed]

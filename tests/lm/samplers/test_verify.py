@@ -23,8 +23,8 @@ def failed(found: Verification) -> dict[str, str]:
     return {check.name: check.found for check in found.checks if not check.passed}
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
-@pytest.mark.parametrize("model", ["tied", pytest.param("untied", marks=pytest.mark.long)])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("model", ["tied", pytest.param("untied", marks=pytest.mark.nightly)])
 def test_heeds_sampler_passes_and_every_planted_fault_is_named(
     model: str, precision: Precision, request: pytest.FixtureRequest
 ) -> None:
@@ -45,8 +45,10 @@ def test_heeds_sampler_passes_and_every_planted_fault_is_named(
         ("temperature not applied", "the model as loaded", "a temperature of 1"),
         ("likely tokens preferred", "the model as loaded", "tokens that are not draws"),
         ("weights one update old", "after update 1", "the weights it was loaded with"),
-        ("the old output head kept", "after update 1", "an output head that is older"),
-        ("a stale prefix cache", "after update 1", "keys and values of prompts"),
+        pytest.param(
+            "the old output head kept", "after update 1", "an output head that is older", marks=pytest.mark.nightly
+        ),
+        pytest.param("a stale prefix cache", "after update 1", "keys and values of prompts", marks=pytest.mark.nightly),
     ],
 )
 def test_an_engine_with_a_fault_fails_with_its_name(untied: Path, fault: str, first_seen: str, named: str) -> None:
@@ -117,7 +119,7 @@ def test_tokens_that_are_not_drawn_from_the_policy_are_found_though_their_logpro
     assert draws.startswith("tokens that are not draws from the policy")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_engine_that_keeps_no_prompts_has_no_stale_cache(untied: Path) -> None:
     class Wrapped(Faulty):
         def unplant(self) -> None:
@@ -215,7 +217,7 @@ def test_an_engine_that_ends_the_process_does_not_pass(untied: Path, tmp_path: P
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_command_tests_a_team(untied: Path) -> None:
     done = _run("heed", str(untied), "--tensor-parallel-size", "2")
     assert done.returncode == 0, done.stdout + done.stderr

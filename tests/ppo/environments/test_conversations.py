@@ -20,7 +20,8 @@ from lm.tool_calls import AssistantMessage
 from ppo.environments.conversations import Conversations, Sampled
 from ppo.environments.environment import Environment, Episode, Reply
 
-MAX_NEW_TOKENS, DEADLINE_SECONDS = 40, 0.3
+MAX_NEW_TOKENS = 40
+DEADLINE_SECONDS = 1.2  # a busy machine answers within it
 ASKED = [{"role": "user", "content": "the fox"}]
 
 
@@ -178,13 +179,16 @@ def test_an_episode_may_begin_with_messages_which_are_the_prompts(chatty: Tokeni
     assert long.conversations[0].dialogue.failure == "too_long"
 
 
+BLOCKED_SECONDS = 10  # far more than the deadline
+
+
 async def _sleeps(_: AssistantMessage) -> Reply:
     await asyncio.sleep(60)
     return Reply(is_over=True)
 
 
 async def _ignores_that_time_is_up(_: AssistantMessage) -> Reply:
-    for _attempt in range(8):
+    for _attempt in range(2 * BLOCKED_SECONDS):
         try:
             await asyncio.sleep(0.5)
         except asyncio.CancelledError:
@@ -193,7 +197,7 @@ async def _ignores_that_time_is_up(_: AssistantMessage) -> Reply:
 
 
 def _blocks(_: AssistantMessage) -> Reply:
-    time.sleep(4)
+    time.sleep(BLOCKED_SECONDS)
     return Reply(is_over=True)
 
 
@@ -206,9 +210,9 @@ def _breaks(_: AssistantMessage) -> Reply:
 
 
 FAULTS: dict[str, tuple[Answer, str, str]] = {
-    "hangs": (_sleeps, "deadline", "no answer within 0.3 seconds"),
-    "blocks": (_blocks, "deadline", "no answer within 0.3 seconds"),
-    "ignores": (_ignores_that_time_is_up, "deadline", "no answer within 0.3 seconds"),
+    "hangs": (_sleeps, "deadline", f"no answer within {DEADLINE_SECONDS} seconds"),
+    "blocks": (_blocks, "deadline", f"no answer within {DEADLINE_SECONDS} seconds"),
+    "ignores": (_ignores_that_time_is_up, "deadline", f"no answer within {DEADLINE_SECONDS} seconds"),
     "dies": (_dies, "error", "SystemExit: 3"),
     "breaks": (_breaks, "error", "KeyError: 'board'"),
     "is nonsense": (lambda _: "what?", "invalid", "returned str; a Reply was expected"),
@@ -232,7 +236,7 @@ def test_a_fault_loses_its_response_and_nothing_else(fault: str, chatty: Tokeniz
     episodes = [Told(lambda _: next(goods[0])), Told(answer), Told(lambda _: next(goods[1]))]
     started = time.monotonic()
     found, sampler = sampled(chatty, ["a", "b"], *episodes)
-    assert time.monotonic() - started < 2 * DEADLINE_SECONDS + 1.5
+    assert time.monotonic() - started < BLOCKED_SECONDS - 1
     assert [talk.dialogue.failure for talk in found.conversations] == ["", reason, ""]
     assert message in found.failure
     assert [sum(talk.rewards) for talk in found.conversations[::2]] == [1.0, 1.0]
@@ -281,10 +285,9 @@ def test_many_episodes_answer_at_once(chatty: Tokenizer) -> None:
 
     found, _ = sampled(chatty, ["a"], *(Told(slow) for _ in range(40)))
     assert found.failure == ""
-    assert found.seconds < 2.0  # 40 x 0.2 = 8 seconds, one after another
+    assert found.seconds < 5.0  # 40 x 0.2 = 8 seconds, one after another
     assert sum(sum(talk.rewards) for talk in found.conversations) == 40.0
-    ends = time.monotonic() + 5
-    while any(thread.name == "episode" for thread in threading.enumerate()) and time.monotonic() < ends:
+    ends = time.monotonic() + 30
+    while sum(thread.name == "episode" for thread in threading.enumerate()) > 2:  # those of the tests that block
+        assert time.monotonic() < ends
         time.sleep(0.05)
-    left = [thread for thread in threading.enumerate() if thread.name == "episode"]
-    assert len(left) <= 2  # those of the tests that block

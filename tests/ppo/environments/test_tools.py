@@ -51,10 +51,10 @@ def test_arithmetic(expression: str, value: str) -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_arithmetic_or_too_large_is_refused_at_once(expression: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(ToolError):
         calculated(expression)
-    assert time.monotonic() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 def test_a_conversation_with_the_calculator() -> None:

@@ -33,7 +33,7 @@ READY_SECONDS = 90.0
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Pages and API do not know which database they serve; the store's own tests use both."""
     if "[postgresql" in item.name:
-        item.add_marker(pytest.mark.long)
+        item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(autouse=True)

@@ -169,7 +169,7 @@ def test_a_token_is_needed(world):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [pytest.param("ann", marks=pytest.mark.long), "eve"])
+@pytest.mark.parametrize("name", [pytest.param("ann", marks=pytest.mark.nightly), "eve"])
 def test_a_fuzzer_finds_no_server_error(world, name):
     """Fuzzes the API from its description as each role: no reply is a 5xx, and all are as described."""
     app = make_app(world.store, world.accounts, CONFIG)

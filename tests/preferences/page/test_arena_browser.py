@@ -151,13 +151,13 @@ def test_a_typed_message_survives_a_reload_and_a_refusal(site: Site) -> None:
 def test_a_closed_tab_frees_the_work_and_the_turn_can_be_sampled_again(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("preferences.page.arena.UNSEEN_SECONDS", 1.0)
+    monkeypatch.setattr("preferences.page.arena.UNSEEN_SECONDS", 3.0)
     site.writers.is_waiting = True
     page = site.visit("ann")
     ask(page, "One?")
     expect(page.get_by_text("Both models are writing.")).to_be_visible()
     address = page.url
-    page.wait_for_timeout(2_500)
+    page.wait_for_timeout(6_000)
     assert site.writers.stopped == []  # somebody is looking
     page.goto("about:blank")
     deadline = time.monotonic() + 60

@@ -254,7 +254,7 @@ def require_filled_in(page):
     assert page.get_by_label("Note to the lead").input_value() == NOTE
 
 
-@pytest.mark.parametrize("has_scripts", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("has_scripts", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_failed_save_keeps_what_was_entered(site, has_scripts):
     """Keeps SQLite from growing for a while, as on a full disk."""
     is_full = []
@@ -408,7 +408,7 @@ RICH = "The root:\n\n$$x = \\frac{-b}{2a}$$\n\n```python\ndef f(x):  # why\n    
 DEEP = "> " * 25 + "far down"
 
 
-@pytest.mark.parametrize("has_scripts", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("has_scripts", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_the_exact_text_is_one_click_away(site, has_scripts):
     opened = site([Task("t1", (Message("user", RICH),), (DEEP, "  a\n\n\n  b\\_c"), ("x", "y"))])
     page = opened.visit("ann", java_script_enabled=has_scripts)
@@ -440,7 +440,7 @@ def test_texts_may_come_exactly_first(site):
 
 
 @pytest.mark.parametrize(
-    ("num_responses", "rows"), [(2, [2]), pytest.param(3, [3], marks=pytest.mark.long), (4, [2, 2])]
+    ("num_responses", "rows"), [(2, [2]), pytest.param(3, [3], marks=pytest.mark.nightly), (4, [2, 2])]
 )
 def test_four_responses_stand_two_by_two(site, num_responses, rows):
     page = site([make_task("t1", num_responses)]).visit("ann", viewport={"width": 1280, "height": 800})
@@ -448,7 +448,7 @@ def test_four_responses_stand_two_by_two(site, num_responses, rows):
     assert [tops.count(top) for top in sorted(set(tops))] == rows
 
 
-@pytest.mark.parametrize("has_scripts", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("has_scripts", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_warning_is_read_before_the_task_by_keyboard(site, has_scripts):
     tasks = [replace(make_task(name), warning="Describes " + "violence " * 40) for name in ("t1", "t2")]
     opened = site(tasks)
@@ -530,7 +530,7 @@ def test_no_page_has_a_barrier_that_axe_knows(site):
     assert {path: problems for path, problems in found.items() if problems} == {}
 
 
-@pytest.mark.parametrize("has_scripts", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("has_scripts", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_the_adjudication_queue(site, has_scripts):
     opened = site([make_task(name, 2) for name in ("t1", "t2", "t3")], num_labelers=2)
     for name, ranks in (("cy", (1, 2)), ("dee", (2, 1))):

@@ -14,7 +14,7 @@ from preferences.store import LabelStore
 
 pytestmark = pytest.mark.long
 
-NUM_KILLS, NUM_LABELERS, NUM_TASKS = 4, 4, 4_000
+NUM_KILLS, NUM_LABELERS, NUM_TASKS = 3, 4, 4_000
 CONFIG = LabelingConfig(asks_ratings=False)
 
 

@@ -61,7 +61,7 @@ HOSTILE = (
 LEXERS = {get_lexer_by_name(name).name: name for name in sorted(LANGUAGES)}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("number", "language"), enumerate(LEXERS.values()), ids=LEXERS.values())
 def test_no_highlighter_takes_longer(number, language):
     """Each lexer with a quarter of the texts, neighbours with different ones: a minute instead of four."""

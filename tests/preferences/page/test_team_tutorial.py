@@ -47,7 +47,7 @@ def form(page: str, action: str) -> dict[str, str]:
     return {name: html.unescape(value) for name, value in re.findall(r'type="hidden" name="(\w+)" value="(.*?)"', text)}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_tutorial(tmp_path: Path, model_folder: Path) -> None:
     shutil.copytree(model_folder, tmp_path / "my-model")
