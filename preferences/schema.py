@@ -233,7 +233,7 @@ requirements = Table(  # the distinct values of places.requires, so that no requ
     PrimaryKeyConstraint("batch", "requires"),
 )
 
-task_summaries = Table(  # of every task that was answered or adjudicated; see `summaries`
+task_summaries = Table(  # of every task that was answered or adjudicated; see `adjudication`
     "task_summaries",
     metadata,
     Column("task", ForeignKey("tasks.position"), primary_key=True, autoincrement=False),
