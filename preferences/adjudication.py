@@ -76,6 +76,9 @@ def _sign(ranks: Sequence[int], first: int, second: int) -> int:
 # ---- the queue ----
 
 
+MAX_COUNTED = 1_000  # a longer queue is not counted to its end, which would take as long as reading all of it
+
+
 @dataclass(frozen=True)
 class Threshold:
     """Which tasks are in the queue: those with at least this disagreement, or with fewer labelers who agree.
@@ -108,7 +111,9 @@ def queued(connection: Connection, threshold: Threshold, *, start: int, limit: i
 
 
 def num_queued(connection: Connection, threshold: Threshold) -> int:
-    return connection.scalar(_queue(threshold, select(func.count()))) or 0
+    """Counts the queue's tasks, up to MAX_COUNTED."""
+    some = _queue(threshold, select(task_summaries.c.task)).limit(MAX_COUNTED).subquery()
+    return connection.scalar(select(func.count()).select_from(some)) or 0
 
 
 def neighbour(connection: Connection, threshold: Threshold, task_id: str, *, is_next: bool) -> str:
@@ -128,11 +133,11 @@ def neighbour(connection: Connection, threshold: Threshold, task_id: str, *, is_
     if here is not None and is_next:
         is_lower = summary.disagreement < here.disagreement
         is_after = or_(is_lower, and_(summary.disagreement == here.disagreement, summary.task > here.task))
-        statement = statement.where(is_after)
+        statement = statement.where(summary.disagreement <= here.disagreement, is_after)  # the first bounds the index
     elif here is not None:
         is_higher = summary.disagreement > here.disagreement
         is_before = or_(is_higher, and_(summary.disagreement == here.disagreement, summary.task < here.task))
-        statement = statement.where(is_before)
+        statement = statement.where(summary.disagreement >= here.disagreement, is_before)
     if is_next:
         ordered = statement.order_by(summary.disagreement.desc(), summary.task)
     else:

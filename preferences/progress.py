@@ -224,7 +224,8 @@ def _kind_before() -> ColumnElement[str]:
         before.c.labeler == judgments.c.labeler,
         before.c.revision == judgments.c.revision - 1,
     )
-    return func.coalesce(found.correlate(judgments).scalar_subquery(), "")
+    before_it = func.coalesce(found.correlate(judgments).scalar_subquery(), "")
+    return case((judgments.c.revision == 0, ""), else_=before_it)  # nearly all events are somebody's first on a task
 
 
 def _own_time() -> ColumnElement[int]:
@@ -241,7 +242,9 @@ def _own_time() -> ColumnElement[int]:
     )
     own, before = judgments.c.milliseconds, func.coalesce(known.correlate(judgments).scalar_subquery(), 0)
     is_again = and_(judgments.c.kind == "answer", judgments.c.revision > 0, _kind_before() != "void", own > before)
-    return case((is_again, own - before), (judgments.c.kind.in_(("answer", "skip")), own), else_=0)
+    takes_time = judgments.c.kind.in_(("answer", "skip"))
+    is_first = and_(takes_time, judgments.c.revision == 0)  # nearly all of them, so no subquery runs
+    return case((is_first, own), (is_again, own - before), (takes_time, own), else_=0)
 
 
 def _select_events() -> Select[Any]:

@@ -150,6 +150,9 @@ class SearchPages:
         """Changes the ticked tasks, or all that the search finds."""
         account, _, fields = self.site.lead_form(request, posted)
         query, by, now = fields.text("query"), account.name, self.store.now()
+        action = _action(fields)
+        if action == "nothing":
+            return redirect(f"/lead/search?{query}")
         with self.store.writing() as connection:
             if fields.text("which") == "all":
                 given = {name: values[0] for name, values in parse_qs(query).items()}
@@ -164,7 +167,6 @@ class SearchPages:
             if not positions:
                 raise RefusedError("no task was chosen; tick some, or choose all that the search finds")
             how: dict[str, Any] = {"by": by, "now": now}
-            action = fields.text("action")
             if action == "labelers":
                 number = fields.number("num_labelers") or 0
                 organizing.set_num_labelers(connection, positions, number, **how)
@@ -175,6 +177,19 @@ class SearchPages:
             else:
                 raise RefusedError("the form names no change")
         return redirect(f"/lead/search?{query}")
+
+
+def _action(fields: Fields) -> str:
+    """Returns the change that a form asks for. Enter in a field asks for what was typed; "nothing" if nothing was.
+
+    Raises: RefusedError if both the number and the tags were typed.
+    """
+    if fields.text("action") != "typed":
+        return fields.text("action")
+    typed = [action for action, field in (("labelers", "num_labelers"), ("tags", "tags")) if fields.text(field).strip()]
+    if len(typed) > 1:
+        raise RefusedError("both a number and tags were typed; press the button of the one that you want to set")
+    return typed[0] if typed else "nothing"
 
 
 def tags_in(fields: Fields) -> list[str]:
