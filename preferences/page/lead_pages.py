@@ -153,6 +153,7 @@ class PeoplePages:
             token,
             422 if wrong else 200,
             accounts=self.accounts.all(),
+            has_screening=self.site.config.screening is not None,
             links=self.accounts.links(),
             events=self.accounts.audit_log(),
             sign_ins=self.accounts.audit_log(sign_ins=True),

@@ -87,7 +87,7 @@ class SearchPages:
         threshold, start = threshold_of(str(request.query_params)), _number(request.query_params.get("start", ""))
         with self.store.reading() as connection:
             num_left = adjudication.num_queued(connection, threshold)
-            found = adjudication.queued(connection, threshold, start=start, limit=PAGE_SIZE)
+            found = adjudication.queued(connection, threshold, start=start, limit=PAGE_SIZE + 1)
         return self.site.page(
             "queue",
             account,
@@ -96,8 +96,9 @@ class SearchPages:
             query=query_of(threshold),
             batches=self.store.batches(),
             num_left=num_left,
-            found=found,
-            prompts=self.store.shown_prompts([one.task_id for one in found]),
+            found=found[:PAGE_SIZE],
+            has_more=len(found) > PAGE_SIZE,
+            prompts=self.store.shown_prompts([one.task_id for one in found[:PAGE_SIZE]]),
             start=start,
             page_size=PAGE_SIZE,
         )
