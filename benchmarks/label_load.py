@@ -1,10 +1,11 @@
-"""Measures the labeling page's response times with many tasks and many concurrent labelers.
+"""Measures the labeling server's response times with many tasks and many concurrent labelers.
 
     python -m benchmarks.label_load [STORE_URL | --postgres]
 
 Labelers in one process each open a task, think, and answer, over HTTP as a browser does; the server is a separate
-process. Without a URL the store is a SQLite file in a temporary folder, or with --postgres a PostgreSQL server started
-for the measurement.
+process. With --lead, a lead opens all of the leads' pages meanwhile, and afterwards each page alone: the server's CPU
+time per request then does not depend on what else the machine does. Without a URL the store is a SQLite file in a
+temporary folder, or with --postgres a PostgreSQL server started for the measurement.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from preferences.store import LabelStore
 NUM_RESPONSES = 4
 RESPONSE = "A response of some length, as people get to read it. " * 8
 RANKS = ((1, 2, 2, 3), (3, 2, 2, 1), (2, 1, 3, 3))
+NUM_ALONE = 10  # requests of each page when nothing else is asked
 FLAGS = ((), (("hallucinates",), (), (), ()))
 HIDDEN = re.compile(r'<input type="hidden" name="(\w+)" value="([^"]*)">')
 LEAD_PAGES = {  # what a lead opens, with --lead: rare and frequent words, sparse and dense filters
@@ -52,6 +54,11 @@ LEAD_PAGES = {  # what a lead opens, with --lead: rare and frequent words, spars
     "search, note": "/lead/search?note=dull",
     "search, no such note": "/lead/search?note=zebra",
     "search, a day": "/lead/search?since={day}&until={day}",
+    "answers": "/lead/answers",
+    "answers, labeler": "/lead/answers?batch=main&labeler=labeler-3",
+    "quality": "/lead/quality",
+    "people": "/lead/people",
+    "questions": "/questions",
 }
 CONFIG = LabelingConfig(task_order="arrival")
 SERVER = (
@@ -146,6 +153,28 @@ async def lead(address: str, session: str, num_tasks: int, took: dict[str, list[
                 await asyncio.sleep(0.3)
 
 
+async def cpu_times(address: str, session: str, num_tasks: int, server: int) -> dict[str, float]:
+    """Opens each of the leads' pages alone. Returns milliseconds of the server's CPU time per request, by page."""
+    draw, found = random.Random(1), {}
+    day = time.strftime("%Y-%m-%d", time.gmtime(time.time() - 86_400))
+    cookies = {"heed_session": session}
+    async with httpx.AsyncClient(base_url=address, cookies=cookies, timeout=60, verify=False) as client:
+        for name, path in LEAD_PAGES.items():
+            await client.get(path.format(number=0, day=day))
+            used = cpu_seconds(server)
+            for _ in range(NUM_ALONE):
+                page = await client.get(path.format(number=draw.randrange(num_tasks), day=day))
+                assert page.status_code == 200, page.text
+            found[name] = round(1_000 * (cpu_seconds(server) - used) / NUM_ALONE, 1)
+    return found
+
+
+def cpu_seconds(process: int) -> float:
+    """Returns the CPU time that a process's threads have used (Linux)."""
+    threads = Path(f"/proc/{process}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+
+
 async def timed(took: list[float], asked: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
     started = time.perf_counter()
     response = await asked
@@ -193,7 +222,12 @@ def measure(url: str, given: argparse.Namespace) -> None:
         port = probe.getsockname()[1]
     server = subprocess.Popen([sys.executable, "-c", SERVER, url, str(port)], stdout=subprocess.DEVNULL)
     try:
-        print(json.dumps(figures(asyncio.run(work(f"http://127.0.0.1:{port}", sessions, given))), indent=2))
+        address = f"http://127.0.0.1:{port}"
+        found = figures(asyncio.run(work(address, sessions, given)))
+        if given.lead:
+            for name, used in asyncio.run(cpu_times(address, sessions[-1], given.tasks, server.pid)).items():
+                found[name]["cpu_ms"] = used
+        print(json.dumps(found, indent=2))
     finally:
         server.kill()
         server.wait()

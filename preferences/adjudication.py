@@ -1,15 +1,82 @@
-"""The adjudication queue: fully answered tasks whose answers agree too little, most disagreement first.
+"""How far the answers to each task agree, and the adjudication queue: those that agree too little.
 
-Gold tasks, hidden repeats, archived and adjudicated tasks are not in it, and neither are tasks that still wait for an
-answer, which may settle them. All functions run within the caller's transaction.
+`task_summaries` stores how far, so that leads can list and search tasks by it. `disagreement` is that of
+`statistics.agreement.Disagreement`: the mean over pairs of labelers and pairs of responses of 1 for opposite orders, ¼
+for a tie against a preference, else 0. `num_agreeing` counts the labelers who gave the most frequent ranking. Both
+describe current answers only.
+
+The queue has fully answered tasks, most disagreement first. Gold tasks, hidden repeats, archived and adjudicated tasks
+are not in it, and neither are tasks that still wait for an answer, which may settle them. All functions run within the
+caller's transaction.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, String, and_, cast, exists, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Select, String, and_, cast, delete, exists, func, insert, or_, select
 
-from preferences.schema import assignments, task_summaries, tasks
+from preferences.rows import parts
+from preferences.schema import assignments, judgments, task_summaries, tasks
+
+# ---- how far answers agree ----
+
+
+def refresh(connection: Connection, positions: Sequence[int]) -> None:
+    """Computes the summaries of these tasks again, within the caller's transaction."""
+    for part in parts(positions):
+        connection.execute(delete(task_summaries).where(task_summaries.c.task.in_(part)))
+        columns = (judgments.c.task, judgments.c.labeler, judgments.c.kind, judgments.c.ranks, tasks.c.batch)
+        found = select(*columns).join(tasks, judgments.c.task == tasks.c.position).where(judgments.c.task.in_(part))
+        last: dict[tuple[int, str], tuple[str, tuple[int, ...]]] = {}
+        batches: dict[int, str] = {}
+        for row in connection.execute(found.order_by(judgments.c.task, judgments.c.revision)):
+            last[row.task, row.labeler] = (row.kind, tuple(row.ranks))
+            batches[row.task] = row.batch
+        rankings: dict[int, list[tuple[int, ...]]] = {}
+        adjudicated = {task for (task, _), (kind, _) in last.items() if kind == "adjudication"}
+        for (task, _), (kind, ranks) in last.items():
+            if kind == "answer":
+                rankings.setdefault(task, []).append(ranks)
+        rows = [
+            {
+                "task": task,
+                "batch": batches[task],
+                "num_answers": len(given := rankings.get(task, [])),
+                "num_agreeing": max(Counter(given).values(), default=0),
+                "disagreement": disagreement(given),
+                "is_adjudicated": task in adjudicated,
+            }
+            for task in sorted({*rankings, *adjudicated})
+        ]
+        if rows:
+            connection.execute(insert(task_summaries), rows)
+
+
+def disagreement(rankings: Sequence[Sequence[int]]) -> float:
+    """Returns the disagreement of several labelers' rankings of one task: 0 if all agree, 1 if all pairs are opposite.
+
+    0 for fewer than two rankings.
+    """
+    num_pairs, total = 0, 0.0
+    for one, other in combinations(rankings, 2):
+        for first, second in combinations(range(len(one)), 2):
+            difference = _sign(one, first, second) - _sign(other, first, second)
+            total += (difference / 2) ** 2
+            num_pairs += 1
+    return total / num_pairs if num_pairs else 0.0
+
+
+def _sign(ranks: Sequence[int], first: int, second: int) -> int:
+    return (ranks[first] > ranks[second]) - (ranks[first] < ranks[second])
+
+
+# ---- the queue ----
+
+
+MAX_COUNTED = 1_000  # a longer queue is not counted to its end, which would take as long as reading all of it
 
 
 @dataclass(frozen=True)
@@ -44,7 +111,9 @@ def queued(connection: Connection, threshold: Threshold, *, start: int, limit: i
 
 
 def num_queued(connection: Connection, threshold: Threshold) -> int:
-    return connection.scalar(_queue(threshold, select(func.count()))) or 0
+    """Counts the queue's tasks, up to MAX_COUNTED."""
+    some = _queue(threshold, select(task_summaries.c.task)).limit(MAX_COUNTED).subquery()
+    return connection.scalar(select(func.count()).select_from(some)) or 0
 
 
 def neighbour(connection: Connection, threshold: Threshold, task_id: str, *, is_next: bool) -> str:
@@ -64,11 +133,11 @@ def neighbour(connection: Connection, threshold: Threshold, task_id: str, *, is_
     if here is not None and is_next:
         is_lower = summary.disagreement < here.disagreement
         is_after = or_(is_lower, and_(summary.disagreement == here.disagreement, summary.task > here.task))
-        statement = statement.where(is_after)
+        statement = statement.where(summary.disagreement <= here.disagreement, is_after)  # the first bounds the index
     elif here is not None:
         is_higher = summary.disagreement > here.disagreement
         is_before = or_(is_higher, and_(summary.disagreement == here.disagreement, summary.task < here.task))
-        statement = statement.where(is_before)
+        statement = statement.where(summary.disagreement >= here.disagreement, is_before)
     if is_next:
         ordered = statement.order_by(summary.disagreement.desc(), summary.task)
     else:

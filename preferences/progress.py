@@ -15,14 +15,17 @@ little to go by there is no estimate, but a reason.
 
 import math
 import threading
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import ColumnElement, Connection, and_, case, func, select
+from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_, select, text
 
+from preferences.rows import parts
 from preferences.schema import judgments, labelers, tasks
 
 DAY_SECONDS = 86_400
@@ -71,64 +74,107 @@ class PaceReport:
 
 
 @dataclass
-class _Events:
-    """Answers, skips, undos and voids so far, one entry each."""
+class _Work:
+    """One labeler's events in one batch, in any order, and what they add up to per day."""
 
-    labeler: list[int] = field(default_factory=list)
-    batch: list[int] = field(default_factory=list)
-    day: list[int] = field(default_factory=list)
-    milliseconds: list[int] = field(default_factory=list)
-    change: list[int] = field(default_factory=list)  # of the number of answers: 1, 0 or -1
+    days: "array[int]" = field(default_factory=lambda: array("q"))
+    milliseconds: "array[int]" = field(default_factory=lambda: array("q"))
+    changes: "array[int]" = field(default_factory=lambda: array("q"))  # of the number of answers: 1, 0 or -1
+    summed: tuple[Numbers, Numbers, Numbers] | None = None
+
+    def add(self, day: int, milliseconds: int, change: int) -> None:
+        self.days.append(day)
+        self.milliseconds.append(milliseconds)
+        self.changes.append(change)
+        self.summed = None
+
+    def per_day(self) -> tuple[Numbers, Numbers, Numbers]:
+        """Returns the days with events, in order, and the answers and active seconds of each."""
+        if self.summed is None:
+            days, inverse = np.unique(np.array(self.days), return_inverse=True)
+            answers = np.bincount(inverse, weights=np.array(self.changes))
+            self.summed = days, answers, np.bincount(inverse, weights=_active(np.array(self.milliseconds)) / 1_000)
+        return self.summed
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """Numbers of events, `low` to `high`, that were missing when events with higher numbers were there.
+
+    `before` is above the ids of all transactions that may still commit them.
+    """
+
+    low: int
+    high: int
+    before: int
 
 
 class PaceLog:
-    """Keeps the times of all events in memory and reads only new ones from the store, so that a page stays quick."""
+    """Keeps the times of all events in memory and reads only new ones from the store, so that a page stays quick.
+
+    On PostgreSQL, transactions may commit in another order than their events' numbers. Numbers that are missing below
+    the newest one are therefore looked for again, until every transaction that may have taken them has ended. (Such a
+    transaction has its id before it takes a number, because it first locks the task's assignments.) SQLite has one
+    writer, so nothing can be missing there.
+    """
 
     def __init__(self) -> None:
-        self._events, self._newest = _Events(), 0
-        self._labelers: dict[str, int] = {}
-        self._batches: dict[str, int] = {}
+        self._work: dict[tuple[str, str], _Work] = {}  # by labeler and batch, in order of their first events
+        self._num_events: dict[str, int] = {}
+        self._newest, self._gaps = 0, list[_Gap]()
         self._lock = threading.Lock()
-        self._active_at, self._known = -1, np.zeros((5, 0))
 
     def read(self, connection: Connection) -> None:
         """Reads the events that were stored since the last call."""
-        is_answer, follows_answer = judgments.c.kind == "answer", _kind_before() == "answer"
-        takes_back = and_(judgments.c.kind.in_(("undo", "void")), follows_answer)
-        change = case((and_(is_answer, ~follows_answer), 1), (takes_back, -1), else_=0)
-        times = (judgments.c.judgment_id, judgments.c.labeler, tasks.c.batch, judgments.c.created_at)
-        statement = (
-            select(*times, _own_time().label("milliseconds"), change.label("change"))
-            .join(tasks, judgments.c.task == tasks.c.position)
-            .where(judgments.c.kind != "adjudication")
-            .order_by(judgments.c.judgment_id)
-        )
         with self._lock:
-            for row in connection.execute(statement.where(judgments.c.judgment_id > self._newest)):
-                self._newest = row.judgment_id
-                self._events.labeler.append(self._labelers.setdefault(row.labeler, len(self._labelers)))
-                self._events.batch.append(self._batches.setdefault(row.batch, len(self._batches)))
-                self._events.day.append(int(row.created_at // DAY_SECONDS))
-                self._events.milliseconds.append(row.milliseconds)
-                self._events.change.append(row.change)
+            oldest, _ = _transactions(connection)  # before reading: what ended by then is seen
+            still_missing = []
+            for part in parts(self._gaps):
+                among = or_(*(judgments.c.judgment_id.between(gap.low, gap.high) for gap in part))
+                found = self._add(connection, among)
+                still_missing += [left for gap in part for left in _left(gap, found) if left.before > oldest]
+            after = self._newest
+            found = self._add(connection, judgments.c.judgment_id > after)
+            self._newest = max(found, default=after)
+            self._gaps = still_missing
+            if connection.dialect.name == "postgresql" and len(found) < self._newest - after:
+                _, coming = _transactions(connection)  # after reading: those that took the numbers had begun
+                self._gaps += _left(_Gap(after + 1, self._newest, coming), found)
+
+    def _add(self, connection: Connection, which: ColumnElement[bool]) -> list[int]:
+        """Adds events and returns their numbers, in order."""
+        found = []
+        for row in connection.execute(_EVENTS.where(which)):
+            found.append(row.judgment_id)
+            self._num_events[row.batch] = self._num_events.get(row.batch, 0) + 1
+            if row.kind != "adjudication":
+                work = self._work.setdefault((row.labeler, row.batch), _Work())
+                work.add(int(row.created_at // DAY_SECONDS), row.milliseconds, row.change)
+        return found
+
+    def num_events(self, batch: str) -> int:
+        """Counts a batch's events so far, adjudications included."""
+        with self._lock:
+            return self._num_events.get(batch, 0)
 
     def estimate(self, batch: str, num_left: int, now: float) -> Estimate:
         """Returns when a batch with `num_left` open judgments may be finished."""
+        if not num_left:
+            return Estimate(0, reason="nothing is left")
+        today = int(now // DAY_SECONDS)
         with self._lock:
-            if not num_left:
-                return Estimate(0, reason="nothing is left")
-            number = self._batches.get(batch, -1)
-            labeler, batches, day, change, seconds = self._arrays()
-            today = int(now // DAY_SECONDS)
-            mine = (batches == number) & (day > today - DAYS) & (day <= today)
-        cells, answers, active = _cells(labeler[mine], day[mine], change[mine], seconds[mine])
+            known = [work.per_day() for (_, its_batch), work in self._work.items() if its_batch == batch]
+        nothing = (np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
+        days, answers, active = (np.concatenate(columns) for columns in zip(nothing, *known, strict=True))
+        is_recent = (days > today - DAYS) & (days <= today)
+        days, answers, active = days[is_recent], answers[is_recent], active[is_recent]  # one entry per person and day
         num_answers = int(answers.sum())
         if num_answers < MIN_ANSWERS:
             reason = f"no estimate yet: {num_answers} answers in the last {DAYS} days, {MIN_ANSWERS} are needed"
             return Estimate(num_left, reason=reason)
-        hours = _hours_left(answers, active, num_left) if len(cells) >= MIN_CELLS else None
-        first = int(day[mine].min())
-        per_day = np.bincount((day[mine] - first).astype(np.int64), weights=change[mine], minlength=today - first + 1)
+        hours = _hours_left(answers, active, num_left) if len(days) >= MIN_CELLS else None
+        first = int(days.min())
+        per_day = np.bincount(days - first, weights=answers, minlength=today - first + 1)
         finished = _finished(per_day, num_left, today) if len(per_day) >= MIN_DAYS else None
         reason = "" if finished else f"no day yet: {len(per_day)} of {MIN_DAYS} days of labeling so far"
         return Estimate(num_left, hours, finished, len(per_day), reason)
@@ -136,31 +182,38 @@ class PaceLog:
     def report(self, connection: Connection, now: float) -> PaceReport:
         """Returns everybody's answers and active hours on the last days and in all, by name."""
         with self._lock:
-            labeler, _, day, change, seconds = self._arrays()
-            pseudonyms = list(self._labelers)
-        names = _names(connection, pseudonyms)
-        today = int(now // DAY_SECONDS)
-        days = range(today - DAYS + 1, today + 1)
+            works: dict[str, list[tuple[Numbers, Numbers, Numbers]]] = {}
+            for (pseudonym, _), work in self._work.items():
+                works.setdefault(pseudonym, []).append(work.per_day())
+        names = _names(connection, list(works))
+        first = int(now // DAY_SECONDS) - DAYS + 1
         people = []
-        for number, pseudonym in enumerate(pseudonyms):
-            mine = labeler == number
-            recent = mine & (day >= days.start) & (day <= today)
-            at = (day[recent] - days.start).astype(np.int64)
-            per_day = np.bincount(at, weights=change[recent], minlength=DAYS)
-            hours = np.bincount(at, weights=seconds[recent], minlength=DAYS) / 3_600
-            totals = (int(change[mine].sum()), float(seconds[mine].sum()) / 3_600)
+        for pseudonym, own in works.items():
+            days, answers, seconds = (np.concatenate(columns) for columns in zip(*own, strict=True))
+            is_recent = (days >= first) & (days < first + DAYS)
+            at = days[is_recent] - first
+            per_day = np.bincount(at, weights=answers[is_recent], minlength=DAYS)
+            hours = np.bincount(at, weights=seconds[is_recent], minlength=DAYS) / 3_600
+            totals = (int(answers.sum()), float(seconds.sum()) / 3_600)
             people.append(PersonDays(names[pseudonym], tuple(map(int, per_day)), tuple(map(float, hours)), *totals))
-        starts = tuple(one * DAY_SECONDS for one in days)
+        starts = tuple(day * DAY_SECONDS for day in range(first, first + DAYS))
         return PaceReport(starts, tuple(sorted(people, key=lambda person: person.name)))
 
-    def _arrays(self) -> Numbers:
-        """Returns labelers, batches, days, changes and active seconds of all events, [5, events]."""
-        own = self._events
-        if self._active_at != self._newest:
-            found = np.array([own.labeler, own.batch, own.day, own.change, own.milliseconds], dtype=np.float64)
-            found[4] = _active(found[0], found[1], found[4]) / 1_000
-            self._active_at, self._known = self._newest, found
-        return self._known
+
+def _transactions(connection: Connection) -> tuple[int, int]:
+    """Returns the id of the oldest transaction that still runs, and that of the next one; (0, 0) on SQLite."""
+    if connection.dialect.name != "postgresql":
+        return 0, 0
+    ids = "pg_snapshot_xmin(pg_current_snapshot())::text, pg_snapshot_xmax(pg_current_snapshot())::text"
+    oldest, coming = connection.execute(text(f"SELECT {ids}")).one()
+    return int(oldest), int(coming)
+
+
+def _left(gap: _Gap, found: Sequence[int]) -> list[_Gap]:
+    """Returns what is left of a gap without the numbers that were found, given in order."""
+    inside = [number for number in found if gap.low <= number <= gap.high]
+    edges = pairwise([gap.low - 1, *inside, gap.high + 1])
+    return [_Gap(low + 1, high - 1, gap.before) for low, high in edges if high - low > 1]
 
 
 def _kind_before() -> ColumnElement[str]:
@@ -171,7 +224,8 @@ def _kind_before() -> ColumnElement[str]:
         before.c.labeler == judgments.c.labeler,
         before.c.revision == judgments.c.revision - 1,
     )
-    return func.coalesce(found.correlate(judgments).scalar_subquery(), "")
+    before_it = func.coalesce(found.correlate(judgments).scalar_subquery(), "")
+    return case((judgments.c.revision == 0, ""), else_=before_it)  # nearly all events are somebody's first on a task
 
 
 def _own_time() -> ColumnElement[int]:
@@ -188,28 +242,31 @@ def _own_time() -> ColumnElement[int]:
     )
     own, before = judgments.c.milliseconds, func.coalesce(known.correlate(judgments).scalar_subquery(), 0)
     is_again = and_(judgments.c.kind == "answer", judgments.c.revision > 0, _kind_before() != "void", own > before)
-    return case((is_again, own - before), (judgments.c.kind.in_(("answer", "skip")), own), else_=0)
+    takes_time = judgments.c.kind.in_(("answer", "skip"))
+    is_first = and_(takes_time, judgments.c.revision == 0)  # nearly all of them, so no subquery runs
+    return case((is_first, own), (is_again, own - before), (takes_time, own), else_=0)
 
 
-def _active(labeler: Numbers, batch: Numbers, times: Numbers) -> Numbers:
-    """Limits each time to MAX_TIMES_MEDIAN times the median of its labeler and batch."""
-    found = times.copy()
-    groups = labeler * (batch.max(initial=0) + 1) + batch
-    order = np.argsort(groups, kind="stable")
-    starts = np.flatnonzero(np.diff(groups[order], prepend=-1))
-    for rows in np.split(order, starts[1:]) if len(order) else ():
-        measured = times[rows][times[rows] > 0]
-        if len(measured):
-            found[rows] = np.minimum(times[rows], MAX_TIMES_MEDIAN * np.median(measured))
-    return found
+def _select_events() -> Select[Any]:
+    """Returns the query for events in order, each with its own time and how it changes the number of answers."""
+    is_answer, follows_answer = judgments.c.kind == "answer", _kind_before() == "answer"
+    takes_back = and_(judgments.c.kind.in_(("undo", "void")), follows_answer)
+    change = case((and_(is_answer, ~follows_answer), 1), (takes_back, -1), else_=0)
+    columns = (judgments.c.judgment_id, judgments.c.labeler, judgments.c.kind, judgments.c.created_at, tasks.c.batch)
+    return (
+        select(*columns, _own_time().label("milliseconds"), change.label("change"))
+        .join(tasks, judgments.c.task == tasks.c.position)
+        .order_by(judgments.c.judgment_id)
+    )
 
 
-def _cells(labeler: Numbers, day: Numbers, change: Numbers, seconds: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-    """Sums answers and active seconds per (labeler, day). Returns the cells' numbers and both sums."""
-    cells, inverse = np.unique(np.stack([labeler, day], axis=1), axis=0, return_inverse=True)
-    at = inverse.reshape(-1)
-    answers = np.bincount(at, weights=change, minlength=len(cells))
-    return np.arange(len(cells)), answers, np.bincount(at, weights=seconds, minlength=len(cells))
+_EVENTS = _select_events()
+
+
+def _active(milliseconds: Numbers) -> Numbers:
+    """Limits each of a person's times in a batch to MAX_TIMES_MEDIAN times their median."""
+    measured = milliseconds[milliseconds > 0]
+    return np.minimum(milliseconds, MAX_TIMES_MEDIAN * np.median(measured)) if len(measured) else milliseconds
 
 
 def _hours_left(answers: Numbers, active: Numbers, num_left: int) -> tuple[float, float] | None:

@@ -1,19 +1,20 @@
 """Questions of labelers to the leads about a task, and the replies, within the caller's transaction.
 
 A thread belongs to one labeler and one task, so no labeler sees what others asked. Its last message says where it
-stands: "question" (a lead should reply), "reply" (the labeler should read it) or "resolved".
+stands: "question" (a lead should reply), "reply" (the labeler should read it) or "resolved". A labeler who was erased
+can read no reply, so their threads are resolved.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import Connection, Select, func, insert, select
+from sqlalchemy import ColumnElement, Connection, Select, func, insert, select
 
 from preferences.names import name_in
 from preferences.records import Message
 from preferences.rows import messages, require_text
-from preferences.schema import questions, tasks
+from preferences.schema import labelers, questions, tasks
 
 MAX_QUESTION_CHARACTERS = 4_000
 ThreadState = Literal["question", "reply", "resolved"]
@@ -40,10 +41,11 @@ class Thread:
     prompt: tuple[Message, ...]
     warning: str
     said: tuple[Said, ...]
+    is_erased: bool  # its labeler
 
     @property
     def state(self) -> ThreadState:
-        return self.said[-1].kind
+        return "resolved" if self.is_erased else self.said[-1].kind
 
 
 def write(
@@ -76,7 +78,9 @@ def threads(connection: Connection, *, who: str = "", task_id: str = "") -> list
     author = name_in(questions.c.author).label("author_name")
     labeler = name_in(questions.c.labeler).label("labeler_name")
     columns = (tasks.c.task_id, tasks.c.batch, tasks.c.handle, tasks.c.prompt, tasks.c.warning)
-    statement = select(questions, author, labeler, *columns).join(tasks, questions.c.task == tasks.c.position)
+    statement = select(questions, author, labeler, _is_erased().label("is_erased"), *columns).join(
+        tasks, questions.c.task == tasks.c.position
+    )
     if who:
         statement = statement.where(questions.c.labeler == who)
     if task_id:
@@ -91,7 +95,7 @@ def _thread(rows: Sequence[Any]) -> Thread:
     first = rows[0]
     said = tuple(Said(row.author_name, row.kind, row.text, row.created_at) for row in rows)
     about = (first.task_id, first.batch, first.handle, first.labeler_name)
-    return Thread(*about, messages(first.prompt), first.warning, said)
+    return Thread(*about, messages(first.prompt), first.warning, said, first.is_erased)
 
 
 def num_waiting(connection: Connection, state: ThreadState, *, who: str = "") -> int:
@@ -99,5 +103,11 @@ def num_waiting(connection: Connection, state: ThreadState, *, who: str = "") ->
     newest: Select[Any] = select(func.max(questions.c.message_id)).group_by(questions.c.task, questions.c.labeler)
     if who:
         newest = newest.where(questions.c.labeler == who)
-    waiting = select(func.count()).where(questions.c.message_id.in_(newest), questions.c.kind == state)
+    waiting = select(func.count()).where(questions.c.message_id.in_(newest), questions.c.kind == state, ~_is_erased())
     return connection.scalar(waiting) or 0
+
+
+def _is_erased() -> ColumnElement[bool]:
+    """Whether a thread's labeler was erased."""
+    own = select(labelers.c.pseudonym).where(labelers.c.pseudonym == questions.c.labeler, labelers.c.is_erased)
+    return own.correlate(questions).exists()

@@ -14,7 +14,7 @@ from typing import Any
 
 from sqlalchemy import Connection, func, insert, select
 
-from preferences import assignment, leases, overlap, search, summaries
+from preferences import adjudication, assignment, leases, overlap, search
 from preferences.leases import AssignmentState, LeaseLostError
 from preferences.names import NOT_PEOPLE, pseudonym_of
 from preferences.records import NO_LOCATIONS, Judgment, Locations, Task, named
@@ -179,7 +179,7 @@ def _record(
         leases.grant(connection, who, by_kind["undo"], now, expires_at)
         if any(state.is_surplus for some in states.values() for state in some):
             overlap.balance(connection, sorted(states), now)
-        summaries.refresh(connection, sorted({row["task"] for row in new if row["kind"] != "skip"}))
+        adjudication.refresh(connection, sorted({row["task"] for row in new if row["kind"] != "skip"}))
     return len(new)
 
 

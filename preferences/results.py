@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Subquery, and_, case, func, or_, select, true
+from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Subquery, and_, case, func, or_, select
 
 from preferences.leases import Lease, display_order
 from preferences.names import name_in
@@ -14,7 +14,7 @@ from preferences.overlap import IS_WANTED
 from preferences.rankings import current_judgments, ranking_of, why_excluded
 from preferences.records import Judgment, Message, Ranking, ShownTask, StoredTask
 from preferences.rows import Values, as_judgment, as_task, messages, parts
-from preferences.schema import assignments, judgments, tasks
+from preferences.schema import assignments, judgments, labelers, tasks
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,13 @@ def batches(connection: Connection) -> list[str]:
     return sorted(first, key=first.__getitem__)
 
 
+def labelers_with_events(connection: Connection) -> list[str]:
+    """Returns the names of all who have judged or skipped something, sorted."""
+    said = select(judgments.c.judgment_id).where(judgments.c.labeler == labelers.c.pseudonym).correlate(labelers)
+    name = func.coalesce(labelers.c.name, labelers.c.pseudonym)
+    return sorted(connection.scalars(select(name).where(said.exists())))
+
+
 def task_rows(connection: Connection, batch: str) -> dict[str, Values]:
     """Returns the batch's task rows by id, in order of arrival."""
     statement = select(tasks).where(tasks.c.batch == batch).order_by(tasks.c.position)
@@ -96,8 +103,13 @@ def _wanted(connection: Connection, batch: str, *, in_archive: bool = True) -> d
 
 def num_wanted(connection: Connection, batch: str) -> int:
     """Counts the judgments that the batch's tasks want by now, or have if those are more."""
-    wanted = select(func.sum(case((IS_WANTED, 1), else_=0))).where(assignments.c.batch == batch)
-    return connection.scalar(wanted) or 0
+    is_offered, is_archived = and_(~assignments.c.is_done, ~assignments.c.is_surplus), assignments.c.is_archived
+    # three counts, each within one index
+    counted = [
+        select(func.count()).where(assignments.c.batch == batch, which).scalar_subquery()
+        for which in (assignments.c.is_done, and_(is_offered, ~is_archived), and_(is_offered, is_archived))
+    ]
+    return sum(connection.execute(select(*counted)).one())
 
 
 def judgments_of(connection: Connection, batch: str, *, with_names: bool = True) -> list[Judgment]:
@@ -212,64 +224,75 @@ def coverage(connection: Connection, batch: str) -> list[Coverage]:
 
 def progress(connection: Connection, batch: str) -> Progress:
     """Counts one batch's tasks and judgments; all counts are 0 for a batch without tasks."""
-    by_task = _by_task(assignments.c.batch == batch, now=0.0)
+    by_task = _by_task(batch)
     sums = [func.coalesce(column, 0) for column in (_num_open(by_task), func.sum(by_task.c.done))]
     num_tasks, num_open, num_judgments = connection.execute(select(func.count(by_task.c.task), *sums)).one()
     return Progress(num_tasks=num_tasks, num_judgments=num_judgments, num_open=num_open)
 
 
 def batch_counts(connection: Connection, now: float) -> list[BatchCounts]:
-    """Returns counts for each batch, in order of arrival. It reads only assignments, so it is quick."""
-    by_task = _by_task(true(), now)
-    sums = [_num_open(by_task), *(func.sum(column) for column in (by_task.c.wanted, by_task.c.done, by_task.c.leased))]
-    found = connection.execute(select(by_task.c.batch, func.count(), *sums).group_by(by_task.c.batch))
-    numbers = {row[0]: (row[1], row[2], row[3], row[4], row[5]) for row in found}
-    nothing = (0, 0, 0, 0, 0)  # every task is archived
+    """Returns counts for each batch, in order of arrival. It reads only indexes, so it is quick.
+
+    A wanted assignment is done, or it is neither done nor surplus; so a task is open if one of the latter is left.
+    """
+    batch, task = assignments.c.batch, assignments.c.task
+    is_offered = and_(~assignments.c.is_done, ~assignments.c.is_surplus, ~assignments.c.is_archived)
+    offered = select(batch, func.count(), func.count(task.distinct())).where(is_offered)
+    missing = {name: (number, num_open) for name, number, num_open in connection.execute(offered.group_by(batch))}
+    put_away = select(batch, func.count(task.distinct()), func.sum(case((assignments.c.is_done, 1), else_=0)))
+    archived = {
+        name: (number, num_done)
+        for name, number, num_done in connection.execute(put_away.where(assignments.c.is_archived).group_by(batch))
+    }
+    counted = select(tasks.c.batch, func.count().label("number")).group_by(tasks.c.batch)
+    num_tasks = {row.batch: row.number for row in connection.execute(counted)}
+    leased = _num_leased(connection, now)
+    by_labeler = _num_done(connection)
+    found = []
+    for name in batches(connection):
+        num_archived, num_done_archived = archived.get(name, (0, 0))
+        num_missing, num_open = missing.get(name, (0, 0))
+        own = by_labeler.get(name, {})
+        num_done = sum(own.values()) - num_done_archived
+        num_kept = num_tasks[name] - num_archived
+        numbers = (num_kept, num_open, num_done + num_missing, num_done, leased.get(name, 0))
+        found.append(BatchCounts(name, *numbers, by_labeler=dict(sorted(own.items()))))
+    return found
+
+
+def _num_leased(connection: Connection, now: float) -> dict[str, int]:
+    """Counts each batch's live leases."""
+    is_held = and_(~assignments.c.is_done, assignments.c.labeler.is_not(None))
+    live = and_(is_held, assignments.c.expires_at > now, ~assignments.c.is_archived)
+    counted = select(assignments.c.batch, func.count().label("number")).where(live).group_by(assignments.c.batch)
+    return {row.batch: row.number for row in connection.execute(counted)}
+
+
+def _num_done(connection: Connection) -> dict[str, dict[str, int]]:
+    """Counts the assignments that each labeler has finished, by batch and name."""
     done = select(assignments.c.batch, assignments.c.labeler, func.count().label("number"))
     counted = done.where(assignments.c.is_done).group_by(assignments.c.batch, assignments.c.labeler).subquery()
-    by_labeler: dict[str, dict[str, int]] = {}
+    found: dict[str, dict[str, int]] = {}
     for batch, labeler, number in connection.execute(
         select(counted.c.batch, name_in(counted.c.labeler), counted.c.number)
     ):
-        by_labeler.setdefault(batch, {})[labeler] = number
-    return [
-        BatchCounts(name, *numbers.get(name, nothing), by_labeler=dict(sorted(by_labeler.get(name, {}).items())))
-        for name in batches(connection)
-    ]
+        found.setdefault(batch, {})[labeler] = number
+    return found
 
 
-def _by_task(which: ColumnElement[bool], now: float) -> Subquery:
-    """Counts each task's assignments: done, leased at `now`, and wanted. Leaves archived tasks out."""
-    done = func.sum(case((assignments.c.is_done, 1), else_=0))
-    leased = func.sum(
-        case(
-            (and_(~assignments.c.is_done, assignments.c.labeler.is_not(None), assignments.c.expires_at > now), 1),
-            else_=0,
-        )
-    )
+def _by_task(batch: str) -> Subquery:
+    """Counts the assignments of each of the batch's tasks: done and wanted. Leaves archived tasks out."""
     columns = (
-        assignments.c.batch,
         assignments.c.task,
-        done.label("done"),
-        leased.label("leased"),
+        func.sum(case((assignments.c.is_done, 1), else_=0)).label("done"),
         func.sum(case((IS_WANTED, 1), else_=0)).label("wanted"),
     )
-    return (
-        select(*columns)
-        .where(which, ~assignments.c.is_archived)
-        .group_by(assignments.c.batch, assignments.c.task)
-        .subquery()
-    )
+    own = select(*columns).where(assignments.c.batch == batch, ~assignments.c.is_archived)
+    return own.group_by(assignments.c.task).subquery()
 
 
 def _num_open(by_task: Subquery) -> ColumnElement[int]:
     return func.sum(case((by_task.c.done < by_task.c.wanted, 1), else_=0))
-
-
-def newest_judgment(connection: Connection, batch: str) -> int:
-    """Returns the number of the batch's newest judgment; 0 = none."""
-    newest = select(func.max(judgments.c.judgment_id)).join(tasks, judgments.c.task == tasks.c.position)
-    return connection.scalar(newest.where(tasks.c.batch == batch)) or 0
 
 
 def content_hash(connection: Connection, batch: str) -> str:

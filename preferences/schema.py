@@ -68,6 +68,15 @@ tasks = Table(
     Column("handle", String, nullable=False, default=new_handle),
     Index("tasks_by_handle", "handle", unique=True),
     Index("tasks_by_batch", "batch", "position"),
+    Index(
+        "tasks_gold",
+        "position",
+        sqlite_where=text("gold_ranks <> '[]'"),
+        postgresql_where=text("gold_ranks::text <> '[]'"),
+    ),
+    Index(
+        "tasks_repeating", "position", sqlite_where=text("repeat_of <> ''"), postgresql_where=text("repeat_of <> ''")
+    ),
 )
 
 assignments = Table(
@@ -96,6 +105,7 @@ assignments = Table(
         sqlite_where=text("is_done = 0 AND is_surplus = 0 AND is_archived = 0"),
         postgresql_where=text("NOT is_done AND NOT is_surplus AND NOT is_archived"),
     ),
+    Index("places_done", "batch", "labeler", sqlite_where=text("is_done = 1"), postgresql_where=text("is_done")),
     Index("places_archived", "task", sqlite_where=text("is_archived = 1"), postgresql_where=text("is_archived")),
     Index("places_by_labeler", "labeler", "task", unique=True),  # a labeler has at most one assignment of a task
     Index(
@@ -233,7 +243,7 @@ requirements = Table(  # the distinct values of places.requires, so that no requ
     PrimaryKeyConstraint("batch", "requires"),
 )
 
-task_summaries = Table(  # of every task that was answered or adjudicated; see `summaries`
+task_summaries = Table(  # of every task that was answered or adjudicated; see `adjudication`
     "task_summaries",
     metadata,
     Column("task", ForeignKey("tasks.position"), primary_key=True, autoincrement=False),
@@ -242,7 +252,8 @@ task_summaries = Table(  # of every task that was answered or adjudicated; see `
     Column("num_agreeing", Integer, nullable=False),  # how many gave the most frequent ranking
     Column("disagreement", Float, nullable=False),  # 0 to 1
     Column("is_adjudicated", Boolean, nullable=False),
-    Index("task_summaries_by_disagreement", "batch", "disagreement", "task"),
+    Index("task_summaries_by_disagreement", "batch", text("disagreement DESC"), "task"),
+    Index("task_summaries_in_all_batches", text("disagreement DESC"), "task"),
 )
 
 task_texts = Table(  # the full-text index on it differs between the databases; see the migration and `search`

@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from sqlalchemy import (
-    Boolean,
     ColumnElement,
     Connection,
     Select,
@@ -23,7 +22,6 @@ from sqlalchemy import (
     column,
     func,
     insert,
-    literal_column,
     select,
     table,
     text,
@@ -136,8 +134,7 @@ def _of_task(connection: Connection, search: Search) -> list[ColumnElement[bool]
     if search.words:
         conditions.append(_has_words(connection, search.words))
     if search.sort:
-        is_gold, is_repeat = cast(tasks.c.gold_ranks, String) != "[]", tasks.c.repeat_of != ""
-        conditions.append({"gold": is_gold, "repeat": is_repeat, "ordinary": and_(~is_gold, ~is_repeat)}[search.sort])
+        conditions.append(_is_of_sort(connection, search.sort))
     if search.min_disagreement > 0:
         above = task_summaries.c.disagreement >= search.min_disagreement
         in_batch = (task_summaries.c.batch == search.batch,) if search.batch else ()
@@ -145,6 +142,14 @@ def _of_task(connection: Connection, search: Search) -> list[ColumnElement[bool]
     if search.state:
         conditions.append(_is_in_state(search.state))
     return conditions
+
+
+def _is_of_sort(connection: Connection, sort: Sort) -> ColumnElement[bool]:
+    if sort == "gold":
+        return _is_not(connection, "tasks.gold_ranks", "[]")
+    if sort == "repeat":
+        return and_(text("tasks.repeat_of <> ''"))
+    return and_(cast(tasks.c.gold_ranks, String) == "[]", tasks.c.repeat_of == "")
 
 
 def _is_in_state(state: State) -> ColumnElement[bool]:
@@ -155,9 +160,10 @@ def _is_in_state(state: State) -> ColumnElement[bool]:
     is_archived = position.in_(select(assignments.c.task).where(assignments.c.is_archived))
     if state == "archived":
         return is_archived
-    unfinished = (assignments.c.task == position, ~assignments.c.is_done, ~assignments.c.is_surplus)
-    is_open = select(assignments.c.task).where(*unfinished).correlate(tasks).exists()
-    return and_(~is_archived, is_open) if state == "open" else and_(position.in_(answered), ~is_archived, ~is_open)
+    own = and_(assignments.c.batch == tasks.c.batch, assignments.c.task == position)
+    is_offered = and_(~assignments.c.is_done, ~assignments.c.is_surplus, ~assignments.c.is_archived)
+    is_open = select(assignments.c.task).where(own, is_offered).correlate(tasks).exists()
+    return is_open if state == "open" else and_(position.in_(answered), ~is_archived, ~is_open)
 
 
 def _has_words(connection: Connection, words: str) -> ColumnElement[bool]:
@@ -224,10 +230,13 @@ def _answers(connection: Connection, search: Search) -> Select[Any]:
     if search.kind:
         conditions.append(judgments.c.kind == search.kind)
     if search.mark:
-        conditions += [_is_not(connection, "flags", "[]"), _contains(judgments.c.flags, json.dumps(search.mark))]
+        conditions += [
+            _is_not(connection, "judgments.flags", "[]"),
+            _contains(judgments.c.flags, json.dumps(search.mark)),
+        ]
     if search.note:
         pattern = json.dumps(search.note)[1:-1]
-        conditions += [_is_not(connection, "note", '""'), _contains(judgments.c.note, pattern)]
+        conditions += [_is_not(connection, "judgments.note", '""'), _contains(judgments.c.note, pattern)]
     if search.since:
         conditions.append(judgments.c.created_at >= search.since)
     if search.until:
@@ -236,9 +245,9 @@ def _answers(connection: Connection, search: Search) -> Select[Any]:
 
 
 def _is_not(connection: Connection, column: str, empty: str) -> ColumnElement[bool]:
-    """Returns the condition of a partial index, word for word."""
+    """Returns the condition of a partial index on a column of JSON, word for word, or SQLite ignores the index."""
     cast_to = "::text" if connection.dialect.name == "postgresql" else ""
-    return literal_column(f"judgments.{column}{cast_to} <> '{empty}'", Boolean)
+    return and_(text(f"{column}{cast_to} <> '{empty}'"))
 
 
 def _contains(column: ColumnElement[Any], part: str) -> ColumnElement[bool]:

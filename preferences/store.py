@@ -49,6 +49,11 @@ class LabelStore:
     def close(self) -> None:
         self._reader.dispose()
 
+    @property
+    def url(self) -> str:
+        """The database's URL, with its password if it has one."""
+        return self._reader.url.render_as_string(hide_password=False)
+
     def reading(self) -> AbstractContextManager[Connection]:
         """Returns a transaction that reads, for the functions of other modules."""
         return self._reader.begin()
@@ -345,6 +350,11 @@ class LabelStore:
         with self._reader.begin() as connection:
             return results.batches(connection)
 
+    def labelers(self) -> list[str]:
+        """Returns the names of all who have judged or skipped something, sorted."""
+        with self._reader.begin() as connection:
+            return results.labelers_with_events(connection)
+
     def task(self, task_id: str) -> Task:
         """Returns one task. Raises: ValueError for an unknown id."""
         with self._reader.begin() as connection:
@@ -422,11 +432,6 @@ class LabelStore:
         """Returns each batch's progress and how much of it each labeler did, in order of arrival."""
         with self._reader.begin() as connection:
             return results.batch_counts(connection, self._clock())
-
-    def newest_judgment(self, batch: str) -> int:
-        """Returns a number that grows with every judgment of the batch; 0 = none."""
-        with self._reader.begin() as connection:
-            return results.newest_judgment(connection, batch)
 
     def num_wanted(self, batch: str) -> int:
         """Counts the judgments that the batch's tasks want by now; leads can change it."""

@@ -166,9 +166,10 @@ def sample_for_labelers(
     choose: Annotated[
         str,
         typer.Option(
-            help="How --judge selects: near-tie, large-gap, disagreement, information, or uniform (docs/labels.md)."
+            help="How --judge selects: large-gap, information, near-tie, disagreement, or uniform (docs/labels.md);"
+            " without a --judge, tasks are selected uniformly."
         ),
-    ] = "near-tie",
+    ] = "large-gap",
     uniform_share: Annotated[
         float, typer.Option(help="Share of the probability that all sets of responses have alike.")
     ] = 0.1,

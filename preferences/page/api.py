@@ -48,7 +48,6 @@ Edit = Annotated[str, Field(max_length=MAX_EDIT_CHARACTERS, pattern=STORABLE)]
 ExportFormat = Annotated[str, Field(json_schema_extra={"enum": [form.name for form in FORMATS.values() if form.write]})]
 Names = Annotated[bool, Query(description="Name the labelers; by default they have pseudonyms.")]
 ByCriterion = Annotated[str, Query(description="Rank by this criterion's ratings; by default, as labelers ranked.")]
-SignIns = Annotated[bool, Query(description="Sign-ins and refused ones, instead of everything else.")]
 Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 
 
@@ -224,24 +223,6 @@ class ExportBody(BaseModel):
     left_out: dict[str, int]
 
 
-class InvitationBody(Body):
-    name: Text
-    role: Literal["lead", "labeler"]
-
-
-class RevocationBody(Body):
-    name: Text
-
-
-class ErasureBody(Body):
-    name: Text
-
-
-class StateBody(Body):
-    name: Text
-    state: Literal["admitted", "closed"]
-
-
 class Problem(BaseModel):
     detail: str
 
@@ -301,14 +282,6 @@ class Api:
         get("/judgments/{batch:path}", summary="Every event on a batch (leads)")(self.judgments)
         get("/export/{batch:path}", summary="A batch in a format, and what it leaves out (leads)")(self.export)
         get("/quality/{batch:path}", summary="Statistics of a batch (leads)")(self.quality)
-        get("/accounts", summary="Accounts (leads)")(self.list_accounts)
-        get("/invitations", summary="One-time links that can still be used (leads)")(self.invitations)
-        post("/invitations", summary="Make a one-time link, which voids an older one (leads)")(self.invite)
-        post("/invitations/revoked", summary="Void the link of a name (leads)", status_code=204)(self.revoke)
-        get("/people/{name:path}", summary="Everything held about a person (leads)")(self.held_about)
-        post("/people/erased", summary="Erase a person, except for judgments (leads)")(self.erase)
-        get("/audit-log", summary="Who did what, or signed in (leads)")(self.audit_log)
-        post("/accounts/state", summary="Admit somebody or close an account (leads)", status_code=204)(self.set_state)
 
     def _signed_in(self, bearer: HTTPAuthorizationCredentials | None) -> tuple[Account, str]:
         account = self.accounts.session(bearer.credentials) if bearer is not None else None
@@ -504,46 +477,6 @@ class Api:
     def _require_batch(self, batch: str) -> None:
         if batch not in self.service.store.batches():
             raise HTTPException(404, f"batch {batch!r} is not in the store")
-
-    def list_accounts(self, bearer: Bearer) -> list[dict[str, Any]]:
-        self._lead(bearer)
-        pseudonyms = self.accounts.pseudonyms()
-        return [{**asdict(account), "pseudonym": pseudonyms[account.name]} for account in self.accounts.all()]
-
-    def invitations(self, bearer: Bearer) -> list[dict[str, Any]]:
-        self._lead(bearer)
-        return [asdict(link) for link in self.accounts.links()]
-
-    def invite(self, body: InvitationBody, bearer: Bearer) -> dict[str, str]:
-        account, _ = self._lead(bearer)
-        code = self.accounts.invite(body.name, body.role, by=account.name)
-        return {"link": self.service.config.server.link(code)}
-
-    def revoke(self, body: RevocationBody, bearer: Bearer) -> None:
-        account, _ = self._lead(bearer)
-        self.accounts.revoke(body.name, by=account.name)
-
-    def held_about(self, name: str, bearer: Bearer) -> dict[str, Any]:
-        account, _ = self._lead(bearer)
-        if name not in self.accounts.pseudonyms():
-            raise HTTPException(404, f"the store holds nothing under the name {name!a}")
-        return self.accounts.held_about(name, by=account.name)
-
-    def erase(self, body: ErasureBody, bearer: Bearer) -> dict[str, str]:
-        account, _ = self._lead(bearer)
-        if body.name == account.name:
-            raise HTTPException(403, "you cannot erase yourself; another lead can")
-        return {"pseudonym": self.accounts.erase(body.name, by=account.name)}
-
-    def audit_log(self, bearer: Bearer, *, sign_ins: SignIns = False) -> list[dict[str, Any]]:
-        self._lead(bearer)
-        return [asdict(event) for event in self.accounts.audit_log(sign_ins=sign_ins)]
-
-    def set_state(self, body: StateBody, bearer: Bearer) -> None:
-        account, _ = self._lead(bearer)
-        if body.name == account.name:
-            raise HTTPException(403, "you cannot close your own account; another lead can")
-        self.accounts.set_state(body.name, body.state, by=account.name)
 
     def _as_body(self, presented: PresentedTask) -> TaskBody:
         shown, config = presented.lease.shown, self.service.config

@@ -78,7 +78,7 @@ def make_app(
     site = Site(config, accounts, questions.num_waiting, has_arena=arena is not None)
     routers = [
         Api(service, accounts, lead, questions, attempts).router,
-        LeadApi(accounts, lead).router,
+        LeadApi(accounts, lead, config.server).router,
         InstructionPages(site).router,
         TaskPages(site, service).router,
         QuestionPages(site, questions).router,

@@ -1,4 +1,4 @@
-"""The part of the API with which leads organize labeling: overlap, closing, assignment, the queue, search, progress."""
+"""The part of the API with which leads organize labeling: progress, queue, search, overlap, assignment, and people."""
 
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
@@ -12,6 +12,7 @@ from preferences.accounts import MAX_DAILY_QUOTA, Account, Accounts
 from preferences.adjudication import Threshold
 from preferences.assignment import MAX_TAG_CHARACTERS, MAX_TAGS
 from preferences.page.api import ERRORS, IS_WHOLE, MAX_TASKS_AT_ONCE, STORABLE, Bearer, Body, Name, Text
+from preferences.page.config import ServerConfig
 from preferences.page.service import LeadView
 from preferences.records import MAX_LABELERS
 from preferences.search import Search, Sort, State
@@ -26,6 +27,7 @@ Share = Annotated[float, Query(ge=0, le=1)]
 Start = Annotated[int, Query(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Query(ge=0, le=4e9, description="Seconds since the epoch; 0 = any time.")]
 Term = Annotated[str, Query(max_length=400, pattern=STORABLE)]
+SignIns = Annotated[bool, Query(description="Sign-ins and refused ones, instead of everything else.")]
 Kind = Literal["", "answer", "skip", "undo", "adjudication", "void"]
 
 
@@ -72,17 +74,43 @@ class AssignmentBody(Body):
     daily_quota: Annotated[int, Field(ge=0, le=MAX_DAILY_QUOTA), IS_WHOLE] = 0
 
 
-class LeadApi:
-    """The routes. `_lead` of the other part says who may use them."""
+class InvitationBody(Body):
+    name: Text
+    role: Literal["lead", "labeler"]
 
-    def __init__(self, accounts: Accounts, lead: LeadView) -> None:
-        self.accounts, self.lead, self.store = accounts, lead, lead.store
+
+class RevocationBody(Body):
+    name: Text
+
+
+class ErasureBody(Body):
+    name: Text
+
+
+class StateBody(Body):
+    name: Text
+    state: Literal["admitted", "closed"]
+
+
+class LeadApi:
+    """The routes, all of them for leads only."""
+
+    def __init__(self, accounts: Accounts, lead: LeadView, server: ServerConfig) -> None:
+        self.accounts, self.lead, self.store, self.server = accounts, lead, lead.store, server
         self.router = APIRouter(prefix="/api", responses=ERRORS)
         get, post = self.router.get, self.router.post
         get("/progress", summary="What is left, when it may be done, and everybody's hours (leads)")(self.progress)
         get("/queue", summary="Tasks to adjudicate, most disagreement first (leads)")(self.queue)
         get("/search/tasks", summary="Tasks by words, batch, sort, state or disagreement (leads)")(self.search_tasks)
         get("/search/answers", summary="What labelers did, newest first (leads)")(self.search_answers)
+        get("/accounts", summary="Accounts (leads)")(self.list_accounts)
+        get("/invitations", summary="One-time links that can still be used (leads)")(self.invitations)
+        post("/invitations", summary="Make a one-time link, which voids an older one (leads)")(self.invite)
+        post("/invitations/revoked", summary="Void the link of a name (leads)", status_code=204)(self.revoke)
+        get("/people/{name:path}", summary="Everything held about a person (leads)")(self.held_about)
+        post("/people/erased", summary="Erase a person, except for judgments (leads)")(self.erase)
+        get("/audit-log", summary="Who did what, or signed in (leads)")(self.audit_log)
+        post("/accounts/state", summary="Admit somebody or close an account (leads)", status_code=204)(self.set_state)
         for path, summary, route in (
             ("/batches/labelers", "Set how many labelers each task of a batch wants", self.set_batch_labelers),
             ("/batches/closed", "Close or reopen a batch", self.set_closed),
@@ -208,3 +236,45 @@ class LeadApi:
     def set_assignment(self, body: AssignmentBody, bearer: Bearer) -> None:
         account = self._lead(bearer)
         self.accounts.set_assignment(body.name, body.tags, body.daily_quota, by=account.name)
+
+    # ---- people ----
+
+    def list_accounts(self, bearer: Bearer) -> list[dict[str, Any]]:
+        self._lead(bearer)
+        pseudonyms = self.accounts.pseudonyms()
+        return [{**asdict(account), "pseudonym": pseudonyms[account.name]} for account in self.accounts.all()]
+
+    def invitations(self, bearer: Bearer) -> list[dict[str, Any]]:
+        self._lead(bearer)
+        return [asdict(link) for link in self.accounts.links()]
+
+    def invite(self, body: InvitationBody, bearer: Bearer) -> dict[str, str]:
+        account = self._lead(bearer)
+        code = self.accounts.invite(body.name, body.role, by=account.name)
+        return {"link": self.server.link(code)}
+
+    def revoke(self, body: RevocationBody, bearer: Bearer) -> None:
+        account = self._lead(bearer)
+        self.accounts.revoke(body.name, by=account.name)
+
+    def held_about(self, name: str, bearer: Bearer) -> dict[str, Any]:
+        account = self._lead(bearer)
+        if name not in self.accounts.pseudonyms():
+            raise HTTPException(404, f"the store holds nothing under the name {name!a}")
+        return self.accounts.held_about(name, by=account.name)
+
+    def erase(self, body: ErasureBody, bearer: Bearer) -> dict[str, str]:
+        account = self._lead(bearer)
+        if body.name == account.name:
+            raise HTTPException(403, "you cannot erase yourself; another lead can")
+        return {"pseudonym": self.accounts.erase(body.name, by=account.name)}
+
+    def audit_log(self, bearer: Bearer, *, sign_ins: SignIns = False) -> list[dict[str, Any]]:
+        self._lead(bearer)
+        return [asdict(event) for event in self.accounts.audit_log(sign_ins=sign_ins)]
+
+    def set_state(self, body: StateBody, bearer: Bearer) -> None:
+        account = self._lead(bearer)
+        if body.name == account.name:
+            raise HTTPException(403, "you cannot close your own account; another lead can")
+        self.accounts.set_state(body.name, body.state, by=account.name)

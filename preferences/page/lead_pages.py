@@ -39,7 +39,9 @@ class LeadPages:
         batches = self.lead.batches()
         wrong = self.site.config.warning([batch.name for batch in batches])
         found = self.lead.pace(batches)
-        return self.site.page("lead", account, token, batches=batches, export_formats=EXPORTS, wrong=wrong, **found)
+        return self.site.page(
+            "lead", account, token, batches=batches, exports=[FORMATS[name] for name in EXPORTS], wrong=wrong, **found
+        )
 
     # ---- changing batches ----
 
@@ -151,6 +153,7 @@ class PeoplePages:
             token,
             422 if wrong else 200,
             accounts=self.accounts.all(),
+            has_screening=self.site.config.screening is not None,
             links=self.accounts.links(),
             events=self.accounts.audit_log(),
             sign_ins=self.accounts.audit_log(sign_ins=True),

@@ -87,7 +87,7 @@ class SearchPages:
         threshold, start = threshold_of(str(request.query_params)), _number(request.query_params.get("start", ""))
         with self.store.reading() as connection:
             num_left = adjudication.num_queued(connection, threshold)
-            found = adjudication.queued(connection, threshold, start=start, limit=PAGE_SIZE)
+            found = adjudication.queued(connection, threshold, start=start, limit=PAGE_SIZE + 1)
         return self.site.page(
             "queue",
             account,
@@ -96,8 +96,9 @@ class SearchPages:
             query=query_of(threshold),
             batches=self.store.batches(),
             num_left=num_left,
-            found=found,
-            prompts=self.store.shown_prompts([one.task_id for one in found]),
+            found=found[:PAGE_SIZE],
+            has_more=len(found) > PAGE_SIZE,
+            prompts=self.store.shown_prompts([one.task_id for one in found[:PAGE_SIZE]]),
             start=start,
             page_size=PAGE_SIZE,
         )
@@ -150,6 +151,9 @@ class SearchPages:
         """Changes the ticked tasks, or all that the search finds."""
         account, _, fields = self.site.lead_form(request, posted)
         query, by, now = fields.text("query"), account.name, self.store.now()
+        action = _action(fields)
+        if action == "nothing":
+            return redirect(f"/lead/search?{query}")
         with self.store.writing() as connection:
             if fields.text("which") == "all":
                 given = {name: values[0] for name, values in parse_qs(query).items()}
@@ -164,7 +168,6 @@ class SearchPages:
             if not positions:
                 raise RefusedError("no task was chosen; tick some, or choose all that the search finds")
             how: dict[str, Any] = {"by": by, "now": now}
-            action = fields.text("action")
             if action == "labelers":
                 number = fields.number("num_labelers") or 0
                 organizing.set_num_labelers(connection, positions, number, **how)
@@ -175,6 +178,19 @@ class SearchPages:
             else:
                 raise RefusedError("the form names no change")
         return redirect(f"/lead/search?{query}")
+
+
+def _action(fields: Fields) -> str:
+    """Returns the change that a form asks for. Enter in a field asks for what was typed; "nothing" if nothing was.
+
+    Raises: RefusedError if both the number and the tags were typed.
+    """
+    if fields.text("action") != "typed":
+        return fields.text("action")
+    typed = [action for action, field in (("labelers", "num_labelers"), ("tags", "tags")) if fields.text(field).strip()]
+    if len(typed) > 1:
+        raise RefusedError("both a number and tags were typed; press the button of the one that you want to set")
+    return typed[0] if typed else "nothing"
 
 
 def tags_in(fields: Fields) -> list[str]:

@@ -9,14 +9,11 @@ tasks that they were given, and cannot learn anything by choosing tasks to answe
 import hashlib
 import hmac
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
-
-from markupsafe import Markup
 
 from preferences import assignment
 from preferences.accounts import Account, Accounts
@@ -26,25 +23,23 @@ from preferences.formats.registry import format_to_write
 from preferences.leases import Lease
 from preferences.names import known_pseudonym
 from preferences.page.config import LabelingConfig, Screening
+from preferences.page.quality_reports import QualityReports
 from preferences.progress import PaceLog
 from preferences.rankings import criteria_in, current_judgments
 from preferences.records import KINDS, MAX_MILLISECONDS, Answer, Judgment
 from preferences.results import BatchCounts, PastEvent
 from preferences.statistics.panel import Panel
-from preferences.statistics.plots import labeler_shares, positions_plot, progress_plot, share_plot, time_plot
 from preferences.statistics.quality import gold_accuracy, screen
-from preferences.statistics.summary import LabelReport, summary
+from preferences.statistics.summary import LabelReport
 from preferences.store import LabelStore
 
 NUM_HISTORY = 50
 MAX_LEFT = 1_000  # a page counts at most this many remaining tasks
-EXPORTS = ("heed", "rankings", "consensus", "trl", "hh")
+# linked on the Progress page
+EXPORTS = (
+    "heed", "rankings", "consensus", "trl", "hh", "criteria", "edits", "demonstrations", "argilla", "label-studio",
+)  # fmt: skip
 EXAMPLES_PER_KIND = 5  # shown on the page for each kind of warning of an export; the report's file has all
-SHARES = {
-    "agreement": "Agrees with others",
-    "gold_accuracy": "Agrees with gold tasks",
-    "shown_first": "Prefers what is shown first",
-}
 PAGE_SIZE = 100  # answers on a page
 NUM_REVIEWED = 20  # tasks on the quality page that labelers disagree on most
 
@@ -296,18 +291,6 @@ def screened(store: LabelStore, labeler: str, screening: Screening) -> bool:
 
 
 @dataclass(frozen=True)
-class Quality:
-    """A batch's statistics and its plots with their titles.
-
-    `as_of` is the batch's newest judgment, the number of people who were erased, and of judgments that are wanted.
-    """
-
-    as_of: tuple[int, int, int]
-    report: LabelReport
-    plots: list[tuple[str, Markup]]
-
-
-@dataclass(frozen=True)
 class Exported:
     """A batch in a format, with a report of what the format cannot hold."""
 
@@ -336,13 +319,12 @@ class Exported:
 
 
 class LeadView:
-    """Reads the store for leads. Statistics are cached until a batch's next judgment, an erasure or another overlap."""
+    """Reads the store for leads."""
 
     def __init__(self, store: LabelStore) -> None:
         self.store = store
-        self._known: dict[str, Quality] = {}
-        self._lock = threading.Lock()  # one report at a time, because it takes a core for a second
         self._pace = PaceLog()
+        self._quality = QualityReports(store, self._pace)
 
     def batches(self) -> list[BatchCounts]:
         return self.store.batch_counts()
@@ -360,24 +342,23 @@ class LeadView:
 
     def report(self, batch: str) -> LabelReport:
         """Returns a batch's statistics. Raises: ValueError for an unknown batch."""
-        return self._quality(batch).report
+        return self._quality.of(batch)[0].report
 
     def quality(self, batch: str) -> dict[str, Any]:
         """Returns what the quality page shows, for the first batch if none is named."""
         batches = self.store.batches()
         chosen = batch or next(iter(batches), "")
-        found = self._quality(chosen) if chosen else None
+        found, is_newest = self._quality.of(chosen, may_be_older=True) if chosen else (None, True)
         is_judged = found is not None and found.report.num_answers > 0
         report, plots = (found.report, found.plots) if found is not None and is_judged else (None, [])
         reviewed = [] if report is None else [one.task_id for one in report.disagreements[:NUM_REVIEWED]]
         prompts = self.store.shown_prompts(reviewed)
-        shown = {"reviewed": reviewed, "prompts": prompts}
+        shown = {"reviewed": reviewed, "prompts": prompts, "older": None if is_newest else found}
         return {"batches": batches, "batch": chosen, "report": report, "plots": plots, **shown}
 
     def answers(self, batch: str, labeler: str, kind: str, start: int) -> dict[str, Any]:
         """Returns what the page of answers shows, newest first, starting at index `start`."""
-        counts = self.store.batch_counts()
-        names = [one.name for one in counts]
+        names = self.store.batches()
         chosen = batch if batch in names else next(iter(names), "")
         found = (
             self.store.events(chosen, labeler=labeler, kind=kind, start=start, limit=PAGE_SIZE + 1) if chosen else []
@@ -385,7 +366,7 @@ class LeadView:
         return {
             "batches": names,
             "batch": chosen,
-            "labelers": sorted({name for one in counts for name in one.by_labeler}),
+            "labelers": self.store.labelers(),
             "labeler": labeler,
             "kinds": KINDS,
             "kind": kind,
@@ -395,18 +376,6 @@ class LeadView:
             "start": start,
             "page_size": PAGE_SIZE,
         }
-
-    def _quality(self, batch: str) -> Quality:
-        if batch not in self.store.batches():
-            raise ValueError(f"batch {batch!r} is not in the store")
-        with self._lock:
-            num_wanted = self.store.num_wanted(batch)
-            as_of = (self.store.newest_judgment(batch), self.store.num_erased(), num_wanted)
-            if batch not in self._known or self._known[batch].as_of != as_of:
-                tasks, judgments = self.store.tasks(batch), self.store.judgments(batch)
-                report = summary([stored.task for stored in tasks], judgments)
-                self._known[batch] = Quality(as_of, report, plots_of(judgments, num_wanted, report))
-            return self._known[batch]
 
     def export(self, batch: str, form: str, *, with_names: bool = False, criterion: str = "") -> Exported:
         """Returns a batch in a format, with the labelers' pseudonyms or names, and by one criterion if it is given.
@@ -435,16 +404,3 @@ def exported_what(batch: str, what: str, *, with_names: bool) -> str:
 
 def _as_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     return (json.dumps(row) + "\n" for row in rows)
-
-
-def plots_of(judgments: Sequence[Judgment], num_wanted: int, report: LabelReport) -> list[tuple[str, Markup]]:
-    """Returns the plots of the quality page, each with its title."""
-    milliseconds = [answer.milliseconds for answer in current_judgments(judgments).answers if answer.milliseconds > 0]
-    plots = [("Answers over time", progress_plot(judgments, num_wanted=num_wanted))]
-    for field, title in SHARES.items():
-        rows = labeler_shares(report.labelers, field)
-        plots.append((title, share_plot(rows, name=field, title=title, chance=0.5)))
-    for ranks in report.ranks_by_position:
-        plots.append((f"Mean rank by position, {ranks.num_responses} responses", positions_plot(ranks)))
-    plots.append(("Seconds per answer", time_plot(milliseconds)))
-    return [(title, Markup(plot)) for title, plot in plots if plot]

@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from starlette.datastructures import FormData
 
 from preferences.accounts import Account, Accounts
+from preferences.adjudication import MAX_COUNTED
 from preferences.leases import display_order
 from preferences.page.config import LabelingConfig
 from preferences.page.fields import LETTERS, Fields
@@ -35,8 +36,10 @@ TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 TEMPLATES.globals["display_order"] = display_order
+TEMPLATES.globals["max_queued"] = MAX_COUNTED
 TEMPLATES.filters["shown"] = show
-TEMPLATES.filters["counted"] = lambda number, noun: f"{number} {noun}" + ("" if number == 1 else "s")
+TEMPLATES.filters["counted"] = lambda number, noun: f"{number:,} {noun}" + ("" if number == 1 else "s")
+TEMPLATES.filters["number"] = "{:,}".format
 TEMPLATES.filters["task_title"] = lambda shown: task_title(*shown)
 TEMPLATES.filters["moment"] = as_moment
 TEMPLATES.filters["quoted"] = lambda text: quote(text, safe="")

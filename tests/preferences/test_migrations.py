@@ -22,7 +22,7 @@ from preferences.search import Search
 from preferences.store import LabelStore
 from reward.collect import STAGE
 
-NEWEST = "0013"
+NEWEST = "0015"
 # the full-text index, which differs between the databases and which the schema leaves out
 WORDS = ("task_words", "task_texts_words")
 
@@ -30,7 +30,9 @@ WORDS = ("task_words", "task_texts_words")
 def test_a_new_store_has_the_tables_of_the_schema(empty_database):
     reader, _ = open_engines(empty_database())
     with reader.connect() as connection:
-        is_schemas = {"include_object": lambda _, name, *__: not str(name).startswith(WORDS)}
+        # DESC in an index is not compared: SQLite's reflection leaves it out.
+        left_out = (*WORDS, "task_summaries_by_disagreement", "task_summaries_in_all_batches")
+        is_schemas = {"include_object": lambda _, name, *__: not str(name).startswith(left_out)}
         context = MigrationContext.configure(connection, opts=is_schemas)
         found = compare_metadata(context, metadata)
         tables = [name for name in sqlalchemy.inspect(connection).get_table_names() if not name.startswith(WORDS)]

@@ -7,7 +7,7 @@ import pytest
 from files.rows import read_source
 from preferences import adjudication, assignment, organizing, search
 from preferences.accounts import Accounts
-from preferences.adjudication import Threshold
+from preferences.adjudication import Threshold, disagreement
 from preferences.formats.exchange import export, store_found
 from preferences.formats.merging import collect_all
 from preferences.formats.registry import format_to_read, format_to_write
@@ -16,7 +16,6 @@ from preferences.names import known_pseudonym
 from preferences.records import Answer, Message, Task
 from preferences.search import Search
 from preferences.store import LabelStore
-from preferences.summaries import disagreement
 
 HOW = {"client": "test", "instructions_version": "1"}
 BY = {"by": "eve", "now": 1.0}

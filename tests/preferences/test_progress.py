@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from preferences.progress import DAY_SECONDS, MIN_ANSWERS, PaceLog, _Events
+from preferences import recording
+from preferences.progress import DAY_SECONDS, MIN_ANSWERS, PaceLog, _Work
 from preferences.records import Judgment, Message, Task
 from preferences.store import LabelStore
 
@@ -114,6 +115,48 @@ def test_a_steady_pace_is_extrapolated_exactly(store):
     assert (estimate.num_days, estimate.reason) == (5, "")
 
 
+def add_uncommitted(connection, event):
+    """Stores an event in the transaction of this connection, which the test ends."""
+    rows = recording.judgment_rows("b", [event], {event.task_id: 2})
+    recording.record_external(connection, rows, NOW)
+
+
+@pytest.fixture
+def on_postgres(postgres, postgres_tables):
+    with LabelStore(postgres.new_database(postgres_tables)) as opened:
+        opened.add_tasks([make_task(f"t{number}") for number in range(4)], batch="b", num_labelers=9)
+        yield opened
+
+
+def test_an_answer_that_commits_after_a_later_one_is_read_once(on_postgres):
+    """Two connections to PostgreSQL: numbers are taken in one order, and become visible in the other."""
+    log = PaceLog()
+    with on_postgres.writing() as slow:
+        add_uncommitted(slow, said("t0", "unknown 1", DAY, 60))
+        on_postgres.import_judgments("b", [said("t1", "unknown 2", DAY, 60)])
+        assert [person.name for person in read(on_postgres, log)[1].people] == ["unknown 2"]
+    for _ in range(2):
+        report = read(on_postgres, log)[1]
+        assert {one.name: one.total_answers for one in report.people} == {"unknown 1": 1, "unknown 2": 1}
+    assert (log.num_events("b"), log._gaps) == (2, [])
+
+
+def test_a_number_is_looked_for_until_the_transactions_that_may_have_taken_it_have_ended(on_postgres):
+    log, store = PaceLog(), on_postgres
+    with store._writer.connect() as broken, store._writer.connect() as slow:
+        first, second = broken.begin(), slow.begin()
+        add_uncommitted(broken, said("t0", "unknown 1", DAY, 60))
+        add_uncommitted(slow, said("t1", "unknown 2", DAY, 60))
+        store.import_judgments("b", [said("t2", "unknown 3", DAY, 60)])
+        assert (read(store, log)[0].num_events("b"), [(one.low, one.high) for one in log._gaps]) == (1, [(1, 2)])
+        first.rollback()
+        assert (read(store, log)[0].num_events("b"), [(one.low, one.high) for one in log._gaps]) == (1, [(1, 2)])
+        second.commit()
+        assert (read(store, log)[0].num_events("b"), log._gaps) == (2, [])  # nothing can be stored under 1 any more
+    store.import_judgments("b", [said("t3", "unknown 1", DAY, 60)])
+    assert (read(store, log)[0].num_events("b"), log._gaps) == (3, [])
+
+
 @pytest.mark.parametrize("num_days", [14, 5])
 def test_ranges_hold_about_as_often_as_they_say(num_days):
     """80% ranges of the last day, over 200 teams whose days vary a lot: 154 hold after 14 days, 161 after 5."""
@@ -122,10 +165,10 @@ def test_ranges_hold_about_as_often_as_they_say(num_days):
         per_day = rng.poisson(rng.gamma(2.0, 5.0, size=60)) * (rng.random(60) > 2 / 7)
         per_day[0] = max(per_day[0], MIN_ANSWERS)
         days = np.repeat(np.arange(DAY - num_days + 1, DAY + 1), per_day[:num_days])
-        log = PaceLog()
-        log._batches, log._labelers, log._newest = {"b": 0}, {"unknown": 0}, 1
-        nobody = [0] * len(days)
-        log._events = _Events(nobody, nobody, [*map(int, days)], [1_000] * len(days), [1] * len(days))
+        log, work = PaceLog(), _Work()
+        for day in map(int, days):
+            work.add(day, 1_000, 1)
+        log._work = {("unknown", "b"): work}
         estimate = log.estimate("b", 60, NOW)
         assert estimate.finished_at is not None
         low, high = (at / DAY_SECONDS - DAY for at in estimate.finished_at)

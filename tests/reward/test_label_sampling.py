@@ -53,7 +53,7 @@ def test_samples_of_two_policies_are_put_before_labelers(folder: Path, heed_labe
 
 def test_reward_models_choose_what_they_are_unsure_of(folder: Path, heed_label: Call) -> None:
     judged = ("--judge", str(folder / "judge"), "--evaluation-share", "0.5", "--responses", "2", "--samples", "3")
-    code, said, _ = heed_label(*arguments(folder, *judged))
+    code, said, _ = heed_label(*arguments(folder, *judged, "--choose", "near-tie"))
     assert (code, "selected by near-tie" in said) == (0, True)
     with LabelStore(folder / "labels.sqlite") as store:
         details = [one.task.details for one in store.tasks("b")]
@@ -62,6 +62,8 @@ def test_reward_models_choose_what_they_are_unsure_of(folder: Path, heed_label: 
     }  # fmt: skip
     unsure = {round(detail["propensity"], 6) for detail in details if detail["method"] == "near-tie"}
     assert len(unsure) > 1
+    code, said, _ = heed_label(*arguments(folder, *judged, "--batch", "c"))
+    assert (code, "selected by large-gap" in said) == (0, True)  # by default
 
 
 def test_a_judge_of_several_objectives_is_given_their_weights(

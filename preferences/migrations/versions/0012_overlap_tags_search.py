@@ -88,12 +88,12 @@ def _index_words() -> None:
 
 def _fill() -> None:
     """Fills the new tables for tasks and judgments that are already stored."""
-    from preferences import search, summaries
+    from preferences import adjudication, search
 
     tasks = sa.table("tasks", sa.column("position"), sa.column("prompt", sa.JSON), sa.column("responses", sa.JSON))
     wanted = sa.select(tasks.c.position, tasks.c.prompt, tasks.c.responses).order_by(tasks.c.position).limit(1_000)
     connection, last = op.get_bind(), 0
     while found := connection.execute(wanted.where(tasks.c.position > last)).all():
         search.index_texts(connection, [(row.position, row.prompt, row.responses) for row in found])
-        summaries.refresh(connection, [row.position for row in found])
+        adjudication.refresh(connection, [row.position for row in found])
         last = found[-1].position

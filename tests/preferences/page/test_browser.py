@@ -572,6 +572,35 @@ def test_a_lead_changes_a_batch_and_tasks_without_javascript(site):
     assert (counts.num_tasks, counts.num_wanted) == (1, 2)
 
 
+# Forms with a field and several buttons in which Enter would press the first of them, which is one of the visible ones.
+AMBIGUOUS = """[...document.forms].filter((form) => {
+  const buttons = [...form.elements].filter((one) => one.type === "submit");
+  return form.querySelector("input:not([type=hidden])") && buttons.length > 1 && !buttons[0].matches(".unseen");
+}).map((form) => form.action)"""
+
+
+@pytest.mark.parametrize("has_scripts", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_enter_in_a_field_of_the_search_sets_what_was_typed(site, has_scripts):
+    opened = site([make_task("t1"), make_task("t2")])
+    opened.store.write_message("t1", "cy", "cy", "question", "Why?")
+    eve = opened.visit("eve", "lead", "/lead/search", java_script_enabled=has_scripts)
+    eve.get_by_role("checkbox").first.check()
+    with eve.expect_navigation():
+        eve.get_by_role("checkbox").first.press("Enter")  # nothing was typed, so nothing is set
+    eve.get_by_role("checkbox").first.check()
+    eve.get_by_text("Change tasks").click()
+    tags = eve.get_by_label("Tags that a labeler needs, separated by commas")
+    tags.fill("chess")
+    with eve.expect_navigation():
+        tags.press("Enter")
+    assert opened.store.lease("dee", seconds=60, batch="main").task_id == "t2"
+    assert [one.num_labelers for one in opened.store.tasks("main")] == [1, 1]
+    if has_scripts:
+        for path in ("/lead", "/lead/people", "/lead/queue", "/lead/answers", "/lead/search", "/questions"):
+            eve.goto(opened.address + path)
+            assert eve.evaluate(AMBIGUOUS) == [], path
+
+
 def axe(page: Page) -> list[str]:
     """Runs axe in light colours, and its colour rules in dark ones too."""
     problems = []

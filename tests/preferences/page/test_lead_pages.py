@@ -1,5 +1,7 @@
 """What leads organize on the pages and through the API: progress, overlap, closing, tags, quotas, queue, search."""
 
+import time
+
 import pytest
 from fastapi.testclient import TestClient
 
@@ -56,6 +58,26 @@ def test_the_quality_page_knows_a_new_overlap(world, eve):
     assert "1 of 1 answers (100%)" in eve.get("/lead/quality").text
     posted(eve, "/lead/batch/labelers", batch="main", num_labelers="4")
     assert "1 of 4 answers (25%)" in eve.get("/lead/quality").text
+
+
+def test_a_large_batchs_statistics_come_from_another_process_and_may_be_older(world, eve, monkeypatch):
+    """What the page shows at once is older and says so; a name that was erased is never shown again."""
+    monkeypatch.setattr("preferences.page.quality_reports.MAX_EVENTS_HERE", 0)
+    world.add(make_task("t1"), make_task("t2"), num_labelers=2)
+    say(world, "ann", (1, 2))
+    assert "1 answer to" in (first := eve.get("/lead/quality").text)
+    assert "statistics as of" not in first
+    say(world, "bob", (1, 2))
+    older = eve.get("/lead/quality").text
+    assert ("1 answer to" in older, "These are the statistics as of 1970-01-01 00:16:40 (UTC)" in older) == (True, True)
+    deadline = time.monotonic() + 60
+    while "statistics as of" in (newer := eve.get("/lead/quality").text):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert ("2 answers to" in newer, '<th scope="row">bob</th>' in newer) == (True, True)
+    world.accounts.erase("bob", by="command line")
+    erased = eve.get("/lead/quality").text
+    assert ("2 answers to" in erased, "bob" in erased, "statistics as of" in erased) == (True, False, False)
 
 
 def test_a_lead_widens_closes_and_reopens_a_batch(world, visit, eve):

@@ -114,9 +114,13 @@ def test_an_erasure_empties_what_the_person_wrote(new_database, clock):
         store.add_tasks([make_task("t1")], batch="b", num_labelers=1)
         store.write_message("t1", "ann", "ann", "question", "My name is Ann. Why?")
         store.write_message("t1", "ann", "eve", "reply", "Because.")
+        store.add_tasks([make_task("t2")], batch="b", num_labelers=1)
+        store.write_message("t2", "ann", "ann", "question", "And this one?")
+        store.write_message("t2", "bob", "bob", "question", "And for me?")
+        assert (store.num_waiting(), store.num_waiting("ann")) == (2, 1)
         accounts = Accounts(url, clock=clock)
         held = accounts.held_about("ann", by="command line")
-        assert [row["text"] for row in held["questions"]] == ["My name is Ann. Why?", "Because."]
+        assert [row["text"] for row in held["questions"]] == ["My name is Ann. Why?", "Because.", "And this one?"]
         assert held["questions"][0]["author"] == held["pseudonym"]
         assert "eve" not in str(held)  # other people have pseudonyms
         pseudonym = accounts.erase("ann", by="command line")
@@ -124,6 +128,11 @@ def test_an_erasure_empties_what_the_person_wrote(new_database, clock):
         (thread,) = store.threads(task_id="t1")
         assert thread.labeler == pseudonym
         assert [one.text for one in thread.said] == ["", "Because."]
+        assert store.num_waiting() == 1  # an erased labeler can read no reply
+        assert {one.labeler: one.state for one in store.threads(task_id="t2")} == {
+            pseudonym: "resolved",
+            "bob": "question",
+        }
 
 
 def test_unusable_messages_are_refused(new_database, clock):

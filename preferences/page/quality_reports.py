@@ -1,0 +1,161 @@
+"""The statistics and plots of the Quality page, computed once per state of a batch.
+
+A batch with more than MAX_EVENTS_HERE events takes seconds (100,000 answers: ten), mostly in Python. A separate process
+computes its statistics, so that labelers' pages do not wait for the interpreter. Until it is done, the page shows the
+statistics that are there and says that they are older.
+"""
+
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from preferences.progress import PaceLog
+from preferences.rankings import current_judgments
+from preferences.records import Judgment
+from preferences.statistics.plots import labeler_shares, positions_plot, progress_plot, share_plot, time_plot
+from preferences.statistics.summary import LabelReport, summary
+from preferences.store import LabelStore
+
+LOG = logging.getLogger(__name__)
+MAX_EVENTS_HERE = 1_000  # about 0.1 s
+NICENESS = 10  # labelers' pages come first
+SHARES = {
+    "agreement": "Agrees with others",
+    "gold_accuracy": "Agrees with gold tasks",
+    "shown_first": "Prefers what is shown first",
+}
+
+
+class AsOf(NamedTuple):
+    """What a batch's statistics depend on: its numbers of events and of wanted judgments, and who was erased."""
+
+    num_events: int
+    num_wanted: int
+    num_erased: int
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A batch's statistics and its plots with their titles. `computed_at` is in seconds since the epoch."""
+
+    as_of: AsOf
+    computed_at: float
+    report: LabelReport
+    plots: list[tuple[str, Markup]]
+
+
+class QualityReports:
+    """Computes and keeps the statistics of a store's batches."""
+
+    def __init__(self, store: LabelStore, pace: PaceLog) -> None:
+        self.store, self.pace = store, pace
+        self._known: dict[str, Quality] = {}
+        self._computing = threading.Lock()  # one at a time, because it takes a core
+        self._refreshing: set[str] = set()
+
+    def of(self, batch: str, *, may_be_older: bool = False) -> tuple[Quality, bool]:
+        """Returns a batch's statistics, and whether they are those of its present state.
+
+        With `may_be_older`, those of a large batch may be older; computing the present ones has then begun. Never do
+        they name somebody who was erased.
+
+        Raises: ValueError for an unknown batch.
+        """
+        if batch not in self.store.batches():
+            raise ValueError(f"batch {batch!r} is not in the store")
+        now = self._as_of(batch)
+        known = self._known.get(batch)
+        if known is not None and known.as_of == now:
+            return known, True
+        if may_be_older and known is not None and _is_large(now) and known.as_of.num_erased == now.num_erased:
+            self._refresh(batch)
+            return known, False
+        return self._computed(batch), True
+
+    def _as_of(self, batch: str) -> AsOf:
+        with self.store.reading() as connection:
+            self.pace.read(connection)
+        return AsOf(self.pace.num_events(batch), self.store.num_wanted(batch), self.store.num_erased())
+
+    def _refresh(self, batch: str) -> None:
+        """Computes a batch's statistics in the background, unless that has begun already."""
+        if batch not in self._refreshing:
+            self._refreshing.add(batch)
+            threading.Thread(target=self._refreshed, args=(batch,), daemon=True).start()
+
+    def _refreshed(self, batch: str) -> None:
+        try:
+            self._computed(batch)
+        finally:
+            self._refreshing.discard(batch)
+
+    def _computed(self, batch: str) -> Quality:
+        with self._computing:
+            now, computed_at = self._as_of(batch), self.store.now()  # before reading: what comes later is read again
+            known = self._known.get(batch)
+            if known is not None and known.as_of == now:  # another request computed them while this one waited
+                return known
+            elsewhere = _computed_elsewhere(self.store, batch) if _is_large(now) else None
+            found = elsewhere or compute(self.store, batch)
+            self._known[batch] = Quality(now, computed_at, *found)
+            return self._known[batch]
+
+
+def _is_large(state: AsOf) -> bool:
+    return state.num_events > MAX_EVENTS_HERE
+
+
+def compute(store: LabelStore, batch: str) -> tuple[LabelReport, list[tuple[str, Markup]]]:
+    """Returns a batch's statistics and plots."""
+    tasks, judgments, num_wanted = store.tasks(batch), store.judgments(batch), store.num_wanted(batch)
+    report = summary([stored.task for stored in tasks], judgments)
+    return report, plots_of(judgments, num_wanted, report)
+
+
+def plots_of(judgments: Sequence[Judgment], num_wanted: int, report: LabelReport) -> list[tuple[str, Markup]]:
+    """Returns the plots of the quality page, each with its title."""
+    milliseconds = [answer.milliseconds for answer in current_judgments(judgments).answers if answer.milliseconds > 0]
+    plots = [("Answers over time", progress_plot(judgments, num_wanted=num_wanted))]
+    for field, title in SHARES.items():
+        rows = labeler_shares(report.labelers, field)
+        plots.append((title, share_plot(rows, name=field, title=title, chance=0.5)))
+    for ranks in report.ranks_by_position:
+        plots.append((f"Mean rank by position, {ranks.num_responses} responses", positions_plot(ranks)))
+    plots.append(("Seconds per answer", time_plot(milliseconds)))
+    return [(title, Markup(plot)) for title, plot in plots if plot]
+
+
+# ---- in a process of its own ----
+
+
+def _computed_elsewhere(store: LabelStore, batch: str) -> tuple[LabelReport, list[tuple[str, Markup]]] | None:
+    """Returns what `compute` returns, computed by another process; None if that fails."""
+    command = [sys.executable, "-P", "-c", f"from {__name__} import answer; answer()"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    asked = json.dumps([store.url, batch]).encode()  # not an argument: it may hold a password
+    done = subprocess.run(
+        command, input=asked, capture_output=True, env=environment, check=False, start_new_session=True
+    )
+    if done.returncode:
+        LOG.error("the process that computes statistics failed: %s", done.stderr.decode(errors="replace").strip())
+        return None
+    found: tuple[LabelReport, list[tuple[str, Markup]]] = pickle.loads(done.stdout)
+    return found
+
+
+def answer() -> None:
+    """Reads a store's URL and a batch (JSON on standard input), and writes its statistics, pickled."""
+    os.nice(NICENESS)
+    url, batch = json.load(sys.stdin)
+    with LabelStore(url) as store:
+        found = compute(store, batch)
+    sys.stdout.buffer.write(pickle.dumps(found))
