@@ -41,6 +41,10 @@ _VALUES = {
     "<float range>": "NUMBER",
 }
 MAX_DEFAULT = 40  # characters of a default
+READ_BY = {  # commands that read the files of these pages, which are no sections of a job
+    "job/labeling.md": "heed label serve --config FILE.toml",
+    "job/usability.md": "heed label usability start FILE.toml",
+}
 
 
 def pages() -> dict[str, str]:
@@ -79,9 +83,10 @@ class _Section:
 
 
 def _sections() -> list[_Section]:
-    """The sections of a job, then the labeling server's configuration, then the tables that they share."""
+    """The sections of a job, then the files of the labeling server and of a usability study, then shared tables."""
     from heed.jobs.job import BUILT_IN_JOB
     from preferences.page.config import LabelingConfig
+    from preferences.page.study_config import StudyConfig
 
     sections = []
     for name, field in BUILT_IN_JOB.model_fields.items():
@@ -91,6 +96,7 @@ def _sections() -> list[_Section]:
             title = f"[{name}] kind = '{tag}'" if tag else f"[{name}]"
             sections.append(_Section(title, f"job/{name}{'-' if tag else ''}{tag}.md", model))
     sections.append(_Section("Labeling server", "job/labeling.md", LabelingConfig))
+    sections.append(_Section("Usability study", "job/usability.md", StudyConfig))
     shared: dict[str, type[BaseModel]] = {}
     todo = [section.model for section in sections]
     while todo:
@@ -110,8 +116,8 @@ def configuration_pages() -> dict[str, str]:
     for section in sections:
         title = section.title if section.is_table or not section.title.startswith("[") else f"`{section.title}`"
         parts = [_HEADER, f"# {title}", _intro(section.model)]
-        if section.page == "job/labeling.md":
-            parts.append("`heed label serve --config FILE.toml` reads these keys.")
+        if section.page in READ_BY:
+            parts.append(f"`{READ_BY[section.page]}` reads these keys.")
         parts += [f"Used by {', '.join(uses[section.title])}."] if section.is_table else []
         parts += _keys(section.model.model_fields)
         written[section.page] = _page(parts, depth=2)

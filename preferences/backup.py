@@ -35,6 +35,7 @@ from preferences.schema import (
     questions,
     sessions,
     tasks,
+    usability_answers,
 )
 
 ROWS_AT_ONCE = 1_000
@@ -45,6 +46,7 @@ _COUNTED = {
     judgments.name: judgments.c.judgment_id,
     audit_log.name: audit_log.c.act_id,
     questions.name: questions.c.message_id,
+    usability_answers.name: usability_answers.c.answer_id,
 }
 
 

@@ -116,7 +116,8 @@ class TaskBody(BaseModel):
 
 class NoTask(BaseModel):
     """Why there is no task: "instructions" to read, "screening" not passed, the "daily quota" met, "batches closed",
-    "no fitting task" (all open ones require tags that the account lacks), or "nothing open".
+    "no fitting task" (all open ones require tags that the account lacks), "nothing open", or the "questionnaire" of a
+    usability study, which is answered on the page.
     """
 
     waiting: str
@@ -321,20 +322,23 @@ class Api:
     # ---- for labelers ----
 
     def instructions(self, bearer: Bearer) -> dict[str, Any]:
-        self._signed_in(bearer)
-        config = self.service.config
+        account, _ = self._signed_in(bearer)
+        config = self.service.config_for(account)
         quiz = [{"question": one.question, "choices": one.choices} for one in config.quiz]
         return {"version": config.version, "text": config.instructions, "flags": config.flags, "quiz": quiz}
 
     def take_quiz(self, body: QuizBody, bearer: Bearer) -> list[dict[str, Any]]:
         account, _ = self._signed_in(bearer)
-        return [asdict(one) for one in take_quiz(self.accounts, account, self.service.config, body.answers)]
+        return [
+            asdict(one) for one in take_quiz(self.accounts, account, self.service.config_for(account), body.answers)
+        ]
 
     def confirm_reading(self, bearer: Bearer) -> None:
         account, _ = self._signed_in(bearer)
-        if self.service.config.quiz and account.role == "labeler":
+        config = self.service.config_for(account)
+        if config.quiz and account.role == "labeler":
             raise HTTPException(403, "the instructions have a quiz; post its answers to /api/instructions/quiz")
-        self.accounts.confirm_reading(account.name, self.service.config.version)
+        self.accounts.confirm_reading(account.name, config.version)
 
     def lease(self, bearer: Bearer) -> TaskBody | NoTask:
         account, token = self._signed_in(bearer)
@@ -345,7 +349,8 @@ class Api:
 
     def answer(self, body: AnswerBody, bearer: Bearer) -> None:
         account, token = self._signed_in(bearer)
-        config = self.service.config
+        form = body.form.task_form()
+        config = self.service.shown_again(account, token, form).config
         if config.asks_ratings != bool(body.ratings):
             raise _invalid("ratings", f"{'one per response' if config.asks_ratings else 'none'} expected")
         unknown = {flag for flags in body.flags for flag in flags} - set(config.flags)
@@ -356,7 +361,7 @@ class Api:
         flags = tuple(tuple(marked) for marked in body.flags)
         annotations = _annotations(body, config)
         answer = Answer(tuple(body.ranks), 0, tuple(body.ratings), flags, body.note, annotations)
-        self.service.answer(account, token, body.form.task_form(), answer, CLIENT)
+        self.service.answer(account, token, form, answer, CLIENT)
 
     def skip(self, body: SkipBody, bearer: Bearer) -> None:
         account, token = self._signed_in(bearer)
@@ -479,7 +484,7 @@ class Api:
             raise HTTPException(404, f"batch {batch!r} is not in the store")
 
     def _as_body(self, presented: PresentedTask) -> TaskBody:
-        shown, config = presented.lease.shown, self.service.config
+        shown, config = presented.lease.shown, presented.config
         return TaskBody(
             form=Form(**asdict(presented.form)),
             warning=shown.warning,

@@ -34,6 +34,7 @@ from preferences.page.search_pages import SearchPages
 from preferences.page.security import MAX_BODY_BYTES, Attempts, Harden, TooManyTriesError
 from preferences.page.service import LabelingService, LeadView, RefusedError
 from preferences.page.site import SignInNeededError, Site
+from preferences.page.usability_pages import UsabilityPages
 from preferences.store import LabelStore
 
 LOG = logging.getLogger(__name__)
@@ -79,9 +80,10 @@ def make_app(
     routers = [
         Api(service, accounts, lead, questions, attempts).router,
         LeadApi(accounts, lead, config.server).router,
-        InstructionPages(site).router,
+        InstructionPages(site, service).router,
         TaskPages(site, service).router,
         QuestionPages(site, questions).router,
+        UsabilityPages(site, service).router,
         LeadPages(site, lead).router,
         SearchPages(site, service).router,
         PeoplePages(site).router,

@@ -230,20 +230,12 @@ class OidcConfig(BaseModel):
         return found
 
 
-class LabelingConfig(BaseModel):
-    """What labelers see, and in which order they get their tasks."""
+class LabelForm(BaseModel):
+    """What labelers are told, and what the form asks about each task."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    title: str = Field(default="Labeling", description="Title of the pages.")
     instructions: str = Field(default=INSTRUCTIONS, description="Instructions to labelers, in Markdown.")
-    batches: tuple[str, ...] = Field(
-        default=(), description="Batches in the order in which labelers get them; empty = all, in order of arrival."
-    )
-    task_order: Literal["arrival", "random"] = Field(
-        default="random",
-        description="Order of a batch's tasks: random for each labeler, but stable across reloads, or as they arrived.",
-    )
     flags: tuple[str, ...] = Field(
         default=INSTRUCT_GPT_FLAGS, description="What labelers can mark each response with; by default InstructGPT's."
     )
@@ -259,6 +251,46 @@ class LabelingConfig(BaseModel):
         default=(),
         description="Questions about the instructions, which each labeler answers right before they get tasks; again"
         " for each new version.",
+    )
+
+    @property
+    def version(self) -> str:
+        """The instructions' version. Another text, or anything else to judge, makes another version."""
+        more: dict[str, Any] = {"criteria": [one.model_dump() for one in self.criteria]} if self.criteria else {}
+        more |= {"span_labels": self.span_labels} if self.span_labels else {}
+        more |= {"asks_edits": True} if self.asks_edits else {}
+        more |= {"quiz": [one.model_dump() for one in self.quiz]} if self.quiz else {}
+        content = json.dumps([self.instructions, self.flags, self.asks_ratings, *([more] if more else [])])
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+    @field_validator("criteria")
+    @classmethod
+    def _have_different_names(cls, criteria: tuple[LabelCriterion, ...]) -> tuple[LabelCriterion, ...]:
+        names = [one.name for one in criteria]
+        if taken := [name for name in names if name in ROW_FIELDS or names.count(name) > 1]:
+            raise ValueError(f"the name {taken[0]!r}; different names, none of {', '.join(ROW_FIELDS)}, were expected")
+        return criteria
+
+    @field_validator("span_labels")
+    @classmethod
+    def _are_labels(cls, labels: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(labels)) != len(labels) or not all(0 < len(label) <= MAX_NAME_CHARACTERS for label in labels):
+            raise ValueError(f"different labels of 1 to {MAX_NAME_CHARACTERS} characters were expected")
+        return labels
+
+
+class LabelingConfig(LabelForm):
+    """What labelers see, and in which order they get their tasks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    title: str = Field(default="Labeling", description="Title of the pages.")
+    batches: tuple[str, ...] = Field(
+        default=(), description="Batches in the order in which labelers get them; empty = all, in order of arrival."
+    )
+    task_order: Literal["arrival", "random"] = Field(
+        default="random",
+        description="Order of a batch's tasks: random for each labeler, but stable across reloads, or as they arrived.",
     )
     skip_reasons: tuple[str, ...] = Field(
         default=SKIP_REASONS,
@@ -289,31 +321,6 @@ class LabelingConfig(BaseModel):
         """The reasons for a skip that labelers may choose."""
         return tuple(dict.fromkeys((*self.skip_reasons, DECLINES)))
 
-    @property
-    def version(self) -> str:
-        """The instructions' version. Another text, or anything else to judge, makes another version."""
-        more: dict[str, Any] = {"criteria": [one.model_dump() for one in self.criteria]} if self.criteria else {}
-        more |= {"span_labels": self.span_labels} if self.span_labels else {}
-        more |= {"asks_edits": True} if self.asks_edits else {}
-        more |= {"quiz": [one.model_dump() for one in self.quiz]} if self.quiz else {}
-        content = json.dumps([self.instructions, self.flags, self.asks_ratings, *([more] if more else [])])
-        return hashlib.sha256(content.encode()).hexdigest()[:12]
-
-    @field_validator("criteria")
-    @classmethod
-    def _have_different_names(cls, criteria: tuple[LabelCriterion, ...]) -> tuple[LabelCriterion, ...]:
-        names = [one.name for one in criteria]
-        if taken := [name for name in names if name in ROW_FIELDS or names.count(name) > 1]:
-            raise ValueError(f"the name {taken[0]!r}; different names, none of {', '.join(ROW_FIELDS)}, were expected")
-        return criteria
-
-    @field_validator("span_labels")
-    @classmethod
-    def _are_labels(cls, labels: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(labels)) != len(labels) or not all(0 < len(label) <= MAX_NAME_CHARACTERS for label in labels):
-            raise ValueError(f"different labels of 1 to {MAX_NAME_CHARACTERS} characters were expected")
-        return labels
-
     def warning(self, batches: Sequence[str]) -> str:
         """Returns a warning that names configured batches which are not among the store's `batches`; "" if none is."""
         named = (*self.batches, *((self.screening.batch,) if self.screening is not None else ()))
@@ -333,21 +340,29 @@ class LabelingConfig(BaseModel):
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: {error}") from error
         except ValidationError as error:
-            raise ValueError(f"{path}: {_wrong(error)}") from error
+            raise ValueError(f"{path}: {wrong_fields(error)}") from error
+
+    def with_form(self, form: Mapping[str, Any]) -> Self:
+        """Returns a copy that asks what `form` does: values of all fields of `LabelForm`, in JSON's types."""
+        return self.model_copy(update=dict(LabelForm.model_validate(form)))
 
     def with_server(self, options: Mapping[str, object]) -> Self:
         """Returns a copy with these server options. Raises: ValueError naming each invalid option."""
         try:
             server = ServerConfig.model_validate(self.server.model_dump() | dict(options))
         except ValidationError as error:
-            raise ValueError(f"server: {_wrong(error)}") from error
+            raise ValueError(f"server: {wrong_fields(error)}") from error
         return self.model_copy(update={"server": server})
 
 
-def _wrong(error: ValidationError) -> str:
-    """Names each invalid field: what was expected and what was found, or which key an unknown one may stand for."""
-    models = (LabelingConfig, LabelCriterion, QuizQuestion, Screening, OidcConfig, ServerConfig)
-    known = {name for model in models for name in model.model_fields}
+def wrong_fields(error: ValidationError, models: Sequence[type[BaseModel]] = ()) -> str:
+    """Names each invalid field: what was expected and what was found, or which key an unknown one may stand for.
+
+    The keys are those of these `models` and of this module's.
+    """
+    own = (LabelingConfig, LabelCriterion, QuizQuestion, Screening, OidcConfig, ServerConfig)
+    every: tuple[type[BaseModel], ...] = (*own, *models)
+    known = {name for model in every for name in model.model_fields}
     problems = []
     for problem in error.errors():
         key, value = ".".join(map(str, problem["loc"])), problem["input"]

@@ -14,6 +14,7 @@ from fastapi.responses import HTMLResponse
 from preferences.accounts import Account, Accounts
 from preferences.page.config import LabelingConfig, QuizQuestion
 from preferences.page.fields import Fields
+from preferences.page.service import LabelingService
 from preferences.page.site import Posted, Site, redirect
 
 CONTEXT_LINES = 1  # unchanged lines shown around a change
@@ -76,8 +77,8 @@ def take_quiz(accounts: Accounts, account: Account, config: LabelingConfig, chos
 class InstructionPages:
     """The routes of the page."""
 
-    def __init__(self, site: Site) -> None:
-        self.site, self.config = site, site.config
+    def __init__(self, site: Site, service: LabelingService) -> None:
+        self.site, self.service = site, service
         self.router = APIRouter(include_in_schema=False)
         self.router.get("/instructions", response_class=HTMLResponse)(self.instructions)
         self.router.post("/instructions")(self.confirm_reading)
@@ -88,13 +89,14 @@ class InstructionPages:
 
     def confirm_reading(self, request: Request, posted: Posted) -> Response:
         account, token, fields = self.site.form(request, posted)
-        if account.role == "lead" or account.read_version == self.config.version or not self.config.quiz:
-            self.site.accounts.confirm_reading(account.name, self.config.version)
+        config = self.service.config_for(account)
+        if account.role == "lead" or account.read_version == config.version or not config.quiz:
+            self.site.accounts.confirm_reading(account.name, config.version)
             return redirect("/")
-        chosen = [fields.text(f"quiz_{number}") for number in range(len(self.config.quiz))]
+        chosen = [fields.text(f"quiz_{number}") for number in range(len(config.quiz))]
         if not all(chosen):
             return self._page(account, token, 422, fields=fields, wrong="Answer every question.")
-        feedback = take_quiz(self.site.accounts, account, self.config, chosen)
+        feedback = take_quiz(self.site.accounts, account, config, chosen)
         is_passed = all(one.is_right for one in feedback)
         return self._page(account, token, 200 if is_passed else 422, feedback=feedback, fields=fields)
 
@@ -108,7 +110,7 @@ class InstructionPages:
         fields: Fields | None = None,
         wrong: str = "",
     ) -> Response:
-        config, is_passed = self.config, bool(feedback) and all(one.is_right for one in feedback)
+        config, is_passed = self.service.config_for(account), bool(feedback) and all(one.is_right for one in feedback)
         is_new = account.role == "labeler" and account.read_version != config.version
         earlier = self.site.accounts.instructions_text(account.read_version) if is_new else None
         return self.site.page(

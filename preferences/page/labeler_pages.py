@@ -155,7 +155,7 @@ class TaskPages:
 
     def __init__(self, site: Site, service: LabelingService) -> None:
         self.site, self.service = site, service
-        self.config, self.unsaved = service.config, UnsavedForms()
+        self.unsaved = UnsavedForms()
         self.router = APIRouter(include_in_schema=False)
         get, post = self.router.get, self.router.post
         get("/", response_class=HTMLResponse)(self.home)
@@ -186,6 +186,8 @@ class TaskPages:
         presented = own or self.service.next_task(account, token)
         if presented == "instructions":
             return redirect("/instructions")
+        if presented == "questionnaire":
+            return redirect("/usability")
         if not isinstance(presented, PresentedTask):
             heading, text = WAITING[presented]
             return self.site.page("message", account, token, heading=heading, text=text, typed="")
@@ -223,7 +225,7 @@ class TaskPages:
             return self._warning_page(account, token, presented)
         unsaved = self.unsaved.put(token, account, presented)
         earlier = self.service.earlier_answer(lease) if lease.revision else None
-        fields = unsaved or (forms.answer_fields(earlier, lease, self.config) if earlier is not None else EMPTY)
+        fields = unsaved or (forms.answer_fields(earlier, lease, presented.config) if earlier is not None else EMPTY)
         if queue:
             fields = replace(fields, values={**fields.values, QUEUE: queue})
         is_earlier = unsaved is None and earlier is not None
@@ -252,7 +254,7 @@ class TaskPages:
             token,
             422 if wrong else status,
             presented=presented,
-            config=self.config,
+            config=presented.config,
             fields=fields,
             wrong=wrong,
             is_unsaved=is_unsaved,
@@ -302,7 +304,7 @@ class TaskPages:
         presented = self.service.shown_again(account, token, form)
         if account.role == "labeler" and presented.lease.is_hidden:
             return self._warning_page(account, token, presented, 422)
-        answer, wrong = forms.read_answer(fields, presented.lease.shown.responses, self.config)
+        answer, wrong = forms.read_answer(fields, presented.lease.shown.responses, presented.config)
         if answer is None:
             return self._task_page(account, token, presented, fields, wrong)
         self.service.answer(account, token, form, answer, CLIENT)
@@ -327,7 +329,7 @@ class TaskPages:
 
     def _skip(self, request: Request, posted: FormData) -> Response:
         account, token, fields = self.site.form(request, posted)
-        form, reason = forms.task_form(fields), forms.read_reason(fields, self.config)
+        form, reason = forms.task_form(fields), forms.read_reason(fields, self.service.config)
         if not reason:
             presented = self.service.shown_again(account, token, form)
             if presented.lease.is_hidden:

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from preferences import assignment
+from markupsafe import Markup
+
+from preferences import assignment, usability
 from preferences.accounts import Account, Accounts
 from preferences.formats.annotated import by_criterion
 from preferences.formats.parts import Report, RowWarning
@@ -32,6 +34,7 @@ from preferences.statistics.panel import Panel
 from preferences.statistics.quality import gold_accuracy, screen
 from preferences.statistics.summary import LabelReport
 from preferences.store import LabelStore
+from preferences.usability import QuestionnaireAnswer, Stage
 
 NUM_HISTORY = 50
 MAX_LEFT = 1_000  # a page counts at most this many remaining tasks
@@ -43,7 +46,9 @@ EXAMPLES_PER_KIND = 5  # shown on the page for each kind of warning of an export
 PAGE_SIZE = 100  # answers on a page
 NUM_REVIEWED = 20  # tasks on the quality page that labelers disagree on most
 
-Waiting = Literal["instructions", "nothing open", "screening", "daily quota", "batches closed", "no fitting task"]
+Waiting = Literal[
+    "instructions", "nothing open", "screening", "daily quota", "batches closed", "no fitting task", "questionnaire"
+]
 
 
 # ---- for labelers ----
@@ -68,10 +73,11 @@ class TaskForm:
 
 @dataclass(frozen=True)
 class PresentedTask:
-    """A task shown to a labeler, with what its form must send back."""
+    """A task shown to a labeler, with what its form must send back. `config` says what the form asks."""
 
     lease: Lease
     form: TaskForm
+    config: LabelingConfig
 
 
 def seal(session: str, *parts: object) -> str:
@@ -94,7 +100,8 @@ class LabelingService:
 
     def next_task(self, account: Account, session: str) -> PresentedTask | Waiting:
         """Returns the next task for a labeler, or why there is none."""
-        if account.read_version != self.config.version:
+        stage = self.stage(account)
+        if account.read_version != self._config_in(stage).version:
             return "instructions"
         if account.state == "new" and self.config.screening is not None:
             lease = self._lease(account, self.config.screening.batch)
@@ -103,13 +110,46 @@ class LabelingService:
             if not screened(self.store, account.name, self.config.screening):
                 return self._why_not_screened(account, self.config.screening.batch)
             self.accounts.admit_screened(account.name)
+            return self.next_task(replace(account, state="admitted"), session)
+        if stage is not None and not stage.num_left:
+            return "questionnaire"
         if self._has_met_quota(account):
             return "daily quota"
+        if stage is not None:
+            lease = self._lease(account, stage.condition.batch)
+            if lease is not None:
+                return self._presented(lease, session)
+            return "questionnaire" if stage.num_answered else self._why_nothing(account, [stage.condition.batch])
         for batch in self.batches():
             lease = self._lease(account, batch)
             if lease is not None:
                 return self._presented(lease, session)
         return self._why_nothing(account, self.batches())
+
+    def stage(self, account: Account) -> Stage | None:
+        """Returns where a labeler stands in a running usability study; None if they are in none."""
+        if account.role == "lead" or (account.state == "new" and self.config.screening is not None):
+            return None
+        with self.store.reading() as connection:
+            return usability.stage_of(connection, account.name)
+
+    def config_for(self, account: Account) -> LabelingConfig:
+        """Returns the configuration with the form that this person gets next, whose instructions they read first."""
+        return self._config_in(self.stage(account))
+
+    def _config_in(self, stage: Stage | None) -> LabelingConfig:
+        return self.config if stage is None else self.config.with_form(stage.condition.form)
+
+    def _config_of(self, lease: Lease) -> LabelingConfig:
+        """Returns the configuration with the form of a task, which differs for tasks of a usability study."""
+        with self.store.reading() as connection:
+            condition = usability.condition_of(connection, lease.task_id, lease.labeler)
+        return self.config if condition is None else self.config.with_form(condition.form)
+
+    def store_questionnaire(self, account: Account, answer: QuestionnaireAnswer) -> None:
+        """Stores the answers to the questionnaire that is due. Raises: as `usability.store_answer`."""
+        with self.store.writing() as connection:
+            usability.store_answer(connection, account.name, answer, self._clock())
 
     def _has_met_quota(self, account: Account) -> bool:
         quota = account.daily_quota or self.config.daily_quota
@@ -136,7 +176,7 @@ class LabelingService:
 
         Returns None for any other task, and until the labeler has read the current instructions.
         """
-        if account.read_version != self.config.version:
+        if account.read_version != self.config_for(account).version:
             return None
         lease = self.store.with_history(account.name, handle)
         return self._presented(lease, session) if lease is not None and (lease.given_at or lease.is_done) else None
@@ -153,6 +193,9 @@ class LabelingService:
 
     def num_left(self, account: Account) -> int:
         """Counts the tasks that are left for a labeler, including the current one, up to MAX_LEFT."""
+        stage = self.stage(account)
+        if stage is not None:
+            return stage.num_left
         screening = self.config.screening
         batches = self.batches() if screening is None or account.state != "new" else [screening.batch]
         num = 0
@@ -163,9 +206,12 @@ class LabelingService:
         return num
 
     def batches(self) -> list[str]:
-        """Returns the batches that labelers get tasks from, in order."""
-        screening = self.config.screening.batch if self.config.screening is not None else None
-        return [name for name in (self.config.batches or self.store.batches()) if name != screening]
+        """Returns the batches that labelers get tasks from, in order. Those of running studies are left out."""
+        with self.store.reading() as connection:
+            left_out = usability.batches_in_studies(connection)
+        if self.config.screening is not None:
+            left_out.add(self.config.screening.batch)
+        return [name for name in (self.config.batches or self.store.batches()) if name not in left_out]
 
     def reopened(self, account: Account, task_id: str, session: str) -> PresentedTask:
         """Returns a task for a lead to adjudicate. Raises: ValueError for an unknown task."""
@@ -174,7 +220,7 @@ class LabelingService:
     def shown_again(self, account: Account, session: str, form: TaskForm) -> PresentedTask:
         """Returns a submitted form's task, as it was shown. Raises: RefusedError for another session's form."""
         lease, _ = self._sealed_lease(account, session, form)
-        return PresentedTask(lease, form)
+        return PresentedTask(lease, form, self._config_of(lease))
 
     def reveal(self, account: Account, session: str, form: TaskForm) -> None:
         """Stores that the labeler has seen the warning and asked to see the task; its time counts from now.
@@ -192,7 +238,8 @@ class LabelingService:
         """Adds the form. Time counts from when the task was leased, however often its page is reloaded."""
         shown_at = int((lease.given_at or self._clock()) * 1000)
         proof = seal(session, lease.handle, lease.revision, shown_at)
-        return PresentedTask(lease, TaskForm(lease.handle, lease.revision, shown_at, proof))
+        form = TaskForm(lease.handle, lease.revision, shown_at, proof)
+        return PresentedTask(lease, form, self._config_of(lease))
 
     # ---- storing answers ----
 
@@ -207,7 +254,7 @@ class LabelingService:
         lease, milliseconds = self._sealed_lease(account, session, form)
         earlier = self.earlier_answer(lease) if account.role == "labeler" and lease.revision else None
         total = min(milliseconds + (earlier.milliseconds if earlier is not None else 0), MAX_MILLISECONDS)
-        timed, version = replace(answer, milliseconds=total), self.config.version
+        timed, version = replace(answer, milliseconds=total), self._config_of(lease).version
         with _without_id(account, lease):
             if account.role == "lead":
                 self.store.adjudicate(lease, timed, client=client, instructions_version=version, act="adjudicated")
@@ -217,8 +264,9 @@ class LabelingService:
     def skip(self, account: Account, session: str, form: TaskForm, reason: str, client: str) -> None:
         """Leaves a task to other labelers. Raises what `answer` raises."""
         lease, milliseconds = self._sealed_lease(account, session, form)
+        version = self._config_of(lease).version
         with _without_id(account, lease):
-            self.store.skip(lease, reason, milliseconds, client=client, instructions_version=self.config.version)
+            self.store.skip(lease, reason, milliseconds, client=client, instructions_version=version)
 
     def ask(self, account: Account, lease: Lease, text: str) -> None:
         """Stores a labeler's question about a task that they were shown. Raises: ValueError for an unusable text."""

@@ -1,0 +1,142 @@
+"""The questionnaire that ends each condition of a usability study, and a lead's page of results."""
+
+import logging
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse
+
+from preferences import usability
+from preferences.accounts import Account
+from preferences.page.fields import Fields
+from preferences.page.forms import RETRY_SECONDS, STORE_AWAY, reason_of
+from preferences.page.service import LabelingService
+from preferences.page.site import Posted, Site, redirect
+from preferences.questionnaire import LOAD, LOAD_CHOICES, SUS, SUS_CHOICES
+from preferences.statistics.usability import read_report
+from preferences.statistics.usability_tables import conclusions, usability_tables
+from preferences.usability import MAX_COMMENT_CHARACTERS, NO_PREFERENCE, NOT_ASKED, QuestionnaireAnswer, Stage
+
+LOG = logging.getLogger(__name__)
+NO_PREFERENCE_VALUE = "none"  # of the field `preferred`; a condition is its index
+
+
+class UsabilityPages:
+    """The routes of the pages."""
+
+    def __init__(self, site: Site, service: LabelingService) -> None:
+        self.site, self.service = site, service
+        self.router = APIRouter(include_in_schema=False)
+        self.router.get("/usability", response_class=HTMLResponse)(self.questionnaire)
+        self.router.post("/usability")(self.answer)
+        self.router.get("/lead/usability", response_class=HTMLResponse)(self.results)
+
+    def questionnaire(self, request: Request) -> Response:
+        account, token = self.site.signed_in(request)
+        stage = self._due(account, token)
+        return redirect("/task") if stage is None else self._page(account, token, stage)
+
+    def answer(self, request: Request, posted: Posted) -> Response:
+        """Stores the answers. A form that was sent before, or that is not due, leads to the next task."""
+        account, token, fields = self.site.form(request, posted)
+        try:
+            stage = self._due(account, token)
+            if stage is None or fields.text("condition") != str(stage.conditions[stage.place]):
+                return redirect("/task")
+            answer, wrong = read_questionnaire(fields, account.name, stage)
+            if answer is None:
+                return self._page(account, token, stage, fields, wrong)
+            self.service.store_questionnaire(account, answer)
+        except STORE_AWAY as error:
+            LOG.error("a questionnaire was not stored: %s", reason_of(error))
+            values = [(name, value) for name, value in posted.multi_items() if isinstance(value, str)]
+            typed = fields.text("comment")
+            page = self.site.page("unsaved", None, "", 503, action="/usability", values=values, typed=typed)
+            page.headers["Retry-After"] = str(RETRY_SECONDS)
+            return page
+        if not stage.is_last:
+            return redirect("/task")
+        text = "You have tried all forms, and your answers are stored. That was the whole study."
+        return self.site.page("message", account, token, heading="Thank you", text=text, typed="")
+
+    def results(self, request: Request) -> Response:
+        """Shows a lead the results of a study; of the newest, if none is named."""
+        account, token = self.site.lead(request)
+        with self.service.store.reading() as connection:
+            studies = usability.studies(connection)
+            if not studies:
+                return self.site.page("studies", account, token, studies=studies)
+            name = request.query_params.get("study", "") or studies[-1].name
+            study = usability.require(connection, name)
+            report, said = read_report(connection, name), usability.answers(connection, name)
+        return self.site.page(
+            "studies",
+            account,
+            token,
+            studies=studies,
+            report=report,
+            is_stopped=study.stopped_at > 0,
+            num_finished=sum(num for _, num in report.finished),
+            sentences=[*conclusions(report), *report.notes],
+            tables=usability_tables(report),
+            comments=[(study.conditions[one.condition].name, one.comment) for one in said if one.comment],
+        )
+
+    def _due(self, account: Account, token: str) -> Stage | None:
+        """Returns the labeler's stage if its questionnaire is due."""
+        if account.role == "lead" or self.service.next_task(account, token) != "questionnaire":
+            return None
+        return self.service.stage(account)
+
+    def _page(
+        self,
+        account: Account,
+        token: str,
+        stage: Stage,
+        fields: Fields | None = None,
+        wrong: Sequence[str] = (),
+    ) -> Response:
+        return self.site.page(
+            "questionnaire",
+            account,
+            token,
+            422 if wrong else 200,
+            stage=stage,
+            load=LOAD,
+            load_choices=LOAD_CHOICES,
+            sus=SUS,
+            sus_choices=SUS_CHOICES,
+            no_preference=NO_PREFERENCE_VALUE,
+            max_comment=MAX_COMMENT_CHARACTERS,
+            fields=fields or Fields({}),
+            wrong=wrong,
+        )
+
+
+def read_questionnaire(fields: Fields, labeler: str, stage: Stage) -> tuple[QuestionnaireAnswer | None, list[str]]:
+    """Returns the answers in a posted form, or None and a sentence for each mistake."""
+    wrong: list[str] = []
+    load = _read_all(fields, "load", LOAD_CHOICES, [scale.name for scale in LOAD], wrong)
+    sus = _read_all(fields, "sus", SUS_CHOICES, [f"statement {number}" for number in range(1, len(SUS) + 1)], wrong)
+    preferred = NOT_ASKED
+    if stage.is_last:
+        is_none, number = fields.text("preferred") == NO_PREFERENCE_VALUE, fields.number("preferred")
+        preferred = NO_PREFERENCE if is_none or number is None else number
+        if not is_none and number not in stage.conditions:
+            wrong.append("Say which form you would rather work with, or that you have no preference.")
+    # A browser sends line breaks as two characters but counts one.
+    comment = fields.text("comment").strip().replace("\r\n", "\n")
+    if len(comment) > MAX_COMMENT_CHARACTERS:
+        wrong.append(f"The comment has {len(comment):,} characters; at most {MAX_COMMENT_CHARACTERS:,} are allowed.")
+    condition = stage.conditions[stage.place]
+    answer = QuestionnaireAnswer(labeler, condition, tuple(load), tuple(sus), preferred, comment)
+    return (None if wrong else answer), wrong
+
+
+def _read_all(fields: Fields, name: str, choices: Sequence[int], items: Sequence[str], wrong: list[str]) -> list[int]:
+    """Returns the fields NAME_0, NAME_1, ...; a sentence in `wrong` names those without one of the choices."""
+    found = [fields.number(f"{name}_{index}") for index in range(len(items))]
+    missing = [item for item, value in zip(items, found, strict=True) if value not in choices]
+    if missing:
+        wrong.append(f"Not answered: {', '.join(missing)}.")
+    return [value or 0 for value in found]
