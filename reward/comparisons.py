@@ -152,8 +152,7 @@ def encode_response(tokenizer: Tokenizer, prompt: Sequence[Message], response: s
 
 def _answered(prompt: Sequence[Message], response: str) -> Messages:
     """Returns the conversation in which the assistant gives this response."""
-    turns = [{"role": message.role, "content": message.content} for message in prompt]
-    return [*turns, {"role": "assistant", "content": response}]
+    return [*(message.turn for message in prompt), {"role": "assistant", "content": response}]
 
 
 LabelerWeights = Mapping[tuple[str, str], float]  # by objective and labeler; 1 if absent

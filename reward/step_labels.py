@@ -251,7 +251,7 @@ def step_parts(
 
 
 def _messages(prompt: Messages) -> list[Message]:
-    return [Message(turn["role"], turn["content"]) for turn in prompt]
+    return [Message.of(turn) for turn in prompt]
 
 
 def _problem(prompt: Messages, share: float, seed: int) -> bytes:

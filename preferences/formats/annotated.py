@@ -75,7 +75,7 @@ def write_criteria(
 def _marked(prompt: Sequence[Message]) -> str:
     """Returns a conversation as HelpSteer2 writes it: the first turn, then each further one under a mark."""
     first, *later = prompt
-    return first.content + "".join(f"\n<extra_id_1>{turn.role.capitalize()}\n{turn.content}" for turn in later)
+    return first.text + "".join(f"\n<extra_id_1>{turn.role.capitalize()}\n{turn.text}" for turn in later)
 
 
 def write_edits(
