@@ -8,6 +8,7 @@ import pytest
 from files.rows import read_source
 from preferences.annotations import Annotations, CriterionRatings, TurnRating
 from preferences.backup import backup
+from preferences.formats.annotated import by_criterion
 from preferences.formats.exchange import export, store_found
 from preferences.formats.merging import collect_all
 from preferences.formats.parts import Report
@@ -50,9 +51,11 @@ def answer(store, labeler, said=SAID, ranks=(1, 2)):
     store.submit(lease, Answer(shown, 10, annotations=said.as_shown(lease.order)), **HOW)
 
 
-def rows_of(store, name, report=None):
-    form = format_to_write(name)
-    return list(form.write(store.tasks("b"), store.judgments("b"), report or Report()))
+def rows_of(store, name, report=None, criterion=""):
+    form, stored, judgments, report = format_to_write(name), store.tasks("b"), store.judgments("b"), report or Report()
+    if criterion:
+        stored, judgments = by_criterion(form, stored, judgments, criterion, report)
+    return list(form.write(stored, judgments, report))
 
 
 # ---- ratings of turns ----
@@ -205,3 +208,27 @@ def test_statistics_of_turns(store):
     assert (turns.agreement.mean, turns.alpha.value) == (0.5, 0.0)  # 1 - 3·1/(1·3), as by chance
     report = summary([replace(TASK, gold_ranks=(1, 2))], store.judgments("b")).turns[0]
     assert (report.num_ratings, report.agreement.num_tasks, report.alpha.reason != "") == (4, 0, True)
+
+
+def test_labels_of_turns_are_by_one_criterion_and_yes_or_no(store):
+    answer(store, "ann")
+    rows = rows_of(store, "turns")
+    assert [(row["messages"][:-1], row["messages"][-1]["content"], row["labels"]) for row in rows] == [
+        (TURNS, "In Ravenna.", [True, False, True]),
+        (TURNS, "In Florence.", [None, None, False]),
+    ]
+    more = (*SAID.turns, TurnRating(2, "fun", 5), TurnRating(4, "fun", 1))
+    answer(store, "bob", said=replace(SAID, criteria=(*SAID.criteria, CriterionRatings("fun", (1, 7))), turns=more))
+    answer(store, "cem", said=Annotations())
+    with pytest.raises(ValueError, match="turns were rated by fun, right; one of them was expected"):
+        rows_of(store, "turns")
+    report = Report()
+    rows = rows_of(store, "turns", report, criterion="right")
+    assert [(row["labeler"], row["labels"]) for row in rows[2:]] == [
+        ("bob", [True, False, True]),
+        ("bob", [None, None, False]),
+    ]
+    assert report.counts() == {"no such criterion": 1}
+    report = Report()
+    assert rows_of(store, "turns", report, criterion="fun") == []
+    assert report.counts() == {"no such criterion": 2, "no yes or no": 1}
