@@ -61,7 +61,7 @@ BROKEN, BARE = "problem that its labeler found broken (left out)", "response wit
 
 Labels = tuple[int, ...]  # RIGHT, WRONG, UNLABELLED or NEUTRAL, per step
 # A prompt, the steps of a response, and their labels. A step that is a turn has the messages since the turn before it.
-Labelled = tuple[Messages, list[str] | list[Messages], list[int]]
+Labelled = tuple[Messages, Sequence[str | Messages], list[int]]
 LABELS = (RIGHT, WRONG)
 
 
@@ -290,7 +290,7 @@ def step_parts(
     yield from unusual_rows(sources)
 
 
-def _conversation(prompt: Messages, steps: list[str] | list[Messages], separator: str) -> Messages:
+def _conversation(prompt: Messages, steps: Sequence[str | Messages], separator: str) -> Messages:
     """Returns the whole conversation: the prompt, and the response that the steps make up or the turns themselves."""
     texts = [step for step in steps if isinstance(step, str)]
     turns = [message for step in steps if not isinstance(step, str) for message in step]
