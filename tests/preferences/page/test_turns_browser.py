@@ -1,4 +1,4 @@
-"""Rating each turn of a conversation with tools in a real browser: by keyboard, without JavaScript, on a small screen."""
+"""Rating each turn of a conversation with tools in a real browser: by keyboard, without JavaScript, on a phone."""
 
 import pytest
 from playwright.sync_api import expect
