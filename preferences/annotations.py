@@ -127,10 +127,11 @@ def require_annotations(
     found: Annotations,
     num_responses: int,
     responses: Sequence[str] = (),
-    turns: Sequence[int] | None = None,
+    *,
+    turns: Sequence[int],
 ) -> None:
     """Checks annotations, in any order of the responses. `responses` are their texts, in the same order, if known.
-    `turns` are the places of the assistant's turns in the prompt; None = not known.
+    `turns` are the places of the assistant's turns in the prompt.
 
     Raises: ValueError, beginning with `where` and naming the field.
     """
@@ -161,10 +162,10 @@ def require_annotations(
         raise ValueError(f"{where}: spans: at most {MAX_SPANS} per response were expected")
 
 
-def _require_turns(where: str, found: Sequence[TurnRating], turns: Sequence[int] | None) -> None:
+def _require_turns(where: str, found: Sequence[TurnRating], turns: Sequence[int]) -> None:
     for one in found:
-        if type(one.turn) is not int or one.turn < 0 or (turns is not None and one.turn not in turns):
-            places = "a place from 0" if turns is None else ", ".join(map(str, turns)) or "no turn"
+        if type(one.turn) is not int or one.turn not in turns:
+            places = ", ".join(map(str, turns)) or "it has none"
             expected = f"the place of one of the assistant's turns in the prompt ({places})"
             raise ValueError(f"{where}: turns: turn {one.turn!r} is rated; {expected} was expected")
         if type(one.rating) not in (int, float) or not math.isfinite(one.rating):

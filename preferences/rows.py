@@ -72,11 +72,12 @@ def _require_fits(
     answer: Answer,
     num_responses: int,
     responses: Sequence[str] = (),
-    turns: Sequence[int] | None = None,
+    *,
+    turns: Sequence[int],
 ) -> None:
     """Raises: ValueError, beginning with `where` and naming the field, if the answer does not fit the task.
 
-    `responses` are the texts, in the answer's order, and `turns` the assistant's in the prompt, if they are known.
+    `responses` are the texts, in the answer's order, if they are known; `turns` are the assistant's in the prompt.
     """
     if len(answer.ranks) != num_responses:
         raise ValueError(f"{where}: ranks has {len(answer.ranks)} entries for {num_responses} responses")
@@ -92,7 +93,7 @@ def _require_fits(
         raise ValueError(f"{where}: flags is {answer.flags!r}; strings were expected")
     if not all(type(rating) in (int, float) and math.isfinite(rating) for rating in answer.ratings):
         raise ValueError(f"{where}: ratings is {answer.ratings!r}; finite numbers were expected")
-    require_annotations(where, answer.annotations, num_responses, responses, turns)
+    require_annotations(where, answer.annotations, num_responses, responses, turns=turns)
     for field, text in answer.annotations.texts:
         require_text(where, field, [text])
 
@@ -103,7 +104,7 @@ def answer_row(lease: Lease, answer: Answer, kind: str) -> Values:
     Raises: ValueError for an answer that does not fit the lease.
     """
     where = f"task {lease.task_id!r}, labeler {lease.labeler!r}"
-    _require_fits(where, answer, len(lease.order), lease.shown.responses, assistant_turns(lease.shown.prompt))
+    _require_fits(where, answer, len(lease.order), lease.shown.responses, turns=assistant_turns(lease.shown.prompt))
     require_text(where, "note", [answer.note])
     require_text(where, "flags", [flag for flags in answer.flags for flag in flags])
     expected = display_order(lease.task_id, lease.labeler, len(lease.order))
@@ -136,12 +137,13 @@ def _event_row(lease: Lease, kind: str, milliseconds: int) -> Values:
     }
 
 
-def judgment_row(judgment: Judgment, num_responses: int, locations: Locations = NO_LOCATIONS) -> Values:
-    """Returns the columns of an external judgment.
+def judgment_row(judgment: Judgment, task: Values, locations: Locations = NO_LOCATIONS) -> Values:
+    """Returns the columns of an external judgment, given those of its task.
 
     Raises: ValueError, naming task, labeler and field, for a malformed judgment.
     """
     where = f"{named(locations, judgment.task_id, judgment.labeler, judgment.revision)}, revision {judgment.revision}"
+    num_responses = len(task["responses"])
     for field in ("labeler", "instructions_version", "client"):
         require_name(where, field, getattr(judgment, field))
     if not judgment.labeler:
@@ -159,7 +161,8 @@ def judgment_row(judgment: Judgment, num_responses: int, locations: Locations = 
         )
     if judgment.kind in ("answer", "adjudication"):
         said = (judgment.ratings, judgment.flags, judgment.note, judgment.annotations)
-        _require_fits(where, Answer(judgment.ranks, judgment.milliseconds, *said), num_responses)
+        turns = assistant_turns(messages(task["prompt"]))
+        _require_fits(where, Answer(judgment.ranks, judgment.milliseconds, *said), num_responses, turns=turns)
     elif judgment.ranks or judgment.ratings or judgment.flags or judgment.annotations:
         raise ValueError(f"{where}: ranks, ratings, flags or annotations in a judgment of kind {judgment.kind!r}")
     return asdict(judgment) | {

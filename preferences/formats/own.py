@@ -163,7 +163,7 @@ def _annotations(where: str, row: Row, task: Task) -> Annotations:
     )
     edits = _texts(where, given, "edits", 0, MAX_RESPONSES) if "edits" in given else ()
     found = Annotations(criteria, spans, edits, turns)
-    require_annotations(where, found, len(task.responses), task.responses, assistant_turns(task.prompt))
+    require_annotations(where, found, len(task.responses), task.responses, turns=assistant_turns(task.prompt))
     return found
 
 

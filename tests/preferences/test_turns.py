@@ -130,6 +130,13 @@ def test_what_cannot_hold_them_says_so(store):
         assert report.counts()["turns"] == 1, name
 
 
+def test_an_import_of_judgments_is_checked_too(store):
+    answer(store, "ann")
+    wrong = replace(store.judgments("b")[0], labeler="bob", annotations=Annotations(turns=(TurnRating(0, "right", 1),)))
+    with pytest.raises(ValueError, match=r"task 't1', labeler 'bob'.*turns: turn 0 is rated"):
+        store.import_judgments("b", [wrong])
+
+
 # ---- tools ----
 
 
