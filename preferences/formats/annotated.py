@@ -89,16 +89,17 @@ def write_turns(
     """
     final = list(final_judgments([one.task for one in stored], judgments, report, keeps=("criteria", "turns")))
     names = sorted({one.name for _, judgment in final for one in judgment.annotations.turns})
+    names = names or [*criteria_in(judgment for _, judgment in final)]  # no conversation has earlier turns
     if len(names) > 1:
-        raise ValueError(f"turns were rated by {', '.join(names)}; one of them was expected (--criterion)")
+        raise ValueError(f"there are ratings by {', '.join(names)}; one of them was expected (--criterion)")
     for task, judgment in final:
         where, said = f"task {task.task_id!r}, labeler {judgment.labeler!r}", judgment.annotations
         rated = said.turn_ratings_by(names[0]) if names else {}
         of_responses = said.ratings_by(names[0]) if names else ()
-        if not rated:
-            report.add("no ratings of turns", where, "the answer rates no earlier turn", "left out")
-        elif {*rated.values(), *of_responses} - {0, 1}:
-            found = f"{names[0]!r} has {max(rated.values()):g}, and a label is yes (1) or no (0)"
+        if not rated and not of_responses:
+            report.add("no ratings of turns", where, "the answer rates no turn", "left out")
+        elif others := {*rated.values(), *of_responses} - {0, 1}:
+            found = f"{names[0]!r} has {max(others):g}, and a label is yes (1) or no (0)"
             report.add("no yes or no", where, found, "left out")
         elif is_sound_prompt(where, task.prompt, report):
             earlier = [rated.get(turn) for turn in assistant_turns(task.prompt)]

@@ -227,7 +227,7 @@ def test_labels_of_turns_are_by_one_criterion_and_yes_or_no(store):
     more = (*SAID.turns, TurnRating(2, "fun", 5), TurnRating(4, "fun", 1))
     answer(store, "bob", said=replace(SAID, criteria=(*SAID.criteria, CriterionRatings("fun", (1, 7))), turns=more))
     answer(store, "cem", said=Annotations())
-    with pytest.raises(ValueError, match="turns were rated by fun, right; one of them was expected"):
+    with pytest.raises(ValueError, match="there are ratings by fun, right; one of them was expected"):
         rows_of(store, "turns")
     report = Report()
     rows = rows_of(store, "turns", report, criterion="right")
@@ -239,3 +239,12 @@ def test_labels_of_turns_are_by_one_criterion_and_yes_or_no(store):
     report = Report()
     assert rows_of(store, "turns", report, criterion="fun") == []
     assert report.counts() == {"no such criterion": 2, "no yes or no": 1}
+
+
+def test_a_first_turn_that_was_rated_is_a_label_too(new_database, clock):
+    with LabelStore(new_database(), clock=clock) as store:
+        store.add_tasks([replace(TASK, prompt=PROMPT[1:2])], batch="b", num_labelers=1)
+        lease = store.lease("ann", seconds=60, batch="b")
+        said = Annotations(SAID.criteria).as_shown(lease.order)
+        store.submit(lease, Answer((1, 1), 10, annotations=said), **HOW)
+        assert [row["labels"] for row in rows_of(store, "turns")] == [[True], [False]]
